@@ -11,11 +11,11 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from benchmarks.lines import Line, read
 from benchmarks.report import latest
-from kvq_calib.report import frame
+from kvq_calib.report import looks as draw
 from kvq_calib.report.looks import looks
 
 
-@frame.picture
+@draw.picture
 def picture(lines: list[Line], caption: str) -> Figure:
     """A panel for each number of rows, a line a recipe, above 1 where it is faster.
 
@@ -34,14 +34,14 @@ def picture(lines: list[Line], caption: str) -> Figure:
         axis.xaxis.set_major_locator(FixedLocator(contexts))
         axis.xaxis.set_minor_locator(NullLocator())
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-        frame.log_scale(axis, 0.3, 4)
+        draw.log_scale(axis, 0.3, 4)
         axis.set_xlabel("tokens of a row", fontsize=9)
         axis.set_title(f"{batch} row{'s' if batch > 1 else ''}", loc="left", fontsize=10)
-        frame.tidy(axis)
+        draw.tidy(axis)
     panels[0].set_ylabel("times as fast as the fastest 16-bit attention", fontsize=9)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside right upper", frameon=False, fontsize=8.5)
-    frame.caption(figure, caption)
+    draw.caption(figure, caption)
     return figure
 
 

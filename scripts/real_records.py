@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_calib.evaluate.perplexity import REFERENCE
-from kvq_calib.report.points import by_bits
+from kvq_calib.report.tables import by_bits
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.disk import files as disk
 from kvq_runtime.registry.measured import FULL, PROTOCOLS, TextRecord

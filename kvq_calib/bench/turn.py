@@ -1,11 +1,15 @@
 """Let a model generate with one cache, as a user does, and return the time of each token and the bytes of the cache."""
 
+import ctypes
 import gc
+import re
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +18,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from kvq_calib.bench import peak
 from kvq_calib.bench.contenders import Contender
 from kvq_runtime.hf import CudaGraphs, KVQCache
 from kvq_runtime.store.storage import storage_bytes
 
 WARM = 2  # steps before those that are timed: in the first a graph is recorded, and memory is taken
 FULL = "out of memory"
+PROCESS = Path("/proc/self")
+RESET = "5"  # sets this process' peak to what it has now; Source: Linux, Documentation/filesystems/proc.rst, clear_refs
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def take(model: PreTrainedModel, contender: Contender, ids_BT: Tensor, tokens: i
     """
     model.set_attn_implementation(contender.attention)
     cache, watch = contender.make(model), Stopwatch()
-    most = peak.watch(ids_BT.device)
+    most = watch_peak(ids_BT.device)
     with _graphs(model, cache) as graphs:
         began = time.perf_counter()
         model.generate(  # type: ignore[operator]
@@ -133,3 +138,34 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # of PyTorch on a CPU
+
+
+def watch_peak(device: torch.device) -> Callable[[], int | None]:
+    """Start a measurement of peak memory; return a function to call at its end.
+
+    It returns the most bytes in use, weights included, on a CPU those of the whole process; None if the system does not
+    count them. Memory that earlier caches freed and the allocator keeps is released first.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return lambda: torch.cuda.max_memory_allocated(device)
+    if device.type == "cpu":
+        _trim()
+        try:
+            (PROCESS / "clear_refs").write_text(RESET)
+            return _of_process
+        except OSError:  # no Linux, or not allowed
+            pass
+    return lambda: None
+
+
+def _trim() -> None:
+    """Return freed memory to the system; `kvq` keeps up to a GiB of it, see `kvq_calib.cli.allocator`."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def _of_process() -> int | None:
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", (PROCESS / "status").read_text(), re.M)
+    return 1024 * int(found[1]) if found else None

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.report.page import known, version, wall, whole
+from kvq_calib.report.page import known, version, wall
 from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import options
 from kvq_runtime.cli.exit_codes import say
@@ -32,7 +32,7 @@ def report(args: argparse.Namespace) -> int:
     if args.reference is None:
         if args.compare:
             raise ValueError("--compare FILE is for the page of a version; give its NAME")
-        found = whole.of_registry(open_registry(args.registry or None), datetime.now(UTC))
+        found = wall.of_registry(open_registry(args.registry or None), datetime.now(UTC))
         if args.out and (Path(args.out).is_dir() or not Path(args.out).suffix):
             _all_pages(args, found)
         damaged = [f"{one['name']}: {one['reason']}" for one in found["faults"]]

@@ -74,7 +74,7 @@ def _greedy(args: argparse.Namespace, files, subjects) -> int:
     from kvq_calib.evaluate import decode
     from kvq_calib.evaluate.ledger import Ledger
     from kvq_calib.evaluate.subject import keep
-    from kvq_calib.report import decode_table
+    from kvq_calib.report import greedy
     from kvq_calib.report.tables import named
     from kvq_calib.text import corpus
     from kvq_runtime.registry.measured import GreedyRecord
@@ -94,8 +94,8 @@ def _greedy(args: argparse.Namespace, files, subjects) -> int:
         keep(subject, found, args.registry)
     if not told(args, records):
         shown = named([read(one, GreedyRecord) for one in records], [subject.name for subject in subjects])
-        print_table(decode_table.rows(shown), False)
-        print(f"\n{decode_table.about(shown)}")
+        print_table(greedy.rows(shown), False)
+        print(f"\n{greedy.about(shown)}")
     return 0
 
 
@@ -111,7 +111,7 @@ def compare(args: argparse.Namespace) -> int:
     from kvq_calib.job import prepare, run
     from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
     from kvq_calib.model import find as models
-    from kvq_calib.report import plots, points, tables
+    from kvq_calib.report import plots, tables
     from kvq_calib.run import budget
     from kvq_calib.text import corpus
     from kvq_runtime.artifact import recipe_text
@@ -155,7 +155,7 @@ def compare(args: argparse.Namespace) -> int:
         measured = record.evaluate(
             files, batch, list(subjects.values()), protocol, *used, progress, ledger, others=beside
         )
-    records = points.by_bits([read(one, TextRecord) for one in measured])
+    records = tables.by_bits([read(one, TextRecord) for one in measured])
     if args.plot:
         Path(args.plot).write_bytes(plots.comparison(records))
     if not told(args, [one.raw for one in records]):
@@ -166,9 +166,9 @@ def compare(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Run `kvq bench`: what was measured is printed, also when it is interrupted."""
-    from kvq_calib.bench import contenders, figures, rounds
+    from kvq_calib.bench import contenders, rounds
     from kvq_calib.model import find as models
-    from kvq_calib.report import bench_plot, bench_table
+    from kvq_calib.report import bench as shown
     from kvq_calib.run.device import memory_of
     from kvq_runtime.artifact import recipe_text
     from kvq_runtime.cli import exit_codes
@@ -198,18 +198,18 @@ def bench(args: argparse.Namespace) -> int:
             rounds.measure(model, able, plan, kept, progress)
         except KeyboardInterrupt as error:
             interrupted = error
-    found = figures.figures(rounds.chosen(plan, kept), every, about["weights_bytes"], memory, absent)
-    notes = bench_table.notes(found, about, memory) if found else []
+    found = shown.figures(rounds.chosen(plan, kept), every, about["weights_bytes"], memory, absent)
+    notes = shown.notes(found, about, memory) if found else []
     if args.plot and found:
-        Path(args.plot).write_bytes(bench_plot.figures(found, notes))
+        Path(args.plot).write_bytes(shown.picture(found, notes))
     if args.json:
         print(json.dumps({"about": about | {"memory_bytes": memory}, "rows": found}, indent=2))
     elif found:
-        print_table(bench_table.rows(found, memory), False)
+        print_table(shown.rows(found, memory), False)
         print("".join(f"\n{note}" for note in notes))
     if interrupted is not None:
         raise interrupted
-    wrong = figures.failed(found)
+    wrong = shown.failed(found)
     if wrong:
         raise RuntimeError(f"not measured: {'; '.join(wrong)}")
     return 0

@@ -12,7 +12,7 @@ from kvq_calib.evaluate import cases, tasks
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import Subject, keep
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.report import task_plot, task_table
+from kvq_calib.report import tasks as answered
 from kvq_calib.report.tables import named
 from kvq_calib.tasks import ruler, synthetic
 from kvq_runtime.cli.table import print_table
@@ -53,14 +53,14 @@ def evaluate(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Sub
     whole = [record for group in records for record in group]
     names = ["16 bit", *(subject.name for subject in subjects)]
     if args.plot:
-        Path(args.plot).write_bytes(task_plot.heat(named([read(one, TasksRecord) for one in records[0]], names)))
+        Path(args.plot).write_bytes(answered.heat(named([read(one, TasksRecord) for one in records[0]], names)))
     if told(args, whole):
         return 0
     for number, group in enumerate(records):
         shown = named([read(one, TasksRecord) for one in group], names)
         print("\n" * bool(number), end="")
-        print_table(task_table.rows(shown), False)
-        print("".join(f"\n{note}" for note in task_table.notes(shown)), end="")
+        print_table(answered.rows(shown), False)
+        print("".join(f"\n{note}" for note in answered.notes(shown)), end="")
     return 0
 
 

@@ -16,7 +16,7 @@ from kvq_calib.job import reuse
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.report import card as report
-from kvq_calib.report import licenses, plots, tables
+from kvq_calib.report import plots, sections, tables
 from kvq_calib.report.published import Place, Published, figures
 from kvq_calib.run import calibrate
 from kvq_calib.run.run import Executor, Listener, Run, silent
@@ -107,7 +107,7 @@ def publish(
     job: Job, work: Run, fitted: Mapping[str, Artifact], records: Sequence[Mapping[str, Any]] = ()
 ) -> Iterable[Published]:
     """Publish artifacts that keep the bounds, with their records, cards and plots; leave others in the run folder."""
-    targets, license, drawn, named = job.publication.targets, licenses.of_model(work.files.path), {}, []
+    targets, license, drawn, named = job.publication.targets, sections.license_of(work.files.path), {}, []
     if records:
         told = [read(one, TextRecord) for one in records]
         named = tables.named(told, [*fitted, *job.evaluation.baselines])

@@ -12,10 +12,10 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from kvq_calib.model.catalog import entry
-from kvq_calib.report import asked, sections
 from kvq_calib.report import fit_plots as draw
-from kvq_calib.report.captions import size_of
+from kvq_calib.report import greedy, sections, tasks
 from kvq_calib.report.tables import by_layer
+from kvq_calib.report.words import size_of
 from kvq_calib.text.documents import SUFFIXES
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
@@ -71,7 +71,7 @@ def card(
 
     records   evaluation records; those of other artifacts are shown for comparison
     name      in the registry; None: the recipe's
-    license   of the base model's weights, from which the artifact is derived, if known: see `licenses`
+    license   of the base model's weights, from which the artifact is derived, if known: see `sections.license_of`
     plots     files beside the card
     """
     name = name or artifact.recipe.name
@@ -87,7 +87,8 @@ def card(
         "## Fit\n\n" + sections.fit(artifact),
         *(["## Queries\n\n" + _queries(artifact)] if QUERIES in plots else []),
         "## Evaluation\n\n" + sections.evaluation(of_text(records)),
-        *asked.sections(records),
+        *tasks.sections(records),
+        *greedy.sections(records),
         *(f"![{_spoken(plot)}]({plot})" for plot in plots if plot != QUERIES),
         "## Limits\n\n" + _limits(artifact, records),
     ]

@@ -1,24 +1,24 @@
 """Draw what a fit found: bits that a budget gave to layers, what keys and values can be predicted from, and how well a
 subspace holds queries.
 
-Each function returns the bytes of a PNG; the same numbers give the same picture.
+Pictures are the bytes of a PNG; the same numbers give the same picture.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from kvq_calib.evaluate.probe import means
-from kvq_calib.report.captions import size_of
-from kvq_calib.report.frame import caption, png, say, tidy
+from kvq_calib.report import looks as draw
 from kvq_calib.report.looks import COLOURS
+from kvq_calib.report.words import size_of
 
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def bits_by_layer(name: str, rows: Sequence[Mapping[str, Any]], where: str) -> bytes:
+@draw.picture
+def bits_by_layer(name: str, rows: Sequence[Mapping[str, Any]], where: str) -> Figure:
     """Bits of each layer's keys and values as bars, from rows with "layer", "keys" and "values".
 
     where   the model, its size, and what the bits were chosen on
@@ -26,12 +26,12 @@ def bits_by_layer(name: str, rows: Sequence[Mapping[str, Any]], where: str) -> b
     figure = layer_bits(rows, max(7.0, 2 + 0.28 * len(rows)), 3.8)
     mean = sum(row["keys"] + row["values"] for row in rows) / (2 * len(rows))
     figure.axes[0].set_title(f"{name}: {mean:.3g} bits in all", loc="left", fontsize=10)
-    caption(
+    draw.caption(
         figure,
         f"{where}. Bits per element that the search gave to each layer, scales and metadata included, for the least "
         "sum of the errors that it measured there within the budget.",
     )
-    return png(figure)
+    return figure
 
 
 def layer_bits(rows: Sequence[Mapping[str, Any]], wide: float, high: float) -> Figure:
@@ -42,25 +42,24 @@ def layer_bits(rows: Sequence[Mapping[str, Any]], wide: float, high: float) -> F
         bars = axis.bar([row["layer"] + 0.4 * (place - 0.5) for row in rows], [row[role] for row in rows], 0.38,
                         label=role, color=COLOURS[place])  # fmt: skip
         for bar, row in zip(bars, rows, strict=True):
-            say(bar, f"layer {row['layer']}, {role}: {row[role]:.4g}")
-    axis.set_xlabel("layer")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            draw.say(bar, f"layer {row['layer']}, {role}: {row[role]:.4g}")
+    draw.layers(axis)
     axis.set_ylabel("bits per element")
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
-    tidy(axis, "y")
+    draw.tidy(axis, "y")
     return figure
 
 
-def probes(found: Mapping[str, Any]) -> bytes:
+@draw.picture
+def probes(found: Mapping[str, Any]) -> Figure:
     """Explained variance: means over layers as bars (the paper's figure 2), chosen sources by layer (figure 5)."""
     rows = means(found)
     figure = Figure(figsize=(11, 6.6), layout="constrained")
-    roles: Any = figure.subfigures(2, 1)
-    top, bottom = roles
+    top, bottom = figure.subfigures(2, 1)  # type: ignore[misc]
     axis = top.subplots()
-    for place, (role, label) in enumerate((("keys", "keys"), ("values", "values"))):
+    for place, role in enumerate(("keys", "values")):
         heights = [row[role] or 0.0 for row in rows]
-        bars = axis.bar([x + 0.38 * (place - 0.5) for x in range(len(rows))], heights, 0.36, label=label,
+        bars = axis.bar([x + 0.38 * (place - 0.5) for x in range(len(rows))], heights, 0.36, label=role,
                         color=COLOURS[place])  # fmt: skip
         axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7.5, padding=1)
     axis.set_xticks(range(len(rows)), [row["source"] for row in rows])
@@ -68,8 +67,8 @@ def probes(found: Mapping[str, Any]) -> bytes:
     least = min(0.0, *(row[role] or 0.0 for row in rows for role in ("keys", "values")))
     axis.set_ylim(least - 0.08 * (1 - least) if least else 0.0, 1 + 0.09 * (1 - least))
     axis.set_title("Mean over layers", loc="left", fontsize=10)
-    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
-    tidy(axis, "y")
+    draw.key_of(axis)
+    draw.tidy(axis, "y")
     panels = bottom.subplots(1, 2, sharey=True)
     for panel, (role, title) in zip(panels, (("key", "Keys by layer"), ("value", "Values by layer")), strict=True):
         for number, source in enumerate(("L-1", "L-2", "L-1 both", "role", "role + L-1", "T-1")):
@@ -81,25 +80,24 @@ def probes(found: Mapping[str, Any]) -> bytes:
             if points:
                 panel.plot(*zip(*points, strict=True), label=source, **_look(number))
         panel.set_title(title, loc="left", fontsize=10)
-        panel.set_xlabel("layer")
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-        tidy(panel)
+        draw.layers(panel)
+        draw.tidy(panel)
     panels[0].set_ylabel("explained variance")
-    panels[1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), title="predicted from")
-    length, held = found["settings"]["length"], found["settings"]["held_out"]
-    model = found["model"]
-    text = found["settings"]["source"]
+    draw.key_of(panels[1], "predicted from")
+    model, given = found["model"], found["settings"]
     said = (
-        f"{model['id']} ({size_of(model['parameters'])} parameters), {held} held-out sequences of {length} tokens of "
-        f"{text}, keys before RoPE. Share of their variance that a linear prediction explains. L-1, L-2, ...: from the "
-        "same token's keys (values) one, two, ... layers below; L-1 both: from keys and values one layer below; role: "
-        "keys from this layer's values, values from its keys; T-1, ...: from keys (values) of the token before, ..."
+        f"{model['id']} ({size_of(model['parameters'])} parameters), {given['held_out']} held-out sequences of "
+        f"{given['length']} tokens of {given['source']}, keys before RoPE. Share of their variance that a linear "
+        "prediction explains. L-1, L-2, ...: from the same token's keys (values) one, two, ... layers below; L-1 both: "
+        "from keys and values one layer below; role: keys from this layer's values, values from its keys; T-1, ...: "
+        "from keys (values) of the token before, ..."
     )
-    caption(bottom, said, figure.get_figwidth())
-    return png(figure)
+    draw.caption(bottom, said, figure.get_figwidth())
+    return figure
 
 
-def query_deviation(layers: Sequence[Mapping[str, Any]], where: str) -> bytes:
+@draw.picture
+def query_deviation(layers: Sequence[Mapping[str, Any]], where: str) -> Figure:
     """Draw how far held-out queries leave their calibrated subspace: by its rank (the paper's figure 2), for some
     layers, and by layer, for some ranks.
 
@@ -119,18 +117,17 @@ def query_deviation(layers: Sequence[Mapping[str, Any]], where: str) -> bytes:
         right.plot(*zip(*points, strict=True), label=f"rank {rank}", **_look(number))
     left.set_xlabel(f"rank of the subspace, of {size}")
     left.set_ylabel("deviation, over the query's length")
-    right.set_xlabel("layer")
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    draw.layers(right)
     for axis in (left, right):
         axis.set_ylim(0, 1.03)
-        axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        tidy(axis)
-    caption(
+        draw.key_of(axis)
+        draw.tidy(axis)
+    draw.caption(
         figure,
         f"{where}. Length of what a query has outside its layer's subspace of this rank, over the query's length: root "
         "mean square over heads and queries.",
     )
-    return png(figure)
+    return figure
 
 
 def _look(number: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 
-from kvq_calib.report.frame import canvas
+from kvq_calib.report.looks import canvas
 
 GAP = 2.5  # points left free around a mark: a name's halo reaches as far
 DISTANCES = (6.5, 8.5, 11.0, 14.0, 18.0, 25.0, 34.0, 45.0, 60.0, 80.0, 105.0, 135.0, 170.0)  # points, marker to name

@@ -1,11 +1,11 @@
 """Draw costs against bits into axes: a marker a recipe with its name, whiskers, the frontier, the 16-bit model.
 
-A panel is drawn in two steps. `scatter` draws markers and sets the limits; once the figure's layout is final, `name`
-writes names where nothing is in their way.
+Points are read from records. A panel of them is drawn in two steps: `scatter` draws markers and sets the limits; once
+the figure's layout is final, `name` writes names where nothing is in their way.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -13,24 +13,96 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from kvq_calib.report import points as reading
-from kvq_calib.report.frame import INK, log_scale, plain, say, symlog_scale, tidy
 from kvq_calib.report.labels import Label, place
-from kvq_calib.report.looks import Look, family, looks
-from kvq_calib.report.points import PERPLEXITY, Point
+from kvq_calib.report.looks import INK, Look, family, log_scale, looks, nothing, plain, say, symlog_scale, tidy
+from kvq_calib.report.tables import attention_error, kl_error, standard_error
+from kvq_runtime.registry.measured import Figures, TextRecord
 
+# what README.md recommends where bits may differ by layer: marked where it was measured
+RECOMMENDED = ("auto-2.1bit",)
+KL, PERPLEXITY, ATTENTION = "kl", "relative", "attention"
 LINEAR = 0.1  # percent of perplexity, below which differences are chance and the axis is linear
 EXACT = 16.0  # bits of a cache that is not quantized, which is the line at 0
 RING = 15.0  # points: how wide a ring is
 DECADE = 20.0  # the least span of a logarithmic axis, so that small differences look small
 LEAST = 1e-9  # a cost below is that of an exact cache: rounding of sums
 TITLES = {
-    reading.KL: "KL divergence from the 16-bit model, nats per token",
-    reading.PERPLEXITY: "perplexity above that of the 16-bit model",
-    reading.ATTENTION: "attention output, relative squared error",
+    KL: "KL divergence from the 16-bit model, nats per token",
+    PERPLEXITY: "perplexity above that of the 16-bit model",
+    ATTENTION: "attention output, relative squared error",
 }
 
-_UNITS = {reading.KL: "nats", reading.PERPLEXITY: "%", reading.ATTENTION: "of its energy"}
+_UNITS = {KL: "nats", PERPLEXITY: "%", ATTENTION: "of its energy"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A recipe's cost at its bits.
+
+    spread   standard error of the cost over windows; None: not known
+    tail     bits of a whole cache of 4096 tokens; None: not asked for
+    here     whether it is what the picture is about
+    """
+
+    recipe: str
+    name: str
+    bits: float
+    cost: float
+    spread: float | None = None
+    tail: float | None = None
+    here: bool = False
+
+
+def points(records: Sequence[TextRecord], measure: str, protocol: str, tail: str = "") -> list[Point]:
+    """The points of one panel, in the order of the records; those without figures are left out.
+
+    measure   KL in nats; PERPLEXITY above that of 16 bit, in percent; ATTENTION, the relative error of its output
+    tail      which bits of the record a line to the right ends at
+    """
+    found = []
+    for record in records:
+        part, bits = record.figures(protocol), record.result.bits
+        if part is None:
+            continue
+        cost, spread = _cost(record, part, measure, protocol)
+        if cost is not None:
+            end = bits[tail] if tail else None
+            found.append(Point(record.result.recipe, record.name, bits["asymptotic"], cost, spread, end))
+    return found
+
+
+def _cost(record: TextRecord, part: Figures, measure: str, protocol: str) -> tuple[float | None, float | None]:
+    """The cost and its standard error."""
+    if measure == ATTENTION:
+        return attention_error(record, protocol), None
+    if measure == KL:
+        return part.kl, kl_error(part)
+    spread = standard_error(part)
+    return 100 * part.relative, None if spread is None else 100 * spread
+
+
+def frontier(given: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats, by ascending bits: another has more bits, or costs more.
+
+    Of points with equal bits and cost the first counts.
+    """
+    found: list[Point] = []
+    for one in sorted(given, key=lambda one: (one.bits, one.cost)):
+        if not found or one.cost < found[-1].cost:
+            found.append(one)
+    return found
+
+
+def not_drawn(names: Iterable[str]) -> str:
+    """A sentence on what has no divergence, and so no mark; empty where there is no such thing."""
+    said = ", ".join(dict.fromkeys(names))
+    return f"Not drawn, for their divergence was not measured: {said}." if said else ""
+
+
+def recommended(given: Sequence[Point]) -> Point | None:
+    """The point of our recommendation, if it was measured."""
+    known = {one.recipe: one for one in given}
+    return next((known[name] for name in RECOMMENDED if name in known), None)
 
 
 @dataclass(frozen=True)
@@ -68,7 +140,7 @@ def scatter(
     _limits(axis, [*drawn, *beside], log)
     if not log:
         axis.axhline(0, color="0.35", linewidth=1, linestyle="--", zorder=1)
-    best = reading.frontier(drawn) if front and len(drawn) > 1 else []
+    best = frontier(drawn) if front and len(drawn) > 1 else []
     if best:
         edge = axis.get_xlim()[1]
         axis.plot([*(one.bits for one in best), edge], [*(one.cost for one in best), best[-1].cost], color="0.72",
@@ -101,14 +173,14 @@ def scatter(
 
 def _ringed(given: Sequence[Point]) -> list[Point]:
     """Return the picture's own points, and the recommended one."""
-    marked = reading.recommended(given)
+    marked = recommended(given)
     return [*(one for one in given if one.here), *([marked] if marked and not marked.here else [])]
 
 
 def _limits(axis: Axes, drawn: Sequence[Point], log: bool) -> None:
     """Room for all points, their whiskers and some names."""
     if not drawn:
-        axis.annotate("nothing to draw", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
+        nothing(axis, "nothing to draw")
         axis.set(xticks=[], yticks=[])
         return
     right = max(one.tail or one.bits for one in drawn)

@@ -1,7 +1,7 @@
-"""Draw what was measured of recipes: errors by layer, what they cost against bits, and the frontier of several models.
+"""Draw what was measured of recipes: errors by layer, what they cost against bits and by position, and the frontier.
 
-Each function returns the bytes of a PNG; the same numbers give the same picture. Every family has its own look
-(`looks.py`), every point its name beside it (`labels.py`), every picture a caption on what was measured.
+Pictures are the bytes of a PNG; the same numbers give the same picture. Every family has its own look (`looks.py`),
+every point its name beside it (`labels.py`), every picture a caption on what was measured.
 """
 
 import math
@@ -10,18 +10,19 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
-from kvq_calib.report import frame, panels
-from kvq_calib.report.captions import about, where
+from kvq_calib.report import looks as draw
+from kvq_calib.report import panels
 from kvq_calib.report.looks import Look, families, family, looks
-from kvq_calib.report.panels import TITLES, Panel
-from kvq_calib.report.points import ATTENTION, KL, PERPLEXITY, Point, by_bits, points, recommended
-from kvq_calib.report.points import frontier as frontier_of
-from kvq_calib.report.tables import elsewhere, named
+from kvq_calib.report.panels import ATTENTION, KL, PERPLEXITY, TITLES, Panel, Point, not_drawn, points, recommended
+from kvq_calib.report.panels import frontier as frontier_of
+from kvq_calib.report.tables import by_bits, elsewhere, named, reference
+from kvq_calib.report.words import where
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, TextRecord, texts
+from kvq_runtime.registry.protocols import Model, Windows
 
 Records = Sequence[TextRecord]
+Lines = Sequence[Mapping[str, Any]]
 LINES = 7  # of a panel that are drawn in colour and named; of more records the others are thin and grey
 SHORT = 24  # letters of a family's name in the key
 NAMED = 16  # points of a panel; of more, those of the frontier and one of each family have their names
@@ -33,7 +34,7 @@ ERRORS = {
 }
 
 
-@frame.picture
+@draw.picture
 def error_by_layer(records: Records) -> Figure:
     """The error of keys and values over their variance, and of attention's output over its energy, in use and with all
     tokens encoded: a panel each, a line per recipe. Of more than can be told apart, those that `_lines` chooses are in
@@ -43,14 +44,12 @@ def error_by_layer(records: Records) -> Figure:
     chosen = iter(looks([one.result.recipe for one in records if id(one) in spoken]))
     styles = [{"label": one.name, **next(chosen).line} if id(one) in spoken else _GREY for one in records]
     figure = layer_errors([one.result.layers for one in records], styles)
-    shown = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    if shown:
-        figure.legend(shown.values(), shown.keys(), loc="outside right upper", frameon=False, fontsize=8.5)
+    draw.key(figure, figure.axes)
     windows = records[0].protocol.error_windows
-    frame.caption(
+    draw.caption(
         figure,
         f"Squared error of keys and values over their variance, of attention's output over its energy, on {windows} of "
-        f"the windows. {about(records, texts=False)} Attention that reads decoded tokens alone errs more than in use, "
+        f"the windows. {about(records, beside=False)} Attention that reads decoded tokens alone errs more than in use, "
         "where the newest tokens, which it reads most, are exact.",
     )
     return figure
@@ -67,19 +66,19 @@ def layer_errors(lines: Sequence[Sequence[Mapping[str, Any]]], styles: Sequence[
             known = [(layer, value) for layer, value in enumerate(found) if value > 0]
             if known:
                 (line,) = axis.plot([value if value > 0 else math.nan for value in found], **style)
-                frame.say(line, *(f"layer {layer}, {title}: {value:.3g}" for layer, value in known))
+                draw.say(line, *(f"layer {layer}, {title}: {value:.3g}" for layer, value in known))
                 heights += [value for _, value in known]
         axis.set_title(title, loc="left", fontsize=10)
         if heights:
-            frame.log_scale(axis, min(heights) / 1.3, max(heights) * 1.3)
+            draw.log_scale(axis, min(heights) / 1.3, max(heights) * 1.3)
         else:
-            axis.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color="0.4")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        frame.tidy(axis)
+            draw.nothing(axis, "not measured")
+        draw.layers(axis)
+        draw.tidy(axis)
     for axis in axes[:, 0]:
         axis.set_ylabel("relative squared error")
-    for axis in axes[1]:
-        axis.set_xlabel("layer")
+    for axis in axes[0]:
+        axis.set_xlabel("")
     return figure
 
 
@@ -95,25 +94,28 @@ def _lines(records: Records) -> Records:
     return list({id(one): one for one in [records[0], *first, *records]}.values())[:LINES]
 
 
-def perplexity_by_bits(records: Records) -> bytes:
+@draw.picture
+def perplexity_by_bits(records: Records) -> Figure:
     """Draw KL divergence and perplexity of recipes over the bits they hold, a row a protocol. Lines to the right
     end at the bits of a cache of 4096 tokens, whiskers are a standard error over windows."""
-    return frame.png(_costs(records, (KL, PERPLEXITY), 4096))
+    return costs(records, (KL, PERPLEXITY), 4096)
 
 
-def comparison(records: Records) -> bytes:
+@draw.picture
+def comparison(records: Records) -> Figure:
     """KL divergence, perplexity and, where it was measured, the error of attention's output against asymptotic bits: a
     row a protocol and a row a text of another kind, by full encode where it was measured."""
     by_layer = any(one.result.layers for one in records)
-    return frame.png(_costs(records, (KL, PERPLEXITY, ATTENTION) if by_layer else (KL, PERPLEXITY)))
+    return costs(records, (KL, PERPLEXITY, ATTENTION) if by_layer else (KL, PERPLEXITY))
 
 
-def _costs(records: Records, measures: Sequence[str], tokens: int | None = None) -> Figure:
+def costs(records: Records, measures: Sequence[str], tokens: int | None = None) -> Figure:
+    """A row of panels a protocol and a text, a column a measure; lines to the bits of a cache of so many tokens."""
     records = by_bits(_with_names(records))
-    rows = [("", name, records) for name in PROTOCOLS if any(one.figures(name) for one in records)]
+    rows = [("", name, records) for name in _measured(records)]
     for text in texts(records):
         other = elsewhere(records, text)
-        rows += [(text, name, other) for name in PROTOCOLS if any(one.figures(name) for one in other)][:1]
+        rows += [(text, name, other) for name in _measured(other)][:1]
     rows = rows or [("", IN_USE, records)]
     figure = Figure(figsize=(5.6 * len(measures) + 1.2, 0.9 + 4.3 * len(rows)), layout="constrained")
     grid = figure.subplots(len(rows), len(measures), squeeze=False)
@@ -127,11 +129,11 @@ def _costs(records: Records, measures: Sequence[str], tokens: int | None = None)
             title = f"{TITLES[measure]}\n{', '.join(filter(None, (text, SPOKEN[protocol])))}"
             drawn.append(panels.scatter(axis, given, measure, title, front=measure == KL))
     said = [f"Line to the right: bits of a cache of {tokens} tokens, exact ones included."] if tokens else []
-    frame.caption(figure, " ".join([about(records, drawn), *said]))
+    draw.caption(figure, " ".join([about(records, drawn), *said]))
     return _finish(figure, drawn, NAMED)
 
 
-@frame.picture
+@draw.picture
 def frontier(models: Sequence[Records], beside: bool = True, width: float = 9.0, height: float = 5.4) -> Figure:
     """KL divergence by bits by full encode: a row a model, a column a text.
 
@@ -139,13 +141,11 @@ def frontier(models: Sequence[Records], beside: bool = True, width: float = 9.0,
     width    of the picture in inches
     height   of a model's row
     """
-    named_records = [by_bits(_with_names(records)) for records in models]
     figure = Figure(figsize=(width, height * len(models) + 0.5), layout="constrained")
     rows = []
-    for records in named_records:
-        groups = {"": records}
-        groups |= {text: elsewhere(records, text) for text in texts(records)} if beside else {}
-        rows.append(groups)
+    for records in models:
+        records = by_bits(_with_names(records))
+        rows.append({"": records} | ({text: elsewhere(records, text) for text in texts(records)} if beside else {}))
     grid = figure.add_gridspec(len(rows), math.lcm(*map(len, rows)))
     drawn: list[Panel] = []
     for number, groups in enumerate(rows):
@@ -154,12 +154,10 @@ def frontier(models: Sequence[Records], beside: bool = True, width: float = 9.0,
         for place, (text, given) in enumerate(found.items()):
             axis = figure.add_subplot(grid[number, place * wide : (place + 1) * wide])
             axis.set_ylabel("" if place else TITLES[KL], fontsize=9)
-            title = ", ".join(
-                [where(groups[""][0].protocol.model), *([text or "in domain"] if len(groups) > 1 else [])]
-            )
+            title = where(groups[""][0].protocol.model) + (f", {text or 'in domain'}" if len(groups) > 1 else "")
             every = [one for some in found.values() for one in some]
             drawn.append(panels.scatter(axis, given, KL, title, beside=every))
-    frame.caption(
+    draw.caption(
         figure,
         "\n".join(about(records, drawn if number == 0 else (), beside) for number, records in enumerate(models)),
     )
@@ -184,7 +182,7 @@ def _finish(figure: Figure, drawn: Sequence[Panel], most: int, named: Sequence[P
     many = any(len(panel.points) > most for panel in drawn)
     if many and len(shown) > 1:
         figure.legend(*_key(shown), loc="outside right upper", frameon=False, fontsize=8.5, title="family")
-    frame.canvas(figure)
+    draw.canvas(figure)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for panel in drawn:
@@ -198,5 +196,102 @@ def _key(shown: Mapping[str, Look]) -> tuple[list[Line2D], list[str]]:
     return [Line2D([], [], **shown[name].point) for name in names], [name[:SHORT] for name in names]
 
 
+def _measured(records: Records) -> list[str]:
+    """The protocols under which there are figures."""
+    return [name for name in PROTOCOLS if any(one.figures(name) for one in records)]
+
+
 def _with_names(records: Records) -> Records:
     return records if any(one.name != one.result.recipe for one in records) else named(records)
+
+
+@draw.picture
+def by_position(exact: Mapping[str, Any], lines: Lines, text: str) -> Figure:
+    """Divergence and perplexity above 16 bit against position in long windows, a column a protocol.
+
+    exact   the part of the 16-bit model, {"bins": [...]}, as `positions.part` gives it
+    lines   {"recipe", "protocol", "bits", "part", "model"} of one text and length
+    text    what it is called
+    """
+    protocols = [name for name in PROTOCOLS if any(one["protocol"] == name for one in lines)]
+    names = list(dict.fromkeys(one["recipe"] for one in lines))
+    styles = dict(zip(names, looks(names), strict=True))
+    figure = Figure(figsize=(5.6 * len(protocols) + 2, 7.6), layout="constrained")
+    grid = figure.subplots(2, len(protocols), squeeze=False, sharex=True)
+    places, own = [(one["from"] + one["to"]) / 2 for one in exact["bins"]], _means(exact, "loss")
+    for (upper, lower), protocol in zip(grid.T, protocols, strict=True):
+        heights, above = [], []
+        for one in (one for one in lines if one["protocol"] == protocol):
+            kl, style = _means(one["part"], "kl"), styles[one["recipe"]].line
+            upper.plot(places, kl, label=f"{one['recipe']} ({one['bits']['asymptotic']:.2f})", **style)
+            heights += [height for height in kl if height > 0]
+            losses = zip(_means(one["part"], "loss"), own, strict=True)
+            relative = [100 * math.expm1(loss - reference) for loss, reference in losses]
+            lower.plot(places, relative, **style)
+            above += relative
+        upper.set_title(SPOKEN[protocol], loc="left", fontsize=10)
+        if heights:
+            draw.log_scale(upper, min(heights) / 1.4, max(heights) * 1.4)
+        lower.axhline(0, color="0.35", linewidth=1, linestyle="--", zorder=1)
+        draw.symlog_scale(lower, 1.2 * min(0.0, *above) - 0.1, 1.3 * max(0.1, *above), 1.0)
+        lower.set_xlabel("position in the text, tokens", fontsize=9)
+        draw.tidy(upper)
+        draw.tidy(lower)
+    grid[0][0].set_ylabel("KL divergence from the 16-bit model, nats")
+    grid[1][0].set_ylabel("perplexity above that of the 16-bit model, %")
+    draw.key(figure, grid[0])
+    last = exact["bins"][-1]
+    draw.caption(
+        figure,
+        f"{where(Model(**lines[0]['model']))}. {len(last['loss'])} windows of {last['to']} tokens of {text}; each "
+        f"point is the mean of {last['to'] - last['from']} tokens of each. In brackets: bits per element. Mean loss of "
+        f"the 16-bit model in the first part {own[0]:.3g} nats, in the last {own[-1]:.3g}. {' '.join(_SAID.values())}",
+    )
+    return figure
+
+
+def _means(part: Mapping[str, Any], name: str) -> list[float]:
+    """The mean over windows at each position."""
+    return [sum(one[name]) / len(one[name]) for one in part["bins"]]
+
+
+_SAID = {
+    FULL: "Full encode: every token but the sinks is encoded before it is read.",
+    IN_USE: "In use: tokens arrive in steps, the newest stay exact.",
+}
+
+
+def about(records: Records, drawn: Sequence[Panel] = (), beside: bool = True) -> str:
+    """Describe what was measured, on texts of other kinds too if `beside`, and how to read the panels' marks."""
+    given = records[0].protocol
+    said = [f"{where(given.model)}, {_windows(given)}."]
+    said += [f"{text}: {_windows(other)}." for text, other in given.texts.items()] if beside else []
+    said += [_SAID[name] for name in _measured(records)]
+    exact = [f"{one:.4g}" for name in PROTOCOLS if (one := reference(records, name))][:1]
+    said += [f"Perplexity of the 16-bit model: {exact[0]}."] if exact else []
+    return " ".join(said + (_marks(records, drawn) if drawn else []))
+
+
+def _windows(given: Windows) -> str:
+    return f"{given.windows} held-out windows of {given.length} tokens of {given.text.source}"
+
+
+def _marks(records: Records, drawn: Sequence[Panel]) -> list[str]:
+    """Explain the marks of the panels."""
+    every = [one for panel in drawn for one in panel.points]
+    exact = dict.fromkeys(name for panel in drawn for name in panel.left_out)
+    figures = [(one.name, one.figures(name)) for one in records for name in PROTOCOLS]
+    unknown = not_drawn(name for name, found in figures if found is not None and found.kl is None)
+    said = {
+        "Grey stairs: the frontier; no recipe has both fewer bits and less divergence.": any(
+            one.front for one in drawn
+        ),
+        "Whiskers: a standard error over windows.": any(one.spread is not None for one in every),
+        "Ringed: recommended.": any(recommended(one.points) for one in drawn),
+        "No other recipe was measured beside it; kvq-calibrate --baseline NAME and kvq eval do that.": all(
+            len(one.points) < 2 for one in drawn
+        ),
+        f"Not drawn, for it is exact: {', '.join(exact)}.": exact,
+        unknown: unknown,
+    }
+    return [text for text, holds in said.items() if holds]

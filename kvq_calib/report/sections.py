@@ -1,21 +1,35 @@
-"""Write the sections of a card on the origin of an artifact and on its measurements: tables in Markdown."""
+"""Write the sections of a card on the origin of an artifact and on its measurements: tables in Markdown.
+
+Licences are stated where they are known, and nothing is guessed from a name. A model's is in the front matter of its
+README.md, or in its GGUF file. Of corpora, only those of embedded ones are known here: a dataset of the Hub states its
+own on its card, which ours names.
+"""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from kvq_calib.report import licenses, tables
-from kvq_calib.report.captions import size_of
+from huggingface_hub.repocard import metadata_load
+
+from kvq_calib.report import tables
 from kvq_calib.report.tables import by_layer
+from kvq_calib.report.words import escaped, in_bold, markdown_table
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import artifact_record, recipe_row, stages
-from kvq_runtime.cli.table import cell
+from kvq_runtime.disk import gguf
 from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.registry.card import UNMEASURED
 from kvq_runtime.registry.measured import PROTOCOLS, SPOKEN, TextRecord
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import human
 
+LICENSE = ("license", "license_name", "license_link")  # fields of a model's
+CORPORA = {  # licences of embedded ones
+    "demo": "PSF-2.0 (the documentation of Python)",
+    "demo-code": "PSF-2.0 (the library of Python)",
+    "recall": "Apache-2.0 (made by kvq)",
+}
 LONG = 240  # characters of the stages of single layers from which they are folded away
 _CHOSEN = (
     " Keys, values: bits per element of the settings that were chosen, on the same sequences, for the least sum of "
@@ -40,6 +54,17 @@ def corpus_of(artifact: Artifact) -> Mapping[str, Any]:
     """Return the provenance of the text that the artifact was fitted to."""
     given = artifact.provenance.get("corpus")
     return given if isinstance(given, Mapping) else {"source": given}
+
+
+def license_of(model: Path) -> dict[str, str]:
+    """The licence fields of a model folder's README.md, or of a GGUF file; empty if it has none."""
+    if gguf.is_gguf(model):
+        said = gguf.read(model).values
+        found = {field: said.get(f"general.{field.replace('_', '.')}") for field in LICENSE}
+        return {field: value for field, value in found.items() if isinstance(value, str)}
+    readme = model / "README.md"
+    found = metadata_load(readme) if readme.is_file() else None
+    return {field: str(found[field]) for field in LICENSE if found and found.get(field)}
 
 
 def recipe(artifact: Artifact) -> str:
@@ -111,7 +136,7 @@ def provenance(artifact: Artifact, license: Mapping[str, str]) -> str:
     rows |= {"reused": base and f"{taken}; losses are this model's, errors of the fit that model's"}
     rows |= {"weights": given.get("quantization") and f"{given['quantization']}, dequantized"}
     rows |= {"licence of the model": license.get("license_name") or license.get("license") or "not known here"}
-    rows |= {"licence of the corpus": licenses.of_corpus(str(text.get("source")))}
+    rows |= {"licence of the corpus": CORPORA.get(str(text.get("source")), "not known here; see the corpus")}
     rows |= {"corpus": text.get("source"), "corpus digest": _short(text.get("corpus_digest"))}
     rows |= {"token digest": _short(text.get("token_digest"))}
     if "samples" in given:
@@ -174,11 +199,10 @@ def evaluation(records: Sequence[TextRecord]) -> str:
                     "protocol": SPOKEN[name],
                     **{_HEADS.get(head, head): cell for head, cell in tables.measures(part).items()},
                 })  # fmt: skip
-        model = given.model
         recent = "as in use" if given.recent is None else f"of {given.recent} tokens"
         recent += "" if given.sinks is None else f", {given.sinks} exact first tokens"
         blocks.append(
-            f"`{model.id}`, **{size_of(model.parameters)} parameters**; {tables.about_text(given)} {_SPOKEN}"
+            f"{in_bold(given.model)}; {tables.about_text(given)} {_SPOKEN}"
             f"In use: in steps of {given.step} tokens with the compressed cache, recent window {recent}. {_DECODED}"
             f"± is a standard error over windows.\n\n{markdown_table(rows)}"
         )
@@ -201,19 +225,7 @@ def _groups(records: Sequence[TextRecord]) -> list[list[TextRecord]]:
 
 
 def _pairs(rows: Mapping[str, Any]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {_escaped(value)} |" for key, value in rows.items())])
-
-
-def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a table, a column for each name that any of them has."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, ["---", *["---:"] * (len(names) - 1)]]
-    lines += [[_escaped(row.get(name)) for name in names] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _escaped(value: Any) -> str:
-    return cell(value).replace("|", "\\|")
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {escaped(value)} |" for key, value in rows.items())])
 
 
 def _short(digest: Any) -> str | None:

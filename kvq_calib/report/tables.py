@@ -217,6 +217,15 @@ def standard_error(part: Figures) -> float | None:
     return None if losses is not None and len(losses) < 3 else part.relative_se
 
 
+def kl_error(part: Figures) -> float | None:
+    """The standard error of a divergence; None for fewer than three windows, or where they were not kept."""
+    kls = () if part.windows is None else part.windows.kl
+    if len(kls) < 3:
+        return None
+    mean = sum(kls) / len(kls)
+    return math.sqrt(sum((one - mean) ** 2 for one in kls) / (len(kls) - 1) / len(kls))
+
+
 def by_layer(artifact: Artifact) -> list[dict[str, Any]]:
     """Bits of keys and values in each layer, and what the fit measured there."""
     names = {"explained_variance": "explained", "relative_error": "error", "attention_error": "attention"}
@@ -251,3 +260,13 @@ def named(records: Sequence[R], references: Sequence[str] = ()) -> list[R]:
 def _short(reference: str) -> str:
     """A reference; of a file, the last two parts of its path."""
     return "/".join(PurePath(reference).parts[-2:]) if reference.endswith(".safetensors") else reference
+
+
+def by_bits(records: Sequence[TextRecord]) -> list[TextRecord]:
+    """Records in the order of their asymptotic bits, then of their divergence; those without one last."""
+
+    def order(one: TextRecord) -> tuple[float, float]:
+        cost = None if one.decisive is None else one.decisive[1].kl
+        return one.result.bits["asymptotic"], math.inf if cost is None else cost
+
+    return sorted(records, key=order)

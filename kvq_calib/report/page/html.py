@@ -16,9 +16,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from kvq_calib.report.captions import size_of
-from kvq_calib.report.frame import shown
-from kvq_calib.report.page import words
+from kvq_calib.report.page.pictures import shown
+from kvq_calib.report.words import change, exact, figure, size_of
 from kvq_runtime.cli.table import cell
 from kvq_runtime.registry.measured import SPOKEN
 from kvq_runtime.registry.verdict import COLOURS
@@ -39,7 +38,7 @@ def environment() -> Environment:
         loader=PackageLoader("kvq_calib.report", "page"), autoescape=True, undefined=StrictUndefined, finalize=_said,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    shared = (words.change, words.exact, words.figure, human, size_of)
+    shared = (change, exact, figure, human, size_of)
     found.filters |= {one.__name__: one for one in shared} | {"anchor": anchor, "digest": _digest}
     found.globals |= {"colours": COLOURS, "columns": columns, "own": _own, "spoken": SPOKEN}
     return found
@@ -50,12 +49,9 @@ def _said(value: Any) -> Any:
     return value if isinstance(value, Markup) else shown(value) if isinstance(value, str) else cell(value)
 
 
-def columns(rows: Sequence[Mapping[str, Any]], heads: Sequence[str] | None = None) -> list[tuple[str, bool]]:
-    """The columns of a table, and whether all that is in each is numbers.
-
-    heads   the columns; None: all keys, in their order
-    """
-    names = heads or dict.fromkeys(name for row in rows for name in row)
+def columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
+    """The columns of a table, and whether all that is in each is numbers."""
+    names = dict.fromkeys(name for row in rows for name in row)
     return [(name, all(_is_number(row.get(name)) for row in rows)) for name in names]
 
 

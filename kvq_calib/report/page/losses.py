@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvq_calib.report.points import kl_error
 from kvq_calib.report.sections import corpus_of
-from kvq_calib.report.tables import about_text, standard_error
+from kvq_calib.report.tables import about_text, kl_error, standard_error
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import FULL, IN_USE, Figures, Record, TextRecord, Unmeasured, of_text

@@ -12,11 +12,12 @@ import tiny
 import torch
 from transformers import DynamicCache
 
-from kvq_calib.bench import contenders, figures, peak, rounds, turn
+from kvq_calib.bench import contenders, rounds, turn
 from kvq_calib.bench.contenders import Contender
 from kvq_calib.bench.turn import FULL, WARM, Turn
 from kvq_calib.cli import commands
 from kvq_calib.model import find as models
+from kvq_calib.report import bench as shown
 from kvq_runtime.errors import NotFound
 from kvq_runtime.recipe import preset
 from kvq_runtime.store.held import Sizes
@@ -150,7 +151,7 @@ def test_what_is_out_of_memory_is_a_row_and_nothing_larger_is_tried(model, taken
     found = kept()
     rounds.measure(model, named("16 bit", "full"), replace(PLAN, batches=(1, 2)), found)
     assert [ask for ask in taken if ask[0] == "full"] == [("full", 200, 1, 1)]
-    rows = figures.figures(found.done.values(), named("16 bit", "full"), weights=0, memory=1000)
+    rows = shown.figures(found.done.values(), named("16 bit", "full"), weights=0, memory=1000)
     notes = [(row["context"], row["batch"], row["note"]) for row in rows if row["cache"] == "full"]
     beyond = f"not tried: {FULL} at 200 x 1"
     assert notes == [(200, 1, FULL), (200, 2, beyond), (300, 1, beyond), (300, 2, beyond)]
@@ -181,7 +182,7 @@ def test_figures_are_medians_of_all_rounds_and_ratios_to_the_first():
     some = [one(0, [1.0, 2.0], [4.0, 5.0]), one(1, [3.0, 9.0, 9.0], [6.0, 7.0, 80.0])]
     first, second, third = named("16 bit", "a", "b")
     entrants = [first, replace(second, recipe="rtn-4bit", note="fitted"), third]
-    base, a, b = figures.figures(some, entrants, 500, 2600, {"b": "no"})
+    base, a, b = shown.figures(some, entrants, 500, 2600, {"b": "no"})
     assert (base["first_token_s"], base["step_s"], base["step_s_quartiles"]) == (2.5, 3.0, [2.0, 9.0])
     assert base["tokens_per_s"] == pytest.approx(4 / 3) and base["tokens_per_s_ratio"] == 1
     assert a["tokens_per_s_ratio"] == pytest.approx(3 / 6) and a["first_token_s_ratio"] == pytest.approx(0.4)
@@ -190,7 +191,7 @@ def test_figures_are_medians_of_all_rounds_and_ratios_to_the_first():
     assert a["peak_bytes"] == 7000 and base["peak_bytes"] is None
     assert (b["measured"], b["note"], a["note"]) == (False, "no", "fitted")
     lone = [rounds.Round(64, 4, 0, {"16 bit": Turn(error=FULL), "a": some[0].turns["a"]})]
-    _, a, _ = figures.figures(lone, entrants, 0, 10**4, {"b": "no"})
+    _, a, _ = shown.figures(lone, entrants, 0, 10**4, {"b": "no"})
     assert a["measured"] and "tokens_per_s_ratio" not in a, "there is nothing to compare with"
 
 
@@ -249,7 +250,7 @@ def test_a_recipe_that_fails_is_a_row_and_an_error(files, monkeypatch, capsys):
 
 
 def test_the_peak_is_that_since_it_was_asked_for():
-    asked = peak.watch(torch.device("cpu"))
+    asked = turn.watch_peak(torch.device("cpu"))
     before = asked()
     if before is None:
         pytest.skip("this system does not say")
@@ -257,18 +258,18 @@ def test_the_peak_is_that_since_it_was_asked_for():
     del large
     most = asked()
     assert most > before + (1 << 25)
-    assert peak.watch(torch.device("cpu"))() < most - (1 << 25), "what was freed before does not count"
-    assert peak.watch(torch.device("meta"))() is None
+    assert turn.watch_peak(torch.device("cpu"))() < most - (1 << 25), "what was freed before does not count"
+    assert turn.watch_peak(torch.device("meta"))() is None
 
 
 KEPT = """
 import torch
-from kvq_calib.bench import peak
+from kvq_calib.bench import turn
 from kvq_calib.cli.allocator import keep_memory
 assert keep_memory()
 pieces = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(256)]  # on the heap: the threshold was raised
 del pieces
-asked = peak.watch(torch.device("cpu"))
+asked = turn.watch_peak(torch.device("cpu"))
 before = asked()
 large = torch.ones(1 << 26, dtype=torch.uint8)
 print(before is None or asked() > before + (1 << 25))

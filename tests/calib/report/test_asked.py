@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from kvq_calib.report import asked, decode_table, task_table
+from kvq_calib.report import greedy as followed
+from kvq_calib.report import tasks as answered
 from kvq_runtime.registry import card, evaluations, measured, shown
 from kvq_runtime.registry.measured import Record
 from kvq_runtime.registry.sound import read
@@ -47,17 +48,21 @@ GREEDY = record("decode", ABOUT, decode=PART)
 
 
 def test_rows_have_a_column_for_each_metric_and_say_what_was_read():
-    first, full = task_table.rows([OWN])
+    first, full = answered.rows([OWN])
     assert first["needle"] == "50.0% ± 10.0%" and first["decoded"] == "75% of 1024"
     assert full["decoded"] == "it chooses tokens" and "needle" not in full
-    (row,) = task_table.rows([HARNESS])
+    (row,) = answered.rows([HARNESS])
     assert row["gsm8k exact_match,strict-match"] == "25.0% ± 5.0%" and row["gsm8k ppl"] == "7.5"
     assert row["decoded"] == "60% of gsm8k, 30 of 40 requests"
-    assert task_table.notes([HARNESS]) == ["higgs-2bit: nothing was encoded\n"]
+    assert answered.notes([HARNESS]) == ["higgs-2bit: nothing was encoded\n"]
+
+
+def _sections(records: list[Record]) -> list[str]:
+    return answered.sections(records) + followed.sections(records)
 
 
 def test_a_card_sets_them_beside_the_16_bit_model():
-    tasks, greedy = asked.sections([OWN, HARNESS, GREEDY])
+    tasks, greedy = _sections([OWN, HARNESS, GREEDY])
     assert tasks.startswith(
         "## Tasks\n\n`demo`, **4.07M parameters**; kvq's own texts, through the cache of 2.12 bits."
     )
@@ -66,15 +71,15 @@ def test_a_card_sets_them_beside_the_16_bit_model():
     assert "| gsm8k exact_match,strict-match | 50.0% | 25.0% ± 5.0% | 40 | in use |" in tasks
     assert "| short | nothing was encoded |" in tasks
     assert greedy.startswith("## Greedy text\n\n") and "from 2.00 nats of entropy to 1.12" in greedy
-    assert asked.sections([]) == []
+    assert _sections([]) == []
 
 
 def test_greedy_text_is_told_by_its_quarters_and_its_worst_window():
-    (row,) = decode_table.rows([GREEDY])
+    (row,) = followed.rows([GREEDY])
     assert row["first"] == "60, least 30; 1 of 3 never"
     assert [round(row[f"KL {n}/4"], 6) for n in (1, 2, 3, 4)] == [0.005, 0.025, 0.045, 0.065]
     assert row["worst window"] == 0.05 and row["KL per 1000 tokens"] == "+0.005 ± 0.001"
-    (row,) = decode_table.rows([record("decode", ABOUT, decode={"reason": "nothing was encoded"})])
+    (row,) = followed.rows([record("decode", ABOUT, decode={"reason": "nothing was encoded"})])
     assert row["first"] == "nothing was encoded"
 
 

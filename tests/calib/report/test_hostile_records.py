@@ -9,7 +9,7 @@ import many_versions as many
 import pytest
 import tiny_artifact as tiny
 
-from kvq_calib.report.page import known, version, wall, whole
+from kvq_calib.report.page import known, version, wall
 from kvq_runtime.cli import main as cli
 from kvq_runtime.registry import card, compared, shown, verdict
 from kvq_runtime.registry.card import UNMEASURED
@@ -60,7 +60,7 @@ def readers(store: LocalRegistry, digest: str, given: list):
             assert cli.main(["show", NAME, "--registry", store.url]) == 0
 
     yield "a page", lambda: version.page(known.of_version(store, NAME, "1.0.0", []))
-    yield "the wall", lambda: wall.page(whole.of_registry(store, NOW))
+    yield "the wall", lambda: wall.page(wall.of_registry(store, NOW))
     yield "a card", lambda: card.with_results(CARD, NAME, sound(store.evaluations(digest)))
     yield "kvq show", show
     yield "--compare", lambda: version.page(known.of_version(store, NAME, "1.0.0", of_text(sound(given))))

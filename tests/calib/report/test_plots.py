@@ -9,7 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
 from kvq_calib.evaluate import compare
-from kvq_calib.report import fit_plots, frame, labels, plots, points, tables
+from kvq_calib.report import fit_plots, labels, plots, tables
+from kvq_calib.report import looks as draw
+from kvq_calib.report import panels as points
 from kvq_calib.report.looks import families, looks
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.recipe import family
@@ -62,7 +64,7 @@ def some(given: dict[str, tuple[float, float]] = GOOD) -> list[TextRecord]:
 
 
 def drawn(records: list[TextRecord], *measures: str) -> Figure:
-    return plots._costs(records, measures or (points.KL, points.PERPLEXITY))
+    return plots.costs(records, measures or (points.KL, points.PERPLEXITY))
 
 
 def written(axis) -> dict[str, Annotation]:
@@ -180,9 +182,9 @@ def test_one_bad_recipe_does_not_flatten_the_rest():
 def test_ticks_are_plain_numbers(low, high):
     figure = Figure()
     left, right = figure.subplots(1, 2)
-    frame.log_scale(left, low, high)
-    frame.symlog_scale(right, -low, 10 * high, 0.001)
-    frame.canvas(figure).draw()
+    draw.log_scale(left, low, high)
+    draw.symlog_scale(right, -low, 10 * high, 0.001)
+    draw.canvas(figure).draw()
     for axis in (left, right):
         said = [label.get_text() for label in axis.get_yticklabels()]
         assert len(said) >= 3 and len(set(said)) == len(said)
@@ -299,7 +301,7 @@ def test_an_exact_cache_is_named_below_the_picture():
 
 def test_pictures_of_a_fit_say_the_model_and_its_size(monkeypatch):
     said = []
-    monkeypatch.setattr(fit_plots, "caption", lambda figure, text, *more: said.append(text))
+    monkeypatch.setattr(fit_plots.draw, "caption", lambda figure, text, *more: said.append(text))
     fit_plots.bits_by_layer(
         "auto-2bit", [{"layer": 0, "keys": 2.0, "values": 3.0}], "tiny (4.07M parameters), 16 sequences"
     )
@@ -321,7 +323,7 @@ def test_a_record_without_a_divergence_is_no_mark_and_is_said():
         assert not any("rtn-2bit" in written(axis) for axis in figure.axes)
         assert "not measured: rtn-2bit." in " ".join(figure.get_supxlabel().split())
     assert "not measured" not in plots.frontier.__wrapped__([some()], True, 9.0, 5.4).get_supxlabel()
-    near = [one.result.recipe for one in points.by_bits([given[-1], record("higgs-2bit", 2.0, 0.1)])]
+    near = [one.result.recipe for one in tables.by_bits([given[-1], record("higgs-2bit", 2.0, 0.1)])]
     assert near == ["higgs-2bit", "rtn-2bit"], "what was not measured comes last"
 
 

@@ -11,8 +11,9 @@ from PIL import Image
 from kvq_calib.evaluate import gate
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.model import find as models
-from kvq_calib.report import captions, licenses, plots, points, sections, tables
 from kvq_calib.report import card as report
+from kvq_calib.report import plots, sections, tables
+from kvq_calib.report.words import size_of
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec
@@ -138,9 +139,9 @@ def test_a_model_of_the_hub_is_named(fitted):
 
 
 def test_the_licence_is_what_the_model_says(tmp_path):
-    assert licenses.of_model(tmp_path) == {}
+    assert sections.license_of(tmp_path) == {}
     (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n# x\n")
-    assert licenses.of_model(tmp_path) == {"license": "other", "license_name": "qwen-research"}
+    assert sections.license_of(tmp_path) == {"license": "other", "license_name": "qwen-research"}
 
 
 def test_the_card_has_both_protocols_and_what_was_decoded(fitted):
@@ -168,7 +169,7 @@ def test_records_of_either_version_are_read():
     rows = tables.table([old])
     assert [row["protocol"] for row in rows] == [None, "in use"] and rows[1]["decoded"] == "not counted"
     assert rows[1]["vs 16 bit"] == "+1.23% ± 0.20%" and rows[0]["perplexity"] == "20.000"
-    assert points.by_bits([new, old])[0] is old and plots.comparison([old]) != plots.comparison([old, new])
+    assert tables.by_bits([new, old])[0] is old and plots.comparison([old]) != plots.comparison([old, new])
     shown = shown_as.tables([old, new])["evaluations (--json has all of each)"]
     assert shown[0]["relative"] == 0.0123 == shown[1]["in-use: relative"] and shown[1]["full: relative"] == 0.1
     assert gate.passes(old, Bounds(kl=0.01)) == [] != gate.passes(new, Bounds(kl=0.01))
@@ -266,4 +267,4 @@ def test_only_a_recipe_with_feedback_shows_queries(fitted, tmp_path):
     "count, said", [(494_000_000, "494M"), (7_615_616_512, "7.62B"), (260_032, "260K"), (12, "12")]
 )
 def test_sizes(count, said):
-    assert captions.size_of(count) == said
+    assert size_of(count) == said

@@ -14,7 +14,7 @@ import tiny_artifact as tiny
 from browser import Page, browser
 from matplotlib.image import imread
 
-from kvq_calib.report.page import known, version, wall, whole
+from kvq_calib.report.page import known, version, wall
 from kvq_calib.report.page.html import environment
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.sound import read
@@ -84,7 +84,7 @@ def test_names_of_points_lie_on_no_other_name_and_no_mark(page, tmp_path):
 
 def test_a_registry_sorts_and_filters(page, tmp_path):
     store = many.registry(tmp_path / "registry", names=12, versions=2)
-    address = saved(wall.page(whole.of_registry(store, datetime(2026, 11, 23, tzinfo=UTC))), tmp_path)
+    address = saved(wall.page(wall.of_registry(store, datetime(2026, 11, 23, tzinfo=UTC))), tmp_path)
     page.show(address)
     assert page.problems == [] and page.run("document.querySelector('.tools').hidden") is False
     table = "Array.from(document.querySelectorAll('.sorted {}'))"
@@ -112,7 +112,7 @@ def test_what_is_to_look_at_is_seen_without_scrolling(page, tmp_path):
     sha256 = store.publish("llama-3.1-8b-aqua-zipcache-2bit", tiny.data()).sha256
     for kl, seed in ((0.3, 0), (0.5, 202614)):
         store.add_evaluation(many.record(sha256, kl, seed=seed))
-    found = whole.of_registry(store, datetime(2026, 11, 23, tzinfo=UTC))
+    found = wall.of_registry(store, datetime(2026, 11, 23, tzinfo=UTC))
     (row,) = found["versions"]
     assert ["too lossy" in row["needs"][0], "drifted" in row["needs"][1]] == [True, True]
     address = saved(wall.page(found | {"versions": [row, row | {"needs": []}]}), tmp_path)

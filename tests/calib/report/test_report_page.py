@@ -13,7 +13,7 @@ import tiny_artifact as tiny
 from jinja2 import UndefinedError
 from many_versions import greedy
 
-from kvq_calib.report.page import known, version, wall, whole
+from kvq_calib.report.page import known, version, wall
 from kvq_calib.report.page.html import environment
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.resolve import open_registry
@@ -113,7 +113,7 @@ def test_the_verdict_leads_every_page_in_a_word_and_a_colour(store, kvq, tmp_pat
     result = {**one["result"], "protocols": {"full": figures}}
     result.pop("gate", None)
     store.add_evaluation({**one, "artifact": sha256, "result": result}, "lossy")
-    found = whole.of_registry(store, NOW)
+    found = wall.of_registry(store, NOW)
     (row,) = [row for row in found["versions"] if row["name"] == "lossy"]
     assert row["verdict"] == "too lossy" and row["needs"] == [f"too lossy: {row['why']}"]
     page = wall.page(found)
@@ -132,7 +132,7 @@ def test_a_verdict_is_of_the_record_whose_losses_are_shown(store):
     other["protocol"]["text"]["source"] = "code"
     for record in (other, many.record(sha256, 0.02)):
         store.add_evaluation(record)
-    (row,) = whole.of_registry(store, NOW)["versions"]
+    (row,) = wall.of_registry(store, NOW)["versions"]
     assert (row["verdict"], row["kl"]) == ("usable", 0.02), "on the text of the fit, though others are longer"
     part = many.record(store.publish("part", tiny.data(3)).sha256, 0.02)
     for figures in part["result"]["protocols"].values():
@@ -206,7 +206,7 @@ def test_nothing_of_a_registry_becomes_markup(store):
     store.yank("tiny-2bit", "1.0.0", f"because {EVIL[:-1]}")
     beside = read_record({**record, "artifact": EVIL})
     pages = [version.page(known.of_version(store, "tiny-2bit", "1.0.0", [beside]))]
-    pages.append(wall.page(whole.of_registry(store, NOW)))
+    pages.append(wall.page(wall.of_registry(store, NOW)))
     for page in pages:
         read = harmless(page)
         assert "<script>alert(1)</script>" in read.said and "\u202e" not in page
@@ -266,7 +266,7 @@ def test_a_record_of_another_form_is_left_out(store, shape, name):
     found = known.of_version(store, "tiny-2bit", "1.0.0")
     assert found["losses"] == [] and found["tasks"] == []
     harmless(version.page(found))
-    assert whole.of_registry(store, NOW)["versions"][0]["kl"] is None
+    assert wall.of_registry(store, NOW)["versions"][0]["kl"] is None
 
 
 def test_a_policy_allows_the_page_its_own_style_and_script_alone():
@@ -307,7 +307,7 @@ def test_the_frontier_takes_other_versions_and_given_records(store, kvq_report, 
 
 def test_a_registry_has_a_row_a_version(tmp_path):
     store = many.registry(tmp_path / "registry", names=24, versions=3)
-    found = whole.of_registry(store, NOW)
+    found = wall.of_registry(store, NOW)
     rows = found["versions"]
     assert len(rows) == 72 and sum(row["production"] for row in rows) == 24
     assert [row["version"] for row in rows[:3]] == ["1.2.0", "1.1.0", "1.0.0"]

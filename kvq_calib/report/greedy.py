@@ -1,11 +1,13 @@
-"""Lay out as rows where compressed caches left the 16-bit model's greedy text: for `kvq eval --protocol decode`."""
+"""Show where compressed caches left the 16-bit model's greedy text: rows of tables, and a card's section."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from kvq_runtime.registry.measured import DECODE, GreedyRecord
+from kvq_calib.report.words import figure, in_bold, markdown_table, spread, where
+from kvq_runtime.registry.measured import DECODE, GreedyRecord, Record
 
+FIGURES = ("reason", "kl", "kl_se", "top1", "trend", "windows", "bins")  # that pages show
 QUARTERS = 4
 
 
@@ -21,10 +23,10 @@ def row(part: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of what one record found, without the recipe's; where there are no figures, why."""
     if "reason" in part:
         return {"first": part["reason"]}
-    found = {"first": _first(part["windows"]), "KL": _spread(part["kl"], part["kl_se"])}
+    found = {"first": _first(part["windows"]), "KL": spread(figure(part["kl"]), part["kl_se"], ".1g")}
     found |= {f"KL {number + 1}/{QUARTERS}": kl for number, kl in enumerate(_quarters(part["bins"]))}
     trend = part["trend"]
-    found |= {"KL per 1000 tokens": _spread(trend["kl_per_1000"], trend["se"], "+")}
+    found |= {"KL per 1000 tokens": spread(f"{trend['kl_per_1000']:+.3g}", trend["se"], ".1g")}
     found |= {"worst window": max(window["kl"] for window in part["windows"]), "top-1": f"{part['top1']:.2%}"}
     return found | {"decoded": f"{part['bins'][-1]['decoded']:.0%} at the end"}
 
@@ -34,7 +36,7 @@ def positions(part: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "tokens": f"{one['from']} to {one['to']}",
-            "KL": _spread(one["kl"], one["kl_se"]),
+            "KL": spread(figure(one["kl"]), one["kl_se"], ".1g"),
             "worst window": one["kl_worst"],
             "entropy": f"{one['entropy']:.2f}",
             "decoded": f"{one['decoded']:.0%}",
@@ -73,5 +75,29 @@ def _quarters(bins: Sequence[Mapping[str, Any]]) -> list[float]:
     return [sum(some) / len(some) for some in parts]
 
 
-def _spread(value: float, spread: float | None, sign: str = "") -> str:
-    return f"{value:{sign}.3g}" + ("" if spread is None else f" ± {spread:.1g}")
+def found(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """What each record found, as `evaluate/decode.py` writes it, with "about", a sentence on what was followed.
+
+    Records of a registry may be by anybody: what cannot be laid out is left out.
+    """
+    return [found for record in records if isinstance(record, GreedyRecord) and (found := _found(record)) is not None]
+
+
+def _found(record: GreedyRecord) -> dict[str, Any] | None:
+    try:
+        part = record.result.protocols[DECODE]
+        found = {name: part[name] for name in FIGURES if name in part}
+        _ = row(found), positions(found)
+        return {"about": f"{where(record.protocol.model)}. {about([record])}", **found}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return None
+
+
+def sections(records: Sequence[Record]) -> list[str]:
+    """The section of a card, if there are records of greedy text."""
+    said = [
+        f"{in_bold(one.protocol.model)}; {about([one])} KL in nats.\n\n{markdown_table(rows([one]))}"
+        for one in records
+        if isinstance(one, GreedyRecord)
+    ]
+    return ["## Greedy text\n\n" + "\n\n".join(said)] if said else []
