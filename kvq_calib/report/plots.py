@@ -18,8 +18,7 @@ from kvq_calib.report.panels import ATTENTION, KL, PERPLEXITY, TITLES, Panel, Po
 from kvq_calib.report.panels import frontier as frontier_of
 from kvq_calib.report.tables import by_bits, elsewhere, named, reference
 from kvq_calib.report.words import where
-from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, TextRecord, texts
-from kvq_runtime.registry.protocols import Model, Windows
+from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, Model, TextRecord, Windows, texts
 
 Records = Sequence[TextRecord]
 Lines = Sequence[Mapping[str, Any]]

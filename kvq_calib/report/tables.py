@@ -14,8 +14,17 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.table import percent
 from kvq_runtime.recipe import ROLES
 from kvq_runtime.registry import measured
-from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, Figures, TextRecord, Unmeasured, texts
-from kvq_runtime.registry.protocols import Windows
+from kvq_runtime.registry.measured import (
+    FULL,
+    IN_USE,
+    PROTOCOLS,
+    SPOKEN,
+    Figures,
+    TextRecord,
+    Unmeasured,
+    Windows,
+    texts,
+)
 from kvq_runtime.store.memory import scheme_bits
 
 Records = Sequence[TextRecord]

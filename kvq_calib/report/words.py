@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq_runtime.cli.table import cell, percent
-from kvq_runtime.registry.protocols import Model
+from kvq_runtime.registry.measured import Model
 
 
 def size_of(parameters: int | None) -> str:

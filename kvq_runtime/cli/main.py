@@ -19,8 +19,7 @@ from kvq_runtime.cli import exit_codes, options
 from kvq_runtime.cli.exit_codes import EXIT_CODES
 from kvq_runtime.cli.options import EXPLAINED, Parser, add_settings, count, seconds
 from kvq_runtime.errors import extra
-from kvq_runtime.registry import search
-from kvq_runtime.registry.reference import PRODUCTION
+from kvq_runtime.registry.reference import PRODUCTION, SEARCHED
 
 EPILOG = f"""\
 references
@@ -151,14 +150,12 @@ _COMMANDS = {  # {command: (its module in this package, its function)}, of those
     "list": ("names", "list_names"),
     "search": ("names", "search_names"),
     **{name: ("names", name) for name in ("promote", "rollback", "yank", "history", "gc", "doctor")},
-    **{name: ("version", name) for name in ("show", "pull", "verify", "diff")},
-    "sign": ("sign", "sign"),
-    "push": ("transfer", "push"),
-    "copy": ("transfer", "copy"),
-    "export": ("transfer", "export"),
+    **{name: ("version", name) for name in ("show", "pull", "verify", "sign")},
+    "diff": ("diff", "diff"),
+    **{name: ("transfer", name) for name in ("push", "copy", "export")},
     "prefix": ("prefix", "prefix"),
     "recipes": ("recipes", "recipes"),
-    "bytes": ("size", "held"),
+    "bytes": ("recipes", "held"),
     "completion": ("completion", "completion"),
 }
 
@@ -184,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
     _where(add("list", "names in a registry", "kvq list --json"))
     command = add("search", "versions by name, recipe, model or corpus", "kvq search --model qwen2.5")
     _where(command)
-    for field in search.FIELDS:
+    for field in SEARCHED:
         command.add_argument(f"--{field}", metavar="PATTERN", help=f"a part of the {field}, or all of it with * and ?")
     command = add("show", "settings, provenance, errors and evaluations of a version", "kvq show NAME@1.2.0")
     _reference(command, "NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX, a .safetensors file or a folder with one")

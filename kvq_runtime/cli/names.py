@@ -2,15 +2,17 @@
 
 import dataclasses
 from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import reference, search, verdict
+from kvq_runtime.registry import reference, verdict
 from kvq_runtime.registry.events import State
 from kvq_runtime.registry.local import LocalRegistry
-from kvq_runtime.registry.reference import Reference
+from kvq_runtime.registry.reference import SEARCHED, Reference
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.resolve import choose, open_registry
 
@@ -47,12 +49,37 @@ def _list_row(registry: Registry, state: State) -> dict[str, Any]:
 def search_names(args: Namespace) -> int:
     """Print every version whose name, recipe, model, revision and corpus match."""
     registry = open_registry(args.where or args.registry)
-    query = {field: getattr(args, field) for field in search.FIELDS}
-    rows = list(search.search(registry, query))
+    query = {field: getattr(args, field) for field in SEARCHED}
+    rows = list(search(registry, query))
     if not args.json:
-        rows = [{name: row[name] for name in ("name", "version", *search.FIELDS[1:], "yanked")} for row in rows]
+        rows = [{name: row[name] for name in ("name", "version", *SEARCHED[1:], "yanked")} for row in rows]
     print_table(rows, args.json)
     return 0
+
+
+def search(registry: Registry, query: Mapping[str, str | None]) -> Iterator[dict[str, Any]]:
+    """Yield every version that matches all patterns, as a row.
+
+    query   {field: pattern}, fields of SEARCHED; None matches all. A pattern with * ? [ must match the whole field,
+            another a part of it; case is ignored. `corpus` is compared with the name of the corpus and its digest
+    """
+    patterns = {field: pattern.lower() for field, pattern in query.items() if pattern}
+    for name in registry.names():
+        if "name" in patterns and not _matches(patterns["name"], name):
+            continue
+        for version in registry.state(name).versions.values():
+            row = {"name": name, "version": version.version} | registry.about(name, version)
+            if all(_matches(pattern, row[f]) or _matches_digest(f, pattern, row) for f, pattern in patterns.items()):
+                yield row | {"sha256": version.sha256, "published": version.at, "yanked": version.yanked}
+
+
+def _matches(pattern: str, value: Any) -> bool:
+    text = str(value or "").lower()
+    return fnmatchcase(text, pattern) if any(sign in pattern for sign in "*?[") else pattern in text
+
+
+def _matches_digest(field: str, pattern: str, row: Mapping[str, Any]) -> bool:
+    return field == "corpus" and len(pattern) >= 8 and str(row["corpus_digest"] or "").startswith(pattern)
 
 
 def history(args: Namespace) -> int:

@@ -1,19 +1,23 @@
-"""The commands of one version, `kvq show`, `pull`, `verify` and `diff`: see, fetch, check and compare it."""
+"""The commands of one version, `kvq show`, `pull`, `verify` and `sign`: see, fetch, check and sign it."""
 
 import dataclasses
+import os
 import warnings
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.cli import sign
+from kvq_runtime.cli.names import target
 from kvq_runtime.cli.table import percent, print_record, print_table, printable
-from kvq_runtime.disk import files
+from kvq_runtime.disk import files, strict_json
+from kvq_runtime.disk.strict_json import flatten
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import lock, reference, shown, verdict
+from kvq_runtime.registry import lock, reference, verdict
 from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.measured import Record
-from kvq_runtime.registry.resolve import Resolved, load_artifact, open_registry, resolve, resolve_name
+from kvq_runtime.registry.measured import Record, TasksRecord, of_tasks
+from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.resolve import Resolved, open_registry, resolve, resolve_name
 from kvq_runtime.registry.sound import sound
 
 MEANINGS = {  # of the checks, for people
@@ -28,6 +32,16 @@ MEANINGS = {  # of the checks, for people
     "finite": "no NaN, no infinity and nothing beyond 2^20 in any of them",
     "lock": "all that the lock file pins or demands",
     "signature": "made with the key that was given",
+}
+MEASURED = {  # {column of the table of evaluations: dotted key in the record's JSON, which `kvq show --json` prints}
+    **{"model": "protocol.model.id", "text": "protocol.text.source", "windows": "protocol.windows"},
+    **{"length": "protocol.length", "recent": "protocol.recent", "perplexity": "result.perplexity"},
+    **{"relative": "result.relative", "kl": "result.kl", "top1": "result.top1"},  # of version 1, in use
+    **{
+        f"{protocol}: {name}": f"result.protocols.{protocol}.{key}"
+        for protocol in ("full", "in-use")
+        for name, key in {"relative": "relative", "kl": "kl", "decoded": "decoded.attention", "none": "reason"}.items()
+    },
 }
 
 
@@ -59,7 +73,7 @@ def show(args: Namespace) -> int:
         lead = [f"{resolved.name} {resolved.version}".rstrip(), f"{record['recipe']['bits']:.3g} bits", *found_to_be]
         print(printable("; ".join(lead)) + "\n")
     print_record(record if args.json else describe.brief(record), args.json)
-    for title, rows in ({} if args.json else shown.tables(evaluations) | describe.tables(record)).items():
+    for title, rows in ({} if args.json else evaluation_tables(evaluations) | describe.tables(record)).items():
         print(f"\n{title}")
         print_table([{name: _shown(name, value) for name, value in row.items()} for row in rows], json=False)
     return 0
@@ -73,6 +87,26 @@ def _shown(column: str, value: Any) -> Any:
     return percent(value) if what == "relative" else f"{value:.2%}"
 
 
+def evaluation_tables(records: Sequence[Record]) -> dict[str, list[dict[str, Any]]]:
+    """{title: rows}: a row a record, of tasks a row a protocol and task."""
+    stated = [flatten(one.raw) for one in records if not isinstance(one, TasksRecord)]
+    measured = [{name: flat[key] for name, key in MEASURED.items() if key in flat} for flat in stated]
+    answered = [row for one in of_tasks(records) for row in _answered(one)]
+    titled = {"evaluations (--json has all of each)": measured, "tasks": answered}
+    return {title: rows for title, rows in titled.items() if rows}
+
+
+def _answered(record: TasksRecord) -> list[dict[str, Any]]:
+    """A row for each task and protocol: its figures by metric, and how many texts."""
+    rows = []
+    for protocol, part in record.result.protocols.items():
+        for task, found in part.tasks.items():
+            said = [f"{name} {one.value:.4g}" for name, one in found.figures.items() if one.value is not None]
+            said += [] if found.reason is None else [found.reason]
+            rows.append({"task": task, "protocol": protocol, "figures": ", ".join(said), "texts": found.texts})
+    return rows
+
+
 def pull(args: Namespace) -> int:
     """Copy a version and the files beside it into a folder, checked; --lock pins it, --locked copies the pinned one.
 
@@ -83,17 +117,17 @@ def pull(args: Namespace) -> int:
     folder = Path(args.output) if args.output else None
     if folder and folder.exists() and not folder.is_dir():
         raise ArtifactError(f"-o {folder}: not a folder; name a new one, or one that kvq pull wrote")
-    policy = sign.policy(args)
+    policy = _policy(args)
     locked = lock.read_lock(args.locked) if args.locked else None
     resolved = resolve_name(args.reference, args.registry, args.locked)
     if not resolved.registry:
         raise ValueError(f"{args.reference} is a file already; pull copies a name from a registry")
     registry = open_registry(resolved.registry)
-    signature = policy and sign.accepted(registry, resolved, policy)
+    signature = policy and _accepted(registry, resolved, policy)
     state = registry.existing(resolved.name)
     version = state.get(resolved.version)
     attachments = {}
-    if sign.covered(registry, resolved, locked, signature):
+    if _covered(registry, resolved, locked, signature):
         attachments = registry.attachments(resolved.name, version)
     elif version.files:
         text = f"left out: {', '.join(version.files)}; lock file or signature do not cover them; sign or pull again"
@@ -148,7 +182,7 @@ def verify(args: Namespace) -> int:
     if args.lock:
         rows.append({"check": "lock", "result": "ok"})
     if args.key:
-        sign.check(resolved, args.lock, sign.public_key(args.key))
+        _check_signature(resolved, args.lock, _public_key(args.key))
         rows.append({"check": "signature", "result": "ok"})
     if not args.json:
         version = f"{resolved.name} {resolved.version}".rstrip()
@@ -160,36 +194,89 @@ def verify(args: Namespace) -> int:
     return 0
 
 
-def diff(args: Namespace) -> int:
-    """Print what differs between two artifacts."""
-    from kvq_runtime.artifact.diff import diff as differences
-    from kvq_runtime.registry import compared
+# ---- signatures ------------------------------------------------------------------------------------------------------
 
-    a, b = (load_artifact(reference, args.registry) for reference in (args.a, args.b))
-    found = differences(a, b)
-    left_out = compared.unlike(a, b) if any(row["part"] == "fit" for row in found) else None
-    found = [row for row in found if left_out is None or row["part"] != "fit"]
-    rows = [*compared.rows(a, b, _evaluations(args.a, args), _evaluations(args.b, args)), *found] if found else []
-    if args.json:
-        print_table(rows, json=True)
-    elif not rows:
-        print(f"{args.a} and {args.b} are equal")
-    else:
-        names = {"a": args.a, "b": args.b, "change": "relative change"}
-        shown = [row for row in rows if args.layers or row["part"] not in ("fit", "tensor")]
-        if len(shown) < len(rows):
-            print(f"{len(rows) - len(shown)} rows of the fit and of tensors are left out: --layers\n")
-        if left_out:
-            print(f"Errors of the fits are not compared: {left_out}\n")
-        rows = shown
-        print_table([{names.get(name, name): value for name, value in row.items()} for row in rows], json=False)
-        print("\nrelative change: (b - a) / |a| of numbers, |b - a| / |a| of tensors, of codes the share that differs")
+
+def sign(args: Namespace) -> int:
+    """Sign a version, and store the signature in its registry."""
+    registry, name, number = target(args, "sign")
+    version = registry.existing(name).get(number)
+    password = os.environ.get("KVQ_KEY_PASSWORD")
+    data = lock.sign(name, number, version.sha256, Path(args.key), password, version.beside)
+    digest = registry.add_record("signatures", version.sha256, data, name)
+    record = {"name": name, "version": number, "sha256": version.sha256, "signature": digest}
+    print_record(record, args.json)
     return 0
 
 
-def _evaluations(reference: str, args: Namespace) -> list[Record]:
-    """Return a registry's evaluations of a version; a file has none."""
-    resolved = resolve(reference, args.registry)
-    if not resolved.registry:
-        return []
-    return sound(open_registry(resolved.registry).evaluations(resolved.sha256, resolved.name))
+def _public_key(path: str) -> str:
+    """The text of a public key's PEM file; ValueError if it is none."""
+    text = files.read(Path(path), 1 << 16).decode(errors="replace")
+    if "PUBLIC KEY" not in text:
+        raise ValueError(f"key {path}: not a public key in PEM; docs/consume.md shows how to make one")
+    return text
+
+
+def _policy(args: Namespace) -> dict[str, Any] | None:
+    """The policy that `kvq pull --lock` writes into the lock file, as in `lock`: that of --key, else the one that
+    the lock file has already; None where there is neither, or with --no-policy."""
+    if args.key is None:
+        there = args.lock and not args.no_policy and Path(args.lock).exists()
+        kept = lock.read_lock(args.lock).policy if there else None
+        if kept is not None:
+            lowest = reference.check_version(args.lowest) if args.lowest else kept["lowest"]
+            return {**kept, "lowest": lowest, "follow": args.follow or kept["follow"]}
+        if args.lowest or args.follow:
+            raise ValueError("--lowest and --follow need --key: they limit which signed versions are accepted")
+        return None
+    if args.lock is None:
+        raise ValueError("--key needs --lock: the lock file keeps the key, and demands signatures whenever it is used")
+    lowest = reference.check_version(args.lowest) if args.lowest else ""
+    return {"key": _public_key(args.key), "lowest": lowest, "follow": args.follow}
+
+
+def _accepted(registry: Registry, resolved: Resolved, policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The signature of a version that satisfies a policy; else ArtifactError."""
+    records = registry.signatures(resolved.sha256, resolved.name)
+    return lock.enforce(policy, records, resolved.name, resolved.version, resolved.sha256)
+
+
+def _covered(registry: Registry, resolved: Resolved, locked: Lock | None, signature: Mapping[str, Any] | None) -> bool:
+    """True if lock and signature, where there are, cover the files beside a version, so that these may be written.
+
+    locked      the lock file that pins what to pull
+    signature   that the policy demands
+    Raises ArtifactError where they are of other files.
+    """
+    stated = [] if locked is None or (locked.policy and locked.policy["follow"]) else [locked.files]
+    if locked is not None and locked.policy is not None:
+        followed = locked.policy["follow"]
+        given = _accepted(registry, resolved, locked.policy) if followed else locked.signature or {}
+        stated.append(given.get("files", ""))
+    if signature is not None:
+        stated.append(signature.get("files", ""))
+    version = registry.existing(resolved.name).get(resolved.version)
+    if any(digest not in ("", version.beside) for digest in stated):
+        raise ArtifactError(
+            f"files: {resolved.registry} has other files beside {resolved.name} {resolved.version} than lock file or "
+            "signature say; nothing was written, ask its publisher"
+        )
+    return "" not in stated
+
+
+def _check_signature(resolved: Resolved, lock_file: str | None, key: str) -> None:
+    """Raise ArtifactError unless the key has signed a version, or a file that is pinned by a lock file.
+
+    lock_file   path of the lock file with the signature of a file that is not from a registry
+    key         public key, PEM
+    """
+    if resolved.registry:
+        records = open_registry(resolved.registry).signatures(resolved.sha256, resolved.name)
+        lock.find_signature(records, resolved.name, resolved.version, resolved.sha256, key)
+        return
+    pinned = lock.read_lock(lock_file) if lock_file else None
+    if pinned is None or pinned.signature is None:
+        text = f"{resolved.path} is a path: use a reference, or a --lock that holds a signature"
+        raise ArtifactError(f"signature: {text}")
+    records = [strict_json.dumps(pinned.signature).encode()]
+    lock.find_signature(records, pinned.name, pinned.version, resolved.sha256, key)

@@ -1,22 +1,34 @@
-"""Read and write lock files: what a reference resolved to, pinned by digest, and what is demanded of it.
+"""Pin what a reference resolved to by a lock file, and sign versions with a key. Signatures need the extra `sign`.
 
 A lock file is one JSON object with the fields of `Lock`, one a line, so that a change of it can be reviewed; the
 optional ones are left out if they are empty. White space is of no meaning: files of one line are read as well.
+
+The signed statement is {"name", "version", "sha256", "files"}, the last the digest of the files beside the artifact
+(`events.Version.beside`; older signatures have none, and do not cover them). A signature of the bytes alone would hold
+under another name, or of an old version offered as a new one. It is a sigstore bundle made by `model_signing` with an
+elliptic-curve key (PEM), without certificates, transparency log or service. A registry keeps it as a record:
+
+    signatures/<sha256>/<sha256 of file>.json      {"name", "version", "sha256", "files", "bundle"}
+
+A policy, in a lock file, is {"key": public key in PEM, "lowest": "1.2.0" or "", "follow": true or false}: versions
+below `lowest` are refused; with `follow` the lock does not pin a version, but demands a signature of any.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvq_runtime.disk import files, strict_json
-from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry.reference import check_name, check_sha256, check_version
+from kvq_runtime.errors import ArtifactError, NotFound, extra
+from kvq_runtime.registry.reference import check_name, check_sha256, check_version, order
 
 LIMIT = 1 << 16  # bytes
 _POLICY = {"key", "lowest", "follow"}
+_SIGNATURE = {"name", "version", "sha256", "bundle"}
 _OPTIONAL = {"commit", "policy", "signature", "files"}
 _COMMIT = re.compile(r"([0-9a-f]{40})?")
 
@@ -28,7 +40,7 @@ class Lock:
     reference   as the user wrote it
     registry    its address
     commit      of a Hub, in which the registry was read; else ""
-    policy      demands on the file beside its digest, and whether the reference is followed: see `signing`
+    policy      demands on the file beside its digest, and whether the reference is followed
     signature   the signature that the policy accepted, so that a pinned file is checked offline
     files       the digest of the files beside it, as `events.Version.beside`; "" in locks that pin none
     """
@@ -88,3 +100,105 @@ def _check(lock: Lock) -> None:
         check_version(lock.policy["lowest"])
     if lock.signature is not None and not isinstance(lock.signature, dict):
         raise ValueError("signature must be an object")
+
+
+# ---- signatures ------------------------------------------------------------------------------------------------------
+
+
+def sign(name: str, version: str, sha256: str, key: Path, password: str | None = None, files: str = "") -> bytes:
+    """The signature record of a version.
+
+    files      the digest of the files beside it
+    key        file of the private key, PEM
+    password   of the key, if it is encrypted
+    Raises ValueError if the file is no elliptic-curve private key, RuntimeError without the extra `sign`.
+    """
+    signing, _ = _library()
+    stated = {"name": name, "version": version, "sha256": sha256} | ({"files": files} if files else {})
+    with TemporaryDirectory() as folder:
+        statement, bundle_path = _write_statement(Path(folder), stated), Path(folder) / "bundle.json"
+        try:
+            signing.Config().use_elliptic_key_signer(private_key=key, password=password).sign(statement, bundle_path)
+        except (OSError, TypeError, ValueError) as error:
+            text = (
+                f"key {key}: {error}; use an elliptic-curve private key in PEM (docs/consume.md shows how to make one)"
+            )
+            raise ValueError(text) from None
+        bundle = json.loads(bundle_path.read_bytes())
+    return (strict_json.dumps(stated | {"bundle": bundle}) + "\n").encode()
+
+
+def find_signature(records: Iterable[bytes], name: str, version: str, sha256: str, key: str) -> dict[str, Any]:
+    """The first record that is this key's signature of this name, version and digest; else ArtifactError."""
+    why = "there is no signature"
+    for data in records:
+        try:
+            record = read_signature(data)
+            verify(record, name, version, sha256, key)
+            return record
+        except ArtifactError as error:
+            why = str(error).removeprefix("signature: ")
+    raise ArtifactError(
+        f"signature: {name} {version}, sha256 {sha256[:12]}..., has no valid signature of the required key ({why}); "
+        "do not use it, ask its publisher to run kvq sign"
+    )
+
+
+def read_signature(data: bytes) -> dict[str, Any]:
+    """Parse a signature record from a registry; raises ArtifactError if it is malformed."""
+    record = strict_json.loads(data, "signature", depth=32)
+    files = {"files"} if isinstance(record, dict) and "files" in record else set()
+    return strict_json.keys(record, _SIGNATURE | files, "signature")
+
+
+def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key: str) -> None:
+    """Raise ArtifactError unless the record is a signature of this name, version and digest by the key.
+
+    key   public key, the text of its PEM file; ValueError if it is none
+    """
+    signed = (record["name"], record["version"], record["sha256"])
+    if signed != (name, version, sha256):
+        raise ArtifactError(f"signature: is of {signed[0]!r:.100} {signed[1]!r:.20}, sha256 {signed[2]!r:.14}...")
+    _, verifying = _library()
+    with TemporaryDirectory() as folder:
+        stated = {name: value for name, value in record.items() if name != "bundle"}
+        statement, bundle, public = _write_statement(Path(folder), stated), Path(folder) / "b", Path(folder) / "k"
+        bundle.write_text(json.dumps(record["bundle"]))
+        public.write_text(key)
+        try:
+            verifier = verifying.Config().use_elliptic_key_verifier(public_key=public)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"key: no elliptic-curve public key in PEM: {error}") from None
+        try:
+            verifier.verify(statement, bundle)
+        except Exception as error:  # a forged bundle may raise anything inside the library
+            raise ArtifactError(f"signature: {' '.join(str(error).split())[:200]}") from None
+
+
+def enforce(
+    policy: Mapping[str, Any], records: Iterable[bytes], name: str, version: str, sha256: str
+) -> dict[str, Any]:
+    """The signature record that satisfies a policy for this version; else ArtifactError."""
+    if policy["lowest"] and order(version) < order(policy["lowest"]):
+        raise ArtifactError(
+            f"policy: {name} {version} is older than {policy['lowest']}, the lowest that the lock file allows; to "
+            "go back on purpose, pull again with another --lowest"
+        )
+    return find_signature(records, name, version, sha256, policy["key"])
+
+
+def _write_statement(folder: Path, stated: Mapping[str, Any]) -> Path:
+    """A folder with the signed statement as its only file."""
+    statement = folder / "statement"
+    statement.mkdir()
+    (statement / "statement.json").write_text(strict_json.dumps(dict(stated)))
+    return statement
+
+
+def _library() -> tuple[Any, Any]:
+    """model_signing's modules `signing` and `verifying`."""
+    try:
+        from model_signing import signing, verifying
+    except ModuleNotFoundError as error:
+        raise RuntimeError(f"signatures need {error.name}; {extra('sign')}") from None
+    return signing, verifying

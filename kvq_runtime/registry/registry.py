@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import evaluations, events, reference, verdict, webhook
+from kvq_runtime.registry import events, reference, sound, verdict, webhook
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE, PRODUCTION
@@ -211,15 +211,15 @@ class Registry(ABC):
         return self.listed(name, f"{kind}/{reference.check_sha256(sha256)}")
 
     def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
-        """Store a measurement of an artifact, in the form of `evaluations`; returns the record's digest."""
-        return self.add_record("evaluations", record["artifact"], evaluations.to_bytes(record), name)
+        """Store a measurement of an artifact, in the form of `sound`; returns the record's digest."""
+        return self.add_record("evaluations", record["artifact"], sound.to_bytes(record), name)
 
     def evaluations(self, sha256: str, name: str = "") -> list[dict[str, Any]]:
         """Every evaluation record of an artifact, ordered by the record's digest."""
-        return [evaluations.from_bytes(data, path) for path, data in self.records("evaluations", sha256, name)]
+        return [sound.from_bytes(data, path) for path, data in self.records("evaluations", sha256, name)]
 
     def signatures(self, sha256: str, name: str) -> list[bytes]:
-        """Every signature record of an artifact, in the form of `signing`."""
+        """Every signature record of an artifact, in the form of `lock`."""
         return [data for _, data in self.records("signatures", sha256, name)]
 
     # ---- changing

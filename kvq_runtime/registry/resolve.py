@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import signing
 from kvq_runtime.registry.bucket import BucketRegistry
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.hub.client import Access, using
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.local import LocalRegistry
-from kvq_runtime.registry.lock import Lock, read_lock
+from kvq_runtime.registry.lock import Lock, enforce, read_lock
 from kvq_runtime.registry.reference import (
     ARTIFACT_FILE,
     HUB,
@@ -164,7 +163,7 @@ def resolve_name(
     policy = pinned.policy if pinned is not None else None
     if pinned is not None and policy is not None and not policy["follow"]:
         stored = strict_json.dumps(pinned.signature).encode()
-        signing.enforce(policy, [stored], pinned.name, pinned.version, pinned.sha256)
+        enforce(policy, [stored], pinned.name, pinned.version, pinned.sha256)
     if isinstance(target, Path):
         if policy is not None and policy["follow"]:
             raise ArtifactError(f"lock: {lock} follows a reference, and {target} is a path; pull without --follow")
@@ -218,7 +217,7 @@ def _if_recipe(name: str) -> str:
 def _check_policy(resolved: Resolved, policy: Mapping[str, Any], registry: Registry) -> Resolved:
     """Raise ArtifactError unless the lock's policy accepts the version that a followed reference means now."""
     records = registry.signatures(resolved.sha256, resolved.name)
-    signing.enforce(policy, records, resolved.name, resolved.version, resolved.sha256)
+    enforce(policy, records, resolved.name, resolved.version, resolved.sha256)
     return replace(resolved, chosen_because=f"{resolved.chosen_because}; signed, as the lock file demands")
 
 

@@ -1,29 +1,73 @@
-"""Read evaluation records, strictly: whoever may write to a registry may add one.
+"""Read and write evaluation records: measurements of an artifact after its fit, stored beside it, never changed.
 
-The form is that of the classes in `measured` and `protocols`. What may be left out may be null, and anything else may
+    {"artifact": sha256, "corpus": digest, "protocol": {...}, "environment": {...}, "result": {...}}
+
+A record's file is named by its own digest. The same measurement, stored twice, is one record. They are read strictly:
+whoever may write to a registry may add one.
+The form is that of the classes in `measured`. What may be left out may be null, and anything else may
 stand beside it.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import cache
+from hashlib import sha256 as hash_of
+from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import measured
-from kvq_runtime.registry.measured import Record, TextRecord
-from kvq_runtime.registry.protocols import TEXT
+from kvq_runtime.registry import measured, reference
+from kvq_runtime.registry.measured import TEXT, Record, TextRecord
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 WORDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
+FIELDS = {"artifact", "corpus", "protocol", "environment", "result"}
+LIMIT = 1 << 20  # bytes of a file
 LARGEST = 1e15  # of a number, either way: larger ones overflow where they are drawn
 KINDS: Mapping[str, type[Record]] = {
     TEXT: TextRecord,
     measured.DECODE: measured.GreedyRecord,
     **dict.fromkeys(measured.TASKS, measured.TasksRecord),
 }
+
+
+def to_bytes(record: Mapping[str, Any]) -> bytes:
+    """The record's file; raises ArtifactError if the record is malformed."""
+    return (strict_json.dumps(_check(dict(record), "evaluation")) + "\n").encode()
+
+
+def from_bytes(data: bytes, path: PurePath) -> dict[str, Any]:
+    """Read a record's JSON from the bytes at `path`, .../artifact's digest/record's digest.json.
+
+    Raises ArtifactError if it is damaged, or is not about the artifact its folder is named by.
+    """
+    digest = hash_of(data).hexdigest()
+    if path.stem != digest:
+        raise ArtifactError(f"{path}: evaluation: sha256 is {digest}, not that of its name; the file was changed")
+    record = _check(strict_json.loads(data, f"{path}: evaluation"), f"{path}: evaluation")
+    if record["artifact"] != path.parent.name:
+        raise ArtifactError(f"{path}: evaluation: is about {record['artifact']}, but stored with another artifact")
+    return record
+
+
+def _check(record: Any, label: str) -> dict[str, Any]:
+    strict_json.keys(record, FIELDS, label)
+    try:
+        reference.check_sha256(record["artifact"])
+        if not isinstance(record["corpus"], str):
+            raise ValueError("corpus must be text: the digest of the corpus")
+        for name in ("protocol", "environment", "result"):
+            if not isinstance(record[name], dict):
+                raise ValueError(f"{name} must be an object")
+    except ValueError as error:
+        raise ArtifactError(f"{label}: {error}") from None
+    return record
+
+
+# ---- as `measured` has them -----------------------------------------------------------------------------------------
 
 
 def read(record: Any, wanted: type[R] = Record) -> R:

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import evaluations, events, reference
+from kvq_runtime.registry import events, reference, sound
 from kvq_runtime.registry.events import Event, Fold, Publish, State, Version
 from kvq_runtime.registry.reference import ARTIFACT_FILE
 from kvq_runtime.registry.registry import GRACE, Finding, Head, Registry
@@ -120,7 +120,7 @@ class TreeRegistry(Registry):
     def listed(self, name: str, folder: str) -> list[tuple[PurePath, bytes]]:
         """(path, content) of every .json file of a folder, by path."""
         paths = [f"{folder}/{file}" for file in self.entries(folder) if file.endswith(".json")]
-        return [(PurePath(self.at(path)), self.content(path, evaluations.LIMIT)) for path in paths]
+        return [(PurePath(self.at(path)), self.content(path, sound.LIMIT)) for path in paths]
 
     # ---- changing
 
@@ -265,9 +265,9 @@ class TreeRegistry(Registry):
                 yield from (f"{kind}/{sha256}/{file}" for file in self.entries(f"{kind}/{sha256}"))
 
     def _check_record(self, path: str) -> None:
-        data, where = self.content(path, evaluations.LIMIT), PurePath(self.at(path))
+        data, where = self.content(path, sound.LIMIT), PurePath(self.at(path))
         if path.startswith("evaluations/"):
-            evaluations.from_bytes(data, where)
+            sound.from_bytes(data, where)
         else:
             _check_digest(hash_of(data).hexdigest(), where.stem)
 

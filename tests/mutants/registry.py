@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant(
         "evaluation-place",
         "a measurement of one artifact is read as another's",
-        "kvq_runtime/registry/evaluations.py",
+        "kvq_runtime/registry/sound.py",
         'if record["artifact"] != path.parent.name:',
         "if False:",
         ("registry/test_registry.py",),

@@ -13,7 +13,8 @@ from hub_client import asked, hub_for
 from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import resolve, signing
+from kvq_runtime.registry import lock as signing
+from kvq_runtime.registry import resolve
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import Lock, read_lock, write_lock
 
@@ -63,13 +64,13 @@ def test_sign_and_verify(store, kvq, tmp_path):
     assert kvq("sign", f"{NAME}@1.0.0", "--key", public)[0] == 2
     assert kvq("verify", f"{NAME}@1.0.0", "--key", mine)[0] == 2
     (record,) = store.signatures(store.state(NAME).versions["1.0.0"].sha256, NAME)
-    assert {"name", "version", "sha256", "files", "bundle"} == set(signing.read(record))
+    assert {"name", "version", "sha256", "files", "bundle"} == set(signing.read_signature(record))
 
 
 def test_a_signature_is_of_nothing_else(tmp_path):
     private, public = keys(tmp_path, "mine")
     right = (NAME, "1.0.0", "a" * 64)
-    record = signing.read(signing.sign(*right, private))
+    record = signing.read_signature(signing.sign(*right, private))
     signing.verify(record, *right, public.read_text())
     for wrong in (("other", "1.0.0", "a" * 64), (NAME, "1.0.1", "a" * 64), (NAME, "1.0.0", "b" * 64)):
         with pytest.raises(ArtifactError, match="signature: is of"):
@@ -85,10 +86,10 @@ def test_junk_beside_an_artifact_is_no_signature(junk, tmp_path):
     right = (NAME, "1.0.0", "a" * 64)
     good = signing.sign(*right, private)
     if junk is None:
-        junk = strict_json.dumps(signing.read(good) | {"bundle": {"mediaType": "x"}}).encode()
+        junk = strict_json.dumps(signing.read_signature(good) | {"bundle": {"mediaType": "x"}}).encode()
     with pytest.raises(ArtifactError, match="has no valid signature"):
-        signing.find([junk], *right, public.read_text())
-    assert signing.find([junk, good], *right, public.read_text()) == signing.read(good)
+        signing.find_signature([junk], *right, public.read_text())
+    assert signing.find_signature([junk, good], *right, public.read_text()) == signing.read_signature(good)
 
 
 def test_a_lock_that_pins_holds_its_signature(store, kvq, tmp_path, monkeypatch):
@@ -165,7 +166,7 @@ def test_without_the_extra_a_demand_is_an_error_and_not_a_pass(tmp_path):
     root = Path(__file__).parents[2]
     body = """
 import sys; sys.modules["model_signing"] = None
-from kvq_runtime.registry import signing
+from kvq_runtime.registry import lock as signing
 try:
     right = {"name": "a", "version": "1.0.0", "sha256": "a" * 64}
     signing.verify({**right, "bundle": {}}, **right, key="k")

@@ -8,7 +8,7 @@ import many_versions as many
 import mutate
 
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import evaluations
+from kvq_runtime.registry import sound
 
 
 def seeds(digest: str) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def mutants(digest: str, count: int, first: int = 0) -> Iterator[dict[str, Any]]
         for _ in range(draw.choice((1, 1, 2, 4))):
             mutate.some_json(record[draw.choice(("protocol", "result", "result", "environment"))], known, draw)
         try:
-            evaluations.to_bytes(record)
+            sound.to_bytes(record)
         except (ArtifactError, ValueError):
             continue
         yield record

@@ -6,8 +6,8 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import CHECKS, Artifact
 from kvq_runtime.cli.version import MEANINGS
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import signing
 from kvq_runtime.registry.events import Version
+from kvq_runtime.registry.lock import read_signature
 from kvq_runtime.registry.measured import Record
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.sound import sound
@@ -77,7 +77,7 @@ def evaluations(registry: Registry, name: str, version: Version) -> tuple[list[R
 def _signatures(registry: Registry, name: str, version: Version) -> dict[str, Any]:
     """Count the signature records of this version; `kvq verify --key` tells whose they are."""
     try:
-        records = [signing.read(data) for data in registry.signatures(version.sha256, name)]
+        records = [read_signature(data) for data in registry.signatures(version.sha256, name)]
     except (ArtifactError, NotFound) as error:
         return _row("signature", FAILED, str(error))
     signed = name, version.version, version.sha256

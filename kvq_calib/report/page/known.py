@@ -17,8 +17,7 @@ from kvq_calib.report.tables import kl_error
 from kvq_runtime import __version__
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.artifact.describe import recipe_row
-from kvq_runtime.artifact.diff import diff
+from kvq_runtime.artifact.describe import diff, recipe_row
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.events import State, Version

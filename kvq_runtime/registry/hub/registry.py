@@ -21,7 +21,7 @@ from typing import Any
 
 from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.registry import card, evaluations, reference
+from kvq_runtime.registry import card, reference, sound
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub import ask, cache, client, index, upkeep
 from kvq_runtime.registry.lock import Lock
@@ -303,7 +303,7 @@ def _contents(repo: str, folder: str, names: Mapping[str, str]) -> list[tuple[Pu
     for name, commit in sorted(names.items()):
         digest, path = name.removesuffix(".json"), f"{folder}/{name}"
         if reference.is_sha256(digest):
-            found.append((PurePath(path), cache.content(repo, path, commit, evaluations.LIMIT, digest)))
+            found.append((PurePath(path), cache.content(repo, path, commit, sound.LIMIT, digest)))
             left -= len(found[-1][1])
         if left < 0 or len(found) > MAX_RECORDS:
             raise RuntimeError(

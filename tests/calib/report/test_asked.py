@@ -6,7 +6,8 @@ import pytest
 
 from kvq_calib.report import greedy as followed
 from kvq_calib.report import tasks as answered
-from kvq_runtime.registry import card, evaluations, measured, shown
+from kvq_runtime.cli import version
+from kvq_runtime.registry import card, measured, sound
 from kvq_runtime.registry.measured import Record
 from kvq_runtime.registry.sound import read
 
@@ -93,12 +94,12 @@ def test_the_hub_and_kvq_show_have_them():
     again = card.with_results("# x\n\nmeasured when it was fitted\n", "x", [OWN, HARNESS])
     assert again.endswith("| gsm8k | ppl, in use | 7.5 |\n") and again.count("## Tasks") == 1
     assert card.with_results(again, "x", [OWN]).count("## Tasks") == 1
-    tables = shown.tables([OWN, HARNESS, GREEDY])
+    tables = version.evaluation_tables([OWN, HARNESS, GREEDY])
     assert tables["tasks"][0] == {"task": "needle", "protocol": "in-use", "figures": "accuracy 0.5", "texts": 20}
     assert tables["tasks"][2]["figures"] == "nothing was encoded" and len(tables["tasks"]) == 3
 
 
 @pytest.mark.parametrize("one", [OWN, HARNESS, GREEDY], ids=["tasks", "lm-eval", "decode"])
 def test_a_registry_takes_them(one):
-    assert json.loads(evaluations.to_bytes(one.raw)) == one.raw
+    assert json.loads(sound.to_bytes(one.raw)) == one.raw
     assert not measured.of_text([one]) and bool(measured.of_tasks([one])) == (one is not GREEDY)

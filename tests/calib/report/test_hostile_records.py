@@ -10,8 +10,10 @@ import pytest
 import tiny_artifact as tiny
 
 from kvq_calib.report.page import known, version, wall
+from kvq_runtime.cli import diff
 from kvq_runtime.cli import main as cli
-from kvq_runtime.registry import card, compared, shown, verdict
+from kvq_runtime.cli.version import evaluation_tables
+from kvq_runtime.registry import card, verdict
 from kvq_runtime.registry.card import UNMEASURED
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.measured import of_text
@@ -99,8 +101,8 @@ def test_no_field_of_a_record_stops_a_card_a_verdict_or_a_comparison():
         for read in (
             lambda record=record: card._table(card.eval_results([record])),
             lambda record=record: verdict.of_records([record, good], "x"),
-            lambda record=record: compared._pairs([record, good], [good, record]),
-            lambda record=record: shown.tables([record]),
+            lambda record=record: diff._pairs([record, good], [good, record]),
+            lambda record=record: evaluation_tables([record]),
         ):
             try:
                 read()

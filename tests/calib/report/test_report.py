@@ -16,9 +16,9 @@ from kvq_calib.report import plots, sections, tables
 from kvq_calib.report.words import size_of
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.cli.version import evaluation_tables
 from kvq_runtime.codec import codec
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry import shown as shown_as
 from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.resolve import open_registry
 from kvq_runtime.registry.sound import read
@@ -170,7 +170,7 @@ def test_records_of_either_version_are_read():
     assert [row["protocol"] for row in rows] == [None, "in use"] and rows[1]["decoded"] == "not counted"
     assert rows[1]["vs 16 bit"] == "+1.23% ± 0.20%" and rows[0]["perplexity"] == "20.000"
     assert tables.by_bits([new, old])[0] is old and plots.comparison([old]) != plots.comparison([old, new])
-    shown = shown_as.tables([old, new])["evaluations (--json has all of each)"]
+    shown = evaluation_tables([old, new])["evaluations (--json has all of each)"]
     assert shown[0]["relative"] == 0.0123 == shown[1]["in-use: relative"] and shown[1]["full: relative"] == 0.1
     assert gate.passes(old, Bounds(kl=0.01)) == [] != gate.passes(new, Bounds(kl=0.01))
 

@@ -1,11 +1,16 @@
-"""Compare two artifacts by what counts: losses on the same windows, bits, bytes."""
+"""The command `kvq diff`: compare two artifacts, first by what counts: losses on the same windows, bits, bytes."""
 
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.artifact.describe import diff as differences
+from kvq_runtime.cli.table import print_table
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import PROTOCOLS, SPOKEN, Record, TextRecord, of_text
+from kvq_runtime.registry.resolve import load_artifact, open_registry, resolve
+from kvq_runtime.registry.sound import sound
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -13,7 +18,39 @@ TOKENS = 4096
 Records = Sequence[Record]
 
 
-def rows(a: Artifact, b: Artifact, of_a: Records, of_b: Records) -> list[dict[str, Any]]:
+def diff(args: Namespace) -> int:
+    """Print what differs between two artifacts."""
+    a, b = (load_artifact(reference, args.registry) for reference in (args.a, args.b))
+    found = differences(a, b)
+    left_out = unlike(a, b) if any(row["part"] == "fit" for row in found) else None
+    found = [row for row in found if left_out is None or row["part"] != "fit"]
+    rows = [*compared(a, b, _evaluations(args.a, args), _evaluations(args.b, args)), *found] if found else []
+    if args.json:
+        print_table(rows, json=True)
+    elif not rows:
+        print(f"{args.a} and {args.b} are equal")
+    else:
+        names = {"a": args.a, "b": args.b, "change": "relative change"}
+        shown = [row for row in rows if args.layers or row["part"] not in ("fit", "tensor")]
+        if len(shown) < len(rows):
+            print(f"{len(rows) - len(shown)} rows of the fit and of tensors are left out: --layers\n")
+        if left_out:
+            print(f"Errors of the fits are not compared: {left_out}\n")
+        rows = shown
+        print_table([{names.get(name, name): value for name, value in row.items()} for row in rows], json=False)
+        print("\nrelative change: (b - a) / |a| of numbers, |b - a| / |a| of tensors, of codes the share that differs")
+    return 0
+
+
+def _evaluations(reference: str, args: Namespace) -> list[Record]:
+    """Return a registry's evaluations of a version; a file has none."""
+    resolved = resolve(reference, args.registry)
+    if not resolved.registry:
+        return []
+    return sound(open_registry(resolved.registry).evaluations(resolved.sha256, resolved.name))
+
+
+def compared(a: Artifact, b: Artifact, of_a: Records, of_b: Records) -> list[dict[str, Any]]:
     """Rows as `diff` has them, first of all verdicts and losses, then sizes.
 
     of_a, of_b   evaluation records; losses are compared on windows that both were measured on
