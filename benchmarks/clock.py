@@ -61,6 +61,16 @@ class Rates:
         """Bytes a second, the better of the two."""
         return max(self.copy, self.read)
 
+    def row(self) -> dict[str, Any]:
+        """For a line of results, with the device, PyTorch and Triton."""
+        import triton
+
+        return {
+            "what": "device", "name": torch.cuda.get_device_name(), "copy_gb_per_s": round(self.copy / 1e9),
+            "read_gb_per_s": round(self.read / 1e9), "tflops": round(self.product / 1e12),
+            "floor_microseconds": round(self.floor, 1), "torch": torch.__version__, "triton": triton.__version__,
+        }  # fmt: skip
+
 
 class Deadline:
     """So many seconds from now."""

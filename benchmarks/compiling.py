@@ -1,7 +1,10 @@
 """Compile what a run will launch before it times anything: side by side, in processes that share Triton's cache.
 
-A process takes one job after another (jobs.py). One that fails a job, or dies of it, is ended, since a GPU's error
-stays with its process, and a new one goes on; one that works at the deadline is killed, with the compilers it started.
+A job has as few tokens as the kernel takes, but the heads of the case it stands for: the very kernel that will be
+timed, which serves any batch and number of splits; and every merge, for each serves a class of splits, and of a large
+batch others do. `python -m benchmarks.compiling` is a process that takes one job after another, a line of JSON each,
+and answers each. One that fails a job, or dies of it, is ended, since a GPU's error stays with its process, and a new
+one goes on; one that works at the deadline is killed, with the compilers it started.
 """
 
 import json
@@ -18,12 +21,88 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.clock import Deadline
-from benchmarks.jobs import Job
-from benchmarks.lines import ROOT, Line
+import torch
 
+from benchmarks import baselines, cases
+from benchmarks.clock import Deadline
+from benchmarks.report import ROOT, Line
+
+SHORT = 512  # tokens of a case that is launched to be compiled
 MOST = 14  # processes
-COMMAND = (sys.executable, "-m", "benchmarks.jobs")
+COMMAND = (sys.executable, "-m", "benchmarks.compiling")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to launch once.
+
+    kind    attend: a decode step; encode: a flush; paged: bfloat16 attention over pages; generate: a model's steps
+    batch   of paged and generate, whose kernels depend on it
+    role    of encode: key or value
+    launch  of attend: tile, warps, stages, registers; None: the package's choice
+    prompt  of generate: tokens
+    """
+
+    kind: str
+    model: str
+    recipe: str = ""
+    batch: int = 1
+    role: str = ""
+    launch: tuple[int, ...] | None = None
+    prompt: int = 0
+
+    def __str__(self) -> str:
+        batch = f"batch {self.batch}" if self.kind in ("paged", "generate") else ""
+        parts = (self.kind, self.model, self.recipe, self.role, batch, self.launch)
+        return " ".join(str(part) for part in parts if part)
+
+
+def job_of(case: cases.Case, launch: tuple[int, ...] | None = None) -> Job:
+    """What compiles a case's kernel, for all its tokens and batches."""
+    return Job("attend", case.model.name, case.recipe, launch=launch)
+
+
+def launched(job: Job, device: torch.device) -> None:
+    """Launch what a job names, once."""
+    if job.kind == "generate":
+        from benchmarks import generation
+
+        return generation.rehearse(job.model, job.recipe, job.batch, job.prompt, device)
+    model = next(model for model in cases.MODELS if model.name == job.model)
+    if job.kind == "encode":
+        cases.encoder(model, job.recipe, job.role, device)[0]()
+        return None
+    if job.kind == "paged":
+        baselines.paged_step(cases.Case(model, job.recipe, SHORT, job.batch), device)()
+        return None
+    from kvq_runtime.kernels.attend.launch import Launch
+    from kvq_runtime.kernels.attend.merge import CLASSES
+
+    how = job.launch and Launch(*job.launch)
+    for batch in (min(cases.BATCHES), max(cases.BATCHES)):
+        case = cases.Case(model, job.recipe, SHORT, batch)
+        step, q = cases.built(case, device), cases.queries(case, device)
+        for splits in (None, *CLASSES):
+            step(q, how, splits)
+    return None
+
+
+def serve(device: torch.device) -> None:
+    """Take jobs from stdin until it ends; what else is printed goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        given = json.loads(line)
+        error = None
+        try:
+            launched(Job(**given | {"launch": given["launch"] and tuple(given["launch"])}), device)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"[:400]
+        answers.write(json.dumps({"error": error}) + "\n")
+        answers.flush()
 
 
 @dataclass(frozen=True)
@@ -116,8 +195,8 @@ def compiled(
                 thread.join(0.1)
 
 
-def stage(jobs: list[Job], deadline: Deadline, command: tuple[str, ...] = COMMAND) -> dict[Job, Done]:
-    """Compile these, and say on stderr how far it is."""
+def stage(jobs: list[Job], deadline: Deadline, command: tuple[str, ...] = COMMAND) -> tuple[dict[Job, Done], Line]:
+    """Compile these, and say on stderr how far it is: how each ended, and a line of results."""
     done: dict[Job, Done] = {}
     begun = time.monotonic()
     jobs = list(dict.fromkeys(jobs))
@@ -126,25 +205,22 @@ def stage(jobs: list[Job], deadline: Deadline, command: tuple[str, ...] = COMMAN
     for each in compiled(jobs, deadline, processes, command):
         done[each.job] = each
         end = f"FAILED, {each.error}" if each.error else f"{each.seconds:.0f} s"
-        passed = time.monotonic() - begun
-        print(
-            f"compiled {len(done)} of {len(jobs)} after {passed:.0f} s: {each.job}, {end}", file=sys.stderr, flush=True
-        )
-    return done
+        so_far = f"compiled {len(done)} of {len(jobs)} after {time.monotonic() - begun:.0f} s"
+        print(f"{so_far}: {each.job}, {end}", file=sys.stderr, flush=True)
+    return done, summary(jobs, done, time.monotonic() - begun)
 
 
 def summary(jobs: list[Job], done: dict[Job, Done], seconds: float) -> Line:
     """A line of results: how many were compiled, and which were not."""
-    wanted = dict.fromkeys(jobs)
     slowest = max(done.values(), key=lambda each: each.seconds, default=None)
     return {
         "what": "compile",
-        "jobs": len(wanted),
+        "jobs": len(jobs),
         "compiled": sum(each.error is None for each in done.values()),
         "seconds": round(seconds, 1),
         "slowest": slowest and f"{slowest.job}, {slowest.seconds:.0f} s",
         "failed": {str(each.job): each.error for each in done.values() if each.error},
-        "not_done": [str(job) for job in wanted if job not in done],
+        "not_done": [str(job) for job in jobs if job not in done],
     }
 
 
@@ -178,3 +254,8 @@ def watched() -> Iterator[list[str]]:
         yield found
     finally:
         knobs.compilation.listener = before
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    serve(torch.device("cuda"))

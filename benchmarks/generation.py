@@ -24,21 +24,203 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import quantiles
+from typing import Any
 
 import torch
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    StaticCache,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks import compiling, report
-from benchmarks.caches import CONFIGS, Way, random_model, ways
-from benchmarks.clock import Deadline
-from benchmarks.jobs import Job
-from benchmarks.lines import RESULTS, Line, attempt, gpu_name, keep, known, name_of, place
-from benchmarks.run import LOST, usable
-from benchmarks.steps import NEW, generate, warm
+from benchmarks.clock import Deadline, captured, unsynchronized
+from benchmarks.compiling import Job
+from benchmarks.gpu import LOST, usable
+from benchmarks.report import RESULTS, Line, attempt, gpu_name, keep, known, name_of, place
+from kvq_runtime.hf import KVQCache
+
+CONFIGS = {
+    "llama-3.1-8b": LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=131072,
+    ),
+    "qwen2.5-7b": Qwen2Config(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064, max_position_embeddings=131072,
+    ),
+}  # fmt: skip
+
+# No mask is made for a name without one.
+AttentionInterface.register("unmasked", sdpa_attention_forward)
 
 COMPILE = 0.4  # of the time
+NEW = 128  # tokens generated, as many as a block has
+WARM = 2  # steps before those that are timed
+SPARE = 8  # tokens that a buffer has room for beyond what is timed
+Step = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to generate: with which cache, under which attention, as a graph or step by step."""
+
+    cache: str
+    attention: str
+    graph: bool
+
+    def make(self, model: PreTrainedModel, tokens: int) -> Cache:
+        """An empty cache, with room for so many tokens."""
+        if self.cache == "dynamic":
+            return DynamicCache(config=model.config)
+        if self.cache.startswith("static"):
+            return StaticCache(config=model.config, max_cache_len=tokens)
+        return KVQCache.from_recipe(self.cache, model)
+
+
+def ways(recipes: list[str], gpu: bool) -> list[Way]:
+    """Everything that takes part; what is a graph on a GPU is taken step by step elsewhere."""
+    static = [Way("static", "sdpa", gpu), Way("static unmasked", "unmasked", gpu)]
+    ours = [Way(recipe, "kvq", graph) for recipe in recipes for graph in ((True, False) if gpu else (False,))]
+    return [*ours[:1], *static, *ours[1:], Way("dynamic", "sdpa", False)]
+
+
+def random_model(name: str, device: str | torch.device, **changed: Any) -> PreTrainedModel:
+    """A model of that geometry, bfloat16, with some numbers of its config changed."""
+    config = CONFIGS[name]
+    if changed:
+        config = type(config)(**(config.to_dict() | {"layer_types": None} | changed))
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def repeat(cache: Cache, batch: int) -> None:
+    """Make of one row so many."""
+    if batch > 1 and isinstance(cache, StaticCache):  # which does not do so itself
+        for layer in cache.layers:
+            layer.keys, layer.values = (x.repeat_interleave(batch, 0) for x in (layer.keys, layer.values))
+    elif batch > 1:
+        cache.batch_repeat_interleave(batch)
+
+
+def held(cache: Cache) -> int:
+    """Bytes that a cache holds."""
+    if isinstance(cache, KVQCache):
+        return cache.memory_report().total_bytes
+    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))  # type: ignore[attr-defined]
+
+
+class Marks:
+    """Moments between steps: of the device's own clock on a GPU, which the host need not wait for."""
+
+    def __init__(self, device: torch.device):
+        self.gpu = device.type == "cuda"
+        self.marks: list[Any] = []
+
+    def set(self) -> None:
+        if not self.gpu:
+            self.marks.append(time.perf_counter())
+            return
+        self.marks.append(torch.cuda.Event(enable_timing=True))
+        self.marks[-1].record()
+
+    def milliseconds(self) -> list[float]:
+        """From each mark to the next."""
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        if self.gpu:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) for a, b in pairs]
+        return [1e3 * (b - a) for a, b in pairs]
+
+
+@torch.inference_mode()
+def generate(model: PreTrainedModel, way: Way, batch: int, prompt: int, new: int) -> Line:
+    """Take in a prompt, generate `new` tokens in each of `batch` rows, and say how it went."""
+    device = next(model.parameters()).device
+    model.set_attn_implementation(way.attention)
+    cache = way.make(model, prompt + new + SPARE)
+    generator = torch.Generator(device).manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, prompt), device=device, generator=generator)
+    whole = Marks(device)
+    whole.set()
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    whole.set()
+    repeat(cache, batch)
+    token = logits[:, -1:].argmax(-1).expand(batch, 1).clone()
+    place = torch.full((batch, 1), prompt, device=device)
+
+    def step() -> torch.Tensor:
+        out = model(token, position_ids=place, past_key_values=cache, logits_to_keep=1).logits
+        return out[:, -1:].argmax(-1)
+
+    for _ in range(WARM):
+        token.copy_(step())
+        place += 1
+    forward = recorded(cache, step, token, place) if way.graph else step
+    marks = Marks(device)
+    marks.set()
+    for _ in range(new):
+        token.copy_(forward())
+        place += 1
+        marks.set()
+    took = marks.milliseconds()
+    low, median, high = quantiles(took, n=4, method="inclusive")
+    return {
+        "tokens_per_s": round(1e3 * batch * new / sum(took), 2),
+        "ms_per_step": round(median, 3),
+        "low_ms": round(low, 3),
+        "high_ms": round(high, 3),
+        "worst_ms": round(max(took), 3),
+        "prompt_s": round(whole.milliseconds()[0] / 1e3, 3),
+        "cache_bytes": held(cache),
+        "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+    }
+
+
+@torch.inference_mode()
+def warm(model: PreTrainedModel, prompt: int) -> None:
+    """Take in a prompt that is forgotten: the first pass of a model loads its kernels."""
+    ids = torch.zeros(1, prompt, dtype=torch.long, device=next(model.parameters()).device)
+    model(ids, use_cache=False, logits_to_keep=1)
+
+
+def recorded(cache: Cache, step: Step, token: torch.Tensor, place: torch.Tensor) -> Step:
+    """The step as a CUDA graph; of ours eager steps come first, until the next can be recorded."""
+    if isinstance(cache, KVQCache):
+        from kvq_runtime.attention import cuda_graph
+
+        while cuda_graph.not_yet(cache.blocks):
+            token.copy_(step())
+            place += 1
+        return cuda_graph.captured(cache.blocks, step)
+    with unsynchronized():
+        token.copy_(step())
+    place += 1
+    out, replay = captured(step)
+
+    def again() -> torch.Tensor:
+        replay()
+        return out
+
+    return again
+
+
+def rehearse(name: str, recipe: str, batch: int, prompt: int, device: torch.device) -> None:
+    """Launch what generation with a recipe launches, with one small layer of the same heads."""
+    small = {"num_hidden_layers": 1, "vocab_size": 1024, "intermediate_size": 256}
+    generate(random_model(name, device, **small), Way(recipe, "kvq", False), batch, prompt, NEW + SPARE)
 
 
 def batches(text: str) -> Iterator[int]:
@@ -74,10 +256,9 @@ def jobs(found: list[tuple[Line, Way]]) -> list[Job]:
 def lines(given: argparse.Namespace, before: dict[tuple, Line]) -> Iterator[Line]:
     """A line of every cache, batch by batch; of one that is out of memory at a batch, no larger one."""
     deadline, gpu, found = Deadline(60 * given.minutes), given.device.startswith("cuda"), planned(given, before)
-    wanted, begun = jobs(found), time.monotonic()
+    wanted = jobs(found)
     if gpu and wanted:
-        done = compiling.stage(wanted, deadline.part(COMPILE))
-        yield compiling.summary(wanted, done, time.monotonic() - begun)
+        yield compiling.stage(wanted, deadline.part(COMPILE))[1]
     name, model, full = "", None, {}
     for i, (about, way) in enumerate(found):
         if about["batch"] > full.get((about["model"], way), about["batch"]):

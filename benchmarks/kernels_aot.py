@@ -1,6 +1,6 @@
 """Compile every kernel ahead of time for sm_80, sm_90 and sm_100, and hold what it takes against the committed table.
 
-What is compiled is what the host code would launch: its launches are recorded (recorded.py). Of every kernel the table
+What is compiled is what the host code would launch: its launches are recorded (compiled.py). Of every kernel the table
 has registers, stack, local and shared memory, and the warps that a multiprocessor holds at a time. Of attention it has
 what the main loop takes (units.py), for keys and values of one head:
 
@@ -34,8 +34,7 @@ import torch
 import triton
 
 from benchmarks import sass, units
-from benchmarks.compiled import REGISTERS, SHARED, compiled, programs
-from benchmarks.recorded import Recorded, recorded
+from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, programs, recorded
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import host as attention
 from kvq_runtime.kernels.attend import launch, merge

@@ -8,10 +8,15 @@ A row of kernels_predicted.jsonl is a decode step of one layer of Llama-3.1-8B (
                                       "latency" where nothing is for BINDS of it
     error, triton                     of every prediction; what compiled the kernels
 
-Ours is that of a captured graph: LAUNCH for every kernel, torch's included, and what predict.py finds for the Triton
-kernels. bfloat16 reads keys and values at the BANDWIDTH that ours is given, and takes BF16_LAUNCH for its own kernels.
-Clock 1.755 GHz, 600 cycles to memory; all other assumptions are in predict.py and simulate.py. An error of 35% either
-way is to be expected, for no part of it has met a GPU.
+Ours is that of a captured graph: LAUNCH for every kernel, torch's included, and the cycles of the Triton kernels.
+bfloat16 reads keys and values at the BANDWIDTH that ours is given, and takes BF16_LAUNCH for its own kernels.
+
+Attention's programs run in waves of as many as fit. A program takes START, and its blocks at the speed that simulate.py
+finds for as many programs on a multiprocessor. The window's programs fill what the last wave leaves free. Any other
+kernel is simulated from its first instruction to its last exit, each loop turning as often as CHUNK, a compile-time
+argument, says; both sides of branches are run; it finds what attention wrote in the second-level cache (L2_LATENCY).
+Clock 1.755 GHz, 600 cycles to memory; all other assumptions are in simulate.py. An error of 35% either way is to be
+expected, for no part of it has met a GPU.
 
 python -m benchmarks.kernels_predicted [--recipes NAME,...] [--out FILE]
 """
@@ -22,6 +27,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,12 +40,12 @@ if __name__ == "__main__":  # before triton is imported
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import sass
 from benchmarks.cases import MODELS, Case
+from benchmarks.compiled import Recorded, compiled, programs, recorded
 from benchmarks.kernels_aot import FAMILIES, attends, main_pass
-from benchmarks.lines import RESULTS
-from benchmarks.predict import Loop, attend_cycles, loop_of, used_splits, whole_cycles
-from benchmarks.recorded import Recorded, recorded
-from benchmarks.simulate import BANDWIDTH, CLOCK, MULTIPROCESSORS
+from benchmarks.report import RESULTS
+from benchmarks.simulate import BANDWIDTH, CLOCK, MULTIPROCESSORS, Run, Step, simulate, steps
 from kvq_runtime.kernels.attend import host as attention
 from kvq_runtime.kernels.attend import occupancy
 from kvq_runtime.ops import dispatch
@@ -47,6 +55,107 @@ BATCHES, LENGTHS = (1, 8, 32), (4096, 16384, 32768, 131072)
 LAUNCH, BF16_LAUNCH = 1.5, 4.0  # microseconds
 BINDS = 0.6
 ALLOCATIONS = ("empty", "new_empty", "_unsafe_view")
+ARCH = 90
+START = 1500  # cycles of a program beside its blocks: it reads lengths, starts and queries in turn, and stores
+WINDOW = 2000  # cycles that a share of the window takes, beside
+L2_LATENCY = 300
+POINTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # programs on a multiprocessor that are simulated; between them, a line
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A kernel's main loop.
+
+    steps    of a warp in a pass
+    passes   through it, of a block
+    warps    of a program
+    room     programs that a multiprocessor holds
+    """
+
+    steps: list[Step]
+    passes: int
+    warps: int
+    room: int
+
+    def each(self, count: int) -> float:
+        """Cycles of a block with so many programs on a multiprocessor, 1 to `room`."""
+        known = sorted({min(point, self.room) for point in POINTS})
+        below, above = max(n for n in known if n <= count), min(n for n in known if n >= count)
+        low, high = (_simulated(self, n).each for n in (below, above))
+        return self.passes * (low + (high - low) * (count - below) / max(1, above - below))
+
+    def taken(self) -> dict[str, float]:
+        """Cycles of a multiprocessor that a program's block takes of everything it may be bound by."""
+        run = _simulated(self, 1)
+        return {name: share * run.each * self.passes for name, share in run.busy.items()}
+
+
+def used_splits(blocks: int, splits: int) -> int:
+    """Programs that a line's blocks take of at most `splits`, as kernel.py shares them out."""
+    return ceil(blocks / ceil(blocks / splits)) if blocks else 0
+
+
+@cache
+def _simulated(loop: Loop, count: int) -> Run:
+    return simulate(loop.steps, count, loop.warps)
+
+
+@cache
+def loop_of(one: Recorded, passes: int, turns: int, size: float) -> Loop:
+    """The main loop of a launch.
+
+    passes   of a block
+    turns    of an inner loop
+    size     bytes of a block
+    """
+    made = compiled(one, ARCH)
+    passed = steps(sass.main_loop(made.instructions(), turns), size / passes / one.warps)
+    return Loop(passed, passes, one.warps, programs(made.registers, made.shared, one.warps, ARCH))
+
+
+def attend_cycles(loop: Loop, lines: int, blocks: int, splits: int, window: int) -> float:
+    """Cycles of attention's grid.
+
+    lines    batch rows times KV heads
+    blocks   of a line, shared out over at most `splits` programs as kernel.py does; `window` more attend to what is
+             exact
+    """
+    each = ceil(blocks / splits)
+    used = used_splits(blocks, splits)
+    left, places, cycles, free = used * lines, loop.room * MULTIPROCESSORS, 0.0, 0
+    while left > 0:
+        now = min(left, places)
+        longest = each if left > lines else blocks - (used - 1) * each  # a line's last program is the shorter one
+        cycles += START + longest * loop.each(ceil(now / MULTIPROCESSORS))
+        left, free = left - now, places - now
+    last = START + WINDOW if window else 0
+    return max(cycles, last) if window * lines <= free else cycles + last
+
+
+def whole_cycles(one: Recorded, parts: int) -> float:
+    """Cycles of another kernel's grid; its loops go through `parts` partial results.
+
+    ValueError: it has loops, and no CHUNK that says how many they take at a time.
+    """
+    code, room = _code(one)
+    chunk = one.named("CHUNK")
+    if sass.loops(code) and chunk is None:
+        raise ValueError(f"{one.function.__name__} has loops and no CHUNK, so how often they turn is unknown")
+    each = ceil(prod(one.grid) / MULTIPROCESSORS)
+    return ceil(each / room) * _ran(one, ceil(parts / chunk) if chunk else 1, min(each, room))
+
+
+@cache
+def _code(one: Recorded) -> tuple[list[sass.Instruction], int]:
+    """(instructions, programs that a multiprocessor holds)."""
+    made = compiled(one, ARCH)
+    return made.instructions(), programs(made.registers, made.shared, one.warps, ARCH)
+
+
+@cache
+def _ran(one: Recorded, turns: int, count: int) -> float:
+    code = steps(sass.whole(_code(one)[0], turns), latency=L2_LATENCY, once=True)
+    return simulate(code, count, one.warps, passes=1).cycles
 
 
 def predicted(case: Case, loop: Loop) -> dict[str, Any]:

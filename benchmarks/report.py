@@ -1,30 +1,110 @@
-"""Say what a file of results says, as a page that can be read: what failed first, then tables.
+"""Keep what a benchmark finds as JSON lines, one by one, and say what they say: a page, what failed first; a picture.
 
-python -m benchmarks.report benchmarks/results/gpu-<device>.jsonl [...]
+    python -m benchmarks.report benchmarks/results/gpu-<device>.jsonl [...]
+    python -m benchmarks.report benchmarks/results/gpu-<device>.jsonl --plot picture.png [--model llama-3.1-8b]
+
+Lines stay when a run is stopped, and what they say is not measured again. A line says which kernels it is of (`of`):
+what was measured of other kernels, or with another Triton or PyTorch, is not taken for a result.
 """
 
-import sys
-from collections.abc import Iterable, Iterator
+import argparse
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from benchmarks.lines import Line, name_of, read
+import torch
 
+RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+Line = dict[str, Any]
+NAMES = (  # what tells one result from another, where a line has it
+    *("what", "model", "recipe", "half", "cache", "graph", "tokens", "prompt", "layers", "batch"),
+    *("tile", "warps", "stages", "registers"),
+)
 ATTEND = (
-    "recipe",
-    "batch",
-    "tokens",
-    "µs (quartiles)",
-    "GB/s",
-    "of bandwidth",
-    "fastest bfloat16",
-    "speed-up",
+    *("recipe", "batch", "tokens", "µs (quartiles)", "GB/s", "of bandwidth", "fastest bfloat16", "speed-up"),
     "pages",
 )
+GENERATE = ("cache", "graph", "batch", "ms a step (quartiles, worst)", "tokens/s", "prompt s", "cache GB", "peak GB")
 COUNTERS = (
     *("Duration", "DRAM Throughput", "Memory Throughput", "L2 Hit Rate", "Issue Slots Busy", "Registers Per Thread"),
     *("Achieved Occupancy", "Eligible Warps Per Scheduler", "Warp Cycles Per Issued Instruction"),
 )
-GENERATE = ("cache", "graph", "batch", "ms a step (quartiles, worst)", "tokens/s", "prompt s", "cache GB", "peak GB")
+
+
+def gpu_name() -> str:
+    """The GPU in use, as a part of a file's name: nvidia-h200."""
+    return torch.cuda.get_device_name().lower().replace(" ", "-")
+
+
+def place(benchmark: str, device: str) -> Path:
+    """Where results are kept: a file of $OUT, if that is set, else of benchmarks/results."""
+    return Path(os.environ.get("OUT") or RESULTS) / f"{benchmark}-{device}.jsonl"
+
+
+@lru_cache(maxsize=1)
+def measured_code() -> str:
+    """What is measured, as 12 digits: the runtime's sources, and the versions of what compiles and runs them."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "kvq_runtime").rglob("*")):
+        if path.suffix in (".py", ".json"):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    for name in ("torch", "triton", "transformers"):
+        try:
+            digest.update(f"{name} {metadata.version(name)}".encode())
+        except metadata.PackageNotFoundError:
+            digest.update(f"no {name}".encode())
+    return digest.hexdigest()[:12]
+
+
+def name_of(line: Line) -> tuple:
+    """What a line is about: two lines of one name are of one thing, measured twice."""
+    return tuple(line.get(name) for name in NAMES)
+
+
+def read(*files: Path) -> Iterator[Line]:
+    """The lines of these files, of those that are there; a last line cut short is passed over."""
+    for file in files:
+        for text in file.read_text().splitlines() if file.exists() else ():
+            try:
+                yield json.loads(text)
+            except json.JSONDecodeError:
+                continue
+
+
+def known(*files: Path) -> dict[tuple, Line]:
+    """What was found before of the code as it is, by name, the latest of each."""
+    return {name_of(line): line for line in read(*files) if line.get("of") == measured_code()}
+
+
+def keep(found: Iterable[Line], out: Path) -> list[Line]:
+    """Print each line as it comes, and add it to a file, marked with the code it is of."""
+    kept = []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a") as file:
+        if file.tell() and not out.read_bytes().endswith(b"\n"):
+            file.write("\n")
+        for line in found:
+            kept.append(line | {"of": measured_code()})
+            print(json.dumps(kept[-1]), flush=True)
+            file.write(json.dumps(kept[-1]) + "\n")
+            file.flush()
+    return kept
+
+
+def attempt(about: Line, measure: Callable[[], Line]) -> Line:
+    """A line with what was measured, or with the error that it ended in."""
+    try:
+        return about | measure()
+    except torch.OutOfMemoryError:
+        return about | {"out_of_memory": True}
+    except Exception as error:  # a driver's, a compiler's, torch's: types vary, and the other cases are worth measuring
+        return about | {"error": f"{type(error).__name__}: {error}"[:400]}
 
 
 def latest(lines: Iterable[Line]) -> list[Line]:
@@ -37,27 +117,22 @@ def latest(lines: Iterable[Line]) -> list[Line]:
 def failures(lines: list[Line]) -> Iterator[str]:
     """What went wrong, and what is missing."""
     for line in lines:
-        where = " ".join(
-            str(line[name]) for name in ("model", "recipe", "cache", "half", "tokens", "batch") if name in line
-        )
-        if line["what"] == "parity" and not line["good"]:
-            what = (
-                f"FAILED: {len(line['failed'])} tests"
-                if line["failed"] or line["ended"]
-                else "NOT FINISHED in its time"
-            )
-            yield f"PARITY {what}, {line['passed']} passed; not all that is timed below is known to be right"
+        named = ("model", "recipe", "cache", "half", "tokens", "batch")
+        what, where = line["what"], " ".join(str(line[name]) for name in named if name in line)
+        if what == "parity" and not line["good"]:
+            failed = f"FAILED: {len(line['failed'])} tests"
+            why = failed if line["failed"] or line["ended"] else "NOT FINISHED in its time"
+            yield f"PARITY {why}, {line['passed']} passed; not all that is timed below is known to be right"
             yield from (f"  {name}" for name in line["failed"])
             yield from (f"  | {text}" for text in line["said"])
-        elif line["what"] == "compile":
-            if line["not_done"]:
-                yield f"not compiled in time, so not measured: {len(line['not_done'])} of {line['jobs']}; run it again"
-        elif line["what"] == "stopped":
+        elif what == "compile" and line["not_done"]:
+            yield f"not compiled in time, so not measured: {len(line['not_done'])} of {line['jobs']}; run it again"
+        elif what == "stopped":
             yield f"stopped: {line['why']}; {line['left']} left: run it again"
         elif "error" in line:
-            yield f"FAILED: {line['what']} {where}: {line['error']}"
+            yield f"FAILED: {what} {where}: {line['error']}"
         elif line.get("out_of_memory"):
-            yield f"out of memory: {line['what']} {where}"
+            yield f"out of memory: {what} {where}"
         elif line.get("compiled_meanwhile"):
             yield f"compiled while timing: {where}: {', '.join(line['compiled_meanwhile'])}"
 
@@ -114,23 +189,79 @@ def page(lines: Iterable[Line]) -> Iterator[str]:
         elif line["what"] == "parity" and line["good"]:
             yield f"parity: {line['passed']} passed, {line['skipped']} skipped"
     whole = [line for line in chosen if "error" not in line and not line.get("out_of_memory")]
+    of_kind = {what: [line for line in whole if line["what"] == what] for what in ("attend", "generate", "encode")}
     for what, names, row in (("attend", ATTEND, attended), ("generate", GENERATE, generated)):
-        of_kind = [line for line in whole if line["what"] == what]
-        for model in dict.fromkeys(line["model"] for line in of_kind):
+        for model in dict.fromkeys(line["model"] for line in of_kind[what]):
             yield f"\n{what}, {model}"
-            yield from table(names, [row(line) for line in of_kind if line["model"] == model])
+            yield from table(names, [row(line) for line in of_kind[what] if line["model"] == model])
     for line in whole:
         if line["what"] in ("profile", "counters"):
             yield f"\n{line['what']}, {line['model']} {line['recipe']}, {line['tokens']} tokens, batch {line['batch']}"
             yield from (f"  {name[:60]}: {told(found)}" for name, found in line["kernels"].items())
-    encoded = [line for line in whole if line["what"] == "encode"]
-    if encoded:
+    if of_kind["encode"]:
+        named = ("model", "recipe", "half", "microseconds", "gb_per_s")
+        rows = [tuple(line[name] for name in named) for line in of_kind["encode"]]
         yield "\nencode"
-        rows = [
-            (line["model"], line["recipe"], line["half"], line["microseconds"], line["gb_per_s"]) for line in encoded
-        ]
         yield from table(("model", "recipe", "half", "µs", "GB/s of bfloat16"), rows)
 
 
+def speed_figure(lines: list[Line], caption: str) -> Any:
+    """How many times as fast as 16-bit attention a decode step is: a panel for each number of rows, a line a recipe.
+
+    lines   `attend` lines of one model
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    from kvq_calib.report import looks
+
+    recipes, batches = (list(dict.fromkeys(line[name] for line in lines)) for name in ("recipe", "batch"))
+    figure = Figure(figsize=(13.5, 5.4), layout="constrained")
+    panels = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+    for axis, batch in zip(panels, sorted(batches), strict=True):
+        for recipe, look in zip(recipes, looks.looks(recipes), strict=True):
+            found = sorted((x["tokens"], x["speed_up"]) for x in lines if (x["recipe"], x["batch"]) == (recipe, batch))
+            axis.plot(*zip(*found, strict=True), label=recipe, **look.line)
+        axis.axhline(1, color="0.3", linewidth=1)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(FixedLocator(sorted({line["tokens"] for line in lines})))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+        looks.log_scale(axis, 0.3, 4)
+        axis.set_xlabel("tokens of a row", fontsize=9)
+        axis.set_title(f"{batch} row{'s' if batch > 1 else ''}", loc="left", fontsize=10)
+        looks.tidy(axis)
+    panels[0].set_ylabel("times as fast as the fastest 16-bit attention", fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8.5)
+    looks.caption(figure, caption)
+    return figure
+
+
+def draw(lines: Iterable[Line], target: Path, model: str) -> None:
+    """Write `speed_figure` of a model as a PNG."""
+    from kvq_calib.report import looks
+
+    lines = latest(lines)
+    device = next((f" on one {line['name']}" for line in lines if line["what"] == "device"), "")
+    found = [one for one in lines if (one["what"], one.get("model")) == ("attend", model) and "error" not in one]
+    said = (
+        f"Attention of one decode step of one layer, heads of {model}{device}: above 1 it is faster than every 16-bit "
+        "attention of PyTorch, and a Triton kernel, at the same shape."
+    )
+    target.write_bytes(looks.picture(speed_figure)(found, said))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw speed-ups there, and print nothing")
+    parser.add_argument("--model", default="llama-3.1-8b", help="of the picture (default: %(default)s)")
+    given = parser.parse_args(arguments)
+    if given.plot:
+        draw(read(*given.files), given.plot, given.model)
+    else:
+        print("\n".join(page(read(*given.files))))
+
+
 if __name__ == "__main__":
-    print("\n".join(page(read(*map(Path, sys.argv[1:])))))
+    main()

@@ -1,4 +1,4 @@
-"""Read a kernel's machine code: its instructions with their control words, and a pass through its main loop.
+"""Read a kernel's machine code: a pass through its main loop, and what its instructions ask of a multiprocessor.
 
 An instruction has 128 bits. In 21 of them, 105 to 125, the compiler says when the next may be issued: after `stall`
 cycles; and, of instructions whose time is not known beforehand, which of six scoreboards they release once their result

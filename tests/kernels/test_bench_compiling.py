@@ -18,10 +18,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from benchmarks import cases, compiling, generation, gpu, jobs, lines, paged, run
+from benchmarks import baselines, cases, compiling, generation, gpu, report
 from benchmarks.clock import Deadline
-from benchmarks.compiling import Done
-from benchmarks.jobs import Job
+from benchmarks.compiling import Done, Job
 from kvq_runtime.kernels.attend import host, launch, merge
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +70,7 @@ class Kernel:
 def launches(monkeypatch):
     """Kernels compiled since it was last asked, on an H200 without memory; without a launch is what splits ask for."""
     seen: set = set()
-    for module, name in ((host, "attend_kernel"), (merge, "merge"), (paged, "_attend"), (paged, "_merge")):
+    for module, name in ((host, "attend_kernel"), (merge, "merge"), (baselines, "_attend"), (baselines, "_merge")):
         monkeypatch.setattr(module, name, Kernel(seen, getattr(module, name)))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -94,21 +93,21 @@ def launches(monkeypatch):
 def test_what_is_timed_was_compiled(model, launches):
     """Every kernel of every decode step of a whole run, beside the kernel over pages; and of merges, those of a class
     of splits that a batch of the run does not ask for."""
-    tasks = run.tasks(gpu.arguments(["--only", "attend,profile", "--models", model]), None, None)
+    tasks = gpu.tasks(gpu.arguments(["--only", "attend,profile", "--models", model]), None, None)
     compiled, timed = {}, defaultdict(set)
-    for job in run.jobs_of(tasks):
-        jobs.launched(job, META)
+    for job in gpu.jobs_of(tasks):
+        compiling.launched(job, META)
         compiled[job] = launches()
         merges = {kernel for kernel in compiled[job] if kernel[0] == "merge"}
         assert len(compiled[job] - merges) == 2 - (job.kind == "attend") and len(merges) <= 2 * len(merge.CLASSES), job
     ends = (min(cases.LENGTHS), max(cases.LENGTHS))
-    for case in run.chosen(gpu.arguments(["--models", model])):
+    for case in gpu.chosen(gpu.arguments(["--models", model])):
         if case.tokens not in ends and case.recipe != cases.FAMILIES[0]:
             continue
         cases.built(case, META)(cases.queries(case, META))
-        timed[jobs.job_of(case)] |= launches()
+        timed[compiling.job_of(case)] |= launches()
         if case.recipe == cases.FAMILIES[0]:
-            paged.built(case, META)()
+            baselines.paged_step(case, META)()
             timed[Job("paged", model, batch=case.batch)] |= launches()
     assert timed.keys() == compiled.keys() and all(timed[job] <= compiled[job] for job in compiled)
     assert all({kernel[0] for kernel in timed[job]} == {kernel[0] for kernel in compiled[job]} for job in compiled)
@@ -123,7 +122,7 @@ def test_kernels_are_told_apart(launches):
         *(("llama-3.1-8b", "rtn-2bit", None), ("llama-3.1-8b", "rtn-4bit", None), ("qwen2.5-7b", "rtn-2bit", None)),
         ("llama-3.1-8b", "rtn-2bit", (64, 1, 1, 255)),
     ):
-        jobs.launched(Job("attend", model, recipe, 8, launch=how), META)
+        compiling.launched(Job("attend", model, recipe, 8, launch=how), META)
         found += [launch for launch in launches() if launch[0] == "attend"]
     assert len(set(found)) == len(found) == 4
 
@@ -149,7 +148,7 @@ def test_generation_compiles_what_it_steps_with():
     wanted = {(about["batch"], way.cache) for about, way in planned if way.attention == "kvq" and about["batch"] <= 64}
     assert {(job.batch, job.recipe) for job in found} == wanted and {job.prompt for job in found} == {16384}
     assert [job.batch for job in found][:2] == [8, 8]
-    before = {lines.name_of(about): about for about, way in planned if way.cache == "rtn-2bit"}
+    before = {report.name_of(about): about for about, way in planned if way.cache == "rtn-2bit"}
     assert {job.recipe for job in generation.jobs(generation.planned(given, before))} == {"rtn-4bit"}
 
 
@@ -211,18 +210,17 @@ def test_the_deadline_ends_every_process(worker, capfd):
     command, begun = worker
     wanted = [job("good"), job("hangs"), *(job("hangs", batch) for batch in (2, 3)), job("good", 4)]
     start = time.monotonic()
-    done = compiling.stage(wanted, Deadline(3), command)
+    done, line = compiling.stage(wanted, Deadline(3), command)
     assert time.monotonic() - start < 20
     assert set(done) == {job("good")} and not any(map(alive, begun()))
     said = capfd.readouterr().err
     assert said.startswith("compiling 5 in ") and "compiled 1 of 5 after" in said
-    line = compiling.summary(wanted, done, 3.0)
     assert (line["jobs"], line["compiled"], len(line["not_done"]), line["failed"]) == (5, 1, 4, {})
 
 
 def test_a_summary_tells_what_failed():
     found = {job("bad"): Done(job("bad"), 9.0, "no"), job("good"): Done(job("good"), 4.0)}
-    line = compiling.summary([job("bad"), job("good"), job("good")], found, 9.4)
+    line = compiling.summary([job("bad"), job("good")], found, 9.4)
     assert (line["jobs"], line["compiled"], line["seconds"]) == (2, 1, 9.4)
     assert line["failed"] == {"attend llama-3.1-8b bad": "no"} and line["slowest"].endswith("bad, 9 s")
 

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 from transformers import LlamaConfig
 
-from benchmarks import caches, cases, clock, generation, gpu, lines, measure, settings, speed_plot, steps
+from benchmarks import cases, clock, generation, gpu, measure, report
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.host import Layout, constants, layout
@@ -68,7 +68,7 @@ def test_a_step_runs_as_it_is_timed(name):
 def test_settings_are_stored_and_read(tmp_path, monkeypatch):
     measured = {"sm90-d128-x": launch.Launch(128, 8, 3)}
     monkeypatch.setattr(launch, "__file__", str(tmp_path / "launch.py"))
-    settings.write(measured)
+    measure.write(measured)
     stored = json.loads((tmp_path / "launch.json").read_text())
     assert {name: launch.Launch(**given) for name, given in stored.items()} == launch.table() | measured
 
@@ -81,7 +81,7 @@ def test_settings_are_tried_from_the_default_on(name):
         layout(recipe.value, recipe.window.block, geometry, "value"),
     )
     assert keys is not None and values is not None
-    hows = settings.candidates(keys, values, 4)
+    hows = measure.candidates(keys, values, 4)
     assert hows[0] == launch.default(keys, values, 4) and len(hows) == len(set(hows)) >= 6
     varied = {64}, {1}, {168, 255}
     if not keys.rounded:
@@ -91,14 +91,14 @@ def test_settings_are_tried_from_the_default_on(name):
 
 def test_the_fastest_setting_wins_until_the_deadline(monkeypatch):
     hows = [launch.Launch(tile, 2, 1) for tile in (64, 32, 16)]
-    monkeypatch.setattr(settings.time, "monotonic", iter([0.0, 2.0]).__next__)
+    monkeypatch.setattr(measure.time, "monotonic", iter([0.0, 2.0]).__next__)
 
     def step(how: launch.Launch) -> float:
         if how.tile == 32:
             raise RuntimeError("too large")
         return 5.0
 
-    assert list(settings.tried(step, hows, 1.0)) == [(hows[0], 5.0), (hows[1], "RuntimeError")]
+    assert list(measure.tried(step, hows, 1.0)) == [(hows[0], 5.0), (hows[1], "RuntimeError")]
 
 
 def layouts(name: str, size: int = 128) -> tuple[Layout, Layout]:
@@ -138,7 +138,7 @@ def test_settings_are_told_apart():
 
 
 def test_every_family_has_its_instructions_counted():
-    with (lines.RESULTS / "kernels_aot.csv").open() as file:
+    with (report.RESULTS / "kernels_aot.csv").open() as file:
         named = {line["kernel"] for line in csv.DictReader(file) if line["instructions_per_element"]}
     assert {f"attend {name}" for name in cases.FAMILIES} <= named
 
@@ -153,14 +153,13 @@ GIVEN = ["--models", "small", "--recipes", "kivi-2bit-g128", "--prompt", "400", 
 @pytest.fixture
 def generated(tmp_path, monkeypatch):
     """What a call of benchmarks.generation with a small model adds to its results."""
-    monkeypatch.setattr(caches, "CONFIGS", {"small": SMALL})
     monkeypatch.setattr(generation, "CONFIGS", {"small": SMALL})
     out = tmp_path / "found.jsonl"
 
     def run(*given: str) -> list[dict]:
-        before = len(list(lines.read(out)))
+        before = len(list(report.read(out)))
         assert generation.main([*GIVEN, "--out", str(out), *given]) == 0
-        return list(lines.read(out))[before:]
+        return list(report.read(out))[before:]
 
     return run
 
@@ -172,8 +171,8 @@ def test_generation_measures_every_cache(generated):
     assert all(0 < row["low_ms"] <= row["ms_per_step"] <= row["high_ms"] <= row["worst_ms"] for row in rows)
     of = {(row["cache"], row["batch"]): row for row in rows}
     token = 2 * 2 * 2 * 32  # bytes of a row: layers, keys and values, bfloat16, width
-    assert of["dynamic", 2]["cache_bytes"] == 2 * (403 + steps.WARM) * token
-    assert of["static", 2]["cache_bytes"] == 2 * (403 + steps.SPARE) * token
+    assert of["dynamic", 2]["cache_bytes"] == 2 * (403 + generation.WARM) * token
+    assert of["static", 2]["cache_bytes"] == 2 * (403 + generation.SPARE) * token
     assert of["kivi-2bit-g128", 2]["cache_bytes"] > of["kivi-2bit-g128", 1]["cache_bytes"]
 
 
@@ -207,16 +206,16 @@ def test_most_rows_are_for_a_gpu(capsys):
 
 
 def small_model(attention: str):
-    model = caches.random_model("small", "cpu").float()
+    model = generation.random_model("small", "cpu").float()
     model.set_attn_implementation(attention)
     return model
 
 
 def test_a_batch_is_one_row_repeated(monkeypatch):
     """A prompt is taken in once: then every row of every cache gives what the row alone gives."""
-    monkeypatch.setattr(caches, "CONFIGS", {"small": SMALL})
+    monkeypatch.setattr(generation, "CONFIGS", {"small": SMALL})
     ids = torch.randint(64, (1, 300), generator=torch.Generator().manual_seed(1))
-    for way in caches.ways(["kivi-2bit-g128"], gpu=False):
+    for way in generation.ways(["kivi-2bit-g128"], gpu=False):
         if way.cache == "static unmasked":
             continue
         model = small_model(way.attention)
@@ -225,7 +224,7 @@ def test_a_batch_is_one_row_repeated(monkeypatch):
             cache = way.make(model, 310)
             with torch.inference_mode():
                 model(ids, past_key_values=cache)
-                caches.repeat(cache, rows)
+                generation.repeat(cache, rows)
                 token, place = torch.full((rows, 1), 5), torch.full((rows, 1), 300)
                 found.append(model(token, position_ids=place, past_key_values=cache).logits)
         assert torch.allclose(found[1], found[0].expand(3, -1, -1), atol=1e-5), way
@@ -233,7 +232,7 @@ def test_a_batch_is_one_row_repeated(monkeypatch):
 
 def test_a_recorded_step_of_a_static_cache(monkeypatch):
     """Replayed, it generates what steps of a DynamicCache do: tokens, places and the buffer's end go on together."""
-    monkeypatch.setattr(caches, "CONFIGS", {"small": SMALL})
+    monkeypatch.setattr(generation, "CONFIGS", {"small": SMALL})
     model = small_model("sdpa")
     ids = torch.randint(64, (1, 300), generator=torch.Generator().manual_seed(1))
 
@@ -245,10 +244,10 @@ def test_a_recorded_step_of_a_static_cache(monkeypatch):
             layer.cumulative_length.copy_(length)
         return out.fill_(-1), lambda: out.copy_(call())
 
-    monkeypatch.setattr(steps, "captured", capture)
-    monkeypatch.setattr(steps, "unsynchronized", nullcontext)
+    monkeypatch.setattr(generation, "captured", capture)
+    monkeypatch.setattr(generation, "unsynchronized", nullcontext)
     said = {}
-    for way in (caches.Way("dynamic", "sdpa", False), caches.Way("static", "sdpa", True)):
+    for way in (generation.Way("dynamic", "sdpa", False), generation.Way("static", "sdpa", True)):
         cache = way.make(model, 320)
         with torch.inference_mode():
             model(ids, past_key_values=cache)
@@ -257,7 +256,7 @@ def test_a_recorded_step_of_a_static_cache(monkeypatch):
             def step(cache=cache, token=token, place=place) -> torch.Tensor:
                 return model(token, position_ids=place, past_key_values=cache).logits[:, -1:].argmax(-1)
 
-            forward = steps.recorded(cache, step, token, place) if way.graph else step
+            forward = generation.recorded(cache, step, token, place) if way.graph else step
             if not way.graph:
                 token.copy_(step())  # that one is taken before the graph is recorded
                 place += 1
@@ -271,14 +270,14 @@ def test_a_recorded_step_of_a_static_cache(monkeypatch):
 
 def test_the_unmasked_buffer_is_read_whole(monkeypatch):
     """Without a mask a step reads every token of the buffer: as fast as a full one, and right where it is full."""
-    monkeypatch.setattr(caches, "CONFIGS", {"small": SMALL})
+    monkeypatch.setattr(generation, "CONFIGS", {"small": SMALL})
     ids = torch.randint(64, (1, 300), generator=torch.Generator().manual_seed(1))
     last = []
     for name, attention, room in (
         *(("static", "sdpa", 301), ("static unmasked", "unmasked", 301), ("static unmasked", "unmasked", 310)),
     ):
         model = small_model(attention)
-        cache = caches.Way(name, attention, False).make(model, room)
+        cache = generation.Way(name, attention, False).make(model, room)
         with torch.inference_mode():
             model(ids, past_key_values=cache)
             step = {"position_ids": torch.full((1, 1), 300), "past_key_values": cache}
@@ -287,10 +286,10 @@ def test_the_unmasked_buffer_is_read_whole(monkeypatch):
 
 
 def test_generation_is_rehearsed_with_the_heads_of_the_model(monkeypatch):
-    monkeypatch.setattr(caches, "CONFIGS", {"small": SMALL})
+    monkeypatch.setattr(generation, "CONFIGS", {"small": SMALL})
     seen = []
-    monkeypatch.setattr(steps, "generate", lambda *given: seen.append(given))
-    steps.rehearse("small", "kivi-2bit-g128", 8, 400, torch.device("cpu"))
+    monkeypatch.setattr(generation, "generate", lambda *given: seen.append(given))
+    generation.rehearse("small", "kivi-2bit-g128", 8, 400, torch.device("cpu"))
     model, way, batch, prompt, new = seen[0]
     config = model.config
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (1, 4, 2)
@@ -299,9 +298,17 @@ def test_generation_is_rehearsed_with_the_heads_of_the_model(monkeypatch):
 
 
 def test_what_was_measured_is_drawn(tmp_path):
-    speed_plot.main(str(lines.RESULTS / "gpu-nvidia-h200.jsonl"), str(tmp_path / "picture.png"), "qwen2.5-7b")
+    report.main(
+        [
+            str(report.RESULTS / "gpu-nvidia-h200.jsonl"),
+            "--plot",
+            str(tmp_path / "picture.png"),
+            "--model",
+            "qwen2.5-7b",
+        ]
+    )
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    drawn = speed_plot.picture.__wrapped__
+    drawn = report.speed_figure
     found = [
         {"what": "attend", "recipe": recipe, "tokens": tokens, "batch": 1, "speed_up": speed_up}
         for recipe, tokens, speed_up in (("rtn-2bit", 4096, 2.0), ("rtn-2bit", 2048, 0.5), ("polar-3bit", 2048, 0.4))

@@ -11,7 +11,7 @@ import torch
 from parity import DEVICE, error
 
 pytest.importorskip("triton")
-from benchmarks import baselines, cases, paged
+from benchmarks import baselines, cases
 from benchmarks.clock import Timing
 
 ROOT = Path(__file__).parents[2]
@@ -22,23 +22,23 @@ SMALL = cases.Case(cases.Model("small", 8, 2, 64), "rtn-2bit", 320, 2)
 def test_pages_give_what_softmax_gives(q_heads, tokens, batch):
     case = replace(SMALL, model=cases.Model("small", q_heads, 2, 64), tokens=tokens, batch=batch)
     device = torch.device(DEVICE)
-    k, v, table = (x.half() if x.is_floating_point() else x for x in paged.pages(case, device))
+    k, v, table = (x.half() if x.is_floating_point() else x for x in baselines.in_pages(case, device))
     q = cases.queries(case, device).half()
-    assert sorted(table.flatten().tolist()) == list(range(batch * tokens // paged.PAGE))
+    assert sorted(table.flatten().tolist()) == list(range(batch * tokens // baselines.PAGE))
     rows = [x[table.long()].flatten(1, 2).transpose(1, 2).double() for x in (k, v)]
     wanted = torch.nn.functional.scaled_dot_product_attention(q.double(), *rows, enable_gqa=True)
-    assert error(paged.attend(q, k, v, table, tokens), wanted) < 2e-3
+    assert error(baselines.attend_pages(q, k, v, table, tokens), wanted) < 2e-3
 
 
 def test_fewer_tiles_than_splits():
     """Splits without a token weigh nothing."""
     case = replace(SMALL, tokens=64, batch=1)
     device = torch.device(DEVICE)
-    k, v, table = (x.half() if x.is_floating_point() else x for x in paged.pages(case, device))
+    k, v, table = (x.half() if x.is_floating_point() else x for x in baselines.in_pages(case, device))
     q = cases.queries(case, device).half()
     rows = [x[table.long()].flatten(1, 2).transpose(1, 2).double() for x in (k, v)]
     wanted = torch.nn.functional.scaled_dot_product_attention(q.double(), *rows, enable_gqa=True)
-    assert error(paged.attend(q, k, v, table, 64), wanted) < 2e-3
+    assert error(baselines.attend_pages(q, k, v, table, 64), wanted) < 2e-3
 
 
 def test_heads_as_rows_are_the_same_attention():
@@ -112,10 +112,10 @@ def test_libraries_are_not_required(monkeypatch):
 
 COMPILE = """
 import torch
-from benchmarks import cases, kernels_aot, paged
+from benchmarks import baselines, cases, kernels_aot
 for model in cases.MODELS:
     with kernels_aot.recorded() as made:
-        paged.built(cases.Case(model, "rtn-2bit", 512, 1), torch.device("cpu"))()
+        baselines.paged_step(cases.Case(model, "rtn-2bit", 512, 1), torch.device("cpu"))()
     for one in made:
         name, one.function.__name__ = one.function.__name__, "other"
         print(model.name, name, kernels_aot.usage(one, 90))

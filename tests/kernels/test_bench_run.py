@@ -10,7 +10,7 @@ import torch
 from stand_in import Device, Hands
 
 pytest.importorskip("triton")
-from benchmarks import clock, compiling, counters, gpu, lines, measure, parity, report, run
+from benchmarks import clock, compiling, gpu, measure, report
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"what": "parity", "good": True, "failed": [], "said": [], "ended": True, "passed": 9, "skipped": 0}
@@ -29,9 +29,9 @@ class Bench:
         self.out, self.device, self.hands = out, Device().use(patch), Hands(patch)
         self.measured: list[tuple] = []
         self.seconds, self.fails, self.uncompiled = 1.0, {}, {}
-        patch.setattr(run, "rates", lambda: clock.Rates(4e12, 3e12, 8e14, 2.0))
-        patch.setattr(run, "checked", lambda deadline: GOOD)
-        patch.setattr(run.shutil, "which", lambda name: None)
+        patch.setattr(gpu, "rates", lambda: clock.Rates(4e12, 3e12, 8e14, 2.0))
+        patch.setattr(gpu, "parity", lambda deadline: GOOD)
+        patch.setattr(gpu.shutil, "which", lambda name: None)
         patch.setattr(compiling, "stage", self.compile)
         patch.setattr(measure.Attention, "measure", lambda attention, case: self.take("attend", case))
         patch.setattr(measure, "profile", lambda case: self.take("profile", case))
@@ -39,7 +39,8 @@ class Bench:
 
     def compile(self, jobs, deadline):
         self.jobs = jobs
-        return {job: compiling.Done(job, 1.0, self.uncompiled.get(job.recipe)) for job in jobs}
+        done = {job: compiling.Done(job, 1.0, self.uncompiled.get(job.recipe)) for job in jobs}
+        return done, compiling.summary(jobs, done, 1.0)
 
     def take(self, what, *of):
         self.hands.now += self.seconds
@@ -51,9 +52,9 @@ class Bench:
 
     def __call__(self, *given: str) -> list[dict]:
         """The lines that one call of the benchmark adds."""
-        before = len(list(lines.read(self.out)))
+        before = len(list(report.read(self.out)))
         self.code = gpu.main([*FEW, "--out", str(self.out), *given])
-        return list(lines.read(self.out))[before:]
+        return list(report.read(self.out))[before:]
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_the_most_telling_come_first(bench):
         ("attend", llama, "kivi-2bit-g128", 32768, 1), ("attend", llama, "rtn-2bit", 32768, 1),
     ]  # fmt: skip
     assert len(bench.measured) == 2 * 2 * 3 + 2 + 4  # attend, profile, encode
-    everything = run.tasks(gpu.arguments([]), None, None)
+    everything = gpu.tasks(gpu.arguments([]), None, None)
     first = [task.about for task in everything[:4]]
     assert {(line["tokens"], line["batch"]) for line in first} == {(32768, 8)}
     assert all(line["recipe"].endswith("2bit") or "2bit" in line["recipe"] for line in first)
@@ -97,10 +98,10 @@ def test_a_second_run_does_what_is_missing(bench):
 def test_what_was_measured_of_other_code_is_measured_again(bench, monkeypatch):
     bench("--only", "attend")
     begun, bench.measured = bench.measured, []
-    monkeypatch.setattr(lines, "measured_code", lambda: "another")
+    monkeypatch.setattr(report, "measured_code", lambda: "another")
     found = bench("--only", "attend")
     assert bench.measured == begun and {line["of"] for line in found} == {"another"}
-    assert all(line["of"] == "another" for line in report.latest(lines.read(bench.out)))
+    assert all(line["of"] == "another" for line in report.latest(report.read(bench.out)))
 
 
 def test_results_in_the_repository_are_known_where_others_are_written(bench, monkeypatch, tmp_path):
@@ -154,7 +155,7 @@ def test_what_does_not_compile_is_not_measured(bench):
 
 def test_a_failed_parity_is_the_runs_result(bench, monkeypatch):
     bad = GOOD | {"good": False, "failed": ["test_families[kivi-2]"], "said": ["assert 0.2 <= 0.0015"]}
-    monkeypatch.setattr(run, "checked", lambda deadline: bad)
+    monkeypatch.setattr(gpu, "parity", lambda deadline: bad)
     bench("--only", "parity,attend")
     assert bench.code == 1 and len(bench.measured) == 12
     bench.measured = []
@@ -200,10 +201,10 @@ def test_a_report_has_the_latest_of_each(tmp_path):
     written = [about | {"of": "old", "microseconds": 1.0, "gb_per_s": 1.0}]
     written += [about | {"microseconds": each, "gb_per_s": 5.0} for each in (2.0, 3.0)]
     file.write_text("\n".join(map(json.dumps, written)) + '\n{"what": "enc')
-    said = list(report.page(lines.read(file)))
+    said = list(report.page(report.read(file)))
     assert [text for text in said if text.startswith("| m |")] == ["| m | r | key | 3.0 | 5.0 |"]
-    lines.keep([{"what": "stopped"}], file)
-    assert len(list(lines.read(file))) == 4, "a line cut short costs no other"
+    report.keep([{"what": "stopped"}], file)
+    assert len(list(report.read(file))) == 4, "a line cut short costs no other"
 
 
 def test_where_time_goes_is_told():
@@ -236,31 +237,31 @@ FAILED tests/kernels/test_attention_kernel.py::test_families[rtn-2] - assert 0.2
 
 
 def test_what_parity_printed_is_read():
-    found = parity.outcome(XDIST, 1)
+    found = gpu.parity_outcome(XDIST, 1)
     assert found["failed"] == ["test_attention_kernel.py::test_families[rtn-2]"]
     assert (found["passed"], found["skipped"], found["good"], found["ended"]) == (1, 1, False, True)
     assert found["said"] == ["assert 0.2 <= 0.0015"]
     alone = ["tests/kernels/test_attention_kernel.py::test_families[kivi-2] PASSED    [ 50%]", "1 passed in 3 s"]
-    assert parity.outcome(alone, 0)["good"]
-    assert not parity.outcome(alone, None)["good"] and not parity.outcome(alone, None)["ended"]
-    assert not parity.outcome(["no tests ran"], 0)["good"], "nothing was compared"
-    assert parity.outcome(["ImportError: no module"], 4)["said"] == ["ImportError: no module"]
+    assert gpu.parity_outcome(alone, 0)["good"]
+    assert not gpu.parity_outcome(alone, None)["good"] and not gpu.parity_outcome(alone, None)["ended"]
+    assert not gpu.parity_outcome(["no tests ran"], 0)["good"], "nothing was compared"
+    assert gpu.parity_outcome(["ImportError: no module"], 4)["said"] == ["ImportError: no module"]
 
 
 def test_parity_is_run_and_ended_at_its_deadline(tmp_path):
     script = "import time; print('[gw0] PASSED a.py::test_a', flush=True); time.sleep(100)"
-    found = parity.run([sys.executable, "-c", script], clock.Deadline(3))
+    found = gpu.parity_run([sys.executable, "-c", script], clock.Deadline(3))
     assert (found["passed"], found["ended"], found["good"]) == (1, False, False)
     script = "print('[gw0] PASSED a.py::test_a')"
-    assert parity.run([sys.executable, "-c", script], clock.Deadline(30))["good"]
+    assert gpu.parity_run([sys.executable, "-c", script], clock.Deadline(30))["good"]
 
 
 @pytest.mark.slow
 def test_parity_is_found_on_a_bare_machine(tmp_path):
     """Nothing but PyTorch, Triton, transformers, safetensors, huggingface_hub, pytest and its xdist, and no install."""
     (tmp_path / "sitecustomize.py").write_text((ROOT / "tests" / "support" / "bare.py").read_text())
-    called = [*parity.command(tmp_path, 0), "--collect-only", "-q", "-p", "no:hypothesispytest"]
-    environment = parity.environment()
+    called = [*gpu.parity_command(tmp_path, 0), "--collect-only", "-q", "-p", "no:hypothesispytest"]
+    environment = gpu.parity_environment()
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
     done = subprocess.run(called, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -271,12 +272,11 @@ def test_parity_is_found_on_a_bare_machine(tmp_path):
 def test_it_imports_on_a_bare_machine(tmp_path):
     (tmp_path / "sitecustomize.py").write_text((ROOT / "tests" / "support" / "bare.py").read_text())
     modules = sorted(f"benchmarks.{name}" for name in (
-        *("gpu", "generation", "run", "measure", "baselines", "paged", "jobs", "compiling", "steps", "caches"),
-        *("parity", "counters", "report", "settings"),
+        *("gpu", "generation", "measure", "baselines", "compiling", "report"),
     ))  # fmt: skip
     code = f"import sys, importlib.util as u, {', '.join(modules)}\n"
     code += "print(u.find_spec('prefect'), 'kvq_calib' in sys.modules)"
-    environment = parity.environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    environment = gpu.parity_environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "None False\n"), done.stderr[-2000:]
 
@@ -291,11 +291,11 @@ NCU = """==PROF== Connected
 
 
 def test_counters_are_read():
-    assert counters.read(NCU) == {
+    assert measure.read_counters(NCU) == {
         "attend": {"DRAM Throughput": "71.5 %", "Registers Per Thread": "168 register/thread"},
         "merge": {"Duration": "2.5 us"},
     }
-    assert counters.read("==ERROR== no permission") == {}
+    assert measure.read_counters("==ERROR== no permission") == {}
 
 
 def test_a_counted_case_leaves_the_clocks_alone(monkeypatch, tmp_path):
@@ -303,18 +303,18 @@ def test_a_counted_case_leaves_the_clocks_alone(monkeypatch, tmp_path):
     tool.write_text(f"#!/bin/sh\necho \"$@\" > {seen}\ncat <<'END'\n{NCU}END\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    case = run.chosen(gpu.arguments(FEW))[0]
-    assert set(counters.counted(case, clock.Deadline(30))["kernels"]) == {"attend", "merge"}
+    case = gpu.chosen(gpu.arguments(FEW))[0]
+    assert set(measure.counters(case, clock.Deadline(30))["kernels"]) == {"attend", "merge"}
     assert "--clock-control none" in seen.read_text()
     assert seen.read_text().strip().endswith("-m benchmarks.gpu --once llama-3.1-8b,kivi-2bit-g128,32768,8")
     tool.write_text("#!/bin/sh\necho ERR_NVGPUCTRPERM\nexit 1\n")
     with pytest.raises(RuntimeError, match="ended with 1 and no counters: ERR_NVGPUCTRPERM"):
-        counters.counted(case, clock.Deadline(30))
+        measure.counters(case, clock.Deadline(30))
 
 
 def test_counters_are_for_where_there_is_a_tool(bench, monkeypatch):
-    monkeypatch.setattr(run.shutil, "which", lambda name: "/bin/ncu" if name == "ncu" else None)
-    monkeypatch.setattr(counters, "counted", lambda case, deadline: bench.take("counters", case))
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: "/bin/ncu" if name == "ncu" else None)
+    monkeypatch.setattr(measure, "counters", lambda case, deadline: bench.take("counters", case))
     found = bench("--lengths", "32768", "--only", "counters")
     assert [line["recipe"] for line in found if line["what"] == "counters"] == ["kivi-2bit-g128", "rtn-2bit"]
 

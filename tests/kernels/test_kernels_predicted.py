@@ -16,7 +16,7 @@ from machine_code import step
 from benchmarks import kernels_predicted as predicted
 from benchmarks.cases import MODELS, Case
 from benchmarks.kernels_aot import FAMILIES
-from benchmarks.predict import START, WINDOW, Loop, attend_cycles
+from benchmarks.kernels_predicted import START, WINDOW, Loop, attend_cycles
 from benchmarks.simulate import BANDWIDTH, CLOCK, MULTIPROCESSORS
 
 ROOT = Path(__file__).parents[2]

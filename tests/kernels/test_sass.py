@@ -6,8 +6,8 @@ pytest.importorskip("triton")
 from machine_code import written
 
 from benchmarks import sass, units
-from benchmarks.addresses import load_kinds
 from benchmarks.sass import NONE
+from benchmarks.units import load_kinds
 
 # As nvdisasm printed it, of a loop over blocks compiled for sm_90: R153 is the block, R52 its row of the block table.
 PART = """

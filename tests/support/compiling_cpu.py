@@ -1,7 +1,7 @@
 """Compile the jobs of recipes in processes, then launch their cases here, on the driver of fake_cuda.c.
 
 python compiling_cpu.py RECIPE ...    says how many kernels Triton compiled while the cases were launched
-python compiling_cpu.py               is such a process: takes jobs, as `python -m benchmarks.jobs` does
+python compiling_cpu.py               is such a process: takes jobs, as `python -m benchmarks.compiling` does
 """
 
 import sys
@@ -9,7 +9,7 @@ import sys
 import no_device  # noqa: F401
 import torch
 
-from benchmarks import cases, compiling, jobs
+from benchmarks import cases, compiling
 from benchmarks.clock import Deadline
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def launched(case: cases.Case) -> list[str]:
 
 def main(recipes: list[str]) -> None:
     steps = [cases.Case(cases.MODELS[0], recipe, 4096, 2) for recipe in recipes]
-    done = compiling.stage([jobs.job_of(case) for case in steps], Deadline(300), (sys.executable, __file__))
+    done, _ = compiling.stage([compiling.job_of(case) for case in steps], Deadline(300), (sys.executable, __file__))
     assert all(each.error is None for each in done.values()), done
     meanwhile = [name for case in steps for name in launched(case)]
     other = launched(cases.Case(cases.MODELS[1], recipes[0], 4096, 2))
@@ -34,4 +34,4 @@ def main(recipes: list[str]) -> None:
 if len(sys.argv) > 1:
     main(sys.argv[1:])
 else:
-    jobs.serve(CPU)
+    compiling.serve(CPU)
