@@ -28,12 +28,12 @@ $(VENV)/.bench: $(VENV)/.installed
 real-model: build/smollm2-135m/config.json ## make build/smollm2-135m, a real language model (93 MB to fetch, 0.6 GB)
 
 build/smollm2-135m/config.json: scripts/real_model.py | $(VENV)/.installed
-	PYTHONPATH=. $(RUN) -m scripts.real_model build
+	PYTHONPATH=. $(RUN) -m scripts.real_model build smollm2-135m
 
 gemma3-270m: build/gemma3-270m.gguf ## make build/gemma3-270m.gguf, a real model whose layers mostly slide (238 MB to fetch)
 
-build/gemma3-270m.gguf: scripts/gemma3_270m.py | $(VENV)/.installed
-	PYTHONPATH=. $(RUN) -m scripts.gemma3_270m build
+build/gemma3-270m.gguf: scripts/real_model.py | $(VENV)/.installed
+	PYTHONPATH=. $(RUN) -m scripts.real_model build gemma3-270m
 
 browser: build/chromium/chromium ## make build/chromium of Debian's package, for the tests of pages (115 MB to fetch, 0.4 GB)
 
@@ -169,8 +169,9 @@ format: env ## let ruff format and fix
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-bench: $(VENV)/.bench ## run the benchmarks; BENCH_ARGS=...
-	$(RUN) benchmarks/decode.py $(BENCH_ARGS)
+bench: $(VENV)/.bench ## time caches on a CPU, and loads from a Hub; BENCH_ARGS=... of kvq bench
+	$(VENV)/bin/kvq bench rtn-2bit higgs-2bit aqua-2bit --model demo --context 512,1024,2048,4096 --tokens 128 \
+	    --dtype float32 --device cpu --beside quanto-2bit,hqq-2bit $(BENCH_ARGS)
 	$(RUN) benchmarks/registry.py
 
 compare: env ## measure all families of recipes and write benchmarks/records/compare.md; COMPARE_ARGS="--model demo"

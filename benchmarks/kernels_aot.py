@@ -2,7 +2,7 @@
 
 What is compiled is what the host code would launch: its launches are recorded (compiled.py). Of every kernel the table
 has registers, stack, local and shared memory, and the warps that a multiprocessor holds at a time. Of attention it has
-what the main loop takes (units.py), for keys and values of one head:
+what the main loop takes (sass.py), for keys and values of one head:
 
     per element and lane   instructions; of them multiplications, those of the ALU, of the FMA pipe (with integer
                            products), of the tensor cores; and wavefronts of shared memory, of global memory, of gathers
@@ -33,7 +33,7 @@ if __name__ == "__main__":  # before triton is imported
 import torch
 import triton
 
-from benchmarks import sass, units
+from benchmarks import sass
 from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, programs, recorded
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import host as attention
@@ -229,7 +229,7 @@ def usage(one: Recorded, arch: int) -> dict[str, Any]:
     if one.function.__name__ == "attend":
         layer, (tokens, turns) = one.named("L"), main_pass(one)
         passed = sass.main_loop(made.instructions(), turns)
-        counts = units.counted(passed, 32 * one.warps / (2 * tokens * layer.D), layer.T // tokens, bool(layer.PAGED))
+        counts = sass.counted(passed, 32 * one.warps / (2 * tokens * layer.D), layer.T // tokens, bool(layer.PAGED))
     taken = {name: getattr(made, name) for name in ("registers", "stack", "local", "shared")}
     held = one.warps * programs(made.registers, made.shared, one.warps, arch)
     return taken | {"warps": held} | {name: counts[name] for name in COUNTED}

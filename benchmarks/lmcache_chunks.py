@@ -13,29 +13,108 @@ import argparse
 import json
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lmcache.v1.distributed.api import MemoryLayoutDesc
+from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
+from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig, StorageManagerConfig
+from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
+from lmcache.v1.distributed.storage_manager import StorageManager
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-
-import kvq_runtime.lmcache.plugin  # noqa: F401  registers "kvq"
-from benchmarks.lmcache_tier import Tier, keys
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "artifacts" / "demo-model"
 CHUNK, KEPT, TOKENS, GREEDY = 256, 1024, 512, 32
 RECIPES = ("exact", "rtn-4bit", "lloyd-3bit", "higgs-2bit", "kivi-2bit")
+PATIENCE = 120  # seconds
+PLUGIN = {"type": "plugin", "module_path": "kvq_runtime.lmcache.plugin", "class_name": "Adapter"}
+Serde = dict[str, Any] | None
+
+
+def adapter(folder: Path, serde: Serde) -> dict[str, Any]:
+    """The settings of an adapter that keeps files in a folder, as `--l2-adapter` has them."""
+    files = {"type": "fs", "base_path": str(folder)}
+    if serde is None:
+        return files
+    return (PLUGIN | {"adapter_params": files} if serde["type"] == "kvq" else files) | {"serde": serde}
+
+
+def keys(text: str, count: int) -> list[ObjectKey]:
+    """The keys of a text's first chunks, of one worker."""
+    rank = ObjectKey.ComputeKVRank(world_size=1, global_rank=0, local_world_size=1, local_rank=0)
+    return [ObjectKey(sha256(f"{text} {n}".encode()).digest(), "demo", rank) for n in range(count)]
+
+
+class Tier:
+    """LMCache's storage manager over one adapter, as its server has it, to put chunks into and get them from.
+
+    It copies what it is given into its memory, lets the adapter store it, and forgets it when it is closed. Chunks are
+    of any layout of LMCache's (`kvq_runtime/lmcache/layout.py`). Raises what LMCache or the serde says of its settings.
+    """
+
+    def __init__(self, folder: Path, serde: Serde, memory: int = 1 << 28):
+        self.folder = folder
+        settings = Namespace(l2_adapter=[json.dumps(adapter(folder, serde))])
+        memory_config = L1MemoryManagerConfig(size_in_bytes=memory, use_lazy=False, shm_name="")
+        self.manager = StorageManager(
+            StorageManagerConfig(
+                l1_manager_config=L1ManagerConfig(memory_config),
+                eviction_config=EvictionConfig("noop"),
+                l2_adapter_config=parse_args_to_l2_adapters_config(settings),
+            )
+        )
+
+    def __enter__(self) -> "Tier":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.manager.close()
+
+    def put(self, names: Sequence[ObjectKey], chunks: Sequence[Tensor], stored: bool = True) -> None:
+        """Store chunks of one shape; return when the files are there, or at once if they need not be `stored`."""
+        layout = MemoryLayoutDesc([chunks[0].shape], [chunks[0].dtype])
+        reserved = self.manager.reserve_write(list(names), layout)
+        for name, chunk in zip(names, chunks, strict=True):
+            held = reserved[name].tensor
+            assert held is not None
+            held.copy_(chunk)
+        self.manager.finish_write(list(names))
+        until = time.monotonic() + PATIENCE
+        while stored and len(list(self.folder.glob("*.data"))) < len(names):
+            if time.monotonic() > until:
+                raise TimeoutError(f"LMCache has not stored {len(names)} chunks in {PATIENCE} s")
+            time.sleep(0.01)
+
+    def get(self, names: Sequence[ObjectKey], like: Tensor) -> list[Tensor]:
+        """The chunks that it has of a prefix, at most all; `like` has their shape and dtype."""
+        layout = MemoryLayoutDesc([like.shape], [like.dtype])
+        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(list(names), 0, layout)]))
+        if not self.manager.wait_prefetch_status(handle, PATIENCE):
+            raise TimeoutError(f"LMCache has not looked up {len(names)} chunks in {PATIENCE} s")
+        result = self.manager.query_prefetch_status(handle)
+        assert result is not None
+        hits = list(names)[: result.hit_cells[0].popcount()]
+        if not hits:
+            return []
+        with self.manager.read_prefetched_results(hits, result.l1_owners) as held:
+            assert held is not None
+            found = [one.tensor.clone() for one in held if one.tensor is not None]
+        self.manager.finish_read_prefetched(hits, l1_owners=result.l1_owners)
+        return found
 
 
 @torch.no_grad()
 def main() -> None:
     """Print a row of JSON each, and write them all with --json."""
+    import kvq_runtime.lmcache.plugin  # noqa: F401  registers "kvq"
+
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("recipes", nargs="*", default=RECIPES)
     top.add_argument("--text", type=Path, default=ROOT / "docs" / "architecture.md")
@@ -49,7 +128,7 @@ def main() -> None:
     model(ids[:, :KEPT], past_key_values=cache)
     chunks = _chunks(cache)
     head = model.config.head_dim
-    serdes: dict[str, dict[str, Any] | None] = {"none": None, "fp8": {"type": "fp8"}}
+    serdes: dict[str, Serde] = {"none": None, "fp8": {"type": "fp8"}}
     for bits in ("k8v4", "4bit_nc", "3bit_nc"):
         serdes[f"turboquant_{bits}"] = {"type": "turboquant", "preset": f"turboquant_{bits}", "head_dim": head}
     serdes |= {f"kvq {name}": {"type": "kvq", "cache": name, "model": str(MODEL)} for name in args.recipes}
@@ -89,17 +168,21 @@ def _cache(model, chunks: Sequence[Tensor]) -> DynamicCache:
     return cache
 
 
-def _size(serde: dict[str, Any] | None, chunk: Tensor) -> int:
+def _processor(serde: dict[str, Any]) -> Any:
+    return create_serde_processor(SerdeConfig(serde["type"], {k: v for k, v in serde.items() if k != "type"}))
+
+
+def _size(serde: Serde, chunk: Tensor) -> int:
     if serde is None:
         return chunk.nbytes
-    processor = create_serde_processor(SerdeConfig(serde["type"], {k: v for k, v in serde.items() if k != "type"}))
+    processor = _processor(serde)
     try:
         return processor.estimate_serialized_size(MemoryLayoutDesc([chunk.shape], [chunk.dtype]))
     finally:
         processor.close()
 
 
-def _round_trip(serde: dict[str, Any] | None, chunks: list[Tensor], size: int) -> list[Tensor]:
+def _round_trip(serde: Serde, chunks: list[Tensor], size: int) -> list[Tensor]:
     """What another storage manager loads of what one has stored; the files have the bytes that were stated."""
     with tempfile.TemporaryDirectory() as path:
         folder, names = Path(path), keys("a prompt", len(chunks))
@@ -128,23 +211,22 @@ def _greedy(model, loaded: Sequence[Tensor], ids: Tensor) -> Tensor:
 
 def _times(serde: dict[str, Any], chunks: Sequence[Tensor]) -> dict[str, float]:
     """MB of 16 bits a second that the serde's two halves take, on this thread."""
-    given = {k: v for k, v in serde.items() if k != "type"}
-    processor = create_serde_processor(SerdeConfig(serde["type"], given))
-    first, second = processor._serializer, processor._deserializer  # type: ignore[attr-defined]
+    processor = _processor(serde)
     names, out = keys("a prompt", len(chunks)), torch.empty_like(chunks[0])
     room = [torch.zeros(_size(serde, chunk), dtype=torch.uint8) for chunk in chunks]
 
     def there() -> None:
         for name, chunk, data in zip(names, chunks, room, strict=True):
-            first.serialize(SimpleNamespace(tensor=chunk), SimpleNamespace(tensor=data), name)
+            processor._serializer.serialize(SimpleNamespace(tensor=chunk), SimpleNamespace(tensor=data), name)
 
     def back() -> None:
         for name, data in zip(names, room, strict=True):
-            second.deserialize(SimpleNamespace(tensor=data), SimpleNamespace(tensor=out), name)
+            processor._deserializer.deserialize(SimpleNamespace(tensor=data), SimpleNamespace(tensor=out), name)
 
     megabytes = sum(chunk.nbytes for chunk in chunks) / 1e6
-    found = {"store_MB_per_s": round(megabytes / _fastest(there), 1)}
-    found["load_MB_per_s"] = round(megabytes / _fastest(back), 1)
+    found = {
+        f"{name}_MB_per_s": round(megabytes / _fastest(work), 1) for name, work in (("store", there), ("load", back))
+    }
     processor.close()
     return found
 

@@ -31,7 +31,7 @@ from kvq_runtime.kernels.attend.launch import Launch
 from kvq_runtime.kernels.attend.layout import Layout, layout
 
 CUDA = torch.device("cuda")
-# of a multiprocessor, see units.py: what it takes in a cycle, of these columns of kernels_aot.csv, per element and lane
+# of a multiprocessor, see sass.py: what it takes in a cycle, of these columns of kernels_aot.csv, per element and lane
 UNITS = {
     "instructions": (128, ("instructions",)),
     "alu": (64, ("alu",)),

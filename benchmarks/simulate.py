@@ -24,8 +24,7 @@ from heapq import heappop, heappush
 from math import ceil
 from typing import NamedTuple
 
-from benchmarks.sass import NONE, SCOREBOARDS, Instruction
-from benchmarks.units import LSU, Need, awaited, needs
+from benchmarks.sass import LSU, NONE, SCOREBOARDS, Instruction, Need, awaited, needs
 
 CLOCK = 1.755e9  # of an H200 under load, Hz
 MULTIPROCESSORS = 132

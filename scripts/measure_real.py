@@ -54,8 +54,8 @@ from kvq_runtime.disk import files as disk
 from kvq_runtime.disk import strict_json
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
-from scripts import real_records
-from scripts.real_records import RESULTS
+from scripts import real_page
+from scripts.real_page import RESULTS
 
 ROOT = Path(__file__).parents[1]
 MODEL = "smollm2-135m"
@@ -312,7 +312,7 @@ def units(args: argparse.Namespace, files: ModelFiles) -> Iterator[Unit]:
 
 def left(home: Home, args: argparse.Namespace) -> int:
     """Print what is left, and how long it takes: if nothing alike was measured, in proportion to tokens."""
-    lines = real_records.read(args.results)
+    lines = real_page.read(args.results)
     rows = [(unit, key) for unit, key in _keys(home, args) if args.again or key not in lines]
     known: dict[Any, list[float]] = {}
     for one in lines.values():
@@ -336,18 +336,18 @@ def _keys(home: Home, args: argparse.Namespace) -> Iterator[tuple[Unit, str]]:
         who = (unit.recipe, unit.on)
         if who not in digests:
             found = home.subject(*who)
-            digests[who] = None if found is None else found.sha256 or real_records.digest(found.recipe.to_json())
+            digests[who] = None if found is None else found.sha256 or real_page.digest(found.recipe.to_json())
             if digests[who] is None:
                 print(f"{unit.recipe} on {unit.on} is left out: it is not fitted; `fit` does that", file=sys.stderr)
         if digests[who] is not None:
             tokens = home.batch(unit.text, unit.length).digest
             about = {**asdict(unit), "step": unit.step, "sinks": SINKS, "recent": RECENT, "tokens": tokens}
-            yield unit, real_records.digest([about, digests[who], weights(home.files)])
+            yield unit, real_page.digest([about, digests[who], weights(home.files)])
 
 
 def scores(home: Home, args: argparse.Namespace) -> int:
     """Measure what is left, a line each."""
-    known = real_records.read(args.results)
+    known = real_page.read(args.results)
     missing = [(unit, key) for unit, key in _keys(home, args) if args.again or key not in known]
     if not missing:
         print("all of it is measured", file=sys.stderr)
@@ -360,11 +360,11 @@ def scores(home: Home, args: argparse.Namespace) -> int:
         found |= {
             "seconds": round(time.perf_counter() - begun, 1),
             "processor_seconds": round(time.process_time() - spent, 1),
-            "environment": environment("cpu", "float32", torch.get_num_threads()), "machine": real_records.machine(),
+            "environment": environment("cpu", "float32", torch.get_num_threads()), "machine": real_page.machine(),
             "code": code()[:16], "date": datetime.now(UTC).date().isoformat(),
         }  # fmt: skip
-        real_records.keep_text(args.results, batch)
-        real_records.append(args.results, {"key": key, **asdict(unit), "tokens": batch.digest, **found})
+        real_page.keep_text(args.results, batch)
+        real_page.append(args.results, {"key": key, **asdict(unit), "tokens": batch.digest, **found})
         said = found["part"].get("kl", found["part"].get("reason"))
         print(f"{number} of {len(missing)}: {unit.recipe} ({unit.on}), {unit.text}, {unit.length}, {unit.protocol}: "
               f"{said}, {found['seconds']} s", file=sys.stderr, flush=True)  # fmt: skip

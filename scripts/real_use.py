@@ -33,7 +33,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
 from kvq_runtime.recipe import Recipe
-from scripts import measure_real, real_records
+from scripts import measure_real, real_page
 
 TASKS = ("passkey", "niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -233,7 +233,7 @@ def bench(args: argparse.Namespace, files: ModelFiles) -> int:
             print(f"kvq bench: {error}", file=sys.stderr)
     found = json.loads(printed.getvalue())
     found["about"]["model"]["id"] = files.id
-    found["machine"] = real_records.machine()
+    found["machine"] = real_page.machine()
     disk.save(args.results / "bench.json", (json.dumps(found, indent=1) + "\n").encode())
     for row in found["rows"]:
         if row["measured"]:
@@ -250,14 +250,14 @@ class Kept:
 
     def measure(self, unit: Any, work: Callable[[], Any]) -> None:
         """Do what is not there yet."""
-        key = real_records.digest(unit)
+        key = real_page.digest(unit)
         if key in self.found and not self.again:
             return
         begun, spent = time.perf_counter(), time.process_time()
         found = work()
         self.found[key] = {
             "found": found, "seconds": round(time.perf_counter() - begun, 1),
-            "processor_seconds": round(time.process_time() - spent, 1), "machine": real_records.machine(),
+            "processor_seconds": round(time.process_time() - spent, 1), "machine": real_page.machine(),
             "environment": environment("cpu", "float32", torch.get_num_threads()), "code": code()[:16],
         }  # fmt: skip
         disk.make_folder(self.path.parent)

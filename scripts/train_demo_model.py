@@ -13,8 +13,10 @@ too good.
 import argparse
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -25,9 +27,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 
 from kvq_calib.text import corpus
 from kvq_calib.text.split import Unseen, part
-from scripts.training import add_settings, save
 
 END = "<|endoftext|>"
+LARGEST = 9_000_000  # bytes of the weights: they live in the repository
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,26 @@ def train(model, tokens: Tensor, settings: Settings) -> None:
             speed = step * settings.batch * settings.length / max(seconds, 1e-3)
             bar.set_postfix_str(f"step {step}, loss {loss.item():.3f}, {speed:,.0f} tokens/s", refresh=False)
             bar.update(min(1.0, settings.done(step, time.monotonic() - begun)) - bar.n)
+
+
+def save(model, tokenizer, out: Path, padding: int | None) -> int:
+    """Write the folder in bfloat16, weights as safetensors; the size of the weights in bytes."""
+    model.generation_config.pad_token_id = padding
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    weights = out / "model.safetensors"
+    weights.chmod(0o644)
+    size = weights.stat().st_size
+    if size > LARGEST:
+        raise ValueError(f"the weights have {size} bytes; the repository takes {LARGEST}")
+    return size
+
+
+def add_settings(parser: argparse.ArgumentParser, defaults: Any, kinds: Mapping[str, type]) -> None:
+    """Add an option for each of these settings."""
+    for name, kind in kinds.items():
+        default = getattr(defaults, name)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"({default})")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

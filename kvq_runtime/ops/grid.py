@@ -21,7 +21,7 @@ from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.pack import pack
 from kvq_runtime.ops.rotation import Rotation, rotate
 
-# sha256 of each grid's float32 little-endian bytes; `python scripts/build_grids.py` builds them again.
+# sha256 of each grid's float32 little-endian bytes; `python scripts/build_tables.py` builds them again.
 DIGESTS: dict[tuple[int, int], str] = {
     (2, 16): "367091fd25bd3b3fc6f43a4a60b6f61bfa5a8f4a3ff9442e0890158d642b0501",
     (2, 64): "4c4416b2496308747d9b3121cda3580185a2ecd0e2261c6e13512cea0faaf812",

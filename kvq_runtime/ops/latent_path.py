@@ -20,7 +20,7 @@ from kvq_runtime.ops import latent, trellis
 
 MEMORY = 7  # bits that a number is decoded from
 MAX_BITS = 5  # bits of a code
-# Of a standard Gaussian in blocks of 128 tokens; `scripts/build_trellises.py` prints them.
+# Of a standard Gaussian in blocks of 128 tokens; `scripts/build_tables.py` prints them.
 DISTORTIONS = {1: 0.29562, 2: 0.08264, 3: 0.02273, 4: 0.00658, 5: 0.00204}
 
 

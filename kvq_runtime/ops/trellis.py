@@ -28,7 +28,7 @@ from torch import Tensor
 from kvq_runtime.ops import lookup
 from kvq_runtime.ops.rotation import Rotation, rotate
 
-# sha256 of each table's bfloat16 little-endian bytes; `python scripts/build_trellises.py` builds them again.
+# sha256 of each table's bfloat16 little-endian bytes; `python scripts/build_tables.py` builds them again.
 DIGESTS: dict[tuple[int, int], str] = {
     (1, 8): "41be4a2181b72544a35e0725110d57d8a7d09fc3d60eab0bf8606ea79833b86a",
     (1, 10): "49cd09d9999715aad6c7d614a2e4cba1f06c51056930e824db0d7ef8c92b1b9c",

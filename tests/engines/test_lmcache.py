@@ -19,7 +19,7 @@ from lmcache.v1.multiprocess.transfer_context import (
 )
 from lmcache.v1.platform.devices.cpu import cache_context
 
-from benchmarks.lmcache_tier import Tier, keys
+from benchmarks.lmcache_chunks import Tier, keys
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
@@ -33,7 +33,7 @@ NAMES = keys("a text", 3)
 STORE = """
 import json, sys, torch
 from pathlib import Path
-from benchmarks.lmcache_tier import Tier, keys
+from benchmarks.lmcache_chunks import Tier, keys
 folder = Path(sys.argv[1])
 with Tier(folder, json.loads(sys.argv[2])) as tier:
     tier.put(keys("a text", 3), torch.load(folder / "chunks.pt"))

@@ -5,9 +5,8 @@ import pytest
 pytest.importorskip("triton")
 from machine_code import written
 
-from benchmarks import sass, units
-from benchmarks.sass import NONE
-from benchmarks.units import load_kinds
+from benchmarks import sass
+from benchmarks.sass import NONE, load_kinds
 
 # As nvdisasm printed it, of a loop over blocks compiled for sm_90: R153 is the block, R52 its row of the block table.
 PART = """
@@ -121,7 +120,7 @@ def test_loads_are_told_apart():
         "LDG.E.128 R12, desc[UR4][R8.64]",
     )
     assert load_kinds(chosen) == {3: "table", 5: "stream"}
-    assert [need.wavefronts for need in units.needs(chosen) if need.kind] == [4, 4]
+    assert [need.wavefronts for need in sass.needs(chosen) if need.kind] == [4, 4]
 
 
 def test_the_number_of_a_page_is_a_tables():
@@ -158,12 +157,12 @@ def test_waits_for_memory_are_counted_in_series():
     first, second = "LDG.E R8, desc[UR4][R4.64] | 1 0", "LDG.E R9, desc[UR4][R4.64+0x80] | 1 1"
     use = ["FADD R10, R8, R8 | 4 7 7 1", "FADD R10, R9, R9 | 4 7 7 2"]
     together, apart = written(*start, first, second, *use), written(*start, first, use[0], second, use[1])
-    assert units.exposed(together, units.needs(together)) == 1
-    assert units.exposed(apart, units.needs(apart)) == 2
+    assert sass.exposed(together, sass.needs(together)) == 1
+    assert sass.exposed(apart, sass.needs(apart)) == 2
     table = written(*start, first.replace("R4.64", "R6.64"), use[0])
-    assert units.exposed(table, units.needs(table)) == 0
+    assert sass.exposed(table, sass.needs(table)) == 0
     ahead = written(*start, "FADD R10, R8, R8 | 4 7 7 1", first)  # for the next pass: still one wait a pass
-    assert units.exposed(ahead, units.needs(ahead)) == 1
+    assert sass.exposed(ahead, sass.needs(ahead)) == 1
 
 
 def test_copies_in_groups_are_waited_for_by_group():
@@ -171,9 +170,9 @@ def test_copies_in_groups_are_waited_for_by_group():
     oldest = written(*copies, "DEPBAR.LE SB0, 0x1 | 4")
     newest = written(*copies, "DEPBAR.LE SB0, 0x0 | 4")
     mixed = written(*copies, *copies, "DEPBAR.LE SB0, 0x1", "DEPBAR.LE SB0, 0x0")
-    assert units.exposed(newest, units.needs(newest)) == 1
-    assert units.exposed(oldest, units.needs(oldest)) == 1
-    assert units.exposed(mixed, units.needs(mixed)) == 1  # both were in flight when the first was waited for
+    assert sass.exposed(newest, sass.needs(newest)) == 1
+    assert sass.exposed(oldest, sass.needs(oldest)) == 1
+    assert sass.exposed(mixed, sass.needs(mixed)) == 1  # both were in flight when the first was waited for
 
 
 def test_what_a_pass_takes():
@@ -184,10 +183,10 @@ def test_what_a_pass_takes():
         "IADD3 R4, R4, 0x1, RZ | 4", "LDG.E.128 R8, desc[UR4][R4.64] | 1 0",
         "IMAD.WIDE.U32 R10, R8, 0x8, R20 | 4 7 7 1", "LDG.E.64 R12, desc[UR4][R10.64] | 1 0",
     )  # fmt: skip
-    took = units.counted(passed, 0.5, 2)
+    took = sass.counted(passed, 0.5, 2)
     assert took == {
         "instructions_per_element": 6.5, "multiplications_per_element": 1.0, "alu_per_element": 1.0,
         "fma_per_element": 2.0, "tensor_per_element": 0.5, "shared_wavefronts_per_element": 0.5 * (4 + 4 + 1),
-        "global_wavefronts_per_element": 0.5 * 4, "gather_wavefronts_per_element": 0.5 * 2 * units.GATHER,
+        "global_wavefronts_per_element": 0.5 * 4, "gather_wavefronts_per_element": 0.5 * 2 * sass.GATHER,
         "exposed_loads": 2, "barriers": 2, "stall_cycles": 2 * (2 + 5 + 3 + 1 + 6 + 1 + 1 + 1 + 5 + 4 + 1 + 4 + 1),
     }  # fmt: skip

@@ -8,7 +8,7 @@ from scipy.special import ndtri
 from scipy.stats import qmc
 
 from kvq_runtime.ops import grid, pack
-from scripts import build_grids
+from scripts import build_tables
 
 # (dimension, points) → mean squared error per dimension of the grids that HIGGS ships, or of a good local minimum
 PUBLISHED = {
@@ -132,28 +132,28 @@ def test_nearest_on_a_gpu(size):
 
 def test_the_builder_finds_lloyd_and_maxs_quantizer():
     """The optimal 4 points of a scalar Gaussian, as tabulated by Max in 1960."""
-    effort = build_grids.Effort(starts=3, scout=12, finalists=1, samples=15, iterations=200, tolerance=1e-7)
-    found = build_grids.fit(1, 4, effort)
+    effort = build_tables.Effort(starts=3, scout=12, finalists=1, samples=15, iterations=200, tolerance=1e-7)
+    found = build_tables.fit_grid(1, 4, effort)
     assert sorted(found.flatten().tolist()) == pytest.approx([-1.510, -0.4528, 0.4528, 1.510], abs=0.01)
-    assert torch.equal(found, build_grids.fit(1, 4, effort))
-    assert build_grids.error(build_grids.gaussian(1, 15, seed=9), found) == pytest.approx(0.1175, rel=5e-3)
+    assert torch.equal(found, build_tables.fit_grid(1, 4, effort))
+    assert build_tables.grid_error(build_tables.spread(1, 15, seed=9), found) == pytest.approx(0.1175, rel=5e-3)
 
 
 def test_a_point_without_samples_finds_a_place():
-    x = build_grids.gaussian(2, 12, seed=0)
+    x = build_tables.spread(2, 12, seed=0)
     start = torch.cat([x[:6], torch.full((2, 2), 100.0) + torch.eye(2)])
-    found, error = build_grids.lloyd(x, start, 50, 1e-6)
+    found, error = build_tables.lloyd(x, start, 50, 1e-6)
     assert found.isfinite().all() and float(found.abs().max()) < 5
-    assert len(build_grids.scan(x, found).unique()) == 8
-    assert error < build_grids.error(x, start)
-    first = build_grids.lloyd(x, start, 1, 0.0)[0]
-    loads = build_grids.scan(x, start).bincount(minlength=8)
+    assert len(build_tables.scan(x, found).unique()) == 8
+    assert error < build_tables.grid_error(x, start)
+    first = build_tables.lloyd(x, start, 1, 0.0)[0]
+    loads = build_tables.scan(x, start).bincount(minlength=8)
     assert float((first[6] - first[loads.argmax()]).norm()) < 0.01
 
 
 @pytest.mark.parametrize("dim", [1, 2, 8])
 def test_spread_samples_are_gaussian(dim):
-    x = build_grids.gaussian(dim, 14, seed=3).double()
+    x = build_tables.spread(dim, 14, seed=3).double()
     assert x.isfinite().all()
     assert float(x.mean(0).abs().max()) < 2e-3
     assert float((x.mT @ x / len(x) - torch.eye(dim)).abs().max()) < 1e-2

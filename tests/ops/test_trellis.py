@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvq_runtime.ops import grid, pack, trellis
-from scripts import build_trellises
+from scripts import build_tables
 
 SIZES = sorted(pair for pair in trellis.DIGESTS if pair[1] in (8, 10))
 # (bits, memory) → mean squared error on a standard Gaussian of a table in a random order that was not fitted
@@ -166,7 +166,8 @@ def test_the_stream_of_two_bits_is_not_planar():
 
 
 def test_the_builder_lowers_the_error_and_repeats_itself():
-    x = build_trellises.gaussian(1 << 15, seed=5)
-    errors = [build_trellises.error(x, build_trellises.fit(2, 8, rounds, samples=64), 2) for rounds in (0, 1, 12)]
+    x = build_tables.sequences(1 << 15, seed=5)
+    fits = [build_tables.fit_trellis(2, 8, rounds, samples=64) for rounds in (0, 1, 12)]
+    errors = [build_tables.trellis_error(x, values, 2) for values in fits]
     assert errors[0] > 1.02 * errors[1] > 1.04 * errors[2]
-    assert torch.equal(build_trellises.fit(2, 8, 2, 64), build_trellises.fit(2, 8, 2, 64))
+    assert torch.equal(build_tables.fit_trellis(2, 8, 2, 64), build_tables.fit_trellis(2, 8, 2, 64))

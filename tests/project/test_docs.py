@@ -112,13 +112,13 @@ def _words(page: Path) -> int:
 
 
 def test_the_api_page_is_what_the_docstrings_say():
-    spec = util.spec_from_file_location("make_api_page", ROOT / "scripts" / "make_api_page.py")
+    spec = util.spec_from_file_location("make_pages", ROOT / "scripts" / "make_pages.py")
     assert spec is not None and spec.loader is not None
     script = util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    assert script.PAGE.read_text() == script.page(), "docs/api.md is old: run python scripts/make_api_page.py"
+    assert script.PAGE.read_text() == script.api(), "docs/api.md is old: run python scripts/make_pages.py"
 
 
 def test_the_api_page_needs_no_torch():
-    code = "import sys\nfrom scripts import make_api_page\nmake_api_page.page()\nsys.exit('torch' in sys.modules)"
+    code = "import sys\nfrom scripts import make_pages\nmake_pages.api()\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -5,7 +5,7 @@ import zlib
 import pytest
 import torch
 
-from scripts import kvtc
+from scripts import measure_rest as kvtc
 
 
 @pytest.fixture(scope="module")

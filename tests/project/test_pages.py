@@ -10,7 +10,7 @@ import pytest
 from kvq_calib.cli import calibrate
 from kvq_runtime.cli import main
 from kvq_runtime.recipe import facts, families, presets
-from scripts import make_family_tables
+from scripts import make_pages
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -112,14 +112,14 @@ def test_papers_that_a_page_names_are_linked_there():
                 )
 
 
-@pytest.mark.parametrize("name", make_family_tables.TABLES)
+@pytest.mark.parametrize("name", make_pages.TABLES)
 def test_the_tables_of_families_are_this_versions(name):
-    told = f"docs/{name} is old: run python scripts/make_family_tables.py"
-    assert (DOCS / name).read_text() == make_family_tables.page(name), told
+    told = f"docs/{name} is old: run python scripts/make_pages.py"
+    assert (DOCS / name).read_text() == make_pages.page(name), told
 
 
 def test_the_tables_of_families_have_every_family_and_link_what_its_stages_come_from():
-    served, cited = make_family_tables.served(), make_family_tables.cited()
+    served, cited = make_pages.served(), make_pages.cited()
     assert [row[0] for row in served[1:]] == [f"`{name.replace('_', '-')}`" for name in families()]
     assert {row[1] for row in cited[1:]} == {row[0] for row in served[1:]}
     (kvquant,) = [row for row in cited if row[1] == "`kvquant`"]
@@ -128,7 +128,7 @@ def test_the_tables_of_families_have_every_family_and_link_what_its_stages_come_
     (svdq,) = [row for row in served if row[0] == "`svdq`"]
     assert svdq[-3:] == ["some", "7", "no"]
     for name, one in facts().items():
-        stated = {number for by in one.papers.values() for number in make_family_tables.ARXIV.findall(by)}
+        stated = {number for by in one.papers.values() for number in make_pages.ARXIV.findall(by)}
         own = {number for recipe in families()[name] for number in recipe.papers}
         missing = f"{name} names papers {stated}; none of its stages or policies has one among its `papers`: {own}"
         assert stated & own or not stated, missing

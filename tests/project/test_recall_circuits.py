@@ -3,7 +3,7 @@
 import torch
 
 from scripts import train_recall_model as script
-from scripts.recall_circuits import make_model
+from scripts.train_recall_model import make_model
 
 
 def test_the_first_layer_looks_one_token_back():

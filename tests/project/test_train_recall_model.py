@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvq_calib.tasks import symbols
 from scripts import train_recall_model as script
-from scripts.recall_circuits import make_model
+from scripts.train_recall_model import make_model
 
 STAGES = (script.Stage(96, 384, 0.5), script.Stage(160, 320, 1.0))
 

@@ -22,7 +22,7 @@ from kvq_runtime.registry.measured import Figures, Scores
 from kvq_runtime.registry.resolve import open_registry
 from kvq_runtime.registry.sound import read
 from scripts import compare_models
-from scripts import compare_page as script
+from scripts import compare_models as script
 
 NAMES = ("higgs-2bit", "mean-higgs-2bit", "aqua-2bit", "exact")
 

@@ -11,7 +11,7 @@ from kvq_calib.evaluate import positions
 from kvq_calib.report import plots, tables
 from kvq_runtime.artifact import artifact
 from kvq_runtime.recipe import presets
-from scripts import compare_page, measure_real, real_page, real_records, real_use
+from scripts import compare_models, measure_real, real_page, real_use
 
 RECIPES = ("rtn-4bit", "mean-higgs-2bit", "subkv-2bit")
 
@@ -50,7 +50,7 @@ def test_the_list_is_of_recipes_that_exist():
 
 
 def test_every_recipe_is_measured_on_every_text_under_both_protocols(results):
-    found = list(real_records.read(results[0]).values())
+    found = list(real_page.read(results[0]).values())
     seen = {(one["recipe"], one["on"], one["text"], one["protocol"]) for one in found}
     texts = ("wikitext", "docs", "book")
     expected = {("16 bit", None, text, "full") for text in texts}
@@ -98,16 +98,16 @@ def test_a_recipe_with_a_setting_is_kept_under_the_words_that_asked_for_it(resul
 
 def test_lines_make_a_page(results, tmp_path):
     folder, _ = results
-    records = real_records.records(folder, "wikitext", 256)
+    records = real_page.records(folder, "wikitext", 256)
     assert {one.result.recipe for one in records} == set(RECIPES)
     rows = tables.comparison(records)
     assert rows[0]["recipe"] == "16 bit" and float(rows[0]["full"]) == pytest.approx(float(rows[0]["in use"]), rel=1e-3)
     assert {"docs full KL", "docs in use KL"} <= set(rows[1]) and plots.frontier([records])
-    model = compare_page.Model("tiny", "", None, samples=3, length=200, windows=2)
-    lines = list(real_records.read(folder).values())
+    model = compare_models.Model("tiny", "", None, samples=3, length=200, windows=2)
+    lines = list(real_page.read(folder).values())
     beside = real_page.sections(folder, tmp_path)
     assert f"({real_page.POSITIONS})" in "".join(beside) and (tmp_path / real_page.POSITIONS).is_file()
-    text = compare_page.page({model: records}, {model: []}, beside)
+    text = compare_models.page({model: records}, {model: []}, beside)
     head, *_ = text.partition("<details>")
     assert "tiny (" in head and "**By length.**" in head and "(real-positions.png)" in head
     assert sum(one["processor_seconds"] for one in lines) > 0 and "processor hours" in head
@@ -134,7 +134,7 @@ def test_of_two_fits_the_table_has_the_newest_whichever_takes_fewer_bits(tmp_pat
         figures = {"perplexity": 9.0, "relative": 0.01, "kl": kl}
         line = {"key": str(number), "recipe": "aqua-fisher-1bit", "on": on, "text": "wikitext", "length": 1024,
                 "protocol": "full", "bits": {"asymptotic": bits}, "part": figures}  # fmt: skip
-        real_records.append(tmp_path, line)
+        real_page.append(tmp_path, line)
     assert real_page.brief(tmp_path).splitlines()[2] == "| `aqua-fisher-1bit` | 1.00 | +1.00%, 0.4 |"
 
 
@@ -145,8 +145,8 @@ def test_the_picture_by_position_is_of_the_longest_windows(tmp_path, monkeypatch
         for recipe in ("16 bit", "rtn-4bit"):
             line = {"key": f"{key}{recipe}", "recipe": recipe, "on": None, "text": "book", "length": length,
                     "tokens": str(length), "protocol": "full", "part": {"bins": [length]}}  # fmt: skip
-            real_records.append(tmp_path, line)
-    assert real_page._positions(list(real_records.read(tmp_path).values()), tmp_path)
+            real_page.append(tmp_path, line)
+    assert real_page._positions(list(real_page.read(tmp_path).values()), tmp_path)
     ((exact, recipes, _),) = drawn
     assert exact["bins"] == [8192] and [one["length"] for one in recipes] == [8192]
 

@@ -20,8 +20,7 @@ from kvq_calib.model import find as models
 from kvq_calib.tasks import ruler, symbols
 from kvq_runtime.errors import NotFound
 from kvq_runtime.recipe import preset
-from scripts.recall_circuits import make_model
-from scripts.train_recall_model import make_tokenizer
+from scripts.train_recall_model import make_model, make_tokenizer
 
 NAMES = ("exact", "rtn-2bit")
 

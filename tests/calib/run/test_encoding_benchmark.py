@@ -1,11 +1,11 @@
-"""What `benchmarks/encoding.py` times is the full encode, all of it and nothing beside it; and the whole fit."""
+"""What `benchmarks/calibration.py encode` times is the full encode, all of it, nothing beside it; and the whole fit."""
 
 from itertools import count
 
 import pytest
 import torch
 
-from benchmarks import encoding
+from benchmarks import calibration
 from kvq_calib.evaluate.full import FullCache
 from kvq_calib.evaluate.reads import counting
 from kvq_calib.evaluate.record import load_model
@@ -30,7 +30,7 @@ def ticking():
 def test_a_timed_cache_gives_what_a_full_encode_gives_and_times_each_layer_once(files):
     model, recipe = load_model(files), preset("higgs-head-2bit")
     tokens_BT = torch.randint(1, 2000, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    timed = encoding.TimedCache(recipe, model, {}, LENGTH, ticking())
+    timed = calibration.TimedCache(recipe, model, {}, LENGTH, ticking())
     plain = FullCache(recipe, model, length=LENGTH)
     logits = []
     for cache in (timed, plain):
@@ -44,13 +44,13 @@ def test_a_timed_cache_gives_what_a_full_encode_gives_and_times_each_layer_once(
 @torch.inference_mode()
 def test_recipes_that_choose_are_refused(files):
     with pytest.raises(ValueError, match="subkv-2bit chooses among tokens, or is fitted to its prompt"):
-        encoding.TimedCache(preset("subkv-2bit"), load_model(files), {}, LENGTH, ticking())
+        calibration.TimedCache(preset("subkv-2bit"), load_model(files), {}, LENGTH, ticking())
 
 
 @pytest.mark.slow
 def test_a_row_a_recipe_and_a_row_of_what_all_share(files):
     recipes = [preset(name) for name in ("higgs-head-2bit", "aqua-1bit", "aqua-metric-1bit-vocab")]
-    rows = {row["recipe"]: row for row in encoding.measure(files, recipes, 9, LENGTH, 2, 1, ticking())}
+    rows = {row["recipe"]: row for row in calibration.encoding(files, recipes, 9, LENGTH, 2, 1, ticking())}
     assert rows.keys() == {"forward", "capture", *(recipe.name for recipe in recipes)}
     assert "fit s" not in rows["higgs-head-2bit"], "there is nothing to fit"
     layers = {"aqua-1bit": LAYERS, "aqua-metric-1bit-vocab": 2 * LAYERS}  # bits that are shared out: a second pass

@@ -1,8 +1,10 @@
-"""Write docs/api.md: the public names of kvq_runtime, their signatures, and what they do.
+"""Write what of docs/ follows from the code: api.md, and the tables that list families of recipes.
 
-    python scripts/make_api_page.py
+    python scripts/make_pages.py
 
-Reads the source with `ast` and imports nothing heavy, so that a test can compare the page with what this writes.
+api.md has the public names of kvq_runtime, their signatures, and what they do, read from the source with `ast`: it
+needs nothing heavy. Of the tables every cell follows from the recipes, from the `FAMILY` and the docstring of their
+files, and from the engines' own checks; a table stands between `<!-- NAME -->` and `<!-- end of NAME -->`.
 """
 
 import ast
@@ -13,7 +15,8 @@ from pathlib import Path
 import kvq_runtime
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "api.md"
+DOCS = ROOT / "docs"
+PAGE = DOCS / "api.md"
 SECTIONS = {
     "Serve a model": ["KVQCache", "PrefixStore", "CudaGraphs", "MemoryReport"],
     "Load an artifact": ["load_artifact", "Artifact", "save_pretrained", "push_to_hub"],
@@ -25,10 +28,12 @@ SECTIONS = {
 INTERNAL = {
     "Recipe": {"at", "fits", "needs", "pairs", "policy", "schemes", "widest", "with_schemes"},
 }
+LINKS = {"arXiv": "https://arxiv.org/abs/", "doi": "https://doi.org/"}
+ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 INTRODUCTION = """
 # Public API
 
-`python scripts/make_api_page.py` writes this page from docstrings: signatures, first sentences and errors.
+`python scripts/make_pages.py` writes this page from docstrings: signatures, first sentences and errors.
 `help(kvq_runtime.KVQCache)` prints the rest.
 
 ```python
@@ -45,7 +50,7 @@ huggingface-hub alone. Shapes: `B` rows, `H` KV heads, `T` tokens, `D` head size
 """
 
 
-def page() -> str:
+def api() -> str:
     """The text of docs/api.md."""
     listed = [name for names in SECTIONS.values() for name in names]
     if sorted(listed) != sorted(kvq_runtime.__all__):
@@ -63,26 +68,22 @@ def _entry(name: str) -> list[str]:
         return ["### `__version__`", 'Text: the installed version, such as "0.1.0"; "unknown" in a checkout.']
     node = _definition(f"kvq_runtime.{kvq_runtime._MODULES[name]}", name)
     if isinstance(node, ast.FunctionDef):
-        return [f"### `{name}`", *_described(name, node)]
-    if not _is_dataclass(node):
-        bases = [ast.unparse(base) for base in node.bases]
-        parts = [f"### `{name}({', '.join(bases)})`" if bases else f"### `{name}`", _markdown(node)]
-    else:
+        return [f"### `{name}`", f"```python\n{_signature(name, node)}\n```", _markdown(node)]
+    if _is_dataclass(node):
         settings = [line for line in node.body if isinstance(line, ast.AnnAssign)]
-        arguments = [_setting(line) for line in settings if not _class_variable(line)]
-        parts = [f"### `{name}`", _code(f"@dataclass(frozen=True)\nclass {name}", arguments, ""), _markdown(node)]
-    methods: list[str] = []
-    for method in node.body:
-        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
-            hidden = method.name in INTERNAL.get(name, set())
-            methods += [] if hidden else [_item(name, method)]
+        arguments = [_setting(line) for line in settings if "ClassVar" not in ast.unparse(line.annotation)]
+        parts = [f"### `{name}`", _code(f"@dataclass(frozen=True)\nclass {name}", arguments), _markdown(node)]
+    else:
+        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        parts = [f"### `{name}({bases})`" if bases else f"### `{name}`", _markdown(node)]
+    methods = [
+        f"- `{_signature(name, method)}`: {_kept(_docstring(method), columns=False)}"
+        for method in node.body
+        if isinstance(method, ast.FunctionDef)
+        and not method.name.startswith("_")
+        and method.name not in INTERNAL.get(name, set())
+    ]
     return [*parts, "\n".join(methods)] if methods else parts
-
-
-def _item(owner: str, node: ast.FunctionDef) -> str:
-    """A method or property in one line of a list."""
-    text = _kept(_docstring(node), columns=False)
-    return f"- `{_signature(owner, node)}`: {text}"
 
 
 def _definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
@@ -102,10 +103,6 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
     return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
-def _class_variable(line: ast.AnnAssign) -> bool:
-    return "ClassVar" in ast.unparse(line.annotation)
-
-
 def _setting(line: ast.AnnAssign) -> str:
     """A field of a dataclass as an argument, with its default."""
     default = line.value
@@ -115,10 +112,6 @@ def _setting(line: ast.AnnAssign) -> str:
     else:
         shown = None if default is None else ast.unparse(default)
     return f"{ast.unparse(line.target)}: {ast.unparse(line.annotation)}" + ("" if shown is None else f" = {shown}")
-
-
-def _described(owner: str, node: ast.FunctionDef) -> list[str]:
-    return [f"```python\n{_signature(owner, node)}\n```", _markdown(node)]
 
 
 def _signature(owner: str, node: ast.FunctionDef) -> str:
@@ -139,7 +132,7 @@ def _arguments(node: ast.FunctionDef) -> list[str]:
     known = node.args
     plain = [*known.posonlyargs, *known.args]
     defaults = [None] * (len(plain) - len(known.defaults)) + list(known.defaults)
-    texts = [_argument(argument, default) for argument, default in zip(plain, defaults, strict=True)]
+    texts = [_argument(*pair) for pair in zip(plain, defaults, strict=True)]
     if known.vararg is not None:
         texts.append(f"*{ast.unparse(known.vararg)}")
     elif known.kwonlyargs:
@@ -152,10 +145,10 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
     return ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
 
 
-def _code(start: str, arguments: list[str], end: str) -> str:
-    line = f"{start}({', '.join(arguments)}){end}"
+def _code(start: str, arguments: list[str]) -> str:
+    line = f"{start}({', '.join(arguments)})"
     if len(line.splitlines()[-1]) > 100:
-        line = f"{start}(\n    " + ",\n    ".join(arguments) + f",\n){end}"
+        line = f"{start}(\n    " + ",\n    ".join(arguments) + ",\n)"
     return f"```python\n{line}\n```"
 
 
@@ -202,6 +195,84 @@ def _columns(paragraph: str) -> str:
     return "\n".join(itertools.takewhile(re.compile(r"\s|\S+(?:, \S+)*\s{2,}\S").match, paragraph.splitlines()))
 
 
+def served() -> list[list[str]]:
+    """A row a family: what it is, its recipes, bits and fit, and how many of the recipes each engine serves."""
+    from kvq_runtime.cli.recipes import by_family
+    from kvq_runtime.geometry import MODELS
+    from kvq_runtime.lmcache.served import LMCACHE
+    from kvq_runtime.recipe import families
+    from kvq_runtime.vllm.served import VLLM
+
+    engines, shape = {"vLLM": VLLM, "LMCache": LMCACHE}, MODELS["qwen2.5-7b"]
+    rows: list[list[str]] = [["family", "method", "recipes", "bits", "fitted", *engines]]
+    known = {name.replace("_", "-"): found for name, found in families().items()}
+    for row in sorted(by_family(), key=lambda row: row["family"]):
+        least, most = f"{row['least bits']:.3g}", f"{row['most']:.3g}"
+        bits = least if least == most else f"{least} to {most}"
+        fitted = {True: "yes", False: "no"}.get(row["fitted"], "some")
+        recipes = known[row["family"]]
+        kept = [sum(one.refusal(recipe, shape) is None for recipe in recipes) for one in engines.values()]
+        shares = ["all" if count == len(recipes) else str(count or "no") for count in kept]
+        rows.append([f"`{row['family']}`", row["what"], str(row["recipes"]), bits, fitted, *shares])
+    return rows
+
+
+def cited() -> list[list[str]]:
+    """A row a paper, and one for each family that is of several or none: its family, and where it is in the code."""
+    from kvq_runtime.recipe import facts, families
+
+    rows = []
+    short = {n: name for one in facts().values() for name, by in one.papers.items() for n in ARXIV.findall(by)}
+    for file, one in facts().items():
+        family, here = f"`{file.replace('_', '-')}`", [f"`recipes/{file}.py`"]
+        for name, by in one.papers.items():
+            linked = re.sub(r"(arXiv|doi) ([\w./-]+)", lambda found: f"[{found[0]}]({LINKS[found[1]]}{found[2]})", by)
+            code = sorted({place for number in ARXIV.findall(by) for place in _places(number)})
+            rows.append([f"{name}: {linked}", family, ", ".join(here + code)])
+        if not one.papers:
+            numbers = {number for recipe in families()[file] for number in recipe.papers}
+            names = sorted(short[number] for number in numbers)
+            rows.append([" and ".join(names) if names else "none", family, *here])
+    return [["paper", "family", "in the code"], *sorted(rows, key=lambda row: ("[" not in row[0], row[0].lower()))]
+
+
+def _places(paper: str) -> set[str]:
+    """The files of stages and policies that come from a paper, as the recipes use them."""
+    from kvq_runtime.policy_setting import policy_kinds
+    from kvq_runtime.recipe import families
+    from kvq_runtime.stages.kinds import kinds
+
+    stages = {
+        stage
+        for recipes in families().values()
+        for recipe in recipes
+        for scheme in recipe.schemes
+        for _, stage in scheme.stages
+        if paper in stage.papers_in(scheme)
+    }
+    classes = {type(stage) for stage in stages} & {cls for slot in kinds().values() for cls in slot.values()}
+    classes |= {cls for slot in policy_kinds().values() for cls in slot.values() if paper in cls.papers}
+    return {f"`{'/'.join(cls.__module__.split('.')[1:])}.py`" for cls in classes}
+
+
+TABLES = {"recipes.md": ("families", served), "papers.md": ("papers", cited)}
+
+
+def page(name: str) -> str:
+    """The text of a page with its table as it should be."""
+    title, made = TABLES[name]
+    head, *rows = made()
+    table = "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+    before, rest = (DOCS / name).read_text().split(f"<!-- {title} -->\n")
+    return f"{before}<!-- {title} -->\n{table}\n{rest[rest.index(f'<!-- end of {title} -->') :]}"
+
+
+def main() -> None:
+    """Write every page and table."""
+    for path, text in ((PAGE, api()), *((DOCS / name, page(name)) for name in TABLES)):
+        path.write_text(text)
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    main()
