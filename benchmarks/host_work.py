@@ -17,6 +17,7 @@ python -m benchmarks.host_work [--rows 1] [--padded]
 import argparse
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -77,12 +78,7 @@ def calls(run: Callable[[], Any]) -> Counts:
 
 def microseconds(run: Callable[[], Any]) -> Counts:
     """Of this thread, the least of nine runs."""
-    taken = []
-    for _ in range(9):
-        begun = time.thread_time()
-        run()
-        taken.append(1e6 * (time.thread_time() - begun))
-    return {"us": min(taken)}
+    return {"us": 1e6 * min(timeit.repeat(run, number=1, repeat=9, timer=time.thread_time))}
 
 
 @contextmanager
@@ -133,17 +129,16 @@ def step(layers: int, replayed: bool, rows: int = 1, padded: bool = False, timed
     return {name: (more[name] - few[name]) / (NEW[1] - NEW[0]) for name in few}
 
 
-def main(given: list[str] | None = None) -> int:
+def main() -> int:
     """Print a line for eager and replayed steps: of a layer, and of a step beside its layers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--padded", action="store_true", help="the first row has padding on the left")
-    asked = parser.parse_args(given)
-    for replayed in (False, True):
+    asked = parser.parse_args()
+    for kind, replayed in (("eager", False), ("replayed", True)):
         few, more = (step(layers, replayed, asked.rows, asked.padded) for layers in LAYERS)
         for name in few:
             layer = (more[name] - few[name]) / (LAYERS[1] - LAYERS[0])
-            kind = "replayed" if replayed else "eager"
             print(f"{kind:9}{name:11}{layer:9.1f} a layer {few[name] - LAYERS[0] * layer:9.1f} a step beside them")
     return 0
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 import time
+import timeit
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -232,12 +233,7 @@ def _times(serde: dict[str, Any], chunks: Sequence[Tensor]) -> dict[str, float]:
 
 
 def _fastest(work: Callable[[], None]) -> float:
-    times = []
-    for _ in range(3):
-        begun = time.thread_time()
-        work()
-        times.append(time.thread_time() - begun)
-    return min(times)
+    return min(timeit.repeat(work, number=1, repeat=3, timer=time.thread_time))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
@@ -43,36 +44,32 @@ NAME = "bench-aqua-2bit"
 
 
 def main() -> int:
-    """Print a table, or write it with --json."""
+    """Print a table, and write it with --json."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--megabytes", type=int, default=64)
     top.add_argument("--rounds", type=int, default=7)
-    top.add_argument("--json", metavar="FILE")
+    top.add_argument("--json", type=Path, metavar="FILE")
     args = top.parse_args()
     disable_progress_bars()
     warnings.simplefilter("ignore", DeprecationWarning)
-    data = _artifact(args.megabytes)
+    data = _artifact(args.megabytes << 20)
     with Hub() as hub, tempfile.TemporaryDirectory() as folder:
         hub.users = {"hf_bench": ("me", "write")}
         os.environ |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_bench", "HF_HUB_OFFLINE": "0"}
         (Path(folder) / "harnesses.json").write_text("{}")
         constants.AGENT_HARNESSES_PATH = str(Path(folder) / "harnesses.json")
         seconds, requests = _measure(hub, data, Path(folder), args.rounds)
-    units = {"cold": "cold: snapshot_download", "warm pinned": "warm pinned: snapshot_download",
-             "warm alias": "warm alias: snapshot_download"}  # fmt: skip
     print(f"{len(data) / 1e6:.1f} MB, {args.rounds} rounds, {torch.get_num_threads()} threads")
-    rows = []
-    for name, taken in seconds.items():
-        unit = units.get(name.partition(":")[0])
-        ratio = statistics.median(taken) / statistics.median(seconds[unit]) if unit else None
-        rows.append(
-            {"what": name, "ms": 1e3 * statistics.median(taken), "ratio": ratio, "requests": requests.get(name)}
-        )
-        shown = f"{ratio:8.2f} x" if ratio else " " * 10
-        print(f"  {name:32} {rows[-1]['ms']:10.2f} ms {shown}   {requests.get(name, '')} requests")
+    rows, medians = [], {name: statistics.median(taken) for name, taken in seconds.items()}
+    for name, median in medians.items():
+        unit = medians.get(f"{name.partition(':')[0]}: snapshot_download")
+        row = {"what": name, "ms": 1e3 * median, "ratio": unit and median / unit, "requests": requests[name]}
+        shown = f"{row['ratio']:8.2f} x" if unit else " " * 10
+        print(f"  {name:32} {row['ms']:10.2f} ms {shown}   {row['requests']} requests")
+        rows.append(row)
     if args.json:
         record = {"benchmark": "registry", "bytes": len(data), "rounds": args.rounds, "rows": rows}
-        Path(args.json).write_text(json.dumps(record) + "\n")
+        args.json.write_text(json.dumps(record) + "\n")
     return 0
 
 
@@ -120,21 +117,19 @@ def _measure(hub: Hub, data: bytes, folder: Path, rounds: int) -> tuple[dict[str
     return seconds, requests
 
 
-def _artifact(megabytes: int) -> bytes:
-    """An artifact of about this size: AQUA-KV's linear predictors, of random numbers."""
-    recipe, layers = preset("aqua-2bit"), 2
-    while True:
-        shape = Geometry(layers=layers, kv_heads=8, head_size=128)
-        specs = codec.all_specs(recipe, shape)
-        if (
-            layers == 1024
-            or sum(torch.empty(s, dtype=d, device="meta").nbytes for s, d in specs.values()) >= megabytes << 20
-        ):
-            break
+def _artifact(size: int) -> bytes:
+    """An artifact of at least so many bytes: AQUA-KV's linear predictors, of random numbers."""
+    recipe, layers, generator = preset("aqua-2bit"), 2, torch.Generator().manual_seed(0)
+
+    def specs() -> dict[str, Any]:
+        return codec.all_specs(recipe, Geometry(layers=layers, kv_heads=8, head_size=128))
+
+    while layers < 1024 and sum(torch.empty(s, dtype=d, device="meta").nbytes for s, d in specs().values()) < size:
         layers += 1
-    generator = torch.Generator().manual_seed(0)
-    tensors = {n: _random(s, d, generator) for n, (s, d) in specs.items()}
-    probes = {n: _random(s, d, generator) for n, (s, d) in fingerprint.specs(shape).items()}
+    shape = Geometry(layers=layers, kv_heads=8, head_size=128)
+    tensors, probes = (
+        {name: _random(*spec, generator) for name, spec in some.items()} for some in (specs(), fingerprint.specs(shape))
+    )
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     return artifact.to_bytes(Artifact(recipe, Fingerprint(shape, rope, False, probes), tensors, {"model": "none"}, {}))
 

@@ -100,7 +100,21 @@ class Model:
     length: int
     windows: int
 
+    def path(self, data: Path) -> str:
+        """As `--model` takes it."""
+        return str(data / self.folder) if self.text else self.folder
 
+
+@dataclass(frozen=True)
+class Cost:
+    """What a recipe costs at its bits, under one protocol."""
+
+    recipe: str
+    bits: float
+    figures: Figures
+
+
+Found = dict[Model, Sequence[TextRecord]]  # the records of each model
 STORIES = "text/tinystories/stories_2M.txt"
 MODELS = (
     Model("demo", "demo", None, samples=48, length=1024, windows=12),
@@ -112,7 +126,6 @@ REAL = Model(
     real_page.NAME, "", None, samples=measure_real.SAMPLES, length=measure_real.LENGTH,
     windows=measure_real.WINDOWS[real_page.LENGTH],
 )  # fmt: skip
-Found = dict[Model, Sequence[TextRecord]]  # the records of each model
 # of each model a text of another kind than it is fitted on, NAME=SOURCE under KVQ_TEST_DATA, or an embedded one
 BESIDE = {
     "demo": "demo-code",
@@ -128,17 +141,13 @@ def main() -> int:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--model", action="append", choices=[one.name for one in MODELS], help="only this one; repeat")
     top.add_argument("--recipes", nargs="+", default=[], metavar="NAME", help="default: some of every family")
-    top.add_argument(
-        "--real", type=Path, default=real_page.RESULTS, metavar="DIR", help="records of the real model (%(default)s)"
-    )
+    told = "records of the real model (%(default)s)"
+    top.add_argument("--real", type=Path, default=real_page.RESULTS, metavar="DIR", help=told)
     top.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="where page and plots go")
-    top.add_argument(
-        "--records", type=Path, nargs="?", const=RECORDS, metavar="DIR",
-        help="draw and write from MODEL.json there (default: benchmarks/results/compare); measure nothing",
-    )  # fmt: skip
-    top.add_argument(
-        "--quick", action="store_true", help="with --records: leave the pictures of the small models as they are"
-    )
+    told = "draw and write from MODEL.json there (default: benchmarks/results/compare); measure nothing"
+    top.add_argument("--records", type=Path, nargs="?", const=RECORDS, metavar="DIR", help=told)
+    told = "with --records: leave the pictures of the small models as they are"
+    top.add_argument("--quick", action="store_true", help=told)
     args = top.parse_args()
     os.environ.setdefault("KVQ_HOME", str(HOME))
     data = Path(os.environ.get("KVQ_TEST_DATA", "."))
@@ -155,16 +164,15 @@ def main() -> int:
         if readme.is_file():
             readme.write_text(real_page.readme(readme.read_text(), real_page.brief(args.real)))
     for model in MODELS:
-        asked = not args.model or model.name in args.model
-        folder = _folder(model, data)
-        here = model.text is None or Path(folder).is_dir()
-        kept = records / f"{model.name}.json"
-        if asked and args.records is None and _can_be_measured(model, folder):
+        asked, kept = not args.model or model.name in args.model, records / f"{model.name}.json"
+        if asked and args.records is None and _can_be_measured(model, data):
             print(f"{model.name} ...", file=sys.stderr, flush=True)
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(measure(model, data, args.recipes)) + "\n")
         elif not (kept.is_file() and (asked or args.records is None)):
             continue
+        folder = model.path(data)
+        here = model.text is None or Path(folder).is_dir()
         found[model] = [read(one, TextRecord) for one in json.loads(kept.read_text())]
         absent[model] = left_out(folder) if here and not args.recipes else []
         if not args.quick:
@@ -175,17 +183,16 @@ def main() -> int:
     return 0
 
 
-def _can_be_measured(model: Model, folder: str) -> bool:
+def _can_be_measured(model: Model, data: Path) -> bool:
     """True if the model is here; if not, write the reason to stderr."""
-    if model.text in (None, *EMBEDDED):
-        return True
-    if not os.environ.get("KVQ_TEST_DATA"):
-        print(f"{model.name} is not measured: KVQ_TEST_DATA names no folder", file=sys.stderr)
-        return False
-    if not Path(folder).is_dir():
-        print(f"{model.name} is not measured: there is no {folder}", file=sys.stderr)
-        return False
-    return True
+    folder, why = model.path(data), ""
+    if model.text not in (None, *EMBEDDED) and not os.environ.get("KVQ_TEST_DATA"):
+        why = "KVQ_TEST_DATA names no folder"
+    elif model.text not in (None, *EMBEDDED) and not Path(folder).is_dir():
+        why = f"there is no {folder}"
+    if why:
+        print(f"{model.name} is not measured: {why}", file=sys.stderr)
+    return not why
 
 
 def write(
@@ -213,12 +220,11 @@ def measure(model: Model, data: Path, recipes: Sequence[str]) -> list[dict[str, 
     """The records of `kvq compare` on one model."""
     top = argparse.ArgumentParser()
     commands.add_compare(top.add_subparsers())
-    given = ["--samples", model.samples, "--length", model.length, "--windows", model.windows]
-    given += ["--sinks", SINKS, "--recent", 0]
-    given += ["--model", _folder(model, data), "--also", _beside(model, data)]
-    given += ["--device", "cpu", "--dtype", "float32", "--json", "--layers"]
-    if model.text:
-        given += ["--corpus", _source(model, data, model.text)]
+    name, named, other = BESIDE[model.name].partition("=")
+    given = ["--model", model.path(data), "--also", f"{name}={_source(model, data, other)}" if named else name]
+    given += ["--samples", model.samples, "--length", model.length, "--windows", model.windows]
+    given += ["--sinks", SINKS, "--recent", 0, "--device", "cpu", "--dtype", "float32", "--json", "--layers"]
+    given += ["--corpus", _source(model, data, model.text)] if model.text else []
     given += ["--recipes", *recipes] if recipes else ["--bits", *BUDGETS]
     args = top.parse_args(["compare", *map(str, given)])
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -226,39 +232,17 @@ def measure(model: Model, data: Path, recipes: Sequence[str]) -> list[dict[str, 
     return json.loads(printed.getvalue())
 
 
-def _folder(model: Model, data: Path) -> str:
-    """The model, as `--model` takes it."""
-    return str(data / model.folder) if model.text else model.folder
-
-
-def _beside(model: Model, data: Path) -> str:
-    """The text of another kind, as `--also` takes it."""
-    name, named, source = BESIDE[model.name].partition("=")
-    return f"{name}={_source(model, data, source)}" if named else name
-
-
 def _source(model: Model, data: Path, text: str) -> str:
-    """A text of a model, as `--corpus` takes it."""
-    if text in EMBEDDED:
-        return text
-    return str(_one_line(data / text) if model.name == "babyllama105" else data / text)
+    """A text of a model, as `--corpus` takes it.
 
-
-def _one_line(text: Path) -> Path:
-    """The text with a space for each line's end, which the smallest model's alphabet does not have."""
-    path = HOME / f"{text.stem}-in-a-line.txt"
+    With a space for each line's end for the smallest model, whose alphabet does not have it.
+    """
+    if text in EMBEDDED or model.name != "babyllama105":
+        return text if text in EMBEDDED else str(data / text)
+    path = HOME / f"{Path(text).stem}-in-a-line.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(" ".join(text.read_text(encoding="utf-8").split("\n")), encoding="utf-8")
-    return path
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a recipe costs at its bits, under one protocol."""
-
-    recipe: str
-    bits: float
-    figures: Figures
+    path.write_text(" ".join((data / text).read_text(encoding="utf-8").split("\n")), encoding="utf-8")
+    return str(path)
 
 
 def page(
@@ -275,8 +259,7 @@ def page(
     parts = ["# Recipes compared", *_pictured(dict(list(drawn.items())[:1]), OPENING), *summary(found), *beside]
     if len(drawn) > 1 or any(texts(records) for records in drawn.values()):
         parts += [_folded("The same picture of every model, in and out of the domain", *_pictured(drawn, PICTURE))]
-    for model, records in found.items():
-        parts += [_section(model, records, absent[model])]
+    parts += [_section(model, records, absent[model]) for model, records in found.items()]
     equal = _at_equal_bits(found)
     parts += [_folded("At equal bits and exact tokens", " ".join(EQUAL.split()), table(equal))] if equal else []
     parts += [_folded("Where the papers' rankings hold", _verdicts(found))]
@@ -284,7 +267,7 @@ def page(
     return "\n\n".join(parts) + "\n"
 
 
-def _pictured(found: Mapping[Model, Sequence[Mapping[str, Any]]], file: str) -> list[str]:
+def _pictured(found: Mapping[Model, Sequence[TextRecord]], file: str) -> list[str]:
     """The picture of these models, if there are any."""
     names = ", ".join(f"{model.name} ({_size(records)} parameters)" for model, records in found.items())
     return [f"![KL divergence by bits, by full encode: {names}]({file})"] if found else []
@@ -301,17 +284,14 @@ def _size(records: Sequence[TextRecord]) -> str:
 
 def summary(found: Mapping[Model, Sequence[TextRecord]]) -> list[str]:
     """Write the page's summary: the best at some budgets of the first model that was measured by full encode."""
+    *some, last = (f"{one:g}" for one in ABOUT_BITS)
     for model, records in found.items():
-        rows = best_at(records)
+        rows, held = best_at(records), records[0].protocol.windows
         if rows:
-            held = records[0].protocol.windows
-            said = SUMMARY.format(model=model.name, size=_size(records), windows=held, bits=_bits(ABOUT_BITS))
+            bits = f"{', '.join(some)} and {last}"
+            said = SUMMARY.format(model=model.name, size=_size(records), windows=held, bits=bits)
             return [" ".join(said.split()), table(rows)]
     return []
-
-
-def _bits(budgets: Sequence[float]) -> str:
-    return ", ".join(f"{one:g}" for one in budgets[:-1]) + f" and {budgets[-1]:g}"
 
 
 def _section(model: Model, records: Sequence[TextRecord], absent: Sequence[str]) -> str:
@@ -335,36 +315,29 @@ def best_at(records: Sequence[TextRecord], budgets: Sequence[float] = ABOUT_BITS
     other texts, so that no figure is low for having been chosen. `ROUND` more bits than the budget count as within it.
     """
     results = [one for one in results_of(records, FULL) if one.figures.windows and len(one.figures.windows.kl) > 1]
+    chosen = {one.recipe: on_windows(one.figures, EVEN).kl for one in results}
     rows = []
     for budget in budgets:
-        within = [one for one in results if one.bits <= budget + ROUND and _divergence_chosen_by(one) > 0]
+        within = [one for one in results if one.bits <= budget + ROUND and chosen[one.recipe] > 0]
         papers = [one for one in within if not one.recipe.startswith(OURS)]
         if within:
             row: dict[str, Any] = {"bits, about": f"{budget:g}"}
             for head, some in (("best here", within), ("best of a paper's", papers)):
-                row |= _cells(head, min(some, key=_divergence_chosen_by) if some else None, records)
+                row |= _cells(head, min(some, key=lambda one: chosen[one.recipe], default=None), records)
             rows.append(row)
     return rows
 
 
 def _cells(head: str, one: Cost | None, records: Sequence[TextRecord]) -> dict[str, Any]:
     """The cells of one recipe: its name and bits, and on each text perplexity against 16 bit, and divergence."""
-    names = texts(records)
+    heads = {text: f"{head}: {text or 'in domain'}" for text in ("", *texts(records))}
     if one is None:
-        return {head: "none"} | {f"{head}: {text or 'in domain'}": "" for text in ("", *names)}
-    row = {head: f"`{one.recipe}` ({one.bits:.2f})"}
-    reported: dict[str, Figures | None] = {"": on_windows(one.figures, ODD)}
+        return {head: "none"} | dict.fromkeys(heads.values(), "")
     own = next(record for record in records if record.result.recipe == one.recipe)
+    reported: dict[str, Figures | None] = {"": on_windows(one.figures, ODD)}
     reported |= {name: other.figures(FULL) for name, other in own.elsewhere().items()}
-    for text in ("", *names):
-        part = reported.get(text)
-        said = f"{relative(part)}, {short(part.kl)}" if part else "none"
-        row[f"{head}: {text or 'in domain'}"] = said
-    return row
-
-
-def _divergence_chosen_by(one: Cost) -> float:
-    return on_windows(one.figures, EVEN).kl
+    said = {text: f"{relative(part)}, {short(part.kl)}" for text, part in reported.items() if part}
+    return {head: f"`{one.recipe}` ({one.bits:.2f})"} | {name: said.get(text, "none") for text, name in heads.items()}
 
 
 def results_of(records: Sequence[TextRecord], protocol: str) -> list[Cost]:

@@ -120,39 +120,6 @@ def one_chunk(layer: int, tables: Pair, role: Role, data: Blocks, context: Conte
     return Source(partials, found, projection, lambda: found.before, lambda: tokens)
 
 
-def read(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Decode the stored blocks with a loaded artifact."""
-    decoded: dict[str, Tensor] = {}
-    cos, sin = rotary().tables(torch.arange(TOKENS)[None])
-    below: list[tuple[Tensor, Tensor]] = []
-    for layer, codecs in enumerate(build(made.recipe, GEOMETRY, made.tensors)):
-        found: list[Tensor] = []
-        for codec in codecs:
-            start = f"layers.{layer}.{codec.role}."
-            context = Context(rope=(cos, sin), keys=found[0] if found else None, below=below)
-            fields = {name: stored[start + name] for name in codec.fields(torch.float32)}
-            found.append(codec.decode(fields, context))
-            decoded[start + "decoded"] = found[-1].half()
-        below = [(found[0], found[1]), *below][:3]
-    return decoded
-
-
-def encoded(made: artifact.Artifact, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Encode the first block of the activations with a loaded artifact, above the layers that are stored."""
-    found: dict[str, Tensor] = {}
-    below: list[tuple[Tensor, Tensor]] = []
-    for layer, codecs in enumerate(build(made.recipe, GEOMETRY, made.tensors)):
-        own: list[Tensor] = []
-        for codec, x_NTC in zip(codecs, activations(layer), strict=True):
-            start = f"layers.{layer}.{codec.role}."
-            x_1TC, rope = first_block(made.recipe, codec.role, x_NTC)
-            context = Context(rope=rope, keys=own[0] if own else None, below=below)
-            found |= {start + name: field for name, field in codec.encode(x_1TC, context).items()}
-            own.append(codec.decode({name: stored[start + name] for name in codec.fields(torch.float32)}, context))
-        below = [(own[0], own[1]), *below][:3]
-    return found
-
-
 def first_block(recipe: Recipe, role: Role, x_NTC: Tensor) -> tuple[Tensor, Pair]:
     """The first block of the first sequence, [1, block, C], and the cosines and sines of its positions."""
     tables = rotary().tables(torch.arange(TOKENS)[None])

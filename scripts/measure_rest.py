@@ -38,6 +38,7 @@ import json
 import sys
 import tempfile
 import time
+import timeit
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -343,15 +344,7 @@ def _seconds(store: PrefixStore, model: Any, prompt_BT: Tensor, rounds: int) -> 
         "first_token_recent": lambda: first(store.load(prompt_BT)),
         "computed": lambda: first(DynamicCache(config=model.config)),
     }
-    found = {}
-    for name, way in ways.items():
-        times = []
-        for _ in range(rounds):
-            begun = time.perf_counter()
-            way()
-            times.append(time.perf_counter() - begun)
-        found[name] = min(times)
-    return found
+    return {name: min(timeit.repeat(way, number=1, repeat=rounds)) for name, way in ways.items()}
 
 
 def _fp8(tokens_T: Tensor, exact: Pair) -> Kept:
