@@ -57,7 +57,7 @@ class Tier:
     """LMCache's storage manager over one adapter, as its server has it, to put chunks into and get them from.
 
     It copies what it is given into its memory, lets the adapter store it, and forgets it when it is closed. Chunks are
-    of any layout of LMCache's (`kvq_runtime/lmcache/layout.py`). Raises what LMCache or the serde says of its settings.
+    of any layout of LMCache's (`kvq_runtime/lmcache/chunk.py`). Raises what LMCache or the serde says of its settings.
     """
 
     def __init__(self, folder: Path, serde: Serde, memory: int = 1 << 28):

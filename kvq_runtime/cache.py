@@ -28,17 +28,15 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dense, dispatch
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.recipe import OURS, Recipe
-from kvq_runtime.store.break_even import BreakEven, smaller_from
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
-from kvq_runtime.store.health import Health
+from kvq_runtime.store.held import BreakEven, smaller_from
 from kvq_runtime.store.layer import LayerStore, Slab
 from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.promise import Check
+from kvq_runtime.store.promise import Check, Health, Watch
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
-from kvq_runtime.store.watch import Watch
 
 _log = logging.getLogger(__name__)
 

@@ -199,7 +199,7 @@ def served() -> list[list[str]]:
     """A row a family: what it is, its recipes, bits and fit, and how many of the recipes each engine serves."""
     from kvq_runtime.cli.recipes import by_family
     from kvq_runtime.geometry import MODELS
-    from kvq_runtime.lmcache.served import LMCACHE
+    from kvq_runtime.lmcache.settings import LMCACHE
     from kvq_runtime.recipe import families
     from kvq_runtime.vllm.served import VLLM
 

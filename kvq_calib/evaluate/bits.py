@@ -4,8 +4,7 @@ from typing import Any
 
 from kvq_runtime.geometry import NONE_SLIDE, Geometry, Sliding
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.store.break_even import smaller_from
-from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.held import Sizes, smaller_from
 from kvq_runtime.store.memory import asymptotic_bits
 
 TOKENS = 4096

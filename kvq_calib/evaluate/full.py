@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from kvq_calib.evaluate.reads import CountedCache
 from kvq_runtime.geometry import SLAB
-from kvq_runtime.hf import dense
+from kvq_runtime.hf.attention import dense
 from kvq_runtime.ops.dense import Softmax
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Pair
@@ -91,7 +91,7 @@ class FullCache(CountedCache):
         keys, values = (x.unflatten(-1, (key.shape[1], -1)).transpose(1, 2) for x in self._encode(layer))
         decoded = self.decoded(blocks.layers[layer].encoded)
         self._count(query, keys, keys.shape[2], decoded, mask, scale, softmax=Softmax.of(kwargs))
-        out = dense.attention(module, query, keys, values, mask, scale, **kwargs)[0]
+        out = dense(module, query, keys, values, mask, scale, **kwargs)[0]
         blocks.finish(layer)
         return out, None
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from kvq_runtime.hf import KVQCache, dense
+from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf import attention as packed
 from kvq_runtime.ops.dense import PLAIN, Softmax, attention
 
@@ -119,11 +119,11 @@ class CountedCache(KVQCache):
         """Count what the queries of a layer read, and have its attention answer them."""
         layer = self.places.get(module.layer_idx)
         if layer is None:  # which transformers holds
-            return dense.attention(module, query, key, value, mask, scale, **kwargs)
+            return packed.dense(module, query, key, value, mask, scale, **kwargs)
         decoded = self.decoded(self._encoded.get(layer, 0))
         if self.inner == "sdpa":
             self._count(query, key, key.shape[2], decoded, mask, scale, softmax=Softmax.of(kwargs))
-            return dense.attention(module, query, key, value, mask, scale, **kwargs)
+            return packed.dense(module, query, key, value, mask, scale, **kwargs)
         if self.reads is not None:
             read, whole = self.blocks.layers[layer].length, None
             if decoded:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvq_runtime.hf import KVQCache
-from kvq_runtime.hf.masks import real_tokens
+from kvq_runtime.hf.model import real_tokens
 
 
 class WitnessCache(KVQCache):

@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvq_runtime.geometry import attending
-from kvq_runtime.hf import dense
+from kvq_runtime.hf.attention import dense
 from kvq_runtime.hf.model import FULL, LISTED, attention_modules, check_model, rope_refusal, rotary_module, turns
 from kvq_runtime.ops.dense import Softmax
 
@@ -63,7 +63,7 @@ def _captured(
         module.seen |= {"k": key, "v": value, "q": query, "scale": scaling, "softmax": Softmax.of(given)}
         if module.seen.get("alone"):
             raise Seen
-    return dense.attention(module, query, key, value, attention_mask, scaling, **given)
+    return dense(module, query, key, value, attention_mask, scaling, **given)
 
 
 AttentionInterface.register(CAPTURED, _captured)

@@ -32,7 +32,7 @@ from kvq_calib.fit.statistics import LayerQueries
 from kvq_calib.run import one_step
 from kvq_calib.run.plan import Plan
 from kvq_runtime.geometry import ROLES, Geometry
-from kvq_runtime.prefix import rate
+from kvq_runtime.prefix import block_file
 from kvq_runtime.recipe import Recipe, Role, Scheme
 
 
@@ -104,7 +104,7 @@ def shared_out(
     ]
     stages: list[Any] = [recipe.scheme(layer, role).quantize for layer, role in places]
     if all(stage.at_rest for stage in stages):
-        target = sum(stage.target for stage in stages) / len(stages) - rate.beside(recipe, geometry)
+        target = sum(stage.target for stage in stages) / len(stages) - block_file.beside(recipe, geometry)
         steps = _steps(places, notes, taken, target)
         return _with(recipe, {
             place: replace(stage, step=steps[place], shared=False)

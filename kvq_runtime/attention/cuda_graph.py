@@ -1,6 +1,6 @@
 """Record a decode step as one CUDA graph, and replay it token after token; what encodes a block between is eager.
 
-What a step does on the device depends on what is counted there, not on what the host counts (see `store/device.py`), so
+What a step does on the device depends on what is counted there, not on what the host counts (`store/storage.py`), so
 that it can be replayed; what the host counts is counted after each replay (`advance`).
 
 `model.generate` does this by `CudaGraphs` (hf/cuda_graphs.py); a loop of one's own by `captured`.

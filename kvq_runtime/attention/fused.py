@@ -1,7 +1,7 @@
 """Attend to the layers of a cache with the decode kernel, which reads their blocks packed: one launch and a merge.
 
 A step asks the device nothing: blocks are in the slabs of `store/layer.py`, which a table on the device finds; blocks
-and tokens are counted on the device too (`store/device.py`). So it can be recorded as one graph (`cuda_graph.py`).
+and tokens are counted on the device too (`store/storage.py`). So it can be recorded as one graph (`cuda_graph.py`).
 A block is encoded eagerly, at a step that the host knows; the device learns of it at the next.
 
 Imports the kernels, and with them triton, when the first layer is kept so: see ops/dispatch.py.
@@ -23,10 +23,9 @@ from kvq_runtime.errors import extra
 from kvq_runtime.geometry import ROLES, SLAB, Geometry
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe, Role, Scheme
-from kvq_runtime.store.device import DeviceIndex, send
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.storage import lasting, storage_bytes
+from kvq_runtime.store.storage import DeviceIndex, lasting, send, storage_bytes
 
 COST = "at every step its history is decoded, a slab at a time: 4 · tokens · width bytes written and read in a layer"
 

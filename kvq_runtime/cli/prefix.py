@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from kvq_runtime.cli.table import print_record, print_table
-from kvq_runtime.prefix import folder, upkeep
+from kvq_runtime.prefix import shelf, upkeep
 from kvq_runtime.prefix.shelf import parse_bytes
 
 
@@ -25,7 +25,7 @@ def _list(root: Path, args: Namespace) -> int:
 
 
 def _verify(root: Path, args: Namespace) -> int:
-    begun, kept = time.perf_counter(), folder.all_blocks(root)
+    begun, kept = time.perf_counter(), shelf.all_blocks(root)
     faults = [{"path": str(one.path), "fault": one.fault} for one in upkeep.damaged(root)]
     seconds, size = time.perf_counter() - begun, sum(one.size for one in kept)
     record = {"blocks": len(kept), "bytes": size, "seconds": round(seconds, 3), "damaged": len(faults)}

@@ -17,11 +17,10 @@ from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import gguf
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding
-from kvq_runtime.prefix import rate
+from kvq_runtime.prefix import block_file
 from kvq_runtime.recipe import Recipe, families, preset
 from kvq_runtime.registry.resolve import load_artifact
-from kvq_runtime.store.break_even import smaller_from
-from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.held import Sizes, smaller_from
 from kvq_runtime.store.memory import asymptotic_bits
 
 ADVICE = {  # which to take, as README.md has it
@@ -154,7 +153,7 @@ def held(args: Namespace) -> int:
             if model.recurrent:
                 print(RECUR.format(model.recurrent, model.name))
         if any("bits in files" in row for row in rows):
-            print(FILED.format(rate.LENGTH))
+            print(FILED.format(block_file.LENGTH))
     return 0
 
 
@@ -264,7 +263,7 @@ def _rows(model: Model, recipes: list[Recipe], counts: list[int], args: Namespac
             named = sum(stage.target for stage in coded) / len(coded)
             row["bits in files"] = round(named, 4)
             for count in counts:
-                more = rate.beside(recipe, geometry, count) - rate.beside(recipe, geometry)
+                more = block_file.beside(recipe, geometry, count) - block_file.beside(recipe, geometry)
                 row[f"in files at {count}"] = round(named + more, 3)
         if args.json:
             row["bytes"] = [

@@ -9,10 +9,9 @@ import torch
 
 from kvq_runtime.engines import heads, source
 from kvq_runtime.engines.heads import Share
-from kvq_runtime.engines.source import Source
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import model_digest
+from kvq_runtime.prefix import chain
 from kvq_runtime.prefix.shelf import parse_bytes
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.store.promise import Check
@@ -84,27 +83,26 @@ def opened(given: Settings, model: Served, who: str, ranks: int, rank: int | Non
 
 def _opened(given: Settings, model: Served, ranks: int, rank: int | None) -> list[PrefixBlocks]:
     found = source.read(given.recipe)
-    check(found.recipe)
+    recipe = found.recipe
+    check(recipe)
     whole = source.match(found, model.config, model.name, model.revision)
     folder = source.folder(model.name, model.revision)
     if folder is None:
         raise ArtifactError(f"the files of {model.name} are not on this machine; give its folder as the model")
-    digest = model_digest.of_files(folder, model.config, model.quantization or "")
-    rotary = model.rotary() if "positions" in found.recipe.needs else None
-    parts = heads.share_of(whole, 0, ranks).parts
-    mine = range(parts) if rank is None else [heads.share_of(whole, rank, ranks).part]
-    return [_store(given, found, model.dtype, f"{digest} {part}/{parts}", rotary, whole, Share(part, parts))
-            for part in mine]  # fmt: skip
-
-
-def _store(given: Settings, found: Source, dtype, text: str, rotary, whole, share: Share) -> PrefixBlocks:
-    geometry, tensors, promised = heads.narrower(whole, share), {}, None
-    if found.recipe.fitted:
-        geometry, tensors = heads.narrowed(found.recipe, whole, found.tensors, share)
-    if found.artifact is not None and share.parts == 1:  # what is promised is of all heads together
-        promised = Check.of(found.artifact.fit)
-    salt = os.environ.get(SALT, "")
-    return PrefixBlocks(
-        given.path, found.recipe, geometry, tensors, model=text, dtype=dtype, rotary=rotary, salt=salt,
-        budget=given.budget, promised=promised,
-    )  # fmt: skip
+    digest = chain.model_digest(folder, model.config, model.quantization or "")
+    rotary = model.rotary() if "positions" in recipe.needs else None
+    first = heads.share_of(whole, rank or 0, ranks)
+    shares = [first] if rank is not None else [Share(part, first.parts) for part in range(first.parts)]
+    # what is promised is of all heads together
+    promised = Check.of(found.artifact.fit) if found.artifact is not None and first.parts == 1 else None
+    stores = []
+    for share in shares:
+        geometry, tensors = heads.narrower(whole, share), {}
+        if recipe.fitted:
+            geometry, tensors = heads.narrowed(recipe, whole, found.tensors, share)
+        name = f"{digest} {share.part}/{share.parts}"
+        stores.append(PrefixBlocks(
+            given.path, recipe, geometry, tensors, model=name, dtype=model.dtype, rotary=rotary,
+            salt=os.environ.get(SALT, ""), budget=given.budget, promised=promised,
+        ))  # fmt: skip
+    return stores

@@ -15,8 +15,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import attending
-from kvq_runtime.hf.layer import KVQLayer, Pass
-from kvq_runtime.hf.masks import looks_ahead, numbered, real_tokens
+from kvq_runtime.hf.attention import KVQLayer, Pass
 from kvq_runtime.hf.model import (
     LISTED,
     attention_modules,
@@ -24,14 +23,16 @@ from kvq_runtime.hf.model import (
     check_rope,
     fingerprint_of,
     geometry_of,
+    looks_ahead,
+    numbered,
+    real_tokens,
     rotary_module,
     rotary_of,
 )
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.registry.resolve import load_artifact
-from kvq_runtime.store.health import Health
 from kvq_runtime.store.memory import MemoryReport, human
-from kvq_runtime.store.promise import Check
+from kvq_runtime.store.promise import Check, Health
 from kvq_runtime.store.storage import storage_bytes
 
 HELD = ("keys", "values", "conv_states", "recurrent_states")  # by transformers' own layers

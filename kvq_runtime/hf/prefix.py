@@ -13,11 +13,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
-from kvq_runtime.hf.layer import KVQLayer
 from kvq_runtime.hf.model import fingerprint_of, frequencies, geometry_of, rotary_module
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import chain, coder, model_digest
+from kvq_runtime.prefix import chain, coder
 from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import Recipe
@@ -182,7 +182,7 @@ class PrefixStore:
 @torch.no_grad()
 def weights_digest(model: PreTrainedModel) -> str:
     """sha256 of a configuration and of 64 evenly spaced elements of every parameter: what changes none has the same."""
-    digest = sha256(model_digest.config_json(model.config.get_text_config(decoder=True).to_dict()))
+    digest = sha256(chain.config_json(model.config.get_text_config(decoder=True).to_dict()))
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().reshape(-1)
         places = torch.arange(64, device=flat.device) * max(1, flat.numel()) // 64

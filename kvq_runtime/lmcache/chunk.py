@@ -8,12 +8,21 @@ known ahead. `made by` is a digest of all that decides how numbers become bytes;
 everything before it and everything after it. So a chunk that was changed, moved to another key, or written by another
 recipe, artifact or shape is an ArtifactError, and nothing is decoded.
 
-A chunk is [2, L, T, C] here; `layout.py` knows how engines hold it. N = its blocks · T tokens of a block · X bytes.
+A chunk is encoded as keys and values [2, L, T, C]; LMCache has it in one of these layouts:
+
+    [2, L, T, C]                   engines that hold keys and values apart
+    [L, T, 2C] or [1, L, T, 2C]    those that hold them fused, as vLLM does: each head's key, then its value;
+                                   the first where the engine moves chunks, the second where LMCache's server does
+
+Latent attention (MLA) has one row a token too, and its shape may be that of fused heads: a model's configuration tells
+them apart, a chunk does not. Source: `compute_kv_layout` and `get_kernel_group_shape_dtype` of LMCache 0.5.6.
+
+N = blocks of a chunk · T tokens of a block · X bytes.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import torch
@@ -24,7 +33,6 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
-from kvq_runtime.lmcache import served
 from kvq_runtime.recipe import Recipe
 
 HEADER = 64
@@ -49,7 +57,7 @@ class Field:
 class ChunkCodec:
     """Encode and decode chunks of one shape.
 
-    recipe    that LMCache's chunks can be kept by (`served.check`)
+    recipe    that LMCache's chunks can be kept by (`settings.check`)
     tensors   of its fit, {} where there is none
     tokens    of a chunk
     dtype     of its keys and values
@@ -59,7 +67,7 @@ class ChunkCodec:
     def __init__(
         self, recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor], tokens: int, dtype: torch.dtype
     ):
-        self.recipe, self.geometry = served.cut(recipe, tokens).check(geometry), geometry
+        self.recipe, self.geometry = cut(recipe, tokens).check(geometry), geometry
         self.dtype, self.shape_2LTC = dtype, (2, geometry.layers, tokens, geometry.width)
         self._codecs = shared.build(self.recipe, geometry, tensors)
         self._fields = _laid_out(self.recipe, geometry, tokens // self.recipe.window.block, dtype)
@@ -135,6 +143,69 @@ class ChunkCodec:
             raise ValueError(
                 f"a chunk of {x_2LTC.dtype} {list(x_2LTC.shape)} for a codec of {self.dtype} {list(self.shape_2LTC)}"
             )
+
+
+def cut(recipe: Recipe, tokens: int) -> Recipe:
+    """The recipe with blocks that make up a chunk of `tokens` tokens: its own, or, if it rounds token by token, one.
+
+    Raises ValueError if codes belong to a block and the chunk is not whole blocks.
+    """
+    block = recipe.window.block
+    if tokens % block == 0:
+        return recipe
+    if any(scheme.axis == "channel" or scheme.correct is not None for scheme in recipe.schemes):
+        raise ValueError(
+            f"{recipe.name} encodes blocks of {block} tokens, and a chunk has {tokens}; "
+            f"give LMCache's server a --chunk-size that {block} divides"
+        )
+    return replace(recipe, window=replace(recipe.window, block=tokens))
+
+
+def fused(shape: Sequence[int]) -> bool:
+    """True if chunks of this shape have one row per token, which may hold both keys and values."""
+    return len(shape) == 3 or (len(shape) == 4 and shape[0] == 1)
+
+
+def apart(shape: Sequence[int], size: int) -> tuple[int, int, int, int]:
+    """(2, L, T, C) of a chunk, whose heads have `size` elements. ValueError: no such keys and values."""
+    *planes, layers, tokens, width = shape if len(shape) in (3, 4) else (0, 0, 0, 0)
+    if planes not in ([], [1], [2]):
+        raise ValueError(
+            f"a chunk of shape {list(shape)}; kvq keeps keys and values of attention, [2, layers, tokens, channels], "
+            "or fused, [layers, tokens, heads · 2 · head size]"
+        )
+    channels, rest = (width // 2, width % (2 * size)) if fused(shape) else (width, width % size)
+    if rest or not channels:
+        kind = "fused keys and values" if fused(shape) else "keys and values"
+        raise ValueError(
+            f"a chunk of shape {list(shape)}; {width} is no number of {kind} of heads of {size} elements: the serde's "
+            "model is another than the engine's, or its cache holds something else"
+        )
+    return 2, layers, tokens, channels
+
+
+def keys_and_values(x: Tensor, size: int) -> Tensor:
+    """[2, L, T, C] of a chunk: itself, or a copy of what is fused."""
+    if not fused(x.shape):
+        return x
+    return _fused_2LTHD(x, size).flatten(-2).contiguous()
+
+
+def room(x: Tensor, size: int) -> Tensor:
+    """[2, L, T, C] to write a chunk's keys and values to: itself, or a place from which `fill` takes them."""
+    return x.new_empty(apart(x.shape, size), dtype=x.dtype) if fused(x.shape) else x
+
+
+def fill(x: Tensor, x_2LTC: Tensor, size: int) -> None:
+    """Write keys and values into a chunk, unless they are in it already."""
+    if fused(x.shape):
+        _fused_2LTHD(x, size).copy_(x_2LTC.unflatten(-1, (-1, size)))
+
+
+def _fused_2LTHD(x: Tensor, size: int) -> Tensor:
+    """A view of fused keys and values."""
+    rows_LTW = x[0] if x.dim() == 4 else x
+    return torch.movedim(rows_LTW.unflatten(-1, (-1, 2, size)), -2, 0)
 
 
 def _laid_out(recipe: Recipe, geometry: Geometry, blocks: int, dtype: torch.dtype) -> list[Field]:

@@ -33,9 +33,9 @@ from lmcache.v1.distributed.serde import (
 )
 from lmcache.v1.memory_management import MemoryObj
 
-from kvq_runtime.engines import nearest
+from kvq_runtime.engines import source
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.lmcache import layout, settings
+from kvq_runtime.lmcache import chunk, settings
 from kvq_runtime.lmcache.chunk import ChunkCodec
 from kvq_runtime.lmcache.settings import Chunks
 
@@ -68,9 +68,9 @@ class KVQSerializer(Serializer):
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
         size, room = self.chunks.settings.head_size, _tensor(dst).view(-1)
         try:
-            source = _tensor(src)
-            codec = _codec(self.chunks, source, key)
-            return codec.encode(layout.keys_and_values(source, size), key_bytes(key), room)
+            given = _tensor(src)
+            codec = _codec(self.chunks, given, key)
+            return codec.encode(chunk.keys_and_values(given, size), key_bytes(key), room)
         except ValueError as error:
             _say(f"{error}; such chunks are not kept")
             raise
@@ -98,7 +98,7 @@ class KVQDeserializer(Deserializer):
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
         data, out, size = _tensor(src), _tensor(dst), self.chunks.settings.head_size
         codec = _codec(self.chunks, out, key)
-        x_2LTC = layout.room(out, size)
+        x_2LTC = chunk.room(out, size)
         try:
             codec.decode(data, key_bytes(key), x_2LTC)
         except ArtifactError as error:
@@ -106,7 +106,7 @@ class KVQDeserializer(Deserializer):
             if adapter is not None:
                 adapter.delete([key])
             raise ArtifactError(f"chunk {key.chunk_hash.hex()} of {key.model_name}: {error}") from None
-        layout.fill(out, x_2LTC, size)
+        chunk.fill(out, x_2LTC, size)
 
 
 def key_bytes(key: ObjectKey) -> bytes:
@@ -119,7 +119,7 @@ def build(given: dict[str, object]) -> SerdeProcessor:
     """The serde of these settings (`kvq_runtime/lmcache/settings.py`). Raises what `settings.read` does."""
     found = settings.read(given)
     recipe = found.source.recipe
-    bits = nearest.bits(recipe, found.geometry or settings.typical(found.head_size))
+    bits = source.bits(recipe, found.geometry or settings.typical(found.head_size))
     logger.info("kvq: %s, %.4g bits per element", recipe.name, bits)
     if torch_device_type == "cpu":
         _say(

@@ -1,4 +1,4 @@
-"""Read the settings of LMCache's serde `kvq`, and find the codec of a chunk's shape.
+"""Read the settings of LMCache's serde `kvq`, refuse a recipe that cannot keep its chunks, and find their codecs.
 
 {"type": "kvq", "cache": "lloyd-3bit", "model": "Qwen/Qwen2.5-7B"}
 
@@ -7,6 +7,10 @@ model      folder, or id on a Hub, of the served model; its files are on this ma
 revision   of a model on a Hub
 head_size  in place of `model`, of a recipe without artifact: elements of a head. vLLM's chunks need `model`
 workers    threads that code chunks, 1 by default
+
+A chunk is keys (after RoPE) and values of all layers of some tokens in a row, and is stored and found as a whole: what
+needs whole blocks can be served, unlike in vLLM's pages. But LMCache tells of a chunk its hash alone, not where in the
+text it is.
 """
 
 import threading
@@ -18,12 +22,35 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.engines import heads, source
-from kvq_runtime.engines.source import Source
+from kvq_runtime.engines.source import Engine, Source
 from kvq_runtime.geometry import MODELS, Geometry
-from kvq_runtime.lmcache import layout, served
+from kvq_runtime.lmcache import chunk
 from kvq_runtime.lmcache.chunk import ChunkCodec
+from kvq_runtime.recipe import Recipe
 
 NAMES = ("cache", "model", "revision", "head_size", "workers")
+
+
+def refusal(recipe: Recipe, geometry: Geometry) -> str | None:
+    """Return why the recipe cannot keep LMCache's chunks on a model of this shape: a clause; None: it can."""
+    if recipe.policies:
+        kinds = ", ".join(policy.kind for policy in recipe.policies)
+        return f"it chooses among tokens, or waits for a prompt ({kinds}), and LMCache decides which chunks are held"
+    if recipe.position == "pre":
+        return "keys are encoded before RoPE, and LMCache does not say at which position a chunk begins"
+    if "positions" in recipe.needs:
+        return "the keys' mean turns with the position, and LMCache does not say at which one a chunk begins"
+    if recipe.cross_layer:
+        return "each layer is predicted from the decoded layer below, and a chunk's layers are kept by themselves"
+    return None
+
+
+LMCACHE = Engine("LMCache's chunks cannot be kept by", "keep them by", refusal)
+
+
+def check(recipe: Recipe, geometry: Geometry) -> None:
+    """Raise ValueError, a sentence that names the nearest recipe that can be served, unless this one can."""
+    source.check(LMCACHE, recipe, geometry)
 
 
 @dataclass(frozen=True)
@@ -73,7 +100,7 @@ def _read(given: Mapping[str, Any]) -> Settings:
         raise ValueError('an artifact is of one model; give "model", so that it can be compared')
     else:
         head_size = given["head_size"]
-    served.check(found.recipe, geometry or typical(head_size))
+    check(found.recipe, geometry or typical(head_size))
     return Settings(found, geometry, head_size, given.get("workers", 1))
 
 
@@ -91,15 +118,15 @@ class Chunks:
         self._made: dict[tuple, ChunkCodec] = {}
 
     def codec(self, shape: Sequence[int], dtype: torch.dtype, rank: int = 0, ranks: int | None = None) -> ChunkCodec:
-        """The codec of chunks of this worker (`layout.py`). Raises ValueError for chunks that the recipe cannot keep.
+        """The codec of chunks of this worker (`chunk.py`). Raises ValueError for chunks that the recipe cannot keep.
 
         rank, ranks   the worker's number and the number of workers; None: it follows from the chunk's channels
         """
         asked = (*shape, dtype, rank, ranks)
         with self._lock:
             if asked not in self._made:
-                _, layers, tokens, width = layout.apart(shape, self.settings.head_size)
-                if self.settings.geometry is None and layout.fused(shape):
+                _, layers, tokens, width = chunk.apart(shape, self.settings.head_size)
+                if self.settings.geometry is None and chunk.fused(shape):
                     raise ValueError(
                         f"a chunk of shape {list(shape)}: fused keys and values, or latents (MLA), which head_size "
                         'does not tell apart; give the serde "model" in its place'

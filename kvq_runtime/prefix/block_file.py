@@ -5,7 +5,7 @@
 Neighbouring layers whose fields have the same shapes lie in one tensor, named after the first of them, [layers, ...].
 `sinks` [2, layers, S, C] are the exact tokens among the block's own, keys and values, in the model's dtype; blocks
 after the first have none. `exact` [block, C] are those of the keys, or values, of a layer whose error is beyond what
-the fit promised (`store/watch.py`), and only there. `coded` [bytes] are the fields, of all layers, that a recipe
+the fit promised (`store/promise.py`), and only there. `coded` [bytes] are the fields, of all layers, that a recipe
 entropy-codes at rest (`entropy/stream.py`): of any length up to that of the codes. The metadata key `kvq` holds the
 chain (root, previous, number, tokens) and `content`, a sha256 of that and of every tensor.
 
@@ -40,6 +40,7 @@ from kvq_runtime.store.layer import Slab
 
 CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded")
 CODED, EXACT = "coded", "exact"
+LENGTH = 1024  # tokens of the prefix for which bits are stated
 _NAMES = re.compile(r"sinks|coded|(key|value)\.(0|[1-9][0-9]{0,3})\.[a-z][a-z0-9_]*")
 
 
@@ -234,6 +235,19 @@ class BlockFormat:
         nothing = torch.empty(2, len(self.held), 0, self.geometry.width, dtype=self.dtype)
         exact = {site: tensors[name] for name, site in self._exact.items() if name in tensors}
         return Block(fields, tensors.get("sinks", nothing), exact)
+
+
+def beside(recipe: Recipe, geometry: Geometry, tokens: int = LENGTH) -> float:
+    """Bits per element of a prefix's keys and values that files of an entropy-coded recipe hold beside codes.
+
+    Exact sinks count in 16 bits, whatever the model's dtype; the frame of a block is its header: token ids, names,
+    digests. The longer a prefix, rounded up to whole blocks, the less sinks take: bits in a recipe's name are those of
+    LENGTH tokens. What a fit gives, the probabilities of codes among it, lies in the artifact, once for all prefixes,
+    and is not counted: no recipe's is.
+    """
+    block = recipe.window.block
+    kept, elements = -(-tokens // block) * block, 2 * geometry.layers * geometry.width
+    return 16 * recipe.window.sinks / kept + 8 * frame(block) / (block * elements)
 
 
 def frame(block: int) -> int:

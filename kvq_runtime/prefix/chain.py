@@ -1,5 +1,7 @@
 """Name blocks of tokens by a chain of hashes: one name is one prefix, of one model, one fit and one tenant.
 
+Models are told apart whose keys and values differ: by configuration, and by a sample of every tensor of the weights.
+
     root    sha256(what decides how tokens become bytes ‖ salt); of its owner's tenant: sha256(root ‖ their salt)
     name 0  sha256(root   ‖ tokens of block 0)
     name n  sha256(name n-1 ‖ tokens of block n)
@@ -8,15 +10,26 @@ So prompts share the blocks that they begin with. A name finds a block; whether 
 tokens that are stored in it.
 """
 
+import json
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvq_runtime.disk import strict_json
+from kvq_runtime.errors import ArtifactError
+
 LARGEST = 1 << 31  # token ids are below
+SAMPLES, BYTES = 64, 8  # of every tensor in a file: so many places, evenly spaced, of so many bytes
+LARGEST_HEADER = 100 << 20
+# of a configuration: where it came from, and how it is run, which keys and values do not depend on
+_PLACE = {"_name_or_path", "architectures", "dtype", "id2label", "label2id", "torch_dtype", "transformers_version",
+          "use_cache", "return_dict"}  # fmt: skip
 
 
 def token_row(tokens: Tensor | Iterable[int]) -> Tensor:
@@ -60,3 +73,52 @@ def names(begin: str, tokens_T: Tensor, block: int) -> list[str]:
         previous = name(previous, tokens_T[start : start + block].tolist())
         found.append(previous)
     return found
+
+
+def config_json(config: Mapping[str, Any]) -> bytes:
+    """Return the part of a decoder's configuration that decides its keys and values, as JSON."""
+    return strict_json.dumps(_plain({name: x for name, x in config.items() if name not in _PLACE})).encode()
+
+
+def model_digest(folder: Path, config: Mapping[str, Any], more: str = "") -> str:
+    """sha256 of a configuration, and of a sample of the weights in a folder's safetensors files.
+
+    more   what else decides keys and values, such as how weights are quantized as they are loaded
+    Raises ArtifactError where there is no such file, or one that cannot be read.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ArtifactError(
+            f"{folder} has no safetensors files, by whose weights kept prefixes of one model are told from another's; "
+            "save the model as safetensors"
+        )
+    digest = sha256(config_json(config) + b"\0" + more.encode())
+    for path in paths:
+        _add(digest, path)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, path: Path) -> None:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > LARGEST_HEADER:
+            raise ArtifactError(f"{path}: its header is {length} bytes long; it is no safetensors file")
+        try:
+            entries = json.loads(file.read(length))
+            spans = {name: (str(entry["dtype"]), list(entry["shape"]), *map(int, entry["data_offsets"]))
+                     for name, entry in entries.items() if name != "__metadata__"}  # fmt: skip
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ArtifactError(f"{path}: no safetensors file: {error}") from None
+        for name, (dtype, shape, start, stop) in sorted(spans.items()):
+            digest.update(f"\0{name}\0{dtype}\0{shape}\0".encode())
+            for place in range(SAMPLES):
+                file.seek(8 + length + start + (stop - start) * place // SAMPLES)
+                digest.update(file.read(min(BYTES, stop - start)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, str)) else repr(value)

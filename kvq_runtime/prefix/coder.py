@@ -23,8 +23,7 @@ from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import Slab
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.promise import Check
-from kvq_runtime.store.watch import Watch
+from kvq_runtime.store.promise import Check, Watch
 
 Rows = Mapping[int, tuple[Tensor, Tensor]]  # by layer, keys (after RoPE) and values [T, C]
 

@@ -29,8 +29,7 @@ from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain, coder
 from kvq_runtime.prefix.block_file import Block, BlockFormat, Link
 from kvq_runtime.prefix.coder import Coder, Rows
-from kvq_runtime.prefix.folder import Folder
-from kvq_runtime.prefix.shelf import Memory, Shelf, parse_bytes
+from kvq_runtime.prefix.shelf import Folder, Memory, Shelf, parse_bytes
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.promise import Check
 

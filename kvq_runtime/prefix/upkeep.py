@@ -8,8 +8,8 @@ from typing import Any
 
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.prefix import chain, folder, store
-from kvq_runtime.prefix.folder import GRACE, SUFFIX, Kept
+from kvq_runtime.prefix import chain, shelf, store
+from kvq_runtime.prefix.shelf import GRACE, SUFFIX, Kept
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,18 @@ def existing(root: Path) -> Path:
     """The root, if it is a folder of this user alone; NotFound if there is none, else ArtifactError."""
     if not root.is_dir():
         raise NotFound(f"no folder {root}; a PrefixStore makes it")
-    folder.check_owner(root)
+    shelf.check_owner(root)
     return root
 
 
 def listed(root: Path) -> list[dict[str, Any]]:
     """A record a set: what its blocks are of, how many there are, their bytes, and how long ago one was last used."""
     rows = []
-    for place in folder.sets(existing(root)):
-        kept = [*folder.blocks(place)]
+    for place in shelf.sets(existing(root)):
+        kept = [*shelf.blocks(place)]
         row: dict[str, Any] = {"set": place.name[:12]}
         try:
-            about = folder.read_about(place)
+            about = shelf.read_about(place)
             form = store.format_of(about)
             row |= {"recipe": form.recipe.name, "model": str(about["model"])[:12], "dtype": about["dtype"]}
             row |= {"blocks": len(kept), "tokens": len(kept) * form.recipe.window.block}
@@ -49,16 +49,16 @@ def listed(root: Path) -> list[dict[str, Any]]:
 
 def damaged(root: Path) -> Iterator[Damage]:
     """Read every block of every set with every check that a load makes; yields those that fail one."""
-    for place in folder.sets(existing(root)):
+    for place in shelf.sets(existing(root)):
         try:
-            about = folder.read_about(place)
+            about = shelf.read_about(place)
             form = store.format_of(about)
             if store.set_digest(about) != place.name:
                 raise ArtifactError("about: its digest is not the folder's name")
         except ArtifactError as error:
             yield Damage(place / "about.json", str(error))
             continue
-        for one in folder.blocks(place):
+        for one in shelf.blocks(place):
             try:
                 link, _ = form.read(files.read(one.path, form.largest()))
                 if chain.name(link.previous, link.tokens) != one.path.name.removesuffix(SUFFIX):
@@ -79,13 +79,13 @@ def collect(
     grace     seconds that a draft has to be old
     dry_run   remove nothing; what would be is returned either way
     """
-    found = [one for place in folder.sets(existing(root)) for one in folder.old_drafts(place, grace)]
+    found = [one for place in shelf.sets(existing(root)) for one in shelf.old_drafts(place, grace)]
     if remove_damaged:
         faulty = {one.path for one in damaged(root)}
-        found += [one for place in folder.sets(root) for one in folder.blocks(place) if one.path in faulty]
+        found += [one for place in shelf.sets(root) for one in shelf.blocks(place) if one.path in faulty]
     if budget is not None:
         gone = {one.path for one in found}
-        found += folder.oldest([one for one in folder.all_blocks(root) if one.path not in gone], budget)
+        found += shelf.oldest([one for one in shelf.all_blocks(root) if one.path not in gone], budget)
     for one in () if dry_run else found:
-        folder.remove(one)
+        shelf.remove(one)
     return found

@@ -304,7 +304,7 @@ class DeadZone(Quantizer):
     step       in the unit of the latents; 0: as `target` says
     channels   of the latents that are stored, the first ones; 0: all
     shared     the targets of all schemes that say so are one budget, of whole files, sinks and frames among it
-               (`prefix/rate.py`), met by one step in the unit of the model's loss
+               (`prefix/block_file.py`), met by one step in the unit of the model's loss
 
     One step, in the unit in which errors cost alike, is the best rounding of all channels where codes take as many bits
     as they say something: a channel that is smaller than the step becomes zeros, which cost next to nothing. That is

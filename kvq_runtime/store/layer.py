@@ -24,11 +24,10 @@ from kvq_runtime.geometry import SLAB, Window
 from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.window import append as append_to_window
 from kvq_runtime.stages.abilities import CountedTokens
-from kvq_runtime.store.device import SLACK, DeviceIndex
 from kvq_runtime.store.positions import Positions
+from kvq_runtime.store.promise import Watch
 from kvq_runtime.store.step import Step
-from kvq_runtime.store.storage import lasting, storage_bytes
-from kvq_runtime.store.watch import Watch
+from kvq_runtime.store.storage import SLACK, DeviceIndex, lasting, storage_bytes
 
 Slab = dict[str, Tensor]
 Run = tuple[int, int]  # (first, last + 1) of the blocks of one slab

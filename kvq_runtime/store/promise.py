@@ -1,23 +1,30 @@
-"""State the error of blocks that a calibration saw, as an artifact's promise.
+"""State the errors of blocks that a calibration saw, as an artifact's promise; measure and report those of a cache.
 
     error     mean |x - x̂|² of a block's tokens, padding and exact sinks left out, over a spread: mean |x - μ|²
     promise   by layer, of keys and of values: the spread of the tokens that the fit was measured on (those that it held
               out, if it did), and quantiles of the errors of their blocks
     beyond    an error of more than MARGIN times the quantile AT of that
 
-Without a promise the spread is that of the block itself, and nothing is beyond. N blocks.
+Without a promise the spread is that of the block itself, and nothing is beyond. A block beyond stays exact beside its
+codes, as sinks do beside theirs: queries read its tokens, layers above are predicted from its codes, as they were
+fitted to.
+
+Shapes: N blocks, B rows; the digit in a shape counts keys and values.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES
+from kvq_runtime.store.storage import storage_bytes
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)  # that are stored and shown
 AT, MARGIN = 2, 1.25  # of these the third, and how many times that is kept
@@ -104,3 +111,184 @@ class Check:
         if strict and not found:
             raise ValueError(f"strict=True, but {name or 'the artifact'} promises nothing; fit it with this version")
         return Check(found, strict)
+
+
+@dataclass(frozen=True)
+class LayerHealth:
+    """The blocks of keys, or of values, of a layer, each row's own.
+
+    seen, promised   quantiles of their errors, and of those in calibration: of each of QUANTILES; () if there are none
+    bound            the error from which on a block is beyond; None: nothing is promised
+    """
+
+    layer: int
+    role: str
+    blocks: int
+    beyond: int
+    seen: tuple[float, ...]
+    promised: tuple[float, ...]
+    bound: float | None
+
+
+@dataclass(frozen=True)
+class Health:
+    """How the blocks of a cache keep what calibration promised; `print` it, or read its fields.
+
+    layers   a row for keys and one for values of each layer that has blocks; none if nothing is measured
+    """
+
+    recipe: str
+    layers: tuple[LayerHealth, ...]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of keys and of values, of all layers and rows."""
+        return sum(one.blocks for one in self.layers)
+
+    @property
+    def beyond(self) -> int:
+        """Those of them that are beyond."""
+        return sum(one.beyond for one in self.layers)
+
+    @property
+    def promised(self) -> bool:
+        """True if there is a promise to compare with."""
+        return any(one.promised for one in self.layers)
+
+    @property
+    def worst(self) -> LayerHealth:
+        """The row with the largest share of blocks beyond. ValueError where there are no rows."""
+        return max(self.layers, key=lambda one: one.beyond / max(1, one.blocks))
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as plain numbers, text, lists and dicts, for JSON."""
+        return asdict(self) | {"quantiles": QUANTILES, "blocks": self.blocks, "beyond": self.beyond}
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return f"{self.recipe}: no block has been encoded, or none is measured"
+        said = f"{self.beyond:,} of {self.blocks:,} blocks are beyond what calibration promised"
+        lines = [f"{self.recipe}: {said if self.promised else 'nothing is promised: no artifact says what to expect'}"]
+        for one in self.layers:
+            promised = f", promised {_spoken(one.promised)}: {one.beyond} beyond" if one.promised else ""
+            lines.append(f"  layer {one.layer} {one.role}s: {one.blocks} blocks, error {_spoken(one.seen)}{promised}")
+        return "\n".join(lines)
+
+    def prometheus(self) -> str:
+        """The same as Prometheus' text, gauges of what the cache holds."""
+        lines = []
+        for name, about, values in (
+            ("blocks", "Encoded blocks of a cache.", lambda one: [("", one.blocks)]),
+            ("blocks_beyond", "Blocks whose error is beyond the promise.", lambda one: [("", one.beyond)]),
+            ("block_error", "Quantiles of errors of blocks.", lambda one: _labelled(one.seen)),
+            ("block_error_promised", "Those of calibration.", lambda one: _labelled(one.promised)),
+        ):
+            lines += [f"# HELP kvq_{name} {about}", f"# TYPE kvq_{name} gauge"]
+            for one in self.layers:
+                of = f'recipe="{self.recipe}",layer="{one.layer}",role="{one.role}"'
+                lines += [f"kvq_{name}{{{of}{label}}} {value:.6g}" for label, value in values(one)]
+        return "\n".join(lines) + "\n"
+
+
+def _labelled(found: tuple[float, ...]) -> list[tuple[str, float]]:
+    return [(f',quantile="{q:g}"', value) for q, value in zip(QUANTILES, found, strict=False)]
+
+
+def _spoken(found: tuple[float, ...]) -> str:
+    """The median and the largest."""
+    return f"{found[0]:.3g} to {found[-1]:.3g}" if found else "not known"
+
+
+class Watch:
+    """The errors of one layer's blocks, and the exact tokens of those that are beyond.
+
+    keeps   whether these are kept: not where a kernel or a policy reads codes alone
+    exact   by block, of keys and of values, [B, block, C]; of all rows, if one is beyond
+    """
+
+    def __init__(self, check: Check, layer: int, keeps: bool):
+        self.layer, self.keeps, self.strict = layer, keeps, check.strict
+        self.promises = tuple(check.promises.get((layer, role)) for role in (0, 1))
+        self.exact: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
+        self._errors: list[Tensor] = []  # of each block [2, B]: NaN if it was encoded elsewhere, infinite if beyond
+
+    def errors(
+        self, codec: Codec | RowCodec, x_NTC: Tensor, context: Context, decoded_NTC: Tensor, counted_NT: Tensor | None
+    ) -> Tensor:
+        """The errors of blocks as the codec takes them, which it decodes, centred, to this: [N]."""
+        gap_NTC = x_NTC.float() - decoded_NTC.float()
+        gap_NTC = gap_NTC if codec.predictor is None else gap_NTC - codec.mean(context)
+        promise = self.promises[ROLES.index(codec.role)]
+        spread = own_spread(x_NTC.float(), counted_NT).clamp(min=1e-30) if promise is None else promise.spread
+        return (block_errors(gap_NTC, counted_NT) / spread).nan_to_num(math.inf, math.inf)
+
+    def beyond(self, errors_2BN: Tensor, first: int) -> list[tuple[int, int]]:
+        """(role, block) of those beyond, of blocks from `first` on. RuntimeError if there are, and none may be."""
+        if self.promises == (None, None):
+            return []
+        found = []
+        for role, (promise, errors_NB) in enumerate(zip(self.promises, errors_2BN.mT.tolist(), strict=True)):
+            for number, errors_B in enumerate(errors_NB):
+                if promise is None or max(errors_B, default=0.0) <= promise.bound:
+                    continue
+                if self.strict:
+                    raise RuntimeError(
+                        f"layer {self.layer}, block {first + number}: the error of its {ROLES[role]}s is "
+                        f"{max(errors_B):.3g} of their spread, calibration promised at most {promise.bound:.3g}; "
+                        "without strict=True it is kept exact"
+                    )
+                found.append((role, first + number))
+        return found
+
+    def add(self, errors_2BN: Tensor, first: int, window_2BTC: Tensor, block: int) -> bool:
+        """Take in the oldest blocks of a window, from number `first` on; True if any is beyond."""
+        beyond = self.beyond(errors_2BN, first)
+        self.truncate(first)  # of a pass that was undone before its block was there
+        self._errors += errors_2BN.unbind(2)
+        for role, number in beyond if self.keeps else ():
+            start = (number - first) * block
+            self.exact[role][number] = window_2BTC[role, :, start : start + block].clone()
+        return bool(beyond)
+
+    def adopt(self, count: int, exact: tuple[dict[int, Tensor], dict[int, Tensor]], rows: int) -> None:
+        """Begin with blocks that were encoded elsewhere, some of them with their exact tokens; told, where codes alone
+        are read, and not held."""
+        self.exact = exact if self.keeps else ({}, {})
+        self._errors = [torch.full((2, rows), math.nan) for _ in range(count)]
+        for role, blocks in enumerate(exact):
+            for number in blocks:
+                self._errors[number][role] = math.inf
+
+    def truncate(self, blocks: int) -> None:
+        """Keep the first `blocks` blocks."""
+        del self._errors[blocks:]
+        for exact in self.exact:
+            for number in [number for number in exact if number >= blocks]:
+                del exact[number]
+
+    def reorder(self, rows: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self._errors = [errors.index_select(1, rows.to(errors.device)) for errors in self._errors]
+        self.exact = tuple({n: x.index_select(0, rows) for n, x in exact.items()} for exact in self.exact)  # type: ignore[assignment]
+
+    def put(self, role: int, out_BTC: Tensor, first: int, block: int) -> None:
+        """Write the exact tokens of blocks over what was decoded of blocks from number `first` on."""
+        for number, x_BTC in self.exact[role].items():
+            start = (number - first) * block
+            if 0 <= start < out_BTC.shape[1]:
+                out_BTC[:, start : start + block] = x_BTC
+
+    def bytes(self) -> dict[str, int]:
+        """Allocated bytes by kind."""
+        exact = storage_bytes(x for blocks in self.exact for x in blocks.values())
+        return {"errors": storage_bytes(self._errors), "beyond": exact}
+
+    def health(self) -> Iterator[LayerHealth]:
+        """Of keys and of values."""
+        errors_2NB = torch.stack([one.cpu() for one in self._errors], 1).tolist() if self._errors else [[], []]
+        for role, (promise, blocks) in enumerate(zip(self.promises, errors_2NB, strict=True)):
+            errors = [error for row in blocks for error in row]
+            beyond = sum(error > promise.bound for error in errors) if promise is not None else 0
+            seen = quantiles([error for error in errors if math.isfinite(error)])
+            promised, bound = (promise.quantiles, promise.bound) if promise is not None else ((), None)
+            yield LayerHealth(self.layer, ROLES[role], len(errors), beyond, seen, promised, bound)

@@ -1,9 +1,19 @@
-"""Memory that lasts from one forward pass to the next: allocate it for any mode, and count it, as allocated."""
+"""Memory that lasts from one forward pass to the next: allocate it for any mode, count it as allocated, and list it for
+a kernel: a layer's index on the device.
+
+What a decode step changes on the device depends on block tables, counts, and a window that stays in its place, not on
+what the host counts, so that the step can be recorded as a graph. The host sends its changes when it next publishes
+(`attention/fused.py`), and waits for nothing then.
+"""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from kvq_runtime.codec.kernel_order import KernelOrder
+
+SLACK = 64  # tokens that one step may add where the window is
 
 # of a function that allocates what is written into later: tensors made in inference mode could not be, outside it
 lasting = torch.inference_mode(False)
@@ -13,3 +23,61 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of their storages; tensors that share one count once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+class DeviceIndex:
+    """The kernel's index of one layer.
+
+    counts       int32 [4]: blocks, the window's first place in its buffer, its tokens, and what `ops.window.append`
+                 counts with; a row of a tensor of all layers
+    tables       of keys and of values, the addresses of their slabs: see kernels/attend/block_table.py
+    sinks_2BSC   a copy of the exact first tokens, keys and values
+    window_2BTC  where sinks and window are, but for a prompt that has no room there; None before they first are
+    orders       how the codes of keys and of values lie in slabs, for its kernel; None: as they are encoded
+    stale        whether the device does not know yet how many blocks and tokens there are, and where
+    sinks_stale  whether it has other sinks
+    """
+
+    @lasting
+    def __init__(
+        self,
+        counts: Tensor,
+        columns: tuple[int, int],
+        slabs: int,
+        sinks_2BSC: Tensor,
+        orders: tuple[KernelOrder | None, KernelOrder | None] = (None, None),
+    ):
+        self.orders = orders
+        self.counts = counts
+        self.columns = columns
+        self.make_tables(slabs)
+        self.sinks_2BSC = sinks_2BSC.clone()
+        self.window_2BTC: Tensor | None = None
+        self.stale = self.sinks_stale = True
+
+    @lasting
+    def make_tables(self, slabs: int) -> None:
+        """Make room for the addresses of `slabs` slabs."""
+        device = self.counts.device
+        self.tables = [torch.zeros(slabs, columns, dtype=torch.int64, device=device) for columns in self.columns]
+        self.forget_slabs()
+
+    def forget_slabs(self) -> None:
+        """Slabs are elsewhere: list them all anew."""
+        self.listed: list[list[tuple[int, int]]] = [[], []]
+        self.stale = True
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return the stored tensors, without window and counts."""
+        return [*self.tables, self.sinks_2BSC]
+
+
+def send(rows: Tensor, place: Tensor) -> None:
+    """Copy rows from the host to the same rows on a device, without waiting for it."""
+    place.copy_(rows.pin_memory() if place.is_cuda else rows, non_blocking=True)
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, likewise; on the host itself."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -1,30 +1,70 @@
-"""Attend to pages, requests of like length together, run by run of pages: torch, for any device.
+"""Attend to pages: with the decode kernel what it takes; the rest by torch, for any device, run by run of pages.
 
-What the decode kernel reads, it answers first (`fused.py`); the rest is for here.
+The kernel takes requests with equally many queries in one launch, whatever their lengths, if the queries of each stand
+in one page, whose tokens, exact, are what the window is to a cache, and are few. What is made for a step, all layers
+use: one copy to the device, which nothing waits for.
 
-Requests with equally many queries, one each when decoding, go together in a group, as long as its tokens are at most
-`TOKENS`; a longer one goes alone. Pages are read in runs of at most `TOKENS` tokens of the whole group, and runs are
-merged as in an online softmax, by their largest score: no longer history is ever decoded whole.
+By torch, requests with equally many queries, one each when decoding, go together in a group, as long as its tokens are
+at most `TOKENS`; a longer one goes alone. Pages are read in runs of at most `TOKENS` tokens of the whole group, and
+runs are merged as in an online softmax, by their largest score: no longer history is ever decoded whole.
 
-Where pages are encoded whole (`tails.py`) a query reads the pages before its own, and its own exact.
+Where pages are encoded whole (`exact.py`) a query reads the pages before its own, and its own exact.
 
-R requests of a group · Y = R · H · M = G · queries of a request, G query heads per KV head.
+R requests of a group · Y = R · H · M = G · queries of a request, G query heads per KV head · N tokens of a page.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.vllm import fused
-from kvq_runtime.vllm.batch import Batch
-from kvq_runtime.vllm.block_layer import BlockLayer
-from kvq_runtime.vllm.layer import PagedLayer, Run
-from kvq_runtime.vllm.own_page import OwnPages
-from kvq_runtime.vllm.tails import Step
+from kvq_runtime.geometry import Role
+from kvq_runtime.store.storage import sent
+from kvq_runtime.vllm.exact import Step
+from kvq_runtime.vllm.layer import BlockLayer, PagedLayer, Run
 
 TOKENS = 1 << 13  # decoded at once, of one layer
 SCORES = 1 << 24  # held at once
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of a step.
+
+    starts   row of the first query of each, in the step's tokens
+    counts   queries of each
+    lengths  tokens of each in the cache, its queries among them, the newest
+    table    physical page of each of its pages, int [requests, pages]; what lies beyond a length is anything
+    entries  where its first tokens are kept exact, int64 [requests], -1: nowhere; None: nowhere for all
+    tails    of pages that are encoded whole, what the step does with them; None: every token is encoded at once
+    groups   by number of queries, what a layer has made of requests for the kernel, for all layers
+    """
+
+    starts: Sequence[int]
+    counts: Sequence[int]
+    lengths: Sequence[int]
+    table: Tensor
+    entries: Tensor | None = None
+    tails: Step | None = None
+    groups: dict[int, "Group"] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests with equally many queries, for the kernel.
+
+    rows       of their queries in the step's tokens
+    table      int [B, pages]
+    lengths    int32 [B, 4], see `PageReader.attend`
+    owns       their own pages, where not all of these are in the pool of tails; None: they are
+    """
+
+    rows: slice | Tensor
+    table: Tensor
+    lengths: Tensor
+    owns: list[int] | None
 
 
 class _Sums:
@@ -49,7 +89,7 @@ def attend(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scal
     """Write the attention of queries [T, query heads, D] into `out`, of the same shape: causal, over all tokens."""
     left = range(len(batch.counts))
     if isinstance(layer, BlockLayer):
-        left = fused.attend(layer, batch, q_THD, out_THD, scale)
+        left = attend_packed(layer, batch, q_THD, out_THD, scale)
     for group in _groups(batch, left, layer.page.tokens):
         _attend(layer, batch, group, q_THD, out_THD, scale)
 
@@ -121,14 +161,30 @@ def _add_first(
 
 
 def _add_own(layer: PagedLayer, tails: Step, group: list[int], sums: _Sums, q_YMD: Tensor, latest_RQ: Tensor) -> None:
-    """Add the tokens of each query's own page, up to the query's."""
+    """Add the tokens of each query's own page, which are read exact, up to the query's."""
     assert isinstance(layer, BlockLayer), "tails of a layer whose tokens are encoded one by one"
-    own = OwnPages(layer, tails, group, latest_RQ.shape[1])
-    s_YMN = own.scores(q_YMD)
-    places_N = torch.arange(layer.page.tokens, device=q_YMD.device)
-    hidden_RQN = places_N > (latest_RQ % layer.page.tokens)[..., None]
-    _hide(s_YMN, hidden_RQN, layer.geometry.kv_heads, s_YMN.shape[1] // latest_RQ.shape[1])
-    sums.add(s_YMN, own.mix)
+    heads, tokens, (rows, count) = layer.geometry.kv_heads, layer.page.tokens, latest_RQ.shape
+    pieces: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for row, request in enumerate(group):
+        for start, stop, own in tails.pieces[request]:
+            pieces[start, stop].append((row, own))
+
+    def product(role: Role, given_YMX: Tensor, width: int) -> Tensor:
+        """Rows of queries, times those of their page's tokens: [Y, M, width]."""
+        out = given_YMX.new_empty(*given_YMX.shape[:2], width)
+        out_RHGQX, given_RHGQX = (x.view(rows, heads, -1, count, x.shape[-1]) for x in (out, given_YMX.contiguous()))
+        for (start, stop), owned in pieces.items():
+            chosen, owns = (list(x) for x in zip(*owned, strict=True))
+            x_YND = layer.own(role, owns)
+            part = given_RHGQX[chosen, :, :, start:stop]
+            found = torch.bmm(part.flatten(0, 1).flatten(1, 2), x_YND.mT if role == "key" else x_YND)
+            out_RHGQX[chosen, :, :, start:stop] = found.view(*part.shape[:4], -1)
+        return out
+
+    s_YMN = product("key", q_YMD, tokens)
+    hidden_RQN = torch.arange(tokens, device=q_YMD.device) > (latest_RQ % tokens)[..., None]
+    _hide(s_YMN, hidden_RQN, heads, s_YMN.shape[1] // count)
+    sums.add(s_YMN, lambda p_YMN: product("value", p_YMN, layer.geometry.head_size))
 
 
 def _hide(s_YMT: Tensor, hidden_RQT: Tensor, heads: int, shared: int) -> None:
@@ -136,3 +192,55 @@ def _hide(s_YMT: Tensor, hidden_RQT: Tensor, heads: int, shared: int) -> None:
     rows, count, _ = hidden_RQT.shape
     s_RHGQT = s_YMT.unflatten(1, (shared, count)).unflatten(0, (rows, heads))
     s_RHGQT.masked_fill_(hidden_RQT[:, None, None], -torch.inf)
+
+
+def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> list[int]:
+    """Write what the kernel answers of `attend` into `out`; the requests that are left."""
+    reader, tails = layer.reader, batch.tails
+    left = [i for i, count in enumerate(batch.counts) if count]
+    if reader is None or tails is None:
+        return left
+    alike: dict[int, list[int]] = {}
+    for i in left:
+        if len(tails.pieces[i]) == 1:
+            alike.setdefault(batch.counts[i], []).append(i)
+    answered = set[int]()
+    for count, requests in alike.items():
+        if not reader.takes(q_THD, len(requests), count):
+            continue
+        if count not in batch.groups:
+            batch.groups[count] = _group(layer, batch, requests, count, q_THD.device)
+        group = batch.groups[count]
+        q_BHTD = q_THD[group.rows].unflatten(0, (-1, count)).transpose(1, 2)
+        windows = layer.windows if group.owns is None else layer.own_pages(group.owns)
+        o_BHTD = reader.attend(q_BHTD, group.table, group.lengths, windows, layer.first_tokens, scale)
+        out_THD[group.rows] = o_BHTD.transpose(1, 2).flatten(0, 1)
+        answered.update(requests)
+    return [i for i in left if i not in answered]
+
+
+def _group(layer: BlockLayer, batch: Batch, requests: list[int], count: int, device: torch.device) -> Group:
+    tails, page = batch.tails, layer.page.tokens
+    assert tails is not None
+    owns = [tails.pieces[i][0].own for i in requests]
+    entries = [tails.entries[own] for own in owns]
+    pooled = min(entries) >= 0
+    windows = entries if pooled else range(len(requests))
+    lengths_B4 = torch.tensor([
+        [(batch.lengths[i] - 1) // page, window, (batch.lengths[i] - 1) % page + 1, -1]
+        for i, window in zip(requests, windows, strict=True)
+    ], dtype=torch.int32)  # fmt: skip
+    lengths_B4 = sent(lengths_B4, device)
+    first, last = requests[0], requests[-1]
+    chosen = slice(first, last + 1) if last - first + 1 == len(requests) else sent(torch.tensor(requests), device)
+    if batch.entries is not None:
+        lengths_B4[:, 3] = batch.entries[chosen]
+    starts = [batch.starts[i] for i in requests]
+    return Group(_rows(starts, count, device), batch.table[chosen], lengths_B4, None if pooled else owns)
+
+
+def _rows(starts: Sequence[int], count: int, device: torch.device) -> slice | Tensor:
+    """The rows of `count` queries from each start on: a slice, where they are side by side."""
+    if all(start == starts[0] + i * count for i, start in enumerate(starts)):
+        return slice(starts[0], starts[0] + len(starts) * count)
+    return sent((torch.tensor(starts)[:, None] + torch.arange(count)).flatten(), device)

@@ -34,12 +34,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 
 from kvq_runtime.geometry import Role
 from kvq_runtime.vllm import attend, engine
-from kvq_runtime.vllm.batch import Batch
-from kvq_runtime.vllm.block_layer import BlockLayer
+from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.engine import Served
-from kvq_runtime.vllm.first_tokens import Arrived, FirstTokens
-from kvq_runtime.vllm.layer import PagedLayer
-from kvq_runtime.vllm.tails import Tails
+from kvq_runtime.vllm.exact import Arrived, FirstTokens, Tails
+from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
 
 # vLLM's own attention of this platform, whatever is registered: it serves the layers that kvq leaves alone
 _KIND = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.TRITON_ATTN

@@ -3,8 +3,7 @@
 vLLM's own cache stays as it is, in 16 bits; what has left it, or was computed by another server or before a restart,
 comes from the folder. Every layer of a prefix is at hand here, with its positions, so that recipes which predict across
 layers or encode keys before RoPE are kept as all others. The parts: options (engines/kept.py), what is to be done
-(orders.py, in the scheduler's process), the doing of it (keeper.py, in each worker), and how a page is laid out
-(page_order.py).
+(orders.py, in the scheduler's process), and the doing of it (keeper.py, in each worker).
 
     --kv-transfer-config '{"kv_connector": "KVQConnector", "kv_connector_module_path": "kvq_runtime.vllm.connector",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -33,13 +32,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from kvq_runtime.engines import kept
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.prefix.shelf import parse_bytes
-from kvq_runtime.vllm import page_order, source
-from kvq_runtime.vllm.connector_stats import Metrics, Stats
+from kvq_runtime.vllm import keeper, served
+from kvq_runtime.vllm.engine import own_defaults
 from kvq_runtime.vllm.keeper import Keeper, Pages
 from kvq_runtime.vllm.orders import Orders, Planner
-from kvq_runtime.vllm.torch_defaults import own_defaults
 
 logger = init_logger("vllm.kvq")
 
@@ -118,13 +117,13 @@ class KVQConnector(KVConnectorBase_V1):
                 f"KVQConnector: vLLM has caches of {len(names)} layers ({', '.join(names[:3])}, ...), the model "
                 f"{len(store.format.held)}; models whose layers share caches, and draft models, are not kept"
             )
-        geometry, known, layers = store.format.geometry, {}, []
+        known, layers = {}, []
         for name in names:
             module, cache = modules[name], kv_caches[name]
             kind = type(module.impl), cache.shape, cache.stride(), cache.dtype
             if kind not in known:
-                known[kind] = _order_of(module, cache, geometry.kv_heads, geometry.head_size)
-            layers.append(Pages(cache, known[kind]))
+                known[kind] = _places(module, cache, store.format.geometry)
+            layers.append(Pages(cache, known[kind], self._page // cache.shape[2]))
         self._keeper = Keeper(store, layers, self._page, parse_bytes(self._settings.pending))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -187,13 +186,15 @@ def _served(config: VllmConfig) -> kept.Served:
     return kept.Served(text.to_dict(), model.model, model.revision, model.dtype, model.quantization, rotary)
 
 
-def _order_of(module: Any, cache: Tensor, heads: int, size: int) -> page_order.PageOrder:
+def _places(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:
+    """Where a layer's attention puts the elements of a page."""
+
     def write(k_THD: Tensor, v_THD: Tensor, cache_BHNC: Tensor, slots_T: Tensor) -> None:
         module.impl.do_kv_cache_update(module, k_THD, v_THD, cache_BHNC, slots_T)
 
     try:
         with torch.inference_mode():
-            return page_order.asked(cache, heads, size, write)
+            return keeper.asked(cache, geometry.kv_heads, geometry.head_size, write)
     except (ValueError, AttributeError) as error:
         raise ValueError(
             f"KVQConnector cannot read the cache of {type(module.impl).__name__}: {error}; "
@@ -206,8 +207,8 @@ def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:
     parallel, transfer, speculative = config.parallel_config, config.kv_transfer_config, config.speculative_config
     assert transfer is not None
     why = None
-    if source.asked() is not None:
-        why = f"{source.VARIABLE} is set: vLLM's pages hold packed codes, not 16-bit rows; unset it"
+    if served.asked() is not None:
+        why = f"{served.VARIABLE} is set: vLLM's pages hold packed codes, not 16-bit rows; unset it"
     elif transfer.kv_load_failure_policy != "recompute":
         why = 'a damaged block has to be computed: add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
     elif transfer.kv_role != "kv_both":
@@ -226,3 +227,59 @@ def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:
 
 def _plain(spec: Any) -> bool:
     return type(spec) is FullAttentionSpec and spec.sliding_window is None
+
+
+COUNTS = {
+    "lookups": "requests that were looked up among kept prefixes",
+    "hits": "requests of which a prefix was found",
+    "loads": "loads of prefixes, summed over workers",
+    "loads_failed": "loads that ended early, whose rest was computed",
+    "tokens_loaded": "tokens decoded into pages, summed over workers",
+    "bytes_loaded": "bytes of encoded blocks that were read",
+    "tokens_kept": "tokens whose blocks were encoded and written, summed over workers",
+    "bytes_kept": "bytes of encoded blocks that were written",
+    "blocks_beyond": "blocks of keys or values kept exact, as their error is beyond what calibration promised",
+    "tokens_dropped": "tokens not kept because too much waited to be encoded",
+    "blocks_damaged": "blocks that failed a check, and were removed",
+    "blocks_unreadable": "blocks that could not be read",
+    "blocks_refused": "blocks that could not be encoded or written",
+    "seconds_loading": "seconds in which workers decoded",
+    "seconds_keeping": "seconds in which workers encoded and wrote",
+}
+
+
+@dataclass
+class Stats(KVConnectorStats):
+    """Counts since the last report: {name: number}."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "Stats":
+        names = {*self.data, *other.data}
+        self.data = {name: self.data.get(name, 0) + other.data.get(name, 0) for name in names}
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {f"kvq {name}": round(self.data[name], 3) for name in COUNTS if self.data.get(name)}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class Metrics(KVConnectorPromMetrics):
+    """A Prometheus counter for each count: kvq_prefix_hits_total and so on."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        made = {name: self._counter_cls(f"kvq_prefix_{name}", text, labelnames=labelnames)
+                for name, text in COUNTS.items()}  # fmt: skip
+        self._counters = {
+            engine: {name: counter.labels(*values) for name, counter in made.items()}
+            for engine, values in per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, count in transfer_stats_data.items():
+            if name in COUNTS and count:
+                self._counters[engine_idx][name].inc(count)

@@ -1,6 +1,7 @@
 """Load what a worker serves, once for all layers of an engine, and refuse an engine that it cannot be served in."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +11,15 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from kvq_runtime.codec import shared
-from kvq_runtime.engines import heads, nearest
+from kvq_runtime.engines import heads
+from kvq_runtime.engines.source import bits
 from kvq_runtime.geometry import Geometry, attending
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.vllm import page_reader, served, source
-from kvq_runtime.vllm.block_layer import BlockLayer
-from kvq_runtime.vllm.layer import PagedLayer
-from kvq_runtime.vllm.page import page_of
-from kvq_runtime.vllm.page_reader import PageReader, Shared
-from kvq_runtime.vllm.torch_defaults import own_defaults
+from kvq_runtime.vllm import page, served
+from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
+from kvq_runtime.vllm.page import PageReader, Shared
 
 logger = init_logger("vllm.kvq")  # below vllm's own, so that its level and form hold
 
@@ -47,45 +46,44 @@ class Served:
         """A layer's pages, by its number in the model."""
         index = list(self.attending).index(index)
         recipe, reader = self.recipe, None
-        if self.kernel is not None and page_reader.refusal(recipe, self.geometry, self.rotary, index) is None:
+        if self.kernel is not None and page.refusal(recipe, self.geometry, self.rotary, index) is None:
             reader = PageReader(self.kernel, index)
-        page = page_of(recipe, index, self.geometry, self.dtype, reader.orders if reader else {})
+        laid_out = page.page_of(recipe, index, self.geometry, self.dtype, reader.orders if reader else None)
         exact = all(scheme.quantize.keeps_dtype for scheme in recipe.at(index))
-        given = self.codecs[index], page, self.geometry, self.rotary, 0 if exact else recipe.window.sinks
+        given = self.codecs[index], laid_out, self.geometry, self.rotary, 0 if exact else recipe.window.sinks
         return BlockLayer(*given, reader) if self.by_block else PagedLayer(*given)
 
 
 def served_by(config: VllmConfig, rank: int) -> Served:
-    """Load and check what KVQ_CACHE names for the model of this configuration. Raises what `source` raises."""
-    reference = source.asked()
+    """Load and check what KVQ_CACHE names for the model of this configuration. Raises what `served` raises."""
+    reference = served.asked()
     assert reference is not None, "kvq's attention without KVQ_CACHE"
-    found, model = source.load(reference), config.model_config
+    found, model, moved = served.load(reference), config.model_config, config.kv_transfer_config is not None
     _check(config)
     settings = model.hf_text_config.to_dict()
-    whole = source.check_model(found, settings, model.model, model.revision)
+    whole = served.check_model(found, settings, model.model, model.revision)
     by_block = served.by_block(found.recipe, whole)
     try:
         recipe = served.paged(found.recipe, whole, config.cache_config.block_size)
+        if by_block and model.is_hybrid:
+            raise ValueError(
+                f"{recipe.name} encodes whole pages, which this model's layers of other kinds would share; take a "
+                "recipe that encodes token by token"
+            )
+        if by_block and moved:
+            raise ValueError(
+                f"a KV connector moves pages alone, and the newest tokens of {recipe.name}, whose codes belong to "
+                "whole blocks, are beside them; drop --kv-transfer-config, or take another recipe"
+            )
     except ValueError as error:
-        raise ValueError(f"{source.VARIABLE}={reference}: {error}") from None
-    if by_block and model.is_hybrid:
-        raise ValueError(
-            f"{source.VARIABLE}={reference}: {recipe.name} encodes whole pages, which this model's layers of other "
-            "kinds would share; take a recipe that encodes token by token"
-        )
-    if by_block and config.kv_transfer_config is not None:
-        raise ValueError(
-            f"{source.VARIABLE}={reference}: a KV connector moves pages alone, and the newest tokens of {recipe.name}, "
-            "whose codes belong to whole blocks, are beside them; drop --kv-transfer-config, or take another recipe"
-        )
-    if config.kv_transfer_config is not None and recipe.window.sinks:
+        raise ValueError(f"{served.VARIABLE}={reference}: {error}") from None
+    if moved and recipe.window.sinks:
         logger.warning("kvq: first tokens are encoded like all others, as a KV connector moves pages alone")
         recipe = recipe.with_exact(sinks=0)
     share = heads.share_of(whole, rank, config.parallel_config.tensor_parallel_size)
     geometry, tensors = heads.narrowed(recipe, whole, found.tensors, share)
     rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
-    codecs = shared.build(recipe, geometry, tensors)
-    kept = nearest.bits(recipe, geometry)
+    codecs, kept = shared.build(recipe, geometry, tensors), bits(recipe, geometry)
     logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, kept, recipe.window.sinks)
     kernel = None if current_platform.is_cpu() else _kernel(config, recipe, geometry, rotary, by_block)
     by_block = by_block or kernel is not None
@@ -99,7 +97,7 @@ def _kernel(
     model = config.model_config
     plain = not model.is_hybrid and config.kv_transfer_config is None and model.get_sliding_window() is None
     if by_block or plain:
-        reason = page_reader.refusal_of_all(recipe, geometry, rotary)
+        reason = page.refusal_of_all(recipe, geometry, rotary)
     else:
         reason = "it reads whole pages, not for KV connectors, nor for models with sliding windows or other layers"
     if reason is not None:
@@ -136,3 +134,15 @@ def of(config: VllmConfig) -> Served:
             made = served_by(config, parallel.rank % parallel.tensor_parallel_size)
         _served[:] = [(config, made)]
     return _served[0][1]
+
+
+@contextmanager
+def own_defaults() -> Iterator[None]:
+    """Make tensors in float32 on the CPU: vLLM builds a model with the model's dtype and device as defaults."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)

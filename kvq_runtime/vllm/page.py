@@ -4,24 +4,31 @@
 
 A field of a page is a tensor [N, ...] in its own dtype, as a codec gives and takes it: nothing is moved, byte by byte,
 between a page and a codec. So a page costs the bytes of `fields`, which are the bits that the recipe states. Where the
-decode kernel reads pages, a field lies in its order (codec/kernel_order.py), in as many bytes.
+decode kernel reads pages (`PageReader`), a field lies in its order (codec/kernel_order.py), in as many bytes. The
+kernels, and with them triton, are imported when a layer is made that they read: see ops/dispatch.py.
 
 B = pages of the cache · N = tokens of a page.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvq_runtime.attention import fused
+from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.kernel_order import KernelOrder
 from kvq_runtime.geometry import ROLES, Geometry, Role
+from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.stages.stage import Specs
+from kvq_runtime.store.storage import lasting
 
 Fields = dict[str, Tensor]
+ALIGNED = 16  # tokens of a page, of which its fields begin at multiples of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,7 @@ class Page:
     tokens: int
     per_token: int
     fields: tuple[Field, ...]
-    orders: Mapping[Role, KernelOrder | None] = field(default_factory=dict)
-
-    @property
-    def used(self) -> int:
-        """Bytes of a page that hold something."""
-        return sum(one.bytes for one in self.fields)
+    orders: Mapping[Role, KernelOrder | None]
 
     def views(self, raw_BX: Tensor) -> dict[Role, Fields]:
         """The fields of all pages, [B, ...] each, in the memory of `raw`, uint8 [B, bytes of a page]."""
@@ -79,28 +81,112 @@ class Page:
         return fields_RP if order is None else order.collected(fields_RP)
 
 
-_NO_ORDERS: Mapping[Role, KernelOrder | None] = {}
-
-
 def page_of(
     recipe: Recipe,
     layer: int,
     geometry: Geometry,
     dtype: torch.dtype,
-    orders: Mapping[Role, KernelOrder | None] = _NO_ORDERS,
+    orders: Mapping[Role, KernelOrder | None] | None = None,
 ) -> Page:
     """The layout of a layer's pages of `recipe.window.block` tokens; `dtype` is the model's, `orders` as in Page."""
-    tokens = recipe.window.block
-    stored: dict[Role, Specs] = {}
+    tokens, orders = recipe.window.block, orders or {}
+    listed: list[Field] = []
     for role in ROLES:
         encoded, order = recipe.scheme(layer, role).fields(tokens, geometry, dtype), orders.get(role)
-        stored[role] = encoded if order is None else order.specs(encoded)
-    listed: list[tuple[Role, str, tuple[int, ...], torch.dtype]] = [
-        (role, name, shape, kind) for role in ROLES for name, (shape, kind) in stored[role].items()
-    ]
+        stored = encoded if order is None else order.specs(encoded)
+        listed.extend(Field(role, name, 0, tuple(shape), kind) for name, (shape, kind) in stored.items())
     fields, start = [], 0
-    for role, name, shape, kind in sorted(listed, key=lambda each: -each[3].itemsize):  # wide ones first: all aligned
-        fields.append(Field(role, name, start, tuple(shape), kind))
-        start += fields[-1].bytes
+    for one in sorted(listed, key=lambda one: -one.dtype.itemsize):  # wide ones first: all aligned
+        fields.append(replace(one, start=start))
+        start += one.bytes
     word = dtype.itemsize
     return Page(tokens, -(-start // (tokens * word)) * word, tuple(fields), orders)
+
+
+def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: int = 0) -> str | None:
+    """Return why the kernel does not read this layer's pages, of `recipe.window.block` tokens; None: it does."""
+    if recipe.window.block % ALIGNED:
+        return f"pages of {recipe.window.block} tokens; the kernel reads multiples of {ALIGNED}"
+    if rotary is not None and 2 * len(rotary.frequencies_K) != geometry.head_size:
+        return "RoPE rotates a part of a head, and the kernel rotates whole ones"
+    return fused.refusal(recipe, geometry, layer)
+
+
+def refusal_of_all(recipe: Recipe, geometry: Geometry, rotary: Rotary | None) -> str | None:
+    """Return the first layer's reason why the kernel reads no layer's pages; None: it reads some, or all."""
+    unlike = {recipe.at(layer): layer for layer in reversed(range(geometry.layers))}
+    reasons = [refusal(recipe, geometry, rotary, layer) for layer in sorted(unlike.values())]
+    return None if None in reasons else reasons[0]
+
+
+class Shared:
+    """State that the layers of an engine share: RoPE's tables, and the number of parts that pages are cut into."""
+
+    def __init__(self, recipe: Recipe, geometry: Geometry, rotary: Rotary | None):
+        self.recipe, self.geometry, self.rotary = recipe, geometry, rotary
+        self.splits: dict[tuple, int] = {}
+        self._rope: Any = None
+
+    @lasting
+    def rope(self, rows: int, pages: int, device: torch.device) -> Any:
+        """Tables for `rows` rows of `pages` pages, or more; None: the recipe needs none."""
+        if self.rotary is None:
+            return None
+        have = self._rope
+        if have is None or len(have.leads_B2K) < rows or len(have.bases_N2K) < pages:
+            room = max(rows, 0 if have is None else 2 * len(have.leads_B2K))
+            starts_B = torch.zeros(room, dtype=torch.int32, device=device)
+            frequencies_K = self.rotary.frequencies_K.to(device)
+            block, position = self.recipe.window.block, self.recipe.position
+            tables = fused.kernels().RopeTables
+            self._rope = tables.of(frequencies_K, self.rotary.scaling, block, pages, starts_B, position)
+        return self._rope
+
+
+class PageReader:
+    """The kernel's reader of one layer's pages.
+
+    orders   how their codes lie in them
+    """
+
+    def __init__(self, shared: Shared, layer: int):
+        self.shared, self._encoded = shared, list[Any]()
+        found = fused.layouts(shared.recipe, shared.geometry, layer)
+        self.orders: dict[Role, KernelOrder | None] = dict(zip(ROLES, (one.order for one in found), strict=True))
+
+    def bind(self, codecs: Mapping[Role, Codec], views: Mapping[Role, Fields]) -> None:
+        """Read these pages, of codecs on the same device. ValueError: they are not where the kernel can read them."""
+        self._encoded = []
+        for role, codec in codecs.items():
+            device = next(iter(views[role].values())).device
+            one, nobody = fused.reader(codec, self.shared.recipe.position, device), torch.zeros(1, 1, device=device)
+            pages = fused.kernels().Pages.of(views[role], one.layout.names, nobody)
+            self._encoded.append(replace(one, addresses=pages))
+
+    def takes(self, q_THD: Tensor, requests: int, count: int) -> bool:
+        """True if the kernel takes `count` queries of each of `requests` requests."""
+        heads = self.shared.geometry.kv_heads
+        ratio = q_THD.shape[1] // heads
+        return dispatch.runs_kernel(q_THD) and fused.kernels().takes(requests * heads, ratio, count)
+
+    def attend(
+        self, q_BHTD: Tensor, table: Tensor, lengths_B4: Tensor, windows: tuple[Tensor, Tensor],
+        sinks: tuple[Tensor, Tensor], scale: float,
+    ) -> Tensor:  # fmt: skip
+        """Return the attention of queries, the newest of their windows: [B, Hq, Tq, D].
+
+        table        int [B, pages]
+        lengths_B4   int32, contiguous: encoded pages, row of the windows, tokens there, row of the sinks or -1
+        windows      of keys and of values, [E, N, C];   sinks   likewise, [E, S, C]
+        """
+        host = fused.kernels()
+        keys, values = (
+            replace(one, addresses=one.addresses._replace(table=table, width=table.stride(0))) for one in self._encoded
+        )
+        exact = host.Exact(*windows, *sinks)
+        rope = self.shared.rope(len(q_BHTD), table.shape[1], q_BHTD.device)
+        given = (q_BHTD, keys, values, exact, lengths_B4, None)
+        kind = (keys.layout.settings, values.layout.settings, len(q_BHTD), q_BHTD.shape[2], table.shape[1])
+        if kind not in self.shared.splits:
+            self.shared.splits[kind] = host.choose_splits(*given, table.shape[1], rope)
+        return host.attend(*given, scale, self.shared.splits[kind], rope)[0]

@@ -9,18 +9,18 @@ import multiprocessing
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from kvq_runtime.vllm import source
+from kvq_runtime.vllm import served
 
 BACKEND = "kvq_runtime.vllm.backend.KVQBackend"
 
 
 def register() -> None:
     """Make kvq's attention the backend CUSTOM and, on a CPU, where vLLM takes no choice of backend, its only one."""
-    reference = source.asked()
+    reference = served.asked()
     if reference is None:
         return
     if multiprocessing.parent_process() is None:
-        source.load(reference)
+        served.load(reference)
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

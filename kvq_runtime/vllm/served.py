@@ -1,18 +1,26 @@
-"""Decide whether vLLM can serve a recipe from its pages; else the reason, and the nearest recipe that it can.
+"""Find what the variable KVQ_CACHE names, and decide whether vLLM can serve it from its pages; else the reason.
 
 vLLM owns the pages: it may begin one anywhere in a prompt, share it between requests and hand it on. So a recipe is
 served if what a page stores can be computed from that page's keys and values, and read back, alone: token by token or,
 where codes belong to a whole block, when the page is full.
 """
 
+import os
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 
-from kvq_runtime.engines import nearest
-from kvq_runtime.engines.nearest import Engine
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.engines import source
+from kvq_runtime.engines.source import Engine, Source
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import Recipe, Scheme
+
+VARIABLE = "KVQ_CACHE"
+TYPICAL = MODELS["qwen2.5-7b"]  # asked before the model is known; it is asked again for the model itself
 
 
 def refusal(recipe: Recipe, geometry: Geometry) -> str | None:
@@ -42,7 +50,7 @@ VLLM = Engine("vLLM cannot serve", "serve", refusal)
 
 def check(recipe: Recipe, geometry: Geometry) -> None:
     """Raise ValueError, a sentence that names the nearest recipe that can be served, unless this one can."""
-    nearest.check(VLLM, recipe, geometry)
+    source.check(VLLM, recipe, geometry)
 
 
 def paged(recipe: Recipe, geometry: Geometry, tokens: int) -> Recipe:
@@ -53,3 +61,36 @@ def paged(recipe: Recipe, geometry: Geometry, tokens: int) -> Recipe:
             f"{recipe.name} encodes blocks of {block} tokens, and a page has {tokens}: --block-size {block}"
         )
     return replace(recipe, window=replace(recipe.window, block=tokens))
+
+
+def asked() -> str | None:
+    """Return the value of the variable; None if it is not set or empty, and vLLM is unchanged."""
+    return os.environ.get(VARIABLE) or None
+
+
+@lru_cache(maxsize=4)
+def load(reference: str) -> Source:
+    """Load it, once a process. Raises what `load_artifact` does, and ValueError, with the variable's name."""
+    try:
+        found = source.read(reference)
+        check(found.recipe, TYPICAL if found.artifact is None else found.artifact.fingerprint.geometry)
+    except (ValueError, OSError, RuntimeError) as error:
+        error.args = (f"{VARIABLE}={reference}: {error}",)
+        raise
+    return found
+
+
+def check_model(found: Source, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
+    """The shape of the served model. Raises ValueError or ArtifactError unless the recipe and the artifact are for it.
+
+    config     of the model's decoder, as in config.json
+    model      its folder or its id on a Hub, whose files vLLM has fetched: their projections are compared, where found
+    """
+    try:
+        geometry = source.match(found, config, model, revision)
+        check(found.recipe, geometry)
+    except ArtifactError as error:
+        raise ArtifactError(f"{VARIABLE}={found.reference}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}={found.reference}: {error}") from None
+    return geometry

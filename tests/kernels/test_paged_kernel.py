@@ -17,9 +17,9 @@ from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend.block_table import Pages
 from kvq_runtime.ops import dispatch, rope
 from kvq_runtime.recipe import preset
-from kvq_runtime.vllm import attend, fused, page_reader
-from kvq_runtime.vllm.batch import Batch
-from kvq_runtime.vllm.block_layer import BlockLayer
+from kvq_runtime.vllm import attend, page
+from kvq_runtime.vllm.attend import Batch
+from kvq_runtime.vllm.layer import BlockLayer
 from kvq_runtime.vllm.page import page_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pages and interpreter of these tests are on the CPU")
@@ -70,7 +70,7 @@ def agree(server: PagedServer, batch: Batch, ratio: int = RATIO, most: float = 0
     q = queries_of(sum(batch.counts), server.size, ratio).to(server.dtype)
     found, wanted = (torch.full_like(q, torch.nan) for _ in range(2))
     with dispatch.forced(True):
-        left = fused.attend(server.layer, batch, q, found, SCALE)
+        left = attend.attend_packed(server.layer, batch, q, found, SCALE)
     with dispatch.forced(False):
         attend.attend(server.layer, batch, q, wanted, SCALE)
     for request, (start, count) in enumerate(zip(batch.starts, batch.counts, strict=True)):
@@ -113,7 +113,7 @@ def test_as_near_to_float64_as_over_slabs(name):
     found, layer = torch.empty_like(q), server.layer
     assert isinstance(layer, BlockLayer)
     with dispatch.forced(True):
-        assert fused.attend(layer, batch, q, found, SCALE) == []
+        assert attend.attend_packed(layer, batch, q, found, SCALE) == []
     whole = []
     for index, role in enumerate(ROLES):
         scheme, views = server.recipe.scheme(0, role), layer.page.views(raw(server))[role]
@@ -230,7 +230,7 @@ def test_pages_are_read_once(name, traffic: Traffic):
     raw_BX = raw(server)
     shared = name.startswith("squat-pre")  # steps of keys before RoPE are loaded by every lane that multiplies by them
     own = [traffic.within(traffic.loads, [raw_BX[at]], shared) for at in server.tables[long][:3]]
-    assert own == [layer.page.used] * 3
+    assert own == [sum(one.bytes for one in layer.page.fields)] * 3
     assert traffic.within(traffic.loads, [raw_BX], shared) == sum(own)
     width = layer.tails_E2NC[0, :, 0].nbytes
     assert traffic.within(traffic.loads, [layer.tails_E2NC]) == (8 + 4) * width
@@ -240,9 +240,9 @@ def test_pages_cost_what_they_did():
     """In the kernel's order a page has the same fields at the same places, of other shapes."""
     for name in ("kivi-2bit", "squat-pre-2bit", "lloyd-3bit", "higgs-head-2bit", "polar-3bit"):
         recipe, size = preset(name), Geometry(1, 8, 128)
-        shared = page_reader.Shared(recipe, size, None)
+        shared = page.Shared(recipe, size, None)
         plain = page_of(recipe, 0, size, torch.bfloat16)
-        ordered = page_of(recipe, 0, size, torch.bfloat16, page_reader.PageReader(shared, 0).orders)
+        ordered = page_of(recipe, 0, size, torch.bfloat16, page.PageReader(shared, 0).orders)
         assert plain.per_token == ordered.per_token
         places = [[(one.role, one.name, one.start, one.bytes, one.dtype) for one in x.fields] for x in (plain, ordered)]
         assert places[0] == places[1]
@@ -251,14 +251,14 @@ def test_pages_cost_what_they_did():
 
 def test_what_the_kernel_does_not_read_is_said():
     recipe, size = preset("rtn-2bit"), Geometry(2, 2, 64)
-    assert page_reader.refusal(recipe, size, None) is None
+    assert page.refusal(recipe, size, None) is None
     odd = replace(recipe, window=replace(recipe.window, block=24))
-    assert "multiples of 16" in str(page_reader.refusal(odd, size, None))
+    assert "multiples of 16" in str(page.refusal(odd, size, None))
     server = server_of("squat-pre-2bit")
     part = replace(server.rotary, frequencies_K=server.rotary.frequencies_K[:16])
-    assert "part of a head" in str(page_reader.refusal(server.recipe, SIZE, part))
-    assert "no kernel for its keys" in str(page_reader.refusal_of_all(preset("higgs-2bit"), size, None))
-    assert page_reader.refusal_of_all(recipe, size, None) is None
+    assert "part of a head" in str(page.refusal(server.recipe, SIZE, part))
+    assert "no kernel for its keys" in str(page.refusal_of_all(preset("higgs-2bit"), size, None))
+    assert page.refusal_of_all(recipe, size, None) is None
 
 
 def test_pages_between_multiples_of_16_bytes_are_refused():

@@ -444,7 +444,7 @@ MUTANTS = [
         "step-beside",
         "sinks and frames are not taken off what files are to take",
         "kvq_calib/run/share.py",
-        " - rate.beside(recipe, geometry)",
+        " - block_file.beside(recipe, geometry)",
         "",
         ("calib/run/test_share.py",),
     ),

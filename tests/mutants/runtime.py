@@ -263,7 +263,7 @@ MUTANTS = [
     Mutant(
         "graph-logits",
         "the logits that generate gets are those of the next step after it",
-        "kvq_runtime/hf/recorded_step.py",
+        "kvq_runtime/hf/cuda_graphs.py",
         "self.recorded.replay().clone()",
         "self.recorded.replay()",
         ("hf/test_cuda_graphs.py",),
@@ -390,7 +390,7 @@ MUTANTS = [
     Mutant(
         "folder-room",
         "a process grants itself room that the budget does not have",
-        "kvq_runtime/prefix/folder.py",
+        "kvq_runtime/prefix/shelf.py",
         "max(needed, min(free, needed + self.budget // SLACK))",
         "needed + self.budget // SLACK",
         ("prefix/test_blocks.py",),

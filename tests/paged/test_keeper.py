@@ -13,8 +13,7 @@ from torch import Tensor
 from kvq_runtime.prefix import upkeep
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.vllm import keeper as module
-from kvq_runtime.vllm import page_order
-from kvq_runtime.vllm.keeper import Keeper, Pages
+from kvq_runtime.vllm.keeper import Keeper, Pages, asked
 from kvq_runtime.vllm.orders import Order
 
 PAGE, KERNEL = 8, 4  # tokens of an engine's page, and of a cache's
@@ -36,8 +35,9 @@ class Engine:
         self.store = PrefixBlocks(path, recipe, GEOMETRY, tensors, model="m", rotary=feeding.rotary())
         shape = (64, GEOMETRY.kv_heads, KERNEL, 2 * GEOMETRY.head_size)
         self.caches = [torch.full(shape, 9.0, dtype=torch.bfloat16) for _ in range(GEOMETRY.layers)]
-        order = page_order.asked(self.caches[0], GEOMETRY.kv_heads, GEOMETRY.head_size, put)
-        self.keeper = Keeper(self.store, [Pages(cache, order) for cache in self.caches], PAGE, pending)
+        places = asked(self.caches[0], GEOMETRY.kv_heads, GEOMETRY.head_size, put)
+        layers = [Pages(cache, places, PAGE // KERNEL) for cache in self.caches]
+        self.keeper = Keeper(self.store, layers, PAGE, pending)
         self.free = torch.randperm(31).add(1).tolist()
 
     def pages(self, tokens: int) -> tuple[int, ...]:

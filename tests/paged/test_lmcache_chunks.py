@@ -21,7 +21,7 @@ from kvq_runtime.engines.source import Source
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.lmcache import chunk as chunk_file
-from kvq_runtime.lmcache import layout, served, settings
+from kvq_runtime.lmcache import settings
 from kvq_runtime.lmcache.chunk import HEADER, ChunkCodec
 from kvq_runtime.lmcache.settings import Chunks, Settings
 from kvq_runtime.recipe import preset
@@ -44,7 +44,7 @@ def _tensors(name: str, size: Geometry, seed: int = 0) -> Mapping[str, Tensor]:
 
 def _codec(name: str, tokens: int = TOKENS, size: Geometry = SIZE, seed: int = 0, dtype=torch.bfloat16) -> ChunkCodec:
     recipe = recipe_text.read(name)
-    served.check(recipe, size)
+    settings.check(recipe, size)
     return ChunkCodec(recipe, size, _tensors(name, size, seed), tokens, dtype)
 
 
@@ -187,10 +187,10 @@ def test_what_is_not_finite_is_not_kept():
 )  # fmt: skip
 def test_what_needs_positions_is_refused_with_the_nearest_that_does_not(name: str, reason: str):
     with pytest.raises(ValueError, match=reason) as refused:
-        served.check(recipe := recipe_text.read(name), Geometry(28, 4, 128))
+        settings.check(recipe := recipe_text.read(name), Geometry(28, 4, 128))
     assert f"LMCache's chunks cannot be kept by {recipe.name}: " in str(refused.value)
     near = str(refused.value).partition("keep them by is ")[2].partition(",")[0]
-    served.check(preset(near), Geometry(28, 4, 128))
+    settings.check(preset(near), Geometry(28, 4, 128))
 
 
 def test_chunks_of_any_length_where_tokens_are_rounded_alone():
@@ -240,18 +240,18 @@ def test_fused_keys_and_values_are_the_same_bytes_as_those_apart():
         heads = part.unflatten(-1, (-1, 32))
         rows = torch.stack([torch.cat(list(heads[:, :, :, h]), -1) for h in range(heads.shape[3])], 2).flatten(2)
         for chunk in (rows, rows[None]):
-            assert torch.equal(layout.keys_and_values(chunk, 32), part)
+            assert torch.equal(chunk_file.keys_and_values(chunk, 32), part)
             codec = chunks.codec(tuple(chunk.shape), torch.float32, rank, ranks)
-            data = _kept(codec, layout.keys_and_values(chunk, 32))
+            data = _kept(codec, chunk_file.keys_and_values(chunk, 32))
             assert torch.equal(data, _kept(chunks.codec(tuple(part.shape), torch.float32, rank, ranks), part))
             out = torch.full_like(chunk, 7.0)
-            room = layout.room(out, 32)
+            room = chunk_file.room(out, 32)
             codec.decode(data, KEY, room)
             assert bool((out == 7.0).all()), "written before all of it was read"
-            layout.fill(out, room, 32)
+            chunk_file.fill(out, room, 32)
             wanted = torch.empty_like(part)
             codec.decode(data, KEY, wanted)
-            assert torch.equal(layout.keys_and_values(out, 32), wanted)
+            assert torch.equal(chunk_file.keys_and_values(out, 32), wanted)
 
 
 def test_chunks_that_an_artifact_says_nothing_of_are_refused():

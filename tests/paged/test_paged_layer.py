@@ -11,7 +11,7 @@ from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
 from kvq_runtime.vllm import attend, served
-from kvq_runtime.vllm.first_tokens import FirstTokens
+from kvq_runtime.vllm.exact import FirstTokens
 from kvq_runtime.vllm.page import page_of
 
 RECIPES = [
@@ -53,7 +53,7 @@ def test_bytes_of_a_page_are_the_bits_of_the_recipe():
         page = page_of(recipe, 0, size, torch.bfloat16)
         billed = sum(scheme.bits(128, size) for scheme in recipe.at(0)) * size.width / 8
         assert billed <= page.per_token < billed + 2
-        assert page.used == billed * 128
+        assert sum(one.bytes for one in page.fields) == billed * 128
 
 
 def test_a_first_page_keeps_its_entry_until_it_is_written_as_another():

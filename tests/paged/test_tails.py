@@ -5,8 +5,8 @@ import torch
 from paged_server import SIZE, PagedServer, queries_of
 
 from kvq_runtime.recipe import preset
-from kvq_runtime.vllm import attend, served, tails
-from kvq_runtime.vllm.tails import Kept, Place, Tails
+from kvq_runtime.vllm import attend, exact, served
+from kvq_runtime.vllm.exact import Tail, Tails
 
 RECIPES = [
     "kivi-2bit-r32", "gear-2bit+all.quantize.group=32+all.correct.rank=2+window.block=32", "gear-4bit+window.block=16",
@@ -60,7 +60,7 @@ def test_refused_drafts_leave_no_trace():
 
 def test_a_tail_that_was_settled_is_taken_up_again(monkeypatch):
     """A request that no step had for long, whose entry another one needs: its newest tokens become decoded ones."""
-    monkeypatch.setattr(tails, "IDLE", 2)
+    monkeypatch.setattr(exact, "IDLE", 2)
     server = PagedServer("kivi-4bit-g128+window.block=16+key.quantize.group=16")
     text, other, third = server.add(40), server.add(40), server.add(40)
     queries = {i: queries_of(40) for i in (text, other, third)}
@@ -70,8 +70,8 @@ def test_a_tail_that_was_settled_is_taken_up_again(monkeypatch):
     server.step({third: (0, 3)}, queries)
     assert server.tails is not None and server.tails.held == 2
     found = server.step({text: (30, 31)}, queries)[text]
-    exact = server.expected(text, queries[text])[30:31]
-    error = (found - exact).norm() / exact.norm()
+    expected = server.expected(text, queries[text])[30:31]
+    error = (found - expected).norm() / expected.norm()
     assert 1e-3 < error < 0.2, "decoded from 4 bits, and not lost"
 
 
@@ -80,17 +80,18 @@ def test_entries_are_those_of_requests_that_go_on():
     kept = Tails(16)
     made = kept.step([0, 40], [40, 16], [40, 16], [[7, 3, 9], [5]])
     assert made.entries == [-1, -1, 0, -1] and made.full == [(0, 7), (1, 3), (3, 5)]
-    assert made.kept == [Kept(0, slice(32, 40), slice(0, 8))]
+    assert made.kept == [(0, 32 + place, place) for place in range(8)]
     assert [[tuple(piece) for piece in each] for each in made.pieces] == [
         [(0, 16, 0), (16, 32, 1), (32, 40, 2)], [(0, 16, 3)],
     ]  # fmt: skip
     made = kept.step([0], [8], [48], [[7, 3, 9]])
-    assert made.entries == [0] and made.full == [(0, 9)] and not made.kept
+    assert made.entries == [0] and made.full == [(0, 9)]
+    assert made.kept == [(0, place, 8 + place) for place in range(8)]
     assert kept.step([0], [3], [3], [[11]]).entries == [0]
     assert kept.step([0], [2], [2], [[11]]).entries == [0] and kept.held == 1  # page 11 has another text
-    for _ in range(tails.IDLE + 1):
+    for _ in range(exact.IDLE + 1):
         made = kept.step([0], [1], [18], [[1, 2]]) if kept.held == 2 else kept.step([0], [2], [18], [[1, 2]])
-    assert kept.step([0], [1], [1], [[12]]).settled == [Place(0, 11, 0, 2)]
+    assert kept.step([0], [1], [1], [[12]]).settled == [Tail(0, 11, 0, 2)]
 
 
 def test_a_page_of_another_length_is_refused():

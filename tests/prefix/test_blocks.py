@@ -21,9 +21,8 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Window
-from kvq_runtime.prefix import block_file, chain, coder, folder, upkeep
-from kvq_runtime.prefix.folder import Folder
-from kvq_runtime.prefix.shelf import Memory, parse_bytes
+from kvq_runtime.prefix import block_file, chain, coder, upkeep
+from kvq_runtime.prefix.shelf import SLACK, Folder, Memory, all_blocks, parse_bytes
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import preset
 
@@ -496,8 +495,8 @@ def test_one_process_keeps_a_folder_within_its_budget(tmp_path):
     shelf, kept = Folder(tmp_path, {}, "0" * 64, 1600), []
     for number in range(60):
         shelf.put(f"{number:064x}", bytes(30))
-        kept.append(sum(one.size for one in folder.all_blocks(tmp_path)))
-    assert max(kept) <= 1600 and kept[-1] > 1600 - 1600 // folder.SLACK - 30
+        kept.append(sum(one.size for one in all_blocks(tmp_path)))
+    assert max(kept) <= 1600 and kept[-1] > 1600 - 1600 // SLACK - 30
 
 
 @pytest.mark.parametrize("text, size", [("20GB", 20 * 10**9), ("1.5 MiB", 3 << 19), (7, 7), ("512kb", 512000)])
@@ -540,7 +539,7 @@ def test_two_writers_of_one_prefix_and_a_reader(tmp_path):
         child.join(120)
     assert [child.exitcode for child in children] == [0, 0, 0]
     assert not [*upkeep.damaged(tmp_path)] and not [*tmp_path.rglob("*.tmp")]
-    assert sum(one.size for one in folder.all_blocks(tmp_path)) <= budget + 3 * budget // folder.SLACK
+    assert sum(one.size for one in all_blocks(tmp_path)) <= budget + 3 * budget // SLACK
 
 
 def test_threads_share_a_store_in_memory():

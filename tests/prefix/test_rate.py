@@ -4,16 +4,17 @@ import pytest
 import torch
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.prefix import block_file, rate
+from kvq_runtime.prefix import block_file
+from kvq_runtime.prefix.block_file import beside
 from kvq_runtime.recipe import preset
 
 
 def test_sinks_and_frames_beside_codes_by_hand():
     recipe, geometry = preset("rest-1bit"), Geometry(30, 3, 64)
     frame = 8 * block_file.frame(128) / (128 * 2 * 30 * 192)
-    assert rate.beside(recipe, geometry) == pytest.approx(4 * 16 / 1024 + frame)
-    assert rate.beside(recipe, geometry, 4096) == pytest.approx(4 * 16 / 4096 + frame)
-    assert rate.beside(recipe, geometry, 1) == rate.beside(recipe, geometry, 128) == pytest.approx(0.5 + frame)
+    assert beside(recipe, geometry) == pytest.approx(4 * 16 / 1024 + frame)
+    assert beside(recipe, geometry, 4096) == pytest.approx(4 * 16 / 4096 + frame)
+    assert beside(recipe, geometry, 1) == beside(recipe, geometry, 128) == pytest.approx(0.5 + frame)
 
 
 @pytest.mark.parametrize("number", [0, 7])

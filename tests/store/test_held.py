@@ -17,8 +17,8 @@ from kvq_calib.model.catalog import CATALOG
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import preset
-from kvq_runtime.store.device import SLACK
 from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.storage import SLACK
 
 SMALL = Geometry(layers=2, kv_heads=2, head_size=32)
 EIGHT = MODELS["llama-3.1-8b"]

@@ -34,7 +34,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import files
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.prefix import folder as prefix_folder
+from kvq_runtime.prefix import shelf as prefix_shelf
 from kvq_runtime.prefix import upkeep as prefix_upkeep
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.recipe import preset
@@ -200,7 +200,7 @@ def observe(folder: Path) -> dict:
     if prefixes.exists():
         assert not [*prefix_upkeep.damaged(prefixes)]
     return {
-        "prefixes": {one.path.name for one in prefix_folder.all_blocks(prefixes)},
+        "prefixes": {one.path.name for one in prefix_shelf.all_blocks(prefixes)},
         "registry": names,
         "pulled": {path.name: files.digest(path) for path in folder.glob("out/[!.]*")},
         "lock": read_lock(lock).sha256 if lock.exists() else None,

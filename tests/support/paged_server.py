@@ -13,13 +13,10 @@ from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.vllm import attend, served
-from kvq_runtime.vllm.batch import Batch
-from kvq_runtime.vllm.block_layer import BlockLayer
-from kvq_runtime.vllm.first_tokens import FirstTokens
-from kvq_runtime.vllm.layer import PagedLayer
-from kvq_runtime.vllm.page import page_of
-from kvq_runtime.vllm.page_reader import PageReader, Shared, refusal
-from kvq_runtime.vllm.tails import Tails
+from kvq_runtime.vllm.attend import Batch
+from kvq_runtime.vllm.exact import FirstTokens, Tails
+from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
+from kvq_runtime.vllm.page import PageReader, Shared, page_of, refusal
 
 SIZE = Geometry(1, 2, 32)
 SHARED = 3  # query heads of a KV head

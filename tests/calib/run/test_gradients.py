@@ -19,7 +19,7 @@ from kvq_calib.run.run import Progress, Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
 from kvq_runtime.hf.prefix import PrefixStore
-from kvq_runtime.prefix import chain, rate
+from kvq_runtime.prefix import block_file, chain
 from kvq_runtime.recipe import ROLES, Recipe, preset
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -151,8 +151,8 @@ def test_files_of_held_out_text_take_the_target_also_of_a_run_that_was_killed(mo
     size -= 16 * 2 * geometry.layers * geometry.width * made.recipe.window.sinks * plan.held_out  # of float32
     codes = sum(layer[role]["coded_bits"] for layer in layers for role in ROLES) / 6
     digits = 8 / (2 * geometry.layers * geometry.width)  # of a vocabulary of 256 tokens, one less than of others
-    assert size / elements == pytest.approx(codes + rate.beside(made.recipe, geometry, 256) - digits, rel=0.01)
-    assert codes + rate.beside(made.recipe, geometry) == pytest.approx(1.0, rel=0.03)
+    assert size / elements == pytest.approx(codes + block_file.beside(made.recipe, geometry, 256) - digits, rel=0.01)
+    assert codes + block_file.beside(made.recipe, geometry) == pytest.approx(1.0, rel=0.03)
 
 
 def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from kvq_calib.run.run import Run
 from kvq_runtime.artifact import artifact
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
-from kvq_runtime.prefix import rate
+from kvq_runtime.prefix import block_file
 from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
 from kvq_runtime.stages.latent import DeadZone, Mixed
 from kvq_runtime.stages.predict import Linear, Mean
@@ -113,7 +113,7 @@ def test_one_step_is_everyone_s_where_files_are_entropy_coded():
     assert keys.step * 2 == pytest.approx(values.step / 2, rel=1e-5) and not (
         keys.shared or found.value.quantize.shared
     )
-    codes = 1.0 - rate.beside(recipe, geometry)  # 0.15 bits less for keys, 0.15 more for values
+    codes = 1.0 - block_file.beside(recipe, geometry)  # 0.15 bits less for keys, 0.15 more for values
     assert 0.9 < codes < 0.95 and keys.step * 2 == pytest.approx(2.0 ** ((2 * (6.15 - codes) - 28) / 2), rel=1e-5)
     assert (keys.target, keys.channels) == (1.0, 0)
     with pytest.raises(ValueError, match="target: 5.9. bits but for sinks and frames; this model can have 0 to 3"):
