@@ -72,19 +72,27 @@ def recipe_json(tree: Tree, recipe: Recipe) -> Tree:
 
 def paths(tree: Tree) -> Iterable[tuple[str, str]]:
     """(path, value) of every setting, as `put` takes them: a stage before its settings."""
+    return ((path, _text(value)) for path, value in _walked(tree))
+
+
+def _walked(tree: Tree) -> Iterable[tuple[str, Any]]:
     yield "position", tree["position"]
-    yield from ((f"window.{name}", _text(value)) for name, value in tree["window"].items())
-    pairs = [("", tree), *((f"layers.{layer}.", pair) for layer, pair in tree["layers"].items())]
-    for place, pair in pairs:
+    yield from ((f"window.{name}", value) for name, value in tree["window"].items())
+    for place, pair in [("", tree), *((f"layers.{layer}.", pair) for layer, pair in tree["layers"].items())]:
         for role in ROLES:
             yield f"{place}{role}.axis", pair[role]["axis"]
             for slot in SLOTS:
                 stage = pair[role][slot] or {"kind": "none"}
                 yield f"{place}{role}.{slot}", stage["kind"]
-                yield from ((f"{place}{role}.{slot}.{n}", _text(v)) for n, v in stage.items() if n != "kind")
+                yield from _own(f"{place}{role}.{slot}", stage)
     for kind, policy in tree["policies"].items():
         yield f"policies.{kind}", "on"
-        yield from ((f"policies.{kind}.{name}", _text(value)) for name, value in policy.items() if name != "kind")
+        yield from _own(f"policies.{kind}", policy)
+
+
+def _own(place: str, stage: Tree) -> Iterable[tuple[str, Any]]:
+    """(path, value) of the settings of a stage or policy."""
+    return ((f"{place}.{name}", value) for name, value in stage.items() if name != "kind")
 
 
 def put(tree: Tree, path: str, text: str) -> None:
@@ -228,41 +236,24 @@ def _text(value: Any) -> str:
 
 def differences(ours: Tree, theirs: Tree) -> Iterable[tuple[str, str]]:
     """(path, value) of the settings that make the one of the other, in the order of a recipe's JSON."""
-    if ours["position"] != theirs["position"]:
-        yield "position", ours["position"]
-    for name in WINDOW:
-        if ours["window"][name] != theirs["window"][name]:
-            yield f"window.{name}", _text(ours["window"][name])
-    for role in ROLES:
-        yield from _scheme_differences(role, ours[role], theirs[role])
-    for layer in sorted({*ours["layers"], *theirs["layers"]}, key=int):
-        for role in ROLES:
-            place = f"layers.{layer}.{role}"
-            before = theirs["layers"].get(layer, ours)  # a layer that is named anew begins as the others
-            yield from _scheme_differences(place, ours["layers"].get(layer, ours)[role], before[role])
-    for kind in [*ours["policies"], *(kind for kind in theirs["policies"] if kind not in ours["policies"])]:
-        here, there = (tree["policies"].get(kind) for tree in (ours, theirs))
-        yield from _stage_differences(f"policies.{kind}", here, there, _policies(), "on")
+    layers = sorted({*ours["layers"], *theirs["layers"]}, key=int)  # one that is named anew begins as the others
+    ours, theirs = (
+        tree | {"layers": {layer: tree["layers"].get(layer, ours) for layer in layers}} for tree in (ours, theirs)
+    )
+    known = dict(_walked(theirs))
+    for path, value in _walked(ours):
+        if known.get(path, ...) != value:
+            yield path, _text(value)
+            if (cls := _class(path, value)) is not None:  # its settings are those that it has without any
+                known |= dict(_own(path, _defaults(cls)))
+    yield from ((f"policies.{kind}", "none") for kind in theirs["policies"] if kind not in ours["policies"])
 
 
-def _scheme_differences(place: str, ours: Tree, theirs: Tree) -> Iterable[tuple[str, str]]:
-    if ours["axis"] != theirs["axis"]:
-        yield f"{place}.axis", ours["axis"]
-    for slot in SLOTS:
-        yield from _stage_differences(f"{place}.{slot}", ours[slot], theirs[slot], kinds()[slot])
-
-
-def _stage_differences(
-    place: str, ours: Tree | None, theirs: Tree | None, known: dict[str, type], there: str = ""
-) -> Iterable[tuple[str, str]]:
-    """`there`: what is written for a stage that was not there, if not its kind."""
-    if ours is None:
-        if theirs is not None:
-            yield place, "none"
-        return
-    if theirs is None or theirs["kind"] != ours["kind"]:
-        yield place, there or ours["kind"]
-        theirs = _defaults(known[ours["kind"]])
-    for name, value in ours.items():
-        if value != theirs.get(name, ...):
-            yield f"{place}.{name}", _text(value)
+def _class(path: str, kind: str) -> type | None:
+    """The class of the stage or policy that a path puts somewhere; None for another path."""
+    match path.split("."):
+        case ["policies", name]:
+            return _policies()[name]
+        case [*_, slot] if slot in SLOTS and kind != "none":
+            return kinds()[slot][kind]
+    return None

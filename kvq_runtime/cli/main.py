@@ -123,10 +123,7 @@ def _run(args: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *_, **__: exit_codes.say("warning", message)
-        if "run" in args:
-            return args.run(args)
-        options.check_named(args)
-        return _function(args.command)(args)
+        return args.run(args)
 
 
 def _first_retry() -> Callable[[logging.LogRecord], bool]:
@@ -146,24 +143,10 @@ def _first_retry() -> Callable[[logging.LogRecord], bool]:
 _RETRIES = _first_retry()
 
 
-_COMMANDS = {  # {command: (its module in this package, its function)}, of those that `parser` itself adds
-    "list": ("names", "list_names"),
-    "search": ("names", "search_names"),
-    **{name: ("names", name) for name in ("promote", "rollback", "yank", "history", "gc", "doctor")},
-    **{name: ("version", name) for name in ("show", "pull", "verify", "sign")},
-    "diff": ("diff", "diff"),
-    **{name: ("transfer", name) for name in ("push", "copy", "export")},
-    "prefix": ("prefix", "prefix"),
-    "recipes": ("recipes", "recipes"),
-    "bytes": ("recipes", "held"),
-    "completion": ("completion", "completion"),
-}
-
-
-def _function(command: str) -> Callable[[argparse.Namespace], int]:
-    """Return the function that runs a command; only its own module is imported."""
-    module, name = _COMMANDS[command]
-    return getattr(import_module(f"kvq_runtime.cli.{module}"), name)
+def _run_own(module: str, function: str, args: argparse.Namespace) -> int:
+    """Run a command of this package; only its own module is imported."""
+    options.check_named(args)
+    return getattr(import_module(f"kvq_runtime.cli.{module}"), function)(args)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -176,17 +159,28 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"kvq-runtime {__version__}")
     subparsers = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    add = _adder(subparsers)
 
-    _where(add("list", "names in a registry", "kvq list --json"))
-    command = add("search", "versions by name, recipe, model or corpus", "kvq search --model qwen2.5")
+    def add(
+        name: str, module: str, idea: str, example: str, registry: bool = True, function: str = ""
+    ) -> argparse.ArgumentParser:
+        """Add a command with what all have in common; its function, of its own name if not said, is in the module."""
+        command = options.command(subparsers, name, idea, f"example\n    {example}")
+        command.set_defaults(run=lambda args: _run_own(module, function or name, args))
+        if registry:
+            options.registry(command)
+        return command
+
+    _where(add("list", "names", "names in a registry", "kvq list --json", function="list_names"))
+    text = "versions by name, recipe, model or corpus"
+    command = add("search", "names", text, "kvq search --model qwen2.5", function="search_names")
     _where(command)
     for field in SEARCHED:
         command.add_argument(f"--{field}", metavar="PATTERN", help=f"a part of the {field}, or all of it with * and ?")
-    command = add("show", "settings, provenance, errors and evaluations of a version", "kvq show NAME@1.2.0")
+    command = add("show", "version", "settings, provenance, errors and evaluations of a version", "kvq show NAME@1.2.0")
     _reference(command, "NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX, a .safetensors file or a folder with one")
     _lock(command, "the reference must be the one that this lock file pins")
-    command = add("pull", "copy a version and its files, checked", "kvq pull NAME@1.2.0 -o out --lock kvq.lock")
+    text = "copy a version and its files, checked"
+    command = add("pull", "version", text, "kvq pull NAME@1.2.0 -o out --lock kvq.lock")
     _reference(command, "NAME, NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     command.add_argument("-o", "--output", metavar="DIR", help="folder to write to (default: NAME)")
     _lock(command, "write a lock file that pins what was pulled")
@@ -202,25 +196,28 @@ def parser() -> argparse.ArgumentParser:
         "--no-policy", action="store_true", help="drop what the lock file that is replaced demands of signatures"
     )
     command.add_argument("--force", action="store_true", help="replace files of the same names that are not of NAME")
-    command = add("verify", "load an artifact with every check", "kvq verify out/kvq.safetensors --lock kvq.lock")
+    command = add(
+        "verify", "version", "load an artifact with every check", "kvq verify out/kvq.safetensors --lock kvq.lock"
+    )
     _reference(command, "a reference, a .safetensors file or a folder that kvq pull wrote")
     _lock(command, "check digest and size against this lock file too")
     command.add_argument("--key", metavar="FILE", help="public key: check its signature of name, version and sha256")
     text = "sign a version with an elliptic-curve key (extra `sign`; $KVQ_KEY_PASSWORD)"
-    command = add("sign", text, "kvq sign NAME@1.2.0 --key private.pem")
+    command = add("sign", "version", text, "kvq sign NAME@1.2.0 --key private.pem")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     command.add_argument("--key", required=True, metavar="FILE", help="private key, PEM")
     text = "copy a version to another registry"
-    command = add("push", text, "kvq push NAME@1.2.0 hf://my-org --dry-run")
+    command = add("push", "transfer", text, "kvq push NAME@1.2.0 hf://my-org --dry-run")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     _to(command)
     text = "copy a version, or everything, from any registry to any other"
-    command = add("copy", text, "kvq copy --all hf://my-org file:///mnt/mirror")
+    command = add("copy", "transfer", text, "kvq copy --all hf://my-org file:///mnt/mirror")
     _reference(command, "a version, as in hf://ORG/NAME@1.2.0; with --all a NAME, hf://ORG/NAME or a registry")
     command.add_argument("--all", action="store_true", help="every version, alias and yank of it")
     _to(command)
     text = "write the rotation files that OSCAR's servers load, or the bias file that llama.cpp loads"
-    command = add("export", text, "kvq export oscar NAME@1.2.0 -o out\n    kvq export gguf-mean NAME -o kv-bias.gguf")
+    example = "kvq export oscar NAME@1.2.0 -o out\n    kvq export gguf-mean NAME -o kv-bias.gguf"
+    command = add("export", "transfer", text, example)
     about = (
         "k_rotation_*.pt and v_rotation_*.pt, of a recipe of oscar; or the means of keys after RoPE, of 512 positions"
     )
@@ -229,36 +226,36 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("-o", "--output", required=True, metavar="PATH", help="folder to write to, or FILE.gguf")
     command.add_argument("--channels", choices=["halves", "pairs"],
         help="how the model's GGUF orders a head's: pairs for llama and mistral, halves for qwen")  # fmt: skip
-    command = add("promote", "point an alias to a version", "kvq promote NAME@1.2.0 --expect 1.1.0")
+    command = add("promote", "names", "point an alias to a version", "kvq promote NAME@1.2.0 --expect 1.1.0")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     _alias(command)
     command.add_argument(
         "--expect", metavar="VERSION", help='fail with 4 unless the alias has this version now ("none": is new)'
     )
     command.add_argument("--force", action="store_true", help="also a version that is too lossy")
-    command = add("rollback", "point an alias to the version it had before", "kvq rollback NAME")
+    command = add("rollback", "names", "point an alias to the version it had before", "kvq rollback NAME")
     command.add_argument("name", metavar="NAME", help="or hf://ORG/NAME")
     _alias(command)
-    command = add("yank", "withdraw a version", "kvq yank NAME@1.2.0 --reason 'wrong corpus'")
+    command = add("yank", "names", "withdraw a version", "kvq yank NAME@1.2.0 --reason 'wrong corpus'")
     _reference(command, "NAME@VERSION or NAME@sha256:HEX; it stays, and is chosen only by number or digest")
     command.add_argument("--reason", required=True, metavar="TEXT", help="why, in one line")
-    command = add("history", "every change of a name", "kvq history NAME")
+    command = add("history", "names", "every change of a name", "kvq history NAME")
     command.add_argument("name", metavar="NAME", help="or hf://ORG/NAME")
-    command = add("diff", "what differs between two artifacts", "kvq diff NAME@1.1.0 NAME@1.2.0")
+    command = add("diff", "diff", "what differs between two artifacts", "kvq diff NAME@1.1.0 NAME@1.2.0")
     command.add_argument("a", metavar="A", help="a reference or a .safetensors file")
     command.add_argument("b", metavar="B", help="a reference or a .safetensors file")
     command.add_argument("--layers", action="store_true", help="also errors of the fit by layer, and every tensor")
     text = "remove temporary files, and blobs or files that no event names"
-    command = add("gc", text, "kvq gc --grace 7d --dry-run")
+    command = add("gc", "names", text, "kvq gc --grace 7d --dry-run")
     _where(command)
     command.add_argument(
         "--grace", type=seconds, default="24h", metavar="TIME", help="minimum age, as in 90m, 24h (default) or 7d"
     )
     command.add_argument("--dry-run", action="store_true", help="print what would be removed")
-    _where(add("doctor", "check a registry, and say what to do about faults", "kvq doctor"))
+    _where(add("doctor", "names", "check a registry, and say what to do about faults", "kvq doctor"))
     text = "the folder of a prefix store: its sets of blocks, whether they are whole, and what may go"
     example = "kvq prefix list prefixes\n    kvq prefix gc prefixes --budget 5GB --dry-run"
-    command = add("prefix", text, example, registry=False)
+    command = add("prefix", "prefix", text, example, registry=False)
     about = "list: what is kept, and since when unused; verify: read every block with every check; gc: remove drafts of"
     command.add_argument("action", choices=["list", "verify", "gc"], help=f"{about} killed processes")
     command.add_argument("folder", metavar="FOLDER", help="the path of a PrefixStore")
@@ -271,7 +268,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--dry-run", action="store_true", help="gc: print what would be removed")
     text = "which recipe to take, and all that come with kvq"
-    command = add("recipes", text, "kvq recipes --bits 2-2.5 --unfitted", registry=False)
+    command = add("recipes", "recipes", text, "kvq recipes --bits 2-2.5 --unfitted", registry=False)
     command.add_argument("name", metavar="RECIPE", nargs="?", help="all settings of this one")
     command.add_argument("--family", metavar="NAME", help="those of one family")
     command.add_argument(
@@ -283,7 +280,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--all", action="store_true", help="each recipe instead of a line a family")
     add_settings(command, "of it")
     text = "all bytes of a cache at 8k, 32k and 131k tokens, computed"
-    command = add("bytes", text, "kvq bytes aqua-2bit kivi-2bit --model llama-3.1-8b", registry=False)
+    example = "kvq bytes aqua-2bit kivi-2bit --model llama-3.1-8b"
+    command = add("bytes", "recipes", text, example, registry=False, function="held")
     command.add_argument("recipes", metavar="RECIPE", nargs="+", help="names, FILE.json, either with +PATH=VALUE")
     add_settings(command, "of every recipe")
     command.add_argument("--model", metavar="NAME", action="append",
@@ -293,7 +291,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--batch", metavar="B", type=count, default=1, help="rows (default: 1)")
     command.add_argument("--vocabulary", metavar="N", type=count, help="tokens of the model's vocabulary, if not known")
     text = "the script by which a shell completes commands and options (extra `completion`)"
-    command = add("completion", text, 'eval "$(kvq completion bash)"', registry=False)
+    command = add("completion", "completion", text, 'eval "$(kvq completion bash)"', registry=False)
     command.add_argument("shell", choices=["bash", "zsh", "fish", "tcsh"], help="for which shell")
     subparsers.add_parser("calibrate", help="fit recipes to a model, measure them, publish them: kvq-calibrate")
     for command in sorted(metadata.entry_points(group="kvq.commands"), key=lambda command: command.name):
@@ -302,18 +300,6 @@ def parser() -> argparse.ArgumentParser:
         except ModuleNotFoundError:  # the package that offers the command is not installed
             continue
     return top
-
-
-def _adder(subparsers) -> Callable[..., argparse.ArgumentParser]:
-    """A function that adds a command with what all have in common; `_commands` has the function it runs."""
-
-    def add(name: str, idea: str, example: str, registry: bool = True) -> argparse.ArgumentParser:
-        command = options.command(subparsers, name, idea, f"example\n    {example}")
-        if registry:
-            options.registry(command)
-        return command
-
-    return add
 
 
 def _where(command: argparse.ArgumentParser) -> None:

@@ -15,7 +15,6 @@ below `lowest` are refused; with `follow` the lock does not pin a version, but d
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +23,12 @@ from typing import Any
 
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound, extra
-from kvq_runtime.registry.reference import check_name, check_sha256, check_version, order
+from kvq_runtime.registry.reference import check_commit, check_name, check_sha256, check_version, order
 
 LIMIT = 1 << 16  # bytes
 _POLICY = {"key", "lowest", "follow"}
 _SIGNATURE = {"name", "version", "sha256", "bundle"}
 _OPTIONAL = {"commit", "policy", "signature", "files"}
-_COMMIT = re.compile(r"([0-9a-f]{40})?")
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ def _check(lock: Lock) -> None:
     check_sha256(lock.sha256)
     if type(lock.size) is not int or not isinstance(lock.reference, str) or not isinstance(lock.registry, str):
         raise ValueError("size must be a whole number, reference and registry text")
-    if not isinstance(lock.commit, str) or not _COMMIT.fullmatch(lock.commit):
-        raise ValueError(f"commit {lock.commit!r:.80}; use 40 digits of 0-9 a-f")
+    if lock.commit != "":
+        check_commit(lock.commit)
     if lock.files != "":
         check_sha256(lock.files)
     if lock.policy is None:

@@ -39,7 +39,7 @@ _PICTURE = re.compile(r"[a-z0-9][a-z0-9._-]{0,91}\.(png|svg)")
 
 def is_name(name: str) -> bool:
     """True if an artifact may have this name."""
-    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not name.endswith(SUFFIX)
+    return _is(_NAME, name) and not name.endswith(SUFFIX)
 
 
 def check_name(name: str) -> str:
@@ -60,35 +60,45 @@ def check_hub_name(name: str) -> str:
     return name
 
 
+def _checked(text: Any, valid: bool, what: str, use: str) -> str:
+    if not valid:
+        raise ValueError(f"{what} {text!r:.80}; use {use}")
+    return text
+
+
+def _is(pattern: re.Pattern[str], text: Any) -> bool:
+    return isinstance(text, str) and bool(pattern.fullmatch(text))
+
+
 def check_version(version: str) -> str:
     """The version, if it is valid; else a ValueError."""
-    if not isinstance(version, str) or not _VERSION.fullmatch(version):
-        raise ValueError(f"version {version!r:.80}; use three numbers, as in 1.2.0")
-    return version
+    return _checked(version, _is(_VERSION, version), "version", "three numbers, as in 1.2.0")
 
 
 def check_alias(alias: str) -> str:
     """The alias, if it is valid; else a ValueError."""
-    if not isinstance(alias, str) or not _ALIAS.fullmatch(alias) or alias == "sha256":
-        raise ValueError(f"alias {alias!r:.80}; use 1 to 32 of a-z 0-9 -, the first a letter, as in production")
-    return alias
+    valid = _is(_ALIAS, alias) and alias != "sha256"
+    return _checked(alias, valid, "alias", "1 to 32 of a-z 0-9 -, the first a letter, as in production")
 
 
 def is_sha256(text: Any) -> bool:
     """True if a value is a digest as kvq writes it."""
-    return isinstance(text, str) and bool(_SHA256.fullmatch(text))
+    return _is(_SHA256, text)
 
 
 def check_sha256(sha256: str) -> str:
     """The digest, if it is valid; else a ValueError."""
-    if not is_sha256(sha256):
-        raise ValueError(f"sha256 {sha256!r:.80}; use 64 digits of 0-9 a-f")
-    return sha256
+    return _checked(sha256, is_sha256(sha256), "sha256", "64 digits of 0-9 a-f")
+
+
+def check_commit(commit: Any) -> str:
+    """The commit of a Hub, if it is valid; else a ValueError."""
+    return _checked(commit, _is(_COMMIT, commit), "commit", "40 digits of 0-9 a-f")
 
 
 def check_file(file: str) -> str:
     """The name of an attachment, if it is valid; else a ValueError."""
-    if not isinstance(file, str) or not (file in FILES or _PICTURE.fullmatch(file)):
+    if file not in FILES and not _is(_PICTURE, file):
         raise ValueError(f"file name {file!r:.120}; use {', '.join(FILES)}, or a picture.png or .svg of a-z 0-9 . _ -")
     return file
 

@@ -135,7 +135,7 @@ MUTANTS = [
     Mutant(
         "hub-gc-parent",
         "gc on a Hub deletes a file that a publish has just named",
-        "kvq_runtime/registry/hub/upkeep.py",
+        "kvq_runtime/registry/hub/index.py",
         'commit_message="remove unnamed files", parent_commit=head.commit)',
         'commit_message="remove unnamed files")',
         ("registry/test_overtaken.py", "registry/test_hub_damage.py"),

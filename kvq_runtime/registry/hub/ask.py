@@ -5,7 +5,6 @@ ETag is only compared with the digest of what was received. A redirect is follow
 origin, without the token. The body of an error is not read.
 """
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from urllib.parse import quote, urlencode, urljoin, urlsplit
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry.hub import client
+from kvq_runtime.registry.reference import check_commit
 
 ANSWER = 16 << 20  # bytes of an answer of the API, all its pages together
 PAGES = 4096
@@ -27,7 +27,6 @@ REDIRECTS = 5
 RATE = 4096  # bytes a second that a body must have come with on the whole, once it took SILENCE seconds
 
 T = TypeVar("T")
-_COMMIT = re.compile("[0-9a-f]{40}")
 _ASK = "check HF_ENDPOINT, and what stands between it and this machine"
 
 
@@ -38,13 +37,6 @@ class File:
     size: int
     sha256: str | None
     at: float
-
-
-def check_commit(commit: Any) -> str:
-    """The commit, if it is 40 hex digits; else a ValueError."""
-    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-        raise ValueError(f"commit {commit!r:.80}; expected 40 digits of 0-9 a-f")
-    return commit
 
 
 def head(repo: str) -> str:

@@ -16,7 +16,7 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.hub import ask, client
-from kvq_runtime.registry.hub.ask import check_commit
+from kvq_runtime.registry.reference import check_commit
 
 
 def _store(repo: str) -> Path:

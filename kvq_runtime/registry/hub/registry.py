@@ -23,7 +23,7 @@ from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.registry import card, reference, sound
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
-from kvq_runtime.registry.hub import ask, cache, client, index, upkeep
+from kvq_runtime.registry.hub import ask, cache, client, index
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE
 from kvq_runtime.registry.registry import GRACE, Finding, Head, Registry
@@ -177,7 +177,7 @@ class HubRegistry(Registry):
         for name in self.names():
             repo = self.repo(name)
             with client.translate_errors(repo):
-                client.retry(lambda r=repo, n=name: upkeep.collect(r, self.look(n), grace, dry_run, removed))
+                client.retry(lambda r=repo, n=name: index.collect(r, self.look(n), grace, dry_run, removed))
             for path in cache.unfinished(repo, older=grace):
                 removed[str(path)] = None
                 if not dry_run:
@@ -195,7 +195,7 @@ class HubRegistry(Registry):
                 advice = "restore it from an earlier commit; the artifacts are not affected"
                 findings.append(Finding("fault", str(error), f"{repo}/{index.FILE}", advice))
                 continue
-            findings += upkeep.examine(repo, head)
+            findings += index.examine(repo, head)
         return findings
 
 
@@ -266,7 +266,7 @@ def _commit(repo: str, head: Head, after: State, content: Mapping[str, bytes], a
     faults.point("hub.uploaded")
     commit = api.create_commit(repo, operations, commit_message=title, parent_commit=head.commit)
     faults.point("hub.committed")
-    return replace(written, commit=ask.check_commit(commit.oid))
+    return replace(written, commit=reference.check_commit(commit.oid))
 
 
 def _add(repo: str, path: str, data: bytes) -> None:
