@@ -75,8 +75,8 @@ def launched(job: Job, device: torch.device) -> None:
     if job.kind == "paged":
         baselines.paged_step(cases.Case(model, job.recipe, SHORT, job.batch), device)()
         return None
+    from kvq_runtime.kernels.attend.kernel import CLASSES
     from kvq_runtime.kernels.attend.launch import Launch
-    from kvq_runtime.kernels.attend.merge import CLASSES
 
     how = job.launch and Launch(*job.launch)
     for batch in (min(cases.BATCHES), max(cases.BATCHES)):

@@ -37,8 +37,9 @@ from benchmarks import sass
 from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, programs, recorded
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import host as attention
-from kvq_runtime.kernels.attend import launch, merge
-from kvq_runtime.kernels.attend.kernel import EXACT
+from kvq_runtime.kernels.attend import launch
+from kvq_runtime.kernels.attend.kernel import ENOUGH, EXACT, merge_parts
+from kvq_runtime.kernels.attend.kernel import SHARED as SHARED_ROWS
 from kvq_runtime.kernels.attend.layout import layout
 from kvq_runtime.kernels.attend.settings import RoundedSettings
 from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, window
@@ -158,7 +159,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
     s, z = torch.ones(64, 8).half(), torch.randn(2, 64, 128)
     signed, matrix = rotation.SignedHadamard(128, 0), torch.eye(128)
     tokens, counts = torch.zeros(2, 64, 1, 1024, dtype=torch.bfloat16).unbind(0), torch.zeros(4, dtype=torch.int32)
-    lines, parts, rows = merge.ENOUGH, EXACT.value + 4, merge.SHARED
+    lines, parts, rows = ENOUGH, EXACT.value + 4, SHARED_ROWS
     part, level = torch.zeros(lines, parts, rows, 128), torch.zeros(lines, rows, parts)
     angles = [polar.points_on(x.device, level, bits, "unit") for level, bits in enumerate((4, 2, 2, 2), start=1)]
     return {
@@ -179,7 +180,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "encode latent": lambda: latent.encode_gaussian(z, torch.ones(64), 4),
         "decode latent": lambda: latent.decode_uniform(z, torch.ones(64), torch.ones(64), 4),
         "feedback": lambda: feedback.follow(z.view(2, 1, 64, 128), torch.zeros(1, 32, 32), z[:, None, :32].clone()),
-        "merge rotated": lambda: merge.merge_parts(
+        "merge rotated": lambda: merge_parts(
             part, level, matrix.half(), None, counts, part[:, 0].bfloat16(), level[..., 0].contiguous()
         ),
         "append": lambda: window.append(*tokens, torch.zeros(2, 64, 8, 1024, dtype=torch.bfloat16), counts),

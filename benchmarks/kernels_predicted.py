@@ -47,7 +47,7 @@ from benchmarks.kernels_aot import FAMILIES, attends, main_pass
 from benchmarks.report import RESULTS
 from benchmarks.simulate import BANDWIDTH, CLOCK, MULTIPROCESSORS, Run, Step, simulate, steps
 from kvq_runtime.kernels.attend import host as attention
-from kvq_runtime.kernels.attend import occupancy
+from kvq_runtime.kernels.attend.launch import count_splits
 from kvq_runtime.ops import dispatch
 
 TABLE = RESULTS / "kernels_predicted.jsonl"
@@ -182,7 +182,7 @@ def predicted(case: Case, loop: Loop) -> dict[str, Any]:
 
 def splits(case: Case, room: int) -> int:
     """What the host would cut the blocks into on an H200, whose multiprocessors have room for so many programs."""
-    return occupancy.splits(case.batch * case.model.kv_heads, case.blocks, MULTIPROCESSORS, room)
+    return count_splits(case.batch * case.model.kv_heads, case.blocks, MULTIPROCESSORS, room)
 
 
 def launches(case: Case, cut: int) -> tuple[list[Recorded], int]:

@@ -1,4 +1,4 @@
-"""Decide where an op runs: its torch body, or the Triton kernel of the same module and name under `kernels`.
+"""Decide where an op runs: its torch body, or the Triton kernel that it names.
 
 A CUDA tensor goes to the kernel where triton can be imported, anything else to the torch body, which is the reference
 that every kernel is tested against. `kernels` is imported when the first kernel is needed.
@@ -17,7 +17,7 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# "module.name" → the torch body of every op that has a kernel
+# "module.name" of every kernel of an op → its torch body
 OPS: dict[str, Callable[..., Any]] = {}
 _forced: list[bool] = []
 
@@ -49,7 +49,7 @@ def is_waited_for(x: torch.Tensor) -> bool:
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """The kernel of an op, "module.name"."""
+    """A kernel of an op, "module.name" of kernels/encode/."""
     module, function = name.split(".")
     return getattr(kernels(f"encode.{module}"), function)
 
@@ -62,15 +62,21 @@ def kernels(module: str) -> ModuleType:
     return found
 
 
-def paired(body: Callable[P, R]) -> Callable[P, R]:
-    """Declare that a torch op has a kernel of the same arguments and results; a tensor, or several, comes first."""
-    name = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
-    OPS[name] = body
+def paired(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declare that a torch op has a kernel, "module.name" of kernels/encode/, of the same arguments and results.
 
-    @wraps(body)
-    def op(*args: P.args, **settings: P.kwargs) -> R:
-        first: Any = args[0]
-        taken = runs_kernel(first if isinstance(first, torch.Tensor) else first[0])
-        return kernel(name)(*args, **settings) if taken else body(*args, **settings)
+    A tensor, or several, comes first.
+    """
 
-    return op
+    def pair(body: Callable[P, R]) -> Callable[P, R]:
+        OPS[name] = body
+
+        @wraps(body)
+        def op(*args: P.args, **settings: P.kwargs) -> R:
+            first: Any = args[0]
+            taken = runs_kernel(first if isinstance(first, torch.Tensor) else first[0])
+            return kernel(name)(*args, **settings) if taken else body(*args, **settings)
+
+        return op
+
+    return pair

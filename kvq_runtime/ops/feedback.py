@@ -61,7 +61,7 @@ def push(x_NHDK: Tensor, moves: Sequence[Tensor], rounded: Callable[[Tensor, sli
     return x
 
 
-@dispatch.paired
+@dispatch.paired("feedback.follow")
 def follow(x_NHDK: Tensor, move_HRG: Tensor, decoded_NHGK: Tensor) -> Tensor:
     """Move the last R channels by the error of the G before them, in place: x_R += move (decoded - x_G).
 

@@ -172,7 +172,7 @@ def _runs(channels: list[tuple[int, tuple[Place, ...]]]) -> tuple[tuple[Words, .
     return tuple(words), tuple(runs)
 
 
-@dispatch.paired
+@dispatch.paired("stored.arrange")
 def arrange(codes: Tensor, order: Order, rows: str) -> Tensor:
     """Order codes uint8 [..., T, D] of a head: bytes uint8 [..., SUBS · BYTES].
 

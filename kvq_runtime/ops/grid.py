@@ -137,7 +137,7 @@ def nearest(x: Tensor, dim: int, size: int) -> Tensor:
     return codes.view(x.shape[:-1])
 
 
-@dispatch.paired
+@dispatch.paired("groups.encode_grid")
 def encode(x: Tensor, dim: int, size: int, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
     """Rotate groups [..., K] of any float dtype, and encode their K/d vectors by points of a grid.
 

@@ -59,7 +59,7 @@ def distortion(bits: int) -> float:
     return 1 - float((_mass(boundaries) * centroids.square()).sum())
 
 
-@dispatch.paired
+@dispatch.paired("latent.encode_gaussian")
 def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, R, T] of float32 channels with these standard deviations [R]; one of 0 is coded as zeros."""
     scale = torch.where(deviation_R > 0, 1 / deviation_R.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
@@ -114,14 +114,14 @@ def errors_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     return nearest.square_()
 
 
-@dispatch.paired
+@dispatch.paired("latent.decode_gaussian")
 def decode_gaussian(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Decode codes [N, R, T] of 1 to 8 bits, with deviations [R], to float32."""
     table = gaussian(bits)[1].to(codes_NRT.device, torch.float32)
     return table.index_select(0, codes_NRT.flatten().int()).view(codes_NRT.shape) * deviation_R[:, None]
 
 
-@dispatch.paired
+@dispatch.paired("latent.encode_uniform")
 def encode_uniform(z_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, R, T] of float32 channels between ends [R] or [N, R]; what is outside them is clipped."""
     step = (high - low) / (2**bits - 1)
@@ -129,7 +129,7 @@ def encode_uniform(z_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tenso
     return ((z_NRT - low[..., None]) * inverse[..., None]).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
-@dispatch.paired
+@dispatch.paired("latent.decode_uniform")
 def decode_uniform(codes_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
     """Decode codes [N, R, T] of 1 to 8 bits, with ends [R] or [N, R], to float32."""
     step = (high - low) / (2**bits - 1)

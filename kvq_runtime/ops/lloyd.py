@@ -159,7 +159,7 @@ def _density(size: int, bits: int) -> tuple[float, Tensor]:
     return high, ((size - 3) / 2 * torch.log1p(-z.square() / size)).exp()
 
 
-@dispatch.paired
+@dispatch.paired("groups.encode_lloyd")
 def encode(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
     """Rotate vectors [..., K] of any float dtype, at least 4 elements, and encode each element by its cell.
 
@@ -172,7 +172,7 @@ def encode(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) -> tup
     return _encode(x, bits, scale, *sphere(x.shape[-1], bits))
 
 
-@dispatch.paired
+@dispatch.paired("groups.encode_even")
 def encode_even(x: Tensor, bits: int, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
     """As `encode`, with a least-squares scale, by evenly spaced centroids: the scale is the step between them."""
     x = rotate(x, rotation)

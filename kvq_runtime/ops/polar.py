@@ -74,7 +74,7 @@ def points(level: int, bits: int, kind: Points) -> Tensor:
     return torch.stack([lloyd.cell_means(places, mass, moment) for moment in moments], 1)
 
 
-@dispatch.paired
+@dispatch.paired("polar.encode")
 def encode(
     x: Tensor, bits: Sequence[int], rotation: Rotation = None, boundaries: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ def encode(
     return pack_levels(codes, bits), (radii / 2 ** (len(bits) / 2)).half()
 
 
-@dispatch.paired
+@dispatch.paired("polar.angles")
 def angles(x: Tensor, bits: Sequence[int], boundaries: Sequence[Tensor] | None = None) -> tuple[list[Tensor], Tensor]:
     """The cells of the angles of float32 [..., K]: codes uint8 [..., K/2^l] of each level l, radii [..., K/2^L].
 
@@ -149,7 +149,7 @@ def runs(size: int, bits: tuple[int, ...]) -> list[tuple[int, list[int]]]:
     return [(wide, [size >> level for level, _ in run]) for wide, run in levels]
 
 
-@dispatch.paired
+@dispatch.paired("polar.decode")
 def decode(codes: Sequence[Tensor], radii: Tensor, points: Sequence[Tensor]) -> Tensor:
     """Decode unpacked codes [..., K/2^l] of each level l, and radii [..., K/2^L], to float32 [..., K].
 

@@ -86,7 +86,7 @@ def in_tile(rotation: Rotation, size: int) -> bool:
     return square and size % run == 0
 
 
-@dispatch.paired
+@dispatch.paired("tile.hadamard")
 def hadamard(x: Tensor, size: int, seed: int) -> Tensor:
     """Rotate runs of `size` elements of [..., K] by a signed Hadamard matrix, to float32; K as in `rotate`."""
     check(size, x.shape)

@@ -21,7 +21,7 @@ from kvq_runtime.ops.rotation import Rotation, rotate
 Range = Literal["minmax", "absmax"]
 
 
-@dispatch.paired
+@dispatch.paired("groups.encode_rtn")
 def encode(x: Tensor, bits: int, range: Range = "minmax", rotation: Rotation = None) -> tuple[Tensor, ...]:
     """Rotate groups [..., K] of any float dtype, and round them to codes of 1 to 8 bits.
 
@@ -43,7 +43,7 @@ def _codes(x: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
     return ((x - low[..., None]) * inverse[..., None]).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
-@dispatch.paired
+@dispatch.paired("groups.decode_rtn")
 def decode(codes: Tensor, step: Tensor, low: Tensor | None, bits: int, out: Tensor | None = None) -> Tensor:
     """Decode unpacked codes uint8 [..., K] to float32, into `out` if not None; without `low` the group is symmetric."""
     step = step.float()[..., None]

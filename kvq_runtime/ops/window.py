@@ -6,7 +6,7 @@ from torch import Tensor
 from kvq_runtime.ops import dispatch
 
 
-@dispatch.paired
+@dispatch.paired("stored.append")
 def append(k_BTC: Tensor, v_BTC: Tensor, window_2BWC: Tensor, counts: Tensor) -> None:
     """Write keys and values of T tokens behind the window's last, and count them.
 

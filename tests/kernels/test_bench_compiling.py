@@ -21,7 +21,7 @@ import triton.language as tl
 from benchmarks import baselines, cases, compiling, generation, gpu, report
 from benchmarks.clock import Deadline
 from benchmarks.compiling import Done, Job
-from kvq_runtime.kernels.attend import host, launch, merge
+from kvq_runtime.kernels.attend import host, kernel, launch
 
 ROOT = Path(__file__).parents[2]
 META = torch.device("meta")
@@ -70,12 +70,12 @@ class Kernel:
 def launches(monkeypatch):
     """Kernels compiled since it was last asked, on an H200 without memory; without a launch is what splits ask for."""
     seen: set = set()
-    for module, name in ((host, "attend_kernel"), (merge, "merge"), (baselines, "_attend"), (baselines, "_merge")):
+    for module, name in ((host, "attend_kernel"), (kernel, "merge"), (baselines, "_attend"), (baselines, "_merge")):
         monkeypatch.setattr(module, name, Kernel(seen, getattr(module, name)))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    for module in (host, merge):
+    for module in (host, kernel):
         monkeypatch.setattr(module, "on", lambda x: nullcontext())
     gpu_like, choose = SimpleNamespace(type="cuda"), launch.choose
     monkeypatch.setattr(host, "choose", lambda device, *given: choose(gpu_like, *given))
@@ -99,7 +99,7 @@ def test_what_is_timed_was_compiled(model, launches):
         compiling.launched(job, META)
         compiled[job] = launches()
         merges = {kernel for kernel in compiled[job] if kernel[0] == "merge"}
-        assert len(compiled[job] - merges) == 2 - (job.kind == "attend") and len(merges) <= 2 * len(merge.CLASSES), job
+        assert len(compiled[job] - merges) == 2 - (job.kind == "attend") and len(merges) <= 2 * len(kernel.CLASSES), job
     ends = (min(cases.LENGTHS), max(cases.LENGTHS))
     for case in gpu.chosen(gpu.arguments(["--models", model])):
         if case.tokens not in ends and case.recipe != cases.FAMILIES[0]:

@@ -5,9 +5,8 @@ import torch
 from parity import DEVICE, error, normal, poisoned
 
 pytest.importorskip("triton")
-from kvq_runtime.kernels.attend import merge
-from kvq_runtime.kernels.attend.kernel import EXACT
-from kvq_runtime.kernels.attend.merge import merge_parts, merged
+from kvq_runtime.kernels.attend import kernel
+from kvq_runtime.kernels.attend.kernel import EXACT, merge_parts, merged
 
 EXACTS, LINES, HEADS, ROWS = EXACT.value, 4, 2, 6
 
@@ -40,7 +39,7 @@ def reference(part, lse, rotation, mean, used) -> tuple[torch.Tensor, torch.Tens
     ],
 )
 def test_merge(size, splits, blocks, turned, centred, shared, levels, monkeypatch):
-    monkeypatch.setattr(merge, "ENOUGH", LINES * ROWS // shared)
+    monkeypatch.setattr(kernel, "ENOUGH", LINES * ROWS // shared)
     assert merged(size, splits, turned, LINES * ROWS)[3] == shared or not turned
     used = -(-blocks // max(1, -(-blocks // splits)))  # all as long as the longest, see kernel.py
     chunk = merged(size, splits, turned, LINES * ROWS)[2]

@@ -7,7 +7,7 @@ from fused_driver import FAMILIES, Driver, with_kernels  # noqa: F401
 
 pytest.importorskip("triton")
 from kvq_runtime.kernels.attend import host
-from kvq_runtime.kernels.attend.occupancy import resident, splits
+from kvq_runtime.kernels.attend.launch import count_splits, resident_programs
 
 H200 = SimpleNamespace(
     multi_processor_count=132, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=233472,
@@ -28,19 +28,19 @@ H200 = SimpleNamespace(
     ],
 )
 def test_programs_of_a_multiprocessor(registers, shared, warps, programs):
-    assert resident(registers, shared, warps, H200) == programs
+    assert resident_programs(registers, shared, warps, H200) == programs
 
 
 @pytest.mark.parametrize("lines", [1, 4, 8, 20, 64, 100, 512, 1056, 2112, 9000])
 @pytest.mark.parametrize("programs", [1, 5, 8, 12])
 def test_splits_fill_the_device_and_need_no_second_round(lines, programs):
-    cut, places = splits(lines, 1 << 20, 132, programs), 132 * programs
+    cut, places = count_splits(lines, 1 << 20, 132, programs), 132 * programs
     assert cut == 1 or lines * cut <= places < lines * (cut + 1)
-    assert splits(lines, 3, 132, programs) <= 3
+    assert count_splits(lines, 3, 132, programs) <= 3
 
 
 def test_one_row_is_cut_into_more_than_128():
-    assert splits(8, 1024, 132, 8) == 132
+    assert count_splits(8, 1024, 132, 8) == 132
 
 
 def test_a_cache_chooses_once_by_the_room_that_it_has(monkeypatch):

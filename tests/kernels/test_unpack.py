@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kvq_runtime.kernels.attend import fragment, levels, read_polar, unpack, words
+from kvq_runtime.kernels.attend import fragment, per_token, read_polar, words
 from kvq_runtime.ops.fragment import order
 
 COLUMNS = 16  # bytes of a run
@@ -109,7 +109,7 @@ def test_levels(bits, block, size, signed):
                 part = (container >> (plane.WIDTH * (plane.SLOT + tile))) & ((1 << plane.WIDTH) - 1)
                 code |= part.astype(np.int64) << plane.UP
             words = [container.view(np.uint32) for container in containers]
-            text = levels.assembly.fn(run.PLANES, tile, tuple(table.tolist()))
+            text = fragment._table_assembly.fn(run.PLANES, tile, tuple(table.tolist()))
             assert (followed(text, words, 1)[0].view(np.uint16) == table[code]).all()
 
 
@@ -117,7 +117,7 @@ def test_levels(bits, block, size, signed):
 def test_indices(bits):
     codes, runs = packed(bits)
     for stream, wanted in enumerate(codes):
-        found = followed(unpack._indices.fn(stream, bits), runs, 1)[0].view(np.uint8)
+        found = followed(per_token._assembly.fn(stream, bits), runs, 1)[0].view(np.uint8)
         assert (found == wanted).all()
 
 

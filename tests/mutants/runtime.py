@@ -280,7 +280,7 @@ MUTANTS = [
     Mutant(
         "softmax-fade",
         "what was summed before a larger score is not scaled down",
-        "kvq_runtime/kernels/attend/softmax.py",
+        "kvq_runtime/kernels/attend/queries.py",
         "b_total = b_total * b_fade[None, :] + b_w",
         "b_total = b_total + b_w",
         ("kernels/test_attention_kernel.py",),
@@ -288,7 +288,7 @@ MUTANTS = [
     Mutant(
         "merge-maximum",
         "splits are merged without the largest score: large ones overflow",
-        "kvq_runtime/kernels/attend/merge.py",
+        "kvq_runtime/kernels/attend/kernel.py",
         "b_higher = tl.maximum(tl.max(b_top, 1), tl.max(b_exact, 1))",
         "b_higher = tl.max(b_exact, 1) * 0",
         ("kernels/test_merge.py",),
@@ -296,7 +296,7 @@ MUTANTS = [
     Mutant(
         "merge-window",
         "the weights of sinks and window are left out of the sum",
-        "kvq_runtime/kernels/attend/merge.py",
+        "kvq_runtime/kernels/attend/kernel.py",
         "b_total = b_blocks + tl.sum(b_weights, 1)",
         "b_total = b_blocks",
         ("kernels/test_merge.py",),
@@ -304,7 +304,7 @@ MUTANTS = [
     Mutant(
         "merge-rows",
         "a query row is written where a KV head has none",
-        "kvq_runtime/kernels/attend/merge.py",
+        "kvq_runtime/kernels/attend/kernel.py",
         "m_r = o_r < rows",
         "m_r = o_r < rows + 1",
         ("kernels/test_merge.py",),
@@ -312,7 +312,7 @@ MUTANTS = [
     Mutant(
         "levels-joined",
         "of two codes looked up at once the first is taken twice",
-        "kvq_runtime/kernels/attend/levels.py",
+        "kvq_runtime/kernels/attend/fragment.py",
         "{'0x7351' if second else '0x6240'}",
         "{'0x6240' if second else '0x6240'}",
         ("kernels/test_unpack.py",),

@@ -11,9 +11,9 @@ import no_device  # noqa: F401
 import torch
 
 from benchmarks import kernels_aot
-from kvq_runtime.kernels.attend import host, merge
-from kvq_runtime.kernels.attend.occupancy import splits
-from kvq_runtime.kernels.encode import window
+from kvq_runtime.kernels.attend import host, kernel
+from kvq_runtime.kernels.attend.launch import count_splits
+from kvq_runtime.kernels.encode import stored
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import preset
 
@@ -34,11 +34,11 @@ def asked(*given):
 host._launched = asked
 with dispatch.forced(True):
     for batch in range(1, 9):
-        window.append(*torch.zeros(2, batch, 1, 1024).unbind(0), torch.zeros(2, batch, 8, 1024), torch.zeros(4).int())
+        stored.append(*torch.zeros(2, batch, 1, 1024).unbind(0), torch.zeros(2, batch, 8, 1024), torch.zeros(4).int())
         for tokens in range(1, 9):
-            step = kernels_aot.attends(recipe, 64, 1, ratio, tokens, batch=batch, splits=splits(batch, 64, 4, 1))
+            step = kernels_aot.attends(recipe, 64, 1, ratio, tokens, batch=batch, splits=count_splits(batch, 64, 4, 1))
             assert step is not None
             step()
-functions = {"attend": host.attend_kernel, "merge": merge.merge, "append": window._append}
+functions = {"attend": host.attend_kernel, "merge": kernel.merge, "append": stored._append}
 kernels = {name: function.device_caches[0][0] for name, function in functions.items()}
 print(json.dumps({name: len(made) for name, made in kernels.items()} | {"resident": sorted(resident)}))

@@ -12,13 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.kernels.attend import occupancy
 from kvq_runtime.kernels.attend.block_table import Pages, block_table
-from kvq_runtime.kernels.attend.kernel import EXACT
+from kvq_runtime.kernels.attend.kernel import EXACT, merge_parts
 from kvq_runtime.kernels.attend.kernel import attend as attend_kernel
-from kvq_runtime.kernels.attend.launch import LINES, ROWS, TOKENS, Launch, choose, takes, tile_rows
+from kvq_runtime.kernels.attend.launch import (
+    LINES,
+    ROWS,
+    TOKENS,
+    Launch,
+    choose,
+    count_splits,
+    resident_programs,
+    takes,
+    tile_rows,
+)
 from kvq_runtime.kernels.attend.layout import Layout, layout, tile
-from kvq_runtime.kernels.attend.merge import merge_parts
 from kvq_runtime.kernels.attend.rope import RopeTables
 from kvq_runtime.kernels.attend.settings import LayerSettings
 from kvq_runtime.kernels.encode.tile import FUSED, on
@@ -128,7 +136,7 @@ def choose_splits(
     rope: RopeTables | None = None,
     launch: Launch | None = None,
 ) -> int:
-    """Return the number of parts that `attend`, with the same arguments, should cut the blocks into: see occupancy.py.
+    """Return the number of parts that `attend`, with the same arguments, should cut the blocks into: see launch.py.
 
     Compiles the kernel, if it has not been yet. On a CPU, where there is nothing to fill, a few.
 
@@ -138,12 +146,12 @@ def choose_splits(
     heads = keys.layout.geometry.kv_heads
     lines = batch * heads * _tiles(keys, values, q_heads // heads * tokens)
     if not q_BHTD.is_cuda:
-        return occupancy.splits(lines, blocks, 4, 3)
+        return count_splits(lines, blocks, 4, 3)
     given = (q_BHTD, keys, values, exact, lengths, starts_B, 1.0, 1, rope, launch)
     limits = torch.cuda.get_device_properties(q_BHTD.device)
     with on(q_BHTD):
         resident = _resident(*_launched(*given, torch.float32, torch.float32), limits)
-    return occupancy.splits(lines, blocks, limits.multi_processor_count, resident)
+    return count_splits(lines, blocks, limits.multi_processor_count, resident)
 
 
 def _tiles(keys: Encoded, values: Encoded, rows: int) -> int:
@@ -155,7 +163,7 @@ def _resident(arguments: tuple, options: dict[str, Any], limits: Any) -> int:
     """Return how many programs of the kernel a multiprocessor of the current device runs at once."""
     compiled = attend_kernel.warmup(*arguments, grid=(1,), **options)
     compiled._init_handles()  # the driver counts registers when it loads a kernel
-    return occupancy.resident(compiled.n_regs, compiled.metadata.shared, options["num_warps"], limits)
+    return resident_programs(compiled.n_regs, compiled.metadata.shared, options["num_warps"], limits)
 
 
 def _launched(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvq_runtime.codec.kernel_order import KernelOrder, kernel_order
 from kvq_runtime.geometry import MATRIX_SIZES, Geometry
-from kvq_runtime.kernels.attend import per_token, read, read_polar, rounded
+from kvq_runtime.kernels.attend import per_token, read_polar, rounded
 from kvq_runtime.kernels.attend.settings import (
     CodebookSettings,
     LevelSettings,
@@ -44,7 +44,7 @@ class Layout:
     reader     its name and sizes, in the keys of launch.json: "codebook8x2"
     bits       of a code, or of an index that is several; of angles, of the lowest level's
     scan       the loop over blocks: that of rounded.py or of per_token.py
-    read       the function that scores keys, in rounded.py, or reads a tile of tokens, see read.py
+    read       the function that scores keys, in rounded.py, or reads a tile of tokens, see per_token.py
     settings   of both, see settings.py
     names      the fields, in the order of their addresses in the block table
     lookup     the codebook in the form `read` takes, or None
@@ -233,7 +233,7 @@ def _codebook(block: int, geometry: Geometry, points: Tensor, bits: int, indices
     word = {1: torch.int16, 2: torch.int32}.get(elements, torch.int64)
     lookup, names = points.half().contiguous().view(word), ("codes", "scale")
     reader, scan = f"codebook{bits}x{elements}", per_token.post_rope
-    return Layout(geometry, block, reader, bits, scan, read.codebook, settings, names, lookup, gathers=True)
+    return Layout(geometry, block, reader, bits, scan, per_token.codebook, settings, names, lookup, gathers=True)
 
 
 def _polar(scheme: Scheme, block: int, geometry: Geometry, tensors: Tensors = _NOTHING) -> Layout | None:

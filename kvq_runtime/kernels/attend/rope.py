@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.attend.query import load_query
+from kvq_runtime.kernels.attend.queries import load_query
 from kvq_runtime.kernels.attend.settings import COMPILED
 from kvq_runtime.ops.fragment import EDGE
 

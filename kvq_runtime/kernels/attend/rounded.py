@@ -9,9 +9,9 @@ the query or the scores, and the weights of the softmax; the ones are taken off 
     keys, a scale a token     s_t = step_t weight (Σ q_c x_tc - Σ q_c) + low_t Σ q_c
     values, a scale a token   Σ_t w_t (step_t code_tc + low_t) = Σ u_t x_tc + Σ (w_t low_t - u_t),  u = w step weight
 
-Channels or tokens that share a scale are a group; sums are by group. What the tensor cores take, k and u, is
-rounded to float16 before the ones are counted, so that they leave exactly. Codes that have tables (levels.py) are what
-they stand for: x without ones, weight or low end, per token.
+Channels or tokens that share a scale are a group; sums are by group. What the tensor cores take, k and u, is rounded to
+float16 before the ones are counted, so that they leave exactly. Codes that have tables (fragment.py) are what they
+stand for: x without ones, weight or low end, per token.
 
 The state of M query rows, w = 2^(s - top):
 
@@ -27,7 +27,7 @@ import triton.language as tl
 
 from kvq_runtime.kernels.attend import fragment, rope
 from kvq_runtime.kernels.attend.block_table import CODES, LOW, SCALE, field_of
-from kvq_runtime.kernels.attend.query import load_query
+from kvq_runtime.kernels.attend.queries import exponent, load_query
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def scan(
             b_seen = b_seen + (b_one,)
         for number in tl.static_range(tl.constexpr(VS.GROUPS) * TILES):
             b_widest = tl.maximum(b_widest, b_steps[number])
-        b_level = tl.maximum(b_top, tl.max(b_highest, 0) + _exponent(tl.max(b_widest.to(tl.float32), 0)))
+        b_level = tl.maximum(b_top, tl.max(b_highest, 0) + exponent(tl.max(b_widest.to(tl.float32), 0)))
         b_base = tl.where(b_level == float("-inf"), 0.0, b_level)
         b_fade = tl.exp2(b_top - b_base)
         b_top = b_level
@@ -326,12 +326,6 @@ def _added(b_tiles, PLACE: tl.constexpr, b_more):
     for i in tl.static_range(len(b_tiles)):
         b_found = b_found + ((b_tiles[i] + b_more) if i == PLACE else b_tiles[i],)
     return b_found
-
-
-@triton.jit
-def _exponent(x):
-    """log2 of a float32 rounded up, from its bits, at least -24."""
-    return tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 102).to(tl.float32) - 126.0
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Compile-time settings of the attention kernel: its `tl.constexpr` arguments L, KS and VS, read by name (`S.BITS`).
 
 NamedTuples, one class a reader: hashed and compared at every launch, as fast as tuples are. Every class of a reader of
-read.py begins with the fields of TileSettings. Inside kernels:
+per_token.py begins with the fields of TileSettings. Inside kernels:
 
     read fields alone: the source of a property is no part of the key under which Triton keeps compiled code
     in a `constexpr_function`, unpack them in order: Triton 3.6 hands it a plain tuple
@@ -64,8 +64,8 @@ class RoundedSettings(NamedTuple):
     GROUPS    parts of a head's channels with scales of their own, of what is rounded per token; else 1
     PAIRS     1: channel c is stored beside c + D / 2, which RoPE rotates it with
     TILES, SUBS, BYTES, WORDS, RUNS   as in `Order` of ops/fragment.py; runs for each table, one after another
-    TABLES    for each element that a code stands for, the bits of a float16 for every stored code: levels.py; (): codes
-              are rounded evenly
+    TABLES    for each element that a code stands for, the bits of a float16 for every stored code: fragment.py; ():
+              codes are rounded evenly
     """
 
     BITS: int
@@ -82,7 +82,7 @@ class RoundedSettings(NamedTuple):
 
 
 class CodebookSettings(NamedTuple):
-    """Indices into a codebook: `read.codebook`. Slot e · STREAMS + s is element e of index stream s.
+    """Indices into a codebook: `per_token.codebook`. Slot e · STREAMS + s is element e of index stream s.
 
     BITS       of a code, 1 to 8
     STREAMS    of indices in a head's bytes, COLUMNS indices each

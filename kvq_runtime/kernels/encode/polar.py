@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.encode.pack import stream_bytes
-from kvq_runtime.kernels.encode.tile import FUSED, Rows, load_rows, on, programs, rotated
+from kvq_runtime.kernels.encode.tile import FUSED, Rows, load_rows, on, programs, rotated, stream_bytes
 from kvq_runtime.ops import polar
 from kvq_runtime.ops.pack import packed_size
 from kvq_runtime.ops.rotation import Rotation

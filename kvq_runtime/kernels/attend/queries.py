@@ -1,6 +1,11 @@
-"""Online softmax: sum values by the softmax of scores, a tile of tokens at a time, all in powers of two.
+"""The queries of a KV head, one of each head and token: load them, and sum values by the softmax of their scores.
 
-The running state of M query rows, with w = 2^(s - top):
+They are the M columns of a tile. Only how many columns it has is compiled; how many of them are queries, and of how
+many tokens, is not, so that any batch and any number of query tokens that pads to the same tile is served by the same
+machine code. Queries are rotated as their keys' blocks are.
+
+The softmax is online, a tile of tokens at a time, all in powers of two. The running state of M query rows, with
+w = 2^(s - top):
 
     b_top    [M]      largest s + log2 scale[t], rounded up, so far: not of s, so that the weights which the tensor
                       cores take in float16, w · scale, are at most 1 whatever the scale
@@ -12,6 +17,48 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+ROTATED = tl.constexpr(64)  # channels that a product of the rotation takes at a time; all would lie in registers
+
+
+class Query(NamedTuple):
+    """The queries' argument of the scans.
+
+    pointer    to [B, H, rows, D], any float dtype
+    rotation   to float16 [D, D], of host.Encoded: q · (read · rotation) = (rotation · q) · read; or None
+    rows       query heads of a KV head, times query tokens: row r is head r // tokens, token r % tokens
+    first      row that is the first of this program's tile
+    """
+
+    pointer: Any
+    rotation: Any
+    rows: Any
+    first: Any
+
+
+@triton.jit
+def load_query(q, scale, i_bh, o_d, m_d, L: tl.constexpr):
+    """Channels o_d of a tile of queries, rotated, times `scale`: float32 [len(o_d), M], zero beyond the rows.
+
+    The rotation is a product of the tensor cores in each program: 64 of their instructions for a head of 128, instead
+    of a launch of its own.
+    """
+    M: tl.constexpr = L.M
+    o_m = q.first + tl.arange(0, M)
+    m_m = (o_m < q.rows)[None, :]
+    p = q.pointer + (i_bh * q.rows + o_m)[None, :] * L.D
+    if q.rotation is None:
+        b_q = tl.load(p + o_d[:, None], mask=m_m & m_d[:, None], other=0.0).to(tl.float32) * scale
+    else:
+        b_q = tl.zeros((o_d.shape[0], M), tl.float32)
+        for i in range(0, L.D, ROTATED):
+            o_c = i + tl.arange(0, ROTATED)
+            m_c = o_c < L.D
+            b_x = tl.load(p + o_c[:, None], mask=m_m & m_c[:, None], other=0.0).to(tl.float32) * scale
+            p_rows = q.rotation + o_d[:, None] * L.D + o_c[None, :]
+            b_rows = tl.load(p_rows, mask=m_d[:, None] & m_c[None, :], other=0.0)
+            b_q = tl.dot(b_rows, b_x.to(tl.float16), b_q)
+    return b_q
 
 
 class Part(NamedTuple):
@@ -47,7 +94,7 @@ def add(b_top, b_total, b_sums, b_s, b_tiles, b_numbers):
     """The state after a tile of tokens: scores b_s [N, M], -inf where masked; values as a reader gives them."""
     b_level = b_s
     if len(b_numbers) > 0:
-        b_level = b_s + _exponent(b_numbers[0])[:, None]
+        b_level = b_s + exponent(b_numbers[0])[:, None]
     b_higher = tl.maximum(b_top, tl.max(b_level, 0))
     b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
     b_fade = tl.exp2(b_top - b_base)
@@ -64,7 +111,7 @@ def add(b_top, b_total, b_sums, b_s, b_tiles, b_numbers):
 
 
 @triton.jit
-def _exponent(b_x):
+def exponent(b_x):
     """log2 of |x| rounded up, from the bits of a float32 [N]; at least 2^-24."""
     return tl.maximum((b_x.to(tl.int32, bitcast=True) >> 23) & 255, 102).to(tl.float32) - 126.0
 
