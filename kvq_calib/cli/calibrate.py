@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from kvq_calib.cli import fleet
-from kvq_calib.cli.allocator import keep_memory
-from kvq_calib.cli.status import Status
+from kvq_calib.cli.arguments import keep_memory
+from kvq_calib.cli.progress import Status
 from kvq_calib.evaluate import gate
 from kvq_calib.model import catalog
 from kvq_runtime import __version__
@@ -91,12 +91,12 @@ def _each(args: argparse.Namespace, argv: list[str]) -> int:
         fleet.print_commands(every)
         return 0
     if args.dry_run:
-        from kvq_calib.cli import dry_run
+        from kvq_calib.cli import outcome
 
         rows = []
         for one in parsed.values():
             asked, work, _ = _prepared(argparse.Namespace(**{**vars(one), "dry_run": True}))
-            rows.append(dry_run.record(asked, work))
+            rows.append(outcome.plan(asked, work))
         fleet.plan(rows, args.price, args.json)
         return 0
     say = partial(exit_codes.say, "kvq-calibrate")
@@ -117,13 +117,13 @@ def _calibrate(args: argparse.Namespace) -> int:
     if args.only is not None or args.price is not None or args.commands:
         raise ValueError("--only, --price and --commands are of --models FILE.yaml; give that")
     asked, work, caution = _prepared(args)
-    from kvq_calib.cli import dry_run, outcome
+    from kvq_calib.cli import outcome
     from kvq_calib.run import checkpoint
     from kvq_runtime.cli.table import print_record
 
     if args.dry_run:
-        found = dry_run.record(asked, work)
-        print_record(found if args.json else dry_run.lines(found), args.json)
+        found = outcome.plan(asked, work)
+        print_record(found if args.json else outcome.lines(found), args.json)
         return 0
     begun, layers = time.perf_counter(), work.plan.geometry.layers
     before = checkpoint.newest(work.folder, layers) + 1
@@ -249,21 +249,14 @@ def parser() -> argparse.ArgumentParser:
     )
     what = top.add_argument_group("what")
     add = what.add_argument
-    add(
-        "--model",
-        metavar="NAME|PATH|HUB-ID",
-        help="a catalog name (--list-models), a folder, a .gguf file, or org/name on the Hub",
-    )
+    add("--model", metavar="NAME|PATH|HUB-ID",
+        help="a catalog name (--list-models), a folder, a .gguf file, or org/name on the Hub")  # fmt: skip
     add("--models", type=Path, metavar="FILE.yaml",
         help="a list of models, each a name or options of its own, one after the other")  # fmt: skip
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
-    add(
-        "--recipe",
-        action="append",
-        metavar="RECIPE",
-        help="a name or FILE.json, either with +PATH=VALUE; or auto, or auto-vocab, whose first layer may be stored by "
-        "token; repeat for several (default aqua-2bit)",
-    )
+    add("--recipe", action="append", metavar="RECIPE",
+        help="a name or FILE.json, either with +PATH=VALUE; or auto, or auto-vocab, whose first layer may be stored "
+        "by token; repeat for several (default aqua-2bit)")  # fmt: skip
     add("--reuse", metavar="REF", help="an artifact of the model that this one was fine-tuned from: if it keeps "
         "--max-kl or --max-perplexity-ratio here, it is published for this model, and nothing is fitted")  # fmt: skip
     add_settings(what, "of every --recipe")
@@ -292,16 +285,11 @@ def parser() -> argparse.ArgumentParser:
         help="what a killed run loses beside the layer at work, as in 90s or 1h (default: 5m; more where writing takes "
         "over a twentieth of it); 0s, and with --workers: nothing, by way of files")  # fmt: skip
     add("--run", metavar="DIR", help="folder of the run's files (default: $KVQ_HOME/runs/PLAN)")
-    add(
-        "--registry",
-        metavar="URL",
-        help="file:///folder, s3://bucket/prefix or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)",
-    )
-    add(
-        "--push",
-        metavar="URL",
-        help="publish to this registry as well: hf://org or s3://bucket; checked before the work",
-    )
+    add("--registry", metavar="URL",
+        help="file:///folder, s3://bucket/prefix or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
+    )  # fmt: skip
+    add("--push", metavar="URL",
+        help="publish to this registry as well: hf://org or s3://bucket; checked before the work")  # fmt: skip
     add("--name", metavar="NAME", help="of the artifact (default: MODEL-RECIPE)")
     add("--artifact-version", metavar="V", help="number of the artifact, as in 1.2.0 (default: the next one)")
     add("--no-publish", action="store_true", help="leave artifact, card and plots in the run folder")
@@ -311,18 +299,11 @@ def parser() -> argparse.ArgumentParser:
     add("--also", metavar="NAME=SOURCE", nargs="+",
         help="texts of other kinds to measure on too: demo-code (Python's library), a corpus as above; or none "
         "(default: the model's, demo-code beside a --corpus)")  # fmt: skip
-    add(
-        "--baseline",
-        action="append",
-        metavar="NAME",
-        help="measure this beside: an unfitted recipe or a REF (default: higgs-2bit beside a recipe that is alone)",
-    )
-    add(
-        "--max-perplexity-ratio",
-        type=float,
-        metavar="X",
-        help="publish only if perplexity / 16-bit perplexity <= X, every token but the sinks encoded",
-    )
+    add("--baseline", action="append", metavar="NAME",
+        help="measure this beside: an unfitted recipe or a REF (default: higgs-2bit beside a recipe that is alone)"
+    )  # fmt: skip
+    add("--max-perplexity-ratio", type=float, metavar="X",
+        help="publish only if perplexity / 16-bit perplexity <= X, every token but the sinks encoded")  # fmt: skip
     add("--max-kl", type=float, metavar="X", help="publish only if the KL divergence, nats per token, <= X, likewise")
     add = top.add_argument_group("how").add_argument
     add("--prefect", action="store_true", help="run as a Prefect flow (also when PREFECT_API_URL is set)")
@@ -333,13 +314,8 @@ def parser() -> argparse.ArgumentParser:
     add("--list-models", action="store_true", help="print the catalog")
     add("--json", action="store_true", help="print JSON")
     add("--quiet", action="store_true", help="no progress bar")
-    add(
-        "--version",
-        nargs="?",
-        const=PROGRAM,
-        metavar="V",
-        help="print the program's version; with a number, the older name of --artifact-version",
-    )
+    add("--version", nargs="?", const=PROGRAM, metavar="V",
+        help="print the program's version; with a number, the older name of --artifact-version")  # fmt: skip
     return top
 
 

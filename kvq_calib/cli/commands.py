@@ -8,7 +8,7 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-from kvq_calib.cli.allocator import keep_memory
+from kvq_calib.cli.arguments import keep_memory
 from kvq_calib.model import catalog
 from kvq_runtime.cli import options
 from kvq_runtime.cli.options import add_settings, count, png
@@ -138,26 +138,16 @@ def add_report(subparsers: Any) -> None:
     text = "an HTML page of everything known of a version, or of all versions of a registry"
     command = _command(subparsers, "report", text, REPORT_EXAMPLES, "report", "kvq_calib.cli.report")
     add = command.add_argument
-    add(
-        "reference", metavar="REF", nargs="?",
-        help="NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX, a .safetensors file or a folder with one",
-    )  # fmt: skip
-    add(
-        "--registry", metavar="URL", nargs="?", const="",
-        help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry); without REF the page is of "
-        "all its versions",
-    )  # fmt: skip
-    add(
-        "--compare",
-        metavar="FILE",
-        help="records of the same model, of kvq compare --output or a run's evaluation.json",
-    )
-    add(
-        "--out",
-        metavar="FILE",
-        help="the page (default: NAME-vVERSION.html or registry.html here; none with --json); "
-        "of a registry also a folder, for the pages of all versions",
-    )
+    add("reference", metavar="REF", nargs="?",
+        help="NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX, a .safetensors file or a folder with one")  # fmt: skip
+    add("--registry", metavar="URL", nargs="?", const="",
+        help="file:///folder or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry); without REF the page is "
+        "of all its versions")  # fmt: skip
+    add("--compare", metavar="FILE",
+        help="records of the same model, of kvq compare --output or a run's evaluation.json")  # fmt: skip
+    add("--out", metavar="FILE",
+        help="the page (default: NAME-vVERSION.html or registry.html here; none with --json); of a registry also a "
+        "folder, for the pages of all versions")  # fmt: skip
     add("--open", action="store_true", help="show it in a browser")
 
 
@@ -179,9 +169,8 @@ def add_eval(subparsers: Any) -> None:
     """Add `kvq eval`."""
     command = _command(subparsers, "eval", "perplexity and errors with compressed caches", EVAL_EXAMPLES, "evaluate")
     add = command.add_argument
-    add(
-        "subjects", metavar="REF|RECIPE", nargs="*",
-        help="a reference, a .safetensors file, or an unfitted recipe; with --tasks none: the 16-bit model alone",
+    add("subjects", metavar="REF|RECIPE", nargs="*",
+        help="a reference, a .safetensors file, or an unfitted recipe; with --tasks none: the 16-bit model alone"
     )  # fmt: skip
     add_settings(command, "of every recipe named")
     _source(command)
@@ -196,30 +185,21 @@ def add_eval(subparsers: Any) -> None:
 def _tasks(command: argparse.ArgumentParser) -> None:
     """Add what `kvq eval --tasks` asks."""
     add = command.add_argument
-    add(
-        "--tasks", metavar="TASK,TASK", help="measure tasks instead of text: see docs/measure.md; other names are "
-        "lm-eval's (gsm8k, ifeval), which is an extra",
-    )  # fmt: skip
+    add("--tasks", metavar="TASK,TASK",
+        help="measure tasks instead of text: see docs/measure.md; other names are lm-eval's (gsm8k, ifeval), which is "
+        "an extra")  # fmt: skip
     add("--lengths", type=count, metavar="L", nargs="+", help="of tasks: tokens of a text (default: 1024 4096)")
-    add(
-        "--depths", type=float, metavar="D", nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9],
-        help="of tasks: places of what is asked for, 0 to 1 (default: 0.1 0.3 0.5 0.7 0.9)",
-    )  # fmt: skip
+    add("--depths", type=float, metavar="D", nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9],
+        help="of tasks: places of what is asked for, 0 to 1 (default: 0.1 0.3 0.5 0.7 0.9)")  # fmt: skip
     add("--samples", type=count, metavar="N", default=5, help="of tasks: texts of each length and depth (default: 5)")
-    add(
-        "--haystack", metavar="TEXT", default="demo",
-        help="of RULER's tasks in essays: a corpus, as --corpus takes it (default: demo, Python's documentation)",
+    add("--haystack", metavar="TEXT", default="demo",
+        help="of RULER's tasks in essays: a corpus, as --corpus takes it (default: demo, Python's documentation)"
     )  # fmt: skip
     add("--plot", type=png, metavar="FILE", help="of tasks: write accuracy by length and depth, a PNG")
     add("--limit", type=count, metavar="N", help="of lm-eval's tasks: the first examples (default: all)")
     add("--num-fewshot", type=int, metavar="N", help="of lm-eval's tasks: worked examples in a prompt")
-    add(
-        "--batch-size",
-        type=count,
-        metavar="N",
-        default=1,
-        help="of lm-eval's tasks: requests side by side (default: 1)",
-    )
+    add("--batch-size", type=count, metavar="N", default=1,
+        help="of lm-eval's tasks: requests side by side (default: 1)")  # fmt: skip
     add("--include-path", metavar="DIR", help="of lm-eval's tasks: a folder of task files beside its own")
     add("--answer", type=count, metavar="N", help="of RULER's tasks: the most tokens of an answer (default: RULER's)")
     add("--chat", action="store_true", help="of tasks in words: apply the model's chat template")
@@ -234,19 +214,12 @@ def add_compare(subparsers: Any) -> None:
     add = command.add_argument
     add("--recipes", metavar="RECIPE", nargs="+", default=[], help="recipes, or all (default: some of every family)")
     add_settings(command, "of every recipe named")
-    add(
-        "--bits",
-        metavar="B",
-        type=float,
-        nargs="+",
-        default=[],
-        help="also auto, or auto-vocab where that is among the recipes: bits by layer, within B per element",
-    )
-    add(
-        "--transfer", metavar="FILE|HUB-ID",
-        help="with --bits: a text of another kind whose fit part settings are measured on, too; or none (default: "
-        "demo-code, or demo beside that)",
+    add("--bits", metavar="B", type=float, nargs="+", default=[],
+        help="also auto, or auto-vocab where that is among the recipes: bits by layer, within B per element"
     )  # fmt: skip
+    add("--transfer", metavar="FILE|HUB-ID",
+        help="with --bits: a text of another kind whose fit part settings are measured on, too; or none (default: "
+        "demo-code, or demo beside that)")  # fmt: skip
     add("--wide", action="store_true", help="every column, instead of those that fit in 100")
     add("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
     _measuring(command)
@@ -263,19 +236,16 @@ def add_bench(subparsers: Any) -> None:
     add("subjects", metavar="REF|RECIPE", nargs="+", help="references, .safetensors files, recipes")
     add_settings(command, "of every recipe named")
     add("--model", required=True, help="a name of the catalog (demo, qwen2.5-7b), folder, .gguf file, or Hub id")
-    add(
-        "--context", type=counts, metavar="L,L", help="tokens of a prompt (default: 1024,4096 as far as the model goes)"
-    )
+    add("--context", type=counts, metavar="L,L",
+        help="tokens of a prompt (default: 1024,4096 as far as the model goes)")  # fmt: skip
     add("--batch", type=counts, metavar="B,B", default=(1,), help="rows (default: 1)")
     add("--tokens", type=count, metavar="N", default=32, help="timed in a row and round (default: 32)")
     add("--rounds", type=count, metavar="N", default=3, help="turns of each cache (default: 3)")
-    add(
-        "--beside", metavar="NAME,NAME",
-        help="transformers' quantized caches, or none (default: quanto-2bit,quanto-4bit,hqq-2bit,hqq-4bit,fp8)",
+    add("--beside", metavar="NAME,NAME",
+        help="transformers' quantized caches, or none (default: quanto-2bit,quanto-4bit,hqq-2bit,hqq-4bit,fp8)"
     )  # fmt: skip
-    add(
-        "--memory", metavar="SIZE", help="that weights and rows are to fit into, as in 80GB (default: the device's own)"
-    )
+    add("--memory", metavar="SIZE",
+        help="that weights and rows are to fit into, as in 80GB (default: the device's own)")  # fmt: skip
     add("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     kinds = ("bfloat16", "float16", "float32")
     add("--dtype", choices=kinds, help="default: as stored; bfloat16 where that has 32 bits")
@@ -300,11 +270,9 @@ def _measuring(command: argparse.ArgumentParser, decode: bool = False) -> None:
     """Add what both measuring commands ask: on which texts, under which protocols, and what stays exact."""
     add = command.add_argument
     add("--windows", type=windows, default=16, metavar="N", help="windows of each text, or all (default: 16)")
-    add(
-        "--also", metavar="NAME=SOURCE", nargs="+",
+    add("--also", metavar="NAME=SOURCE", nargs="+",
         help="texts of other kinds to measure on too: FILE, HUB-ID, demo-code (Python's library), wikitext-2; or none "
-        "(default: the model's, demo-code beside a --corpus)",
-    )  # fmt: skip
+        "(default: the model's, demo-code beside a --corpus)")  # fmt: skip
     add(
         "--protocol", choices=["full", "in-use", "both", *(["decode"] if decode else [])], default="both",
         help="every token but the sinks encoded before it is read; as the cache does it in use; or both (default)"
@@ -319,18 +287,14 @@ def _measuring(command: argparse.ArgumentParser, decode: bool = False) -> None:
            if decode else ""),
     )  # fmt: skip
     add("--sinks", type=int, metavar="N", help="exact first tokens (default: as each recipe says)")
-    add(
-        "--recent", type=int, metavar="N",
+    add("--recent", type=int, metavar="N",
         help="in use: exact newest tokens (default: as each recipe says). 0 still leaves those of an unfinished block "
-        "and of the step at hand exact, 1 to 128 in blocks of 128, which can carry most of attention; the share "
-        "is in the table",
-    )  # fmt: skip
+        "and of the step at hand exact, 1 to 128 in blocks of 128, which can carry most of attention; the share is in "
+        "the table")  # fmt: skip
     add("--block", type=count, metavar="N", help="tokens encoded together (default: as each recipe)")
-    add(
-        "--by-layer", action="store_true",
+    add("--by-layer", action="store_true",
         help="run the model one layer at a time, all recipes in one reading of its weights, by full encode alone (so "
-        "it is where the model does not fit into memory)",
-    )  # fmt: skip
+        "it is where the model does not fit into memory)")  # fmt: skip
     add(
         "--layers", action="store_true",
         help="measure errors of keys, values and attention's output by layer, too, on 4 windows: a pass more for every "
@@ -388,9 +352,8 @@ def _missing(error: BaseException) -> str:
 
 def _source(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add(
-        "--model", required=True, help="a name of the catalog (demo, recall, qwen2.5-7b), folder, .gguf file, or Hub id"
-    )
+    add("--model", required=True,
+        help="a name of the catalog (demo, recall, qwen2.5-7b), folder, .gguf file, or Hub id")  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help="text, measured on its held-out part (default: model's)")
     add("--length", type=count, metavar="L", help="tokens of a sequence (default: the model's)")
     add("--seed", type=int, default=0, help="chooses the sequences (default: 0)")

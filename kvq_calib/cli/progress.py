@@ -1,13 +1,89 @@
-"""Show a run's progress: the layer and stage at work, then the evaluation; tokens per second, time left."""
+"""Report what a command is doing: before there is anything to count, as bars, and as lines without a terminal.
+
+Imports nothing that takes long.
+"""
 
 import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from tqdm import tqdm
+from kvq_runtime.cli.table import printable
 
-from kvq_calib.cli.status import Left, Lines, Status
-from kvq_calib.run import budget, sensitivity, share
-from kvq_calib.run.plan import Plan
-from kvq_calib.run.run import Progress
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from kvq_calib.run.plan import Plan
+    from kvq_calib.run.run import Progress
+
+CLEAR = "\r\x1b[K"
+EVERY = 30.0  # seconds between two lines, at the least
+
+
+class Status:
+    """One line on a terminal's standard error, replaced by the next and cleared at the end; silent elsewhere.
+
+    with Status("kvq-calibrate") as show:
+        show("loading torch")
+    """
+
+    def __init__(self, program: str, quiet: bool = False):
+        self._program, self._on = program, not quiet and sys.stderr.isatty()
+
+    def __call__(self, text: str) -> None:
+        if self._on:
+            print(f"{CLEAR}{self._program}: {printable(text)} ...", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Status":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Leave no line behind."""
+        if self._on:
+            print(CLEAR, end="", file=sys.stderr, flush=True)
+
+
+class Left:
+    """Estimate the time that is left, from the time of the part since the first call; units of any kind."""
+
+    def __init__(self, clock: Callable[[], float] | None = None):
+        self._clock = clock or time.monotonic
+        self._first: tuple[float, float] | None = None
+
+    def __call__(self, done: float, total: float) -> str:
+        """In words; nothing, as long as that is not known."""
+        now = self._clock()
+        if self._first is None:
+            self._first = now, done
+        begun, before = self._first
+        return f"{spoken((now - begun) * (total - done) / (done - before))} left" if done > before else ""
+
+
+class Lines:
+    """Progress as plain lines on a standard error that is no terminal, one every 30 seconds at most; else silent."""
+
+    def __init__(self, program: str, quiet: bool = False, clock: Callable[[], float] | None = None):
+        self._program, self._on, self._clock = program, not quiet and not sys.stderr.isatty(), clock or time.monotonic
+        self._left, self._said = Left(self._clock), self._clock()
+
+    def __call__(self, text: str, done: float, total: float) -> None:
+        """Report what is at work, the share of all that is done, and about how long the rest takes."""
+        left = self._left(done, total)
+        if self._on and self._clock() - self._said >= EVERY:
+            self._said = self._clock()
+            parts = [text, f"{done / total:.0%} done", *([f"about {left}"] if left else [])]
+            print(f"{self._program}: {printable(', '.join(filter(None, parts)))}", file=sys.stderr, flush=True)
+
+
+def spoken(seconds: float) -> str:
+    """A length of time in words, to two digits."""
+    name, size = ("second", 1) if seconds < 90 else ("minute", 60) if seconds < 5400 else ("hour", 3600)
+    count = seconds / size
+    said = f"{count:.1f}" if count < 10 and name == "hour" else f"{count:.0f}"
+    return f"{said} {name}{'' if said == '1' else 's'}"
 
 
 class Bar:
@@ -21,7 +97,9 @@ class Bar:
     after the last, a line announces plots and cards.
     """
 
-    def __init__(self, plan: Plan, quiet: bool = False):
+    def __init__(self, plan: "Plan", quiet: bool = False):
+        from kvq_calib.run import budget
+
         self._plan, self._off = plan, quiet or not sys.stderr.isatty()
         self._status = Status("kvq-calibrate", quiet)
         self._all = self._before(budget.most_rounds(plan), 0)
@@ -30,10 +108,10 @@ class Bar:
         self._evaluated = Lines("kvq-calibrate", quiet)
         self._bar = self._drawn("choosing the text", self._work(0, 0))
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: "Progress") -> None:
         whole = progress.layer < 0
+        again = f"round {progress.round}, " if progress.round else ""
         if (progress.round, progress.layer) != self._at:
-            again = f"round {progress.round}, " if progress.round else ""
             said = progress.stage if whole else f"{again}layer {progress.layer + 1}/{progress.layers}"
             self._next(said, progress.total if whole else self._work(progress.round, progress.layer))
             self._at, self._done = (progress.round, progress.layer), self._before(progress.round, progress.layer)
@@ -49,7 +127,6 @@ class Bar:
         self._done += tokens
         self._bar.set_postfix_str(", ".join(filter(None, (progress.stage, left and f"{left} in all"))), refresh=False)
         self._bar.update(tokens)
-        again = f"round {progress.round}, " if progress.round else ""
         where = f"{again}layer {progress.layer + 1} of {progress.layers}, {progress.stage}"
         self._lines(where, min(self._done, self._all), self._all)
 
@@ -62,7 +139,9 @@ class Bar:
             self._bar.close()
             self._bar = self._drawn(said, total)
 
-    def _drawn(self, said: str, total: int) -> tqdm:
+    def _drawn(self, said: str, total: int) -> "tqdm":
+        from tqdm import tqdm
+
         return tqdm(total=total, unit="tok", unit_scale=True, disable=self._off, desc=said)
 
     def _before(self, round: int, layer: int) -> int:
@@ -73,6 +152,8 @@ class Bar:
 
     def _work(self, round: int, layer: int) -> int:
         """Tokens of a layer, each as often as it is worked on; in later rounds of the budgets, at most."""
+        from kvq_calib.run import budget, sensitivity, share
+
         plan = self._plan
         if any(map(share.wanted, plan.recipes)):
             if round == 0:

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvq_calib.cli import outcome, status
-from kvq_calib.cli.progress import Bar
-from kvq_calib.cli.status import Lines, Status, spoken
+from kvq_calib.cli import outcome, progress
+from kvq_calib.cli.progress import Bar, Lines, Status, spoken
 from kvq_calib.report.published import Place, Published
 from kvq_calib.run import budget
 from kvq_calib.run.run import Progress
@@ -198,7 +197,7 @@ def test_a_bar_without_a_terminal_writes_where_the_run_is(monkeypatch):
     monkeypatch.setattr(budget, "most_rounds", lambda plan: 2)
     plan = SimpleNamespace(chunks=[range(2)], seq_len=50, geometry=SimpleNamespace(layers=2))
     clock = Clock()
-    monkeypatch.setattr(status.time, "monotonic", clock)
+    monkeypatch.setattr(progress.time, "monotonic", clock)
     bar = Bar(plan)  # type: ignore[arg-type]
     for seconds, stage in ((0, "capture"), (40, "aqua-2bit keys")):
         clock.now = seconds

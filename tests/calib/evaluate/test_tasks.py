@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvq_calib.cli import commands
-from kvq_calib.cli import tasks as commanded
+from kvq_calib.cli import subcommands as commanded
 from kvq_calib.evaluate import answers, cases, tasks
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.reads import CountedCache

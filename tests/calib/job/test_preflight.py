@@ -12,7 +12,7 @@ import torch
 
 from kvq_calib.bench import rounds
 from kvq_calib.cli import calibrate as cli
-from kvq_calib.cli import dry_run
+from kvq_calib.cli import outcome
 from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
 from kvq_calib.job.prepare import preflight, prepare
 from kvq_calib.run import plan as plans
@@ -128,14 +128,14 @@ def test_the_command_refuses_before_it_writes(free, says, job, machine, capsys):
 
 def test_a_dry_run_says_how_long_the_model_takes_at_least(job):
     """A recipe with gradients: a pass over all, and of a part, here all to fit on, three for the way down."""
-    plain = dry_run.record(job, prepare(job))
+    plain = outcome.plan(job, prepare(job))
     assert plain["forward_passes"] == 1 and plain["forward_seconds"] > 0
     shared = job.with_settings(recipes=("auto",), bits=(2.0,))
     work = prepare(shared)
-    found = dry_run.record(shared, work)
+    found = outcome.plan(shared, work)
     fitted = sum(len(rows) for rows in work.plan.chunks[: work.plan.fitted_chunks])
     assert found["forward_passes"] == 1 + 3 * fitted / 4
-    said = dry_run.lines(found | {"forward_seconds": 100.0})["time"]
+    said = outcome.lines(found | {"forward_seconds": 100.0})["time"]
     assert said.startswith(f"at least {100 * found['forward_passes'] / 60:.0f} minutes: ") and "100.0 s each" in said
 
 
