@@ -1,6 +1,6 @@
 """The outcome of a calibration's artifacts: what was measured, where they were published, where files are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -70,9 +70,7 @@ class Published:
             "key error": round(self.key_error, 5),
             "value error": round(self.value_error, 5),
         }
-        if self.relative is not None:
-            return row | _cells(self.protocol, self.perplexity, self.relative, self.kl)
-        return row | ({"vs 16 bit": self.unmeasured} if self.unmeasured else {})
+        return row | _cells(vars(self))
 
     def record(self) -> dict[str, Any]:
         """All of it as JSON: plain numbers, whose units are in their names.
@@ -86,13 +84,11 @@ class Published:
             "bits_per_element": self.bits,
             "key_error": self.key_error,
             "value_error": self.value_error,
-            **_numbers(self.protocol, self.perplexity, self.relative, self.kl),
+            **_numbers(vars(self)),
             "published": [asdict(place) for place in self.places],
             "folder": self.folder,
             "exceeds": list(self.failed),
         }
-        if self.unmeasured:
-            found["unmeasured"] = self.unmeasured
         return found | ({"layers": self.layers} if self.layers else {})
 
 
@@ -106,42 +102,41 @@ def figures(record: TextRecord) -> dict[str, Any]:
 
 def reference_row(records: Sequence[TextRecord]) -> dict[str, Any]:
     """The line of the 16-bit model, by the protocol of the first record that has figures."""
-    for record in records:
-        known = None if record.decisive is None else record.decisive[1].reference_perplexity
-        if known is not None:
-            row = {"recipe": REFERENCE, "artifact": None, "sha256": None, "bits": 16.0}
-            return row | {"perplexity": f"{known:.3f}"}
-    return {}
+    parts = (record.decisive[1] for record in records if record.decisive is not None)
+    known = next((part.reference_perplexity for part in parts if part.reference_perplexity is not None), None)
+    row = {"recipe": REFERENCE, "artifact": None, "sha256": None, "bits": 16.0}
+    return {} if known is None else row | {"perplexity": f"{known:.3f}"}
 
 
 def baseline_row(record: TextRecord) -> dict[str, Any]:
     """The line of a baseline in the result table."""
-    found = figures(record)
-    row: dict[str, Any] = {"recipe": record.result.recipe, "artifact": "(baseline)"}
-    row["bits"] = record.result.bits["asymptotic"]
-    if "unmeasured" in found:
-        return row | {"vs 16 bit": found["unmeasured"]}
-    return row | _cells(found["protocol"], found["perplexity"], found["relative"], found["kl"])
+    result = record.result
+    row = {"recipe": result.recipe, "artifact": "(baseline)", "bits": result.bits["asymptotic"]}
+    return row | _cells(figures(record))
 
 
 def baseline_record(record: TextRecord) -> dict[str, Any]:
     """The same as JSON, with the names of `Published.record`."""
-    found = figures(record)
-    row: dict[str, Any] = {"recipe": record.result.recipe, "artifact": record.artifact}
-    row["bits_per_element"] = record.result.bits["asymptotic"]
-    if "unmeasured" in found:
-        return row | {"unmeasured": found["unmeasured"]}
-    return row | _numbers(found["protocol"], found["perplexity"], found["relative"], found["kl"])
+    row = {"recipe": record.result.recipe, "artifact": record.artifact}
+    return row | {"bits_per_element": record.result.bits["asymptotic"]} | _numbers(figures(record))
 
 
-def _cells(protocol: str, perplexity: float | None, relative: float, kl: float | None) -> dict[str, Any]:
-    shown = None if perplexity is None else f"{perplexity:.3f}"
-    return {"protocol": protocol, "perplexity": shown, "vs 16 bit": percent(relative), "KL": kl}
+def _cells(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures for people, or the reason why there are none."""
+    if found.get("relative") is None:
+        return {"vs 16 bit": found["unmeasured"]} if found["unmeasured"] else {}
+    perplexity = None if found["perplexity"] is None else f"{found['perplexity']:.3f}"
+    return {
+        "protocol": found["protocol"],
+        "perplexity": perplexity,
+        "vs 16 bit": percent(found["relative"]),
+        "KL": found["kl"],
+    }
 
 
-def _numbers(protocol: str, perplexity: float | None, relative: float | None, kl: float | None) -> dict[str, Any]:
-    """Figures by names with their units; none where nothing was measured."""
-    if relative is None:
-        return {}
-    ratio = {"perplexity_over_16_bit": 1 + relative, "kl_nats_per_token": kl}
-    return {"protocol": protocol, "perplexity": perplexity, **ratio}
+def _numbers(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures by names with their units, or the reason why there are none."""
+    if found.get("relative") is None:
+        return {"unmeasured": found["unmeasured"]} if found["unmeasured"] else {}
+    ratio = {"perplexity_over_16_bit": 1 + found["relative"], "kl_nats_per_token": found["kl"]}
+    return {"protocol": found["protocol"], "perplexity": found["perplexity"], **ratio}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, TypeVar
 
+from kvq_calib.report.words import spread
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.table import percent
 from kvq_runtime.recipe import ROLES
@@ -40,41 +41,48 @@ def comparison(records: Records) -> list[dict[str, Any]]:
     errors by layer were measured.
     """
     length, names = records[0].protocol.length, _protocols(records)
-    first: dict[str, Any] = _bits("16 bit", EXACT, length)
     by_layer = any(record.result.layers for record in records)
-    heads = [head for name in names for head in _heads(name, by_layer)]
-    known = {_heads(name, by_layer)[0]: f"{one:.3f}" for name in names if (one := reference(records, name))}
-    for text in texts(records):
-        other = elsewhere(records, text)
-        own = _protocols(other)
-        known |= {_head(text, name): f"{one:.3f}" for name in own if (one := reference(other, name))}
-        heads += [head for name in own for head in (_head(text, name), f"{_head(text, name)} KL")]
-    rows = [first | {"block": None} | dict.fromkeys(heads) | known]
-    for record in records:
-        row = _bits(record.name, record.result.bits, length)
-        row |= {"block": record.result.window.get("block")}
-        for name in names:
-            found = record.figures(name)
-            share = found.decoded.attention if found and found.decoded else None
-            row |= dict(zip(_heads(name, by_layer), (
-                relative(found) if found else "none",
-                found.kl if found else None,
-                f"{found.top1:.1%}" if found else None,
-                None if share is None else f"{share:.0%}",
-                *([attention_error(record, name) if found else None] if by_layer else []),
-            ), strict=True))  # fmt: skip
-        for text, other in record.elsewhere().items():
-            for name in other.result.protocols:
-                found, head = other.figures(name), _head(text, name)
-                row |= {head: relative(found) if found else "none", f"{head} KL": found.kl if found else None}
-        rows.append(row)
-    return rows
+    rows = [
+        _bits(one.name, one.result.bits, length)
+        | {"block": one.result.window.get("block")}
+        | _side_by_side(one, names, by_layer)
+        for one in records
+    ]
+    known: dict[str, Any] = _bits("16 bit", EXACT, length)
+    for text, group in _by_text(records).items():
+        known |= {_head(text, name): f"{one:.3f}" for name in _protocols(group) if (one := reference(group, name))}
+    return [dict.fromkeys(name for row in rows for name in row) | known, *rows]
+
+
+def _side_by_side(record: TextRecord, names: Sequence[str], by_layer: bool) -> dict[str, Any]:
+    """The columns of all protocols and texts, the distance of perplexity first."""
+    row: dict[str, Any] = {}
+    for name in names:
+        found, head = record.figures(name), _head("", name)
+        share = found.decoded.attention if found and found.decoded else None
+        row |= _loss(found, head) | {f"{head} top-1": f"{found.top1:.1%}" if found else None}
+        row[f"{head} decoded"] = None if share is None else f"{share:.0%}"
+        if by_layer:
+            row[f"{head} attention"] = attention_error(record, name) if found else None
+    for text, other in record.elsewhere().items():
+        for name in other.result.protocols:
+            row |= _loss(other.figures(name), _head(text, name))
+    return row
+
+
+def _head(text: str, protocol: str) -> str:
+    return f"{text} {protocol.replace('-', ' ')}".lstrip()
+
+
+def _loss(found: Figures | None, head: str) -> dict[str, Any]:
+    return {head: relative(found) if found else "none", f"{head} KL": found.kl if found else None}
 
 
 def narrow(records: Records) -> list[dict[str, Any]]:
     """The columns of `comparison` that decide, in 100 characters: bits, loss and divergence by protocol."""
-    kept = [name for protocol in _protocols(records) for name in _heads(protocol, by_layer=False)[:2]]
-    return [{name: row.get(name) for name in ("recipe", "bits", *kept)} for row in comparison(records)]
+    heads = [_head("", name) for name in _protocols(records)]
+    kept = ["recipe", "bits", *(name for head in heads for name in (head, f"{head} KL"))]
+    return [{name: row.get(name) for name in kept} for row in comparison(records)]
 
 
 def elsewhere(records: Records, text: str) -> list[TextRecord]:
@@ -82,30 +90,18 @@ def elsewhere(records: Records, text: str) -> list[TextRecord]:
     return [one.elsewhere()[text] for one in records if text in one.result.texts]
 
 
-def _head(text: str, protocol: str) -> str:
-    return f"{text} {protocol.replace('-', ' ')}"
-
-
-def _heads(protocol: str, by_layer: bool) -> list[str]:
-    """The columns of a protocol in a comparison, the distance of perplexity first."""
-    spoken = protocol.replace("-", " ")
-    return [spoken, *(f"{spoken} {name}" for name in ("KL", "top-1", "decoded", *(["attention"] if by_layer else [])))]
-
-
 def table(records: Records) -> list[dict[str, Any]]:
     """The rows that `kvq eval` prints: one a recipe and protocol, the 16-bit model first, and so for each text."""
-    others = texts(records)
-    if others:
-        main = [{"text": records[0].protocol.text.source, **row} for row in _table(records)]
-        return main + [{"text": text, **row} for text in others for row in _table(elsewhere(records, text))]
-    return _table(records)
+    groups, source = _by_text(records), records[0].protocol.text.source
+    if len(groups) == 1:
+        return _table(records)
+    return [{"text": text or source, **row} for text, group in groups.items() for row in _table(group)]
 
 
 def _table(records: Records) -> list[dict[str, Any]]:
-    length, names = records[0].protocol.length, _protocols(records)
-    first: dict[str, Any] = _bits("16 bit", EXACT, length)
-    known = next((perplexity for name in names if (perplexity := reference(records, name))), None)
-    rows = [first | {"protocol": None, "perplexity": known and f"{known:.3f}"}]
+    length = records[0].protocol.length
+    known = next((one for name in _protocols(records) if (one := reference(records, name))), None)
+    rows = [_bits("16 bit", EXACT, length) | {"protocol": None, "perplexity": known and f"{known:.3f}"}]
     for record in records:
         bits, parts = _bits(record.name, record.result.bits, length), record.result.protocols
         rows += [bits | {"protocol": SPOKEN[name]} | measures(part) for name, part in parts.items()]
@@ -206,18 +202,13 @@ def _protocols(records: Records) -> list[str]:
 
 
 def _bits(name: str, bits: Mapping[str, float], length: int) -> dict[str, Any]:
-    return {
-        "recipe": name,
-        "bits": bits["asymptotic"],
-        f"at {length}": bits["at_length"],
-        "at 4096": bits["at_4096"],
-    }
+    held = {f"at {length}": bits["at_length"], "at 4096": bits["at_4096"]}
+    return {"recipe": name, "bits": bits["asymptotic"], **held}
 
 
 def relative(result: Figures) -> str:
     """The distance of a perplexity from that of 16 bit, with its standard error where there is one."""
-    spread = standard_error(result)
-    return percent(result.relative) + ("" if spread is None else f" ± {spread:.2%}")
+    return spread(percent(result.relative), standard_error(result), ".2%")
 
 
 def standard_error(part: Figures) -> float | None:
@@ -259,16 +250,13 @@ def named(records: Sequence[R], references: Sequence[str] = ()) -> list[R]:
     recipes = Counter(record.result.recipe for record in records)
     found = []
     for number, record in enumerate(records):
-        recipe = name = record.result.recipe
-        if recipes[recipe] > 1:
-            name = _short(references[number]) if references else f"{recipe} ({record.artifact[:8]})"
+        name = record.result.recipe
+        if recipes[name] > 1:
+            name = references[number] if references else f"{name} ({record.artifact[:8]})"
+            if name.endswith(".safetensors"):  # the last two parts of its path
+                name = "/".join(PurePath(name).parts[-2:])
         found.append(replace(record, name=name))
     return found
-
-
-def _short(reference: str) -> str:
-    """A reference; of a file, the last two parts of its path."""
-    return "/".join(PurePath(reference).parts[-2:]) if reference.endswith(".safetensors") else reference
 
 
 def by_bits(records: Sequence[TextRecord]) -> list[TextRecord]:
