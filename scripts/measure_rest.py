@@ -56,10 +56,9 @@ from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
-from kvq_runtime.entropy import stream
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.hf.prefix import PrefixStore
-from kvq_runtime.ops import rope
+from kvq_runtime.ops import entropy, rope
 from kvq_runtime.prefix import chain
 from scripts.real_page import machine
 
@@ -322,9 +321,9 @@ def _coder(store: PrefixStore, tokens_T: Tensor) -> dict[str, float]:
     for block in blocks.load(tokens_T) if blocks.format._coded else ():
         parts = [block.fields[layer][role][field] for layer, role, field, _ in blocks.format._coded]
         begun = time.process_time()
-        coded = stream.encode(parts, blocks.format._rungs)
+        coded = entropy.encode(parts, blocks.format._rungs)
         between = time.process_time()
-        stream.decode(coded, [(len(one), one.shape[1]) for one in parts], blocks.format._rungs)
+        entropy.decode(coded, [(len(one), one.shape[1]) for one in parts], blocks.format._rungs)
         spent = [spent[0] + between - begun, spent[1] + time.process_time() - between]
         codes += sum(one.numel() for one in parts)
     return {f"codes_s_{name}": codes / one / 1e6 for name, one in zip(("in", "out"), spent, strict=True) if codes}

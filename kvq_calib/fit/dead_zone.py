@@ -14,9 +14,8 @@ from torch import Tensor
 
 from kvq_calib.fit.rotate import metric
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.entropy import stream
 from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistics
-from kvq_runtime.ops import ladder
+from kvq_runtime.ops import entropy, ladder
 from kvq_runtime.stages.latent import DeadZone
 
 QUIET = 0.25  # of a step: a channel whose deviation is less is not stored
@@ -70,7 +69,7 @@ def rungs(z_NR: Tensor, step: float) -> dict[str, Tensor]:
     rung_R = ladder.of_deviation(deviation_R / cell_R)
     for _ in range(TURNS):
         codes_NR = ladder.encode(z_NR[None], cell_R, rung_R)[0]
-        rung_R = _shortest(codes_NR, stream.off(codes_NR, rung_R))
+        rung_R = _shortest(codes_NR, entropy.off(codes_NR, rung_R))
     return {"cell": cell_R, "rung": rung_R}
 
 
@@ -107,6 +106,6 @@ def rates(rows_NC: Tensor, basis_CC: Tensor, left: float, scale: float, steps: S
         if bool(kept_C.any()):
             own = rungs(z_NC[:, kept_C], step)
             codes_NR = ladder.encode(z_NC[None, :, kept_C], own["cell"], own["rung"])[0]
-            bits = stream.bits([codes_NR], [own["rung"]]) / z_NC.numel()
+            bits = entropy.bits([codes_NR], [own["rung"]]) / z_NC.numel()
         found.append(bits)
     return found

@@ -34,10 +34,10 @@ from torch import Tensor
 from kvq_calib.fit.statistics import CrossMoments, LayerQueries, Pair, Sample
 from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.entropy import stream
 from kvq_runtime.fit.fitting import Collect, Fitting
 from kvq_runtime.fit.statistics import Queried, QueryMoment, ResidualMoment, Residuals, Statistic, Statistics
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import entropy
 from kvq_runtime.recipe import Recipe, Role, Scheme
 from kvq_runtime.stages.stage import SLOTS, Fields
 from kvq_runtime.store.promise import Promise, block_errors
@@ -243,7 +243,7 @@ class SchemeFit(Fitting):
         mask = data.mask_NT[..., None]
         sums = [(part.double().square() * mask).sum() for part in (x, centred, residual, error)]
         coded = self.scheme.quantize.at_rest
-        bits = sum(stream.bits([fields[name].flatten(0, 1)], [self.tensors["quantize.rung"]]) for name in coded)
+        bits = sum(entropy.bits([fields[name].flatten(0, 1)], [self.tensors["quantize.rung"]]) for name in coded)
         counted = float(data.mask_NT.sum()), bits, x.numel()
         return Errors(
             torch.tensor([*map(float, sums), *counted], dtype=torch.float64), block_errors(error, data.mask_NT)

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from kvq_runtime.ops import lookup
+from kvq_runtime.ops.pack import take, word_table
 from kvq_runtime.ops.rotation import Rotation, rotate
 
 # sha256 of each table's bfloat16 little-endian bytes; `python scripts/build_tables.py` builds them again.
@@ -168,17 +168,17 @@ def decode(packed: Tensor, bits: int, memory: int, count: int, dtype: torch.dtyp
     together = 8 // bits if 8 % bits == 0 and count * bits % 8 == 0 else 1
     ends = torch.arange(together, count + 1, together, dtype=torch.int32, device=packed.device) * bits
     index = _windows(packed, memory + bits * (together - 1), ends)
-    rows = lookup.take(_rows(bits, memory, together, dtype, packed.device), index, dtype)
+    rows = take(_rows(bits, memory, together, dtype, packed.device), index, dtype)
     return rows.view(*packed.shape[:-1], count)
 
 
 @lru_cache(maxsize=32)
 def _rows(bits: int, memory: int, together: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the values of all windows of `together` elements, as a table for `lookup`."""
+    """Return the values of all windows of `together` elements, as a table for `take`."""
     window = torch.arange(2 ** (memory + bits * (together - 1)), device=device)
     places = torch.arange(together - 1, -1, -1, device=device) * bits
     values = table(bits, memory).to(device, dtype)
-    return lookup.table(values[(window[:, None] >> places) & (2**memory - 1)])
+    return word_table(values[(window[:, None] >> places) & (2**memory - 1)])
 
 
 def _windows(packed: Tensor, width: int, ends: Tensor) -> Tensor:

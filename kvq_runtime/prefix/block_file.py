@@ -6,7 +6,7 @@ Neighbouring layers whose fields have the same shapes lie in one tensor, named a
 `sinks` [2, layers, S, C] are the exact tokens among the block's own, keys and values, in the model's dtype; blocks
 after the first have none. `exact` [block, C] are those of the keys, or values, of a layer whose error is beyond what
 the fit promised (`store/promise.py`), and only there. `coded` [bytes] are the fields, of all layers, that a recipe
-entropy-codes at rest (`entropy/stream.py`): of any length up to that of the codes. The metadata key `kvq` holds the
+entropy-codes at rest (`ops/entropy.py`): of any length up to that of the codes. The metadata key `kvq` holds the
 chain (root, previous, number, tokens) and `content`, a sha256 of that and of every tensor.
 
 What a file may contain follows from recipe, geometry and dtype alone, so that reading takes no size from the file:
@@ -32,9 +32,9 @@ from torch import Tensor
 
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import strict_json
-from kvq_runtime.entropy import stream
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.ops import entropy
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import Slab
 
@@ -122,7 +122,7 @@ class BlockFormat:
     @property
     def _longest(self) -> int:
         """Bytes that the coded fields have at the most."""
-        return stream.most(sum(math.prod(shape) for *_, shape in self._coded)) if self._coded else 0
+        return entropy.most(sum(math.prod(shape) for *_, shape in self._coded)) if self._coded else 0
 
     def _fields(self, layer: int, role: int) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
         scheme = self.recipe.scheme(layer, ROLES[role])
@@ -179,7 +179,7 @@ class BlockFormat:
                     raise ValueError(
                         f"{name} of layer {layer}: {one.dtype} {list(one.shape)}; a block has {list(shape)}"
                     )
-            tensors[CODED] = stream.encode(codes, self._rungs)
+            tensors[CODED] = entropy.encode(codes, self._rungs)
         about = _about(link)
         about["content"] = _content(about, tensors)
         return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(about)})
@@ -229,7 +229,7 @@ class BlockFormat:
             for place, layer in enumerate(layers):
                 fields[layer][role][field] = tensors[name][place]
         if self._coded and self.tensors is not None:
-            codes = stream.decode(tensors[CODED], [shape for *_, shape in self._coded], self._rungs)
+            codes = entropy.decode(tensors[CODED], [shape for *_, shape in self._coded], self._rungs)
             for (layer, role, field, _), x in zip(self._coded, codes, strict=True):
                 fields[layer][role][field] = x
         nothing = torch.empty(2, len(self.held), 0, self.geometry.width, dtype=self.dtype)
@@ -255,7 +255,7 @@ def frame(block: int) -> int:
     more digits than four, or fewer."""
     digest, nothing = "0" * 64, {CODED: torch.empty(0, dtype=torch.uint8)}
     about = _about(Link(digest, digest, 1, (9999,) * block)) | {"content": digest}
-    return len(safetensors.torch.save(nothing, {"kvq": strict_json.dumps(about)})) + stream.HEADER
+    return len(safetensors.torch.save(nothing, {"kvq": strict_json.dumps(about)})) + entropy.HEADER
 
 
 def _about(link: Link) -> dict[str, Any]:

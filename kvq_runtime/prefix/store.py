@@ -22,9 +22,9 @@ from torch import Tensor
 from kvq_runtime.artifact.artifact import MAX_LAYERS, MAX_WIDTH
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.disk import strict_json
-from kvq_runtime.entropy import stream
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import entropy
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain, coder
 from kvq_runtime.prefix.block_file import Block, BlockFormat, Link
@@ -78,7 +78,7 @@ class PrefixBlocks:
         self.coder = Coder(recipe, geometry, tensors or {}, layers, rotary, promised)
         self.format = BlockFormat(recipe, geometry, layers, dtype, self.coder.tensors, promised is not None)
         if self.format.coded:
-            stream.check()
+            entropy.check()
         self.budget = parse_bytes(budget)
         if self.format.usual() > self.budget:
             raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.usual()} bytes")

@@ -4,7 +4,7 @@
 
 f and B are those of `aqua_fisher.py`. There each latent channel has whole bits and a codebook of its own; here all of
 all layers are rounded by one step in the unit of the model's loss, and a file of a `PrefixStore` has as many bits of
-each code as it says something (`kvq_runtime/entropy`). What a token's codes are like the artifact knows by channel,
+each code as it says something (`ops/entropy.py`). What a token's codes are like the artifact knows by channel,
 and the token by its loudness.
 
 Bits in a name are those of files: all bytes of a kept prefix of 1,024 tokens, sinks (in 16 bits) and frames of blocks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import grid, lloyd, lookup, pack, trellis
+from kvq_runtime.ops import grid, lloyd, pack, trellis
 from kvq_runtime.ops.rotation import Rotation, in_tile
 from kvq_runtime.stages import groups
 from kvq_runtime.stages.abilities import PackedCodes
@@ -90,7 +90,7 @@ class Points(Codebook):
         """order[j] is the natural place, inside `width`, of the j-th decoded element."""
         size = self.group_size(width, geometry)
         count = size // self.dim
-        code = lookup.order(count, lookup.together(count, self.bits))
+        code = pack.order_together(count, pack.codes_together(count, self.bits))
         inside = (code[:, None] + torch.arange(self.dim) * count).flatten()
         return (torch.arange(0, width, size)[:, None] + inside).flatten()
 
@@ -101,8 +101,8 @@ class Points(Codebook):
         """One gather gives the elements of a code, or of all codes of a byte where they fill it."""
         size = self.group_size(width, geometry)
         count = size // self.dim
-        read = partial(lookup.take, _table(self, size, dtype, device), dtype=dtype)
-        together = lookup.together(count, self.bits) > 1
+        read = partial(pack.take, _table(self, size, dtype, device), dtype=dtype)
+        together = pack.codes_together(count, self.bits) > 1
         return read if together else lambda codes: read(pack.unpack(codes, self.bits, count))
 
 
@@ -110,9 +110,9 @@ class Points(Codebook):
 def _table(quantize: Points, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The values of every index, rounded to bf16 whatever the dtype."""
     points = quantize.points(size).to(device, torch.bfloat16).to(dtype)
-    if lookup.together(size // quantize.dim, quantize.bits) == 1:
-        return lookup.table(points)
-    return lookup.table(points[lookup.codes_of_bytes(quantize.bits, device)].flatten(1))
+    if pack.codes_together(size // quantize.dim, quantize.bits) == 1:
+        return pack.word_table(points)
+    return pack.word_table(points[pack.codes_of_bytes(quantize.bits, device)].flatten(1))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import ladder, latent, latent_path, pack
+from kvq_runtime.ops import ladder, latent, pack
 from kvq_runtime.ops.rotation import Rotation, rotate
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
@@ -202,7 +202,7 @@ class Mixed(Quantizer):
         return self.codebook == "trellis"
 
     def approximated(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> Tensor:
-        """What codes and `decode` give, bfloat16 [N, T, R], `latent_path.like` in place of paths of 2 bits or more.
+        """What codes and `decode` give, bfloat16 [N, T, R], `latent.like_path` in place of paths of 2 bits or more.
 
         Paths of one bit are searched: a search of few steps is cheap, and `like` supposes Gaussian channels. On
         SmolLM2-135M half a bit fitted to it diverged by 0.137 nats, fitted to paths by 0.125.
@@ -211,7 +211,7 @@ class Mixed(Quantizer):
         found = []
         for part, bits, own in self._parts(geometry.width, _of_channels(tensors)):
             if self._in_paths(bits) and bits > 1:
-                found.append(latent_path.like(z_NRT[:, part], own["deviation"], bits))
+                found.append(latent.like_path(z_NRT[:, part], own["deviation"], bits))
             else:
                 found.append(self._values(self._codes(z_NRT[:, part], own, bits, gain_NT), own, bits))
         values_NRT = torch.cat(found, 1)
@@ -229,7 +229,7 @@ class Mixed(Quantizer):
 
     def _past(self, bits: int) -> range:
         """Return how far back the codes are that a token is decoded from, the farthest first."""
-        return range(latent_path.history(bits) - 1 if self._in_paths(bits) else 0, -1, -1)
+        return range(latent.history(bits) - 1 if self._in_paths(bits) else 0, -1, -1)
 
     def _picked(self, packed: Tensor, first: Tensor, token_N: Tensor, bits: int, block: int) -> Tensor:
         """Codes [N, R] of single tokens; before a block stand zeros."""
@@ -237,13 +237,13 @@ class Mixed(Quantizer):
         return codes_NR.masked_fill((token_N < 0)[:, None], 0)
 
     def _in_paths(self, bits: int) -> bool:
-        return self.codebook == "trellis" and bits <= latent_path.MAX_BITS
+        return self.codebook == "trellis" and bits <= latent.PATH_BITS
 
     def distortions(self) -> list[float]:
         """Return the error that 0, 1, ... bits leave of a Gaussian channel of unit variance."""
         found = [latent.distortion(bits) for bits in range(self.bits[0] + 1)]
         if self.codebook == "trellis":
-            found[1 : latent_path.MAX_BITS + 1] = list(latent_path.DISTORTIONS.values())[: self.bits[0]]
+            found[1 : latent.PATH_BITS + 1] = list(latent.PATH_DISTORTIONS.values())[: self.bits[0]]
         return found
 
     def best_gain(self, z_NRT: Tensor, tensors: Tensors, width: int) -> Tensor:
@@ -278,14 +278,14 @@ class Mixed(Quantizer):
 
     def _codes(self, z_NRT: Tensor, own: Tensors, bits: int, gain_NT: Tensor | None = None) -> Tensor:
         if self._in_paths(bits):
-            return latent_path.encode(z_NRT, own["deviation"], bits, gain_NT)
+            return latent.encode_path(z_NRT, own["deviation"], bits, gain_NT)
         if self.codebook in ("gaussian", "trellis"):
             return latent.encode_gaussian(z_NRT, own["deviation"], bits)
         return latent.encode_uniform(z_NRT, own["low"], own["high"], bits)
 
     def _values(self, codes_NRT: Tensor, own: Tensors, bits: int) -> Tensor:
         if self._in_paths(bits):
-            return latent_path.decode(codes_NRT, own["deviation"], bits)
+            return latent.decode_path(codes_NRT, own["deviation"], bits)
         if self.codebook in ("gaussian", "trellis"):
             return latent.decode_gaussian(codes_NRT, own["deviation"], bits)
         return latent.decode_uniform(codes_NRT, own["low"], own["high"], bits)
@@ -309,7 +309,7 @@ class DeadZone(Quantizer):
     One step, in the unit in which errors cost alike, is the best rounding of all channels where codes take as many bits
     as they say something: a channel that is smaller than the step becomes zeros, which cost next to nothing. That is
     reverse water-filling, without choosing bits. A cache in memory takes a byte for each stored channel of a token,
-    whatever the target; files take the target (`kvq_runtime/entropy`).
+    whatever the target; files take the target (`ops/entropy.py`).
 
     Source: Cover and Thomas, 2006, section 10.3.3 (reverse water-filling); Gish and Pierce, 1968 (uniform steps are
     within a quarter of a bit of all there can be); Sullivan, 1996 (dead zones).

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import lloyd, lookup, pack, rtn
+from kvq_runtime.ops import lloyd, pack, rtn
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
 from kvq_runtime.stages import groups
 from kvq_runtime.stages.abilities import PackedCodes
@@ -85,15 +85,15 @@ class Rtn(Quantizer):
     def packed(self, width: int, geometry: Geometry, device: torch.device) -> PackedCodes:
         """Codes less their zero, times the step, plus the low end; all codes of a byte at once where that is a word."""
         size, zero = self.group_size(width, geometry), self._zero
-        together = lookup.together(size, self.bits)
-        order = lookup.order(size, together)
+        together = pack.codes_together(size, self.bits)
+        order = pack.order_together(size, together)
 
         def ends(fields: Fields) -> tuple[Tensor, Tensor | None]:
             return fields["step"], fields.get("low")
 
         if together == 1:
             return PackedCodes(size, lambda codes: pack.unpack(codes, self.bits, size).float() - zero, ends, order)
-        read = partial(lookup.take, _table(self.bits, zero, device), dtype=torch.float32)
+        read = partial(pack.take, _table(self.bits, zero, device), dtype=torch.float32)
         return PackedCodes(size, read, ends, order)
 
     @property
@@ -105,7 +105,7 @@ class Rtn(Quantizer):
 @lru_cache(maxsize=8)
 def _table(bits: int, zero: float, device: torch.device) -> Tensor:
     """The codes of every byte, less `zero`."""
-    return lookup.table(lookup.codes_of_bytes(bits, device).float() - zero)
+    return pack.word_table(pack.codes_of_bytes(bits, device).float() - zero)
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class Quantizer(Stage):
     takes_latents   whether it rounds latent channels, so that a rotation that gives them must come first
     slack           how much more error it may leave of a Gaussian than Lloyd's and Max's quantizer of as many bits
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
-    at_rest         fields that files hold entropy-coded (`kvq_runtime/entropy`): int8 [tokens, R], by the rung of each
+    at_rest         fields that files hold entropy-coded (`ops/entropy.py`): int8 [tokens, R], by the rung of each
                     channel (`ops/ladder.py`), its fitted tensor "rung"
     """
 

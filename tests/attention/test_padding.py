@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kvq_runtime.attention.padding import LeftPadding
+from kvq_runtime.attention.fused import LeftPadding
 from kvq_runtime.store.positions import Positions
 
 CPU = torch.device("cpu")

@@ -230,7 +230,7 @@ MUTANTS = [
     Mutant(
         "fused-padding",
         "padding told in a decode step is not looked at",
-        "kvq_runtime/attention/padding.py",
+        "kvq_runtime/attention/fused.py",
         "(step and not positions.told)",
         "step",
         ("attention/test_padding.py", "kernels/test_fused.py"),
@@ -399,10 +399,10 @@ MUTANTS = [
     Mutant(
         "entropy-rest",
         "words that no code takes are let pass",
-        "kvq_runtime/entropy/stream.py",
+        "kvq_runtime/ops/entropy.py",
         "if not coder.is_empty():",
         "if False:",
-        ("entropy/test_stream.py",),
+        ("ops/test_entropy.py",),
     ),
     Mutant(
         "zone-target",

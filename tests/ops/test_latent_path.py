@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvq_runtime.ops import latent, latent_path, trellis
+from kvq_runtime.ops import latent, trellis
 from kvq_runtime.stages.latent import Mixed
 
 
@@ -16,19 +16,19 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def by_hand(codes: list[int], bits: int) -> list[float]:
     """The values that codes stand for: each is looked up by the last 8 bits written so far."""
-    text, found = "0" * latent_path.MEMORY, []
-    table = trellis.table(bits, latent_path.MEMORY).double()
+    text, found = "0" * latent.MEMORY, []
+    table = trellis.table(bits, latent.MEMORY).double()
     for code in codes:
         text += f"{code:0{bits}b}"
-        found.append(float(table[int(text[-latent_path.MEMORY :], 2)]))
+        found.append(float(table[int(text[-latent.MEMORY :], 2)]))
     return found
 
 
-@pytest.mark.parametrize("bits", range(1, latent_path.MAX_BITS + 1))
+@pytest.mark.parametrize("bits", range(1, latent.PATH_BITS + 1))
 def test_codes_decode_to_the_last_bits(bits):
     codes = torch.randint(0, 2**bits, (2, 3, 24), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
     deviation = torch.tensor([0.5, 1.0, 3.0])
-    found = latent_path.decode(codes, deviation, bits)
+    found = latent.decode_path(codes, deviation, bits)
     for block, channel in itertools.product(range(2), range(3)):
         expected = np.array(by_hand(codes[block, channel].tolist(), bits)) * float(deviation[channel])
         np.testing.assert_allclose(found[block, channel], expected, rtol=1e-6)
@@ -39,7 +39,7 @@ def test_no_other_path_has_less_weighted_error(bits, tokens):
     """Every path of a short block is tried, in float64; gains of tokens differ fourfold."""
     z, deviation = numbers(2, 3, tokens), torch.tensor([0.7, 1.0, 2.0])
     gain = torch.exp(0.7 * numbers(2, tokens, seed=1))
-    found = latent_path.decode(latent_path.encode(z / gain[:, None], deviation, bits, gain), deviation, bits)
+    found = latent.decode_path(latent.encode_path(z / gain[:, None], deviation, bits, gain), deviation, bits)
     error = (found.double() * gain[:, None] - z).square().sum(-1)
     paths = np.array([by_hand(list(path), bits) for path in itertools.product(range(2**bits), repeat=tokens)])
     for block, channel in itertools.product(range(2), range(3)):
@@ -48,22 +48,22 @@ def test_no_other_path_has_less_weighted_error(bits, tokens):
         assert float(error[block, channel]) == pytest.approx(least, rel=1e-5)
 
 
-@pytest.mark.parametrize("bits", range(1, latent_path.MAX_BITS + 1))
+@pytest.mark.parametrize("bits", range(1, latent.PATH_BITS + 1))
 def test_the_error_of_a_gaussian_channel(bits):
     z, one = numbers(20, 60, 128, seed=7), torch.ones(60)
-    error = float((latent_path.decode(latent_path.encode(z, one, bits), one, bits) - z).square().mean())
-    assert error == pytest.approx(latent_path.DISTORTIONS[bits], rel=0.02)
+    error = float((latent.decode_path(latent.encode_path(z, one, bits), one, bits) - z).square().mean())
+    assert error == pytest.approx(latent.PATH_DISTORTIONS[bits], rel=0.02)
     assert error < latent.distortion(bits) / 1.2
 
 
-@pytest.mark.parametrize("bits", range(1, latent_path.MAX_BITS + 1))
+@pytest.mark.parametrize("bits", range(1, latent.PATH_BITS + 1))
 def test_what_stands_for_paths_has_their_moments(bits):
     """Size of what is decoded, and what it has in common with what was encoded: all that a linear fit reads."""
     z, deviation = 3 * numbers(20, 60, 128, seed=8), torch.full((60,), 3.0)
     moments = []
     for found in (
-        latent_path.decode(latent_path.encode(z, deviation, bits), deviation, bits),
-        latent_path.like(z, deviation, bits),
+        latent.decode_path(latent.encode_path(z, deviation, bits), deviation, bits),
+        latent.like_path(z, deviation, bits),
     ):
         moments.append([float((found - z).square().mean()), float((found * z).mean()), float(found.square().mean())])
     assert moments[1][0] == pytest.approx(moments[0][0], rel=0.02)
@@ -74,7 +74,7 @@ def test_water_filling_sees_what_paths_leave():
     plain, paths = Mixed(target=2.0).distortions(), Mixed(target=2.0, codebook="trellis").distortions()
     assert len(plain) == len(paths) == 8
     assert plain[0] == paths[0] and plain[6:] == paths[6:]
-    assert paths[1:6] == [latent_path.DISTORTIONS[bits] for bits in range(1, 6)]
+    assert paths[1:6] == [latent.PATH_DISTORTIONS[bits] for bits in range(1, 6)]
     steps = [first - second for first, second in itertools.pairwise(paths)]
     assert steps == sorted(steps, reverse=True) and min(steps) > 0
     assert len(Mixed((3, 2, 1, 0), target=1.0, codebook="trellis").distortions()) == 4
@@ -82,4 +82,4 @@ def test_water_filling_sees_what_paths_leave():
 
 def test_channels_without_variance_stay_zero():
     z, none = torch.zeros(1, 2, 8), torch.zeros(2)
-    assert not latent_path.decode(latent_path.encode(z, none, 2), none, 2).any()
+    assert not latent.decode_path(latent.encode_path(z, none, 2), none, 2).any()

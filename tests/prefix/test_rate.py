@@ -29,4 +29,4 @@ def test_a_frame_is_what_a_file_has_beside_its_tensors(number):
     link = block_file.Link("1" * 64, "2" * 64, number, tuple(range(1000, 1128)))
     data = form.to_bytes(block, link)
     head = 8 + int.from_bytes(data[:8], "little")
-    assert block_file.frame(128) == pytest.approx(head + block_file.stream.HEADER, rel=0.08)
+    assert block_file.frame(128) == pytest.approx(head + block_file.entropy.HEADER, rel=0.08)

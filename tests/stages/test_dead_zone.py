@@ -9,9 +9,8 @@ import torch
 
 from kvq_calib.fit import dead_zone
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.entropy import stream
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import ladder
+from kvq_runtime.ops import entropy, ladder
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.latent import DeadZone
 from kvq_runtime.stages.rotate import Basis
@@ -29,7 +28,7 @@ def rate(z_NR: torch.Tensor, own: dict) -> tuple[float, float]:
     """(bits per element, mean squared error) of a sample."""
     codes_NR = ladder.encode(z_NR[None], own["cell"], own["rung"])
     error = float((ladder.decode(codes_NR, own["cell"], own["rung"])[0] - z_NR).square().mean())
-    return stream.bits([codes_NR[0]], [own["rung"]]) / z_NR.numel(), error
+    return entropy.bits([codes_NR[0]], [own["rung"]]) / z_NR.numel(), error
 
 
 def test_the_codec_by_hand():

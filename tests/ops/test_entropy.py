@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq_runtime.entropy import stream
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.ops import ladder
+from kvq_runtime.ops import entropy, ladder
 
 pytest.importorskip("constriction")
 
@@ -36,11 +35,11 @@ def shapes(codes: list) -> list:
 
 def test_codes_come_back_and_take_what_their_probabilities_say():
     codes, rungs = places(tokens=128)
-    coded = stream.encode(codes, rungs)
-    found = stream.decode(coded, shapes(codes), rungs)
+    coded = entropy.encode(codes, rungs)
+    found = entropy.decode(coded, shapes(codes), rungs)
     assert all(one.dtype == torch.int8 and torch.equal(one, own) for one, own in zip(found, codes, strict=True))
-    expected = stream.bits(codes, rungs) / 8
-    assert coded[0] == 1 and expected <= len(coded) <= 1.001 * expected + stream.HEADER + 8
+    expected = entropy.bits(codes, rungs) / 8
+    assert coded[0] == 1 and expected <= len(coded) <= 1.001 * expected + entropy.HEADER + 8
 
 
 def test_tokens_of_unequal_loudness_are_told_apart():
@@ -51,8 +50,8 @@ def test_tokens_of_unequal_loudness_are_told_apart():
         float(lengths[own.long().expand_as(one), one.long() + ladder.MOST].sum())
         for one, own in zip(codes, rungs, strict=True)
     )
-    assert stream.bits(codes, rungs) < 0.97 * alone
-    off = stream.off(torch.tensor([[100, 100], [0, 0]], dtype=torch.int8), torch.tensor([20, 20], dtype=torch.uint8))
+    assert entropy.bits(codes, rungs) < 0.97 * alone
+    off = entropy.off(torch.tensor([[100, 100], [0, 0]], dtype=torch.int8), torch.tensor([20, 20], dtype=torch.uint8))
     assert off[0] > 3 and off[1] < -2
 
 
@@ -63,56 +62,56 @@ def test_any_codes_come_back_and_are_never_longer_than_they_were(rows, width, se
     random = np.random.default_rng(seed)
     codes = [torch.from_numpy(random.integers(-127, 128, (rows, width)).astype(np.int8))]
     rungs = [torch.from_numpy(random.integers(0, ladder.RUNGS, width).astype(np.uint8))]
-    coded = stream.encode(codes, rungs)
-    assert len(coded) <= stream.most(rows * width)
-    assert torch.equal(stream.decode(coded, [(rows, width)], rungs)[0], codes[0])
+    coded = entropy.encode(codes, rungs)
+    assert len(coded) <= entropy.most(rows * width)
+    assert torch.equal(entropy.decode(coded, [(rows, width)], rungs)[0], codes[0])
 
 
 def test_what_is_not_the_stream_is_refused():
     """Every byte, cut and addition: a decoder of such numbers makes codes of anything."""
     codes, rungs = places()
-    good = stream.encode(codes, rungs).numpy().tobytes()
+    good = entropy.encode(codes, rungs).numpy().tobytes()
     damaged = [bytes([*good[:at], good[at] ^ 0x41, *good[at + 1 :]]) for at in range(0, len(good), 7)]
     damaged += [b"", good[:3], good[:5], good[:-1], good[:-4], good + b"\1\0\0\0", good + good, good[:5] + b"\0" * 8]
     damaged += [b"\0" + good[1:], b"\2" + good[1:], good[:5] + b"\xff" * 4096, b"\1" + bytes(4) + b"\xff" * 100_000]
     for data in damaged:
         given = torch.tensor([*data], dtype=torch.uint8)
         with pytest.raises(ArtifactError, match="coded: "):
-            stream.decode(given, shapes(codes), rungs)
+            entropy.decode(given, shapes(codes), rungs)
 
 
 def test_words_that_no_code_takes_are_refused(monkeypatch):
     """The right codes, on top of words that a coder held before."""
     codes, rungs = places()
-    held = partial(stream._stack().AnsCoder, np.array([3, 5, 7], np.uint32))
+    held = partial(entropy._stack().AnsCoder, np.array([3, 5, 7], np.uint32))
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "_stack", lambda: SimpleNamespace(AnsCoder=held))
-        coded = stream.encode(codes, rungs)
+        patch.setattr(entropy, "_stack", lambda: SimpleNamespace(AnsCoder=held))
+        coded = entropy.encode(codes, rungs)
     with pytest.raises(ArtifactError, match="left after the last code"):
-        stream.decode(coded, shapes(codes), rungs)
+        entropy.decode(coded, shapes(codes), rungs)
 
 
 def test_another_artifact_s_rungs_are_told():
     codes, rungs = places()
-    coded = stream.encode(codes, rungs)
+    coded = entropy.encode(codes, rungs)
     with pytest.raises(ArtifactError, match="coded: "):
-        stream.decode(coded, shapes(codes), [rungs[0].flip(0), *rungs[1:]])
+        entropy.decode(coded, shapes(codes), [rungs[0].flip(0), *rungs[1:]])
 
 
 def test_the_bytes_are_the_same_for_ever():
     """Files of one version are read by the next."""
     codes, rungs = places(tokens=4)
     codes = [(torch.arange(one.numel()) * 7 % 5 - 2).to(torch.int8).view(one.shape) for one in codes]
-    assert zlib.crc32(stream.encode(codes, rungs).numpy().tobytes()) == 4231005649
+    assert zlib.crc32(entropy.encode(codes, rungs).numpy().tobytes()) == 4231005649
 
 
 def test_without_the_library_a_sentence_says_what_to_install(monkeypatch):
     for name in [*sys.modules]:
         if name.partition(".")[0] == "constriction":
             monkeypatch.setitem(sys.modules, name, None)
-    stream._model.cache_clear()
-    stream._bell.cache_clear()
+    entropy._model.cache_clear()
+    entropy._bell.cache_clear()
     with pytest.raises(RuntimeError, match=r"pip install 'kvq-runtime\[rest\]'"):
-        stream.encode(*places())
+        entropy.encode(*places())
     with pytest.raises(RuntimeError, match="constriction"):
-        stream.check()
+        entropy.check()
