@@ -103,11 +103,12 @@ def _settings(part: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dic
     for name in dict.fromkeys([*a, *b]):
         before, after = a.get(name), b.get(name)
         if before != after or (name in a) != (name in b):
-            rows.append({"part": part, "name": name, "a": before, "b": after, "change": _relative(before, after)})
+            rows.append({"part": part, "name": name, "a": before, "b": after, "change": relative(before, after)})
     return rows
 
 
-def _relative(a: Any, b: Any) -> float | None:
+def relative(a: Any, b: Any) -> float | None:
+    """(b - a) / |a| of two numbers; None for anything else, and where a is 0."""
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (a, b))
     return (b - a) / abs(a) if numbers and a else None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import diff as differences
+from kvq_runtime.artifact.describe import relative
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import PROTOCOLS, SPOKEN, Record, TextRecord, of_text
@@ -102,5 +103,4 @@ def _windows(record: TextRecord) -> Any:
 
 
 def _row(part: str, name: str, a: Any, b: Any) -> dict[str, Any]:
-    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (a, b))
-    return {"part": part, "name": name, "a": a, "b": b, "change": (b - a) / abs(a) if numbers and a else None}
+    return {"part": part, "name": name, "a": a, "b": b, "change": relative(a, b)}

@@ -291,7 +291,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--batch", metavar="B", type=count, default=1, help="rows (default: 1)")
     command.add_argument("--vocabulary", metavar="N", type=count, help="tokens of the model's vocabulary, if not known")
     text = "the script by which a shell completes commands and options (extra `completion`)"
-    command = add("completion", "completion", text, 'eval "$(kvq completion bash)"', registry=False)
+    command = add("completion", "main", text, 'eval "$(kvq completion bash)"', registry=False)
     command.add_argument("shell", choices=["bash", "zsh", "fish", "tcsh"], help="for which shell")
     subparsers.add_parser("calibrate", help="fit recipes to a model, measure them, publish them: kvq-calibrate")
     for command in sorted(metadata.entry_points(group="kvq.commands"), key=lambda command: command.name):
@@ -335,6 +335,41 @@ def bits_range(text: str) -> tuple[float, float]:
     if low > high:
         raise argparse.ArgumentTypeError(f"{text!r}; use bits per element: 2.5, at most so many, or a range, 2-2.5")
     return low, high
+
+
+def completion(args: argparse.Namespace) -> int:
+    """Print the script for a shell: of `kvq` and, where it is installed, of `kvq-calibrate`."""
+    try:
+        shtab = import_module("shtab")
+    except ModuleNotFoundError:
+        raise RuntimeError(f"kvq completion needs shtab; {extra('completion')}") from None
+    print("\n".join(shtab.complete(_marked(one, shtab), args.shell) for one in _parsers()))
+    return 0
+
+
+def _parsers() -> list[argparse.ArgumentParser]:
+    """The command lines: `calibrate` is one of the commands, and a command of its own."""
+    top = parser()
+    try:
+        calibrate = import_module("kvq_calib.cli.calibrate")
+    except ModuleNotFoundError:
+        return [top]
+    commands(top)["calibrate"] = calibrate.parser()
+    return [top, calibrate.parser()]
+
+
+def _marked(top: argparse.ArgumentParser, shtab) -> argparse.ArgumentParser:
+    """The command line, with the mark of shtab where an argument takes a file or a folder."""
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _marked(command, shtab)
+        elif action.choices is None and isinstance(action.metavar, str):
+            kinds = {"DIR": shtab.DIRECTORY, "FOLDER": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
+            found = [mark for kind, mark in kinds.items() if kind in action.metavar]
+            if found or action.dest == "model":
+                action.complete = found[0] if found else shtab.FILE  # type: ignore[attr-defined]
+    return top
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import reference, verdict
-from kvq_runtime.registry.events import State
+from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.reference import SEARCHED, Reference
 from kvq_runtime.registry.registry import Registry
@@ -97,10 +97,10 @@ def history(args: Namespace) -> int:
 def promote(args: Namespace) -> int:
     """Point an alias to a version."""
     registry, name, version = target(args, "promote")
-    state = registry.promote(name, version, args.alias, args.expect, args.force)
-    found = verdict.of_version(registry, name, state.get(version))
+    state = registry.promote(name, version.version, args.alias, args.expect, args.force)
+    found = verdict.of_version(registry, name, version)
     if found.word != verdict.USABLE and not args.json:
-        say("kvq", f"{name}@{version} is {found}")
+        say("kvq", f"{name}@{version.version} is {found}")
     return _print_alias(state, args)
 
 
@@ -120,8 +120,8 @@ def _print_alias(state: State, args: Namespace) -> int:
 def yank(args: Namespace) -> int:
     """Withdraw a version."""
     registry, name, version = target(args, "yank")
-    registry.yank(name, version, args.reason)
-    print_record({"name": name, "version": version, "yanked": args.reason}, args.json)
+    registry.yank(name, version.version, args.reason)
+    print_record({"name": name, "version": version.version, "yanked": args.reason}, args.json)
     return 0
 
 
@@ -133,14 +133,13 @@ def named(args: Namespace) -> tuple[Registry, str]:
     return open_registry(parsed.registry or args.registry), parsed.name
 
 
-def target(args: Namespace, command: str) -> tuple[Registry, str, str]:
+def target(args: Namespace, command: str) -> tuple[Registry, str, Version]:
     """Registry, name and version that a command changes; ValueError unless the reference names the version."""
     parsed = reference.parse(args.reference)
     if not isinstance(parsed, Reference) or parsed.by == "default":
         raise ValueError(f"{command} {args.reference}: name the version, as in {command} NAME@1.2.0")
     registry = open_registry(parsed.registry or args.registry)
-    version, _ = choose(registry.existing(parsed.name), parsed)
-    return registry, parsed.name, version.version
+    return registry, parsed.name, choose(registry.existing(parsed.name), parsed)[0]
 
 
 def gc(args: Namespace) -> int:

@@ -3,7 +3,6 @@
 Bytes are computed, for models that need not be there.
 """
 
-import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from kvq_runtime.artifact import describe, recipe_text
 from kvq_runtime.attention import absorbed, fused
 from kvq_runtime.cli.table import print_record, print_table
-from kvq_runtime.disk import gguf
+from kvq_runtime.disk import files, gguf
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding
 from kvq_runtime.prefix import block_file
@@ -197,10 +196,13 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
         config = gguf.config(gguf.read(path.resolve()), path)
         yield _of_config(path.name, config, tokens or config["vocab_size"])
     elif path.exists():
-        config = _config(path / "config.json" if path.is_dir() else path)
-        if isinstance(config, dict) and isinstance(config.get("text_config"), dict):  # of a model of images and text
+        try:
+            config = files.json_object(path / "config.json" if path.is_dir() else path)
+        except NotFound as error:
+            raise NotFound(f"{error}; --model takes the folder of a model in Hugging Face format") from None
+        if isinstance(config.get("text_config"), dict):  # of a model of images and text
             config = config["text_config"]
-        if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
+        if not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
             raise ValueError(
                 f"--model {text}: no config.json of a model, or one that leaves layers and heads to transformers; give "
                 "its shape as layers x KV heads x head size"
@@ -223,16 +225,6 @@ def _of_config(name: str, config: Mapping[str, Any], vocabulary: int | None) -> 
     if config.get("full_attention_interval") and not kinds:
         recurrent = config["num_hidden_layers"] - geometry.layers
     return Model(name, geometry, vocabulary, sliding, recurrent)
-
-
-def _config(path: Path) -> Any:
-    """Read a file of JSON; NotFound, or ArtifactError with its name for anything else."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise NotFound(f"{path}: no such file; --model takes the folder of a model in Hugging Face format") from None
-    except ValueError as error:
-        raise ArtifactError(f"{path}: invalid JSON: {error}") from None
 
 
 def _rows(model: Model, recipes: list[Recipe], counts: list[int], args: Namespace) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ def push(args: Namespace) -> int:
     """Copy a version to another registry."""
     source, name, version = target(args, "push")
     destination = _open_target(args)
-    row = mirror.copy(source, name, source.existing(name).get(version), destination, args.dry_run)
+    row = mirror.copy(source, name, version, destination, args.dry_run)
     print_record(row, args.json)
     return 0
 
@@ -28,7 +28,7 @@ def copy(args: Namespace) -> int:
     destination = _open_target(args)
     if not args.all:
         source, name, version = target(args, "copy")
-        rows = [mirror.copy(source, name, source.existing(name).get(version), destination, args.dry_run)]
+        rows = [mirror.copy(source, name, version, destination, args.dry_run)]
     else:
         source, names = _sources(args)
         rows = [row for name in names for row in mirror.mirror(source, name, destination, args.dry_run)]

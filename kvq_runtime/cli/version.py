@@ -17,7 +17,7 @@ from kvq_runtime.registry import lock, reference, verdict
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.measured import Record, TasksRecord, of_tasks
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.resolve import Resolved, open_registry, resolve, resolve_name
+from kvq_runtime.registry.resolve import Resolved, accepted, open_registry, resolve, resolve_name
 from kvq_runtime.registry.sound import sound
 
 MEANINGS = {  # of the checks, for people
@@ -123,7 +123,7 @@ def pull(args: Namespace) -> int:
     if not resolved.registry:
         raise ValueError(f"{args.reference} is a file already; pull copies a name from a registry")
     registry = open_registry(resolved.registry)
-    signature = policy and _accepted(registry, resolved, policy)
+    signature = policy and accepted(registry, resolved, policy)
     state = registry.existing(resolved.name)
     version = state.get(resolved.version)
     attachments = {}
@@ -199,12 +199,11 @@ def verify(args: Namespace) -> int:
 
 def sign(args: Namespace) -> int:
     """Sign a version, and store the signature in its registry."""
-    registry, name, number = target(args, "sign")
-    version = registry.existing(name).get(number)
-    password = os.environ.get("KVQ_KEY_PASSWORD")
-    data = lock.sign(name, number, version.sha256, Path(args.key), password, version.beside)
+    registry, name, version = target(args, "sign")
+    key, password = Path(args.key), os.environ.get("KVQ_KEY_PASSWORD")
+    data = lock.sign(name, version.version, version.sha256, key, password, version.beside)
     digest = registry.add_record("signatures", version.sha256, data, name)
-    record = {"name": name, "version": number, "sha256": version.sha256, "signature": digest}
+    record = {"name": name, "version": version.version, "sha256": version.sha256, "signature": digest}
     print_record(record, args.json)
     return 0
 
@@ -235,12 +234,6 @@ def _policy(args: Namespace) -> dict[str, Any] | None:
     return {"key": _public_key(args.key), "lowest": lowest, "follow": args.follow}
 
 
-def _accepted(registry: Registry, resolved: Resolved, policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The signature of a version that satisfies a policy; else ArtifactError."""
-    records = registry.signatures(resolved.sha256, resolved.name)
-    return lock.enforce(policy, records, resolved.name, resolved.version, resolved.sha256)
-
-
 def _covered(registry: Registry, resolved: Resolved, locked: Lock | None, signature: Mapping[str, Any] | None) -> bool:
     """True if lock and signature, where there are, cover the files beside a version, so that these may be written.
 
@@ -251,7 +244,7 @@ def _covered(registry: Registry, resolved: Resolved, locked: Lock | None, signat
     stated = [] if locked is None or (locked.policy and locked.policy["follow"]) else [locked.files]
     if locked is not None and locked.policy is not None:
         followed = locked.policy["follow"]
-        given = _accepted(registry, resolved, locked.policy) if followed else locked.signature or {}
+        given = accepted(registry, resolved, locked.policy) if followed else locked.signature or {}
         stated.append(given.get("files", ""))
     if signature is not None:
         stated.append(signature.get("files", ""))

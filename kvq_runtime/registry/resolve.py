@@ -178,7 +178,9 @@ def resolve_name(
         raise ArtifactError(f"lock: {text}; pull {reference} with a lock file of its own")
     source = open_registry(address or os.environ.get("KVQ_REGISTRY") or pinned.registry)
     if policy is not None and policy["follow"]:
-        return _check_policy(_find(source, target), policy, source)
+        found = _find(source, target)
+        accepted(source, found, policy)
+        return replace(found, chosen_because=f"{found.chosen_because}; signed, as the lock file demands")
     path = source.pinned_file(pinned)
     if path is not None:
         fields = pinned.name, pinned.version, pinned.sha256, pinned.size, path, f"pinned by {lock}", source.url
@@ -214,11 +216,10 @@ def _if_recipe(name: str) -> str:
     return f'. {name} is a recipe that needs no artifact: KVQCache.from_recipe("{name}", model)'
 
 
-def _check_policy(resolved: Resolved, policy: Mapping[str, Any], registry: Registry) -> Resolved:
-    """Raise ArtifactError unless the lock's policy accepts the version that a followed reference means now."""
+def accepted(registry: Registry, resolved: Resolved, policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The signature of a version that satisfies a policy; else ArtifactError."""
     records = registry.signatures(resolved.sha256, resolved.name)
-    enforce(policy, records, resolved.name, resolved.version, resolved.sha256)
-    return replace(resolved, chosen_because=f"{resolved.chosen_because}; signed, as the lock file demands")
+    return enforce(policy, records, resolved.name, resolved.version, resolved.sha256)
 
 
 def _check_pinned(resolved: Resolved, pinned: Lock, lock: str | Path | None) -> Resolved:

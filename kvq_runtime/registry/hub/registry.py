@@ -210,7 +210,9 @@ def _write(
 ) -> Head | None:
     """`Place.write`; `private` is of a repository that has to be created, None the Hub's default."""
     if head.commit is None:
-        return _create(repo, private)
+        with client.translate_errors(repo):
+            client.retry(lambda: client.api().create_repo(repo, private=private, exist_ok=True))
+        return faults.point("hub.created")
     if not head.state.events:
         _check_unused(repo, head.commit)
     event = after.events[-1]
@@ -227,12 +229,6 @@ def _write(
             with client.translate_errors(repo):
                 raise
     return None
-
-
-def _create(repo: str, private: bool | None) -> None:
-    with client.translate_errors(repo):
-        client.retry(lambda: client.api().create_repo(repo, private=private, exist_ok=True))
-    faults.point("hub.created")
 
 
 def _check_unused(repo: str, commit: str) -> None:
