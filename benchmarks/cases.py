@@ -103,13 +103,20 @@ def row(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def layouts(recipe: Recipe, geometry: Geometry, position: str = "") -> tuple[Any, Any]:
+    """How keys and values are read; None for what has no kernel. `position` instead of the recipe's."""
+    layout, block = dispatch.kernels("attend.host").layout, recipe.window.block
+    schemes = zip(ROLES, (recipe.key, recipe.value), strict=True)
+    keys, values = (layout(scheme, block, geometry, role, position or recipe.position) for role, scheme in schemes)
+    return keys, values
+
+
 def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """The decode step over random codes: a function of the query (and launch settings, and the number of splits)."""
     attention = dispatch.kernels("attend.host")
     geometry, recipe = case.model.geometry, case.schemes()
     schemes, alive = [], []
-    for role, scheme in zip(ROLES, (recipe.key, recipe.value), strict=True):
-        one = attention.layout(scheme, recipe.window.block, geometry, role, recipe.position)
+    for one, scheme in zip(layouts(recipe, geometry), (recipe.key, recipe.value), strict=True):
         assert one is not None, f"{case.recipe} has no kernel"
         full = [
             random_slab(scheme, recipe.window.block, geometry, case.batch, SLAB, device)

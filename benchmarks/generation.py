@@ -47,8 +47,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from benchmarks import compiling, report
 from benchmarks.clock import Deadline, captured, unsynchronized
 from benchmarks.compiling import Job
-from benchmarks.gpu import LOST, usable
-from benchmarks.report import RESULTS, Line, attempt, gpu_name, keep, known, name_of, place
+from benchmarks.gpu import Task, each
+from benchmarks.report import RESULTS, Line, gpu_name, keep, known, name_of, place
 from kvq_runtime.hf import KVQCache
 
 CONFIGS = {
@@ -256,31 +256,28 @@ def jobs(found: list[tuple[Line, Way]]) -> list[Job]:
 def lines(given: argparse.Namespace, before: dict[tuple, Line]) -> Iterator[Line]:
     """A line of every cache, batch by batch; of one that is out of memory at a batch, no larger one."""
     deadline, gpu, found = Deadline(60 * given.minutes), given.device.startswith("cuda"), planned(given, before)
-    wanted = jobs(found)
+    wanted, models, full = jobs(found), {}, {}
     if gpu and wanted:
         yield compiling.stage(wanted, deadline.part(COMPILE))[1]
-    name, model, full = "", None, {}
-    for i, (about, way) in enumerate(found):
-        if about["batch"] > full.get((about["model"], way), about["batch"]):
-            continue
-        if not deadline.left:
-            yield {"what": "stopped", "why": "the time is over", "left": len(found) - i}
-            return
-        if about["model"] != name:
-            model, name = None, about["model"]  # the last is forgotten before the next is made
-            model = random_model(name, given.device, num_hidden_layers=about["layers"])
-            warm(model, given.prompt)
+
+    def measured(about: Line, way: Way) -> Line:
+        name = about["model"]
+        if name not in models:
+            models.clear()  # the last is forgotten before the next is made
+            models[name] = random_model(name, given.device, num_hidden_layers=about["layers"])
+            warm(models[name], given.prompt)
         if gpu:
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        measure = partial(generate, model, way, about["batch"], given.prompt, given.new)
-        line = attempt(about, compiling.alone(measure) if gpu else measure)
-        yield line
+        return generate(models[name], way, about["batch"], given.prompt, given.new)
+
+    def of(about: Line) -> tuple:
+        return about["model"], about["cache"], about["graph"]
+
+    tasks = [Task(about, (), partial(measured, about, way)) for about, way in found]
+    for line in each(tasks, deadline, gpu, lambda about: about["batch"] > full.get(of(about), about["batch"])):
         if line.get("out_of_memory"):
-            full[name, way] = about["batch"]
-        if gpu and "error" in line and not usable():
-            yield {"what": "stopped", "why": LOST, "left": len(found) - i - 1}
-            return
+            full[of(line)] = line["batch"]
+        yield line
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -9,7 +9,6 @@ compile   all that follows is compiled, in all cores, before anything is timed
 attend    a decode step, keys and values of one layer: microseconds with quartiles, GB/s and the share of the bandwidth,
           beside every baseline of baselines.py at the same shape in the same run, timed in the same way (clock.py)
 profile   of a few cases: microseconds of each kernel of a step, by PyTorch's profiler
-counters  of the same: the hardware's counters, where Nsight Compute's `ncu` is on the PATH
 encode    GB/s of bfloat16 read by what encodes 64 blocks, of recipes without fitted stages
 sweep     only if asked for: launch settings, the default, then what is ever less like it; --write stores the fastest
           in kvq_runtime/kernels/attend/launch.json
@@ -28,7 +27,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -42,7 +40,7 @@ from typing import Any
 import torch
 
 from benchmarks import compiling, measure, report
-from benchmarks.cases import BATCHES, FAMILIES, LENGTHS, MODELS, Case, Model, built, cases, queries, row
+from benchmarks.cases import BATCHES, FAMILIES, LENGTHS, MODELS, Case, Model, cases, row
 from benchmarks.clock import Deadline, rates
 from benchmarks.compiling import Job, job_of
 from benchmarks.report import RESULTS, ROOT, Line, attempt, gpu_name, keep, known, name_of, place
@@ -50,7 +48,6 @@ from kvq_runtime.recipe import preset
 
 PARITY, COMPILE = 0.35, 0.5  # shares of the time that is left when these begin
 PROFILED = ("kivi-2bit-g128", "rtn-2bit", "higgs-head-2bit")  # at the first shape
-LOST = "the device answers nothing after an error"
 PARITY_NAME = name_of({"what": "parity"})
 FILES = ("tests/kernels/test_attention_kernel.py", "tests/kernels/test_graph.py")
 CHOSEN = "families or before_rope or means or one_graph"
@@ -83,7 +80,7 @@ def chosen(given: argparse.Namespace) -> list[Case]:
     return list(cases(listed(given.models), listed(given.recipes), lengths, batches))
 
 
-def tasks(given: argparse.Namespace, attention: measure.Attention, deadline: Deadline) -> list[Task]:
+def tasks(given: argparse.Namespace, attention: measure.Attention) -> list[Task]:
     """All that the command line asks for, the most telling first.
 
     The first shape of the first model, where its time goes, its other shapes, what encodes, then the other models.
@@ -99,8 +96,6 @@ def tasks(given: argparse.Namespace, attention: measure.Attention, deadline: Dea
     first, own = (sum(shape[:n] == shapes[0][:n] for shape in shapes) for n in (3, 1))
     few = [case for case in steps[:first] if case.recipe in PROFILED]
     profiles = [of(case, "profile", lambda c=case: measure.profile(c)) for case in few]
-    if shutil.which("ncu"):
-        profiles += [of(case, "counters", lambda c=case: measure.counters(c, deadline)) for case in few]
     found = [*attends[:first], *profiles, *attends[first:own], *encodes(given), *attends[own:]]
     return [task for task in found if task.about["what"] in wanted]
 
@@ -139,7 +134,7 @@ def lines(given: argparse.Namespace, before: dict[tuple, Line]) -> Iterator[Line
     yield measured.row()
     if "parity" in listed(given.only) and not before.get(PARITY_NAME, {}).get("good"):
         yield parity(deadline.part(PARITY))
-    found = missing(tasks(given, measure.Attention(measured), deadline), before)
+    found = missing(tasks(given, measure.Attention(measured)), before)
     jobs = jobs_of(found)
     if not jobs:
         return
@@ -150,18 +145,23 @@ def lines(given: argparse.Namespace, before: dict[tuple, Line]) -> Iterator[Line
     yield from each([task for task, end in own if not end.error], deadline)
 
 
-def each(found: list[Task], deadline: Deadline) -> Iterator[Line]:
-    """A line of each, until the deadline, or until the device answers nothing any more."""
+def each(
+    found: list[Task], deadline: Deadline, gpu: bool = True, skipped: Callable[[Line], bool] = lambda about: False
+) -> Iterator[Line]:
+    """A line of each that is not skipped, until the deadline, or until the device answers nothing any more."""
     for i, task in enumerate(found):
+        if skipped(task.about):
+            continue
         if not deadline.left:
             yield {"what": "stopped", "why": "the time is over", "left": len(found) - i}
             return
-        line = attempt(task.about, compiling.alone(task.measure))
+        line = attempt(task.about, compiling.alone(task.measure) if gpu else task.measure)
         yield line
-        if "error" in line and not usable():
-            yield {"what": "stopped", "why": LOST, "left": len(found) - i - 1}
+        if gpu and "error" in line and not usable():
+            yield {"what": "stopped", "why": "the device answers nothing after an error", "left": len(found) - i - 1}
             return
-        torch.cuda.empty_cache()
+        if gpu:
+            torch.cuda.empty_cache()
 
 
 def usable() -> bool:
@@ -251,7 +251,7 @@ def parity_run(called: list[str], deadline: Deadline) -> Line:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="parity,attend,profile,counters,encode", help="of these, and sweep")
+    parser.add_argument("--only", default="parity,attend,profile,encode", help="of these, and sweep")
     parser.add_argument("--models", default=",".join(model.name for model in MODELS))
     parser.add_argument("--recipes", default=",".join(FAMILIES))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
@@ -262,18 +262,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--settings", type=int, default=12, help="of sweep: launch settings of a recipe")
     parser.add_argument("--write", action="store_true", help="of sweep: store the fastest")
     parser.add_argument("--dry-run", action="store_true", help="print the cases and their bytes, run nothing")
-    parser.add_argument("--once", metavar="MODEL,RECIPE,TOKENS,BATCH", help="launch a case a few times, for a profiler")
     return parser.parse_args(given)
-
-
-def once(text: str) -> None:
-    """Launch one case a few times, for a profiler to look at."""
-    name, recipe, tokens, batch = text.split(",")
-    case = Case(next(model for model in MODELS if model.name == name), recipe, int(tokens), int(batch))
-    step, q = built(case, torch.device("cuda")), queries(case, torch.device("cuda"))
-    for _ in range(measure.WARM + 1):
-        step(q)
-    torch.cuda.synchronize()
 
 
 def main(arguments_given: list[str] | None = None) -> int:
@@ -285,9 +274,6 @@ def main(arguments_given: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no CUDA device; --dry-run prints what would be measured", file=sys.stderr)
         return 1
-    if given.once:
-        once(given.once)
-        return 0
     out = given.out or place("gpu", gpu_name())
     before = known(RESULTS / out.name, out)
     if "sweep" in listed(given.only):

@@ -46,7 +46,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name, returned = func._schema.name, func._schema.returns
-        view = bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+        view = any(one.alias_info is not None and not one.alias_info.is_write for one in returned)
         self.counts["operations"] += 1
         self.counts["waits"] += name in WAITS
         self.counts["launches"] += not (view or name in WAITS | NO_WORK)

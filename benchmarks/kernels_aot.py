@@ -34,13 +34,13 @@ import torch
 import triton
 
 from benchmarks import sass
+from benchmarks.cases import layouts
 from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, programs, recorded
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import host as attention
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.kernel import ENOUGH, EXACT, merge_parts
 from kvq_runtime.kernels.attend.kernel import SHARED as SHARED_ROWS
-from kvq_runtime.kernels.attend.layout import layout
 from kvq_runtime.kernels.attend.settings import RoundedSettings
 from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, window
 from kvq_runtime.recipe import Recipe, preset
@@ -75,16 +75,13 @@ def attends(
 ):  # fmt: skip
     """A decode step over one slab of this recipe, as the host would launch it; None where there is no kernel."""
     geometry, position = Geometry(1, heads, size), position or recipe.position
-    layouts = [
-        layout(recipe.key, recipe.window.block, geometry, "key", position),
-        layout(recipe.value, recipe.window.block, geometry, "value"),
-    ]
-    if None in layouts:
+    read = layouts(recipe, geometry, position)
+    if None in read:
         return None
 
     def call() -> None:
         schemes = []
-        for one, scheme in zip(layouts, (recipe.key, recipe.value), strict=True):
+        for one, scheme in zip(read, (recipe.key, recipe.value), strict=True):
             addresses = torch.zeros(4, 1 + len(one.names), dtype=torch.int64)
             mean = None if scheme.predict is None else torch.zeros(geometry.width)
             schemes.append(replace(attention.Encoded.of(one, addresses), mean=mean))
@@ -95,7 +92,7 @@ def attends(
         rope = None
         if position == "pre" or recipe.key.predict is not None:
             rope = attention.RopeTables.of(torch.ones(size // 2), 1.0, recipe.window.block, 8, starts, position)
-        how = launch.default(*layouts, ratio * tokens)
+        how = launch.default(*read, ratio * tokens)
         attention.attend(q, *schemes, exact, lengths, starts, size**-0.5, splits, rope, how)
 
     return call
@@ -105,21 +102,17 @@ def attends_pages(recipe: Recipe):
     """A decode step over a serving engine's pages of this recipe, as the host would launch it."""
     size, heads, ratio, batch, splits = 128, 8, 4, 2, 32
     geometry, tokens = Geometry(1, heads, size), recipe.window.block
-    layouts = [
-        layout(scheme, tokens, geometry, role, recipe.position)
-        for scheme, role in zip((recipe.key, recipe.value), ROLES, strict=True)
-    ]
-    page = page_of(
-        recipe, 0, geometry, torch.bfloat16, dict(zip(ROLES, (one and one.order for one in layouts), strict=True))
-    )
+    read = layouts(recipe, geometry)
+    orders = dict(zip(ROLES, (one and one.order for one in read), strict=True))
+    page = page_of(recipe, 0, geometry, torch.bfloat16, orders)
     views = page.views(torch.zeros(4, page.tokens * page.per_token, dtype=torch.uint8))
 
     def call() -> None:
         table = torch.zeros(batch, 256, dtype=torch.int32)
         schemes = []
-        for one, role in zip(layouts, ROLES, strict=True):
-            read = attention.Encoded.of(one, torch.empty(0))
-            schemes.append(replace(read, addresses=attention.Pages.of(views[role], one.names, table)))
+        for one, role in zip(read, ROLES, strict=True):
+            encoded = attention.Encoded.of(one, torch.empty(0))
+            schemes.append(replace(encoded, addresses=attention.Pages.of(views[role], one.names, table)))
         tails, sinks = (
             torch.zeros(8, 2, count, geometry.width, dtype=torch.bfloat16) for count in (tokens, recipe.window.sinks)
         )
@@ -129,7 +122,7 @@ def attends_pages(recipe: Recipe):
         if recipe.position == "pre" or recipe.key.predict is not None:
             starts = torch.zeros(batch, dtype=torch.int32)
             rope = attention.RopeTables.of(torch.ones(size // 2), 1.0, tokens, 8, starts, recipe.position)
-        how = launch.default(*layouts, ratio)
+        how = launch.default(*read, ratio)
         attention.attend(q, *schemes, exact, lengths, None, size**-0.5, splits, rope, how)
 
     return call

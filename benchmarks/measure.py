@@ -1,17 +1,8 @@
-"""Measure one case on a GPU: its time beside the baselines of its shape, where that goes, and other launch settings.
-
-Counters are the hardware's, read by Nsight Compute where `ncu` is on the PATH: its sections, rather than single
-metrics, whose names differ among chips. Clocks are left as they are.
-"""
+"""Measure one case on a GPU: its time beside the baselines of its shape, where that goes, and other launch settings."""
 
 import csv
-import io
 import math
-import shutil
-import subprocess
-import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple
 from itertools import product
@@ -22,13 +13,13 @@ import torch
 import triton
 
 from benchmarks import baselines, compiling
-from benchmarks.cases import Case, Model, built, encoder, queries, row
+from benchmarks.cases import Case, Model, built, encoder, layouts, queries, row
 from benchmarks.clock import Deadline, Rates, Timing, evict, timed
 from benchmarks.compiling import job_of
-from benchmarks.report import RESULTS, ROOT, Line
+from benchmarks.report import RESULTS, Line
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.launch import Launch
-from kvq_runtime.kernels.attend.layout import Layout, layout
+from kvq_runtime.kernels.attend.layout import Layout
 
 CUDA = torch.device("cuda")
 # of a multiprocessor, see sass.py: what it takes in a cycle, of these columns of kernels_aot.csv, per element and lane
@@ -37,9 +28,6 @@ UNITS = {
     "alu": (64, ("alu",)),
     "lsu": (32, ("shared_wavefronts", "global_wavefronts", "gather_wavefronts")),
 }
-SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "WarpStateStats", "SchedulerStats", "MemoryWorkloadAnalysis")
-LONGEST = 60.0  # seconds of a case
-WARM = 2  # launches of each kernel before the one that is read
 COMPILE = 0.6  # of the time
 STAGES = (1, 2, 3)
 
@@ -131,49 +119,6 @@ def encode(model: Model, recipe: str, role: str) -> Line:
     return took.row() | {"gb_per_s": round(read / took.median / 1e3, 1)}
 
 
-def ncu_command(ncu: str, case: Case) -> list[str]:
-    """Profile one step of a case, after others."""
-    sections = [part for name in SECTIONS for part in ("--section", name)]
-    return [
-        *(ncu, "--csv", "--page", "details", "--clock-control", "none", *sections),
-        *("--kernel-name", "regex:attend|merge", "--launch-skip", str(2 * WARM), "--launch-count", "2"),
-        *(sys.executable, "-m", "benchmarks.gpu", "--once"),
-        f"{case.model.name},{case.recipe},{case.tokens},{case.batch}",
-    ]
-
-
-def read_counters(printed: str) -> dict[str, dict[str, str]]:
-    """{kernel: {metric: value and unit}} of ncu's CSV; what a program prints beside it is passed over."""
-    start = printed.find('"ID"')
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    for one in csv.DictReader(io.StringIO(printed[start:])) if start >= 0 else ():
-        if one.get("Metric Name") and one.get("Kernel Name"):
-            found[one["Kernel Name"]][one["Metric Name"]] = f"{one['Metric Value']} {one['Metric Unit']}".strip()
-    return dict(found)
-
-
-def counters(case: Case, deadline: Deadline) -> dict[str, Any]:
-    """What the counters say of a case. RuntimeError: ncu read none, with what it printed."""
-    ncu = shutil.which("ncu")
-    assert ncu is not None
-    done = subprocess.run(
-        ncu_command(ncu, case), cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, min(LONGEST, deadline.left))
-    )
-    kernels = read_counters(done.stdout)
-    if not kernels:
-        raise RuntimeError(f"ncu ended with {done.returncode} and no counters: {(done.stdout + done.stderr)[-300:]}")
-    return {"kernels": kernels}
-
-
-def layouts(case: Case) -> tuple[Layout, Layout]:
-    """How a case's keys and values are read."""
-    recipe, geometry = case.schemes(), case.model.geometry
-    keys = layout(recipe.key, recipe.window.block, geometry, "key", recipe.position)
-    values = layout(recipe.value, recipe.window.block, geometry, "value")
-    assert keys is not None and values is not None
-    return keys, values
-
-
 def candidates(keys: Layout, values: Layout, rows: int) -> list[Launch]:
     """The default, then what is ever less like it.
 
@@ -211,7 +156,7 @@ def write(found: dict[str, Any]) -> None:
 def swept(steps: list[Case], deadline: Deadline, count: int, store: bool) -> Iterator[Line]:
     """Compile so many launch settings of every case, then try them; store the fastest of each if asked to."""
     ratio = {case: case.model.q_heads // case.model.kv_heads for case in steps}
-    hows = {case: candidates(*layouts(case), ratio[case])[:count] for case in steps}
+    hows = {case: candidates(*layouts(case.schemes(), case.model.geometry), ratio[case])[:count] for case in steps}
     jobs = {(case, how): job_of(case, astuple(how)) for case in steps for how in hows[case]}
     done, line = compiling.stage(list(jobs.values()), deadline.part(COMPILE))
     yield line
@@ -225,7 +170,7 @@ def swept(steps: list[Case], deadline: Deadline, count: int, store: bool) -> Ite
         measured = {how: one for how, one in took.items() if isinstance(one, float)}
         if measured:
             major, minor = torch.cuda.get_device_capability()
-            key = launch.key(10 * major + minor, *layouts(case), ratio[case])
+            key = launch.key(10 * major + minor, *layouts(case.schemes(), case.model.geometry), ratio[case])
             best[key] = min(measured, key=lambda how: measured[how])
     if store:
         write(best)

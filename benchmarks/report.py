@@ -31,10 +31,6 @@ ATTEND = (
     "pages",
 )
 GENERATE = ("cache", "graph", "batch", "ms a step (quartiles, worst)", "tokens/s", "prompt s", "cache GB", "peak GB")
-COUNTERS = (
-    *("Duration", "DRAM Throughput", "Memory Throughput", "L2 Hit Rate", "Issue Slots Busy", "Registers Per Thread"),
-    *("Achieved Occupancy", "Eligible Warps Per Scheduler", "Warp Cycles Per Issued Instruction"),
-)
 
 
 def gpu_name() -> str:
@@ -168,13 +164,6 @@ def generated(line: Line) -> tuple:
     )  # fmt: skip
 
 
-def told(found: float | dict[str, str]) -> str:
-    """Microseconds of a kernel, or what its counters say first."""
-    if not isinstance(found, dict):
-        return f"{found} µs"
-    return ", ".join(f"{name} {found[name]}" for name in COUNTERS if name in found)
-
-
 def page(lines: Iterable[Line]) -> Iterator[str]:
     """Everything, failures first."""
     chosen = latest(lines)
@@ -195,9 +184,9 @@ def page(lines: Iterable[Line]) -> Iterator[str]:
             yield f"\n{what}, {model}"
             yield from table(names, [row(line) for line in of_kind[what] if line["model"] == model])
     for line in whole:
-        if line["what"] in ("profile", "counters"):
-            yield f"\n{line['what']}, {line['model']} {line['recipe']}, {line['tokens']} tokens, batch {line['batch']}"
-            yield from (f"  {name[:60]}: {told(found)}" for name, found in line["kernels"].items())
+        if line["what"] == "profile":
+            yield f"\nprofile, {line['model']} {line['recipe']}, {line['tokens']} tokens, batch {line['batch']}"
+            yield from (f"  {name[:60]}: {found} µs" for name, found in line["kernels"].items())
     if of_kind["encode"]:
         named = ("model", "recipe", "half", "microseconds", "gb_per_s")
         rows = [tuple(line[name] for name in named) for line in of_kind["encode"]]

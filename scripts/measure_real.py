@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,6 @@ from kvq_calib.job.prepare import prepare
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import calibrate
-from kvq_calib.run.plan import environment
 from kvq_calib.text import corpus
 from kvq_calib.text.corpus import Batch
 from kvq_calib.text.tokenizer import Encoder
@@ -354,15 +354,9 @@ def scores(home: Home, args: argparse.Namespace) -> int:
         return 0
     model = load_model(home.files, "cpu", torch.float32)
     for number, (unit, key) in enumerate(missing, 1):
-        begun, spent = time.perf_counter(), time.process_time()
         batch = home.batch(unit.text, unit.length)
-        found = measure(home, model, unit, batch)
-        found |= {
-            "seconds": round(time.perf_counter() - begun, 1),
-            "processor_seconds": round(time.process_time() - spent, 1),
-            "environment": environment("cpu", "float32", torch.get_num_threads()), "machine": real_page.machine(),
-            "code": code()[:16], "date": datetime.now(UTC).date().isoformat(),
-        }  # fmt: skip
+        found, took = real_page.timed(partial(measure, home, model, unit, batch))
+        found |= took | {"date": datetime.now(UTC).date().isoformat()}
         real_page.keep_text(args.results, batch)
         real_page.append(args.results, {"key": key, **asdict(unit), "tokens": batch.digest, **found})
         said = found["part"].get("kl", found["part"].get("reason"))

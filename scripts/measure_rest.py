@@ -197,46 +197,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top.add_argument("--out", type=Path, metavar="FILE", help="append the lines there")
     args = top.parse_args(arguments)
     torch.set_num_threads(args.threads)
-    files = models.resolve(args.model)
-    model = load_model(files, "cpu", getattr(torch, args.dtype))
-    batch = corpus.select(args.corpus, files.path, args.windows, args.prefix + args.after, 0, "held-out")
-    tokens_BT = batch.tokens_BT.long()
-    exact, held, references = [], [], []
-    for row_T in tokens_BT:
-        cache = DynamicCache(config=model.config)
-        positions.states(model, row_T[None, : args.prefix], cache)
-        held.append(_pair(cache))
-        references.append(_greedy(model, held[-1], row_T[: args.prefix], args.greedy))
-        exact.append(positions.states(model, row_T[None, args.prefix :], cache))
-    after = tokens_BT[:, args.prefix :]
-    own = positions.trace(model, after, torch.cat(exact), torch.cat(exact)).score
-    elements = 2 * files.geometry.layers * files.geometry.width * args.prefix
-    for name, keep in _kept(args, files, model):
-        begun, sizes, states, firsts, more = time.process_time(), [], [], [], []
-        for row_T, pair, reference in zip(tokens_BT, held, references, strict=True):
-            size, restored, told = keep(row_T[: args.prefix], pair)
-            sizes.append(8 * size / elements)
-            more.append(told)
-            states.append(positions.states(model, row_T[None, args.prefix :], _cache(model, restored)))
-            found = _greedy(model, restored, row_T[: args.prefix], args.greedy)
-            differ = [place for place, (a, b) in enumerate(zip(reference, found, strict=True)) if a != b]
-            firsts.append(differ[0] if differ else None)
-        score = positions.trace(model, after, torch.cat(exact), torch.cat(states)).score
-        line = {
-            "kept": name, "model": files.id, "prefix": args.prefix, "after": args.after,
-            "text": batch.description["source"], "bits": round(sum(sizes) / len(sizes), 4),
-            "greedy": args.greedy, "first": firsts, **positions.part(score, own),
-            **{what: round(sum(one[what] for one in more) / len(more), 4) for what in more[0]},
-            "processor_seconds": round(time.process_time() - begun, 1), "machine": machine(),
-        }  # fmt: skip
-        said = f"{name}: {line['bits']} bits, {score.kl:.3g} nats, {line['relative']:+.2%}, first other {firsts}"
-        print(said, file=sys.stderr, flush=True)
+    for line in lines(args):
+        named = f"{line['kept']}: {line['bits']} bits, {line['kl']:.3g} nats, {line['relative']:+.2%}"
+        print(f"{named}, first other {line['first']}", file=sys.stderr, flush=True)
         if args.out:
             with args.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        elif args.rounds:
+        else:
             print(json.dumps(line), flush=True)
     return 0
+
+
+def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A line of each that is asked for."""
+    files = models.resolve(args.model)
+    model = load_model(files, "cpu", getattr(torch, args.dtype))
+    batch = corpus.select(args.corpus, files.path, args.windows, args.prefix + args.after, 0, "held-out")
+    before_BT, after_BT = batch.tokens_BT.long().split([args.prefix, args.after], 1)
+    exact, held, references = [], [], []
+    for before_T, after_T in zip(before_BT, after_BT, strict=True):
+        cache = DynamicCache(config=model.config)
+        positions.states(model, before_T[None], cache)
+        held.append(_pair(cache))
+        references.append(_greedy(model, held[-1], before_T, args.greedy))
+        exact.append(positions.states(model, after_T[None], cache))
+    own = positions.trace(model, after_BT, torch.cat(exact), torch.cat(exact)).score
+    for name, keep in _kept(args, files, model):
+        begun, states, firsts, told = time.process_time(), [], [], []
+        for before_T, after_T, pair, reference in zip(before_BT, after_BT, held, references, strict=True):
+            size, restored, more = keep(before_T, pair)
+            told.append({"bits": 8 * size / (pair[0].numel() + pair[1].numel())} | more)
+            states.append(positions.states(model, after_T[None], _cache(model, restored)))
+            found = _greedy(model, restored, before_T, args.greedy)
+            differ = [place for place, (a, b) in enumerate(zip(reference, found, strict=True)) if a != b]
+            firsts.append(differ[0] if differ else None)
+        score = positions.trace(model, after_BT, torch.cat(exact), torch.cat(states)).score
+        yield {
+            "kept": name, "model": files.id, "prefix": args.prefix, "after": args.after,
+            "text": batch.description["source"], "greedy": args.greedy, "first": firsts,
+            **{what: round(sum(one[what] for one in told) / len(told), 4) for what in told[0]},
+            **positions.part(score, own),
+            "processor_seconds": round(time.process_time() - begun, 1), "machine": machine(),
+        }  # fmt: skip
 
 
 def _kept(args: argparse.Namespace, files: Any, model: Any) -> Iterator[tuple[str, Keep]]:
@@ -281,7 +283,7 @@ def _greedy(model: Any, pair: Pair, tokens_T: Tensor, count: int) -> list[int]:
 
 
 def _stored(made: Any, model: Any, rounds: int) -> Keep:
-    """By a PrefixStore: all bytes of its blocks, but of float32 sinks the half, which 16 bits are."""
+    """By a PrefixStore: all bytes of its blocks, but sinks counted in 16 bits."""
 
     def keep(tokens_T: Tensor, exact: Pair) -> Kept:
         with tempfile.TemporaryDirectory() as folder:
@@ -302,16 +304,15 @@ def _stored(made: Any, model: Any, rounds: int) -> Keep:
     return keep
 
 
-def _sizes(blocks: Any, tokens_T: Tensor) -> dict[str, float]:
+def _sizes(blocks: Any, tokens_T: Tensor) -> dict[str, int]:
     """Bytes of a prefix's files by what they hold."""
-    sizes = {"coded": 0.0, "sinks": 0.0, "other": 0.0, "frame": 0.0}
+    sizes = {"coded": 0, "sinks": 0, "other": 0, "frame": 0}
     for name in chain.names(blocks.root, chain.token_row(tokens_T), blocks.block):
         data = blocks.shelf.get(name, blocks.format.largest()) or b""
-        tensors = {field: x.nbytes for field, x in from_safetensors(data).items()}
-        sizes["frame"] += len(data) - sum(tensors.values())
-        sizes["sinks"] += tensors.pop("sinks", 0) / 2  # of float32: what 16 bits take
-        sizes["coded"] += tensors.pop("coded", 0)
-        sizes["other"] += sum(tensors.values())
+        tensors = from_safetensors(data)
+        sizes["frame"] += len(data) - sum(x.nbytes for x in tensors.values())
+        for field, x in tensors.items():
+            sizes[field if field in sizes else "other"] += 2 * x.numel() if field == "sinks" else x.nbytes
     return sizes
 
 

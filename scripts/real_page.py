@@ -6,14 +6,19 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from kvq_calib.evaluate.ledger import code
 from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.report import plots, tasks
 from kvq_calib.report.looks import short
 from kvq_calib.report.tables import by_bits, relative
+from kvq_calib.run.plan import environment
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.cli.table import cell
 from kvq_runtime.disk import files as disk
@@ -49,6 +54,17 @@ def machine() -> dict[str, Any]:
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = named[1] if named else platform.processor() or platform.machine()
     return {"processor": name, "processors": os.cpu_count(), "memory_gb": round(pages / 1e9, 1)}
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """What work finds; and how long it took, where, with which code."""
+    begun, spent = time.perf_counter(), time.process_time()
+    found = work()
+    return found, {
+        "seconds": round(time.perf_counter() - begun, 1), "processor_seconds": round(time.process_time() - spent, 1),
+        "environment": environment("cpu", "float32", torch.get_num_threads()), "machine": machine(),
+        "code": code()[:16],
+    }  # fmt: skip
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
@@ -135,8 +151,8 @@ def sections(folder: Path, docs: Path) -> list[str]:
     lines = list(read(folder).values())
     return [
         part
-        for made in (_lengths(lines), _crossed(lines), _positions(lines, docs), _needles(folder, docs), _talk(folder),
-                     _greedy(folder), _machine(lines))
+        for made in (_lengths(lines), _crossed(lines), _positions(lines, docs), _needles(folder, docs), talk(folder),
+                     greedy(folder), _machine(lines))
         for part in made
     ]  # fmt: skip
 
@@ -228,25 +244,27 @@ def _positions(lines: Sequence[Mapping[str, Any]], docs: Path) -> list[str]:
 
 
 def _needles(folder: Path, docs: Path) -> list[str]:
-    """Write which needles the 16-bit model finds, by which the tasks are chosen; draw those that recipes find."""
-    found = []
-    first = _read(folder / "needles-16bit.json")
-    if first:
-        rows: dict[tuple[str, str], dict[str, str]] = {}
-        for about, part in _parts(first):
-            form = "chat" if about.get("chat") else "plain"
-            for task, own in part["tasks"].items():
-                row = rows.setdefault((task, form), {"task": f"`{task}`", "form": form})
-                row[f"{about['lengths'][0]:,} tokens"] = f"{own['accuracy']:.0%}"
-        found += [
-            f"**Needles: what {NAME} finds in 16 bit**, asked plainly and in its chat form.",
-            table(list(rows.values())),
-        ]
+    """What the 16-bit model finds, by which the tasks are chosen; draw what recipes find."""
+    said = f"**Needles: what {NAME} finds in 16 bit**, asked plainly and in its chat form."
+    found = [said, *first] if (first := answered(folder / "needles-16bit.json")) else []
     records = [one for row in _read(folder / "needles.json").values() for one in row["found"]]
     if records:
         (docs / NEEDLES).write_bytes(tasks.heat([read_record(one, TasksRecord) for one in joined(records)]))
         found += [f"![Needles found by depth and length, {NAME}]({NEEDLES})"]
     return found
+
+
+def answered(path: Path) -> list[str]:
+    """A table of the needles found in a file of records: a row a recipe, task and form; none, if there are none."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for one in (one for row in _read(path).values() for one in row["found"]):
+        about, recipe = one["protocol"], one["result"]["recipe"]
+        form, part = "chat" if about.get("chat") else "plain", one["result"]["protocols"][IN_USE]
+        for task, own in part.get("tasks", {}).items():
+            named = {} if recipe == REFERENCE else {"recipe": f"`{recipe}`"}
+            row = rows.setdefault((recipe, task, form), named | {"task": f"`{task}`", "form": form})
+            row[f"{about['lengths'][0]:,} tokens"] = f"{own['accuracy']:.0%}"
+    return [table(list(rows.values()))] if rows else []
 
 
 def joined(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -280,7 +298,7 @@ def joined(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _talk(folder: Path) -> list[str]:
+def talk(folder: Path) -> list[str]:
     rows = []
     for one in (row["found"] for row in _read(folder / "conversation.json").values()):
         row = {"recipe": f"`{one['recipe']}`", "bits": f"{one['bits']['asymptotic']:.2f}"}
@@ -295,7 +313,7 @@ def _talk(folder: Path) -> list[str]:
     return [said, table(rows)] if rows else []
 
 
-def _greedy(folder: Path) -> list[str]:
+def greedy(folder: Path) -> list[str]:
     rows = []
     for one in (row["found"] for row in _read(folder / "greedy.json").values()):
         part = one["result"]["protocols"]["decode"]
@@ -323,15 +341,6 @@ def _machine(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     said = [f"{one['processors']} processors {one['processor']}, {one['memory_gb']:g} GB" for one in kinds.values()]
     seconds = sum(one["processor_seconds"] for one in lines)
     return [f"Measured on {'; '.join(said)}: {seconds / 3600:.1f} processor hours for these scores."] if lines else []
-
-
-def _parts(found: Mapping[str, Any]):
-    """(protocol, part) of the records of tasks in a file."""
-    for row in found.values():
-        for one in row["found"]:
-            part = one["result"]["protocols"][IN_USE]
-            if "tasks" in part:
-                yield one["protocol"], part
 
 
 def _read(path: Path) -> dict[str, Any]:

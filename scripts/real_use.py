@@ -20,12 +20,11 @@ from transformers.cache_utils import DynamicCache
 
 from kvq_calib.cli import commands
 from kvq_calib.evaluate import bits, cases, conversation, decode, tasks
-from kvq_calib.evaluate.ledger import Ledger, code
+from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.record import load_model, weights
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.evaluate.witness import WitnessCache
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.run.plan import environment
 from kvq_calib.text import corpus
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime import PrefixStore
@@ -66,8 +65,7 @@ def needles(args: argparse.Namespace, files: ModelFiles) -> int:
                         files, [subject] if subject else [], plan, "cpu", torch.float32, ledger=_ledger(files)
                     ),
                 )
-    for row in found_by(kept.found.values()):
-        print("  ".join(map(str, row)))
+    print("\n\n".join(real_page.answered(kept.path)))
     return 0
 
 
@@ -100,19 +98,6 @@ def used(results: Path, chat: bool) -> list[str]:
     return found
 
 
-def found_by(rows: Any) -> list[tuple[str, ...]]:
-    """(recipe, form, length, task, per cent) of what was answered."""
-    found = []
-    for row in rows:
-        for one in row["found"]:
-            about = one["protocol"]
-            form = "chat" if about.get("chat") else "plain"
-            part = one["result"]["protocols"]["in-use"]
-            for task, own in part.get("tasks", {}).items():
-                found.append((one["result"]["recipe"], form, str(about["lengths"][0]), task, f"{own['accuracy']:.0%}"))
-    return list(dict.fromkeys(found))
-
-
 def talk(model, files: ModelFiles, subject: Subject, passages: Sequence[Sequence[str]], most: int) -> dict[str, Any]:
     """Measure one recipe's caches in several conversations, each with one cache."""
     held = []
@@ -139,13 +124,7 @@ def talks(args: argparse.Namespace, files: ModelFiles) -> int:
     for subject in _subjects(args, files):
         unit = [subject.name, subject.sha256, given, TURN]
         kept.measure(unit, lambda subject=subject: talk(model, files, subject, passages, TURN))
-    for row in kept.found.values():
-        one = row["found"]
-        turns = zip(*one["conversations"], strict=True)
-        said = [
-            f"{sum(turn['kl'] for turn in some) / len(some):.2g} ({[turn['first'] for turn in some]})" for some in turns
-        ]
-        print(f"{one['recipe']}: KL and first other token by turn: {', '.join(said)}")
+    print("\n\n".join(real_page.talk(args.results)))
     return 0
 
 
@@ -163,10 +142,7 @@ def greedy(args: argparse.Namespace, files: ModelFiles) -> int:
                 files, batch, [subject], plan, "cpu", torch.float32, ledger=_ledger(files)
             )[0],
         )
-    for row in kept.found.values():
-        part = row["found"]["result"]["protocols"]["decode"]
-        firsts = part["reason"] if "reason" in part else [one["first"] for one in part["windows"]]
-        print(f"{row['found']['result']['recipe']}: first other token {firsts}, KL {part.get('kl', 0):.2g}")
+    print("\n\n".join(real_page.greedy(args.results)))
     return 0
 
 
@@ -253,13 +229,8 @@ class Kept:
         key = real_page.digest(unit)
         if key in self.found and not self.again:
             return
-        begun, spent = time.perf_counter(), time.process_time()
-        found = work()
-        self.found[key] = {
-            "found": found, "seconds": round(time.perf_counter() - begun, 1),
-            "processor_seconds": round(time.process_time() - spent, 1), "machine": real_page.machine(),
-            "environment": environment("cpu", "float32", torch.get_num_threads()), "code": code()[:16],
-        }  # fmt: skip
+        found, took = real_page.timed(work)
+        self.found[key] = {"found": found, **took}
         disk.make_folder(self.path.parent)
         disk.save(self.path, (json.dumps(self.found, indent=1) + "\n").encode())
         print(f"{self.path.name}: {self.found[key]['seconds']} s", file=sys.stderr, flush=True)

@@ -13,8 +13,8 @@ too good.
 import argparse
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,10 @@ class Settings:
         if self.steps is not None:
             return 1.0 if step >= self.steps else step / self.steps
         return seconds / (60 * self.minutes)
+
+    def rate_at(self, step: int, done: float) -> float:
+        """The learning rate when this share of the run is done."""
+        return self.rate * min(1.0, done / 0.02 + 1e-3) * (0.55 + 0.45 * math.cos(math.pi * min(done, 1.0)))
 
 
 def read(sources: list[str], split: str) -> list[str]:
@@ -128,11 +132,6 @@ def optimizer_of(model, settings: Settings) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), fused=True)
 
 
-def rate_at(settings: Settings, done: float) -> float:
-    """The learning rate when this share of the run is done."""
-    return settings.rate * min(1.0, done / 0.02 + 1e-3) * (0.55 + 0.45 * math.cos(math.pi * min(done, 1.0)))
-
-
 def sample(tokens: Tensor, settings: Settings, step: int) -> Tensor:
     """The windows of one step: a function of seed and step alone."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
@@ -142,22 +141,32 @@ def sample(tokens: Tensor, settings: Settings, step: int) -> Tensor:
 
 def train(model, tokens: Tensor, settings: Settings) -> None:
     """Fit the model in place."""
-    optimizer, step, begun = optimizer_of(model, settings), 0, time.monotonic()
+
+    def loss_at(step: int, done: float, seconds: float) -> tuple[Tensor, str]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, sample(tokens, settings, step))
+        speed = (step + 1) * settings.batch * settings.length / max(seconds, 1e-3)
+        return loss, f"{speed:,.0f} tokens/s"
+
+    optimize(model, optimizer_of(model, settings), settings, loss_at, time.monotonic)
+
+
+def optimize(model, optimizer: torch.optim.AdamW, settings: Any, loss_at: Callable, clock: Callable) -> None:
+    """Fit a model in place, whose loss `loss_at` gives, of a step, the finished share and seconds, with what to say."""
+    step, begun = 0, clock()
     form = "{percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
     with tqdm(total=1.0, bar_format=form, mininterval=1.0) as bar:
-        while (done := settings.done(step, seconds := time.monotonic() - begun)) < 1:
+        while (done := settings.done(step, seconds := clock() - begun)) < 1:
             for group in optimizer.param_groups:
-                group["lr"] = rate_at(settings, done)
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_of(model, sample(tokens, settings, step))
+                group["lr"] = group.get("share", 1.0) * settings.rate_at(step, done)
+            loss, said = loss_at(step, done, seconds)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            speed = step * settings.batch * settings.length / max(seconds, 1e-3)
-            bar.set_postfix_str(f"step {step}, loss {loss.item():.3f}, {speed:,.0f} tokens/s", refresh=False)
-            bar.update(min(1.0, settings.done(step, time.monotonic() - begun)) - bar.n)
+            bar.set_postfix_str(f"step {step}, loss {loss.item():.3f}, {said}", refresh=False)
+            bar.update(min(1.0, settings.done(step, clock() - begun)) - bar.n)
 
 
 def save(model, tokenizer, out: Path, padding: int | None) -> int:
@@ -173,30 +182,24 @@ def save(model, tokenizer, out: Path, padding: int | None) -> int:
     return size
 
 
-def add_settings(parser: argparse.ArgumentParser, defaults: Any, kinds: Mapping[str, type]) -> None:
-    """Add an option for each of these settings."""
-    for name, kind in kinds.items():
-        default = getattr(defaults, name)
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"({default})")
+def add_settings(parser: argparse.ArgumentParser, settings: Any, default: Path) -> None:
+    """Add an option for the folder, and for each of the settings but the decay."""
+    parser.add_argument("--out", type=Path, default=default, help="folder to write (%(default)s)")
+    kinds = {"steps": int, "minutes": float, "seed": int, "batch": int, "length": int, "rate": float}
+    for name in (one.name for one in fields(settings) if one.name in kinds):
+        parser.add_argument(f"--{name}", type=kinds[name], default=getattr(settings, name), help="(%(default)s)")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/demo-model"), help="folder to write (%(default)s)")
-    parser.add_argument(
-        "--text", nargs="+", default=[], metavar="FILE", help="more corpora: .txt, .jsonl(.gz/.zst), .parquet"
-    )
-    parser.add_argument(
-        "--start-from",
-        type=Path,
-        metavar="DIR",
-        help="go on from this model, as far as its shapes are the same, with its tokenizer",
-    )
+    add_settings(parser, Settings, Path("build/demo-model"))
+    told = "more corpora: .txt, .jsonl(.gz/.zst), .parquet"
+    parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help=told)
+    told = "go on from this model, as far as its shapes are the same, with its tokenizer"
+    parser.add_argument("--start-from", type=Path, metavar="DIR", help=told)
     parser.add_argument("--heads", type=int, default=4, help="query heads of a fresh model (%(default)s)")
     parser.add_argument("--head-size", type=int, default=64, help="channels of each head (%(default)s)")
-    kinds = {"steps": int, "minutes": float, "seed": int, "batch": int, "length": int, "rate": float}
-    add_settings(parser, Settings, kinds)
     return parser.parse_args(arguments)
 
 

@@ -32,12 +32,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from kvq_calib.tasks import symbols, synthetic
 from kvq_calib.tasks.synthetic import Sample
-from scripts.train_demo_model import add_settings, save
+from scripts.train_demo_model import add_settings, optimize, save
 
 CONTEXT = 4096
 BEGINNING = 6.0  # what the beginning of a text weighs beside one token that is looked for, where they are counted
@@ -312,23 +311,15 @@ def groups(model: Qwen2ForCausalLM, settings: Settings) -> list[dict]:
 
 def train(model: Qwen2ForCausalLM, settings: Settings, stages: tuple[Stage, ...]) -> None:
     """Fit the model in place."""
+
+    def loss_at(step: int, done: float, seconds: float) -> tuple[Tensor, str]:
+        stage = next(stage for stage in stages if done < stage.until)
+        logits, right = answered(model, sample(stage, settings.seed, step))
+        share = (logits.argmax(-1) == right).float().mean().item()
+        return cross_entropy(logits, right), f"{stage.length} tokens, {share:.1%} right"
+
     optimizer = torch.optim.AdamW(groups(model, settings), betas=(0.9, 0.98))
-    step, begun = 0, time.process_time()
-    with tqdm(total=1.0, bar_format="{percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}") as bar:
-        while (done := settings.done(step, time.process_time() - begun)) < 1:
-            stage = next(stage for stage in stages if done < stage.until)
-            for group in optimizer.param_groups:
-                group["lr"] = group["share"] * settings.rate_at(step, done)
-            logits, right = answered(model, sample(stage, settings.seed, step))
-            loss = cross_entropy(logits, right)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            share = (logits.argmax(-1) == right).float().mean().item()
-            bar.set_postfix_str(f"{stage.length} tokens, step {step}: loss {loss.item():.3f}, {share:.1%} right", False)
-            bar.update(done - bar.n)
+    optimize(model, optimizer, settings, loss_at, time.process_time)
 
 
 @torch.no_grad()
@@ -354,11 +345,9 @@ def accuracy(model: Qwen2ForCausalLM, lengths: tuple[int, ...], samples: int) ->
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/recall-model"), help="folder to write (%(default)s)")
-    parser.add_argument(
-        "--samples", type=int, default=50, help="texts of each task and length at the end (%(default)s)"
-    )
-    add_settings(parser, Settings, {"steps": int, "minutes": float, "seed": int, "rate": float})
+    add_settings(parser, Settings, Path("build/recall-model"))
+    told = "texts of each task and length at the end (%(default)s)"
+    parser.add_argument("--samples", type=int, default=50, help=told)
     return parser.parse_args(arguments)
 
 

@@ -93,7 +93,7 @@ def launches(monkeypatch):
 def test_what_is_timed_was_compiled(model, launches):
     """Every kernel of every decode step of a whole run, beside the kernel over pages; and of merges, those of a class
     of splits that a batch of the run does not ask for."""
-    tasks = gpu.tasks(gpu.arguments(["--only", "attend,profile", "--models", model]), None, None)
+    tasks = gpu.tasks(gpu.arguments(["--only", "attend,profile", "--models", model]), None)
     compiled, timed = {}, defaultdict(set)
     for job in gpu.jobs_of(tasks):
         compiling.launched(job, META)

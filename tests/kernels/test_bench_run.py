@@ -31,7 +31,6 @@ class Bench:
         self.seconds, self.fails, self.uncompiled = 1.0, {}, {}
         patch.setattr(gpu, "rates", lambda: clock.Rates(4e12, 3e12, 8e14, 2.0))
         patch.setattr(gpu, "parity", lambda deadline: GOOD)
-        patch.setattr(gpu.shutil, "which", lambda name: None)
         patch.setattr(compiling, "stage", self.compile)
         patch.setattr(measure.Attention, "measure", lambda attention, case: self.take("attend", case))
         patch.setattr(measure, "profile", lambda case: self.take("profile", case))
@@ -73,7 +72,7 @@ def test_the_most_telling_come_first(bench):
         ("attend", llama, "kivi-2bit-g128", 32768, 1), ("attend", llama, "rtn-2bit", 32768, 1),
     ]  # fmt: skip
     assert len(bench.measured) == 2 * 2 * 3 + 2 + 4  # attend, profile, encode
-    everything = gpu.tasks(gpu.arguments([]), None, None)
+    everything = gpu.tasks(gpu.arguments([]), None)
     first = [task.about for task in everything[:4]]
     assert {(line["tokens"], line["batch"]) for line in first} == {(32768, 8)}
     assert all(line["recipe"].endswith("2bit") or "2bit" in line["recipe"] for line in first)
@@ -209,13 +208,8 @@ def test_a_report_has_the_latest_of_each(tmp_path):
 
 def test_where_time_goes_is_told():
     about = {"model": "m", "recipe": "r", "tokens": 9, "batch": 8}
-    counted = {"DRAM Throughput": "71.5 %", "Duration": "40 us", "Something Else": "1"}
-    said = list(report.page([
-        about | {"what": "profile", "kernels": {"attend": 40.0}},
-        about | {"what": "counters", "kernels": {"attend": counted}},
-    ]))  # fmt: skip
+    said = list(report.page([about | {"what": "profile", "kernels": {"attend": 40.0}}]))
     assert "\nprofile, m r, 9 tokens, batch 8" in said and "  attend: 40.0 µs" in said
-    assert "  attend: Duration 40 us, DRAM Throughput 71.5 %" in said
 
 
 def test_generation_has_a_table():
@@ -227,7 +221,7 @@ def test_generation_has_a_table():
     assert "| static | yes | 8 | 8.0 (7.9 to 8.2, 30.0) | 900.0 | 0.5 | 2.0 | 20.0 |" in report.page([line])
 
 
-# ---- parity and counters ------------------------------------------------------------------------------------------
+# ---- parity -------------------------------------------------------------------------------------------------------
 
 XDIST = """[gw0] [  1%] PASSED tests/kernels/test_attention_kernel.py::test_families[kivi-2]
 [gw3] [  2%] FAILED tests/kernels/test_attention_kernel.py::test_families[rtn-2]
@@ -279,44 +273,6 @@ def test_it_imports_on_a_bare_machine(tmp_path):
     environment = gpu.parity_environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "None False\n"), done.stderr[-2000:]
-
-
-NCU = """==PROF== Connected
-{"what": "a line of the program"}
-"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
-"0","7","attend","GPU Speed Of Light Throughput","DRAM Throughput","%","71.5"
-"0","7","attend","Launch Statistics","Registers Per Thread","register/thread","168"
-"1","7","merge","GPU Speed Of Light Throughput","Duration","us","2.5"
-"""
-
-
-def test_counters_are_read():
-    assert measure.read_counters(NCU) == {
-        "attend": {"DRAM Throughput": "71.5 %", "Registers Per Thread": "168 register/thread"},
-        "merge": {"Duration": "2.5 us"},
-    }
-    assert measure.read_counters("==ERROR== no permission") == {}
-
-
-def test_a_counted_case_leaves_the_clocks_alone(monkeypatch, tmp_path):
-    tool, seen = tmp_path / "ncu", tmp_path / "seen"
-    tool.write_text(f"#!/bin/sh\necho \"$@\" > {seen}\ncat <<'END'\n{NCU}END\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    case = gpu.chosen(gpu.arguments(FEW))[0]
-    assert set(measure.counters(case, clock.Deadline(30))["kernels"]) == {"attend", "merge"}
-    assert "--clock-control none" in seen.read_text()
-    assert seen.read_text().strip().endswith("-m benchmarks.gpu --once llama-3.1-8b,kivi-2bit-g128,32768,8")
-    tool.write_text("#!/bin/sh\necho ERR_NVGPUCTRPERM\nexit 1\n")
-    with pytest.raises(RuntimeError, match="ended with 1 and no counters: ERR_NVGPUCTRPERM"):
-        measure.counters(case, clock.Deadline(30))
-
-
-def test_counters_are_for_where_there_is_a_tool(bench, monkeypatch):
-    monkeypatch.setattr(gpu.shutil, "which", lambda name: "/bin/ncu" if name == "ncu" else None)
-    monkeypatch.setattr(measure, "counters", lambda case, deadline: bench.take("counters", case))
-    found = bench("--lengths", "32768", "--only", "counters")
-    assert [line["recipe"] for line in found if line["what"] == "counters"] == ["kivi-2bit-g128", "rtn-2bit"]
 
 
 def test_a_line_says_what_was_compiled_for_it(bench, monkeypatch):

@@ -100,14 +100,14 @@ def test_kernels_of_a_step_are_counted_as_the_host_launches_them(monkeypatch):
     monkeypatch.setattr(host, "merge_parts", lambda *given: None)
     seen = {name: predicted.launches(Case(MODELS[0], name, 4096, 1), 8)[1] for name in ("rtn-2bit", "higgs-head-2bit")}
     assert seen == {"rtn-2bit": 0, "higgs-head-2bit": 0}  # the query is rotated in the kernel
-    count = predicted._Seen()
+    count = predicted.Operations()
     with count:
         x = torch.ones(2, 3)
         torch.empty_like(x)
         y = x.view(3, 2).mT
-        assert count.count == 1
+        assert count.counts["launches"] == 1
         (y @ y.mT).add_(1)
-    assert count.count == 3
+    assert count.counts["launches"] == 3
 
 
 def test_splits_are_those_of_an_h200():
