@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from kvq_calib.model import find as models
 from scripts import train_recall_model as script
-from scripts import training
+from scripts.train_demo_model import LARGEST
 
 
 @pytest.fixture(scope="module")
@@ -33,4 +33,4 @@ def test_keys_and_values_are_at_most_half_as_wide_as_the_hidden_state(model):
     files = models.resolve("recall")
     assert 2 * files.geometry.width <= model.config.hidden_size / 2
     assert files.entry.corpus == "recall" and files.entry.beside() == ()
-    assert (files.path / "model.safetensors").stat().st_size <= training.LARGEST
+    assert (files.path / "model.safetensors").stat().st_size <= LARGEST
