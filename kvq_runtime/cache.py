@@ -30,7 +30,7 @@ from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
-from kvq_runtime.store.held import BreakEven, smaller_from
+from kvq_runtime.store.held import Sizes, smaller_from
 from kvq_runtime.store.layer import LayerStore, Slab
 from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
 from kvq_runtime.store.positions import Positions
@@ -78,8 +78,8 @@ class BlockCache:
         self.held = frozenset(range(geometry.layers) if held is None else held)
         self.codecs = shared.build(recipe, geometry, tensors or {})
         self._last, self._max_tokens = max(self.held), max_tokens
-        self._break_even = BreakEven(recipe, geometry, tuple(sorted(self.held)), dtype)
-        self.made_for, self.check = made_for, check
+        self.dtype, self.made_for, self.check = dtype, made_for, check
+        self._smaller: dict[tuple[int, torch.dtype], int | None] = {}  # by rows and dtype, what 16 bit is compared with
         self._warned = False  # whether the log has said that blocks are beyond
         self.reset()
 
@@ -461,11 +461,18 @@ class BlockCache:
             others.append({"undo": storage_bytes(self.step.tensors)})
         others_shared = [*self.fused.shared, *self.absorbed.shared]
         shared = shared_bytes([codec for pair in self.codecs for codec in pair], others_shared)
-        over_higgs = smaller_from(self.recipe, self.geometry, shared)
-        stores, over_16bit = self.layers.values(), self._break_even.of(self.layers.values())
-        counted = self.recipe, self.geometry, stores, self.positions, self.length, others, shared
-        kind, made_for = self._break_even.dtype, self.made_for
-        return report(*counted, self.scratch_peak, over_16bit, over_higgs, kind, made_for)
+        stores, dtype = self.layers.values(), self.dtype
+        if stores:
+            dtype = next(iter(stores)).buffer_2BTC.dtype
+        case = max(1, self.rows), dtype
+        if case not in self._smaller:
+            sizes = Sizes(self.recipe, self.geometry, dtype, tuple(sorted(self.held)))
+            self._smaller[case] = sizes.smaller_from(case[0])
+        return report(
+            self.recipe, self.geometry, stores, self.positions, others, shared, dtype, tokens=self.length,
+            scratch_peak=self.scratch_peak, smaller_than_16bit_from=self._smaller[case],
+            smaller_than_higgs_from=smaller_from(self.recipe, self.geometry, shared), positions=self.made_for,
+        )  # fmt: skip
 
 
 def _finite(k_BTC: Tensor, v_BTC: Tensor) -> bool:

@@ -11,8 +11,8 @@ all latents were larger than the draft's by one factor, that at which the draft'
 that a layer takes too many are thus spread over all above it. No step is more than MOST times, or less than a MOST-th
 of, the first one: where few layers are left, quality goes before the promise.
 
-The target is of files of prefixes of `rate.LENGTH` tokens: sinks and frames are taken off before. Of a plan that holds
-no sequences out, what the fit's own text takes is what is known, which is less than other text will.
+The target is of files of prefixes of `block_file.LENGTH` tokens: sinks and frames are taken off before. Of a plan that
+holds no sequences out, what the fit's own text takes is what is known, which is less than other text will.
 
 All that a layer's step depends on are the notes of the draft and of the layers below: a run that was killed goes on
 with the same.

@@ -29,6 +29,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, presets
 from kvq_runtime.registry.lock import read_lock
 from kvq_runtime.registry.resolve import load_artifact
+from kvq_runtime.store.held import serves
 
 LOCKS = (".lock", ".lock.json")
 
@@ -163,7 +164,7 @@ def nearest(engine: Engine, recipe: Recipe, geometry: Geometry) -> Recipe:
 def plain(engine: Engine, geometry: Geometry) -> tuple[Recipe, ...]:
     """The recipes that need no artifact and that it takes on this shape."""
     found = (recipe for recipe in presets().values() if not recipe.fitted and engine.refusal(recipe, geometry) is None)
-    return tuple(recipe for recipe in found if _fits(recipe, geometry))
+    return tuple(recipe for recipe in found if serves(recipe, geometry))
 
 
 def bits(recipe: Recipe, geometry: Geometry) -> float:
@@ -175,11 +176,3 @@ def bits(recipe: Recipe, geometry: Geometry) -> float:
         scheme.bits(block, geometry, torch.bfloat16) for layer in range(geometry.layers) for scheme in recipe.at(layer)
     ]
     return sum(each) / len(each)
-
-
-def _fits(recipe: Recipe, geometry: Geometry) -> bool:
-    try:
-        recipe.check(geometry)
-    except ValueError:
-        return False
-    return True

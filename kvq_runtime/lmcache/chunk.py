@@ -33,6 +33,7 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.prefix import chain
 from kvq_runtime.recipe import Recipe
 
 HEADER = 64
@@ -230,10 +231,7 @@ def _digest(recipe: Recipe, tensors: Mapping[str, Tensor], shape: tuple[int, ...
     made = {name: setting for name, setting in stated.items() if name not in ("name", "summary")}
     about = {"recipe": made, "shape": list(shape), "dtype": str(dtype), "roles": list(ROLES)}
     digest = sha256(strict_json.dumps(about).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    chain.add_tensors(digest, tensors)
     return digest.digest()[:16]
 
 

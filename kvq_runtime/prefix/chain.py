@@ -98,6 +98,14 @@ def model_digest(folder: Path, config: Mapping[str, Any], more: str = "") -> str
     return digest.hexdigest()
 
 
+def add_tensors(digest: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Update a sha256 with tensors: names, dtypes, shapes and elements."""
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+
+
 def _add(digest: Any, path: Path) -> None:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

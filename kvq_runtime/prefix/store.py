@@ -156,7 +156,7 @@ class PrefixBlocks:
 
         def one(number: int) -> Block:
             if number < encoded:
-                return next(coder.held(cache, range(number, number + 1), row))
+                return coder.held(cache, number, row)
             return self.coder.encode(number, _window_rows(cache, number, row))
 
         return self._keep(token_T, one, 0)
@@ -272,10 +272,7 @@ def describe(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> di
     fit = None
     if tensors:
         digest = sha256()
-        for name in sorted(tensors):
-            tensor = tensors[name].detach().cpu().contiguous()
-            digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-            digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        chain.add_tensors(digest, tensors)
         fit = digest.hexdigest()
     return {
         "format": FORMAT,

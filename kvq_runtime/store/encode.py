@@ -1,6 +1,6 @@
 """Encode the oldest tokens of a layer's window, one whole block at a time, when they are due."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Encoder:
             together = SLAB if all(codec.one_launch(store.buffer_2BTC) for codec in store.codecs) else 1
         while store.blocks < target:
             some = min(together, target - store.blocks, SLAB - store.blocks % SLAB)
-            keys, values, errors = (self._predicted if self.recipe.cross_layer else self._encoded)(layer, store, some)
+            keys, values, errors = self._encoded(layer, store, some)
             extra = {name: field[:, None] for name, field in self.extra(layer, store).items()}
             if store.watch is not None:
                 window = store.window_2BTC, store.window.block
@@ -93,36 +93,28 @@ class Encoder:
 
     def _encoded(self, layer: int, store: LayerStore, count: int) -> tuple[Slab, Slab, list[Tensor]]:
         """The fields of the window's oldest blocks of keys and of values, [B, count, ...] each, and their errors,
-        [B, count], if they are measured."""
-        found, errors = [], []
+        [B, count], if they are measured; those of a recipe that predicts from the decoded blocks of layers below."""
+        run, predicted = (store.blocks, store.blocks + count), self.recipe.cross_layer
+        below = self.decoder.below(layer, run) if predicted else ()
+        read_above = count > 1 or layer + 1 < self.decoder.geometry.layers
+        found, decoded, errors = list[Slab](), list[Tensor](), list[Tensor]()
         for role, codec in enumerate(store.codecs):
             x_NTC, context = self._inputs(store, role, count)
-            fields = codec.encode(x_NTC, context)
+            if predicted:
+                context = Context(context.rope, decoded[0] if role else None, below)
+            if predicted and (role == 0 or read_above or store.watch is not None):
+                assert isinstance(codec, Codec), "nothing fitted to a prompt is predicted"
+                fields, decoded_NTC = codec.encode_decode(x_NTC, context)
+                decoded.append(decoded_NTC)
+            else:
+                fields = codec.encode(x_NTC, context)
             if store.watch is not None:
-                errors.append(self._error(store, role, count, x_NTC, context, codec.decode(fields, context)))
-            found.append(_by_row(fields, count))
+                decoded_NTC = decoded[role] if predicted else codec.decode(fields, context)
+                errors.append(self._error(store, role, count, x_NTC, context, decoded_NTC))
+            found.append({name: field.unflatten(0, (-1, count)) for name, field in fields.items()})
+        if len(decoded) == 2:
+            self.decoder.add(layer, run, (decoded[0], decoded[1]))
         return found[0], found[1], errors
-
-    def _predicted(self, layer: int, store: LayerStore, count: int) -> tuple[Slab, Slab, list[Tensor]]:
-        """The same, from the decoded blocks of the layers below."""
-        run, (keys, values) = (store.blocks, store.blocks + count), store.codecs
-        assert isinstance(keys, Codec) and isinstance(values, Codec), "nothing fitted to a prompt is predicted"
-        below = self.decoder.below(layer, run)
-        k_NTC, context = self._inputs(store, 0, count)
-        v_NTC, _ = self._inputs(store, 1, count)
-        k_fields, decoded = keys.encode_decode(k_NTC, Context(context.rope, None, below))
-        from_keys, errors = Context(keys=decoded, below=below), []
-        if count > 1 or layer + 1 < self.decoder.geometry.layers or store.watch is not None:
-            v_fields, v_decoded = values.encode_decode(v_NTC, from_keys)
-            self.decoder.add(layer, run, (decoded, v_decoded))
-            if store.watch is not None:
-                errors = [
-                    self._error(store, 0, count, k_NTC, context, decoded),
-                    self._error(store, 1, count, v_NTC, from_keys, v_decoded),
-                ]
-        else:
-            v_fields = values.encode(v_NTC, from_keys)
-        return _by_row(k_fields, count), _by_row(v_fields, count), errors
 
     def _error(
         self, store: LayerStore, role: int, count: int, x_NTC: Tensor, context: Context, decoded: Tensor
@@ -177,7 +169,3 @@ class Encoder:
         k_BTC = k_BTC.to(x_BTC.dtype) if keeps else k_BTC
         assert rope is not None, "tables were given"
         return k_BTC.unflatten(1, (count, size)), tuple(part.unflatten(1, (count, size)) for part in rope)
-
-
-def _by_row(fields: Mapping[str, Tensor], count: int) -> Slab:
-    return {name: field.unflatten(0, (-1, count)) for name, field in fields.items()}

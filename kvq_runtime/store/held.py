@@ -14,6 +14,7 @@ channels count.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +27,6 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import NONE_SLIDE, ROLES, SLAB, Geometry, Role, Sliding
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.stages.stage import Site
-from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.memory import asymptotic_bits
 from kvq_runtime.store.storage import storage_bytes
 
@@ -85,9 +85,9 @@ class Sizes:
     @cached_property
     def shared(self) -> dict[str, int]:
         """Bytes that do not grow: fitted tensors by stage, and rotations."""
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for name, spec in codecs.all_specs(self.recipe, self.geometry).items():
-            _add(found, NAMES[name.split(".")[3]], _bytes(spec))
+            found[NAMES[name.split(".")[3]]] += _bytes(spec)
         layers = {0, *self.recipe.layers, self._plain}
         made = [
             Codec(self.recipe, layer, role, self.geometry, {})
@@ -95,9 +95,9 @@ class Sizes:
             for role in ROLES
             if not self._rotation(layer, role)
         ]
-        _add(found, "rotations", storage_bytes(x for codec in made for x in codec.shared))
-        _add(found, "rotations", sum(self._of_fitted_rotation))
-        return found
+        found["rotations"] += storage_bytes(x for codec in made for x in codec.shared)
+        found["rotations"] += sum(self._of_fitted_rotation)
+        return dict(+found)
 
     def _rotation(self, layer: int, role: Role) -> dict[str, Tensor]:
         """Tensors of the rotation's shapes, if calibration fits one there."""
@@ -130,16 +130,18 @@ class Sizes:
     @cached_property
     def _block(self) -> dict[str, int]:
         """Bytes of one block of one row in all layers, by kind, what policies store beside it included."""
-        window, found = self.recipe.window, dict[str, int]()
+        window, found = self.recipe.window, Counter[str]()
         for layer in self._layers:
             for role in ROLES:
                 scheme = self.recipe.scheme(layer, role)
                 kinds = scheme.memory_kinds(window.block, self.geometry)
                 for name, spec in scheme.fields(window.block, self.geometry, self.dtype).items():
-                    _add(found, kinds[name], _bytes(spec))
-                extra = sum(policy.extra_bits(role, self.dtype) for policy in self.recipe.policies)
-                _add(found, "beside blocks", round(extra * window.block * self.geometry.width / 8))
-        return found
+                    found[kinds[name]] += _bytes(spec)
+        for role in ROLES:
+            extra = sum(policy.extra_bits(role, self.dtype) for policy in self.recipe.policies)
+            each = round(extra * window.block * self.geometry.width / 8)
+            found["beside blocks"] += len([*self._layers]) * each
+        return dict(+found)
 
     @cached_property
     def _fitted_by_row(self) -> int:
@@ -157,23 +159,23 @@ class Sizes:
         """Return the bytes that a cache of `batch` rows of `tokens` tokens holds in a step, by kind."""
         window = self.recipe.widest.window
         blocks, exact = max(0, tokens - window.recent) // window.block, window.recent + window.block
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         geometry = replace(self.geometry, layers=len([*self._layers]))
         for policy in self.recipe.policies:
             chosen = policy.chosen(tokens, window)
             if chosen is not None:
                 blocks, exact = chosen[0], max(exact, chosen[1])
             for kind, size in policy.held_bytes(geometry, tokens, window, self.dtype).items():
-                _add(found, kind, batch * size)
+                found[kind] += batch * size
         elements = 2 * geometry.layers * geometry.width
         token = elements * self.dtype.itemsize
-        _add(found, "window", batch * exact * token)
-        _add(found, "sinks", batch * window.sinks * token)
+        found["window"] += batch * exact * token
+        found["sinks"] += batch * window.sinks * token
         for kind, size in self._block.items():
-            _add(found, kind, batch * _allocated(blocks) * size)
-        _add(found, "fitted to each row", batch * self._fitted_by_row)
+            found[kind] += batch * _allocated(blocks) * size
+        found["fitted to each row"] += batch * self._fitted_by_row
         beside = batch * self.sliding.bytes(tokens)
-        return HeldBytes(tokens, batch, found, self.shared, batch * tokens * elements * 2 + beside, beside)
+        return HeldBytes(tokens, batch, dict(+found), self.shared, batch * tokens * elements * 2 + beside, beside)
 
     def smaller_from(self, batch: int = 1) -> int | None:
         """From how many tokens a row on all bytes are always fewer than in 16 bits; None: never."""
@@ -198,27 +200,6 @@ class Sizes:
         return tokens
 
 
-class BreakEven:
-    """Tokens a row from which on a cache always holds fewer bytes than one of 16 bit.
-
-    held    the layers that the cache holds
-    dtype   of the model's keys and values, while the cache is empty
-    """
-
-    def __init__(self, recipe: Recipe, geometry: Geometry, held: tuple[int, ...], dtype: torch.dtype = torch.bfloat16):
-        self.recipe, self.geometry, self.held, self.dtype = recipe, geometry, held, dtype
-        self._known: dict[tuple[int, torch.dtype], int | None] = {}  # by rows and dtype
-
-    def of(self, stores: Iterable[LayerStore]) -> int | None:
-        """For as many rows, and of the dtype, that the layers have; of an empty cache 1 and its own. None: never."""
-        store = next(iter(stores), None)
-        case = (1, self.dtype) if store is None else (max(1, store.rows), store.buffer_2BTC.dtype)
-        if case not in self._known:
-            rows, dtype = case
-            self._known[case] = Sizes(self.recipe, self.geometry, dtype, self.held).smaller_from(rows)
-        return self._known[case]
-
-
 def smaller_from(recipe: Recipe, geometry: Geometry, shared_bytes: int) -> int | None:
     """Tokens (batch 1) from which a recipe holds fewer bytes than plain recipes, which have no fitted tensors.
 
@@ -230,7 +211,7 @@ def smaller_from(recipe: Recipe, geometry: Geometry, shared_bytes: int) -> int |
     if recipe.name in PLAIN:
         return None
     bits = asymptotic_bits(recipe, geometry)
-    peers = [asymptotic_bits(other, geometry) for other in map(preset, PLAIN) if _serves(other, geometry)]
+    peers = [asymptotic_bits(other, geometry) for other in map(preset, PLAIN) if serves(other, geometry)]
     wider = [peer for peer in peers if peer >= bits]
     if not wider:
         return None
@@ -238,7 +219,7 @@ def smaller_from(recipe: Recipe, geometry: Geometry, shared_bytes: int) -> int |
     return None if saved <= 0 else -int(-shared_bytes // saved)
 
 
-def _serves(recipe: Recipe, geometry: Geometry) -> bool:
+def serves(recipe: Recipe, geometry: Geometry) -> bool:
     """True if the recipe can be used with these head sizes."""
     try:
         recipe.check(geometry)
@@ -256,8 +237,3 @@ def _allocated(blocks: int) -> int:
 def _bytes(spec: tuple[Iterable[int], torch.dtype]) -> int:
     shape, dtype = spec
     return math.prod(shape) * dtype.itemsize
-
-
-def _add(found: dict[str, int], kind: str, size: int) -> None:
-    if size:
-        found[kind] = found.get(kind, 0) + size

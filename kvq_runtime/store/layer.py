@@ -10,6 +10,7 @@ is exact is read in one piece.
 The digit in a shape, as in [2, B, T, C], counts keys and values.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.codec.kernel_order import KernelOrder
 from kvq_runtime.codec.packed import PackedBlocks, PackedReader
 from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.geometry import SLAB, Window
@@ -41,7 +41,7 @@ class LayerStore:
     recent   newest tokens that are not due to be encoded; a policy may keep more than the recipe's window
     slabs    of keys, of values, and of what policies store beside each block: [B, blocks, ...] a field
     index    where a kernel on the device finds all that; None: no kernel reads this layer
-    orders   how the codes of keys and of values lie in their slabs, for a kernel; None: as they were encoded
+    orders   how codes lie in `slabs`, for a kernel; None: as they were encoded
     watch    the errors of blocks, and the exact tokens of some; None: they are not measured
     """
 
@@ -57,7 +57,7 @@ class LayerStore:
     ):
         self.codecs: tuple[Codec | RowCodec, Codec | RowCodec] = codecs
         self.window, self.positions, self.index, self.watch = window, positions, index, watch
-        self.orders = (None, None) if index is None else index.orders
+        self.orders = (None, None, None) if index is None else (*index.orders, None)
         self.recent = window.recent
         self.blocks = 0
         self.slabs: tuple[list[Slab], list[Slab], list[Slab]] = ([], [], [])
@@ -124,7 +124,7 @@ class LayerStore:
     def fields(self, part: int, start: int, stop: int) -> dict[str, Tensor]:
         """The fields of blocks `start` to `stop` of one slab, as they were encoded, [B, blocks, ...]; of keys (0),
         values (1), or EXTRA."""
-        slab, order = self.slabs[part][start // SLAB] if self.slabs[part] else {}, self._order(part)
+        slab, order = self.slabs[part][start // SLAB] if self.slabs[part] else {}, self.orders[part]
         fields = {name: field[:, start % SLAB : (stop - 1) % SLAB + 1] for name, field in slab.items()}
         return fields if order is None or not fields else order.collected(fields)
 
@@ -239,8 +239,8 @@ class LayerStore:
 
     def _take_blocks(self, count: int, keys: Slab, values: Slab, extra: Slab) -> None:
         for part, fields in enumerate((keys, values, extra)):
+            order = self.orders[part]
             if fields:
-                order = self._order(part)
                 self._store(part, count, fields if order is None else order.arranged(fields))
         self.blocks += count
         self._count_blocks()
@@ -331,14 +331,13 @@ class LayerStore:
     def bytes(self) -> dict[str, int]:
         """Allocated bytes by kind, which the stage of a field decides; fields of policies are kinds of their own."""
         sinks = self.sinks_2BSC.nbytes
-        parts = {"window": storage_bytes([self.buffer_2BTC]) - sinks, "sinks": sinks}
+        parts = Counter({"window": storage_bytes([self.buffer_2BTC]) - sinks, "sinks": sinks})
         kinds = [codec.scheme.memory_kinds(self.window.block, codec.geometry) for codec in self.codecs]
         for slabs, kind_of in zip(self.slabs, [*kinds, {}], strict=True):
             for slab in slabs:
                 for name, field in slab.items():
-                    kind = kind_of.get(name, name)
-                    parts[kind] = parts.get(kind, 0) + storage_bytes([field])
-        parts |= {} if self.watch is None else self.watch.bytes()
+                    parts[kind_of.get(name, name)] += storage_bytes([field])
+        parts.update({} if self.watch is None else self.watch.bytes())
         if self.index is not None:
             parts["tables"] = storage_bytes(self.index.tensors)
             home = self.index.window_2BTC
@@ -366,10 +365,6 @@ class LayerStore:
         self.front = self.window.sinks if self.blocks else 0  # sinks read beside them; before, they are in the window
         self.sizes = [(stop - start) * self.window.block for start, stop in self.runs()]  # tokens of each slab
         self._packed: list[list[PackedBlocks]] = [[], []]
-
-    def _order(self, part: int) -> KernelOrder | None:
-        """Return the kernel's order of the codes of keys (0) or values (1) in slabs; None: the encoder's order."""
-        return None if part == EXTRA else self.orders[part]
 
     def _store(self, part: int, count: int, fields: Slab) -> None:
         slabs, place = self.slabs[part], self.blocks % SLAB

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,41 +125,31 @@ def report(
     recipe: Recipe,
     geometry: Geometry,
     stores: Collection[LayerStore],
-    positions: Positions,
-    tokens: int,
+    slots: Positions,
     others: Iterable[Mapping[str, int]],
     shared: int,
-    scratch_peak: int,
-    smaller_than_16bit_from: int | None,
-    smaller_than_higgs_from: int | None,
-    kind: torch.dtype = torch.bfloat16,
-    made_for: int | None = None,
+    dtype: torch.dtype,
+    **known: Any,
 ) -> MemoryReport:
     """Count a cache.
 
-    tokens   of a row that it has seen
     others   bytes by kind of what it holds beside its layers and their positions
     shared   bytes that do not grow with tokens
-    kind     of exact tokens, while there are none
-    made_for the tokens that the model was made for
-    The others are as in the report.
+    dtype    of exact tokens
+    known    the report's fields that the cache knows, as they are
     """
-    batch, dtype = max((store.rows for store in stores), default=0), kind
-    parts: dict[str, int] = {}
-    for store in stores:
-        dtype = store.buffer_2BTC.dtype
-    for held in (*(store.bytes() for store in stores), {"timeline": positions.bytes()}, *others):
-        for what, size in held.items():
-            parts[what] = parts.get(what, 0) + size
+    batch = max((store.rows for store in stores), default=0)
+    parts: Counter[str] = Counter()
+    for held in (*(store.bytes() for store in stores), {"timeline": slots.bytes()}, *others):
+        parts.update(held)
     escapes = [store.escapes() for store in stores]
     escaped, wanted = (sum(counts) for counts in zip(*escapes, strict=True)) if escapes else (0, 0)
     each = 2 * batch * geometry.width
     kept_elements = each * sum(store.length for store in stores)
-    elements = kept_elements + each * positions.dropped * len(stores)
+    elements = kept_elements + each * slots.dropped * len(stores)
     sequence = sum(parts.values())
     return MemoryReport(
         recipe=recipe.name,
-        tokens=tokens,
         batch=batch,
         total_bytes=sequence + shared,
         exact_bytes=2 * elements,
@@ -166,17 +158,14 @@ def report(
         asymptotic_bits=asymptotic_bits(recipe, geometry, dtype),
         sequence_bytes=sequence,
         shared_bytes=shared,
-        scratch_peak=scratch_peak,
-        smaller_than_16bit_from=smaller_than_16bit_from,
-        smaller_than_higgs_from=smaller_than_higgs_from,
-        parts=parts,
+        parts=dict(parts),
         escaped=escaped,
         clipped=wanted - escaped,
-        kept=positions.length,
+        kept=slots.length,
         bits_per_kept=8 * sequence / max(1, kept_elements),
         dtype=str(dtype).removeprefix("torch."),
-        positions=made_for,
         beyond=sum(one.beyond for store in stores if store.watch is not None for one in store.watch.health()),
+        **known,
     )
 
 

@@ -5,6 +5,7 @@ there are fewer slots than tokens seen, and it is stored which token each slot h
 with positions that count from 0, nothing is stored.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,9 +32,8 @@ class Positions:
         self._complete: dict[int, int] = {}
         self.told = False  # whether the newest tokens see all before them but padding, which was announced
         self._causal = True
-        self.recorded = (
-            False  # whether a step is being recorded as a graph: the host counts its tokens, and does no more
-        )
+        # whether a step is being recorded as a graph: the host counts its tokens, and does no more
+        self.recorded = False
 
     @property
     def seen(self) -> int:
@@ -71,11 +71,9 @@ class Positions:
             held = torch.arange(self.length, dtype=torch.int32, device=device) if held is None else held.clone()
             self.positions_BT = held.expand(batch, -1)
         if self.positions_BT is not None:
-            new = (
-                positions
-                if positions is not None
-                else self.positions_BT[:, -1:] + 1 + torch.arange(count, device=device)
-            )
+            new = positions
+            if new is None:
+                new = self.positions_BT[:, -1:] + 1 + torch.arange(count, device=device)
             self.positions_BT = torch.cat([self.positions_BT, new.to(torch.int32).expand(batch, -1)], 1)
         if self.tokens_BT is not None:
             new = torch.arange(self.seen, self.seen + count, dtype=torch.int32, device=device)
@@ -86,10 +84,10 @@ class Positions:
         """Keep these slots of each row, in rising order, as many of all rows; the others are forgotten."""
         self.forget_factors()
         self._complete.clear()
-        held = torch.arange(self.length, dtype=torch.int32, device=kept_BT.device).expand(len(kept_BT), -1)
-        self.tokens_BT = (held if self.tokens_BT is None else self.tokens_BT).gather(1, kept_BT)
-        self.real_BT = self.real_BT.gather(1, kept_BT) if self.real_BT is not None else None
-        self.positions_BT = self.positions_BT.gather(1, kept_BT) if self.positions_BT is not None else None
+        if self.tokens_BT is None:
+            held_T = torch.arange(self.length, dtype=torch.int32, device=kept_BT.device)
+            self.tokens_BT = held_T.expand(len(kept_BT), -1)
+        self._change(lambda x_BT: x_BT.gather(1, kept_BT))
         self.dropped += self.length - kept_BT.shape[1]
         self.length = kept_BT.shape[1]
 
@@ -111,25 +109,25 @@ class Positions:
         self._complete.clear()
         self.length = length
         self.dropped = self.dropped if length else 0
-        self.tokens_BT = self.tokens_BT[:, :length].clone() if self.tokens_BT is not None and length else None
-        self.real_BT = self.real_BT[:, :length].clone() if self.real_BT is not None and length else None
-        self.positions_BT = self.positions_BT[:, :length].clone() if self.positions_BT is not None and length else None
+        self._change(lambda x_BT: x_BT[:, :length].clone() if length else None)
 
     def reorder(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
         self.forget_factors()
         self._complete.clear()
-        self.tokens_BT = self.tokens_BT[rows] if self.tokens_BT is not None else None
-        self.real_BT = self.real_BT[rows] if self.real_BT is not None else None
-        self.positions_BT = self.positions_BT[rows] if self.positions_BT is not None else None
+        self._change(lambda x_BT: x_BT[rows])
+
+    def _change(self, change: Callable[[Tensor], Tensor | None]) -> None:
+        self.tokens_BT, self.real_BT, self.positions_BT = (
+            None if x_BT is None else change(x_BT) for x_BT in (self.tokens_BT, self.real_BT, self.positions_BT)
+        )
 
     def rope(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """cos and sin of the slots from `start` to `stop`, [B or 1, T, K] each."""
         rotary = self.require()
-        device = rotary.frequencies_K.device
         positions_BT = self.tokens_BT if self.positions_BT is None else self.positions_BT
         if positions_BT is None:
-            return rotary.tables(torch.arange(start, stop, device=device)[None])
+            return rotary.tables(torch.arange(start, stop, device=rotary.frequencies_K.device)[None])
         return rotary.tables(positions_BT[:, start:stop])
 
     def rope_at(self, slots_BM: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,24 +22,26 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Role
 from kvq_runtime.store.storage import sent
-from kvq_runtime.vllm.exact import Step
+from kvq_runtime.vllm.exact import Arrived, Step
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer, Run
 
 TOKENS = 1 << 13  # decoded at once, of one layer
 SCORES = 1 << 24  # held at once
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """The requests of a step.
 
-    starts   row of the first query of each, in the step's tokens
-    counts   queries of each
-    lengths  tokens of each in the cache, its queries among them, the newest
-    table    physical page of each of its pages, int [requests, pages]; what lies beyond a length is anything
-    entries  where its first tokens are kept exact, int64 [requests], -1: nowhere; None: nowhere for all
-    tails    of pages that are encoded whole, what the step does with them; None: every token is encoded at once
-    groups   by number of queries, what a layer has made of requests for the kernel, for all layers
+    starts     row of the first query of each, in the step's tokens
+    counts     queries of each
+    lengths    tokens of each in the cache, its queries among them, the newest
+    table      physical page of each of its pages, int [requests, pages]; what lies beyond a length is anything
+    entries    where its first tokens are kept exact, int64 [requests], -1: nowhere; None: nowhere for all
+    tails      of pages that are encoded whole, what the step does with them; None: every token is encoded at once
+    positions  of the step's tokens in their texts, int64 [T]
+    arrived    which of these are first tokens, that are kept exact; None: none
+    groups     by number of queries, what a layer has made of requests for the kernel, for all layers
     """
 
     starts: Sequence[int]
@@ -48,6 +50,8 @@ class Batch:
     table: Tensor
     entries: Tensor | None = None
     tails: Step | None = None
+    positions_T: Tensor | None = None
+    arrived: Arrived | None = None
     groups: dict[int, "Group"] = field(default_factory=dict, compare=False)
 
 

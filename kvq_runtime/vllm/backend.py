@@ -8,7 +8,7 @@ attend to all tokens keeps vLLM's own cache and attention.
 Pinned to vLLM 0.32 and 0.33: `customize_spec` is marked temporary there.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -36,7 +36,7 @@ from kvq_runtime.geometry import Role
 from kvq_runtime.vllm import attend, engine
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.engine import Served
-from kvq_runtime.vllm.exact import Arrived, FirstTokens, Tails
+from kvq_runtime.vllm.exact import FirstTokens, Tails
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
 
 # vLLM's own attention of this platform, whatever is registered: it serves the layers that kvq leaves alone
@@ -44,23 +44,8 @@ _KIND = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else Attentio
 STOCK: Any = resolve_obj_by_qualname(_KIND.value)
 
 
-@dataclass
-class Metadata:
-    """A step as kvq's layers read it.
-
-    positions   of its tokens in their texts, int64 [T]
-    arrived     which of its tokens stay exact
-    held        entries that first tokens have ever had
-    """
-
-    batch: Batch
-    positions: Tensor
-    arrived: Arrived | None
-    held: int
-
-
-class Builder(AttentionMetadataBuilder[Metadata]):
-    """Makes a step's metadata, once for all layers of a group."""
+class Builder(AttentionMetadataBuilder[Batch]):
+    """Makes a step's batch, once for all layers of a group."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
@@ -74,23 +59,21 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Metadata:
+    ) -> Batch:
         given = common_attn_metadata
         edges = given.query_start_loc_cpu.tolist()
         starts, counts = edges[:-1], [stop - start for start, stop in pairwise(edges)]
         lengths, table = given.seq_lens.tolist(), given.block_table_tensor
         positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=False)]
-        arrived, entries, held, tails, tables = None, None, 0, None, list[list[int]]()
+        made = Batch(starts, counts, lengths, table, positions_T=torch.cat(positions).clamp(min=0).to(table.device))
         real = bool((given.slot_mapping[: edges[-1]] >= 0).any())  # a dry run has no slots
-        if real and (self._first or self._tails):
-            tables = table.tolist()
-        if real and self._first is not None:
-            arrived, rows = self._first.step(starts, counts, lengths, tables)
-            entries, held = torch.tensor(rows, device=table.device), self._first.held
-        if real and self._tails is not None:
-            tails = self._tails.step(starts, counts, lengths, tables)
-        batch = Batch(starts, counts, lengths, table, entries, tails)
-        return Metadata(batch, torch.cat(positions).clamp(min=0).to(table.device), arrived, held)
+        requests = (starts, counts, lengths, table.tolist()) if real and (self._first or self._tails) else None
+        if requests and self._first is not None:
+            made.arrived, rows = self._first.step(*requests)
+            made.entries = torch.tensor(rows, device=table.device)
+        if requests and self._tails is not None:
+            made.tails = self._tails.step(*requests)
+        return made
 
 
 class KVQImpl(STOCK.get_impl_cls()):
@@ -105,24 +88,18 @@ class KVQImpl(STOCK.get_impl_cls()):
             "kv_sharing_target_layer_name",
         )  # fmt: skip
         given = dict(zip(names, rest, strict=False)) | named
-        config = get_current_vllm_config()
-        self._config = config
-        self._served: Served | None = None
         plain = given.get("sliding_window") is None and given.get("attn_type", "decoder") == AttentionType.DECODER
-        odd = [
-            name
-            for name in ("alibi_slopes", "logits_soft_cap", "kv_sharing_target_layer_name", "sinks")
-            if given.get(name) not in (None, 0)
-        ]
-        if plain and odd:
-            raise ValueError(f"KVQ_CACHE does not serve attention with {odd[0]}, which this model has")
-        if plain:
-            self._served = engine.of(config)
-        elif engine.of(config).by_block:
+        for name in ("alibi_slopes", "logits_soft_cap", "kv_sharing_target_layer_name", "sinks"):
+            if plain and given.get(name) not in (None, 0):
+                raise ValueError(f"KVQ_CACHE does not serve attention with {name}, which this model has")
+        self._config = get_current_vllm_config()
+        served = engine.of(self._config)
+        if served.by_block and not plain:
             raise ValueError(
-                f"KVQ_CACHE: {engine.of(config).recipe.name} encodes whole pages, which layers that attend to some "
-                "tokens alone would share; take a recipe that encodes token by token"
+                f"KVQ_CACHE: {served.recipe.name} encodes whole pages, which layers that attend to some tokens alone "
+                "would share; take a recipe that encodes token by token"
             )
+        self._served: Served | None = served if plain else None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
@@ -143,18 +120,18 @@ class KVQImpl(STOCK.get_impl_cls()):
         if step is None or not kv_cache.numel():
             return None
         self.layer.bind(kv_cache)
-        tokens = min(len(slot_mapping), len(step.positions))
+        tokens = min(len(slot_mapping), len(step.positions_T))
         pair: dict[Role, Tensor] = {"key": key[:tokens].flatten(1), "value": value[:tokens].flatten(1)}
         if isinstance(self.layer, BlockLayer):
-            if step.batch.tails is not None:
-                self.layer.take(pair, step.batch.tails)
+            if step.tails is not None:
+                self.layer.take(pair, step.tails)
         else:
             real_T = slot_mapping[:tokens] >= 0
             taken = slice(None) if bool(real_T.all()) else real_T
             real: dict[Role, Tensor] = {role: x[taken] for role, x in pair.items()}
-            self.layer.write(real, slot_mapping[:tokens][taken], step.positions[:tokens][taken])
+            self.layer.write(real, slot_mapping[:tokens][taken], step.positions_T[:tokens][taken])
         if step.arrived is not None:
-            self.layer.write_exact(pair, step.arrived.rows, step.arrived.entries, step.arrived.places, step.held)
+            self.layer.write_exact(pair, step.arrived)
         return None
 
     def forward(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -165,11 +142,11 @@ class KVQImpl(STOCK.get_impl_cls()):
             )
         if attn_metadata is None or not kv_cache.numel():
             return output
-        if isinstance(self.layer, BlockLayer) and attn_metadata.batch.tails is None:
+        if isinstance(self.layer, BlockLayer) and attn_metadata.tails is None:
             return output  # a dry run
         self.layer.bind(kv_cache)
         shape = (-1, self.num_heads, self.head_size)
-        attend.attend(self.layer, attn_metadata.batch, query.view(shape), output.view(shape), self.scale)
+        attend.attend(self.layer, attn_metadata, query.view(shape), output.view(shape), self.scale)
         if isinstance(self.layer, BlockLayer):
             self.layer.release()
         return output

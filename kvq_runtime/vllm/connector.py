@@ -58,19 +58,16 @@ class KVQConnector(KVConnectorBase_V1):
             self._kv_transfer_config.kv_connector_extra_config, "kv_connector_extra_config", "KVQConnector"
         )
         self._page = vllm_config.cache_config.block_size
-        parallel = vllm_config.parallel_config
-        ranks, rank = parallel.tensor_parallel_size, None
-        if role is KVConnectorRole.WORKER:
-            rank = parallel.rank % ranks
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        rank = vllm_config.parallel_config.rank % ranks if role is KVConnectorRole.WORKER else None
         with own_defaults():
             self._stores = kept.opened(self._settings, _served(vllm_config), "KVQConnector", ranks, rank)
-        self._recipe = self._stores[0].format.recipe
         self._keeper: Keeper | None = None
         self._planner: Planner | None = None
         if rank is None:
-            recent = self._settings.recent
-            self._planner = Planner(self._stores, self._page, self._recipe.window.recent if recent is None else recent)
-            logger.info("kvq: prefixes are kept in %s as %s", self._settings.path, self._recipe.name)
+            recent, recipe = self._settings.recent, self._stores[0].format.recipe
+            self._planner = Planner(self._stores, self._page, recipe.window.recent if recent is None else recent)
+            logger.info("kvq: prefixes are kept in %s as %s", self._settings.path, recipe.name)
 
     # ---- in the scheduler's process
 

@@ -63,7 +63,7 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     settings = model.hf_text_config.to_dict()
     whole = served.check_model(found, settings, model.model, model.revision)
     by_block = served.by_block(found.recipe, whole)
-    try:
+    with served.named(reference):
         recipe = served.paged(found.recipe, whole, config.cache_config.block_size)
         if by_block and model.is_hybrid:
             raise ValueError(
@@ -75,8 +75,6 @@ def served_by(config: VllmConfig, rank: int) -> Served:
                 f"a KV connector moves pages alone, and the newest tokens of {recipe.name}, whose codes belong to "
                 "whole blocks, are beside them; drop --kv-transfer-config, or take another recipe"
             )
-    except ValueError as error:
-        raise ValueError(f"{served.VARIABLE}={reference}: {error}") from None
     if moved and recipe.window.sinks:
         logger.warning("kvq: first tokens are encoded like all others, as a KV connector moves pages alone")
         recipe = recipe.with_exact(sinks=0)

@@ -45,11 +45,15 @@ class _Pool:
 
 @dataclass(frozen=True)
 class Arrived:
-    """First tokens among a step's: their rows, the entry of each, and which of the first tokens each is, int64."""
+    """First tokens among a step's: their rows, the entry of each, and which of the first tokens each is, int64.
+
+    held   entries that were ever in use at once: the size of a pool
+    """
 
     rows: Tensor
     entries: Tensor
     places: Tensor
+    held: int
 
 
 class FirstTokens(_Pool):
@@ -77,7 +81,10 @@ class FirstTokens(_Pool):
                     self.entries[table[0]] = self.take()
                 entry = self.entries[table[0]]
                 found += [(start + i - before, entry, i) for i in range(before, min(self.sinks, length))]
-        arrived = Arrived(*torch.tensor(found).T) if found else None
+        arrived = None
+        if found:
+            rows, entries, places = torch.tensor(found).T
+            arrived = Arrived(rows, entries, places, self.held)
         return arrived, [
             self.entries.get(table[0], -1) if length else -1 for table, length in zip(tables, lengths, strict=True)
         ]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvq_runtime.prefix import chain
 from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.vllm.orders import Order
+from kvq_runtime.vllm.orders import Order, with_tallies
 
 SLICE = 1024  # tokens of a load that are decoded in one step
 DIGIT = 256  # bfloat16 has every whole number up to it
@@ -269,7 +269,4 @@ class Keeper:
         """Return the counts since the last call."""
         with self._lock:
             found, self.counts = self.counts, defaultdict(float)
-        found["blocks_beyond"] += self.store.tally.pop("beyond", 0)
-        found["blocks_damaged"] += self.store.tally.pop("damaged", 0)
-        found["blocks_unreadable"] += self.store.tally.pop("unreadable", 0)
-        return {name: count for name, count in found.items() if count}
+        return with_tallies(found, [self.store])

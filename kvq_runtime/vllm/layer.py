@@ -18,7 +18,7 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.vllm.exact import Step
+from kvq_runtime.vllm.exact import Arrived, Step
 from kvq_runtime.vllm.page import Fields, Page, PageReader
 
 PACKED = 64  # rows of queries of a KV head up to which pages are read without decoding, as in attention/reference.py
@@ -69,13 +69,11 @@ class PagedLayer:
             for name, view in self._views[role].items():
                 view[pages_T, places_T] = encoded[name][0].to(view.dtype)
 
-    def write_exact(
-        self, pair: Mapping[Role, Tensor], rows: Tensor, entries: Tensor, places: Tensor, held: int
-    ) -> None:
-        """Keep some of the tokens [T, C], by row, as they are, as first token `place` of an entry of `held`."""
-        exact_E2SC = self.exact_E2SC = _pool(self.exact_E2SC, held, self.sinks, pair["key"])
+    def write_exact(self, pair: Mapping[Role, Tensor], arrived: Arrived) -> None:
+        """Keep first tokens, of tokens [T, C], as they are."""
+        exact_E2SC = self.exact_E2SC = _pool(self.exact_E2SC, arrived.held, self.sinks, pair["key"])
         for index, role in enumerate(ROLES):
-            exact_E2SC[entries, index, places] = pair[role][rows]
+            exact_E2SC[arrived.entries, index, arrived.places] = pair[role][arrived.rows]
 
     def exact(self, role: Role, entries_R: Tensor) -> Tensor:
         """The first tokens of entries, [Y, S, D] in float32."""

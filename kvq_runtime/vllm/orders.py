@@ -4,7 +4,7 @@ A request is loaded from the longest prefix that every worker can load, as far a
 Of what was scheduled, whole blocks whose tokens are known are kept: a draft that may be refused is not.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +57,7 @@ class Planner:
     def __init__(self, stores: Sequence[PrefixBlocks], page: int, recent: int):
         self.stores, self.page, self.recent = stores, page, recent
         self.block = stores[0].block
-        self.counts: Counter[str] = Counter()
+        self.counts: defaultdict[str, float] = defaultdict(float)
         self._known: dict[str, _Known] = {}
         self._found: dict[str, tuple[int, int]] = {}  # by request that waits for pages: tokens start to stop are kept
         self._loads: dict[str, tuple[int, int]] = {}  # begun since the last step: start, stop
@@ -117,16 +117,21 @@ class Planner:
 
     def take_counts(self) -> Mapping[str, float]:
         """Return the counts since the last call."""
-        found, self.counts = self.counts, Counter()
-        for store in self.stores:
-            found["blocks_damaged"] += store.tally.pop("damaged", 0)
-            found["blocks_unreadable"] += store.tally.pop("unreadable", 0)
-        return {name: count for name, count in found.items() if count}
+        found, self.counts = self.counts, defaultdict(float)
+        return with_tallies(found, self.stores)
 
     def _order(self, name: str, start: int, stop: int, pages_of: Callable[[str], Sequence[int]]) -> Order:
         request = self._known[name].request
         pages = tuple(pages_of(name)[start // self.page : stop // self.page])
         return Order(name, request.cache_salt or "", tuple(request.all_token_ids[:stop]), start, stop, pages)
+
+
+def with_tallies(counts: defaultdict[str, float], stores: Iterable[PrefixBlocks]) -> dict[str, float]:
+    """Counts, and beside them what stores have counted since the last call."""
+    for store in stores:
+        for name in ("beyond", "damaged", "unreadable"):
+            counts[f"blocks_{name}"] += store.tally.pop(name, 0)
+    return {name: count for name, count in counts.items() if count}
 
 
 def wanted(request: Any) -> bool:

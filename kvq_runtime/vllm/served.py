@@ -6,7 +6,8 @@ where codes belong to a whole block, when the page is full.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 
 from kvq_runtime.engines import source
 from kvq_runtime.engines.source import Engine, Source
-from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import Recipe, Scheme
 
@@ -68,15 +68,22 @@ def asked() -> str | None:
     return os.environ.get(VARIABLE) or None
 
 
-@lru_cache(maxsize=4)
-def load(reference: str) -> Source:
-    """Load it, once a process. Raises what `load_artifact` does, and ValueError, with the variable's name."""
+@contextmanager
+def named(reference: str) -> Iterator[None]:
+    """Begin messages of errors with the variable and its value."""
     try:
-        found = source.read(reference)
-        check(found.recipe, TYPICAL if found.artifact is None else found.artifact.fingerprint.geometry)
+        yield
     except (ValueError, OSError, RuntimeError) as error:
         error.args = (f"{VARIABLE}={reference}: {error}",)
         raise
+
+
+@lru_cache(maxsize=4)
+def load(reference: str) -> Source:
+    """Load it, once a process. Raises what `load_artifact` does, and ValueError, with the variable's name."""
+    with named(reference):
+        found = source.read(reference)
+        check(found.recipe, TYPICAL if found.artifact is None else found.artifact.fingerprint.geometry)
     return found
 
 
@@ -86,11 +93,7 @@ def check_model(found: Source, config: Mapping[str, Any], model: str, revision: 
     config     of the model's decoder, as in config.json
     model      its folder or its id on a Hub, whose files vLLM has fetched: their projections are compared, where found
     """
-    try:
+    with named(found.reference):
         geometry = source.match(found, config, model, revision)
         check(found.recipe, geometry)
-    except ArtifactError as error:
-        raise ArtifactError(f"{VARIABLE}={found.reference}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{VARIABLE}={found.reference}: {error}") from None
     return geometry

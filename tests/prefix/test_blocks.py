@@ -95,7 +95,8 @@ def test_a_block_has_the_bytes_of_the_cache(name):
     blocks = kept.load(tokens)
     numbers = range(min(layer.blocks for layer in cache.layers.values()))
     assert len(numbers) >= 3
-    for ours, theirs in zip(blocks, coder.held(cache, numbers), strict=False):
+    for number, ours in zip(numbers, blocks, strict=False):
+        theirs = coder.held(cache, number)
         assert torch.equal(ours.sinks_2LSC, theirs.sinks_2LSC)
         for layer in range(GEOMETRY.layers):
             for role in (0, 1):

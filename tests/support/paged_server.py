@@ -116,7 +116,7 @@ class PagedServer:
             arrived, rows = self.first.step(starts, counts, lengths, table.tolist())
             entries = torch.tensor(rows)
             if arrived is not None:
-                self.layer.write_exact(pair, arrived.rows, arrived.entries, arrived.places, self.first.held)
+                self.layer.write_exact(pair, arrived)
         return Batch(starts, counts, lengths, table, entries, tails)
 
     def expected(self, request: int, q_THD: Tensor) -> Tensor:
