@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from kvq_runtime.engines import heads, source
-from kvq_runtime.engines.heads import Share
+from kvq_runtime.engines import source
+from kvq_runtime.engines.source import Share
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain
@@ -91,15 +91,15 @@ def _opened(given: Settings, model: Served, ranks: int, rank: int | None) -> lis
         raise ArtifactError(f"the files of {model.name} are not on this machine; give its folder as the model")
     digest = chain.model_digest(folder, model.config, model.quantization or "")
     rotary = model.rotary() if "positions" in recipe.needs else None
-    first = heads.share_of(whole, rank or 0, ranks)
+    first = source.share_of(whole, rank or 0, ranks)
     shares = [first] if rank is not None else [Share(part, first.parts) for part in range(first.parts)]
     # what is promised is of all heads together
     promised = Check.of(found.artifact.fit) if found.artifact is not None and first.parts == 1 else None
     stores = []
     for share in shares:
-        geometry, tensors = heads.narrower(whole, share), {}
+        geometry, tensors = source.narrower(whole, share), {}
         if recipe.fitted:
-            geometry, tensors = heads.narrowed(recipe, whole, found.tensors, share)
+            geometry, tensors = source.narrowed(recipe, whole, found.tensors, share)
         name = f"{digest} {share.part}/{share.parts}"
         stores.append(PrefixBlocks(
             given.path, recipe, geometry, tensors, model=name, dtype=model.dtype, rotary=rotary,

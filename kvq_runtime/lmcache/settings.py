@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.engines import heads, source
+from kvq_runtime.engines import source
 from kvq_runtime.engines.source import Engine, Source
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.lmcache import chunk
@@ -151,10 +151,10 @@ class Chunks:
         own = Geometry(layers, width // size, size)
         if whole is None or layers < whole.layers:
             return own, found.tensors
-        share = heads.share_of(whole, rank, ranks or whole.width // width)
-        if heads.narrower(whole, share) != own:
+        share = source.share_of(whole, rank, ranks or whole.width // width)
+        if source.narrower(whole, share) != own:
             raise ValueError(
                 f"a chunk of {own.kv_heads} heads where {share.parts} workers have "
-                f"{heads.narrower(whole, share).kv_heads} each"
+                f"{source.narrower(whole, share).kv_heads} each"
             )
-        return (own, {}) if found.artifact is None else heads.narrowed(found.recipe, whole, found.tensors, share)
+        return (own, {}) if found.artifact is None else source.narrowed(found.recipe, whole, found.tensors, share)

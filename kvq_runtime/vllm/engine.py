@@ -11,8 +11,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from kvq_runtime.codec import shared
-from kvq_runtime.engines import heads
-from kvq_runtime.engines.source import bits
+from kvq_runtime.engines.source import bits, narrowed, share_of
 from kvq_runtime.geometry import Geometry, attending
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.rope import Rotary
@@ -78,8 +77,8 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     if moved and recipe.window.sinks:
         logger.warning("kvq: first tokens are encoded like all others, as a KV connector moves pages alone")
         recipe = recipe.with_exact(sinks=0)
-    share = heads.share_of(whole, rank, config.parallel_config.tensor_parallel_size)
-    geometry, tensors = heads.narrowed(recipe, whole, found.tensors, share)
+    share = share_of(whole, rank, config.parallel_config.tensor_parallel_size)
+    geometry, tensors = narrowed(recipe, whole, found.tensors, share)
     rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
     codecs, kept = shared.build(recipe, geometry, tensors), bits(recipe, geometry)
     logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, kept, recipe.window.sinks)

@@ -373,7 +373,7 @@ MUTANTS = [
     Mutant(
         "heads-turned",
         "a basis over all heads is cut into workers' parts",
-        "kvq_runtime/engines/heads.py",
+        "kvq_runtime/engines/source.py",
         " or size % turned:",
         ":",
         ("paged/test_paged_layer.py",),

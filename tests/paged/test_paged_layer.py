@@ -8,6 +8,7 @@ from paged_server import PAGE, ROTARY, SIZE, PagedServer, queries_of
 
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec.codec import Context
+from kvq_runtime.engines import source
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
 from kvq_runtime.vllm import attend, served
@@ -84,8 +85,6 @@ def test_what_cannot_be_served_is_refused_with_the_nearest_that_can(name: str, r
 
 def test_workers_encode_their_heads_as_one_would():
     """Tensor parallelism: each worker's codes are its heads' part of everyone's."""
-    from kvq_runtime.engines import heads
-
     for name in ("lloyd-3bit", "mean-higgs-head-2bit-post", "wush-2bit"):
         size = Geometry(2, 4, 32)
         recipe = served.paged(preset(name), size, PAGE)
@@ -96,7 +95,7 @@ def test_workers_encode_their_heads_as_one_would():
         context = Context(rope=ROTARY.tables(torch.arange(20)[None]))
         whole = codecs.build(recipe, size, tensors)[1][0].encode(x, context)
         for rank in range(2):
-            own, part = heads.narrowed(recipe, size, tensors, heads.share_of(size, rank, 2))
+            own, part = source.narrowed(recipe, size, tensors, source.share_of(size, rank, 2))
             cut = x.unflatten(-1, (4, -1))[:, :, 2 * rank : 2 * rank + 2].flatten(-2)
             codes = codecs.build(recipe, own, part)[1][0].encode(cut, context)
             for field, given in codes.items():
@@ -106,7 +105,5 @@ def test_workers_encode_their_heads_as_one_would():
 @pytest.mark.parametrize("name", ["higgs-2bit", "svdq-2bit"])
 def test_a_recipe_that_joins_heads_is_not_split(name: str):
     """By a group of rounding, or by a basis over all channels of a token whose rounding has no group."""
-    from kvq_runtime.engines import heads
-
     with pytest.raises(ValueError, match="several KV heads together"):
-        heads.narrowed(preset(name), replace(SIZE, kv_heads=4), {}, heads.Share(0, 2))
+        source.narrowed(preset(name), replace(SIZE, kv_heads=4), {}, source.Share(0, 2))
