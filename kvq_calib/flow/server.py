@@ -10,6 +10,7 @@ get no answer that they can read, and a name that was pointed at 127.0.0.1 later
 
 `make flows-up` keeps $HF_TOKEN in a file that its user alone can read, and starts the worker without it. The tasks that
 write to a registry set it for their length. Private models and artifacts are read with the token of `hf auth login`.
+`kvq-calibrate` without Prefect sets it for its own length.
 """
 
 import atexit

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from kvq_calib.cli import calibrate
 from kvq_calib.flow import server
 from kvq_runtime.errors import NotFound
 
@@ -30,6 +31,18 @@ def test_the_token_is_there_for_as_long_as_it_is_needed(before, tmp_path, monkey
         assert get_token() == "hf_canary"
         raise RuntimeError("no answer")
     assert os.environ.get("HF_TOKEN") == before
+
+
+@pytest.mark.parametrize("words", [[], ["--models", "list.yaml"]])
+def test_a_calibration_without_prefect_has_it_and_one_with_it_leaves_it_to_its_tasks(words, tmp_path, monkeypatch):
+    seen = []
+    (tmp_path / "hf-token").write_text("hf_canary")
+    monkeypatch.setenv(server.TOKEN_FILE, str(tmp_path / "hf-token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name in ("_calibrate", "_each"):
+        monkeypatch.setattr(calibrate, name, lambda *given: seen.append(os.environ.get("HF_TOKEN")) or 0)
+    assert calibrate.main(words) == calibrate.main([*words, "--prefect"]) == 0
+    assert seen == ["hf_canary", None] and "HF_TOKEN" not in os.environ
 
 
 @pytest.mark.parametrize("kept", [None, ""])
