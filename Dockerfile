@@ -1,4 +1,4 @@
-# A worker for docs/fleet.md: docker build -t kvq . It was never built; a test reads it.
+# The image of docs/fleet/kubernetes-*.yaml: docker build -t kvq . It was never built; a test reads it.
 FROM python:3.11-slim
 # Triton compiles its launchers with a C compiler
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
@@ -8,7 +8,7 @@ COPY kvq_runtime kvq_runtime
 COPY kvq_calib kvq_calib
 COPY pipelines pipelines
 COPY artifacts artifacts
-RUN pip install --no-cache-dir -c constraints.txt -e '.[flows]'
+RUN pip install --no-cache-dir -c constraints.txt -e '.[flows,s3]'
 RUN useradd --create-home kvq
 USER kvq
 ENV KVQ_CHECKOUT=/kvq
