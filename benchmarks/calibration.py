@@ -48,8 +48,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from kvq_calib.evaluate.full import FullCache
-from kvq_calib.evaluate.reads import counting
+from kvq_calib.evaluate.caches import FullCache, attending
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
@@ -324,7 +323,7 @@ def encoding(
     for turn in range(rounds + 1):
         for name, (recipe, tensors) in made.items():
             cache = TimedCache(recipe, model, tensors, length, clock)
-            with counting(model, cache), torch.inference_mode():
+            with attending(model, cache), torch.inference_mode():
                 model(tokens_T[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
             for what, spent in cache.spent.items():
                 if turn:  # the first round warms up

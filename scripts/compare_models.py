@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from kvq_calib.cli import commands
-from kvq_calib.evaluate import compare
 from kvq_calib.evaluate.ledger import code
 from kvq_calib.evaluate.perplexity import Score
+from kvq_calib.evaluate.subject import choose
 from kvq_calib.model import find as models
 from kvq_calib.report import plots
 from kvq_calib.report.looks import short
@@ -213,7 +213,7 @@ def write(
 
 def left_out(folder: str) -> list[str]:
     """Return why some recipes are not compared on a model."""
-    return compare.choose([], models.resolve(folder).geometry)[1]
+    return choose([], models.resolve(folder).geometry)[1]
 
 
 def measure(model: Model, data: Path, recipes: Sequence[str]) -> list[dict[str, Any]]:

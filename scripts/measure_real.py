@@ -34,13 +34,11 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from kvq_calib.evaluate import bits, full, positions
-from kvq_calib.evaluate.full import FullCache
+from kvq_calib.evaluate.caches import FullCache, WitnessCache, refusal
 from kvq_calib.evaluate.ledger import Ledger, code
 from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.evaluate.record import Protocol, load_model, weights
-from kvq_calib.evaluate.subject import Subject
-from kvq_calib.evaluate.witness import WitnessCache
+from kvq_calib.evaluate.subject import Subject, costs
 from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
 from kvq_calib.job.prepare import prepare
 from kvq_calib.model import find as models
@@ -54,7 +52,7 @@ from kvq_runtime.disk import files as disk
 from kvq_runtime.disk import strict_json
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
-from scripts import real_page
+from scripts import positions, real_page
 from scripts.real_page import RESULTS
 
 ROOT = Path(__file__).parents[1]
@@ -380,9 +378,9 @@ def measure(home: Home, model, unit: Unit, batch: Batch) -> dict[str, Any]:
     recipe = Protocol(sinks=SINKS, recent=RECENT).recipe(subject.recipe, files.geometry, subject.tensors)
     about |= {
         "artifact": subject.sha256, "window": asdict(recipe.window),
-        "bits": bits.costs(recipe, files.geometry, unit.length),
+        "bits": costs(recipe, files.geometry, unit.length),
     }  # fmt: skip
-    reason = full.refusal(recipe) if unit.protocol == FULL else None
+    reason = refusal(recipe) if unit.protocol == FULL else None
     if reason is not None:
         return {"part": {"reason": reason}, **about}
     if unit.protocol == FULL:

@@ -51,7 +51,6 @@ from safetensors.torch import load as from_safetensors
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvq_calib.evaluate import positions
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
@@ -60,6 +59,7 @@ from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.hf.prefix import PrefixStore
 from kvq_runtime.ops import entropy, rope
 from kvq_runtime.prefix import chain
+from scripts import positions
 from scripts.real_page import machine
 
 SINKS = 4

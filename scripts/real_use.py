@@ -19,11 +19,11 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvq_calib.cli import commands
-from kvq_calib.evaluate import bits, cases, conversation, decode, tasks
+from kvq_calib.evaluate import cases, decode, tasks
+from kvq_calib.evaluate.caches import WitnessCache
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.record import load_model, weights
-from kvq_calib.evaluate.subject import Subject
-from kvq_calib.evaluate.witness import WitnessCache
+from kvq_calib.evaluate.subject import Subject, costs
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.text import corpus
 from kvq_calib.text.tokenizer import Encoder
@@ -32,7 +32,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
 from kvq_runtime.recipe import Recipe
-from scripts import measure_real, real_page
+from scripts import conversation, measure_real, real_page
 
 TASKS = ("passkey", "niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2")
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -106,8 +106,8 @@ def talk(model, files: ModelFiles, subject: Subject, passages: Sequence[Sequence
         (found,) = conversation.follow(model, conversation.turns(files.path, some), [cache], most)
         held.append(found)
     length = held[0][-1]["history"] + held[0][-1]["added"] + held[0][-1]["tokens"]
-    costs = bits.costs(subject.recipe, files.geometry, length)
-    return {"recipe": subject.recipe.name, "artifact": subject.sha256, "bits": costs, "conversations": held}
+    bits = costs(subject.recipe, files.geometry, length)
+    return {"recipe": subject.recipe.name, "artifact": subject.sha256, "bits": bits, "conversations": held}
 
 
 def talks(args: argparse.Namespace, files: ModelFiles) -> int:

@@ -19,10 +19,9 @@ from kvq_calib.bench import contenders, rounds
 from kvq_calib.cli.arguments import device_of, progress_bar, protocol_of, told, used
 from kvq_calib.cli.progress import Bar
 from kvq_calib.evaluate import cases, decode, record, tasks
-from kvq_calib.evaluate import compare as comparing
 from kvq_calib.evaluate import probe as probes
 from kvq_calib.evaluate.ledger import Ledger
-from kvq_calib.evaluate.subject import Subject, find, keep
+from kvq_calib.evaluate.subject import Subject, choose, find, keep
 from kvq_calib.job import prepare, run
 from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
 from kvq_calib.model import find as models
@@ -173,7 +172,7 @@ def compare(args: argparse.Namespace) -> int:
     files = models.resolve(args.model)
     automatic = [text for text in args.recipes if text in budget.AUTOMATIC] or (["auto"] if args.bits else [])
     texts = recipe_text.with_settings([text for text in args.recipes if text not in automatic], args.set)
-    chosen, notes = comparing.choose(texts, files.geometry) if texts or not args.recipes else ([], [])
+    chosen, notes = choose(texts, files.geometry) if texts or not args.recipes else ([], [])
     for note in notes:
         print(f"kvq: {note}", file=sys.stderr)
     source, device = corpus.pin(args.corpus or files.entry.corpus), device_of(args.device)

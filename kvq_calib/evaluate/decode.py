@@ -14,7 +14,6 @@ then so sure that no cache differs: the 16-bit model's entropy stands beside eve
 Differs from what arrives in steps (`perplexity.py`): the text is the model's own, and a pass is one token.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,14 +25,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvq_calib.evaluate import bits
-from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code
-from kvq_calib.evaluate.perplexity import ROW_TOKENS, attending
-from kvq_calib.evaluate.record import load_model, weights
+from kvq_calib.evaluate.caches import WitnessCache, attending
+from kvq_calib.evaluate.ledger import NOWHERE, Ledger
+from kvq_calib.evaluate.perplexity import ROW_TOKENS, digest
+from kvq_calib.evaluate.record import load_model, of_subject, setting
 from kvq_calib.evaluate.subject import Subject
-from kvq_calib.evaluate.witness import WitnessCache
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.run.plan import environment
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.registry.measured import DECODE
 
@@ -74,34 +71,18 @@ def evaluate(
             f"{files.context}, which {files.id} was made for"
         )
     model = load_model(files, device, dtype)
-    used = environment(device, str(model.dtype).removeprefix("torch."), torch.get_num_threads())
-    ledger = ledger.within(
-        model=[files.id, files.revision, weights(files)], environment=used, code=code(), decode=count
-    )
-    traces: list[list[dict[str, Any]]] = [[] for _ in subjects]
-    rows = max(1, ROW_TOKENS // plan.length)
-    for some_BT in batch.tokens_BT.split(rows):
-        for own, found in zip(traces, _kept(model, some_BT, subjects, count, progress, ledger), strict=True):
-            own.append(found)
+    used, ledger = setting(files, device, model.dtype, ledger)
+    some = batch.tokens_BT.split(max(1, ROW_TOKENS // plan.length))
+    found = [_kept(model, some_BT, subjects, count, progress, ledger.within(decode=count)) for some_BT in some]
     about = {
         "name": DECODE, "version": 1, "protocols": [DECODE], "prompt": prompt, **asdict(plan), "windows": windows,
         "text": batch.description,
         "model": {"id": files.id, "revision": files.revision, "parameters": model.num_parameters()},
     }  # fmt: skip
+    corpus = batch.description["corpus_digest"]
     return [
-        {
-            "artifact": subject.sha256 or subject.recipe.name,
-            "corpus": batch.description["corpus_digest"],
-            "protocol": about,
-            "environment": used,
-            "result": {
-                "recipe": subject.recipe.name,
-                "protocols": {DECODE: figures(subject, own, plan.bins, prompt)},
-                "window": asdict(subject.recipe.window),
-                "bits": bits.costs(subject.recipe, files.geometry, plan.length),
-            },
-        }
-        for subject, own in zip(subjects, traces, strict=True)
+        of_subject(files, subject, {DECODE: figures(subject, own, plan.bins, prompt)}, plan.length, corpus, about, used)
+        for subject, *own in zip(subjects, *found, strict=True)
     ]
 
 
@@ -113,8 +94,7 @@ def work(batch: Batch, subjects: int, plan: Plan) -> int:
 
 def _kept(model, tokens_BT: Tensor, subjects: Sequence[Subject], count: int, progress, ledger: Ledger):
     """The trace of each subject on a few windows, of which only those that are not known are followed."""
-    prompts = hashlib.sha256(tokens_BT.numpy().astype("<i4").tobytes()).hexdigest()
-    units = [{"prompts": prompts, "subject": [one.sha256, one.recipe.to_json()]} for one in subjects]
+    units = [{"prompts": digest(tokens_BT), "subject": [one.sha256, one.recipe.to_json()]} for one in subjects]
     found: list[Any] = [ledger.read(**unit) for unit in units]
     left = [number for number, one in enumerate(found) if one is None]
     progress(len(tokens_BT) * count * (len(subjects) - len(left)))
@@ -153,10 +133,9 @@ def traces(
         path.append(likeliest_B)
         stepped()
     common = {"entropy": torch.stack(entropies, 1).tolist(), "tokens": torch.stack(path, 1).tolist()}
-    rows = len(tokens_BT)
     return [
         {"kl": torch.stack(kl, 1).tolist(), "agreed": torch.stack(same, 1).int().tolist(), **common}
-        | {"decoded": _by_pass(cache, rows) if isinstance(cache, WitnessCache) else []}
+        | {"decoded": cache.by_pass(len(tokens_BT)) if isinstance(cache, WitnessCache) else []}
         for kl, same, cache in zip(kls, agreed, caches, strict=True)
     ]
 
@@ -178,13 +157,6 @@ def _likeliest(log_BV: Tensor, ends: Sequence[int]) -> Tensor:
     if ends:
         log_BV = log_BV.index_fill(-1, torch.tensor(ends, device=log_BV.device), -math.inf)
     return log_BV.argmax(-1)
-
-
-def _by_pass(cache: WitnessCache, rows: int) -> list[list[float]]:
-    return [
-        [float(coded[row if len(coded) > 1 else 0] / read[row if len(read) > 1 else 0]) for read, coded in cache.passes]
-        for row in range(rows)
-    ]
 
 
 def figures(subject: Subject, found: Sequence[Mapping[str, Any]], bins: int, prompt: int) -> dict[str, Any]:
@@ -213,14 +185,9 @@ def figures(subject: Subject, found: Sequence[Mapping[str, Any]], bins: int, pro
         "bins": [
             {"from": start, "to": stop}
             | _bin(*(values[:, start:stop] for values in (kl_WT, agreed_WT, entropy_WT, decoded_WT)))
-            for start, stop in _bounds(count, bins)
+            for start, stop in pairwise(count * number // bins for number in range(bins + 1))
         ],
     }
-
-
-def _bounds(count: int, bins: int) -> list[tuple[int, int]]:
-    edges = [count * number // bins for number in range(bins + 1)]
-    return list(pairwise(edges))
 
 
 def _window(kl_T: Tensor, agreed_T: Tensor) -> dict[str, Any]:

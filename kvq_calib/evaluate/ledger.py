@@ -6,7 +6,7 @@ code itself. So a folder may serve any number of evaluations, and what one has f
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,14 @@ class Ledger:
             files.make_folder(path.parent)
             text = json.dumps({"unit": {**self.about, **unit}, "found": found})
             files.save(path, text.encode())
+
+    def kept(self, find: Callable[[], Any], **unit: Any) -> Any:
+        """Return the result of a unit: the one that is kept, or what `find` gives, which is kept from then on."""
+        found = self.read(**unit)
+        if found is None:
+            found = find()
+            self.write(found, **unit)
+        return found
 
     def _path(self, unit: Mapping[str, Any]) -> Path | None:
         if self.folder is None:

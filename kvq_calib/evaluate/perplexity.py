@@ -2,7 +2,7 @@
 
 Tokens arrive in steps, as in decoding: each step attends to what the cache gives back for the steps before it, with
 sinks and recent window as in use. A prompt may come first, in one pass; its tokens are not scored, since none of them
-reads the cache. A step as long as the windows is one forward pass, as for a full encode (`full.py`).
+reads the cache. A step as long as the windows is one forward pass, as for a full encode (`caches.py`).
 The 16-bit model takes the same steps once, with transformers' own DynamicCache; its logits are kept while the compared
 caches are filled after it, one at a time, each gone before the next.
 Our own attention serves the recipes that need it, the model's the others, so that no result depends on what else is
@@ -13,13 +13,20 @@ compared.
                  Σ p (x - y) + log Σ exp y - log Σ exp x          of their logits x and y
     top1         share of places where the likeliest tokens agree
 
+Full encodes of a model that does not fit into memory are scored one layer at a time, with one reading of its weights:
+
+    embed → layer 0: 16 bit, cache A, cache B, ... → layer 1: likewise → ... → head, a few windows at a time
+
+Each cache's hidden states go on from layer to layer by themselves, in host memory. Layers are those of
+`model/streamed.py`, so that figures are those of the whole model but for rounding. The device holds one layer, and each
+cache as it is packed.
+
 Source: Shutova et al., 2025 (AQUA-KV), section 4: sequences encoded auto-regressively with the compressed cache.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -29,10 +36,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from kvq_calib.evaluate.caches import CountedCache, Reads, answering, attending
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
-from kvq_calib.evaluate.reads import CountedCache, Reads, counting
 from kvq_calib.model.attention import passes
-from kvq_runtime.hf import KVQCache
+from kvq_calib.model.streamed import Stream
 
 REFERENCE = "16 bit"
 STEP = 32
@@ -40,6 +47,7 @@ PART = 128  # tokens whose logits come at once
 AT_ONCE = 1 << 20  # logits compared at once, in float64: fresh memory costs more than the sums
 ROW_TOKENS = 8192  # tokens of the windows that go through the model side by side
 ROW_LOGITS = 1 << 28  # and their logits, which are kept: with large vocabularies fewer windows, at least one
+ONLY_FULL = "windows went through the model one layer at a time, which is done by full encode alone"
 
 
 @dataclass
@@ -96,99 +104,17 @@ class Score:
         spread = sum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)
         return math.expm1(mean), math.exp(mean) * math.sqrt(spread / len(gaps))
 
-
-@torch.inference_mode()
-def scores(
-    model: PreTrainedModel,
-    tokens_BT: Tensor,
-    caches: Mapping[str, Callable[[], Cache]],
-    step: int = STEP,
-    rows: int | None = None,
-    progress: Callable[[int], object] = lambda tokens: None,
-    ledger: Ledger = NOWHERE,
-    prompt: int = 0,
-) -> dict[str, Score]:
-    """Score the 16-bit model ("16 bit") and each cache on the same windows.
-
-    tokens_BT  windows of one length
-    caches     makes an empty cache, by name
-    step       tokens per forward pass
-    rows       windows that go through side by side (default: 8192 tokens' worth, fewer where the vocabulary is large);
-               no result depends on it but by rounding, and where a dynamic window decides for all rows together
-    progress   gets the number of tokens done, counted once per cache
-    ledger     keeps the score of each cache on each group of rows
-    prompt     tokens of the first pass, which are not scored; 0: a step, which is
-    """
-    windows, length = tokens_BT.shape
-    if length < 2 or step < 1:
-        raise ValueError(f"windows of {length} tokens in steps of {step}; use at least 2 and 1")
-    if not 0 <= prompt < length - 1:
-        raise ValueError(f"a prompt of {prompt} tokens in windows of {length}; use 0 to {length - 2}")
-    found = {name: Score() for name in (REFERENCE, *caches)}
-    rows = rows or rows_of(length, model.config.get_text_config(decoder=True).vocab_size)
-    for start in range(0, windows, rows):
-        some = tokens_BT[start : start + rows]
-        exact = partial(_logits, model, some, None, step, prompt)
-        windows = Windows(some, model.device, exact, prompt)
-        for name, score in found.items():
-            unit = {"score": name, "tokens": digest(some), "step": step} | ({"prompt": prompt} if prompt else {})
-            kept = ledger.read(**unit)
-            if kept is None:
-                cache = None if name == REFERENCE else caches[name]()
-                given = windows.expected if cache is None else _logits(model, some, cache, step, prompt)
-                made = windows.score(given, progress)
-                made.reads = cache.reads if isinstance(cache, CountedCache) else None
-                kept = asdict(made)
-                ledger.write(kept, **unit)
-            else:
-                progress(some.numel())
-            score.add(Score.of(kept))
-    return found
-
-
-def rows_of(length: int, vocabulary: int) -> int:
-    """Return how many windows go through a model side by side."""
-    return max(1, min(ROW_TOKENS // length, ROW_LOGITS // (length * vocabulary)))
-
-
-def digest(tokens_BT: Tensor) -> str:
-    """sha256 of windows."""
-    return hashlib.sha256(tokens_BT.cpu().numpy().astype("<i4").tobytes()).hexdigest()
-
-
-def slice_up(count: int, step: int) -> Iterator[slice]:
-    """Runs of at most `step` of `count` places."""
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
-
-
-def _logits(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, step: int, prompt: int) -> Iterator[Tensor]:
-    """The logits of each pass, PART tokens at a time: [B, tokens, vocabulary]. None: transformers' own cache."""
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    for one in passes(tokens_BT.shape[1], step, prompt):
-        given = tokens_BT[:, one.start : one.stop].to(model.device).long()
-        with attending(model, cache):
-            logits = model(given, past_key_values=cache, use_cache=True).logits
-        if one.stop == prompt and isinstance(cache, CountedCache) and cache.reads is not None:
-            cache.reads = Reads()  # what is scored is counted
-        yield from logits.split(PART, 1)
-
-
-@contextmanager
-def attending(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
-    """Give the model our attention for the length of a forward pass, if the cache's recipe needs it, or counts."""
-    if isinstance(cache, CountedCache):
-        with counting(model, cache):
-            yield
-        return
-    if not isinstance(cache, KVQCache) or cache.attention is None:
-        yield
-        return
-    own = model.config._attn_implementation or "eager"
-    model.set_attn_implementation(cache.attention)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)
+    def figures(self, reference: "Score") -> dict[str, Any]:
+        """What records have of it."""
+        relative, spread = self.against(reference)
+        return {
+            "perplexity": self.perplexity,
+            "relative": relative,
+            "relative_se": spread,
+            "kl": self.kl,
+            "top1": self.top1,
+            "windows": {"loss": self.losses, "reference_loss": reference.losses, "kl": self.kls},
+        }
 
 
 class Windows:
@@ -228,7 +154,9 @@ class Windows:
             if done - 1 <= self.prompt and self.prompt:
                 progress(target.numel())
                 continue
-            for part in slice_up(target.shape[1], max(1, AT_ONCE // logits[:, 0].numel())):
+            step = max(1, AT_ONCE // logits[:, 0].numel())
+            for start in range(0, target.shape[1], step):
+                part = slice(start, min(start + step, target.shape[1]))
                 # in float32 the terms' rounding is as large as a 4-bit cache's KL
                 x, y, norm_p = (
                     given[:, part].to(target.device, torch.float64, copy=True) for given in (expected, logits, norm)
@@ -243,3 +171,188 @@ class Windows:
         progress(batch)  # the first token of each window is given
         score.losses, score.kls = ((sums / (length - 1 - self.prompt)).tolist() for sums in (losses, kls))
         return score
+
+
+@torch.inference_mode()
+def scores(
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    caches: Mapping[str, Callable[[], Cache]],
+    step: int = STEP,
+    rows: int | None = None,
+    progress: Callable[[int], object] = lambda tokens: None,
+    ledger: Ledger = NOWHERE,
+    prompt: int = 0,
+) -> dict[str, Score]:
+    """Score the 16-bit model ("16 bit") and each cache on the same windows.
+
+    tokens_BT  windows of one length
+    caches     makes an empty cache, by name
+    step       tokens per forward pass
+    rows       windows that go through side by side (default: 8192 tokens' worth, fewer where the vocabulary is large);
+               no result depends on it but by rounding, and where a dynamic window decides for all rows together
+    progress   gets the number of tokens done, counted once per cache
+    ledger     keeps the score of each cache on each group of rows
+    prompt     tokens of the first pass, which are not scored; 0: a step, which is
+    """
+    length = tokens_BT.shape[1]
+    if length < 2 or step < 1:
+        raise ValueError(f"windows of {length} tokens in steps of {step}; use at least 2 and 1")
+    if not 0 <= prompt < length - 1:
+        raise ValueError(f"a prompt of {prompt} tokens in windows of {length}; use 0 to {length - 2}")
+    found = {name: Score() for name in (REFERENCE, *caches)}
+    rows = rows or rows_of(length, model.config.get_text_config(decoder=True).vocab_size)
+    for some in tokens_BT.split(rows):
+        exact = partial(_logits, model, some, None, step, prompt)
+        windows = Windows(some, model.device, exact, prompt)
+        for name, score in found.items():
+            unit = {"score": name, "tokens": digest(some), "step": step} | ({"prompt": prompt} if prompt else {})
+            kept = ledger.read(**unit)
+            if kept is None:
+                cache = None if name == REFERENCE else caches[name]()
+                given = windows.expected if cache is None else _logits(model, some, cache, step, prompt)
+                made = windows.score(given, progress)
+                made.reads = cache.reads if isinstance(cache, CountedCache) else None
+                kept = asdict(made)
+                ledger.write(kept, **unit)
+            else:
+                progress(some.numel())
+            score.add(Score.of(kept))
+    return found
+
+
+def rows_of(length: int, vocabulary: int) -> int:
+    """Return how many windows go through a model side by side."""
+    return max(1, min(ROW_TOKENS // length, ROW_LOGITS // (length * vocabulary)))
+
+
+def digest(tokens_BT: Tensor) -> str:
+    """sha256 of windows."""
+    return hashlib.sha256(tokens_BT.cpu().numpy().astype("<i4").tobytes()).hexdigest()
+
+
+def _logits(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, step: int, prompt: int) -> Iterator[Tensor]:
+    """The logits of each pass, PART tokens at a time: [B, tokens, vocabulary]. None: transformers' own cache."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    for one in passes(tokens_BT.shape[1], step, prompt):
+        given = tokens_BT[:, one.start : one.stop].to(model.device).long()
+        with attending(model, cache):
+            logits = model(given, past_key_values=cache, use_cache=True).logits
+        if one.stop == prompt and isinstance(cache, CountedCache) and cache.reads is not None:
+            cache.reads = Reads()  # what is scored is counted
+        yield from logits.split(PART, 1)
+
+
+@torch.inference_mode()
+def layered(
+    stream: Stream,
+    tokens_BT: Tensor,
+    caches: Mapping[str, Callable[[], CountedCache]],
+    rows: int | None = None,
+    progress: Callable[[int], object] = lambda tokens: None,
+    ledger: Ledger = NOWHERE,
+) -> dict[str, Score]:
+    """`scores` of full encodes, the same figures; a ledger keeps them once all layers are done.
+
+    caches   makes an empty cache of `stream.blank`, by name
+    rows     windows that go through a layer side by side
+    """
+    length, names = tokens_BT.shape[1], (REFERENCE, *caches)
+    groups = tokens_BT.split(rows or rows_of(length, stream.files.vocabulary))
+    units = [{name: {"layered": name, "tokens": digest(group), "step": length} for name in names} for group in groups]
+    kept: list[dict[str, Any]] = [{name: ledger.read(**unit) for name, unit in own.items()} for own in units]
+    left = [name for name in names if any(own[name] is None for own in kept)]
+    progress(tokens_BT.numel() * (len(names) - len(left)))
+    if left:
+        made: dict[str, Callable[[], CountedCache | None]] = {REFERENCE: lambda: None, **caches}
+        at_work: list[dict[str, State]] = []
+        for group in groups:
+            embedded = stream.embed(group.long()).cpu()
+            at_work.append({name: (embedded, made[name]()) for name in dict.fromkeys([REFERENCE, *left])})
+        _through(stream, at_work, tokens_BT.numel() * len(left), progress)
+        head = stream.head()
+        for group, states, own, told in zip(groups, at_work, units, kept, strict=True):
+            windows = Windows(group, stream.device, partial(_of_head, head, states[REFERENCE][0]))
+            for name in left:
+                hidden, cache = states[name]
+                score = windows.score(windows.expected if cache is None else _of_head(head, hidden))
+                score.reads = None if cache is None else cache.reads
+                told[name] = asdict(score)
+                ledger.write(told[name], **own[name])
+    found = {name: Score() for name in names}
+    for told in kept:
+        for name, score in found.items():
+            score.add(Score.of(told[name]))
+    return found
+
+
+State = tuple[Tensor, CountedCache | None]  # hidden states [B, T, E] on the CPU, and the cache that they are of
+
+
+def _through(stream: Stream, groups: list[dict[str, State]], tokens: int, progress: Callable[[int], object]) -> None:
+    """Take all states through all layers; `tokens` is what is reported in all."""
+    done, of = 0, stream.layers * sum(map(len, groups))
+    for index in range(stream.layers):
+        layer = stream.layer(index)
+        for states in groups:
+            for name, (hidden, cache) in states.items():
+                states[name] = layer.through(hidden, partial(answering, cache) if cache else None).cpu(), cache
+                done += 1
+                progress(tokens * done // of - tokens * (done - 1) // of)
+        del layer
+
+
+def _of_head(head: Any, hidden_BTE: Tensor) -> Iterator[Tensor]:
+    """Logits [B, tokens, V], PART tokens at a time."""
+    return (head(part.to(head.device)) for part in hidden_BTE.split(PART, 1))
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The last tokens of a row and the one after it.
+
+    row      its number
+    tokens   what is scored: the row has all of them but the last
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+
+
+@torch.inference_mode()
+def loglikelihoods(
+    model: PreTrainedModel, cache: Cache, rows: Sequence[Sequence[int]], asked: Sequence[Continuation], step: int
+) -> list[tuple[float, bool]]:
+    """Return, for each continuation, the sum of log q(token), in nats, and whether each token is the likeliest.
+
+    Context and continuation arrive in steps: a token that came in the same pass as all that is before it would read
+    exact keys, and the answer to a question of one token would test nothing. Rows begin together and are padded on the
+    right, which the cache knows: so blocks begin where they begin alone, and no row's figures depend on its neighbours
+    but by rounding, or where a policy decides for all rows together.
+
+    rows   token ids of context and continuation without its last token, each of at least one token
+    step   tokens a pass
+    """
+    lengths = [len(row) for row in rows]
+    longest, device = max(lengths), model.device
+    tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    mask_BT = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
+    padded = min(lengths) < longest
+    wanted = [torch.tensor(one.tokens, device=device) for one in asked]
+    sums, greedy = [0.0] * len(asked), [True] * len(asked)
+    for start in range(0, longest, step):
+        stop = min(start + step, longest)
+        with attending(model, cache):
+            mask = mask_BT[:, :stop].long() if padded else None
+            given = tokens_BT[:, start:stop]
+            logits = model(given, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+        for number, (one, tokens) in enumerate(zip(asked, wanted, strict=True)):
+            first = lengths[one.row] - len(tokens)
+            begin, end = max(first, start), min(lengths[one.row], stop)
+            if begin >= end:
+                continue
+            logq = logits[one.row, begin - start : end - start].double().log_softmax(-1)
+            here = tokens[begin - first : end - first]
+            sums[number] += float(logq.gather(-1, here[:, None]).sum())
+            greedy[number] &= bool((logq.argmax(-1) == here).all())
+    return list(zip(sums, greedy, strict=True))

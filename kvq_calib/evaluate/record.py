@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,12 +25,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvq_calib.evaluate import bits, errors, full, layered, perplexity
-from kvq_calib.evaluate.full import FullCache
+from kvq_calib.evaluate import errors, perplexity
+from kvq_calib.evaluate.caches import CountedCache, FullCache, fit_tokens, refusal
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code
 from kvq_calib.evaluate.perplexity import REFERENCE, Score
-from kvq_calib.evaluate.reads import CountedCache
-from kvq_calib.evaluate.subject import Subject
+from kvq_calib.evaluate.subject import Subject, costs
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run.device import free_on
@@ -76,7 +76,7 @@ class Protocol:
         if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
             raise ValueError(f"protocols={self.protocols!r}; use some of {PROTOCOLS}")
         if self.by_layer and FULL not in self.protocols:
-            raise ValueError(f"protocols={self.protocols!r}: {layered.ONLY_FULL}; use --protocol full")
+            raise ValueError(f"protocols={self.protocols!r}: {perplexity.ONLY_FULL}; use --protocol full")
 
     def recipe(self, recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> Recipe:
         """The recipe as it is measured. Raises ValueError where its fit does not allow another block."""
@@ -97,6 +97,35 @@ def load_model(files: ModelFiles, device: str = "cpu", dtype: torch.dtype | None
 
 def _kind(files: ModelFiles, device: str) -> torch.dtype:
     return torch.float32 if device == "cpu" else files.dtype
+
+
+def setting(files: ModelFiles, device: str, dtype: torch.dtype, ledger: Ledger) -> tuple[dict[str, Any], Ledger]:
+    """The environment as records have it, and the ledger of what this code finds of a model in it."""
+    used = environment(device, str(dtype).removeprefix("torch."), torch.get_num_threads())
+    return used, ledger.within(model=[files.id, files.revision, weights(files)], environment=used, code=code())
+
+
+def weights(files: ModelFiles) -> str:
+    """A digest of a few weights of each layer: another model may take a folder's name."""
+    probes = files.fingerprint().probes
+    return hashlib.sha256(b"".join(probes[name].numpy().tobytes() for name in sorted(probes))).hexdigest()
+
+
+def of_subject(
+    files: ModelFiles, subject: Subject | None, parts: Mapping[str, Any], length: int, corpus: str,
+    about: Mapping[str, Any], used: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """A record of what was measured of a subject, or of the 16-bit model.
+
+    parts    figures by protocol; `length`: of the texts, tokens
+    corpus   digest of the text; `about`: the protocol; `used`: the environment
+    """
+    result: dict[str, Any] = {"recipe": subject.recipe.name if subject else REFERENCE, "protocols": parts}
+    if subject is not None:
+        result["window"] = asdict(subject.recipe.window)
+        result["bits"] = costs(subject.recipe, files.geometry, length)
+    artifact = subject.sha256 if subject is not None and subject.sha256 else result["recipe"]
+    return {"artifact": artifact, "corpus": corpus, "protocol": about, "environment": used, "result": result}
 
 
 def whole_bytes(files: ModelFiles, device: str, dtype: torch.dtype | None = None) -> int:
@@ -133,8 +162,7 @@ def evaluate(
         raise ValueError(f"{[subject.name for subject in subjects]}; name each once")
     if protocol.by_layer is None:
         protocol = replace(protocol, by_layer=not fits(files, device, dtype))
-    used = environment(device, str(dtype or _kind(files, device)).removeprefix("torch."), torch.get_num_threads())
-    ledger = ledger.within(model=[files.id, files.revision, weights(files)], environment=used, code=code())
+    used, ledger = setting(files, device, dtype or _kind(files, device), ledger)
     way = {"by_layer": True} if protocol.by_layer else {}  # which has no figures in use
     own = ledger.within(protocol=_protocol(files, batch, protocol, others), **way)
     recipes = [protocol.recipe(subject.recipe, files.geometry, subject.tensors) for subject in subjects]
@@ -146,12 +174,12 @@ def evaluate(
         if records[digest] is None
     }
     progress(work(files, batch, len(subjects), protocol, others) - work(files, batch, len(left), protocol, others))
-    for digest, result in _results(files, batch, left, protocol, device, dtype, progress, ledger, others).items():
-        subject = subjects[digests.index(digest)]
+    at_work = _Work(files, protocol, device, dtype, progress, ledger)
+    for digest, result in at_work.results(batch.tokens_BT, left, others).items() if left else ():
         about = _protocol(files, batch, protocol, others)
         about["model"]["parameters"] = result.pop("parameters")
         records[digest] = {
-            "artifact": subject.sha256 or result["recipe"],
+            "artifact": subjects[digests.index(digest)].sha256 or result["recipe"],
             "corpus": batch.description["corpus_digest"],
             "protocol": about,
             "environment": used,
@@ -161,137 +189,119 @@ def evaluate(
     return [records[digest] for digest in digests]
 
 
-def weights(files: ModelFiles) -> str:
-    """A digest of a few weights of each layer: another model may take a folder's name."""
-    probes = files.fingerprint().probes
-    return hashlib.sha256(b"".join(probes[name].numpy().tobytes() for name in sorted(probes))).hexdigest()
-
-
 def _digest(subject: Subject, recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps([subject.sha256, recipe.to_json()], sort_keys=True).encode()).hexdigest()
 
 
-def _results(files, batch: Batch, pairs: Pairs, protocol: Protocol, device: str, dtype, progress: Progress,
-             ledger: Ledger, others: Mapping[str, Batch]) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Measure each (recipe, tensors); return the results by digest."""
-    if not pairs:
-        return {}
-    tokens_BT = batch.tokens_BT
-    found, parameters, kind = _scores(files, tokens_BT, pairs, protocol, device, dtype, progress, ledger)
-    layers = _errors(Stream(files, device, kind), tokens_BT, pairs, protocol, progress, ledger)
-    results = {}
-    for digest, (recipe, _) in pairs.items():
-        parts = {name: _part(name, recipe, protocol, tokens_BT, scores, digest) for name, scores in found.items()}
-        result = {"recipe": recipe.name, "parameters": parameters, "protocols": parts}
-        result["window"] = asdict(recipe.window)
-        result["bits"] = bits.costs(recipe, files.geometry, tokens_BT.shape[1], Sliding.from_config(files.config))
-        result["layers"] = layers.get(digest, [])
-        results[digest] = result
-    for text, other in others.items():
-        for name, some in _elsewhere(protocol, pairs).items():
-            only = replace(protocol, protocols=(name,))
-            found, *_ = _scores(files, other.tokens_BT, some, only, device, dtype, progress, ledger)
-            for digest, (recipe, _) in some.items():
-                part = _part(name, recipe, protocol, other.tokens_BT, found[name], digest)
-                results[digest].setdefault("texts", {})[text] = {"protocols": {name: part}}
-    return results
+@dataclass(frozen=True)
+class _Work:
+    """What the measurements of an evaluation have in common."""
 
+    files: ModelFiles
+    protocol: Protocol
+    device: str
+    dtype: torch.dtype | None
+    progress: Progress
+    ledger: Ledger
 
-def _elsewhere(protocol: Protocol, pairs: Pairs) -> dict[str, Pairs]:
-    """Return what to measure on a text of another kind, by protocol."""
-    if protocol.by_layer:
-        return {FULL: pairs}
-    if len(set(protocol.protocols)) < len(PROTOCOLS):
-        return {name: pairs for name in protocol.protocols}
-    without = {digest: pair for digest, pair in pairs.items() if full.refusal(pair[0]) is not None}
-    return {FULL: {digest: pair for digest, pair in pairs.items() if digest not in without}, IN_USE: without}
+    def results(self, tokens_BT: Tensor, pairs: Pairs, others: Mapping[str, Batch]) -> dict[str, dict[str, Any]]:
+        """Measure each (recipe, tensors); return the results by digest."""
+        found, parameters, kind = self._scores(tokens_BT, pairs, self.protocol.protocols)
+        layers = self._errors(Stream(self.files, self.device, kind), tokens_BT, pairs)
+        results = {}
+        for digest, (recipe, _) in pairs.items():
+            results[digest] = {
+                "recipe": recipe.name,
+                "parameters": parameters,
+                "protocols": {name: self._part(name, recipe, tokens_BT, found[name], digest) for name in found},
+                "window": asdict(recipe.window),
+                "bits": costs(recipe, self.files.geometry, tokens_BT.shape[1], Sliding.from_config(self.files.config)),
+                "layers": layers.get(digest, []),
+            }
+        for text, other in others.items():
+            for name, some in self._elsewhere(pairs).items():
+                found, *_ = self._scores(other.tokens_BT, some, (name,))
+                for digest, (recipe, _) in some.items():
+                    part = self._part(name, recipe, other.tokens_BT, found[name], digest)
+                    results[digest].setdefault("texts", {})[text] = {"protocols": {name: part}}
+        return results
 
+    def _elsewhere(self, pairs: Pairs) -> dict[str, Pairs]:
+        """Return what to measure on a text of another kind, by protocol."""
+        if self.protocol.by_layer:
+            return {FULL: pairs}
+        if len(set(self.protocol.protocols)) < len(PROTOCOLS):
+            return {name: pairs for name in self.protocol.protocols}
+        without = {digest: pair for digest, pair in pairs.items() if refusal(pair[0]) is not None}
+        return {FULL: {digest: pair for digest, pair in pairs.items() if digest not in without}, IN_USE: without}
 
-def _scores(files, tokens_BT: Tensor, pairs: Pairs, protocol: Protocol, device: str, dtype, progress, ledger):
-    """Scores by protocol and digest, the model's parameters and its dtype; the model is gone when this returns."""
-    if not pairs:
-        progress(tokens_BT.numel() * len(protocol.protocols))
-        return {name: {} for name in protocol.protocols}, 0, None
-    length = tokens_BT.shape[1]
-    if protocol.by_layer:
-        stream = Stream(files, device, dtype or _kind(files, device))
-        left = {digest: pair for digest, pair in pairs.items() if full.refusal(pair[0]) is None}
-        beside = len(protocol.protocols) - 1  # in use is not measured
-        progress(tokens_BT.numel() * (len(pairs) - len(left) + beside * (len(pairs) + 1)))
-        caches = {digest: _cache(FULL, stream.blank, *pair, length) for digest, pair in left.items()}
-        scored = layered.scores(stream, tokens_BT, caches, protocol.rows, progress, ledger.within(encoded=FULL))
-        return (
-            {name: scored if name == FULL else {} for name in PROTOCOLS if name in protocol.protocols},
-            stream.blank.num_parameters(),
-            stream.dtype,
-        )
-    model = load_model(files, device, dtype)
-    found: dict[str, dict[str, Score]] = {}
-    for name in (one for one in PROTOCOLS if one in protocol.protocols):
-        left = {digest: pair for digest, pair in pairs.items() if name == IN_USE or full.refusal(pair[0]) is None}
-        progress(tokens_BT.numel() * (len(pairs) - len(left) + (not left)))
-        if not left:
-            found[name] = {}
-            continue
-        caches = {digest: _cache(name, model, *pair, length) for digest, pair in left.items()}
-        step, prompt = (protocol.step, protocol.prompt) if name == IN_USE else (length, 0)
-        kept = ledger.within(encoded=name)
-        found[name] = perplexity.scores(model, tokens_BT, caches, step, protocol.rows, progress, kept, prompt)
-    return found, model.num_parameters(), model.dtype
+    def _scores(
+        self, tokens_BT: Tensor, pairs: Pairs, protocols: Sequence[str]
+    ) -> tuple[dict[str, dict[str, Score]], int, torch.dtype | None]:
+        """Scores by protocol and digest, the model's parameters and its dtype; the model is gone when this returns."""
+        if not pairs:
+            self.progress(tokens_BT.numel() * len(protocols))
+            return {name: {} for name in protocols}, 0, None
+        length, protocol, stream = tokens_BT.shape[1], self.protocol, None
+        if protocol.by_layer:
+            stream = Stream(self.files, self.device, self.dtype or _kind(self.files, self.device))
+        model = load_model(self.files, self.device, self.dtype) if stream is None else stream.blank
+        found: dict[str, dict[str, Score]] = {}
+        for name in (one for one in PROTOCOLS if one in protocols):
+            left = {digest: pair for digest, pair in pairs.items() if self._refusal(name, pair[0]) is None}
+            self.progress(tokens_BT.numel() * (len(pairs) - len(left) + (not left)))
+            empty = partial(FullCache, length=length) if name == FULL else CountedCache
+            caches = {digest: partial(empty, recipe, model, tensors) for digest, (recipe, tensors) in left.items()}
+            common, kept = (protocol.rows, self.progress), self.ledger.within(encoded=name)
+            if not left:
+                found[name] = {}
+            elif stream is not None:
+                found[name] = perplexity.layered(stream, tokens_BT, caches, *common, kept)
+            else:
+                step, prompt = (protocol.step, protocol.prompt) if name == IN_USE else (length, 0)
+                found[name] = perplexity.scores(model, tokens_BT, caches, step, *common, kept, prompt)
+        return found, model.num_parameters(), model.dtype if stream is None else stream.dtype
 
+    def _refusal(self, name: str, recipe: Recipe) -> str | None:
+        """The reason why a recipe has no figures under a protocol, or None."""
+        if name == FULL:
+            return refusal(recipe)
+        return perplexity.ONLY_FULL if self.protocol.by_layer else None
 
-def _cache(name: str, model, recipe: Recipe, tensors: Mapping[str, Tensor], length: int) -> Callable[[], CountedCache]:
-    """Makes an empty cache for a protocol."""
-    if name == IN_USE:
-        return lambda: CountedCache(recipe, model, tensors)
-    return lambda: FullCache(recipe, model, tensors, length=length)
+    def _errors(self, stream: Stream, tokens_BT: Tensor, pairs: Pairs) -> dict[str, list[dict[str, Any]]]:
+        """Errors by layer, of a few subjects in a pass over the model."""
+        step, prompt, some = self.protocol.step, self.protocol.prompt, tokens_BT[: self.protocol.error_windows]
+        if not len(some):
+            return {}
+        unit = {"tokens": some.tolist(), "step": step, "prompt": prompt}
+        found: dict[str, Any] = {digest: self.ledger.read(errors=digest, **unit) for digest in pairs}
+        left = [digest for digest, rows in found.items() if rows is None]
+        self.progress(_error_work(self.files, some, len(pairs)) - _error_work(self.files, some, len(left)))
+        for start in range(0, len(left), ERROR_SUBJECTS):
+            group = {digest: pairs[digest] for digest in left[start : start + ERROR_SUBJECTS]}
+            for digest, rows in errors.by_layer(stream, some, group, step, self.progress, prompt).items():
+                self.ledger.write(rows, errors=digest, **unit)
+                found[digest] = rows
+        return found
 
-
-def _errors(
-    stream: Stream, tokens_BT: Tensor, pairs: Pairs, protocol: Protocol, progress: Progress, ledger: Ledger
-) -> dict[str, list[dict[str, Any]]]:
-    """Errors by layer, of a few subjects in a pass over the model."""
-    some = tokens_BT[: protocol.error_windows]
-    if not len(some):
-        return {}
-    unit = {"tokens": some.tolist(), "step": protocol.step, "prompt": protocol.prompt}
-    found: dict[str, Any] = {digest: ledger.read(errors=digest, **unit) for digest in pairs}
-    left = [digest for digest, rows in found.items() if rows is None]
-    progress(_error_work(stream.files, some, len(pairs)) - _error_work(stream.files, some, len(left)))
-    for start in range(0, len(left), ERROR_SUBJECTS):
-        group = {digest: pairs[digest] for digest in left[start : start + ERROR_SUBJECTS]}
-        for digest, rows in errors.by_layer(stream, some, group, protocol.step, progress, protocol.prompt).items():
-            ledger.write(rows, errors=digest, **unit)
-            found[digest] = rows
-    return found
+    def _part(
+        self, name: str, recipe: Recipe, tokens_BT: Tensor, scores: Mapping[str, Score], digest: str
+    ) -> dict[str, Any]:
+        """Return a record's part for one protocol: figures and shares, or the reason why there are no figures."""
+        if digest not in scores:
+            return {"reason": self._refusal(name, recipe)}
+        score, reference, length = scores[digest], scores[REFERENCE], tokens_BT.shape[1]
+        shares = score.reads.shares if score.reads is not None else None
+        about = {"reference_perplexity": reference.perplexity, "tokens": score.tokens, "decoded": shares}
+        fitted = fit_tokens(recipe, length) if name == FULL else None
+        about |= {} if fitted is None else {"fitted_on": fitted}
+        if shares is not None and shares["reads"] == shares["unread"] == 0:
+            return about | {"reason": _nothing(name, recipe.window, self.protocol.step, length)}
+        return about | score.figures(reference)
 
 
 def _error_work(files: ModelFiles, some: Tensor, subjects: int) -> int:
     return some.numel() * files.geometry.layers * -(-subjects // ERROR_SUBJECTS)
-
-
-def _part(
-    name: str, recipe: Recipe, protocol: Protocol, tokens_BT: Tensor, scores: Mapping[str, Score], digest: str
-) -> dict[str, Any]:
-    """Return a record's part for one protocol: figures and shares, or the reason why there are no figures."""
-    if digest not in scores:
-        return {"reason": full.refusal(recipe) if name == FULL else layered.ONLY_FULL}
-    score, reference, length = scores[digest], scores[REFERENCE], tokens_BT.shape[1]
-    shares = score.reads.shares if score.reads is not None else None
-    about: dict[str, Any] = {"reference_perplexity": reference.perplexity, "tokens": score.tokens, "decoded": shares}
-    fitted = full.fit_tokens(recipe, length) if name == FULL else None
-    about |= {} if fitted is None else {"fitted_on": fitted}
-    if shares is not None and shares["reads"] == shares["unread"] == 0:
-        return about | {"reason": _nothing(name, recipe.window, protocol.step, length)}
-    relative, spread = score.against(reference)
-    return about | {
-        "perplexity": score.perplexity,
-        "relative": relative,
-        "relative_se": spread,
-        "kl": score.kl,
-        "top1": score.top1,
-        "windows": {"loss": score.losses, "reference_loss": reference.losses, "kl": score.kls},
-    }
 
 
 def _nothing(name: str, window: Window, step: int, length: int) -> str:

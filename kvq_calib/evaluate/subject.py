@@ -1,6 +1,6 @@
-"""The subject of an evaluation: a fitted artifact, or a recipe that needs no calibration."""
+"""The subject of an evaluation: a fitted artifact, or a recipe that needs no calibration; and what its cache costs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,14 @@ from torch import Tensor
 from kvq_calib.model.files import ModelFiles
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact, load
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.geometry import NONE_SLIDE, Geometry, Sliding
+from kvq_runtime.recipe import Recipe, facts, families, presets
 from kvq_runtime.registry import reference
 from kvq_runtime.registry import resolve as registry
+from kvq_runtime.store.held import Sizes, smaller_from
+from kvq_runtime.store.memory import asymptotic_bits
+
+TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,47 @@ def keep(subject: Subject, record: Mapping[str, Any], registry_url: str | None =
     kept = reference.parse(subject.name)
     assert isinstance(kept, reference.Reference), "what a registry holds was asked for by a reference"
     registry.open_registry(kept.registry or registry_url).add_evaluation(record, kept.name)
+
+
+def compared() -> list[str]:
+    """The names of the recipes that `kvq compare` takes of each family: those of its `FAMILY`, or its first."""
+    known = families()
+    own = {file: [known[file][0].name] if one.compared is None else one.compared for file, one in facts().items()}
+    return [name for names in own.values() for name in names]
+
+
+def choose(asked: Sequence[str], geometry: Geometry) -> tuple[list[Recipe], list[str]]:
+    """The recipes to compare, and why others are not among them.
+
+    asked   texts as `recipe_text.read` takes them, each of which must suit the model; ["all"]; or nothing: `compared`
+    """
+    known = presets()
+    if asked and list(asked) != ["all"]:
+        return recipe_text.distinct(recipe_text.read(text).check(geometry) for text in asked), []
+    found, notes = [], []
+    for name in known if asked else compared():
+        try:
+            found.append(known[name].check(geometry))
+        except ValueError as error:
+            notes.append(f"{name} is left out: {error}")
+    return found, notes
+
+
+def costs(recipe: Recipe, geometry: Geometry, length: int, sliding: Sliding = NONE_SLIDE) -> dict[str, Any]:
+    """Bits per element: asymptotic, and of caches that hold `length` and 4096 tokens; bytes of the latter.
+
+    Every byte that a cache holds counts, computed from shapes. A dynamic window is billed at its longest.
+    """
+    sizes = Sizes(recipe, geometry, sliding=sliding)
+    here, there = sizes.at(length), sizes.at(TOKENS)
+    shared = sum(there.shared.values())
+    return {
+        "asymptotic": asymptotic_bits(recipe, geometry),
+        "at_length": here.own_bits,
+        f"at_{TOKENS}": there.own_bits,
+        f"all_at_{TOKENS}": there.bits,
+        f"bytes_at_{TOKENS}": there.total,
+        f"exact_bytes_at_{TOKENS}": there.exact,
+        "shared_bytes": shared,
+        "smaller_from": smaller_from(recipe, geometry, shared),
+    }

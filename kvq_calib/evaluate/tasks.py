@@ -15,23 +15,22 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
-from kvq_calib.evaluate import bits, full
-from kvq_calib.evaluate.answers import encoded, read_share, stepped
+from kvq_calib.evaluate.caches import CountedCache, FullCache, Reads, attending, refusal
 from kvq_calib.evaluate.cases import Case, known, make, of_symbols
-from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code
+from kvq_calib.evaluate.ledger import NOWHERE, Ledger
 from kvq_calib.evaluate.perplexity import REFERENCE, ROW_TOKENS
-from kvq_calib.evaluate.reads import CountedCache
-from kvq_calib.evaluate.record import load_model, weights
+from kvq_calib.evaluate.record import load_model, of_subject, setting
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.run.plan import environment
 from kvq_calib.tasks.ruler import Haystack
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
@@ -98,26 +97,19 @@ def evaluate(
         (length, task): cases(files, task, length, plan) for length in plan.lengths for task in plan.tasks
     }  # before any work: one that is too short for its task is refused
     model = load_model(files, device, dtype)
-    used = environment(device, str(model.dtype).removeprefix("torch."), torch.get_num_threads())
-    ledger = ledger.within(model=[files.id, files.revision, weights(files)], environment=used, code=code())
+    used, ledger = setting(files, device, model.dtype, ledger)
     about = {"name": "tasks", "version": 1, "model": {"id": files.id, "revision": files.revision}} | plan.to_json()
     about["model"]["parameters"] = model.num_parameters()
-    digest = _digest(plan)
-    found = []
+    digest, found, at_work = _digest(plan), list[dict[str, Any]](), _Work(model, files, plan, texts, progress, ledger)
     for subject in (None, *subjects):
         if subject is None:  # it has no cache to encode: one measurement stands under each protocol
-            parts = dict.fromkeys(plan.protocols, _part(model, files, None, plan, texts, IN_USE, progress, ledger))
+            parts = dict.fromkeys(plan.protocols, at_work.part(None, IN_USE))
             progress(work(plan, 0) - work(plan, 0) // len(plan.protocols))
         else:
-            parts = {name: _part(model, files, subject, plan, texts, name, progress, ledger) for name in plan.protocols}
-        result = {"recipe": subject.recipe.name if subject else REFERENCE, "protocols": parts}
-        if subject is not None:
+            parts = {name: at_work.part(subject, name) for name in plan.protocols}
             for name, part in parts.items():
                 part |= {} if "reason" in part else {"reference": found[0]["result"]["protocols"][name]["tasks"]}
-            result["window"] = asdict(subject.recipe.window)
-            result["bits"] = bits.costs(subject.recipe, files.geometry, max(plan.lengths))
-        artifact = subject.sha256 if subject is not None and subject.sha256 else result["recipe"]
-        found.append({"artifact": artifact, "corpus": digest, "protocol": about, "environment": used, "result": result})
+        found.append(of_subject(files, subject, parts, max(plan.lengths), digest, about, used))
     return found
 
 
@@ -143,78 +135,121 @@ def cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tuple[f
     return found
 
 
-def _part(
-    model: PreTrainedModel, files: ModelFiles, subject: Subject | None, plan: Plan, texts: Texts, protocol: str,
-    progress: Progress, ledger: Ledger,
-) -> dict[str, Any]:  # fmt: skip
-    """The scores of one recipe under one protocol, or the reason why there are none."""
-    count = len(plan.depths) * plan.samples
-    cells: list[dict[str, Any]] = []
-    shares: dict[int, float] = {}
-    for length in plan.lengths:
-        for task in plan.tasks:
+@dataclass(frozen=True)
+class _Work:
+    """What the measurements of an evaluation have in common."""
+
+    model: PreTrainedModel
+    files: ModelFiles
+    plan: Plan
+    texts: Texts
+    progress: Progress
+    ledger: Ledger
+
+    def part(self, subject: Subject | None, protocol: str) -> dict[str, Any]:
+        """The scores of one recipe under one protocol, or the reason why there are none."""
+        plan, scores = self.plan, dict[str, list[float]]()
+        cells: list[dict[str, Any]] = []
+        shares: dict[str, float] = {}
+        for length, task in ((length, task) for length in plan.lengths for task in plan.tasks):
             unit = {"task": task, "length": length, "plan": plan.to_json(), "tasks": protocol if subject else REFERENCE}
             unit |= {"subject": [subject.sha256, subject.recipe.to_json()] if subject else None}
-            kept: dict[str, Any] | None = ledger.read(**unit)
-            if kept is None:
-                kept = _scores(model, files, subject, texts[length, task], length, plan, protocol)
-                ledger.write(kept, **unit)
-            progress(count * length)
+            find = partial(self._scores, subject, self.texts[length, task], length, protocol)
+            kept: dict[str, Any] = self.ledger.kept(find, **unit)
+            self.progress(len(plan.depths) * plan.samples * length)
             if "reason" in kept:
                 return {"reason": kept["reason"]}
-            cells += [{"task": task, "length": length, "depth": depth} | summary(kept["scores"][str(depth)])
-                      for depth in plan.depths]  # fmt: skip
+            for depth in plan.depths:
+                found = kept["scores"][str(depth)]
+                scores.setdefault(task, []).extend(found)
+                cells.append({"task": task, "length": length, "depth": depth} | summary(found))
             if kept["decoded"] is not None:
-                shares[length] = min(shares.get(length, 1.0), kept["decoded"])
-    scores = {task: [x for cell in cells if cell["task"] == task for x in cell["scores"]] for task in plan.tasks}
-    for cell in cells:
-        del cell["scores"]
-    found: dict[str, Any] = {"tasks": {task: summary(some, False) for task, some in scores.items()}, "cells": cells}
-    return found | ({"decoded": {str(length): share for length, share in shares.items()}} if subject else {})
+                shares[str(length)] = min(shares.get(str(length), 1.0), kept["decoded"])
+        tasks = {task: summary(scores[task]) for task in plan.tasks}
+        return {"tasks": tasks, "cells": cells} | ({"decoded": shares} if subject else {})
+
+    @torch.inference_mode()
+    def _scores(
+        self, subject: Subject | None, texts: Sequence[tuple[float, Case]], length: int, protocol: str
+    ) -> dict[str, Any]:
+        """The scores of all texts of a task and length, by depth, and the least share of a text that was decoded."""
+        model = self.model
+        if subject is not None and protocol == FULL:
+            in_words = None if of_symbols(self.files) else "answers in words are decoded in steps"
+            if (refused := refusal(subject.recipe) or in_words) is not None:
+                return {"reason": refused}
+        found: dict[str, list[float]] = {str(depth): [] for depth in self.plan.depths}
+        decoded = None
+        for group in _groups(texts, max(1, ROW_TOKENS // length)):
+            some = [case for _, case in group]
+            if subject is None:
+                answers, share = stepped(model, DynamicCache(config=model.config), some), None
+            elif protocol == IN_USE:
+                cache = CountedCache(subject.recipe, model, subject.tensors)
+                answers, share = stepped(model, cache, some), cache.read_share
+            else:
+                answers, share = encoded(model, subject, some)
+            if share is not None:
+                if subject is not None and share <= 0:
+                    return {"reason": _nothing(subject.recipe, length, protocol)}
+                decoded = share if decoded is None else min(decoded, share)
+            for (depth, case), given in zip(group, answers, strict=True):
+                found[str(depth)].append(case.score(given))
+        return {"scores": found, "decoded": decoded}
 
 
-def summary(scores: Sequence[float], whole: bool = True) -> dict[str, Any]:
-    """Mean of scores, its standard error over texts (None of one), and how many they are; `whole`: the scores too."""
+def summary(scores: Sequence[float]) -> dict[str, Any]:
+    """Mean of scores, its standard error over texts (None of one), and how many they are."""
     count, mean = len(scores), sum(scores) / len(scores)
     error = math.sqrt(sum((one - mean) ** 2 for one in scores) / (count - 1) / count) if count > 1 else None
-    return {"accuracy": mean, "se": error, "texts": count} | ({"scores": list(scores)} if whole else {})
+    return {"accuracy": mean, "se": error, "texts": count}
 
 
-@torch.inference_mode()
-def _scores(
-    model: PreTrainedModel,
-    files: ModelFiles,
-    subject: Subject | None,
-    texts: Sequence[tuple[float, Case]],
-    length: int,
-    plan: Plan,
-    protocol: str,
-) -> dict[str, Any]:
-    """The scores of all texts of a task and length, by depth, and the least share of a text that was decoded."""
-    if subject is not None and protocol == FULL:
-        refused = full.refusal(subject.recipe) or (
-            None if of_symbols(files) else "answers in words are decoded in steps"
-        )
-        if refused is not None:
-            return {"reason": refused}
-    found: dict[str, list[float]] = {str(depth): [] for depth in plan.depths}
-    decoded = None
-    for group in _groups(texts, max(1, ROW_TOKENS // length)):
-        some = [case for _, case in group]
-        if subject is None:
-            answers, share = stepped(model, DynamicCache(config=model.config), some), None
-        elif protocol == IN_USE:
-            cache = CountedCache(subject.recipe, model, subject.tensors)
-            answers, share = stepped(model, cache, some), read_share(cache)
-        else:
-            answers, share = encoded(model, subject, some)
-        if subject is not None and share is not None:
-            if share <= 0:
-                return {"reason": _nothing(subject.recipe, length, protocol)}
-            decoded = share if decoded is None else min(decoded, share)
-        for (depth, case), given in zip(group, answers, strict=True):
-            found[str(depth)].append(case.score(given))
-    return {"scores": found, "decoded": decoded}
+def stepped(model: PreTrainedModel, cache: Cache, some: Sequence[Case]) -> list[list[list[int]]]:
+    """Put texts of one shape into a cache, and have their questions answered greedily: tokens by text and question."""
+
+    def passed(ids_BT: Tensor) -> Tensor:
+        with attending(model, cache):
+            logits = model(ids_BT.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1].argmax(-1, keepdim=True).cpu()
+
+    passed(torch.tensor([case.context for case in some]))
+    if isinstance(cache, CountedCache) and cache.reads is not None:
+        cache.reads = Reads()  # what the questions and answers read is counted
+    answers: list[list[list[int]]] = [[] for _ in some]
+    last = torch.zeros(len(some), 0, dtype=torch.long)
+    for number, steps in enumerate(some[0].steps):
+        given = [passed(torch.cat([last, torch.tensor([case.asked[number] for case in some])], 1))]
+        for _ in range(steps - 1):
+            given.append(passed(given[-1]))
+        last = given[-1]
+        for row, tokens in enumerate(torch.cat(given, 1).tolist()):
+            answers[row].append(tokens)
+    return answers
+
+
+def encoded(model: PreTrainedModel, subject: Subject, some: Sequence[Case]) -> tuple[list[list[list[int]]], float]:
+    """Full encode of texts with their right answers: the likeliest tokens in their places, and the share encoded."""
+    rows = []
+    for case in some:
+        assert case.right is not None, "a full encode is of answers that are tokens"
+        rows.append([*case.context, *(t for pair in zip(case.asked, case.right, strict=True) for p in pair for t in p)])
+    tokens_BT = torch.tensor(rows).to(model.device)
+    length = tokens_BT.shape[1]
+    cache = FullCache(subject.recipe, model, subject.tensors, length=length)
+    cache.reads = None  # counting would repeat attention; what was encoded is asked of the cache
+    tail = length - len(some[0].context)
+    with attending(model, cache):
+        logits = model(tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=tail + 1).logits
+    likeliest = logits.argmax(-1).cpu()
+    answers: list[list[list[int]]] = [[] for _ in some]
+    place = 0
+    for asked, steps in zip(some[0].asked, some[0].steps, strict=True):
+        place += len(asked)
+        for row, tokens in enumerate(likeliest[:, place : place + steps].tolist()):
+            answers[row].append(tokens)
+        place += steps
+    return answers, cache.held_share
 
 
 def _groups(given: Sequence[tuple[float, Case]], rows: int) -> Iterator[list[tuple[float, Case]]]:

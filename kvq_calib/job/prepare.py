@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from kvq_calib.evaluate import full, held_out, record
+from kvq_calib.evaluate import held_out, record
+from kvq_calib.evaluate.caches import encodes
 from kvq_calib.evaluate.subject import find
-from kvq_calib.job import reuse
 from kvq_calib.job.job import Job, Machine, Text
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
@@ -26,8 +26,10 @@ from kvq_calib.text import corpus
 from kvq_calib.text.documents import EMBEDDED
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.artifact import recipe_text
+from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.ops import product
 from kvq_runtime.registry.reference import check_version, home
+from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.vllm import served
 
 ENGINES = ("vllm",)
@@ -123,6 +125,7 @@ def preflight(job: Job, work: Run) -> list[str]:
 def _check_settings(job: Job, work: Run) -> Iterator[str]:
     """Names, bounds and baselines; yields notes."""
     files, plan, evaluation = work.files, work.plan, job.evaluation
+    length = min(plan.seq_len, files.context)
     for recipe in plan.recipes:
         job.artifact_name(files, recipe.name)
     if job.publication.version is not None:
@@ -136,20 +139,19 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
                 "--reuse REF publishes one artifact within bounds, or fits one recipe: give --max-kl or "
                 "--max-perplexity-ratio, and at most one --recipe"
             )
-        base = reuse.found(job.what.reuse, job.publication.registry, files)
+        base = base_of(job, files)
         job.artifact_name(files, base.recipe.name)
         if job.what.engine:
             served.check(base.recipe, files.geometry)
-        if not full.encodes(base.recipe, min(plan.seq_len, files.context)):
+        if not encodes(base.recipe, length):
             raise ValueError(f"--reuse {job.what.reuse}: a bound on it could not be judged; use a longer --seq-len")
-    length = min(plan.seq_len, files.context)
     for recipe in plan.recipes if evaluation.bounds.given else ():
-        if full.encodes(recipe, length):
-            continue
-        raise ValueError(
-            f"a bound on {recipe.name} could not be judged: in windows of {length} tokens, as long as the sequences, "
-            f"no block of {recipe.window.block} is encoded; use a longer --seq-len, or leave out the bounds"
-        )
+        if not encodes(recipe, length):
+            raise ValueError(
+                f"a bound on {recipe.name} could not be judged: in windows of {length} tokens, as long as the "
+                f"sequences, no block of {recipe.window.block} is encoded; use a longer --seq-len, or leave out the "
+                "bounds"
+            )
     names = [recipe.name for recipe in plan.recipes]
     if files.headers is None:
         names += [find(baseline, files, job.publication.registry).name for baseline in evaluation.baselines]
@@ -159,6 +161,18 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
         raise ValueError(f"recipes {job.what.recipes} and baselines {evaluation.baselines}; name each once")
     if plan.seq_len > files.context:
         yield f"sequences of {plan.seq_len} tokens exceed the model's context of {files.context}"
+
+
+def base_of(job: Job, files: ModelFiles) -> Artifact:
+    """The artifact to reuse, of the model that this one was fine-tuned from. ValueError for models of another shape."""
+    assert job.what.reuse is not None, "a job with an artifact to reuse"
+    made = load_artifact(job.what.reuse, job.publication.registry)
+    if made.fingerprint.geometry != files.geometry:
+        raise ValueError(
+            f"--reuse {job.what.reuse} was fitted to {made.fingerprint.geometry}, and {files.id} has {files.geometry}; "
+            "give an artifact of the model it was fine-tuned from"
+        )
+    return made
 
 
 def _check_machine(job: Job, work: Run) -> Iterator[str]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,15 +13,15 @@ from typing import Any
 
 from kvq_calib.evaluate import gate, held_out
 from kvq_calib.evaluate.subject import Subject, find
-from kvq_calib.job import reuse
 from kvq_calib.job.job import Job
-from kvq_calib.job.prepare import prepare
+from kvq_calib.job.prepare import base_of, prepare
+from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import card as report
 from kvq_calib.report import plots, sections, tables
 from kvq_calib.report.published import Place, Published, figures
 from kvq_calib.run import calibrate
 from kvq_calib.run.run import Executor, Listener, Run, silent
-from kvq_runtime.artifact import ARTIFACT_FILE, artifact
+from kvq_runtime.artifact import ARTIFACT_FILE, artifact, fingerprint
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
 from kvq_runtime.registry import card
@@ -52,9 +53,13 @@ def complete(job: Job, work: Run) -> tuple[list[Published], dict[str, float]]:
 
 
 def reused(job: Job, work: Run) -> list[Published]:
-    """Publish the artifact of the model's base, if it keeps the bounds on this model; nothing if it does not."""
-    assert job.what.reuse is not None, "a job with an artifact to reuse"
-    made = reuse.offered(job.what.reuse, job.publication.registry, work.files)
+    """Publish the artifact of the model's base, if it keeps the bounds on this model; nothing if it does not.
+
+    Weights differ, shapes and RoPE do not: what the artifact costs on the fine-tune is measured before anything is
+    fitted, and within the bounds it is published with the fine-tune's fingerprint, its tensors and what its fit
+    measured as they were.
+    """
+    made = _offered(job, work.files)
     fitted = {made.recipe.name: made}
     records = evaluate(job, work, fitted)
     failed = gate.passes(read(records[0], TextRecord), job.evaluation.bounds)
@@ -64,12 +69,26 @@ def reused(job: Job, work: Run) -> list[Published]:
     return list(publish(job, work, fitted, records))
 
 
+def _offered(job: Job, files: ModelFiles) -> Artifact:
+    """The base's artifact as one of this model. ArtifactError if more than the weights differs."""
+    base, own = base_of(job, files), files.fingerprint()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the weights differ is what is asked
+        fingerprint.check_match(base.fingerprint, own, allow_other_weights=True)
+    given = base.provenance
+    source = {
+        "artifact": str(job.what.reuse).rstrip("/").rpartition("/")[2],
+        "sha256": hashlib.sha256(artifact.to_bytes(base)).hexdigest(),
+        "model": given.get("model"),
+        "revision": given.get("revision"),
+    }
+    about = {name: said for name, said in given.items() if name not in ("quantization", "loader")}
+    return replace(base, fingerprint=own, provenance=about | files.provenance | {"reused": source})
+
+
 def fit(work: Run) -> list[Subject]:
     """Fit the recipes in the run folder, and publish nothing; Conflict if another process does just that."""
-    return [
-        Subject.of(fitted, hashlib.sha256(artifact.to_bytes(fitted)).hexdigest(), name, published=False)
-        for name, fitted in calibrate.calibrate(work).items()
-    ]
+    return held_out.subjects(calibrate.calibrate(work))
 
 
 def executor(job: Job, work: Run) -> AbstractContextManager[Executor]:

@@ -2,7 +2,7 @@
 
     lm_eval.simple_evaluate("kvq", {"pretrained": "demo", "recipe": "higgs-2bit"}, tasks=["hellaswag"])
 
-Log-likelihoods arrive in steps through the cache (`evaluate/continuations.py`); lm-eval's own model takes each text in
+Log-likelihoods arrive in steps through the cache (`evaluate/perplexity.py`); lm-eval's own model takes each text in
 one pass without a cache, and gives the same figures whatever the recipe. What is generated is read from the cache from
 its second token on; its prompt is one pass, padded on the left where prompts of different lengths share a batch, which
 moves where their blocks begin. A task of which no request read anything that was encoded is refused.
@@ -22,15 +22,13 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvq_calib.evaluate.continuations import Continuation, loglikelihoods
-from kvq_calib.evaluate.ledger import Ledger, code
-from kvq_calib.evaluate.perplexity import REFERENCE, STEP, attending
-from kvq_calib.evaluate.record import load_model, weights
+from kvq_calib.evaluate.caches import WitnessCache, attending
+from kvq_calib.evaluate.ledger import Ledger
+from kvq_calib.evaluate.perplexity import REFERENCE, STEP, Continuation, loglikelihoods
+from kvq_calib.evaluate.record import load_model, setting
 from kvq_calib.evaluate.subject import Subject, find
-from kvq_calib.evaluate.witness import WitnessCache
 from kvq_calib.model import find as models
 from kvq_calib.run.device import usable
-from kvq_calib.run.plan import environment
 from kvq_calib.text import tokenizer
 from kvq_runtime.disk.gguf import is_gguf
 from kvq_runtime.registry.reference import home
@@ -105,10 +103,9 @@ class CompressedLM(HFLM):
         self.subject, self.step, self._quiet = subject, step, quiet
         self.through: dict[str, dict[str, float]] = {}
         self._shares: list[float] = []
-        used = environment(str(loaded.device), str(loaded.dtype).removeprefix("torch."), torch.get_num_threads())
         about = [subject.sha256, subject.recipe.to_json()] if subject else REFERENCE
-        known = {"model": [files.id, files.revision, weights(files)], "environment": used, "code": code()}
-        self._ledger = Ledger(home() / "evaluated").within(**known, lm_eval=about)
+        _, kept = setting(files, str(loaded.device), loaded.dtype, Ledger(home() / "evaluated"))
+        self._ledger = kept.within(lm_eval=about)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._by_task(super().loglikelihood, requests, disable_tqdm)
@@ -190,8 +187,8 @@ class CompressedLM(HFLM):
             asked = [
                 Continuation(place, tuple(requests[number][2])) for place, number in zip(places, numbers, strict=True)
             ]
-            kept = self._kept(lambda batch=batch, asked=asked: self._scored(batch, asked), rows=batch, step=self.step,
-                              continuations=[[one.row, one.tokens] for one in asked])  # fmt: skip
+            unit = {"rows": batch, "step": self.step, "continuations": [[one.row, one.tokens] for one in asked]}
+            kept = self._ledger.kept(lambda batch=batch, asked=asked: self._scored(batch, asked), **unit)
             for number, place, answer in zip(numbers, places, kept["answers"], strict=True):
                 found[number] = (tuple(answer), kept["shares"][place])
         self._shares += [share for _, share in found]
@@ -222,7 +219,7 @@ class CompressedLM(HFLM):
             return {"tokens": tokens.tolist(), "shares": _shares(cache, len(made), passes)}
 
         sampled = bool(settings.get("do_sample"))
-        kept = generated() if sampled else self._kept(generated, **asked, settings=settings)
+        kept = generated() if sampled else self._ledger.kept(generated, **asked, settings=settings)
         self._shares += kept["shares"]
         return torch.tensor(kept["tokens"], device=context.device)
 
@@ -234,14 +231,6 @@ class CompressedLM(HFLM):
             return any(one in text for one in stop)
 
         return min(len(tokens), 1 + bisect_left(range(1, len(tokens) + 1), True, key=ended))
-
-    def _kept(self, work: Callable[[], dict[str, Any]], **unit: Any) -> dict[str, Any]:
-        """Return the result of a unit, from the ledger or by doing the work."""
-        found = self._ledger.read(**unit)
-        if found is None:
-            found = work()
-            self._ledger.write(found, **unit)
-        return found
 
 
 def _shares(cache: Cache, rows: int, passes: Sequence[int] | None = None) -> list[float]:

@@ -18,9 +18,8 @@ import torch
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from kvq_calib.evaluate import bits
-from kvq_calib.evaluate.perplexity import REFERENCE, STEP
-from kvq_calib.evaluate.record import load_model
+from kvq_calib.evaluate.perplexity import STEP
+from kvq_calib.evaluate.record import load_model, of_subject
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.lm_eval.model import NONE, CompressedLM, NotThroughTheCache
 from kvq_calib.model.files import ModelFiles
@@ -83,16 +82,9 @@ def evaluate(
         if subject is not None:
             part["through_the_cache"] = lm.through
             part["reference"] = records[0]["result"]["protocols"][IN_USE]["tasks"]
-        result: dict[str, Any] = {"recipe": subject.recipe.name if subject else REFERENCE, "protocols": {IN_USE: part}}
-        if subject is not None:
-            result["window"] = asdict(subject.recipe.window)
-            result["bits"] = bits.costs(subject.recipe, files.geometry, AT_LENGTH)
-        records.append({
-            "artifact": subject.sha256 if subject is not None and subject.sha256 else result["recipe"],
-            # prompts do not depend on the recipe, and the 16-bit model, asked first, is never refused
-            "corpus": records[0]["corpus"] if records else _digest(prompts),
-            "protocol": about, "environment": used, "result": result,
-        })  # fmt: skip
+        # prompts do not depend on the recipe, and the 16-bit model, asked first, is never refused
+        corpus = records[0]["corpus"] if records else _digest(prompts)
+        records.append(of_subject(files, subject, {IN_USE: part}, AT_LENGTH, corpus, about, used))
     return records
 
 

@@ -1,7 +1,7 @@
 """Compute causal attention of a captured layer, where a part of what a query reads is decoded and the rest exact.
 
-A tile is a run of queries that read the same: (start, stop, keys decoded, values decoded), the last two counted from
-the first token. Tokens that are not decoded are read as they are. Attention's scale is 1/√D.
+A tile is a run of queries that read the same: (start, stop, decoded), the last counted from the first token. Tokens
+that are not decoded are read as they are. Attention's scale is 1/√D.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kvq_runtime.ops import dense, rope
 from kvq_runtime.recipe import Window
 
 Pair = tuple[Tensor, Tensor]
-Tile = tuple[int, int, int, int]
+Tile = tuple[int, int, int]
 TILE = 512  # queries: what a tile's scores take grows with tile × tokens
 
 
@@ -52,7 +52,7 @@ def apply_rope(x_NTC: Tensor, tables: Pair, heads: int) -> Tensor:
 
 def tiles(tokens: int, decoded: int = 0) -> list[Tile]:
     """All queries, reading the first `decoded` tokens decoded."""
-    return [(start, min(start + TILE, tokens), decoded, decoded) for start in range(0, tokens, TILE)]
+    return [(start, min(start + TILE, tokens), decoded) for start in range(0, tokens, TILE)]
 
 
 def passes(tokens: int, step: int, prompt: int = 0) -> list[range]:
@@ -71,19 +71,17 @@ def tiles_in_use(window: Window, tokens: int, step: int, prompt: int = 0) -> lis
         start, stop = one.start, one.stop
         decoded = max(0, start - window.recent) // window.block * window.block
         if runs and runs[-1][2] == decoded and stop - runs[-1][0] <= TILE:
-            runs[-1] = (runs[-1][0], stop, decoded, decoded)
-        else:
-            runs.append((start, stop, decoded, decoded))
+            start = runs.pop()[0]
+        runs.append((start, stop, decoded))
     return runs
 
 
 def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile], head_size: int) -> Tensor:
     """What the chunk's queries read of keys and values after RoPE, before the projection: [N, T, C of the queries]."""
     out = []
-    for start, stop, keys, values in runs:
+    for start, stop, count in runs:
         k, v = (
-            cat([x_hat[:, : min(count, stop)], x[:, count:stop]], 1)
-            for x, x_hat, count in zip(exact, decoded, (keys, values), strict=True)
+            cat([x_hat[:, : min(count, stop)], x[:, count:stop]], 1) for x, x_hat in zip(exact, decoded, strict=True)
         )
         queries, keys_BHSD, values_BHSD = (
             x.unflatten(-1, (-1, head_size)).transpose(1, 2) for x in (chunk.q[:, start:stop], k, v)

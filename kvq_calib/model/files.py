@@ -8,7 +8,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -158,10 +158,8 @@ class ModelFiles:
     @cached_property
     def names(self) -> Mapping[str, str]:
         """The file that holds each tensor; of a model of images, whose text is apart by its names, those of text."""
-        if self.headers is not None:
-            named: Mapping[str, str] | None = {name: one.file for name, one in self.headers.items()}
-        else:
-            named = weight_map(self.path)
+        given = self.headers
+        named = weight_map(self.path) if given is None else {name: one.file for name, one in given.items()}
         if named is None:
             named = dict.fromkeys(_open(self.path / "model.safetensors").keys(), "model.safetensors")
         stem = _stem(named)
@@ -190,14 +188,13 @@ class ModelFiles:
     def copied(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
         """One tensor in the memory of a device, whose reading takes no more than that and PIECE."""
         path = self._file(name)
-        stored = _slice(path, name)
-        copy = torch.empty(stored.get_shape(), dtype=dtype, device=device)
+        copy = torch.empty(_open(path).get_slice(name).get_shape(), dtype=dtype, device=device)
         if not copy.dim():
             return copy.copy_(self.tensor(name))
         rows = max(1, PIECE * len(copy) // self._bytes(name))
         for start in range(0, len(copy), rows):
             # opened anew: pages once read are this process's memory until nothing holds the mapping
-            copy[start : start + rows] = _slice(path, name)[start : start + rows]
+            copy[start : start + rows] = _open(path).get_slice(name)[start : start + rows]
         return copy
 
     def read_ahead(self, layer: int) -> None:
@@ -291,11 +288,14 @@ class ModelFiles:
             raise ValueError(f"{self.id} needs code from its own repository (auto_map); kvq runs no remote code")
         named = self.config.get("architectures")
         found = named[0] if isinstance(named, list) and named else named
-        _check_windows(self)
+        kinds = self.config.get("layer_types")
+        if not isinstance(kinds, list | None):
+            raise ValueError(
+                f"{self.id}: {self.described} has layer_types={kinds!r:.60}; a list of one name a layer is needed"
+            )
         if "text_config" in self.config or found not in ARCHITECTURES or _slides(self):
             return self._check_other(found)
         _check_sizes(self)
-        _check_rope(self)
         _check_weights(self)
         return self
 
@@ -316,7 +316,6 @@ class ModelFiles:
         own = {name: self.config[name] for name in ("architectures", "quantization_config") if name in self.config}
         files = replace(self, config=found | own)
         _check_sizes(files)
-        _check_rope(files)
         decoder.check(files.transformers_config(), self.id)
         _check_weights(files)
         return files
@@ -331,9 +330,8 @@ class ModelFiles:
             raise ValueError(f"{self.id} has no model.safetensors in {self.path}{instead and '; '}{instead}")
         for shard in sorted(set(self.names.values())):
             if Path(shard).name != shard or not (self.path / shard).is_file():
-                raise ArtifactError(
-                    f"{self.id}: the index names {shard!r}, which is not in {self.path}; download it again"
-                )
+                said = f"the index names {shard!r}, which is not in {self.path}"
+                raise ArtifactError(f"{self.id}: {said}; download it again")
             _open(self.path / shard)  # a shard that was cut off is found here, not after hours
 
     def _file(self, name: str) -> Path:
@@ -345,7 +343,7 @@ class ModelFiles:
         if self.headers is not None and name in self.headers:
             return self.headers[name]
         path = self._file(name)
-        found = _slice(path, name)
+        found = _open(path).get_slice(name)
         return Stored(path.name, found.get_dtype(), tuple(found.get_shape()))
 
     def _bytes(self, name: str) -> int:
@@ -367,10 +365,9 @@ def _size(stored: Stored) -> int:
     return _WIDTH.get(stored.dtype, 1) * math.prod(stored.shape)
 
 
-def _stem(names: Iterable[str]) -> str:
+def _stem(names: Mapping[str, Any]) -> str:
     """What the names of the text's tensors begin with."""
-    named = list(names)
-    return next((stem for stem in STEMS if any(name.startswith(f"{stem}layers.0.") for name in named)), STEMS[0])
+    return next((stem for stem in STEMS if any(name.startswith(f"{stem}layers.0.") for name in names)), STEMS[0])
 
 
 def gguf_of(folder: Path) -> str:
@@ -392,7 +389,7 @@ def _check_numbers(files: ModelFiles, config: Mapping[str, Any], optional: Seque
 
 
 def _check_sizes(files: ModelFiles) -> None:
-    """The same, and that heads can share."""
+    """The same, and that heads can share, and RoPE be undone."""
     _check_numbers(files, files.config, OPTIONAL)
     heads, of = files.config["num_attention_heads"], files.geometry.kv_heads
     if files.geometry.head_size > SIZES["head_dim"]:
@@ -402,9 +399,6 @@ def _check_sizes(files: ModelFiles) -> None:
             f"{files.id}: {files.described} has num_key_value_heads={of}; a divisor of num_attention_heads={heads} is "
             "needed"
         )
-
-
-def _check_rope(files: ModelFiles) -> None:
     given = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise ValueError(f"{files.id}: {files.described} has RoPE settings {given!r:.60}; an object is needed")
@@ -413,14 +407,6 @@ def _check_rope(files: ModelFiles) -> None:
     if kind not in (*rope.FIXED_TYPES, PROPORTIONAL):
         raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(rope.FIXED_TYPES)}: types whose "
                          "frequencies change with the length have no one key before RoPE")  # fmt: skip
-
-
-def _check_windows(files: ModelFiles) -> None:
-    kinds = files.config.get("layer_types")
-    if not isinstance(kinds, list | None):
-        raise ValueError(
-            f"{files.id}: {files.described} has layer_types={kinds!r:.60}; a list of one name a layer is needed"
-        )
 
 
 def _slides(files: ModelFiles) -> bool:
@@ -464,7 +450,3 @@ def _places(path: Path, changed: int, size: int) -> Mapping[str, tuple[int, int]
         entries = json.loads(file.read(length))
     ranges = {name: entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"}
     return {name: (8 + length + first, 8 + length + last) for name, (first, last) in ranges.items()}
-
-
-def _slice(path: Path, name: str):
-    return _open(path).get_slice(name)

@@ -78,18 +78,18 @@ class PackedFiles(ModelFiles):
     @cached_property
     def names(self) -> Mapping[str, str]:
         """The file of each weight, or of its codes, by the weight's name."""
-        return {name: self._raw[parts["weight"]] for name, parts in self._parts.items()}
+        return {name: self._raw.names[parts["weight"]] for name, parts in self._parts.items()}
 
     @cached_property
-    def _raw(self) -> Mapping[str, str]:
-        """The file of each tensor, by its own name."""
-        return ModelFiles.names.func(self)
+    def _raw(self) -> ModelFiles:
+        """The same files, tensors by their own names, as they are."""
+        return ModelFiles(self.path, self.id, self.revision, self.config, self.headers)
 
     @cached_property
     def _parts(self) -> Mapping[str, Mapping[str, str]]:
         """{weight: {part: the tensor's own name}}, "weight" that of its codes."""
         found: dict[str, dict[str, str]] = {}
-        for name in self._raw:
+        for name in self._raw.names:
             if FOREIGN.search(name):
                 raise ValueError(
                     f"{self.id} has weights quantized by {self.quantization} in a form that kvq does not read "
@@ -114,9 +114,8 @@ class PackedFiles(ModelFiles):
         if not self._is_packed(name):
             self._check_plain(name)
             return super().copied(name, device, dtype)
-        parts = self._parts[name]
         made = torch.empty(self._stored(name).shape, dtype=dtype, device=device)
-        for place, part in self._dequantized(name, parts):
+        for place, part in self._dequantized(name, self._parts[name]):
             made[place] = part.to(dtype)
         return made
 
@@ -136,13 +135,13 @@ class PackedFiles(ModelFiles):
             )
 
     def _place(self, name: str) -> tuple[Path, int, int]:
-        return super()._place(self._parts[name]["weight"] if name in self._parts else name)
+        return self._raw._place(self._parts.get(name, {"weight": name})["weight"])
 
     def _dequantized(self, name: str, parts: Mapping[str, str]) -> Iterator[tuple[Any, Tensor]]:
         """A weight piece by piece: where the piece belongs, and what it is, float32."""
 
         def read(part: str) -> Tensor:
-            return ModelFiles.tensor(self, parts[part])
+            return self._raw.tensor(parts[part])
 
         shape = self._stored(name).shape
         try:
@@ -177,7 +176,7 @@ class PackedFiles(ModelFiles):
         if not self._is_packed(name):
             return super()._stored(name)
         parts = self._parts[name]
-        codes = self._of(parts["weight"])
+        codes = self._raw._stored(parts["weight"])
         shape = codes.shape
         if "blocks" in parts:
             experts, rows, groups, size = codes.shape
@@ -185,24 +184,14 @@ class PackedFiles(ModelFiles):
         elif "absmax" in parts:
             shape = (2 * math.prod(codes.shape),)  # of what has not been downloaded, elements alone
             if self.headers is None:
-                shape = tuple(_state(ModelFiles.tensor(self, parts["state"]))["shape"])
+                shape = tuple(_state(self._raw.tensor(parts["state"]))["shape"])
         elif "packed" in parts:
             if self.headers is None and "shape" in parts:
-                shape = tuple(ModelFiles.tensor(self, parts["shape"]).tolist())
+                shape = tuple(self._raw.tensor(parts["shape"]).tolist())
             else:
                 rows, words = codes.shape
                 shape = rows, words * WORD // _bits(self.config["quantization_config"])
         return Stored(codes.file, "BF16", shape)
-
-    def _of(self, own: str) -> Stored:
-        """A tensor of the files by its own name."""
-        if self.headers is not None:
-            return self.headers[own]
-        return ModelFiles._stored(self, own)
-
-    def _file(self, name: str) -> Path:
-        """That of a weight, or of a tensor by its own name."""
-        return self.path / self._raw[name] if name in self._raw else super()._file(name)
 
     def _bytes(self, name: str) -> int:
         if not self._is_packed(name):

@@ -4,10 +4,14 @@ Layers are those that a cache compresses, which attend to all tokens. Those that
 with the next one above them, or else with the last.
 
 The layers are transformers' own classes, built without memory and filled from the safetensors files when their turn
-comes, called as their model calls them (`decoder.py`). Attention is a function of ours, which sees keys, values and
-queries by head; what it sees after RoPE is turned back, as a cache does. Of the models in `files.ARCHITECTURES` keys
-and queries are taken where the projection, or the QK-norm after it, puts them out, before any rounding of RoPE. Hidden
-states are those of the uncompressed model: a quantizer's error never enters the residual stream.
+comes, called as their model calls them (`decoder.py`). Files name tensors as the model's authors did: transformers
+knows by type of model how they are renamed, and which are put together, as experts are, which files have one by one.
+Its own rules are applied here, to the tensors of one module at a time.
+
+Attention is a function of ours, which sees keys, values and queries by head; what it sees after RoPE is turned back, as
+a cache does. Of the models in `files.ARCHITECTURES` keys and queries are taken where the projection, or the QK-norm
+after it, puts them out, before any rounding of RoPE. Hidden states are those of the uncompressed model: a quantizer's
+error never enters the residual stream.
 
 E = hidden width · V = vocabulary.
 """
@@ -15,7 +19,7 @@ E = hidden width · V = vocabulary.
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,10 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from kvq_calib.model.decoder import Decoder, Seen, attentions
-from kvq_calib.model.files import ModelFiles
-from kvq_calib.model.weights import Weights
+from kvq_calib.model.files import HEAD, ModelFiles
 from kvq_runtime.geometry import stretches
 from kvq_runtime.hf.model import rotary_module, rotary_name
 from kvq_runtime.ops import product, rope
@@ -65,6 +70,67 @@ def joined(parts: Sequence[Projected]) -> Projected:
     return Projected(torch.cat(k), torch.cat(v), torch.cat(q) if q else None, parts[0].softmax)
 
 
+class Weights:
+    """The tensors of a model's files, by the parameters of transformers' model."""
+
+    def __init__(self, files: ModelFiles, decoder: Decoder):
+        self.files, self._decoder = files, decoder
+        rules = get_model_conversion_mapping(decoder.whole)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._converter = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        known, prefix = dict.fromkeys(decoder.parameters, True), decoder.whole.base_model_prefix
+        # {parameter: the tensors that it is made of, each with the pattern of the rule that put it here, if one did}
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}
+        for name in sorted(files.names, key=dot_natural_key):
+            target, pattern = name, None
+            if name not in known:
+                target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+            self._sources.setdefault(target, []).append((name, pattern))
+        own = any(HEAD in name for name in files.names)
+        if decoder.output not in self._sources and decoder.table in self._sources and not own:
+            self._sources[decoder.output] = self._sources[decoder.table]  # tied
+
+    def filled(self, empty: nn.Module, prefix: str, device: torch.device) -> nn.Module:
+        """A copy of a module with weights of its own. `prefix`: what its parameters' names begin with in the model."""
+        module = copy.deepcopy(empty)
+        wanted = {name: parameter.dtype for name, parameter in module.state_dict().items()}
+        tensors: dict[str, Tensor] = {}
+        for name, dtype in wanted.items():
+            if name not in tensors:
+                tensors |= self._made(prefix, name, device, dtype)
+        try:
+            module.load_state_dict({name: tensors[name] for name in wanted if name in tensors}, assign=True)
+        except RuntimeError as error:
+            raise ValueError(f"the weights of {self.files.id} do not fit its config.json: {error}") from error
+        return self._decoder.settled(module.requires_grad_(False), device)
+
+    def stored(self, target: str) -> str:
+        """The one tensor of the files that a parameter is. ValueError if there is none, or it is made of several."""
+        parts = self._sources.get(target, [])
+        if len(parts) != 1:
+            raise ValueError(f"{self.files.id} has {len(parts)} tensors for {target}, not one; is the folder complete?")
+        return parts[0][0]
+
+    def _made(self, prefix: str, name: str, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """A parameter of a module, and what its rule makes beside it, by their names; nothing if no file has it."""
+        target = prefix + name
+        parts = self._sources.get(target)
+        if parts is None:
+            return {}
+        tensors = [self.files.copied(stored, device, dtype) for stored, _ in parts]
+        found = self._converter.get(parts[0][1] or "")
+        if found is None:
+            return {name: tensors[0]}
+        rule: Any = copy.deepcopy(found)
+        for (stored, pattern), tensor in zip(parts, tensors, strict=True):
+            rule.add_tensor(target, stored, pattern, tensor)
+        del tensors
+        made = rule.convert(target, model=self._decoder.whole, config=self._decoder.config)
+        first = {key: one[0] if isinstance(one, list) else one for key, one in made.items()}
+        return {key.removeprefix(prefix): tensor for key, tensor in first.items()}
+
+
 class Stream:
     """A model of which the device holds one layer at a time.
 
@@ -88,7 +154,7 @@ class Stream:
     @property
     def layer_bytes(self) -> int:
         """Return the bytes of the largest layer on the device, with those that are run with it."""
-        sizes = [sum(map(_bytes, layer.parameters())) for layer in self._decoder.layers]
+        sizes = [sum(one.nbytes for one in layer.parameters()) for layer in self._decoder.layers]
         return max(sum(sizes[n] for n in own) for own in self._stretches)
 
     @torch.no_grad()
@@ -168,8 +234,7 @@ class Layer:
     def forward(self, h_BTE: Tensor, queries: bool = False) -> Captured:
         """Run the layer on whole sequences, causally, from position 0."""
         out_BTE = self._run(self._given(h_BTE))
-        found = self._captured(queries)
-        return Captured(**vars(found), h_BTE=out_BTE)
+        return Captured(**vars(self._captured(queries)), h_BTE=out_BTE)
 
     def gradients(self, h_BTE: Tensor, above_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Carry a gradient with respect to the layer's output below it.
@@ -190,7 +255,7 @@ class Layer:
     def through(self, h_BTE: Tensor, answered: Callable[..., AbstractContextManager] | None = None) -> Tensor:
         """Run the layer on whole sequences, and hand out nothing of it.
 
-        answered   what has a cache answer its attention (`evaluate/reads.py`); None: it is the model's own
+        answered   what has a cache answer its attention (`evaluate/caches.py`); None: it is the model's own
         """
         stream, h_BTE = self._stream, self._given(h_BTE)
         if answered is None:
@@ -247,11 +312,8 @@ class Layer:
 
 def _is_plain(mlp: nn.Module | None) -> bool:
     """True if all parameters of an MLP are linear layers: it works on any number of tokens, which experts need not."""
-    parts = (
-        []
-        if mlp is None
-        else [part for part in mlp.modules() if next(part.parameters(recurse=False), None) is not None]
-    )
+    inner = () if mlp is None else mlp.modules()
+    parts = [part for part in inner if next(part.parameters(recurse=False), None) is not None]
     return bool(parts) and all(type(part) is nn.Linear for part in parts)
 
 
@@ -349,7 +411,3 @@ def default_dtype(files: ModelFiles, device: torch.device) -> torch.dtype:
     if device.type == "cpu" and not (files.dtype == torch.bfloat16 and product.multiplies_bfloat16()):
         return torch.float32
     return files.dtype
-
-
-def _bytes(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.element_size()

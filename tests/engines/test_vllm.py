@@ -19,8 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm_server import MODEL, PATIENCE, Server, alike, losses, served, tokens_of_a_text
 
-from kvq_calib.evaluate.full import FullCache
-from kvq_calib.evaluate.reads import counting
+from kvq_calib.evaluate.caches import FullCache, attending
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
@@ -53,7 +52,7 @@ def test_perplexity_is_that_of_a_full_encode(server: Server, text: list[int]):
     expected = {}
     for name in ("exact", RECIPE):
         cache = FullCache(preset(name), model, length=512)
-        with torch.no_grad(), counting(model, cache):
+        with torch.no_grad(), attending(model, cache):
             logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
         expected[name] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
     found = losses(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)

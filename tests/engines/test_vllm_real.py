@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm_server import Server, losses, served, tokens_of_a_text
 
-from kvq_calib.evaluate.full import FullCache
-from kvq_calib.evaluate.reads import counting
+from kvq_calib.evaluate.caches import FullCache, attending
 from kvq_calib.model import find as models
 from kvq_runtime.recipe import preset
 
@@ -63,7 +62,7 @@ def test_perplexity_is_that_of_a_full_encode(server: Server, folder: Path, recip
     expected = {}
     for name in ("exact", recipe):
         cache = FullCache(preset(name), model, length=LENGTH)
-        with torch.no_grad(), counting(model, cache):
+        with torch.no_grad(), attending(model, cache):
             logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
         expected[name] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
     found = losses(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)

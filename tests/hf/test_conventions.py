@@ -14,7 +14,7 @@ from generating import generate, kvq
 from models import prompt, random_model
 from transformers import AttentionInterface
 
-from kvq_calib.evaluate.witness import WitnessCache
+from kvq_calib.evaluate.caches import WitnessCache
 from kvq_runtime import KVQCache
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact

@@ -117,7 +117,7 @@ MUTANTS = [
     Mutant(
         "full-late",
         "a full encode encodes after the layer has been read",
-        "kvq_calib/evaluate/full.py",
+        "kvq_calib/evaluate/caches.py",
         "self.blocks.encoder.flush(layer)",
         "pass",
         ("calib/evaluate/test_full.py",),
@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant(
         "reads-sinks",
         "exact sinks are counted as decoded",
-        "kvq_calib/evaluate/reads.py",
+        "kvq_calib/evaluate/caches.py",
         "range(min(self.blocks.recipe.window.sinks, encoded), encoded)",
         "range(encoded)",
         ("calib/evaluate/test_full.py",),

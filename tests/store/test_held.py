@@ -11,7 +11,7 @@ from filled import filled
 from representative import REPRESENTATIVE
 from written import EVERY
 
-from kvq_calib.evaluate.bits import costs
+from kvq_calib.evaluate.subject import costs
 from kvq_calib.model import find as models
 from kvq_calib.model.catalog import CATALOG
 from kvq_runtime.artifact import artifact, recipe_text

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from kvq_calib.cli import commands
-from kvq_calib.evaluate import compare, perplexity, record
+from kvq_calib.evaluate import perplexity, record, subject
 from kvq_calib.job import prepare
 from kvq_calib.report import plots, tables
 from kvq_calib.run import calibrate as graph
@@ -156,7 +156,7 @@ def test_what_chooses_bits_is_named_like_a_recipe(model, tmp_path, monkeypatch, 
 
 
 def test_every_family_is_represented_by_default():
-    chosen = {recipe.name for recipe in compare.choose([], Geometry(6, 2, 64))[0]}
+    chosen = {recipe.name for recipe in subject.choose([], Geometry(6, 2, 64))[0]}
     for name, recipes in families().items():
         assert name == "exact" or chosen & {recipe.name for recipe in recipes}, name
     for name, one in facts().items():
@@ -165,15 +165,15 @@ def test_every_family_is_represented_by_default():
 
 def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name():
     small = Geometry(5, 4, 8)
-    found, notes = compare.choose(["all"], small)
+    found, notes = subject.choose(["all"], small)
     assert found and all(recipe.check(small) is recipe for recipe in found)
     assert len(found) + len(notes) == len(presets())
     assert any(note.startswith("aqua-2bit-quanto is left out: ") for note in notes)
     with pytest.raises(ValueError, match="no recipe 'aqua-9bit'"):
-        compare.choose(["aqua-9bit"], small)
+        subject.choose(["aqua-9bit"], small)
     for note in notes:
         with pytest.raises(ValueError):
-            compare.choose([note.split()[0]], small)
+            subject.choose([note.split()[0]], small)
 
 
 def result(kl: float, bits: float) -> script.Cost:
@@ -196,7 +196,7 @@ def test_a_claim_is_judged_with_its_bits(better, worse, says):
     assert script.verdict(better, worse) == says
     for name, one in facts().items():
         for claim in one.claims:
-            assert {claim.better, claim.worse} <= set(compare.chosen()), f"{name}: name these in `compared`: {claim}"
+            assert {claim.better, claim.worse} <= set(subject.compared()), f"{name}: name these in `compared`: {claim}"
 
 
 def offered(recipe: str, bits: float, reported: float, chosen: float | None = None) -> script.Cost:

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
-from kvq_calib.evaluate import conversation
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import preset
+from scripts import conversation
 
 DEMO = models.resolve("demo")
 TEMPLATE = (

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from kvq_calib.evaluate import decode
+from kvq_calib.evaluate.caches import WitnessCache, attending
 from kvq_calib.evaluate.ledger import Ledger
-from kvq_calib.evaluate.perplexity import attending
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.subject import Subject
-from kvq_calib.evaluate.witness import WitnessCache
 from kvq_calib.model import find as models
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.artifact import recipe_text

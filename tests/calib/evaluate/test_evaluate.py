@@ -115,7 +115,7 @@ def test_a_prompt_longer_than_the_window_is_refused(demo):
 
 def test_tiles_in_use_begin_with_the_prompt():
     window = preset("higgs-2bit").with_exact(sinks=0, recent=8).window
-    expected = [(0, 140, 0, 0), (140, 340, 128, 128), (340, 420, 256, 256)]
+    expected = [(0, 140, 0), (140, 340, 128), (340, 420, 256)]
     assert attention.tiles_in_use(window, 420, 100, 140) == expected
 
 

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM
 
 import kvq_calib
 import kvq_runtime
-from kvq_calib.evaluate import full, gate, ledger, perplexity, record
-from kvq_calib.evaluate.full import FullCache
+from kvq_calib.evaluate import caches, gate, ledger, perplexity, record
+from kvq_calib.evaluate.caches import CountedCache, FullCache, Reads, attending
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
-from kvq_calib.evaluate.reads import CountedCache, Reads, counting
 from kvq_calib.evaluate.subject import find
 from kvq_calib.model import find as models
 from kvq_calib.report import plots, sections, tables
@@ -53,7 +52,7 @@ def tensors_of(recipe):
 
 
 def logits_of(model, tokens_BT, cache):
-    with torch.inference_mode(), counting(model, cache):
+    with torch.inference_mode(), attending(model, cache):
         return model(tokens_BT, past_key_values=cache, use_cache=True).logits.double()
 
 
@@ -150,7 +149,7 @@ def test_shares_in_use_are_those_of_a_count_by_hand(small, recent, block, step):
     """With a codec that changes nothing, weights are those of the model, and only the window says what was decoded."""
     recipe = replace(preset("exact"), window=Window(sinks=3, recent=recent, block=block))
     cache = CountedCache(recipe, small.model)
-    with torch.inference_mode(), counting(small.model, cache):
+    with torch.inference_mode(), attending(small.model, cache):
         for part in small.tokens.split(step, 1):
             small.model(part, past_key_values=cache, use_cache=True)
     assert cache.reads is not None
@@ -209,7 +208,7 @@ def test_whether_a_window_encodes_anything_is_known_before(small, length):
     recipe = replace(preset("rtn-2bit"), window=Window(sinks=3, recent=64, block=32))
     cache = FullCache(recipe, small.model, length=length)
     logits_of(small.model, small.tokens[:, :length], cache)
-    assert full.encodes(recipe, length) == (cache.blocks.layers[0].encoded > 0) == (length == 32)
+    assert caches.encodes(recipe, length) == (cache.blocks.layers[0].encoded > 0) == (length == 32)
 
 
 def test_our_own_attention_is_counted_as_the_models_is(small):
@@ -218,7 +217,7 @@ def test_our_own_attention_is_counted_as_the_models_is(small):
     for inner in ("sdpa", "kvq"):
         cache = CountedCache(preset("aqua-2bit").with_exact(recent=40), small.model, tensors_of(preset("aqua-2bit")))
         cache.inner = inner
-        with torch.inference_mode(), counting(small.model, cache):
+        with torch.inference_mode(), attending(small.model, cache):
             for part in small.tokens.split(32, 1):
                 small.model(part, past_key_values=cache, use_cache=True)
         assert cache.reads is not None
@@ -230,7 +229,7 @@ def test_evicted_tokens_are_counted_as_not_read(small):
     recipe = preset("h2o").with_exact(recent=0)
     cache = CountedCache(recipe, small.model)
     unread = 0
-    with torch.inference_mode(), counting(small.model, cache):
+    with torch.inference_mode(), attending(small.model, cache):
         for part in small.tokens.split(30, 1):
             unread += part.shape[1] * cache.blocks.positions.dropped
             small.model(part, past_key_values=cache, use_cache=True)
@@ -248,7 +247,7 @@ def test_a_fit_to_the_prompt_sees_the_first_half_alone(small):
         logits_of(small.model, tokens, cache)
         fitted.append([tensor for codec in cache.blocks.layers[1].codecs for tensor in codec.tensors])
     assert fitted[0] and all(torch.equal(*pair) for pair in zip(*fitted, strict=True))
-    assert full.fit_tokens(recipe, LENGTH) == LENGTH // 2 and full.fit_tokens(preset("kivi-2bit"), LENGTH) is None
+    assert caches.fit_tokens(recipe, LENGTH) == LENGTH // 2 and caches.fit_tokens(preset("kivi-2bit"), LENGTH) is None
     other[:, 5] = 7
     cache = FullCache(recipe, small.model, length=LENGTH)
     logits_of(small.model, other, cache)
@@ -291,9 +290,9 @@ def test_one_pass_a_cache(small):
                                         ("svdq-shadow-2bit-v4-128", "held, or read")])  # fmt: skip
 def test_what_chooses_tokens_has_no_full_encode(small, name, word):
     recipe = preset(name)
-    assert word in (full.refusal(recipe) or "")
+    assert word in (caches.refusal(recipe) or "")
     with pytest.raises(ValueError, match=word):
-        full.encoding_all(recipe, LENGTH)
+        caches.encoding_all(recipe, LENGTH)
 
 
 def evaluated(small, names, length=256, kept=NOWHERE, **settings):

@@ -11,8 +11,8 @@ import tiny
 import torch
 from architectures import random
 
-from kvq_calib.evaluate import layered, perplexity, record
-from kvq_calib.evaluate.full import FullCache
+from kvq_calib.evaluate import perplexity, record
+from kvq_calib.evaluate.caches import FullCache
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.record import Protocol
 from kvq_calib.evaluate.subject import Subject
@@ -67,7 +67,7 @@ def test_it_is_the_whole_models_full_encode(small):
             assert figures(one) == figures(other) and "reason" in figures(one)
         else:
             near(figures(one), figures(other))
-        assert one["result"]["protocols"]["in-use"] == {"reason": layered.ONLY_FULL}
+        assert one["result"]["protocols"]["in-use"] == {"reason": perplexity.ONLY_FULL}
         assert {**one["result"], "protocols": 0} == {**other["result"], "protocols": 0}
 
 
@@ -102,12 +102,12 @@ def test_each_layer_is_read_once_and_what_is_kept_is_not_done_again(small, tmp_p
         return {name: lambda name=name: FullCache(preset(name), stream.blank, length=LENGTH) for name in names}
 
     given, ledger = (stream, small.batch.tokens_BT), Ledger(tmp_path)
-    first = layered.scores(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, ledger)
+    first = perplexity.layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, ledger)
     assert read == dict.fromkeys(range(stream.layers), 1) and sum(done) == 3 * small.batch.tokens_BT.numel()
     assert len(done) > stream.layers, "it is told while layers are run"
-    again = layered.scores(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, ledger)
+    again = perplexity.layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, ledger)
     assert again == first and read.total() == stream.layers
-    more = layered.scores(*given, caches("higgs-2bit", "rtn-4bit"), 1, done.append, ledger)
+    more = perplexity.layered(*given, caches("higgs-2bit", "rtn-4bit"), 1, done.append, ledger)
     assert read.total() == 2 * stream.layers and more["higgs-2bit"] == first["higgs-2bit"]
     assert more[perplexity.REFERENCE] == first[perplexity.REFERENCE] and sum(done) == 9 * small.batch.tokens_BT.numel()
 
@@ -126,7 +126,7 @@ def test_it_is_done_where_the_model_does_not_fit(small, tmp_path, monkeypatch, c
     assert cli.main(words) == 0
     (found,) = json.loads(capsys.readouterr().out)
     near(figures(found), figures(whole))
-    assert found["result"]["protocols"]["in-use"] == {"reason": layered.ONLY_FULL}
+    assert found["result"]["protocols"]["in-use"] == {"reason": perplexity.ONLY_FULL}
     assert list(found["result"]["texts"]["other"]["protocols"]) == ["full"]
     assert "relative" in whole["result"]["protocols"]["in-use"]
     assert cli.main([*words, "--protocol", "in-use"]) != 0

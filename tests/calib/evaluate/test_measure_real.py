@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import tiny
 
-from kvq_calib.evaluate import positions
 from kvq_calib.report import plots, tables
 from kvq_runtime.artifact import artifact
 from kvq_runtime.recipe import presets
-from scripts import compare_models, measure_real, real_page, real_use
+from scripts import compare_models, measure_real, positions, real_page, real_use
 
 RECIPES = ("rtn-4bit", "mean-higgs-2bit", "subkv-2bit")
 

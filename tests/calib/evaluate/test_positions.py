@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from kvq_calib.evaluate import perplexity, positions
-from kvq_calib.evaluate.full import FullCache
+from kvq_calib.evaluate import perplexity
+from kvq_calib.evaluate.caches import FullCache
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import preset
+from scripts import positions
 
 FILES = models.resolve("demo")
 LENGTH, STEP = 300, 50

@@ -11,9 +11,9 @@ from transformers.cache_utils import DynamicCache
 
 from kvq_calib.cli import commands
 from kvq_calib.cli import subcommands as commanded
-from kvq_calib.evaluate import answers, cases, tasks
+from kvq_calib.evaluate import cases, tasks
+from kvq_calib.evaluate.caches import CountedCache
 from kvq_calib.evaluate.ledger import Ledger
-from kvq_calib.evaluate.reads import CountedCache
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model import find as models
@@ -80,17 +80,17 @@ def test_likeliest_tokens_in_one_pass_are_those_of_greedy_steps(files, model):
     """A full encode with exact codes grades as steps do, whatever the model's answers are."""
     made = [cases.make(files, "needle", seed, 256, 0.5) for seed in range(3)]
     with torch.inference_mode():
-        stepped = answers.stepped(model, DynamicCache(config=model.config), made)
+        stepped = tasks.stepped(model, DynamicCache(config=model.config), made)
         whole = [replace(case, right=tuple(tuple(one) for one in own)) for case, own in zip(made, stepped, strict=True)]
-        again, share = answers.encoded(model, subject("exact"), whole)
+        again, share = tasks.encoded(model, subject("exact"), whole)
     assert again == stepped and share == pytest.approx((256 - preset("exact").window.sinks) / 256)
 
 
 def test_rows_side_by_side_answer_as_alone(files, model):
     made = [cases.make(files, "recall", seed, 384, 0.5) for seed in range(3)]
     with torch.inference_mode():
-        together = answers.stepped(model, CountedCache(preset("rtn-4bit"), model), made)
-        alone = [answers.stepped(model, CountedCache(preset("rtn-4bit"), model), [one])[0] for one in made]
+        together = tasks.stepped(model, CountedCache(preset("rtn-4bit"), model), made)
+        alone = [tasks.stepped(model, CountedCache(preset("rtn-4bit"), model), [one])[0] for one in made]
     assert together == alone
     assert len({case.shape for case in made}) == 1
 

@@ -18,9 +18,8 @@ from models import prompt
 from tiers import some
 from transformers import AutoModelForCausalLM
 
-from kvq_calib.evaluate import errors
-from kvq_calib.evaluate.full import FullCache
-from kvq_calib.evaluate.reads import CountedCache, counting
+from kvq_calib.evaluate import caches, errors
+from kvq_calib.evaluate.caches import CountedCache, FullCache
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.streamed import Stream
@@ -140,9 +139,9 @@ def test_layers_that_slide_are_evaluated_as_they_are(folders, tmp_path, monkeypa
         )
         with torch.no_grad():
             expected = model(ids).logits
-            with counting(model, whole):
+            with caches.attending(model, whole):
                 found = model(ids, past_key_values=whole).logits
-            with counting(model, steps):
+            with caches.attending(model, steps):
                 parts = [model(part, past_key_values=steps).logits for part in ids.split(64, 1)]
         losses.append([float((one - expected).norm() / expected.norm()) for one in (found, torch.cat(parts, 1))])
         assert whole.reads.pairs == steps.reads.pairs == 2 * 2 * 256 * 257 // 2

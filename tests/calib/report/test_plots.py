@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from kvq_calib.evaluate import compare
+from kvq_calib.evaluate.subject import compared
 from kvq_calib.report import fit_plots, labels, plots, tables
 from kvq_calib.report import looks as draw
 from kvq_calib.report import panels as points
@@ -75,14 +75,14 @@ def written(axis) -> dict[str, Annotation]:
 def test_every_family_has_its_own_look_in_every_picture():
     for one, other in itertools.combinations(families(), 2):
         assert families()[one] != families()[other], f"{one} and {other} look alike: give one another `look`"
-    chosen = compare.chosen()
+    chosen = compared()
     alone = {name: looks([name])[0] for name in chosen}
     for name, look in zip(chosen[::-1], looks(chosen[::-1]), strict=True):
         assert (look.colour, look.marker) == (alone[name].colour, alone[name].marker) == families()[family(name)]
 
 
 def test_no_two_lines_of_a_picture_are_alike():
-    given = [*compare.chosen(), "mine", "yours", *["aqua-klt-1bit"] * 20]
+    given = [*compared(), "mine", "yours", *["aqua-klt-1bit"] * 20]
     lines = [look.line for look in looks(given)]
     keys = ("color", "marker", "linestyle", "fillstyle")
     assert len({tuple(line[key] for key in keys) for line in lines}) == len(given)
@@ -274,7 +274,7 @@ def test_our_recommendation_is_marked():
 
 def test_of_many_recipes_the_frontier_and_one_of_each_family_are_named():
     chance = random.Random(1)
-    given = {name: (1 + 3 * chance.random(), 10 ** -(1 + 2 * chance.random())) for name in compare.chosen()}
+    given = {name: (1 + 3 * chance.random(), 10 ** -(1 + 2 * chance.random())) for name in compared()}
     figure = plots.frontier.__wrapped__([some(given)], True, 10, 6)
     (axis,) = figure.axes
     best = {one.recipe for one in points.frontier(points.points(some(given), points.KL, "full"))}

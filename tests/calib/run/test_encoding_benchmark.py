@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from benchmarks import calibration
-from kvq_calib.evaluate.full import FullCache
-from kvq_calib.evaluate.reads import counting
+from kvq_calib.evaluate.caches import FullCache, attending
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_runtime.recipe import preset
@@ -34,7 +33,7 @@ def test_a_timed_cache_gives_what_a_full_encode_gives_and_times_each_layer_once(
     plain = FullCache(recipe, model, length=LENGTH)
     logits = []
     for cache in (timed, plain):
-        with counting(model, cache):
+        with attending(model, cache):
             logits.append(model(tokens_BT, past_key_values=cache, use_cache=True).logits)
     assert torch.equal(*logits)
     assert timed.spent == {"encode": LAYERS, "decode": LAYERS}, "one tick a layer, between two looks at the clock"

@@ -8,9 +8,9 @@ both at a time. What the 16-bit model gave is a tensor that a file can hold: all
     kl       Σ p (log p - log q), in nats
     agreed   whether the likeliest tokens are the same
 
-Differs from `perplexity.py`: figures are of tokens, not of windows; what attention read is not counted, which would
-repeat it; and sums are in float32 of differences of logits, whose rounding is as small as those are. With d = log-odds
-moved, kl = log Σ p e^d - Σ p d, for any constant in d.
+Differs from `kvq_calib/evaluate/perplexity.py`: figures are of tokens, not of windows; what attention read is not
+counted, which would repeat it; and sums are in float32 of differences of logits, whose rounding is as small as those
+are. With d = log-odds moved, kl = log Σ p e^d - Σ p d, for any constant in d.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvq_calib.evaluate.perplexity import Score, attending
+from kvq_calib.evaluate.caches import attending
+from kvq_calib.evaluate.perplexity import Score
 from kvq_calib.model.attention import passes
 
 SLICE = 128  # tokens whose logits are in memory
@@ -140,14 +141,5 @@ def encoded(cache: Any) -> int:
 
 def part(found: Score, exact: Score, bins: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """The figures of one protocol, as records have them."""
-    relative, spread = found.against(exact)
-    return {
-        "reference_perplexity": exact.perplexity,
-        "tokens": found.tokens,
-        "perplexity": found.perplexity,
-        "relative": relative,
-        "relative_se": spread,
-        "kl": found.kl,
-        "top1": found.top1,
-        "windows": {"loss": found.losses, "reference_loss": exact.losses, "kl": found.kls},
-    } | ({"bins": list(bins)} if bins else {})
+    reference = {"reference_perplexity": exact.perplexity, "tokens": found.tokens}
+    return reference | found.figures(exact) | ({"bins": list(bins)} if bins else {})

@@ -2,7 +2,7 @@
 
 A user's turn goes into every cache in one pass, which reads what the cache gives back of the turns before. Then the
 16-bit model answers greedily, to the end of its turn or so many tokens, and every cache reads that answer, a token a
-pass, as in `decode.py`: the next turn finds all caches with the same history. Of each turn
+pass, as in `kvq_calib/evaluate/decode.py`: the next turn finds all caches with the same history. Of each turn
 
     first     the first token of the answer in which the likeliest differ; None: it never left
     kl, top1  as there, over the answer; `entropy`, of the 16-bit model, nats
