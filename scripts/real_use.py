@@ -19,7 +19,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvq_calib.cli import commands
-from kvq_calib.evaluate import cases, decode, tasks
+from kvq_calib.evaluate import decode, tasks
 from kvq_calib.evaluate.caches import WitnessCache
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.record import load_model, weights
@@ -50,7 +50,7 @@ def needles(args: argparse.Namespace, files: ModelFiles) -> int:
     name = "needles-16bit" if args.first else "needles"
     kept = Kept(args.results / f"{name}.json", args.again)
     chosen = args.tasks or (TASKS if args.first else used(args.results, args.chat))
-    essays = cases.haystack(measure_real.source("book") or "demo")
+    essays = tasks.haystack(measure_real.source("book") or "demo")
     subjects = [None] if args.first else _subjects(args, files)
     for chat in _forms(files) if args.first else (args.chat,):
         for length in (length for length in _lengths(args) if length <= files.context):
@@ -72,7 +72,7 @@ def needles(args: argparse.Namespace, files: ModelFiles) -> int:
 def _forms(files: ModelFiles) -> list[bool]:
     """Plainly, and in a chat where the model has a form for it."""
     try:
-        cases.turn(files.path)
+        tasks.turn(files.path)
     except ValueError as error:
         print(f"asked plainly alone: {error}", file=sys.stderr)
         return [False]

@@ -18,7 +18,7 @@ import torch
 from kvq_calib.bench import contenders, rounds
 from kvq_calib.cli.arguments import device_of, progress_bar, protocol_of, told, used
 from kvq_calib.cli.progress import Bar
-from kvq_calib.evaluate import cases, decode, record, tasks
+from kvq_calib.evaluate import decode, record, tasks
 from kvq_calib.evaluate import probe as probes
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import Subject, choose, find, keep
@@ -140,7 +140,7 @@ def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subje
     device, groups = used(args), []
     if own:
         lengths = args.lengths or [length for length in tasks.LENGTHS if length <= files.context]
-        essays = cases.haystack(args.haystack) if set(own) & set(ruler.ESSAYS) else None
+        essays = tasks.haystack(args.haystack) if set(own) & set(ruler.ESSAYS) else None
         plan = tasks.Plan(
             tuple(own), tuple(lengths), tuple(args.depths), args.samples, args.seed, protocol.protocols, essays,
             args.chat, args.answer,

@@ -8,7 +8,8 @@
 
 The 16-bit model does the first once, and its figures stand under both. A run in which nothing was encoded that a
 question could read gives a reason, and no figures. The score of a text is the share of its questions that were answered
-right, or of RULER's references that the answer contains.
+right, or of RULER's references that the answer contains. Texts are of symbols for the recall model; for any other they
+are in words, as RULER's.
 """
 
 import hashlib
@@ -16,29 +17,52 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.caches import CountedCache, FullCache, Reads, attending, refusal
-from kvq_calib.evaluate.cases import Case, known, make, of_symbols
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
 from kvq_calib.evaluate.perplexity import REFERENCE, ROW_TOKENS
 from kvq_calib.evaluate.record import load_model, of_subject, setting
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
+from kvq_calib.tasks import ruler, symbols, synthetic
 from kvq_calib.tasks.ruler import Haystack
+from kvq_calib.text import corpus, tokenizer
+from kvq_runtime.disk.gguf import is_gguf
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
 
 Progress = Callable[[int], object]
-Texts = Mapping[tuple[int, str], Sequence[tuple[float, Case]]]  # by length and task: (depth, text)
+Texts = Mapping[tuple[int, str], Sequence[tuple[float, "Case"]]]  # by length and task: (depth, text)
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 LENGTHS = (1024, 4096)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A text as tokens, its questions, how many tokens answer each, and the score of answers.
+
+    right   the tokens of the right answers; None: answers are words
+    """
+
+    context: tuple[int, ...]
+    asked: tuple[tuple[int, ...], ...]
+    steps: tuple[int, ...]
+    score: Callable[[Sequence[Sequence[int]]], float]
+    right: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Cases of one shape go through the model side by side."""
+        return (len(self.context), *map(len, self.asked), *self.steps)
 
 
 @dataclass(frozen=True)
@@ -269,3 +293,98 @@ def _nothing(recipe: Recipe, length: int, protocol: str) -> str:
     exact = window.recent if protocol == IN_USE else 0
     return (f"nothing was encoded: texts of {length} tokens are shorter than {exact} recent tokens and a block of "
             f"{window.block}, or all sinks; use longer ones")  # fmt: skip
+
+
+def known(files: ModelFiles) -> Sequence[str]:
+    """The tasks that a model can be asked: those of symbols if it speaks them, else RULER's."""
+    return list(synthetic.TASKS if of_symbols(files) else ruler.TASKS)
+
+
+def make(
+    files: ModelFiles, task: str, seed: int, length: int, depth: float, haystack: Haystack | None = None,
+    chat: bool = False, steps: int | None = None,
+) -> Case:  # fmt: skip
+    """One text of at most `length` tokens, of symbols exactly that number, with question and answer.
+
+    haystack   text of those of RULER's tasks that use essays
+    chat       text and question are a user's turn, in the model's own form, and the answer begins in the next
+    steps      the most tokens of an answer in words; None: the benchmark's
+    """
+    if of_symbols(files):
+        if chat:
+            raise ValueError(f"{files.id} speaks in symbols and has no form for a chat; leave it out")
+        return _symbolic(task, seed, length, depth)
+    frame = turn(files.path) if chat else ("", "")
+    return _worded(_tokenizer(files.path), task, seed, length, depth, haystack, frame, steps)
+
+
+@lru_cache(maxsize=4)
+def turn(folder: Path) -> tuple[str, str]:
+    """Return the text that a model's chat template puts before a user's first words, and the text after them.
+
+    Raises ValueError for a model that has no template.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer, mark = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), "\x00the user's words\x00"
+    if not tokenizer.chat_template:
+        raise ValueError(f"{folder.name} has no chat template: it is no chat model; leave --chat out")
+    said = tokenizer.apply_chat_template(
+        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
+    )
+    before, _, after = str(said).partition(mark)
+    return before, after
+
+
+def haystack(source: str) -> Haystack:
+    """The documents of a corpus, as `--corpus` takes it, in which needles are hidden."""
+    found = corpus.load(corpus.pin(source))
+    return Haystack.of(found.name, found.digest, found.texts)
+
+
+def of_symbols(files: ModelFiles) -> bool:
+    """True if a model's tokenizer is that of the recall model."""
+    if files.vocabulary != symbols.SIZE or not (files.path / "tokenizer.json").is_file():
+        return False
+    return _tokenizer(files.path).get_vocab() == {word: id for id, word in enumerate(symbols.words())}
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(folder: Path) -> Tokenizer:
+    if not is_gguf(folder) and not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json, which makes texts into tokens; give the folder of a whole model"
+        )
+    return tokenizer.load(folder)[0]
+
+
+def _symbolic(task: str, seed: int, length: int, depth: float) -> Case:
+    made = synthetic.TASKS[task](seed, length, depth)
+    asked, right = zip(*made.questions, strict=True)
+
+    def score(answers: Sequence[Sequence[int]]) -> float:
+        return sum(tuple(one) == other for one, other in zip(answers, right, strict=True)) / len(right)
+
+    return Case(made.context, asked, tuple(map(len, right)), score, right)
+
+
+def _worded(
+    tokenizer: Tokenizer, task: str, seed: int, length: int, depth: float, essays: Haystack | None,
+    frame: tuple[str, str] = ("", ""), steps: int | None = None,
+) -> Case:  # fmt: skip
+    chat = frame != ("", "")  # whose template has the token that begins a text
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode("".join((frame[0], text, frame[1])), add_special_tokens=not chat).ids)
+
+    made = ruler.fitted(task, seed, length, depth, count, essays, steps)
+    context = frame[0] + made.context
+    begun = made.begun.removeprefix(" Answer:").lstrip() if chat else made.begun
+    whole = tokenizer.encode(context + made.question + frame[1] + begun, add_special_tokens=not chat)
+    # the question begins with the token that its first character is in: the prompt is tokenized as one text
+    cut = next(place for place, (_, end) in enumerate(whole.offsets) if end > len(context))
+
+    def score(answers: Sequence[Sequence[int]]) -> float:
+        return ruler.score(tokenizer.decode(list(answers[0])), made.references)
+
+    return Case(tuple(whole.ids[:cut]), (tuple(whole.ids[cut:]),), (made.steps,), score)

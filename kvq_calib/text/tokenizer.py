@@ -55,9 +55,6 @@ class Encoder:
 
 def load(folder: Path) -> tuple[Tokenizer, str]:
     """The tokenizer of a model, and its sha256."""
-    if gguf.is_gguf(folder):
-        found = whole(folder).backend_tokenizer
-        return found, hashlib.sha256(found.to_str().encode()).hexdigest()
     file = folder / "tokenizer.json"
     if file.is_file():
         data = files.read(file.resolve(), LIMIT)
@@ -68,6 +65,8 @@ def load(folder: Path) -> tuple[Tokenizer, str]:
     try:
         found = whole(folder).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
+        if gguf.is_gguf(folder):
+            raise
         why = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{folder} has no tokenizer.json, and no other tokenizer is found there ({why:.160}); put the model's "

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvq_calib.cli import commands
 from kvq_calib.cli import subcommands as commanded
-from kvq_calib.evaluate import cases, tasks
+from kvq_calib.evaluate import tasks
 from kvq_calib.evaluate.caches import CountedCache
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.record import load_model
@@ -78,7 +78,7 @@ def test_figures_are_means_of_cells_and_errors_are_over_texts(records):
 
 def test_likeliest_tokens_in_one_pass_are_those_of_greedy_steps(files, model):
     """A full encode with exact codes grades as steps do, whatever the model's answers are."""
-    made = [cases.make(files, "needle", seed, 256, 0.5) for seed in range(3)]
+    made = [tasks.make(files, "needle", seed, 256, 0.5) for seed in range(3)]
     with torch.inference_mode():
         stepped = tasks.stepped(model, DynamicCache(config=model.config), made)
         whole = [replace(case, right=tuple(tuple(one) for one in own)) for case, own in zip(made, stepped, strict=True)]
@@ -87,7 +87,7 @@ def test_likeliest_tokens_in_one_pass_are_those_of_greedy_steps(files, model):
 
 
 def test_rows_side_by_side_answer_as_alone(files, model):
-    made = [cases.make(files, "recall", seed, 384, 0.5) for seed in range(3)]
+    made = [tasks.make(files, "recall", seed, 384, 0.5) for seed in range(3)]
     with torch.inference_mode():
         together = tasks.stepped(model, CountedCache(preset("rtn-4bit"), model), made)
         alone = [tasks.stepped(model, CountedCache(preset("rtn-4bit"), model), [one])[0] for one in made]
@@ -149,12 +149,12 @@ def test_what_cannot_be_asked(files):
 
 def test_other_models_are_asked_in_words():
     demo = models.resolve("demo")
-    assert list(cases.known(demo)) == list(ruler.TASKS)
-    made = cases.make(demo, "niah_multikey_2", 0, 700, 0.5)
+    assert list(tasks.known(demo)) == list(ruler.TASKS)
+    made = tasks.make(demo, "niah_multikey_2", 0, 700, 0.5)
     prompt = ruler.fitted(
-        "niah_multikey_2", 0, 700, 0.5, lambda text: len(cases._tokenizer(demo.path).encode(text).ids)
+        "niah_multikey_2", 0, 700, 0.5, lambda text: len(tasks._tokenizer(demo.path).encode(text).ids)
     )
-    tokenizer = cases._tokenizer(demo.path)
+    tokenizer = tasks._tokenizer(demo.path)
     assert tokenizer.decode([*made.context, *made.asked[0]]) == prompt.context + prompt.asked
     assert tokenizer.decode(list(made.asked[0])).lstrip().startswith("What is the special magic number")
     assert made.steps == (128,) and made.right is None
@@ -172,12 +172,12 @@ def test_a_chat_model_is_asked_in_its_own_form(tmp_path):
     demo = models.resolve("demo")
     folder = shutil.copytree(demo.path, tmp_path / "chat")
     with pytest.raises(ValueError, match="chat has no chat template: it is no chat model; leave --chat out"):
-        cases.make(replace(demo, path=folder), "passkey", 0, 700, 0.5, chat=True)
-    cases.turn.cache_clear()
+        tasks.make(replace(demo, path=folder), "passkey", 0, 700, 0.5, chat=True)
+    tasks.turn.cache_clear()
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    made = cases.make(replace(demo, path=folder), "passkey", 0, 700, 0.5, chat=True)
-    plain = cases.make(demo, "passkey", 0, 700, 0.5)
-    tokenizer = cases._tokenizer(demo.path)
+    made = tasks.make(replace(demo, path=folder), "passkey", 0, 700, 0.5, chat=True)
+    plain = tasks.make(demo, "passkey", 0, 700, 0.5)
+    tokenizer = tasks._tokenizer(demo.path)
     said = tokenizer.decode([*made.context, *made.asked[0]])
     assert said.startswith("[user]There is an important info") and len(made.context) + len(made.asked[0]) <= 700 - 16
     assert tokenizer.decode(list(made.asked[0])).strip() == "What is the pass key?[end][assistant]The pass key is"
@@ -205,9 +205,9 @@ def test_needles_lie_in_the_text_that_is_given(tmp_path, monkeypatch, capsys):
     demo = models.resolve("demo")
     essays = tmp_path / "essays.txt"
     essays.write_text("One sentence of it. Another one!")
-    hidden = cases.haystack(str(essays))
-    made = cases.make(demo, "niah_multivalue", 0, 600, 0.5, hidden)
-    text = cases._tokenizer(demo.path).decode(list(made.context))
+    hidden = tasks.haystack(str(essays))
+    made = tasks.make(demo, "niah_multivalue", 0, 600, 0.5, hidden)
+    text = tasks._tokenizer(demo.path).decode(list(made.context))
     assert text.count("One of the special magic numbers") == 4 and text.count("One sentence of it. Another one!") > 1
     monkeypatch.setenv("KVQ_HOME", str(tmp_path))
     top = argparse.ArgumentParser()
@@ -271,5 +271,5 @@ def test_tasks_of_others_need_lm_eval_and_have_no_picture(files, kvq, monkeypatc
 
 
 def test_symbols_are_told_by_the_tokenizer(files):
-    assert cases.of_symbols(files) and not cases.of_symbols(models.resolve("demo"))
+    assert tasks.of_symbols(files) and not tasks.of_symbols(models.resolve("demo"))
     assert symbols.words()[symbols.ASK] == "<ask>"
