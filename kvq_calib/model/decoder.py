@@ -12,6 +12,7 @@ E = hidden width · V = vocabulary.
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -212,10 +213,8 @@ class Under:
 
 def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
     """The settings of text that are read, with transformers' defaults for those that a file leaves out."""
-    try:
+    with _explained(f"{id}: config.json is none of its model_type", "download it again"):
         return read().get_text_config(decoder=True).to_dict()
-    except Exception as error:
-        raise ValueError(f"{id}: config.json is none of its model_type: {_line(error)}; download it again") from error
 
 
 def attentions(layers: Iterable[tuple[int, Any]], config: Any) -> Iterator[tuple[int, nn.Module]]:
@@ -244,7 +243,8 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     """Raise ValueError, a sentence, for a model that cannot be run a layer at a time, and compressed in some layers."""
     text = config.get_text_config(decoder=True)
     _check_config(text, id)
-    model: Any = _built(config, id)
+    with torch.device("meta"), _explained(f"{id}: transformers makes no model of config.json", "check it"):
+        model: Any = _empty(config, None)
     check_model(model)
     attention_modules(model, attending(text.to_dict()))
     attend = dict(attentions(enumerate(model.get_decoder().layers), text))
@@ -289,12 +289,9 @@ def check(config: "PreTrainedConfig", id: str) -> None:
 def _check_cache(under: "Under", id: str) -> None:
     """Refuse a decoder that does not go with transformers' own cache, in whose place ours stands."""
     config: Any = under.core.config
-    try:
-        with torch.no_grad():
-            nothing = torch.zeros(1, 4, config.hidden_size)
-            under.core(inputs_embeds=nothing, past_key_values=DynamicCache(config=config), use_cache=True)
-    except Exception as error:
-        raise ValueError(f"{id}: it does not run with transformers' own cache: {_line(error)}; {LISTED}") from error
+    with torch.no_grad(), _explained(f"{id}: it does not run with transformers' own cache", LISTED):
+        nothing = torch.zeros(1, 4, config.hidden_size)
+        under.core(inputs_embeds=nothing, past_key_values=DynamicCache(config=config), use_cache=True)
 
 
 def _check_config(config: "PreTrainedConfig", id: str) -> None:
@@ -315,16 +312,13 @@ def _check_config(config: "PreTrainedConfig", id: str) -> None:
         )
 
 
-def _built(config: "PreTrainedConfig", id: str) -> PreTrainedModel:
-    with torch.device("meta"):
-        try:
-            return _empty(config, None)
-        except Exception as error:
-            raise ValueError(f"{id}: transformers makes no model of config.json: {_line(error)}; check it") from error
-
-
-def _line(error: Exception) -> str:
-    return f"{' '.join(str(error).split()):.200}"
+@contextmanager
+def _explained(said: str, advice: str) -> Iterator[None]:
+    """Make a sentence of what transformers raises, whatever class it has."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{said}: {' '.join(str(error).split()):.200}; {advice}") from error
 
 
 def _numbers(layers: list[int]) -> str:
