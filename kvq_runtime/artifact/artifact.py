@@ -23,10 +23,7 @@ from torch import Tensor
 
 from kvq_runtime.artifact import fingerprint, header
 from kvq_runtime.artifact.fingerprint import Fingerprint
-from kvq_runtime.artifact.header import CHECKS as CHECKS
-from kvq_runtime.artifact.header import SCHEMA as SCHEMA
-from kvq_runtime.artifact.header import about_of
-from kvq_runtime.artifact.header import describe as describe
+from kvq_runtime.artifact.header import SCHEMA, about_of
 from kvq_runtime.codec import codec
 from kvq_runtime.codec.shared import Fitted
 from kvq_runtime.disk import files, strict_json
@@ -111,7 +108,7 @@ def save(artifact: Artifact, path: Path | str) -> str:
 
 
 def load(path: Path | str, sha256: str | None = None, size: int | None = None) -> Artifact:
-    """Load an artifact's file; every check of CHECKS is made before a tensor is returned.
+    """Load an artifact's file; every check of `header.CHECKS` is made before a tensor is returned.
 
     path           of a regular file; it is opened once, and symbolic links are refused
     sha256, size   that the file must have, according to a registry or a lock; None is not checked

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module, metadata
+from typing import Any
 
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes, options
@@ -184,28 +185,22 @@ def parser() -> argparse.ArgumentParser:
     _reference(command, "NAME, NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     command.add_argument("-o", "--output", metavar="DIR", help="folder to write to (default: NAME)")
     _lock(command, "write a lock file that pins what was pulled")
-    command.add_argument("--locked", metavar="FILE", help="pull what this lock file pins, or fail")
-    command.add_argument(
-        "--key", metavar="FILE", help="public key: require its signature, now and whenever the lock file is used"
-    )
-    command.add_argument("--lowest", metavar="VERSION", help="with --key: accept no version older than this")
-    command.add_argument(
-        "--follow", action="store_true", help="with --key: the lock file pins no version, and the alias may move"
-    )
-    command.add_argument(
-        "--no-policy", action="store_true", help="drop what the lock file that is replaced demands of signatures"
-    )
-    command.add_argument("--force", action="store_true", help="replace files of the same names that are not of NAME")
+    _option(command, "--locked", "FILE", "pull what this lock file pins, or fail")
+    _option(command, "--key", "FILE", "public key: require its signature, now and whenever the lock file is used")
+    _option(command, "--lowest", "VERSION", "with --key: accept no version older than this")
+    _flag(command, "--follow", "with --key: the lock file pins no version, and the alias may move")
+    _flag(command, "--no-policy", "drop what the lock file that is replaced demands of signatures")
+    _flag(command, "--force", "replace files of the same names that are not of NAME")
     command = add(
         "verify", "version", "load an artifact with every check", "kvq verify out/kvq.safetensors --lock kvq.lock"
     )
     _reference(command, "a reference, a .safetensors file or a folder that kvq pull wrote")
     _lock(command, "check digest and size against this lock file too")
-    command.add_argument("--key", metavar="FILE", help="public key: check its signature of name, version and sha256")
+    _option(command, "--key", "FILE", "public key: check its signature of name, version and sha256")
     text = "sign a version with an elliptic-curve key (extra `sign`; $KVQ_KEY_PASSWORD)"
     command = add("sign", "version", text, "kvq sign NAME@1.2.0 --key private.pem")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
-    command.add_argument("--key", required=True, metavar="FILE", help="private key, PEM")
+    _option(command, "--key", "FILE", "private key, PEM", required=True)
     text = "copy a version to another registry"
     command = add("push", "transfer", text, "kvq push NAME@1.2.0 hf://my-org --dry-run")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
@@ -213,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
     text = "copy a version, or everything, from any registry to any other"
     command = add("copy", "transfer", text, "kvq copy --all hf://my-org file:///mnt/mirror")
     _reference(command, "a version, as in hf://ORG/NAME@1.2.0; with --all a NAME, hf://ORG/NAME or a registry")
-    command.add_argument("--all", action="store_true", help="every version, alias and yank of it")
+    _flag(command, "--all", "every version, alias and yank of it")
     _to(command)
     text = "write the rotation files that OSCAR's servers load, or the bias file that llama.cpp loads"
     example = "kvq export oscar NAME@1.2.0 -o out\n    kvq export gguf-mean NAME -o kv-bias.gguf"
@@ -229,29 +224,25 @@ def parser() -> argparse.ArgumentParser:
     command = add("promote", "names", "point an alias to a version", "kvq promote NAME@1.2.0 --expect 1.1.0")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     _alias(command)
-    command.add_argument(
-        "--expect", metavar="VERSION", help='fail with 4 unless the alias has this version now ("none": is new)'
-    )
-    command.add_argument("--force", action="store_true", help="also a version that is too lossy")
+    _option(command, "--expect", "VERSION", 'fail with 4 unless the alias has this version now ("none": is new)')
+    _flag(command, "--force", "also a version that is too lossy")
     command = add("rollback", "names", "point an alias to the version it had before", "kvq rollback NAME")
     command.add_argument("name", metavar="NAME", help="or hf://ORG/NAME")
     _alias(command)
     command = add("yank", "names", "withdraw a version", "kvq yank NAME@1.2.0 --reason 'wrong corpus'")
     _reference(command, "NAME@VERSION or NAME@sha256:HEX; it stays, and is chosen only by number or digest")
-    command.add_argument("--reason", required=True, metavar="TEXT", help="why, in one line")
+    _option(command, "--reason", "TEXT", "why, in one line", required=True)
     command = add("history", "names", "every change of a name", "kvq history NAME")
     command.add_argument("name", metavar="NAME", help="or hf://ORG/NAME")
     command = add("diff", "diff", "what differs between two artifacts", "kvq diff NAME@1.1.0 NAME@1.2.0")
     command.add_argument("a", metavar="A", help="a reference or a .safetensors file")
     command.add_argument("b", metavar="B", help="a reference or a .safetensors file")
-    command.add_argument("--layers", action="store_true", help="also errors of the fit by layer, and every tensor")
+    _flag(command, "--layers", "also errors of the fit by layer, and every tensor")
     text = "remove temporary files, and blobs or files that no event names"
     command = add("gc", "names", text, "kvq gc --grace 7d --dry-run")
     _where(command)
-    command.add_argument(
-        "--grace", type=seconds, default="24h", metavar="TIME", help="minimum age, as in 90m, 24h (default) or 7d"
-    )
-    command.add_argument("--dry-run", action="store_true", help="print what would be removed")
+    _option(command, "--grace", "TIME", "minimum age, as in 90m, 24h (default) or 7d", type=seconds, default="24h")
+    _flag(command, "--dry-run", "print what would be removed")
     _where(add("doctor", "names", "check a registry, and say what to do about faults", "kvq doctor"))
     text = "the folder of a prefix store: its sets of blocks, whether they are whole, and what may go"
     example = "kvq prefix list prefixes\n    kvq prefix gc prefixes --budget 5GB --dry-run"
@@ -259,25 +250,19 @@ def parser() -> argparse.ArgumentParser:
     about = "list: what is kept, and since when unused; verify: read every block with every check; gc: remove drafts of"
     command.add_argument("action", choices=["list", "verify", "gc"], help=f"{about} killed processes")
     command.add_argument("folder", metavar="FOLDER", help="the path of a PrefixStore")
-    command.add_argument(
-        "--budget", metavar="SIZE", help="gc: the least recently used go until SIZE is left, as in 5GB"
-    )
-    command.add_argument("--damaged", action="store_true", help="gc: damaged blocks go as well")
-    command.add_argument(
-        "--grace", type=seconds, default=600.0, metavar="TIME", help="gc: minimum age of drafts (default: 10m)"
-    )
-    command.add_argument("--dry-run", action="store_true", help="gc: print what would be removed")
+    _option(command, "--budget", "SIZE", "gc: the least recently used go until SIZE is left, as in 5GB")
+    _flag(command, "--damaged", "gc: damaged blocks go as well")
+    _option(command, "--grace", "TIME", "gc: minimum age of drafts (default: 10m)", type=seconds, default=600.0)
+    _flag(command, "--dry-run", "gc: print what would be removed")
     text = "which recipe to take, and all that come with kvq"
     command = add("recipes", "recipes", text, "kvq recipes --bits 2-2.5 --unfitted", registry=False)
     command.add_argument("name", metavar="RECIPE", nargs="?", help="all settings of this one")
-    command.add_argument("--family", metavar="NAME", help="those of one family")
-    command.add_argument(
-        "--bits", type=bits_range, metavar="B|A-B", help="those of at most B bits per element, or A to B"
-    )
+    _option(command, "--family", "NAME", "those of one family")
+    _option(command, "--bits", "B|A-B", "those of at most B bits per element, or A to B", type=bits_range)
     group = command.add_mutually_exclusive_group()
     group.add_argument("--fitted", action="store_true", default=None, help="those that take a calibration")
     group.add_argument("--unfitted", action="store_false", dest="fitted", help="those that take none")
-    command.add_argument("--all", action="store_true", help="each recipe instead of a line a family")
+    _flag(command, "--all", "each recipe instead of a line a family")
     add_settings(command, "of it")
     text = "all bytes of a cache at 8k, 32k and 131k tokens, computed"
     example = "kvq bytes aqua-2bit kivi-2bit --model llama-3.1-8b"
@@ -310,10 +295,16 @@ def _to(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "to", metavar="TO", help="the registry to copy to: hf://org, s3://bucket/prefix or file:///folder"
     )
-    command.add_argument("--private", action="store_true", help="create private repositories on a Hub")
-    command.add_argument(
-        "--dry-run", action="store_true", help="check everything, write nothing, print what would be done"
-    )
+    _flag(command, "--private", "create private repositories on a Hub")
+    _flag(command, "--dry-run", "check everything, write nothing, print what would be done")
+
+
+def _option(command: argparse.ArgumentParser, name: str, metavar: str, text: str, **more: Any) -> None:
+    command.add_argument(name, metavar=metavar, help=text, **more)
+
+
+def _flag(command: argparse.ArgumentParser, name: str, text: str) -> None:
+    command.add_argument(name, action="store_true", help=text)
 
 
 def _reference(command: argparse.ArgumentParser, text: str) -> None:
@@ -321,7 +312,7 @@ def _reference(command: argparse.ArgumentParser, text: str) -> None:
 
 
 def _lock(command: argparse.ArgumentParser, text: str) -> None:
-    command.add_argument("--lock", metavar="FILE", help=text)
+    _option(command, "--lock", "FILE", text)
 
 
 def _alias(command: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvq_runtime.artifact.header import CHECKS
 from kvq_runtime.cli.names import target
 from kvq_runtime.cli.table import percent, print_record, print_table, printable
 from kvq_runtime.disk import files, strict_json
@@ -176,7 +177,7 @@ def verify(args: Namespace) -> int:
     artifact.load(resolved.path, resolved.sha256, resolved.size)
     has_digest = bool(args.lock or resolved.registry)
     rows = []
-    for check in artifact.CHECKS:
+    for check in CHECKS:
         compared = has_digest or check not in ("size", "sha256")
         rows.append({"check": check, "result": "ok" if compared else "not compared: a path, and no --lock"})
     if args.lock:

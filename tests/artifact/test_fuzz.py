@@ -29,7 +29,7 @@ import torch
 from patience import PATIENCE
 from written import EVERY
 
-from kvq_runtime.artifact import artifact, fingerprint
+from kvq_runtime.artifact import artifact, fingerprint, header
 from kvq_runtime.codec import codec
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
@@ -259,7 +259,7 @@ def test_a_mutant_is_refused_or_means_what_it_says(kind, tmp_path, record_proper
 
 
 def test_every_check_of_an_artifact_is_met():
-    assert EXPECTED["artifact"] | EXPECTED["artifact, resealed"] == {*artifact.CHECKS, "loaded"}
+    assert EXPECTED["artifact"] | EXPECTED["artifact, resealed"] == {*header.CHECKS, "loaded"}
 
 
 def test_the_limits_hold_and_the_hook_hears(tmp_path):
