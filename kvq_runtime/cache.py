@@ -20,8 +20,7 @@ from torch import Tensor
 from kvq_runtime.attention.absorbed import Absorbed
 from kvq_runtime.attention.fused import Explanation, Fused, refusal
 from kvq_runtime.attention.long_query import LongQuery
-from kvq_runtime.attention.path import Path, newest_weights
-from kvq_runtime.attention.reference import Reference
+from kvq_runtime.attention.path import Path, Reference, newest_weights
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.geometry import Geometry

@@ -22,8 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvq_runtime.attention.path import Attended
-from kvq_runtime.attention.reference import Observer, Reference
+from kvq_runtime.attention.path import Attended, Observer, Reference
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.packed import PackedReader, packed_reader
 from kvq_runtime.geometry import ROLES, Geometry, Role

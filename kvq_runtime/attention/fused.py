@@ -21,7 +21,7 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.errors import extra
 from kvq_runtime.geometry import ROLES, SLAB, Geometry
 from kvq_runtime.ops import dispatch
-from kvq_runtime.recipe import Recipe, Role, Scheme
+from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.storage import DeviceIndex, lasting, send, storage_bytes
@@ -88,28 +88,18 @@ def kernels() -> ModuleType:
 
 def reader(codec: Codec, position: str, device: torch.device) -> Any:
     """Make the reader of a scheme's blocks, without their addresses; a fitted codec gets one of its own."""
-    given = (codec.scheme, codec.block, codec.geometry, codec.role, position, device)
-    made = _made(*given, codec.fitted) if codec.fitted else _shared(*given)
+    given = (codec.scheme, codec.block, codec.geometry, codec.role, position)
+    made = _made(device, *given, codec.fitted) if codec.fitted else _shared(device, *given)
     return replace(made, mean=codec.tensors.get("predict.mean"))
 
 
-@lru_cache(maxsize=64)
-def _shared(scheme: Scheme, block: int, geometry: Geometry, role: Role, position: str, device: torch.device) -> Any:
-    """`_made` for schemes without fitted tensors: all layers share one set of tables on the device."""
-    return _made(scheme, block, geometry, role, position, device, {})
+def _made(device: torch.device, *given: Any) -> Any:
+    """The reader of what `layout` makes of these."""
+    return kernels().Encoded.of(kernels().layout(*given), torch.empty(0, device=device))
 
 
-def _made(
-    scheme: Scheme,
-    block: int,
-    geometry: Geometry,
-    role: Role,
-    position: str,
-    device: torch.device,
-    fitted: Mapping[str, Tensor],
-) -> Any:
-    layout = kernels().layout(scheme, block, geometry, role, position, fitted)
-    return kernels().Encoded.of(layout, torch.empty(0, device=device))
+# of schemes without fitted tensors: all layers share one set of tables on the device
+_shared = lru_cache(maxsize=64)(_made)
 
 
 class LeftPadding:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.attention.fused import Fused, refusal
-from kvq_runtime.attention.path import Attended, Path
-from kvq_runtime.attention.reference import SCORES
+from kvq_runtime.attention.path import SCORES, Attended, Path
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder

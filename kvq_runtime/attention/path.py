@@ -1,17 +1,41 @@
-"""The contract of a path: one way to answer queries from what a layer holds. A cache asks its paths in order.
+"""The contract of a path, one way to answer queries from what a layer holds, and the path that answers every query.
 
 paths of policies (`Policy.attend`)  →  fused  →  long_query  →  absorbed  →  reference
+
+A cache asks its paths in this order. `Reference` is the torch reference of the decode kernels: encoded blocks, exact
+sinks, exact window. Scores of every part are put side by side, so that one softmax serves all; each part's values are
+then mixed with its share of the weights. Each sink has a column of scores; with padding, where sinks may stand
+anywhere, its slot in the block keeps a column too, which is masked. Blocks whose codec has a packed reader are attended
+to without decoding (`codec/packed.py`), others are decoded run by run. Long prompts are worked through in slices of
+queries, so that scores take a bounded amount of memory.
+
+G query heads share a KV head; N = G · T rows of queries per KV head · X columns: tokens in blocks, sinks if there are
+blocks, window.
+
+Differs: kernels, which cannot see all scores at once, merge parts by their log-sum-exp.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore
+from kvq_runtime.store.positions import Positions
+
+SCORES = 1 << 25  # scores held at once
+_LEAST = torch.finfo(torch.float32).min
+_PACKED = 64  # rows of queries per KV head up to which blocks are not decoded
+# takes the layer, its weights [B, H, G, queries, tokens], slice after slice, and the slots of these queries; it may
+# keep none of the tensors
+Observer = Callable[[int, Tensor, range], None]
 
 
 class Attended(NamedTuple):
@@ -52,3 +76,149 @@ def newest_weights(attended: Attended, store: LayerStore, q_BHTD: Tensor, scale:
     k_BH1WD = store.window_2BTC[0].float().unflatten(2, (heads, -1)).transpose(1, 2)[:, :, None]
     q_BHG1D, lse_BHG1 = (x[:, :, -1:].float().unflatten(1, (heads, -1)) for x in (q_BHTD, attended.lse_BHT))
     return (q_BHG1D @ k_BH1WD.mT * (scale / math.log(2)) - lse_BHG1[..., None]).exp2()
+
+
+class Reference(Path):
+    """Answers every query.
+
+    observer   takes the weights
+    levels     whether it reports log2 Σ 2^s too; what observes the weights needs none
+    """
+
+    levels = False
+
+    def __init__(self, decoder: Decoder, positions: Positions, observer: Observer | None = None):
+        self.decoder, self.positions, self.observer = decoder, positions, observer
+        self._heads = decoder.geometry.kv_heads
+
+    def attend(self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Attended:
+        batch, heads, count, _ = q_BHTD.shape
+        if not batch or not count:
+            return Attended(torch.empty_like(q_BHTD), None)
+        length = store.length
+        step = max(1, SCORES // (batch * heads * length))
+        if mask is None and count > 1:
+            mask = causal(count, length, q_BHTD.device)
+        elif mask is not None and self.positions.tokens_BT is not None:
+            held = self.positions.tokens_BT[:, None, None].long()
+            mask = mask.expand(batch, -1, -1, -1).gather(-1, held.expand(-1, 1, count, -1))
+        slots = range(length - count, length)
+        if count <= step:
+            return self._attend(store, layer, q_BHTD, mask, scale, slots)
+        out: list[Attended] = []
+        for start in range(0, count, step):
+            part = slice(start, start + step)
+            seen = None if mask is None else mask[:, :, part]
+            out.append(self._attend(store, layer, q_BHTD[:, :, part], seen, scale, slots[part]))
+        levels = [part.lse_BHT for part in out if part.lse_BHT is not None]
+        return Attended(torch.cat([part.out_BHTD for part in out], 2), torch.cat(levels, 2) if levels else None)
+
+    def _attend(
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, slots: range
+    ) -> Attended:
+        batch, heads, count, size = q_BHTD.shape
+        held, hidden = self._heads, self._hidden(store)
+        q_YND = (q_BHTD.float() * _factor(scale)).reshape(batch * held, heads // held * count, size)
+        s_YNX = self._scores(store, layer, q_YND, hidden)
+        by_query = (batch, held, heads // held, count, -1)
+        if mask is not None or self.positions.real_BT is not None or store.front != hidden:
+            s_YNX.view(by_query).masked_fill_(~self._seen(store, mask)[:, :, None], _LEAST)
+        p_YNX = s_YNX.softmax(-1)
+        if self.observer is not None:
+            self.observer(layer, self._by_token(store, p_YNX.view(by_query)), slots)
+        level = None
+        if self.levels:  # the largest weight is e^(largest score - log Σ e^s)
+            level = ((s_YNX.amax(-1) - p_YNX.amax(-1).log()) / math.log(2)).view(q_BHTD.shape[:3])
+        return Attended(self._mix(store, layer, p_YNX, hidden).view(q_BHTD.shape).to(q_BHTD.dtype), level)
+
+    def _scores(self, store: LayerStore, layer: int, q_YND: Tensor, hidden: int) -> Tensor:
+        """q · k by column: [Y, N, X]."""
+        if not store.blocks:
+            return torch.bmm(q_YND, store.exact_YTD(0).mT)
+        reader = store.reader(0)
+        if reader is not None and q_YND.shape[1] <= _PACKED:
+            parts = [reader.scores(q_YND, blocks) for blocks in store.packed(0, hidden)]
+        else:
+            parts = [torch.bmm(q_YND, k_YTD.mT) for k_YTD in self._decoded(store, layer, 0, hidden)]
+        return torch.cat([*parts, torch.bmm(q_YND, store.exact_YTD(0).mT)], -1)
+
+    def _mix(self, store: LayerStore, layer: int, p_YNX: Tensor, hidden: int) -> Tensor:
+        """The sum of values with the weights of their columns: [Y, N, D]."""
+        if not store.blocks:
+            return torch.bmm(p_YNX, store.exact_YTD(1))
+        first, *rest = store.sizes
+        sizes = [first - hidden, *rest, p_YNX.shape[2] - store.encoded + hidden]
+        *parts, exact = p_YNX.split_with_sizes(sizes, -1)
+        reader = store.reader(1)
+        if reader is not None and p_YNX.shape[1] <= _PACKED:
+            mixed = [reader.mix(*part) for part in zip(parts, store.packed(1, hidden), strict=True)]
+        else:
+            mixed = [torch.bmm(*part) for part in zip(parts, self._decoded(store, layer, 1, hidden), strict=True)]
+        return torch.baddbmm(sum(mixed[1:], mixed[0]), exact, store.exact_YTD(1))
+
+    def _decoded(self, store: LayerStore, layer: int, role: int, hidden: int) -> Iterator[Tensor]:
+        """Keys (0) or values (1) that have columns in blocks, slab by slab, [Y, T, D]; good until the next."""
+        for run in store.runs():
+            yield by_head(self.decoder.run(layer, role, run)[:, 0 if run[0] else hidden :], self._heads).flatten(0, 1)
+
+    def _hidden(self, store: LayerStore) -> int:
+        """Count the first tokens that have no column in their block: all sinks if their place is known, else 0."""
+        known = store.front and store.sizes[0] >= store.front and self.positions.real_BT is None
+        return store.front if known else 0
+
+    def _columns(self, store: LayerStore) -> tuple[Tensor, Tensor]:
+        """Return the token of each column, and False for a column that stands for no token, [B or 1, X] each."""
+        encoded, device, hidden = store.encoded, store.buffer_2BTC.device, self._hidden(store)
+        tokens = torch.arange(store.length, device=device)[None]
+        seen = torch.ones_like(tokens, dtype=torch.bool)
+        if store.front == hidden:
+            sinks, blocks, window = tokens.split([hidden, encoded - hidden, store.length - encoded], 1)
+            return torch.cat([blocks, sinks, window], 1), seen
+        slots, arrived = self.positions.sink_slots(store.window.sinks, store.rows, device)
+        moved = arrived & (slots < encoded)
+        blocks, window = (x.expand(len(slots), -1).split([encoded, store.length - encoded], 1) for x in (tokens, seen))
+        (first, last), (held, exact) = blocks, window
+        held = held & ~((first[:, None] == slots[..., None]) & moved[..., None]).any(1)
+        return torch.cat([first, slots.clamp(max=store.length - 1), last], 1), torch.cat([held, moved, exact], 1)
+
+    def _seen(self, store: LayerStore, mask: Tensor | None) -> Tensor:
+        """Return the columns that each query sees, bool [B or 1, 1, T or 1, X]."""
+        tokens, seen = (x[:, None] for x in self._columns(store))
+        return seen[:, :, None] if mask is None else visible(mask, tokens, seen)
+
+    def _by_token(self, store: LayerStore, p_BHGTX: Tensor) -> Tensor:
+        """Weights of columns, by token: [B, H, G, T, all tokens]."""
+        if not store.front:
+            return p_BHGTX
+        tokens = self._columns(store)[0][:, None, None, None]
+        p_BHGTT = p_BHGTX.new_zeros(*p_BHGTX.shape[:4], store.length)
+        return p_BHGTT.scatter_add_(-1, tokens.expand(p_BHGTX.shape), p_BHGTX)
+
+
+def visible(mask: Tensor, tokens_BHX: Tensor, seen_BHX: Tensor) -> Tensor:
+    """Return the columns that each query sees, bool [B, H, T, X], from a mask [B or 1, 1, T, all tokens].
+
+    tokens_BHX   which token each column is of, [B or 1, H, X]          seen_BHX   whether it stands for it
+    """
+    rows, heads, columns = tokens_BHX.shape
+    rows, count = max(rows, len(mask)), mask.shape[2]
+    at = tokens_BHX[:, :, None].expand(rows, heads, count, columns)
+    return seen_BHX[:, :, None] & mask.expand(rows, heads, -1, -1).gather(-1, at)
+
+
+def by_head(x_BTC: Tensor, heads: int) -> Tensor:
+    """[B, H, T, D], float32: a view if it is float32 already."""
+    batch, tokens, width = x_BTC.shape
+    return x_BTC.float().view(batch, tokens, heads, width // heads).transpose(1, 2)
+
+
+@lru_cache(maxsize=8)
+def _factor(scale: float) -> Tensor:
+    """A number as a tensor, which every product with a float would make anew."""
+    with torch.inference_mode(False):
+        return torch.tensor(scale)
+
+
+def causal(count: int, length: int, device: torch.device) -> Tensor:
+    """Return the causal mask of the newest `count` tokens: each sees itself and all before, bool [1, 1, T, length]."""
+    return torch.ones(count, length, dtype=torch.bool, device=device).tril_(length - count)[None, None]

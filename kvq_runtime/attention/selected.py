@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.attention.path import Attended, Path
-from kvq_runtime.attention.reference import SCORES, by_head, causal, visible
+from kvq_runtime.attention.path import SCORES, Attended, Path, by_head, causal, visible
 from kvq_runtime.geometry import SLAB, Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import Recipe

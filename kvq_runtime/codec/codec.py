@@ -117,7 +117,7 @@ class Codec:
     @property
     def _matrices(self) -> tuple[Rotation, Tensor | None]:
         """The rotation and the way back: kept, or unpacked for each use."""
-        return self._made(self.device) if self._kept is None else self._kept
+        return self._kept or self._made(self.device)
 
     @property
     def _rotation(self) -> Rotation:

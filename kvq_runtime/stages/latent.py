@@ -157,12 +157,13 @@ class Mixed(Quantizer):
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
     ) -> Tensor:
         """Decode to bfloat16 [N, T, R]; blocks have a multiple of 8 tokens."""
-        packed, runs = fields["codes"], self.runs(width)
-        rows = 8 * packed.shape[1] // sum(count * bits for count, bits in runs)
+        packed = fields["codes"]
+        rows = 8 * packed.shape[1] // sum(count * bits for count, bits in self.runs(width))
         ends = _of_channels(tensors) or {name: fields[name].float() for name in ("low", "high")}
         gain_N1T = self._gains(pack.unpack(fields["gain"], self.gain, rows), tensors)[:, None] if self.gain else None
         found, start = [], 0
-        for (count, _), (_, bits, own) in zip(runs, self._parts(width, ends), strict=True):
+        for part, bits, own in self._parts(width, ends):
+            count = part.stop - part.start
             stop = start + count * pack.packed_size(rows, bits)
             codes_NRT = pack.unpack(packed[:, start:stop].unflatten(1, (count, -1)), bits, rows)
             values_NRT = self._values(codes_NRT, own, bits)
@@ -187,9 +188,8 @@ class Mixed(Quantizer):
             gains = fields["gain"]
             codes_N = pack.pick(gains.flatten(), block_N * gains.shape[1], token_N, self.gain, block)
             gain_N1 = self._gains(codes_N, tensors)[:, None]
-        runs = self.runs(geometry.width)
-        for (count, _), (_, bits, own) in zip(runs, self._parts(geometry.width, ends), strict=True):
-            size = pack.packed_size(block, bits)
+        for part, bits, own in self._parts(geometry.width, ends):
+            size, count = pack.packed_size(block, bits), part.stop - part.start
             first = start + size * torch.arange(count, device=packed.device)
             codes = [self._picked(packed, first, token_N - past, bits, block) for past in self._past(bits)]
             values_NR = self._values(torch.stack(codes, -1), own, bits)[..., -1]

@@ -21,7 +21,7 @@ from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.vllm.exact import Arrived, Step
 from kvq_runtime.vllm.page import Fields, Page, PageReader
 
-PACKED = 64  # rows of queries of a KV head up to which pages are read without decoding, as in attention/reference.py
+PACKED = 64  # rows of queries of a KV head up to which pages are read without decoding, as in attention/path.py
 
 
 @dataclass

@@ -102,7 +102,7 @@ def test_what_turns_or_is_predicted_is_decoded():
 
 def test_many_queries_in_slices(monkeypatch):
     whole = both(RECIPES["rtn-4bit"], [150], 70)
-    monkeypatch.setattr("kvq_runtime.attention.reference.SCORES", 10_000)
+    monkeypatch.setattr("kvq_runtime.attention.path.SCORES", 10_000)
     for (out, _), (sliced, expected) in zip(whole, both(RECIPES["rtn-4bit"], [150], 70), strict=True):
         assert error(sliced, out) < 1e-6
         assert error(sliced, expected) < 1e-5

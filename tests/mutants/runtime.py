@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         "causal",
         "each query sees the token after it",
-        "kvq_runtime/attention/reference.py",
+        "kvq_runtime/attention/path.py",
         ".tril_(length - count)[None, None]",
         ".tril_(length - count + 1)[None, None]",
         ("attention/test_attend.py",),

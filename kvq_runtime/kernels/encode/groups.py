@@ -9,6 +9,7 @@ grid     the nearest point of a grid, trying all points, see ops/grid.py. The fi
 One launch rotates, finds ends or scales, rounds and packs.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -92,15 +93,15 @@ def _decode(p_codes, p_step, p_low, p_out, n, size, BITS: tl.constexpr, BLOCK: t
 
 
 def encode_lloyd(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
-    return _encode_levels(x, bits, scale, rotation, _codebook(x.shape[-1], bits, x.device))
+    return _encode_levels(x, bits, scale, rotation, sphere)
 
 
 def encode_even(x: Tensor, bits: int, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
-    return _encode_levels(x, bits, "least_squares", rotation, _evenly(x.shape[-1], bits, x.device))
+    return _encode_levels(x, bits, "least_squares", rotation, even)
 
 
 def _encode_levels(
-    x: Tensor, bits: int, scale: Scale, rotation: Rotation, codebook: tuple[Tensor, Tensor]
+    x: Tensor, bits: int, scale: Scale, rotation: Rotation, found: Callable[[int, int], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     rows = Rows.of(x, rotation)
     stored, size = rows.stored(bits), x.shape[-1]
@@ -109,24 +110,19 @@ def _encode_levels(
     if rows.count:
         with on(x):
             _lloyd[rows.grid](
-                rows.x, codes, scales, *rows.rotation, *codebook, *rows.layout,
+                rows.x, codes, scales, *rows.rotation, *_codebook(found, size, bits, x.device), *rows.layout,
                 bits, stored, scale, *rows.sizes, **rows.options,
             )  # fmt: skip
     return codes if stored == bits else pack(codes, bits), scales
 
 
-@lru_cache(maxsize=16)
-def _codebook(size: int, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+@lru_cache(maxsize=32)
+def _codebook(
+    found: Callable[[int, int], tuple[Tensor, Tensor]], size: int, bits: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Boundaries, and centroids rounded to bfloat16 as they are decoded, float32 on the device."""
-    boundaries, centroids = sphere(size, bits)
+    boundaries, centroids = found(size, bits)
     return boundaries.to(device), centroids.to(device).bfloat16().float()
-
-
-@lru_cache(maxsize=16)
-def _evenly(size: int, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The same of evenly spaced centroids."""
-    boundaries, centroids = even(size, bits)
-    return boundaries.to(device), centroids.to(device)
 
 
 @triton.jit
