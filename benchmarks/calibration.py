@@ -56,8 +56,7 @@ from kvq_calib.job.run import complete, run
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import budget, calibrate, checkpoint, plan
-from kvq_calib.run.activations import InFiles, InMemory
-from kvq_calib.run.run import Run
+from kvq_calib.run.run import InFiles, InMemory, Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.cli.table import print_table

@@ -20,10 +20,9 @@ from kvq_calib.model.streamed import Stream
 from kvq_calib.report import published
 from kvq_calib.report.published import Published
 from kvq_calib.run import budget, gradients, sensitivity, share
-from kvq_calib.run.activations import InMemory
 from kvq_calib.run.device import settle
 from kvq_calib.run.plan import Plan, set_arithmetic
-from kvq_calib.run.run import Run
+from kvq_calib.run.run import InMemory, Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import ARTIFACT_FILE
 from kvq_runtime.cli.table import print_table

@@ -32,7 +32,7 @@ from kvq_calib.model.streamed import Stream
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.fit import row
+from kvq_runtime.fit.fitting import fit_row
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import ROLES, Recipe, Role
@@ -131,7 +131,7 @@ class _Work:
             if not recipe.fits(recipe.scheme(layer, role)):
                 return self.codecs[layer][ROLES.index(role)]
             tokens = slice(min(recipe.window.sinks, count - 1), count)
-            return row.fit(recipe, layer, role, geometry, x_NTC[0, tokens].float(), queries)
+            return fit_row(recipe, layer, role, geometry, x_NTC[0, tokens].float(), queries)
 
         return codec_of("key", chunk.k if recipe.position == "post" else chunk.k_pre), codec_of("value", chunk.v)
 

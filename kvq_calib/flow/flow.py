@@ -35,8 +35,12 @@ from kvq_calib.job.job import Job  # noqa: E402
 from kvq_calib.report.published import Published  # noqa: E402
 from kvq_calib.run import budget  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
-from kvq_calib.run.activations import InFiles  # noqa: E402
-from kvq_calib.run.run import Listener, Run, silent  # noqa: E402
+from kvq_calib.run.run import (  # noqa: E402
+    InFiles,
+    Listener,
+    Run,
+    silent,
+)
 
 DIED = "Its process ended without a word; another run has taken its folder over, and goes on where it stopped."
 GATE_FAILED = "GateFailed"  # the name of the state, and so of the event prefect.flow-run.GateFailed

@@ -252,7 +252,7 @@ def given(run: Run, recipe: Recipe, layer: int) -> Recipe:
     """The recipe as it is fitted in this layer: with what the draft has shared out, or as the draft's own.
 
     The notes of all layers of the draft are read once, for the first; the others are given what the one below was, but
-    for steps of entropy-coded places, which also depend on what those below take (`one_step.py`)."""
+    for steps of entropy-coded places, which also depend on what those below take."""
     if run.plan.draft:
         return share.drafted(recipe)
     if not share.wanted(recipe):

@@ -17,7 +17,7 @@ from kvq_calib.fit import dead_zone, rotate, vocabulary
 from kvq_calib.fit.scheme import Asked, Errors, SchemeFit, Source, Sums, summary
 from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QuerySums, deviations
 from kvq_calib.model.streamed import Stream
-from kvq_calib.run import budget, checkpoint, gradients, one_step, passes, sensitivity, share
+from kvq_calib.run import budget, checkpoint, gradients, passes, sensitivity, share
 from kvq_calib.run.passes import RecipeWork
 from kvq_calib.run.plan import by_gradients, set_arithmetic, takes
 from kvq_calib.run.run import Run
@@ -236,7 +236,7 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
         variances_C, matrices = seen.directions(rotate.metric(scheme.rotate))
         if scheme.quantize.at_rest:
             scale = cost[role] ** 0.5
-            rates = dead_zone.rates(seen[Residuals()], matrices["basis"], left, scale, one_step.STEPS)
+            rates = dead_zone.rates(seen[Residuals()], matrices["basis"], left, scale, share.STEPS)
             found[role] = {"rates": rates, "scale": scale}
             continue
         found[role] = (cost[role] / left * variances_C).tolist()

@@ -6,7 +6,7 @@
     <run>/layer-0003/                   hidden states above layer 3, and per recipe its decoded keys and values, a file
                                         per chunk; fit.safetensors, the fitted tensors; done.json, sha256 of every file
     <run>/layer-0004.partial/           the layer at work
-    <run>/kept-0003/                    where activations are held in memory (`activations.py`): those that the layers
+    <run>/kept-0003/                    where activations are held in memory (`run.py`): those that the layers
                                         above layer 3 read; then layers' own folders have fitted tensors alone
 
 A folder is written under its partial name, every file is fsynced, then the folder is renamed.

@@ -17,13 +17,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import Statistic, Statistics
+from kvq_runtime.fit.statistics import Row, Statistic, Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
-from kvq_runtime.stages.stage import SLOTS, Predictor, Stage
+from kvq_runtime.stages.stage import SLOTS, Predictor, Queries, Stage
 
 Collect = Callable[[Sequence[Statistic[Any]]], Mapping[Statistic[Any], Any]]
 
@@ -99,3 +100,26 @@ class Fitting:
             stage = self.predictor if slot == "predict" else getattr(self.scheme, slot)
             if stage is not None and stage.fitted:
                 yield slot, stage
+
+
+def fit_row(
+    recipe: Recipe,
+    layer: int,
+    role: Role,
+    geometry: Geometry,
+    x_NC: Tensor,
+    queries: Callable[[Queries], Tensor] | None = None,
+) -> Codec:
+    """The codec of one scheme of one layer, fitted to these tokens of one row.
+
+    x_NC      keys in the recipe's position, or values, float32; at least one
+    queries   as of a `Row`
+    """
+    fitting = Fitting(recipe, layer, role, geometry, Statistics(x_NC.mean(0, dtype=torch.float64).float()))
+
+    def collect(asked: Sequence[Statistic[Any]]) -> dict[Statistic[Any], Any]:
+        row = Row(fitting.codec, x_NC, queries)
+        return {one: one.of_row(row) for one in asked}
+
+    fitting.solve(collect)
+    return fitting.codec

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.fit import eigen, moments
+from kvq_runtime.fit import moments
 from kvq_runtime.stages.stage import Queries
 
 SAMPLE_ROWS = 4096  # tokens that an iterative fit sees, unless it asks for others
@@ -122,8 +122,8 @@ class Statistics:
 
     def directions(self, metric: Statistic[Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Latent variances of the residuals in a metric, if there is one, and matrices of their basis:
-        `eigen.directions`, found once."""
+        `moments.directions`, found once."""
         if metric not in self._directions:
             metric_CC = None if metric is None else self[metric]
-            self._directions[metric] = eigen.directions(self[ResidualMoment()], metric_CC)
+            self._directions[metric] = moments.directions(self[ResidualMoment()], metric_CC)
         return self._directions[metric]

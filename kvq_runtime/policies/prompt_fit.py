@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.per_row import RowCodec
-from kvq_runtime.fit import row
-from kvq_runtime.fit.fitting import Fitting, requested
+from kvq_runtime.fit.fitting import Fitting, fit_row, requested
 from kvq_runtime.fit.statistics import QueryMoment
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import dispatch, rope
@@ -154,7 +153,7 @@ class PromptFitPolicy(Policy):
                 x_TC = self._before_rope(x_TC, positions_T[fitted])
             if q_BTC is not None:
                 queries = partial(self._of_row, q_BTC[index][seen], positions_T[seen])
-            codecs.append(row.fit(recipe, layer, role, self.cache.geometry, x_TC, queries))
+            codecs.append(fit_row(recipe, layer, role, self.cache.geometry, x_TC, queries))
         return RowCodec(codecs)
 
     def _of_row(self, q_TC: Tensor, positions_T: Tensor, which: Queries) -> Tensor:

@@ -9,7 +9,7 @@ and the token by its loudness.
 
 Bits in a name are those of files: all bytes of a kept prefix of 1,024 tokens, sinks (in 16 bits) and frames of blocks
 among them, per element, on text of the kind that was fitted to but not that text. Calibration steers by what codes take
-of the sequences that it holds out (`kvq_calib/run/one_step.py`); other text takes more or less, longer prefixes less of
+of the sequences that it holds out (`kvq_calib/run/share.py`); other text takes more or less, longer prefixes less of
 sinks. What the artifact holds, probabilities of codes among it, is not counted. In memory a cache holds a byte
 for each channel that is stored at all, at any target: 3 to 8 bits. So these are recipes for prefixes that are kept, not
 for a long context in memory.

@@ -427,7 +427,7 @@ MUTANTS = [
     Mutant(
         "step-grown",
         "layers are taken to shrink as those below have grown",
-        "kvq_calib/run/one_step.py",
+        "kvq_calib/run/share.py",
         "_sum(above, at - grown) - left",
         "_sum(above, at + grown) - left",
         ("calib/run/test_one_step.py",),
@@ -435,7 +435,7 @@ MUTANTS = [
     Mutant(
         "step-range",
         "a target below all rates is met by none",
-        "kvq_calib/run/one_step.py",
+        "kvq_calib/run/share.py",
         "if not low <= target <= high:",
         "if not target <= high:",
         ("calib/run/test_one_step.py",),

@@ -17,7 +17,8 @@ from kvq_calib.fit.statistics import LayerQueries, Moments, QueryMoments
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.per_row import RowCodec
-from kvq_runtime.fit import row, separable
+from kvq_runtime.fit import separable
+from kvq_runtime.fit.fitting import fit_row
 from kvq_runtime.fit.statistics import QueryMoment, Residuals, Statistics
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.ops import lloyd, rope
@@ -320,7 +321,7 @@ def test_a_model_hands_its_queries_to_the_fit():
     geometry = cache.blocks.geometry
     for index, codec in enumerate(fitted.rows):
         unused = torch.ones(1, geometry.width)
-        expected = row.fit(cache.blocks.recipe, 1, "key", geometry, unused, {"before": seen[0][index]}.__getitem__)
+        expected = fit_row(cache.blocks.recipe, 1, "key", geometry, unused, {"before": seen[0][index]}.__getitem__)
         for field, tensor in codec.tensors.items():
             assert error(tensor.float(), expected.tensors[field].float()) < 0.01, field
 

@@ -9,7 +9,7 @@ from scheme_fit import GEOMETRY, NOWHERE, WIDTH, fitted
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit import row
+from kvq_runtime.fit.fitting import fit_row
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import Recipe, Scheme, preset
@@ -76,7 +76,7 @@ def by_channel(x: Tensor) -> Tensor:
 
 def test_a_prompt_has_scales_of_its_own():
     scheme, x = Scheme(Separable()), activations(1, seed=2)
-    codec = row.fit(Recipe("test", scheme, scheme), 0, "value", GEOMETRY, x[0])
+    codec = fit_row(Recipe("test", scheme, scheme), 0, "value", GEOMETRY, x[0])
     torch.testing.assert_close(codec.tensors["quantize.scale"], by_channel(x))
 
 

@@ -29,7 +29,7 @@ from traced import Finished, run
 from kvq_calib.cli import calibrate as calibrate_cli
 from kvq_calib.job import prepare
 from kvq_calib.report import plots
-from kvq_calib.run import activations
+from kvq_calib.run import run as execution
 from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import files
@@ -78,7 +78,7 @@ def _calibrate(folder: Path, *more: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         for drawn in ("error_by_layer", "perplexity_by_bits"):  # drawing is half of such a run, and touches no disk
             patch.setattr(plots, drawn, lambda _: b"png")
-        patch.setattr(activations, "threading", SimpleNamespace(Thread=AtOnce))
+        patch.setattr(execution, "threading", SimpleNamespace(Thread=AtOnce))
         patch.setattr(prepare, "EVERY", 1e-9)
         return calibrate_cli.main(
             ["--model", str(folder / "model"), *text, *where, "--also", "none", "--quiet", "--json", *more]

@@ -22,8 +22,7 @@ from written import EVERY
 
 from kvq_calib.model import find as models
 from kvq_calib.run import calibrate, checkpoint, device, plan
-from kvq_calib.run.activations import InMemory
-from kvq_calib.run.run import Run
+from kvq_calib.run.run import InMemory, Run
 
 backend_registration._setup_privateuseone_for_python_backend("elsewhere")
 NAME = "elsewhere:0"

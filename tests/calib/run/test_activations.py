@@ -11,11 +11,11 @@ import torch
 from kvq_calib.job.job import Job, Machine, Text, What
 from kvq_calib.job.prepare import prepare
 from kvq_calib.model import find as models
-from kvq_calib.run import activations, checkpoint
 from kvq_calib.run import calibrate as runs
+from kvq_calib.run import checkpoint
 from kvq_calib.run import plan as plans
-from kvq_calib.run.activations import InFiles, InMemory
-from kvq_calib.run.run import Run
+from kvq_calib.run import run as execution
+from kvq_calib.run.run import InFiles, InMemory, Run
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.recipe_text import read
 
@@ -180,7 +180,7 @@ def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(model, tmp_path, 
 
 def test_a_checkpoint_is_not_written_more_often_than_its_share_allows(tmp_path, monkeypatch):
     now, taken = [0.0], []
-    monkeypatch.setattr(activations.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(execution.time, "monotonic", lambda: now[0])
 
     def keep(run, layer, held):
         taken.append(layer)

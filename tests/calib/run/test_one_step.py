@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from kvq_calib.run import one_step
+from kvq_calib.run import share
 
-FALLING = [max(0.0, 7 - place / 4) for place in range(len(one_step.STEPS))]  # half a bit an octave
+FALLING = [max(0.0, 7 - place / 4) for place in range(len(share.STEPS))]  # half a bit an octave
 
 
 def taken(step: float, larger: float) -> float:
@@ -16,11 +16,11 @@ def taken(step: float, larger: float) -> float:
 
 def run(larger: list[float], target: float) -> list[tuple[float, float]]:
     """(step, bits) of each layer, of one place."""
-    begun, found = one_step.first([FALLING] * len(larger), target), []
+    begun, found = share.first_step([FALLING] * len(larger), target), []
     for layer, factor in enumerate(larger):
         below = [(FALLING, step, bits) for step, bits in found]
         left = [FALLING] * (len(larger) - layer)
-        step = one_step.next_one(below, left, target, begun) if below else begun
+        step = share.next_step(below, left, target, begun) if below else begun
         found.append((step, taken(step, factor)))
     return found
 
@@ -48,12 +48,12 @@ def test_layers_that_differ_are_averaged_and_the_sum_is_kept():
 def test_no_step_is_far_from_the_first():
     """Two layers, of which the first has taken all there was: the other is not emptied."""
     (first, _), (second, bits) = run([32.0, 1.0], 1.2)
-    assert second == pytest.approx(first * one_step.MOST) and bits == pytest.approx(0.2)
+    assert second == pytest.approx(first * share.MOST) and bits == pytest.approx(0.2)
     (first, _), (second, _) = run([2.0**-9, 1.0], 3.0)
-    assert second == pytest.approx(first / one_step.MOST)
+    assert second == pytest.approx(first / share.MOST)
 
 
 @pytest.mark.parametrize("target", [-0.1, 7.1])
 def test_a_target_that_no_step_has_is_refused(target):
     with pytest.raises(ValueError, match=r"bits but for sinks and frames; this model can have 0 to 7"):
-        one_step.first([FALLING], target)
+        share.first_step([FALLING], target)

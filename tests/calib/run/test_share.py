@@ -12,7 +12,7 @@ import torch
 from kvq_calib.fit import rotate
 from kvq_calib.fit.statistics import LayerQueries
 from kvq_calib.model import find as models
-from kvq_calib.run import budget, checkpoint, one_step, passes, share
+from kvq_calib.run import budget, checkpoint, passes, share
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
@@ -104,7 +104,7 @@ def test_one_step_is_everyone_s_where_files_are_entropy_coded():
     """Rates that fall half a bit a step: the target's step, between two that were tried, in each place's own unit."""
     geometry = Geometry(2, 8, 64)
     one = Scheme(DeadZone(target=1.0, shared=True), rotate=Basis())
-    rates = [max(0.0, 6 - place / 2) for place in range(len(one_step.STEPS))]
+    rates = [max(0.0, 6 - place / 2) for place in range(len(share.STEPS))]
     louder = [rate + 0.3 for rate in rates]
     notes = [{"key": {"rates": rates, "scale": 2.0}, "value": {"rates": louder, "scale": 0.5}}] * 2
     recipe = Recipe("r", one, one, "pre")
