@@ -4,6 +4,7 @@ Scheme    predict → rotate → feedback, quantize → correct: how keys, or va
 Window    which tokens stay exact, and how many are encoded together; one for keys, values and all layers
 Recipe    a Scheme for keys, one for values, other Schemes for single layers, the Window, and policies: which tokens are
           held or read, if not all, and when
+Family    what tables, pictures, comparisons and tests know of one file of recipes
 position  "pre": keys are encoded as they are before RoPE · "post": as the model caches them
 
 What a stage is, and a Scheme, is in `stages/stage.py`; each says itself what it cannot be combined with.
@@ -20,7 +21,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 from kvq_runtime.errors import NotFound
-from kvq_runtime.family import Family
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.policy_setting import POLICY_SLOTS, PolicySetting, policy_kinds
 from kvq_runtime.stages.abilities import OfVocabulary
@@ -67,6 +67,11 @@ class Recipe:
     def with_schemes(self, layer: int, key: Scheme, value: Scheme) -> "Recipe":
         """The same recipe with these Schemes in one layer."""
         return replace(self, layers={**self.layers, layer: (key, value)})
+
+    def each(self, change: Callable[[Scheme], Scheme]) -> "Recipe":
+        """The same recipe with every Scheme changed."""
+        layers = {layer: (change(key), change(value)) for layer, (key, value) in self.layers.items()}
+        return replace(self, key=change(self.key), value=change(self.value), layers=layers)
 
     @property
     def pairs(self) -> list[tuple[Scheme, Scheme]]:
@@ -132,8 +137,7 @@ class Recipe:
             own = scheme.quantize
             return replace(scheme, quantize=own.of_vocabulary(tokens)) if isinstance(own, OfVocabulary) else scheme
 
-        layers = {layer: (sized(key), sized(value)) for layer, (key, value) in self.layers.items()}
-        return replace(self, key=sized(self.key), value=sized(self.value), layers=layers)
+        return self.each(sized)
 
     def with_exact(self, sinks: int | None = None, recent: int | None = None) -> "Recipe":
         """The recipe with so many exact tokens at the start of every row (`sinks`), and at its end; None: unchanged."""
@@ -269,6 +273,41 @@ def _scheme_from(stated: Any) -> tuple[Scheme, Window]:
     stages = {stage: stage_from(stage, stated.get(stage), known) for stage, known in kinds().items()}
     settings = {name: value for name, value in stated.items() if name in names}
     return Scheme(**settings | stages), Window(**{name: value for name, value in stated.items() if name in WINDOW})
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper, or ours: the recipe `better` diverges less than `worse`, by this protocol."""
+
+    text: str
+    better: str
+    worse: str
+    protocol: Literal["full", "in-use"] = "full"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What others need to know of one file's recipes: `FAMILY` of every file of `kvq_runtime/recipes`. Pages, pictures,
+    comparisons and tests read it there, so that nothing else names a method.
+
+    look        colour (`kvq_calib/report/looks.py` has their names) and marker in pictures, both together its own
+    papers      of each paper whose method it is: name → authors, year, and "arXiv ..." or "doi ..."
+    golden      recipes, with settings, that have an artifact, or an encoded block, in artifacts/golden
+    compared    recipes that are compared where none are asked for; None: the first of the file
+    claims      what is claimed of them
+    combined    how names of recipes begin that combine papers as no paper does
+    varied      how names of other recipes begin that no paper has
+    opposed     whether a page holds the best combination against the paper at equal bits
+    """
+
+    look: tuple[str, str]
+    papers: Mapping[str, str] = field(default_factory=dict)
+    golden: tuple[str, ...] = ()
+    compared: tuple[str, ...] | None = None
+    claims: tuple[Claim, ...] = ()
+    combined: tuple[str, ...] = ()
+    varied: tuple[str, ...] = ()
+    opposed: bool = False
 
 
 def families() -> dict[str, list[Recipe]]:

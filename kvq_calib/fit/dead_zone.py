@@ -19,7 +19,7 @@ from kvq_runtime.ops import entropy, ladder
 from kvq_runtime.stages.latent import DeadZone
 
 QUIET = 0.25  # of a step: a channel whose deviation is less is not stored
-STEPS = 12  # halvings of an interval of logarithms that a step is found in
+HALVINGS = 24  # of an interval of logarithms that a step is found in
 TURNS = 2  # of choosing rungs and what tokens are off them
 SAMPLE = 1024  # tokens that a rate is measured on
 
@@ -40,10 +40,16 @@ def schedule(stage: DeadZone, variances_C: Tensor) -> DeadZone:
 def found(rate: Callable[[float], float], target: float, largest: float) -> float:
     """The step, of 6 digits, at which a falling rate is the target; `largest` is the largest deviation."""
     low, high = math.log(max(largest, 1e-30)) - 16, math.log(max(largest, 1e-30)) + 3
-    for _ in range(2 * STEPS):
+    place = where_it_falls_to_0(lambda place: rate(math.exp(place)) - target, low, high, HALVINGS)
+    return float(f"{math.exp(place):.6g}")
+
+
+def where_it_falls_to_0(function: Callable[[float], float], low: float, high: float, halvings: int = 50) -> float:
+    """Where a function that falls is 0; the end that is nearer to it, if it is nowhere."""
+    for _ in range(halvings):
         middle = (low + high) / 2
-        low, high = (middle, high) if rate(math.exp(middle)) > target else (low, middle)
-    return float(f"{math.exp(high):.6g}")
+        low, high = (middle, high) if function(middle) > 0 else (low, middle)
+    return high
 
 
 def expected(deviation_C: Tensor) -> float:

@@ -160,8 +160,7 @@ def fit_mlp(
     random = torch.Generator().manual_seed(seed)
     z, y = z_NI.float(), y_NO.float()
     unit, reach = (float(x.square().mean().sqrt().clamp_min(1e-12)) for x in (y, z))
-    weights = _start(predictor, z.shape[1], y.shape[1], reach, random, z.device)
-    adam = _adam(predictor, weights, reach)
+    weights, adam = _start(predictor, z.shape[1], y.shape[1], reach, random, z.device)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     for _ in range(steps):
         rows = torch.randint(len(z), (min(batch, len(z)),), generator=random).to(z.device)
@@ -183,8 +182,7 @@ def fit_mlp_to_all(
     inputs, outputs = len(joint.mean_x_I), len(joint.mean_y_O)
     squares = (joint.yy_O + joint.mean_y_O.square(), joint.xx_II.diagonal() + joint.mean_x_I.square())
     unit, reach = (float(x.mean().sqrt().clamp_min(1e-12)) for x in squares)
-    weights = _start(predictor, inputs, outputs, reach, random, joint.mean_x_I.device)
-    adam = _adam(predictor, weights, reach)
+    weights, adam = _start(predictor, inputs, outputs, reach, random, joint.mean_x_I.device)
     rates = [group["lr"] for group in adam.param_groups]
     epochs = max(1, math.ceil(steps * batch / joint.count))
     passes = min(epochs, PASSES)
@@ -210,21 +208,15 @@ def _batches(chunks: Chunks, passes: int, again: int, batch: int, random: torch.
 
 def _start(
     predictor: MLP, inputs: int, outputs: int, reach: float, random: torch.Generator, device: torch.device
-) -> Tensors:
-    """Random weights, which are to be changed; `reach` is the size of an input that is not normalized."""
-    wide = predictor.hidden_size(inputs, outputs)
-    shapes = {"hidden": (inputs, wide), "out": (wide, outputs)}
-    found = {name: torch.randn(shape, generator=random) / math.sqrt(shape[0]) for name, shape in shapes.items()}
-    found["hidden"] /= 1.0 if predictor.norm == "layer" else reach
-    found = {"hidden": found["hidden"], "hidden_bias": torch.zeros(wide), "out": found["out"]}
-    found = {name: tensor.to(device) for name, tensor in found.items()} | {"bias": torch.zeros(outputs, device=device)}
-    return {name: tensor.requires_grad_() for name, tensor in found.items()}
-
-
-def _adam(predictor: MLP, weights: Tensors, reach: float) -> torch.optim.Adam:
-    rates = {name: RATE for name in weights}
-    rates["hidden"] /= 1.0 if predictor.norm == "layer" else reach
-    return torch.optim.Adam([{"params": [tensor], "lr": rates[name]} for name, tensor in weights.items()])
+) -> tuple[Tensors, torch.optim.Adam]:
+    """Random weights, and what changes them; `reach` is the size of an input that is not normalized."""
+    wide, reach = predictor.hidden_size(inputs, outputs), 1.0 if predictor.norm == "layer" else reach
+    shapes = (inputs, wide), (wide, outputs)
+    hidden, out = (torch.randn(shape, generator=random) / math.sqrt(shape[0]) for shape in shapes)
+    drawn = {"hidden": hidden / reach, "hidden_bias": torch.zeros(wide), "out": out, "bias": torch.zeros(outputs)}
+    weights = {name: tensor.to(device).requires_grad_() for name, tensor in drawn.items()}
+    groups = [{"params": [x], "lr": RATE / reach if name == "hidden" else RATE} for name, x in weights.items()]
+    return weights, torch.optim.Adam(groups)
 
 
 def _step(predictor: MLP, weights: Tensors, adam: torch.optim.Adam, z: Tensor, y: Tensor) -> None:

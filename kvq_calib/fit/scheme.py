@@ -225,14 +225,6 @@ class SchemeFit(Fitting):
         other.solve(collect, SLOTS[1:])
         return other
 
-    def encode_decode(self, data: Blocks, context: Context) -> tuple[Fields, Tensor]:
-        """The chunk encoded, and decoded, centred."""
-        return self.codec.encode_decode(data.x, context)
-
-    def approximated(self, data: Blocks, context: Context) -> Tensor:
-        """The same without a search for codes, with errors of the same moments."""
-        return self.codec.approximated(data.x, context)
-
     def errors(self, data: Blocks, context: Context, fields: Fields, decoded: Tensor) -> Errors:
         """The errors of a chunk's blocks, as they are decoded."""
         x = data.x

@@ -28,7 +28,8 @@ taken to add up, and the choice is exact.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -71,12 +72,14 @@ def options(geometry: Geometry, role: Role, vocabulary: int = 0) -> list[Scheme]
     vocabulary   tokens of it, in a first layer that may be stored by token; 0: it may not
     """
     roundings = [Mixed(target=width, gain=GAIN) for width in WIDTHS] + [Mixed(target=width) for width in PLAIN]
-    schemes = [Scheme(rounding, rotate=BASES[role]) for rounding in roundings]
-    schemes += map(higgs.scheme, GRIDS)
-    everywhere = [replace(scheme, predict=PREDICT) for scheme in schemes]
-    found = [scheme for scheme in everywhere if _possible(scheme, geometry, role)]
-    found += [by_token(vocabulary)] if vocabulary else []
-    return sorted(found, key=lambda scheme: scheme.bits(Window().block, geometry))
+    schemes = [Scheme(rounding, rotate=BASES[role]) for rounding in roundings] + [*map(higgs.scheme, GRIDS)]
+    plain, *found = (replace(scheme, predict=PREDICT) for scheme in (higgs.scheme("2bit"), *schemes))
+
+    def check(scheme: Scheme) -> None:
+        pair = (scheme, plain) if role == "key" else (plain, scheme)
+        Recipe("option", *pair, "pre").check(geometry)
+
+    return _allowed(found, check, geometry, [by_token(vocabulary)] if vocabulary else [])
 
 
 def by_token(vocabulary: int) -> Scheme:
@@ -90,17 +93,23 @@ def served_options(geometry: Geometry, role: Role) -> list[Scheme]:
     found = [higgs.scheme(bits, "head", MEAN) for bits in GRIDS]
     found += [turboquant.scheme(bits, predict=MEAN) for bits in turboquant.BITS]
     found += [Scheme(Rtn(bits, "head"), rotate=Hadamard("head"), predict=MEAN) for bits in SERVED]
-    return sorted(
-        (one for one in found if _servable(one, geometry)), key=lambda one: one.bits(Window().block, geometry)
-    )
+    return _allowed(found, lambda scheme: served.check(Recipe("option", scheme, scheme), geometry), geometry)
 
 
-def _servable(scheme: Scheme, geometry: Geometry) -> bool:
-    try:
-        served.check(Recipe("option", scheme, scheme), geometry)
-    except ValueError:
-        return False
-    return True
+def _allowed(
+    schemes: Iterable[Scheme], check: Callable[[Scheme], object], geometry: Geometry, others: Sequence[Scheme] = ()
+) -> list[Scheme]:
+    """Those that a check does not refuse, and others, cheapest first."""
+    found = []
+    for scheme in schemes:
+        with suppress(ValueError):
+            check(scheme)
+            found.append(scheme)
+    return sorted([*found, *others], key=lambda scheme: _bits(scheme, geometry))
+
+
+def _bits(scheme: Scheme, geometry: Geometry) -> float:
+    return scheme.bits(Window().block, geometry)
 
 
 def settings(recipe: Recipe, geometry: Geometry, role: Role, vocabulary: int = 0) -> list[Scheme]:
@@ -109,16 +118,6 @@ def settings(recipe: Recipe, geometry: Geometry, role: Role, vocabulary: int = 0
     vocabulary   tokens of it, if this layer may be stored by token
     """
     return served_options(geometry, role) if recipe.position == "post" else options(geometry, role, vocabulary)
-
-
-def _possible(scheme: Scheme, geometry: Geometry, role: Role) -> bool:
-    plain = replace(higgs.scheme("2bit"), predict=PREDICT)
-    pair = (scheme, plain) if role == "key" else (plain, scheme)
-    try:
-        Recipe("option", *pair, "pre").check(geometry)
-    except ValueError:
-        return False
-    return True
 
 
 def measured(asked: str, engine: str | None) -> bool:
@@ -144,7 +143,7 @@ def recipe(bits: float, geometry: Geometry, vocabulary: int = 0, engine: str | N
     """
     among = options if engine is None else served_options
     schemes = {role: among(geometry, role) for role in ROLES}
-    ends = [[own[end].bits(Window().block, geometry) for own in schemes.values()] for end in (0, -1)]
+    ends = [[_bits(own[end], geometry) for own in schemes.values()] for end in (0, -1)]
     low, high = (math.fsum(own) / len(own) for own in ends)
     if not low <= bits <= high:
         where = "this model" if engine is None else f"this model, for {engine},"
@@ -154,7 +153,7 @@ def recipe(bits: float, geometry: Geometry, vocabulary: int = 0, engine: str | N
     if engine is not None:
         return Recipe(f"{name}-{engine}", key, value, summary=f"{summary}, for {engine}")
     layers = {}
-    if vocabulary and (first := by_token(vocabulary)).bits(Window().block, geometry) <= bits:
+    if vocabulary and _bits(first := by_token(vocabulary), geometry) <= bits:
         layers = {0: (first, first)}
     return Recipe(f"{name}-vocab" if vocabulary else name, key, value, "pre", layers, summary)
 
@@ -162,7 +161,7 @@ def recipe(bits: float, geometry: Geometry, vocabulary: int = 0, engine: str | N
 def _dearest(schemes: list[Scheme], bits: float, geometry: Geometry, bases: bool) -> Scheme:
     """The dearest setting within the budget; of bases, where there are any."""
     fitting = (scheme for scheme in schemes if scheme.quantize.takes_latents or not bases)
-    return [scheme for scheme in fitting if scheme.bits(Window().block, geometry) <= bits][-1]
+    return [scheme for scheme in fitting if _bits(scheme, geometry) <= bits][-1]
 
 
 def allocated(
@@ -176,7 +175,7 @@ def allocated(
     block = asked.window.block * geometry.width
     sizes = [vocabulary, *([0] * (geometry.layers - 1))]
     places = [settings(asked, geometry, role, size) for size in sizes for role in ROLES]
-    costs = [[round(scheme.bits(Window().block, geometry) * block) for scheme in own] for own in places]
+    costs = [[round(_bits(scheme, geometry) * block) for scheme in own] for own in places]
     errors = [note[role][1:] for note in notes for role in ROLES]
     picks = choose(costs, errors, math.floor(bits * block * len(errors) + 1e-6))
     promised = math.fsum(error[pick] for error, pick in zip(errors, picks, strict=True))

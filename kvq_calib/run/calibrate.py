@@ -100,7 +100,7 @@ def prepare(run: Run, stream: Stream) -> None:
     if plan.transfer is not None:
         other = corpus.select(plan.transfer, run.files.path, plan.transfer_samples, plan.seq_len, plan.seed)
         tokens_BT, record = torch.cat([tokens_BT, other.tokens_BT]), record | {"transfer": other.description}
-    with checkpoint.layer_folder(run.folder, -1, record) as folder:
+    with checkpoint.whole(checkpoint.folder_of(run.folder, -1), record) as folder:
         for index, rows in enumerate(plan.chunks):
             tokens = tokens_BT[rows.start : rows.stop]
             checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / passes.file("hidden", index))
@@ -112,7 +112,7 @@ def prepare(run: Run, stream: Stream) -> None:
 def _begin_draft(run: Run) -> None:
     """Take what the run that the draft is of begins with: of hidden states the first, and gradients."""
     before = checkpoint.folder_of(run.folder.parent, -1)
-    with checkpoint.layer_folder(run.folder, -1, {}) as folder:
+    with checkpoint.whole(checkpoint.folder_of(run.folder, -1), {}) as folder:
         for index, rows in enumerate(run.plan.chunks):
             name = passes.file("hidden", index)
             checkpoint.save({"hidden": checkpoint.load(before / name)["hidden"][: len(rows)]}, folder / name)
@@ -125,7 +125,7 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     plan, started = run.plan, time.perf_counter()
     record: dict = {name: {} for name in ("fit", "recipes", "attention", "variances", "taken", "seconds")}
     record["layer"] = layer
-    with checkpoint.layer_folder(run.folder, layer, record) as folder:
+    with checkpoint.whole(checkpoint.folder_of(run.folder, layer), record) as folder:
         collected = _capture(run, stream, layer, folder, record["seconds"])
         record["seconds"]["capture"] = time.perf_counter() - started - record["seconds"]["forward"]
         tensors: dict[str, Tensor] = {}

@@ -70,15 +70,8 @@ def folder_of(run: Path, layer: int) -> Path:
 
 
 @contextmanager
-def layer_folder(run: Path, layer: int, noted: dict) -> Iterator[Path]:
+def whole(final: Path, noted: dict) -> Iterator[Path]:
     """Give a partial folder to fill; on leaving, seal it with digests and what is `noted`, and rename it into place."""
-    with _whole(folder_of(run, layer), noted) as partial:
-        yield partial
-
-
-@contextmanager
-def _whole(final: Path, noted: dict) -> Iterator[Path]:
-    """A partial folder to fill, which is sealed and renamed on leaving."""
     partial = final.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     faults.point("layer.begun")
@@ -95,7 +88,7 @@ def _whole(final: Path, noted: dict) -> Iterator[Path]:
 
 def keep(run: Path, layer: int, held: Mapping[Path, Mapping[str, Tensor]]) -> None:
     """Write what layers above this one read, by the path that it would have as a file; earlier ones are removed."""
-    with _whole(_kept(run, layer), {}) as folder:
+    with whole(_kept(run, layer), {}) as folder:
         for path, tensors in sorted(held.items()):
             save(dict(tensors), folder / f"{path.parent.name}.{path.name}")
     _remove_kept(run, but=_kept(run, layer))

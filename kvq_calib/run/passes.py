@@ -196,18 +196,18 @@ def decode(shared: Pass, index: int) -> Errors:
 
     Where they do not, no codes are searched for: a fit reads the moments of errors, and a search takes as long as most
     of the rest."""
-    work, role, plan = shared.work, shared.fit.codec.role, shared.work.run.plan
+    work, codec, plan = shared.work, shared.fit.codec, shared.work.run.plan
     counts = (plan.held_out == 0 or index >= plan.fitted_chunks) and index < plan.own_chunks
-    kept, measured = work.is_read(role), counts and not plan.draft
+    kept, measured = work.is_read(codec.role), counts and not plan.draft
     if not kept and not measured:
         return Errors()
-    data, context = work.data(index, role, clean=False)
+    data, context = work.data(index, codec.role, clean=False)
     if not measured:
-        work.keep(index, role, shared.fit.approximated(data, context))
+        work.keep(index, codec.role, codec.approximated(data.x, context))
         return Errors()
-    fields, decoded = shared.fit.encode_decode(data, context)
+    fields, decoded = codec.encode_decode(data.x, context)
     if kept:
-        work.keep(index, role, decoded)
+        work.keep(index, codec.role, decoded)
     return shared.fit.errors(data, context, fields, decoded)
 
 

@@ -69,7 +69,7 @@ def attention_errors(
         for role in ROLES:
             data, context = work.data(index, role, clean=False)
             for place, fit in enumerate(fits[role]):
-                found = fit.codec.restore(fit.encode_decode(data, context)[1].float(), context)
+                found = fit.codec.restore(fit.codec.encode_decode(data.x, context)[1].float(), context)
                 out = _attended(chunk, *_read(fit, chunk, found, work.recipe.position), plan.geometry.head_size)
                 error_NT = ((out - exact) @ weight_EC.mT).square().sum(-1) / energy_NT
                 sums[role][place] += share[index] * error_NT.sum(dtype=torch.float64).cpu()

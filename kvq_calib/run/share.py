@@ -36,13 +36,14 @@ Source: Cover and Thomas, 2006, section 10.3.3.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvq_calib.fit.dead_zone import where_it_falls_to_0
 from kvq_calib.fit.mixed import water_fill
 from kvq_calib.fit.statistics import LayerQueries
 from kvq_calib.run.plan import Plan
@@ -53,7 +54,6 @@ from kvq_runtime.recipe import Recipe, Role, Scheme
 # in √nats, at which the rates of places are noted
 STEPS = tuple(2.0 ** (place / 2) for place in range(-28, 3))
 MOST = 4.0
-HALVINGS = 50
 
 Curve = Sequence[float]  # bits per element at each of STEPS
 
@@ -91,8 +91,7 @@ def drafted(recipe: Recipe) -> Recipe:
         quantize = quantize if quantize.at_rest else replace(quantize, gain=0)
         return replace(scheme, quantize=quantize, predict=predict)
 
-    layers = {layer: (plain(key), plain(value)) for layer, (key, value) in recipe.layers.items()}
-    return replace(recipe, key=plain(recipe.key), value=plain(recipe.value), layers=layers)
+    return recipe.each(plain)
 
 
 def costs(
@@ -185,7 +184,7 @@ def first_step(curves: Sequence[Curve], target: float) -> float:
         raise ValueError(
             f"target: {target:.3g} bits but for sinks and frames; this model can have {low:.3g} to {high:.3g}"
         )
-    return _step(_falling(lambda at: _sum(curves, at) - target * len(curves), 0, len(STEPS) - 1))
+    return _step(where_it_falls_to_0(lambda at: _sum(curves, at) - target * len(curves), 0, len(STEPS) - 1))
 
 
 def next_step(
@@ -199,18 +198,10 @@ def next_step(
     spent = math.fsum(bits for *_, bits in below)
     places = [(curve, _place(step)) for curve, step, _ in below]
     far = len(STEPS) - 1
-    grown = _falling(lambda by: spent - math.fsum(_at(curve, at - by) for curve, at in places), -far, far)
+    grown = where_it_falls_to_0(lambda by: spent - math.fsum(_at(curve, at - by) for curve, at in places), -far, far)
     left = target * (len(below) + len(above)) - spent
     reach, start = 2 * math.log2(MOST), _place(begun)
-    return _step(_falling(lambda at: _sum(above, at - grown) - left, start - reach, start + reach))
-
-
-def _falling(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function that falls is 0; the end that is nearer to it, if it is nowhere."""
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if function(middle) > 0 else (low, middle)
-    return high
+    return _step(where_it_falls_to_0(lambda at: _sum(above, at - grown) - left, start - reach, start + reach))
 
 
 def _sum(curves: Sequence[Curve], at: float) -> float:

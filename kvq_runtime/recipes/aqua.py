@@ -16,8 +16,7 @@ and only subtracts what it reads.
 
 from dataclasses import replace
 
-from kvq_runtime.family import Claim, Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
 from kvq_runtime.recipes import higgs, polar, quarot, rtn, svdq, turboquant
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.latent import Mixed

@@ -23,8 +23,7 @@ Differs: anchors, `-star` and the order in which decode attention multiplies are
 
 from dataclasses import replace
 
-from kvq_runtime.family import Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes import higgs
 from kvq_runtime.stages.predict import Linear
 

@@ -23,8 +23,7 @@ Differs: no paper has these together.
 
 from dataclasses import replace
 
-from kvq_runtime.family import Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes.aqua_metric import GAIN
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean

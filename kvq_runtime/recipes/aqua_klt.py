@@ -16,8 +16,7 @@ Differs: values have a basis too (SVDq leaves them); all channels of a schedule 
 changes divergence by -6% to +3% and perplexity by less than its standard error, for a second matrix per layer.
 """
 
-from kvq_runtime.family import Claim, Family
-from kvq_runtime.recipe import Recipe, Scheme, Window
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme, Window
 from kvq_runtime.recipes.aqua import aqua
 from kvq_runtime.stages.correct import ESCAPE_BITS, Escape
 from kvq_runtime.stages.latent import Mixed

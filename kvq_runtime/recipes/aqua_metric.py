@@ -26,8 +26,7 @@ Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), s
 Differs: as `aqua_klt.py`, without its escape, which the gain replaces.
 """
 
-from kvq_runtime.family import Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.fitted_codebook import Vocabulary
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean

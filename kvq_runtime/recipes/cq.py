@@ -12,8 +12,7 @@ Differs: centroids are learned without the weights of Fisher information; the fi
 exact (theirs: none).
 """
 
-from kvq_runtime.family import Claim, Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
 from kvq_runtime.recipes import aqua
 from kvq_runtime.stages.fitted_codebook import Coupled
 

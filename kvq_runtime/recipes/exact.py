@@ -1,7 +1,6 @@
 """The uncompressed cache, stored through the same blocks, sinks and window as every recipe."""
 
-from kvq_runtime.family import Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.exact import Exact
 
 FAMILY = Family(

@@ -21,8 +21,7 @@ the whole prompt's channel or of the token, and its mean).
 
 from dataclasses import replace
 
-from kvq_runtime.family import Claim, Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.correct import LowRank, LowRankSparse
 

@@ -12,9 +12,8 @@ Differs: see `kvq_runtime/policies/heavy_hitters.py`.
 
 from dataclasses import replace
 
-from kvq_runtime.family import Family
 from kvq_runtime.policies.heavy_hitters import HeavyHitters
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes import aqua, higgs
 from kvq_runtime.stages.exact import Exact
 

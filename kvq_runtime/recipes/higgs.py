@@ -10,8 +10,7 @@ Source: Malinovskii et al., 2024 (HIGGS, arXiv 2411.17525), as used on caches by
 Differs: signs, least-squares scales, and at least `recent` exact tokens at any time (their buffer empties at a flush).
 """
 
-from kvq_runtime.family import Claim, Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard

@@ -11,8 +11,7 @@ their buffer empties at a flush); values leave it together with the keys, not on
 head's channels. A key group never has fewer than `group` tokens, so that generated tokens are really rounded.
 """
 
-from kvq_runtime.family import Claim, Family
-from kvq_runtime.recipe import Recipe, Scheme, Window
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme, Window
 from kvq_runtime.stages.rtn import Rtn
 
 FAMILY = Family(

@@ -12,8 +12,7 @@ errors of a block are stored, not those beyond the threshold of their channel; t
 encoded 128 at a time (theirs: at once); k-means is not weighted by Fisher information.
 """
 
-from kvq_runtime.family import Claim, Family
-from kvq_runtime.recipe import Recipe, Scheme, Window
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme, Window
 from kvq_runtime.stages.correct import Sparse
 from kvq_runtime.stages.fitted_codebook import Nuq
 

@@ -11,8 +11,7 @@ Differs: window and sinks are ours, as for every recipe (theirs: 64 sinks, 256 r
 cached head: see `stages/metric_rotation.py`.
 """
 
-from kvq_runtime.family import Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.metric_rotation import Metric, Oscar
 from kvq_runtime.stages.rtn import Clipped, Rtn
 

@@ -18,9 +18,8 @@ instead of k-means++.
 
 from dataclasses import replace
 
-from kvq_runtime.family import Claim, Family
 from kvq_runtime.policies.prompt_fit import PromptFit
-from kvq_runtime.recipe import Recipe, Scheme, Window
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme, Window
 from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.rotate import Random
 

@@ -5,8 +5,7 @@ Source: Ashkboos et al., 2024 (QuaRot, arXiv 2404.00456), section 4; group size 
 Differs: a range is that of the group's own ends, without a clipping ratio.
 """
 
-from kvq_runtime.family import Claim, Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 

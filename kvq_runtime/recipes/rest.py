@@ -20,8 +20,7 @@ Differs: KVTC's bits are by dynamic programming and its coder is DEFLATE; it pre
 
 from dataclasses import replace
 
-from kvq_runtime.family import Family
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import Family, Recipe
 from kvq_runtime.recipes import aqua_fisher
 from kvq_runtime.stages.latent import DeadZone
 
@@ -32,14 +31,10 @@ WIDTHS = (0.5, 1.0, 1.5, 2.0, 3.0)
 
 def recipe(bits: float) -> Recipe:
     """The recipe whose files take so many bits per element, in the mean over all layers, keys and values."""
-    made, rounding = aqua_fisher.recipe(bits), DeadZone(target=bits, shared=True)
-    layers = {
-        layer: (replace(key, quantize=rounding), replace(value, quantize=rounding))
-        for layer, (key, value) in made.layers.items()
-    }
+    rounding = DeadZone(target=bits, shared=True)
+    made = aqua_fisher.recipe(bits).each(lambda scheme: replace(scheme, quantize=rounding))
     summary = f"AQUA-KV, bases in the metric of gradients, one step, entropy-coded in files: {bits:g} bits there"
-    key, value = replace(made.key, quantize=rounding), replace(made.value, quantize=rounding)
-    return replace(made, name=f"rest-{bits:g}bit", key=key, value=value, layers=layers, summary=summary)
+    return replace(made, name=f"rest-{bits:g}bit", summary=summary)
 
 
 def recipes() -> list[Recipe]:

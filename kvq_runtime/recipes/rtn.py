@@ -9,8 +9,7 @@ Source: optimum-quanto, as used by Shutova et al., 2025 (AQUA-KV), section 4.1 a
 
 from typing import Literal
 
-from kvq_runtime.family import Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.rtn import Rtn
 
 FAMILY = Family(

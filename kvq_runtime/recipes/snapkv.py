@@ -13,9 +13,8 @@ Differs: see `kvq_runtime/policies/prompt_votes.py`.
 
 from dataclasses import replace
 
-from kvq_runtime.family import Family
 from kvq_runtime.policies.prompt_votes import PromptVotes
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes import aqua, higgs
 from kvq_runtime.stages.exact import Exact
 

@@ -20,9 +20,8 @@ settings have what the authors' code has, queries after RoPE. Blocks are a half 
 from dataclasses import replace
 from typing import Literal
 
-from kvq_runtime.family import Claim, Family
 from kvq_runtime.policies.prompt_fit import PromptFit
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.feedback import QueryOrthogonal

@@ -27,9 +27,8 @@ Differs: where text and pseudocode contradict each other or leave a gap, as foll
 
 from dataclasses import replace
 
-from kvq_runtime.family import Claim, Family
 from kvq_runtime.policies.dynamic_window import DynamicWindow
-from kvq_runtime.recipe import Recipe, Window
+from kvq_runtime.recipe import Claim, Family, Recipe, Window
 from kvq_runtime.recipes import aqua, higgs, kivi
 
 FAMILY = Family(

@@ -26,10 +26,9 @@ alone are `exact+policies.chunks=on`; ShadowKV's own keys, of rank 160 in 16 bit
 
 from dataclasses import replace
 
-from kvq_runtime.family import Claim, Family
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean

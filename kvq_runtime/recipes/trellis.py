@@ -8,8 +8,7 @@ Source: Tseng et al., 2024 (QTIP), section 3, a method for weights; here for cac
 Differs: see `ops/trellis.py`.
 """
 
-from kvq_runtime.family import Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes import aqua, higgs
 from kvq_runtime.stages.codebook import Trellis
 from kvq_runtime.stages.rotate import Hadamard

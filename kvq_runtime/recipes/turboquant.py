@@ -14,8 +14,7 @@ cache types; even levels: Max, 1960.
 Differs: no residual sketch (see the stage), no extra bits for outlier channels: removing the mean gains more.
 """
 
-from kvq_runtime.family import Claim, Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
 from kvq_runtime.stages.codebook import Lloyd
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard, Random

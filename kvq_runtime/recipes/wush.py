@@ -9,8 +9,7 @@ Source: WUSH-KV, 2026 (arXiv 2609.38121).
 Differs: the paper was not at hand; its formula of the transform is implemented, its quantizer and window may be others.
 """
 
-from kvq_runtime.family import Family
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes.higgs import GRIDS
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.metric_rotation import Wush

@@ -19,9 +19,8 @@ and the 128 newest tokens stay exact (theirs: none of the prompt, and up to 100 
 
 from dataclasses import replace
 
-from kvq_runtime.family import Claim, Family
 from kvq_runtime.policies.prompt_fit import PromptFit
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
 from kvq_runtime.recipes import aqua, kivi
 from kvq_runtime.stages.separable import Separable
 

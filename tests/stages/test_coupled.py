@@ -6,7 +6,7 @@ import torch
 from scheme_fit import GEOMETRY, NOWHERE, WIDTH, fitted
 from torch import Tensor
 
-from kvq_calib.fit.coupled import centres
+from kvq_calib.fit.clusters import centres_of_vectors
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme
@@ -49,9 +49,9 @@ def test_centroids_are_the_means_of_clusters():
     rows = np.concatenate([rows, np.repeat(rows[:1], 90, 0)])[generator.permutation(570)]
     nearest = ((rows[:, None] - middles) ** 2).sum(-1).argmin(1)
     expected = np.array([rows[nearest == cluster].mean(0) for cluster in range(8)])
-    found = centres(torch.from_numpy(rows), 8, seed=0).numpy()
+    found = centres_of_vectors(torch.from_numpy(rows), 8, seed=0).numpy()
     np.testing.assert_allclose(found[np.lexsort(found.round().T)], expected[np.lexsort(expected.round().T)], atol=1e-6)
-    few = centres(torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]]), 4, seed=0)
+    few = centres_of_vectors(torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]]), 4, seed=0)
     assert few.tolist() == [[1, 2], [3, 4], [3, 4], [3, 4]]
 
 

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Layer, Stream
 from kvq_calib.run import budget, checkpoint, gradients
@@ -18,6 +17,7 @@ from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Progress, Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
+from kvq_runtime.codec.codec import Codec
 from kvq_runtime.hf.prefix import PrefixStore
 from kvq_runtime.prefix import block_file, chain
 from kvq_runtime.recipe import ROLES, Recipe, preset
@@ -158,9 +158,9 @@ def test_files_of_held_out_text_take_the_target_also_of_a_run_that_was_killed(mo
 def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path, monkeypatch):
     recipe, forward, ran = preset(RECIPE), Layer.forward, []
     monkeypatch.setattr(Layer, "forward", lambda self, *given: ran.append(len(given[0])) or forward(self, *given))
-    decode, searched = SchemeFit.encode_decode, []
+    decode, searched = Codec.encode_decode, []
     monkeypatch.setattr(
-        SchemeFit, "encode_decode", lambda fit, *given: searched.append(len(given[0].x)) or decode(fit, *given)
+        Codec, "encode_decode", lambda codec, *given: searched.append(len(given[0])) or decode(codec, *given)
     )
     made = runs.calibrate(a_run(model, tmp_path / "one", recipe))[RECIPE]
     assert searched == [4] * 6  # paths, of what is held out alone: two blocks of either sequence
