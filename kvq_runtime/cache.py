@@ -10,9 +10,10 @@ Knows nothing of transformers: see `hf/`. Tensors are [B, T, C], all heads side 
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +39,21 @@ from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
 
 _log = logging.getLogger(__name__)
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _undone(method: Method) -> Method:
+    """The method of a cache, which undoes the forward pass that it fails in."""
+
+    @wraps(method)
+    def tried(cache: "BlockCache", *given: Any, **named: Any) -> Any:
+        try:
+            return method(cache, *given, **named)
+        except Exception:
+            cache.settle()
+            raise
+
+    return cast(Method, tried)
 
 
 class BlockCache:
@@ -96,9 +112,9 @@ class BlockCache:
         self.policies: list[Policy] = [setting.policy(parts) for setting in recipe.policies]
         self._newest = max((policy.newest for policy in self.policies), default=0)
         weigh = self._weighed if self._newest else None
-        reference = Reference(self.decoder, self.positions, weigh)
+        self._reference = Reference(self.decoder, self.positions, weigh)
         self.absorbed = Absorbed(self.decoder, self.positions, weigh)
-        self.paths: list[Path] = [self.fused, LongQuery(self.decoder, self.fused), self.absorbed, reference]
+        self.paths: list[Path] = [self.fused, LongQuery(self.decoder, self.fused), self.absorbed, self._reference]
         self._told: set[int] = set()  # layers whose path the log has
         self.reencoded = 0
         self.step: Step | None = None  # the forward pass under way
@@ -118,6 +134,7 @@ class BlockCache:
 
     # ---- one layer of one forward pass -------------------------------------------------------------------------
 
+    @_undone
     def update(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> Pair:
         """Take in a layer's new keys (after RoPE) and values; return all of them, history decoded, as 16-bit would.
 
@@ -131,22 +148,15 @@ class BlockCache:
                 f"{self.recipe.name} needs {' and '.join(sorted(unseen))}, which update() does not see; "
                 "use take(), attend() and finish(), with take_queries() for queries"
             )
-        try:
-            first = self._append(layer, k_BTC, v_BTC)
-            out = (k_BTC, v_BTC) if first else self.decoder.whole(layer)
-            self._finish(layer)
-        except Exception:
-            self.settle()
-            raise
+        first = self._append(layer, k_BTC, v_BTC)
+        out = (k_BTC, v_BTC) if first else self.decoder.whole(layer)
+        self.finish(layer)
         return out
 
+    @_undone
     def take(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> None:
         """Take in a layer's new keys (after RoPE) and values, to be attended to and then encoded by `finish`."""
-        try:
-            self._append(layer, k_BTC, v_BTC)
-        except Exception:
-            self.settle()
-            raise
+        self._append(layer, k_BTC, v_BTC)
 
     def adopt(
         self, count: int, fields: Mapping[int, tuple[Slab, Slab]], sinks: Mapping[int, Tensor],
@@ -190,7 +200,8 @@ class BlockCache:
         """
         store = self.layers[layer]
         if logit_H is not None:
-            self._report_levels()
+            assert not self.weighs, "weights of which a logit takes a share"
+            self.absorbed.levels = self._reference.levels = True  # paths of the GPU say it anyway
         for path in (*self.policies, *self.paths):
             attended = path.attend(store, layer, q_BHTD, mask, scale)
             if attended is None:
@@ -217,13 +228,6 @@ class BlockCache:
         """True if a policy of the recipe holds, keeps exact or reads tokens by the weight that attention gives them."""
         return bool(self._newest) or any(policy.chooses_by_query for policy in self.recipe.policies)
 
-    def _report_levels(self) -> None:
-        """Have every path say how large the sum of its weights is; those of the GPU do anyway."""
-        assert not self.weighs, "weights of which a logit takes a share"
-        for path in self.paths:
-            if isinstance(path, Reference):
-                path.levels = True
-
     def weighed_first(self, count: int) -> int:
         """Return how many of a first pass's `count` queries, the newest, have to go through `attend` for a policy.
 
@@ -231,13 +235,28 @@ class BlockCache:
         """
         return min(count, self._newest)
 
+    @_undone
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
-        try:
-            self._finish(layer)
-        except Exception:
-            self.settle()
-            raise
+        store, step = self.layers[layer], self.step
+        if all([policy.may_encode(layer) for policy in self.policies]):
+            self.encoder.flush(layer)
+        store.trim()
+        self.decoder.forget(layer, layer == self._last)
+        if layer == self._last:
+            self.positions.forget_factors()
+        if step is None:
+            return
+        step.done.add(layer)
+        if len(step.done) == len(self.held) and not self._tried:
+            self.encoder.refuse_nan()
+            for policy in self.policies:
+                policy.end(step)
+            self.positions.forget_factors()  # a policy may have encoded
+            step.commit()
+            self.step = None
+            if self.encoder.beyond and not self._warned:
+                self._warn()
 
     def advance(self) -> None:
         """Count the token that a replayed step has taken in, in every layer, and encode what is due."""
@@ -276,26 +295,6 @@ class BlockCache:
         first = store.length == 0
         store.append(k_BTC, v_BTC)
         return first
-
-    def _finish(self, layer: int) -> None:
-        store, step = self.layers[layer], self.step
-        if all([policy.may_encode(layer) for policy in self.policies]):
-            self.encoder.flush(layer)
-        store.trim()
-        self.decoder.forget(layer, layer == self._last)
-        if layer == self._last:
-            self.positions.forget_factors()
-        if step is not None:
-            step.done.add(layer)
-            if len(step.done) == len(self.held) and not self._tried:
-                self.encoder.refuse_nan()
-                for policy in self.policies:
-                    policy.end(step)
-                self.positions.forget_factors()  # a policy may have encoded
-                step.commit()
-                self.step = None
-                if self.encoder.beyond and not self._warned:
-                    self._warn()
 
     def _arrive(self, layer: int, k_BTC: Tensor) -> LayerStore:
         """Begin a forward pass with its first layer; one that stopped midway is undone first."""
@@ -355,10 +354,7 @@ class BlockCache:
         return LayerStore(pair, self.recipe.window, self.positions, k_BTC, index, watch)
 
     def _extra_fields(self, layer: int, store: LayerStore) -> Slab:
-        fields: Slab = {}
-        for policy in self.policies:
-            fields |= policy.extra_fields(layer, store)
-        return fields
+        return {name: x for policy in self.policies for name, x in policy.extra_fields(layer, store).items()}
 
     def _weighed(self, layer: int, p_BHGTT: Tensor, slots: range) -> None:
         """Tell policies what queries attend to the window, each of the newest that it wants."""

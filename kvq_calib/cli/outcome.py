@@ -19,7 +19,7 @@ from kvq_calib.job.job import Job
 from kvq_calib.model.streamed import Stream
 from kvq_calib.report import published
 from kvq_calib.report.published import Published
-from kvq_calib.run import budget, gradients, sensitivity, share
+from kvq_calib.run import budget, gradients, share
 from kvq_calib.run.device import settle
 from kvq_calib.run.plan import Plan, set_arithmetic
 from kvq_calib.run.run import InMemory, Run
@@ -170,7 +170,7 @@ def _rounds(plan: Plan) -> dict[str, Any]:
         return {
             "budgets": plan.budgets,
             "settings_per_layer": max(len(budget.settings(recipe, plan.geometry, "key")) for recipe in budgeted),
-            "sequences_measured": sum(len(plan.chunks[index]) for index in sensitivity.chunks(plan)),
+            "sequences_measured": sum(len(plan.chunks[index]) for index in budget.measured_chunks(plan)),
             "transfer": plan.transfer,
             "sequences_of_transfer": plan.transfer_samples,
             "rounds_at_most": budget.ROUNDS,

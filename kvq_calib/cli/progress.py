@@ -152,7 +152,7 @@ class Bar:
 
     def _work(self, round: int, layer: int) -> int:
         """Tokens of a layer, each as often as it is worked on; in later rounds of the budgets, at most."""
-        from kvq_calib.run import budget, sensitivity, share
+        from kvq_calib.run import budget, share
 
         plan = self._plan
         if any(map(share.wanted, plan.recipes)):
@@ -161,7 +161,7 @@ class Bar:
                 return (1 + 2 * len(draft.recipes)) * draft.tokens
             round -= 1
         recipes = len(plan.budgets if round else plan.recipes)
-        measured = sum(len(plan.chunks[index]) for index in sensitivity.chunks(plan)) * plan.seq_len
+        measured = sum(len(plan.chunks[index]) for index in budget.measured_chunks(plan)) * plan.seq_len
         chosen = [recipe for recipe in plan.recipes if recipe.name in plan.budgets]
         settings = 0
         for recipe in chosen:

@@ -17,7 +17,7 @@ from kvq_calib.fit import dead_zone, rotate, vocabulary
 from kvq_calib.fit.scheme import Asked, Errors, SchemeFit, Source, Sums, summary
 from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QuerySums, deviations
 from kvq_calib.model.streamed import Stream
-from kvq_calib.run import budget, checkpoint, gradients, passes, sensitivity, share
+from kvq_calib.run import budget, checkpoint, gradients, passes, share
 from kvq_calib.run.passes import RecipeWork
 from kvq_calib.run.plan import by_gradients, set_arithmetic, takes
 from kvq_calib.run.run import Run
@@ -146,7 +146,7 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
                     role: budget.settings(recipe, plan.geometry, role, tokens) for role in ROLES
                 }
                 sources: dict[Role, Source] = {role: _source(work, role, collected.queries) for role in ROLES}
-                errors = sensitivity.attention_errors(work, options, sources)
+                errors = budget.attention_errors(work, options, sources)
                 record["attention"][recipe.name] = errors
                 for role in ROLES:
                     measures[role]["attention_error"] = errors[role][0]

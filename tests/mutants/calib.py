@@ -225,7 +225,7 @@ MUTANTS = [
     Mutant(
         "settings-order",
         "errors are those of other settings",
-        "kvq_calib/run/sensitivity.py",
+        "kvq_calib/run/budget.py",
         "for scheme in options)]",
         "for scheme in reversed(options))]",
         ("calib/run/test_budget_run.py",),
@@ -257,7 +257,7 @@ MUTANTS = [
     Mutant(
         "budget-metric",
         "settings of keys are fitted in the metric of values",
-        "kvq_calib/run/sensitivity.py",
+        "kvq_calib/run/budget.py",
         "_fits(work, role, options[role], sources[role])",
         '_fits(work, role, options[role], sources["value"])',
         ("calib/run/test_budget_run.py",),
@@ -265,7 +265,7 @@ MUTANTS = [
     Mutant(
         "budget-texts",
         "the errors on two texts are added up",
-        "kvq_calib/run/sensitivity.py",
+        "kvq_calib/run/budget.py",
         "share = {i: 1 / len(read) / plan.seq_len",
         "share = {i: 1 / plan.seq_len",
         ("calib/run/test_budget_run.py",),
@@ -331,7 +331,7 @@ MUTANTS = [
     Mutant(
         "settings-energy",
         "the stream that errors are relative to lacks attention's part",
-        "kvq_calib/run/sensitivity.py",
+        "kvq_calib/run/budget.py",
         "(hidden.to(stream.device, torch.float32) + exact @ weight_EC.mT)",
         "(hidden.to(stream.device, torch.float32))",
         ("calib/run/test_budget_run.py",),
@@ -339,7 +339,7 @@ MUTANTS = [
     Mutant(
         "settings-sinks",
         "settings are measured on sinks that are decoded",
-        "kvq_calib/run/sensitivity.py",
+        "kvq_calib/run/budget.py",
         "torch.cat([exact[:, :sinks], rows[:, sinks:], exact[:, rows.shape[1] :]], 1)",
         "torch.cat([rows, exact[:, rows.shape[1] :]], 1)",
         ("calib/run/test_budget_run.py",),
@@ -347,7 +347,7 @@ MUTANTS = [
     Mutant(
         "settings-rope",
         "keys are measured as before RoPE",
-        "kvq_calib/run/sensitivity.py",
+        "kvq_calib/run/budget.py",
         "return (apply_rope(x, chunk.rope, fit.codec.geometry.kv_heads) if turn else x), chunk.v",
         "return x, chunk.v",
         ("calib/run/test_budget_run.py",),
@@ -355,7 +355,7 @@ MUTANTS = [
     Mutant(
         "settings-turned",
         "keys that were decoded after RoPE are turned again",
-        "kvq_calib/run/sensitivity.py",
+        "kvq_calib/run/budget.py",
         'fit.window.sinks, position == "pre"',
         "fit.window.sinks, True",
         ("calib/run/test_budget_run.py",),
@@ -363,7 +363,7 @@ MUTANTS = [
     Mutant(
         "settings-fitted",
         "settings are measured on the text that they are fitted to",
-        "kvq_calib/run/sensitivity.py",
+        "kvq_calib/run/budget.py",
         "range(plan.fitted_chunks if plan.held_out else 0, plan.own_chunks)",
         "range(0, plan.own_chunks)",
         ("calib/run/test_budget_run.py",),
@@ -379,7 +379,7 @@ MUTANTS = [
     Mutant(
         "value-metric-mean",
         "a table among the settings has the mean in it",
-        "kvq_calib/run/sensitivity.py",
+        "kvq_calib/run/budget.py",
         "Statistics(own.statistics.mean_C,",
         "Statistics(own.statistics.mean_C * 0,",
         ("calib/run/test_budget_run.py",),

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kvq_calib.model import find as models
+from kvq_calib.run import budget
 from kvq_calib.run import plan as plans
-from kvq_calib.run import sensitivity
 from kvq_runtime.recipe import preset
 
 AQUA = preset("aqua-2bit")
@@ -25,7 +25,7 @@ def test_two_texts_are_measured_as_much_of(model, held_out, count, own, other):
     """Four chunks of two sequences of either, or what is held out, whose last chunk may be shorter."""
     plan = made(model, 4096, samples=20 + held_out, held_out=held_out)
     assert plan.chunk == 2 and plan.transfer_samples == count
-    assert sensitivity.texts(plan) == [[*own], [*other]]
+    assert budget.texts(plan) == [[*own], [*other]]
 
 
 def test_sequences_of_sinks_alone_are_refused(model):
