@@ -68,11 +68,6 @@ class Recipe:
         """The same recipe with these Schemes in one layer."""
         return replace(self, layers={**self.layers, layer: (key, value)})
 
-    def each(self, change: Callable[[Scheme], Scheme]) -> "Recipe":
-        """The same recipe with every Scheme changed."""
-        layers = {layer: (change(key), change(value)) for layer, (key, value) in self.layers.items()}
-        return replace(self, key=change(self.key), value=change(self.value), layers=layers)
-
     @property
     def pairs(self) -> list[tuple[Scheme, Scheme]]:
         """The Schemes of keys and values that the recipe names: everywhere, and in single layers."""
@@ -137,7 +132,7 @@ class Recipe:
             own = scheme.quantize
             return replace(scheme, quantize=own.of_vocabulary(tokens)) if isinstance(own, OfVocabulary) else scheme
 
-        return self.each(sized)
+        return with_each(self, sized)
 
     def with_exact(self, sinks: int | None = None, recent: int | None = None) -> "Recipe":
         """The recipe with so many exact tokens at the start of every row (`sinks`), and at its end; None: unchanged."""
@@ -245,6 +240,12 @@ class Recipe:
             window=windows[0],
             policies=tuple(stage_from(slot, one, policy_kinds()[slot]) for slot, one in asked),
         ).check()
+
+
+def with_each(recipe: Recipe, change: Callable[[Scheme], Scheme]) -> Recipe:
+    """The recipe with every Scheme changed."""
+    layers = {layer: (change(key), change(value)) for layer, (key, value) in recipe.layers.items()}
+    return replace(recipe, key=change(recipe.key), value=change(recipe.value), layers=layers)
 
 
 def _asked(where: str, check: Callable[..., None], *arguments: Any) -> None:

@@ -122,15 +122,9 @@ class Plan:
     def to_json(self) -> dict:
         """The plan as JSON: no clock, no host, no path."""
         given = asdict(self) | {"recipes": [recipe.to_json() for recipe in self.recipes]}
-        if not self.budgets:
-            del given["budgets"]  # as in plans older than budgets
-        if not self.vocabularies:
-            del given["vocabularies"]
-        if self.transfer is None:
-            del given["transfer"], given["transfer_samples"]
-        if not self.draft:
-            del given["draft"]
-        return given | {"geometry": asdict(self.geometry)}
+        unstated = [name for name in ("budgets", "vocabularies", "draft") if not given[name]]  # as in older plans
+        unstated += ["transfer", "transfer_samples"] if self.transfer is None else []
+        return {name: value for name, value in given.items() if name not in unstated}
 
     @property
     def digest(self) -> str:

@@ -49,7 +49,7 @@ from kvq_calib.fit.statistics import LayerQueries
 from kvq_calib.run.plan import Plan
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.prefix import block_file
-from kvq_runtime.recipe import Recipe, Role, Scheme
+from kvq_runtime.recipe import Recipe, Role, Scheme, with_each
 
 # in √nats, at which the rates of places are noted
 STEPS = tuple(2.0 ** (place / 2) for place in range(-28, 3))
@@ -91,7 +91,7 @@ def drafted(recipe: Recipe) -> Recipe:
         quantize = quantize if quantize.at_rest else replace(quantize, gain=0)
         return replace(scheme, quantize=quantize, predict=predict)
 
-    return recipe.each(plain)
+    return with_each(recipe, plain)
 
 
 def costs(

@@ -20,7 +20,7 @@ Differs: KVTC's bits are by dynamic programming and its coder is DEFLATE; it pre
 
 from dataclasses import replace
 
-from kvq_runtime.recipe import Family, Recipe
+from kvq_runtime.recipe import Family, Recipe, with_each
 from kvq_runtime.recipes import aqua_fisher
 from kvq_runtime.stages.latent import DeadZone
 
@@ -32,7 +32,7 @@ WIDTHS = (0.5, 1.0, 1.5, 2.0, 3.0)
 def recipe(bits: float) -> Recipe:
     """The recipe whose files take so many bits per element, in the mean over all layers, keys and values."""
     rounding = DeadZone(target=bits, shared=True)
-    made = aqua_fisher.recipe(bits).each(lambda scheme: replace(scheme, quantize=rounding))
+    made = with_each(aqua_fisher.recipe(bits), lambda scheme: replace(scheme, quantize=rounding))
     summary = f"AQUA-KV, bases in the metric of gradients, one step, entropy-coded in files: {bits:g} bits there"
     return replace(made, name=f"rest-{bits:g}bit", summary=summary)
 
