@@ -29,7 +29,7 @@ that a layer takes too many are thus spread over all above it. No step is more t
 of, the first one: where few layers are left, quality goes before the promise. Of a plan that holds no sequences out,
 what the fit's own text takes is what is known, which is less than other text will.
 
-The target is of files of prefixes of `rate.LENGTH` tokens: sinks and frames are taken off before. All that a step
+The target is of files of prefixes of `block_file.LENGTH` tokens: sinks and frames are taken off before. All that a step
 depends on are the notes of the draft and of the layers below: a run that was killed goes on with the same.
 
 Source: Cover and Thomas, 2006, section 10.3.3.
