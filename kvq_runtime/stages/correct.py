@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack, rtn
-from kvq_runtime.stages.stage import Correction, Fields, Site, Specs, Tensors
+from kvq_runtime.stages.stage import Correction, Fields, Site, Specs, Tensors, check_choices
 
 GROUPS = ("token", "channel", "block")
 ESCAPE_BITS = 8
@@ -50,8 +50,7 @@ class Sparse(Correction):
     def __post_init__(self):
         if not 0 < self.share <= 0.25:
             raise ValueError(f"share={self.share}; use more than 0 and at most 0.25 of the elements")
-        if self.group not in GROUPS:
-            raise ValueError(f"group={self.group!r}; use one of {GROUPS}")
+        check_choices(self, group=GROUPS)
 
     def memory_kind(self, field: str) -> str:
         return "outliers"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
-from kvq_runtime.stages.stage import Feedback, Queries, Scheme, Site, Specs, Tensors, check_queries
+from kvq_runtime.stages.stage import Feedback, Queries, Scheme, Site, Specs, Tensors, check_choices, check_queries
 
 Axis = Literal["token", "channel"]
 Normalize = Literal["paper", "length-invariant"]
@@ -53,9 +53,7 @@ class QueryOrthogonal(Feedback):
             raise ValueError(f"lam={self.lam}; use 0 to 1000000")
         if self.rank < 0:
             raise ValueError(f"rank={self.rank}; use 0 for all directions, or how many")
-        for name, allowed in (("normalize", get_args(Normalize)), ("queries", get_args(Queries))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}; use one of {allowed}")
+        check_choices(self, normalize=get_args(Normalize), queries=get_args(Queries))
 
     def check(self, site: Site) -> None:
         if site.role == "value":

@@ -8,7 +8,7 @@ matrix of its inputs (`kvq_calib/fit/gptq.py`), rtn4 to the nearest code (`kvq_c
 I = inputs, the channels of what the matrix is multiplied with; O = outputs.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +20,6 @@ BITS = 4
 GROUP = 64
 
 Storage = Literal["bf16", "gptq4"]
-
-
-def check(storage: str) -> None:
-    """Raise a ValueError for a storage that there is none of."""
-    if storage not in get_args(Storage):
-        raise ValueError(f"storage={storage!r}; use one of {get_args(Storage)}")
 
 
 def specs(inputs: int, outputs: int, prefix: str = "") -> Specs:

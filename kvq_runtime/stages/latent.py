@@ -14,7 +14,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import ladder, latent, pack
 from kvq_runtime.ops.rotation import Rotation, rotate
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors, check_choices
 
 CODEBOOKS = ("gaussian", "uniform", "block", "trellis")
 
@@ -66,8 +66,7 @@ class Mixed(Quantizer):
     def __post_init__(self):
         for name in ("bits", "counts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.codebook not in CODEBOOKS:
-            raise ValueError(f"codebook={self.codebook!r}; use one of {CODEBOOKS}")
+        check_choices(self, codebook=CODEBOOKS)
         falling = list(self.bits) == sorted(self.bits, reverse=True)
         if not self.bits or not falling or self.bits[0] == 0 or any(not 0 <= b <= latent.MAX_BITS for b in self.bits):
             raise ValueError(f"bits={list(self.bits)}; use falling numbers from {latent.MAX_BITS} to 0, not only 0")

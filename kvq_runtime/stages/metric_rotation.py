@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages.stage import Rotation, Site, Specs, Tensors
+from kvq_runtime.stages.stage import Rotation, Site, Specs, Tensors, check_choices
 
 Metric = Literal["queries", "output", "attended"]
 
@@ -32,8 +32,7 @@ class MetricRotation(Rotation):
     metric: Metric = "queries"
 
     def __post_init__(self):
-        if self.metric not in get_args(Metric):
-            raise ValueError(f"metric={self.metric!r}; use one of {get_args(Metric)}")
+        check_choices(self, metric=get_args(Metric))
 
     def size(self, width: int, geometry: Geometry) -> int:
         if width != geometry.width:

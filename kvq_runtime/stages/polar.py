@@ -15,7 +15,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack, polar
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
 from kvq_runtime.stages import groups
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors, check_choices
 
 # quantized radii: 2^(-code/16) of the vector's norm, so from 1 down to 2^-15.9, each to 2.2%
 RADII = 2.0 ** (-torch.arange(256, dtype=torch.float64) / 16)
@@ -56,9 +56,7 @@ class Polar(Quantizer):
             raise ValueError(f"{given}; use 0 to 10 levels, and at least one width but no more than levels")
         for level, width in enumerate((*self.bits, self.bits[-1])[: self.levels or None], start=1):
             polar.check(level, width)
-        for name, allowed in (("radius", ("fp16", "log8")), ("points", ("unit", "mean"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}; use one of {allowed}")
+        check_choices(self, radius=("fp16", "log8"), points=("unit", "mean"))
 
     def sizes(self, width: int, geometry: Geometry) -> tuple[int, tuple[int, ...]]:
         """Elements of a vector, and the bits of each level."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Role
 from kvq_runtime.ops import product
 from kvq_runtime.stages import four_bits
-from kvq_runtime.stages.stage import Inputs, Predictor, Specs, Tensors
+from kvq_runtime.stages.stage import Inputs, Predictor, Specs, Tensors, check_choices
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,7 @@ class Neighbours(Predictor):
                 f'reads="anchor" with below={list(self.below)}, anchor_every={self.anchor_every}; leave below at [1], '
                 "and say by anchor_every, 2 to 64, which layers are anchors"
             )
-        choices = (("storage", ("bf16", "gptq4")), ("fit", ("decoded", "clean")), ("reads", ("below", "anchor")))
-        for name, allowed in choices:
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}; use one of {allowed}")
+        check_choices(self, storage=("bf16", "gptq4"), fit=("decoded", "clean"), reads=("below", "anchor"))
         if not 0 <= self.ridge < 1:
             raise ValueError(f"ridge={self.ridge}; use at least 0 and less than 1")
 
@@ -194,9 +191,7 @@ class MLP(Neighbours):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, allowed in (("hidden", ("inputs", "width")), ("tokens", ("sample", "all"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}; use one of {allowed}")
+        check_choices(self, hidden=("inputs", "width"), tokens=("sample", "all"))
         if self.norm not in ("layer", "none") or self.storage != "bf16":
             raise ValueError(
                 f'norm={self.norm!r}, storage={self.storage!r}; use norm "layer" or "none", stored in "bf16"'

@@ -12,7 +12,7 @@ from kvq_runtime.ops import rotation as rotations
 from kvq_runtime.ops.rotation import SignedHadamard, hadamard_matrix, random_matrix
 from kvq_runtime.stages import four_bits, groups
 from kvq_runtime.stages.four_bits import Storage
-from kvq_runtime.stages.stage import Queries, Rotation, Site, Specs, Tensors, check_queries
+from kvq_runtime.stages.stage import Queries, Rotation, Site, Specs, Tensors, check_choices, check_queries
 
 
 class Fixed(Rotation):
@@ -142,7 +142,7 @@ class Weighted(Basis):
     storage: Storage = "bf16"
 
     def __post_init__(self):
-        four_bits.check(self.storage)
+        check_choices(self, storage=get_args(Storage))
 
     @property
     def packed(self) -> bool:
@@ -194,8 +194,7 @@ class QueryBasis(Weighted):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.queries not in get_args(Queries):
-            raise ValueError(f"queries={self.queries!r}; use one of {get_args(Queries)}")
+        check_choices(self, queries=get_args(Queries))
 
     def check(self, site: Site) -> None:
         if site.role == "value":

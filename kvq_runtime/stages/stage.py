@@ -359,6 +359,13 @@ class Scheme:
         }
 
 
+def check_choices(stage: Stage, **allowed: tuple) -> None:
+    """Raise a ValueError where a setting is none of those that are allowed for it."""
+    for name, values in allowed.items():
+        if getattr(stage, name) not in values:
+            raise ValueError(f"{name}={getattr(stage, name)!r}; use one of {values}")
+
+
 def check_queries(queries: Queries, site: Site) -> None:
     """Raise a ValueError if keys of this position do not meet such queries."""
     if site.position == "post" and queries != "after":
