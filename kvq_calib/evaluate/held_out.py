@@ -45,32 +45,26 @@ def windows(plan: Plan, length: int) -> int:
     return max(2, min(plan.tokens // SHARE, TOKENS) // length)
 
 
-def choose(run: Run, asked: int | None = None) -> Batch:
-    """The text to measure on, from the run folder if it was chosen before; windows as long as the fit's sequences.
+def choose(run: Run, also: Sequence[str] = (), asked: int | None = None) -> tuple[Batch, dict[str, Batch]]:
+    """The text to measure on, and those of other kinds by name; from the run folder if they were chosen before.
 
-    asked   how many windows, or ValueError; None: `windows(...)`, or as many as there are
+    also    texts of other kinds, as `corpus.others` takes them
+    asked   how many windows, as long as the fit's sequences, or ValueError; None: `windows(...)`, or as many as there
+            are
     """
-    plan, ledger = run.plan, Ledger(run.folder / "evaluated")
-    length = min(plan.seq_len, run.files.context)
+    plan, files, ledger = run.plan, run.files, Ledger(run.folder / "evaluated")
+    length = min(plan.seq_len, files.context)
     count = asked or windows(plan, length)
-    unit = {"text": [plan.corpus, run.files.id, asked, count, length, plan.seed]}
-    return _batch(ledger.kept(lambda: _kept(_select(plan, run.files.path, count, length, at_least=asked or 1)), **unit))
 
-
-def choose_others(run: Run, also: Sequence[str], asked: int | None = None) -> dict[str, Batch]:
-    """The texts of other kinds to measure on, by name, kept likewise; `also` as `corpus.others` takes it."""
-    if not corpus.others(also):
-        return {}
-    plan, ledger = run.plan, Ledger(run.folder / "evaluated")
-    length = min(plan.seq_len, run.files.context)
-    count = asked or windows(plan, length)
-    unit = {"texts": [list(also), plan.corpus, run.files.id, count, length, plan.seed]}
-
-    def found() -> dict[str, Any]:
-        chosen = corpus.select_others(also, plan.corpus, run.files.path, count, length, plan.seed)
+    def beside() -> dict[str, Any]:
+        chosen = corpus.select_others(also, plan.corpus, files.path, count, length, plan.seed)
         return {name: _kept(batch) for name, batch in chosen.items()}
 
-    return {name: _batch(one) for name, one in ledger.kept(found, **unit).items()}
+    text = [plan.corpus, files.id, asked, count, length, plan.seed]
+    own = ledger.kept(lambda: _kept(_select(plan, files.path, count, length, at_least=asked or 1)), text=text)
+    texts = [list(also), plan.corpus, files.id, count, length, plan.seed]
+    others = ledger.kept(beside, texts=texts) if corpus.others(also) else {}
+    return _batch(own), {name: _batch(one) for name, one in others.items()}
 
 
 def _kept(batch: Batch) -> dict[str, Any]:
@@ -111,7 +105,7 @@ def evaluate(
 
     The whole model is on the device for this, in the precision of `kvq eval`: float32 on a CPU, else as stored.
     """
-    batch, texts = choose(run, asked), choose_others(run, also, asked)
+    batch, texts = choose(run, also, asked)
     asked_of = [*subjects(fitted), *beside]
     total, done = record.work(run.files, batch, len(asked_of), protocol, texts), 0
 

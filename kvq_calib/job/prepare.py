@@ -219,8 +219,7 @@ def rehearse(job: Job, work: Run) -> list[str]:
     if asked.evaluate and plan.corpus not in remote:
         with tempfile.TemporaryDirectory() as folder:
             elsewhere = replace(work, folder=Path(folder))
-            held_out.choose(elsewhere, asked.eval_windows)
-            held_out.choose_others(elsewhere, () if remote else job.beside(files), asked.eval_windows)
+            held_out.choose(elsewhere, () if remote else job.beside(files), asked.eval_windows)
     about = "not downloaded for a dry run, so that it is not checked whether there is enough text"
     return [f"{', '.join(remote)}: {about}"] if remote else []
 

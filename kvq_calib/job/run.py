@@ -104,9 +104,7 @@ def begin(job: Job, work: Run) -> None:
     """Open the run, and choose its texts: what is missing is found before the work."""
     calibrate.start(work)
     if job.evaluation.evaluate:
-        windows = job.evaluation.eval_windows
-        held_out.choose(work, windows)
-        held_out.choose_others(work, job.beside(work.files), windows)
+        held_out.choose(work, job.beside(work.files), job.evaluation.eval_windows)
 
 
 def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     written = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert written[0] == kept and [one["artifact"] for one in written] == [found.sha256, "higgs-2bit"]
     work = prepare(asked(model, tmp_path / "other"))
-    files, batch = work.files, held_out.choose(work)
+    files, batch = work.files, held_out.choose(work)[0]
     again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], held_out.PROTOCOL)
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
     first, second = (read(one).figures("full") for one in (kept, again[0]))
