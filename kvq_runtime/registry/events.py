@@ -295,21 +295,6 @@ def _before(name: str, alias: str, history: Sequence[str], versions: Mapping[str
     raise NotFound(f"{name}@{alias} has no earlier version to go back to; promote a version instead")
 
 
-def numbered(name: str, last: int, event: Callable[[int], Event], place: Callable[[int], str]) -> State:
-    """The state after the events 1 to `last`, which `event` reads.
-
-    ArtifactError names the `place` of one that contradicts those before it.
-    """
-    made = Fold(State(name))
-    for number in range(1, last + 1):
-        one = event(number)
-        try:
-            made.add(one)
-        except ArtifactError as error:
-            raise ArtifactError(f"{place(number)}: event: contradicts the events before it: {error}") from None
-    return made.state()
-
-
 def fold(name: str, events: Iterable[Event]) -> State:
     """The state of a name after these events, in order."""
     made = Fold(State(name))

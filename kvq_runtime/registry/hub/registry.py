@@ -208,7 +208,7 @@ def _write(
     unanswered: list[Event],
     private: bool | None,
 ) -> Head | None:
-    """`Place.write`; `private` is of a repository that has to be created, None the Hub's default."""
+    """`Registry.write`; `private` is of a repository that has to be created, None the Hub's default."""
     if head.commit is None:
         with client.translate_errors(repo):
             client.retry(lambda: client.api().create_repo(repo, private=private, exist_ok=True))
