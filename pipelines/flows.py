@@ -34,16 +34,14 @@ Revision = Annotated[str | None, _about("Commit, tag or branch of a Hub model")]
 Recipes = Annotated[list[str], _about("Recipes to fit, all in one pass over the model: `kvq recipes`")]
 Bits = Annotated[list[float], _about("For the recipes `auto` and `auto-vocab`: bits per element, an artifact for each")]
 Corpus = Annotated[
-    str | None,
-    _about(".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]; empty: the model's"),
+    str | None, _about(".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]; empty: the model's")
 ]
 Samples = Annotated[int | None, _about("Sequences, held-out ones included; empty: the model's", ge=2)]
 Length = Annotated[int | None, _about("Tokens per sequence; empty: the model's", ge=2)]
 Seed = Annotated[int, _about("Of the choice of text; the same seed gives the same artifact, bit for bit")]
 Device = Annotated[str, _about("cpu, cuda, cuda:1")]
 CheckpointEvery = Annotated[
-    float | None,
-    _about("Seconds between two checkpoints of what memory holds; 0: each layer is one; empty: 300", ge=0),
+    float | None, _about("Seconds between two checkpoints of what memory holds; 0: each layer is one; empty: 300", ge=0)
 ]
 Registry = Annotated[str | None, _about("file:///folder or hf://org; empty: $KVQ_REGISTRY, else $KVQ_HOME/registry")]
 Push = Annotated[str | None, _about("Publish to this registry as well: hf://org")]
@@ -51,8 +49,7 @@ Name = Annotated[str | None, _about("Of the artifact; empty: MODEL-RECIPE")]
 Version = Annotated[str | None, _about("1.2.0; empty: the next number")]
 Windows = Annotated[int | None, _about("Windows of held-out text to measure on; empty: few", ge=1)]
 Also = Annotated[
-    list[str] | None,
-    _about("Texts of other kinds to measure on too, NAME=SOURCE; [none]: none; empty: the model's"),
+    list[str] | None, _about("Texts of other kinds to measure on too, NAME=SOURCE; [none]: none; empty: the model's")
 ]
 Baselines = Annotated[list[str], _about("Measured beside: unfitted recipes, or artifacts")]
 PerplexityRatio = Annotated[

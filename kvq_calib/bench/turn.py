@@ -160,7 +160,7 @@ def watch_peak(device: torch.device) -> Callable[[], int | None]:
 
 
 def _trim() -> None:
-    """Return freed memory to the system; `kvq` keeps up to a GiB of it, see `kvq_calib/cli/arguments.py`."""
+    """Return freed memory to the system; `kvq` keeps up to a GiB of it, see `kvq_calib/cli/progress.py`."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None  # glibc's
     if trim is not None:
         trim(0)

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from kvq_calib.cli import fleet
-from kvq_calib.cli.arguments import keep_memory
-from kvq_calib.cli.progress import Status
+from kvq_calib.cli.progress import Status, keep_memory
 from kvq_calib.evaluate import gate
 from kvq_calib.flow.server import publishing
 from kvq_calib.model import catalog

@@ -1,12 +1,15 @@
-"""Report what a command is doing: before there is anything to count, as bars, and as lines without a terminal.
+"""Keep memory for a command that works long, and report what it is doing: as bars, and as lines without a terminal.
 
 Imports nothing that takes long.
 """
 
+import ctypes
+import os
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from kvq_runtime.cli.table import printable
 
@@ -16,8 +19,22 @@ if TYPE_CHECKING:
     from kvq_calib.run.plan import Plan
     from kvq_calib.run.run import Progress
 
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # parameters of mallopt
+LARGEST = 32 << 20  # of the first, on 64 bits
+KEPT = 1 << 30  # bytes that may stay unused
 CLEAR = "\r\x1b[K"
 EVERY = 30.0  # seconds between two lines, at the least
+
+
+def keep_memory() -> bool:
+    """Keep freed memory for the next tensor: glibc gives large pieces back, and each page comes anew as a fault.
+
+    Raises both thresholds where there are such, and leaves alone what the environment sets. Whether they were raised.
+    """
+    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    return mallopt is not None and bool(mallopt(MMAP_THRESHOLD, LARGEST)) and bool(mallopt(TRIM_THRESHOLD, KEPT))
 
 
 class Status:
@@ -84,6 +101,26 @@ def spoken(seconds: float) -> str:
     count = seconds / size
     said = f"{count:.1f}" if count < 10 and name == "hour" else f"{count:.0f}"
     return f"{said} {name}{'' if said == '1' else 's'}"
+
+
+@contextmanager
+def progress_bar(tokens: int, quiet: bool) -> Iterator[Any]:
+    """A progress bar on stderr, or, where that is no terminal, a line every 30 seconds at most."""
+    from tqdm import tqdm
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of loading weights: it would break into ours
+    lines, done = Lines("kvq", quiet), 0
+
+    def update(more: int) -> None:
+        nonlocal done
+        done += more
+        bar.update(more)
+        lines("measuring", done, tokens)
+
+    with tqdm(total=tokens, unit="tok", unit_scale=True, disable=quiet or not sys.stderr.isatty()) as bar:
+        lines("measuring", 0, tokens)
+        yield update
 
 
 class Bar:

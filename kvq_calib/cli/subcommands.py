@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvq_calib.bench import contenders, rounds
-from kvq_calib.cli.arguments import device_of, progress_bar, protocol_of, told, used
-from kvq_calib.cli.progress import Bar
+from kvq_calib.cli.progress import Bar, progress_bar
 from kvq_calib.evaluate import decode, record, tasks
 from kvq_calib.evaluate import probe as probes
 from kvq_calib.evaluate.ledger import Ledger
@@ -30,7 +29,7 @@ from kvq_calib.report import bench as benched
 from kvq_calib.report import fit_plots, greedy, plots, tables
 from kvq_calib.report import tasks as answered
 from kvq_calib.run import budget
-from kvq_calib.run.device import memory_of
+from kvq_calib.run.device import memory_of, usable
 from kvq_calib.tasks import ruler, synthetic
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact, oscar_files, recipe_text
@@ -40,7 +39,7 @@ from kvq_runtime.errors import extra
 from kvq_runtime.ops import product
 from kvq_runtime.prefix.shelf import parse_bytes
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry.measured import GreedyRecord, Record, TasksRecord, TextRecord
+from kvq_runtime.registry.measured import PROTOCOLS, GreedyRecord, Record, TasksRecord, TextRecord
 from kvq_runtime.registry.reference import home
 from kvq_runtime.registry.resolve import open_registry
 from kvq_runtime.registry.sound import read
@@ -64,16 +63,16 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.protocol == "decode":
         return _greedy(args, files, subjects)
     batch, beside = _texts(args, files, args.corpus or files.entry.corpus)
-    protocol = protocol_of(args, args.rows)
+    protocol = _protocol(args, args.rows)
     with progress_bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
-        records = record.evaluate(files, batch, subjects, protocol, *used(args), progress, others=beside)
+        records = record.evaluate(files, batch, subjects, protocol, *_used(args), progress, others=beside)
     shown = _kept(args, subjects, records, TextRecord)
     if args.plots:
         folder = Path(args.plots)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "error-by-layer.png").write_bytes(plots.error_by_layer(shown))
         (folder / "perplexity-by-bits.png").write_bytes(plots.perplexity_by_bits(shown))
-    if told(args, records):
+    if _told(args, records):
         return 0
     print_table(tables.table(shown), False)
     print("".join(f"\n{note}" for note in tables.about_texts(shown)))
@@ -104,14 +103,14 @@ def _kept(args: argparse.Namespace, subjects: Sequence[Subject], records: Sequen
 
 def _greedy(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
     """Run `kvq eval --protocol decode`: follow the 16-bit model's greedy text with each cache."""
-    subjects = _as_asked(protocol_of(args, None), files, subjects)
+    subjects = _as_asked(_protocol(args, None), files, subjects)
     plan = decode.Plan(args.length or min(decode.LENGTH, files.context))
     source, prompt = args.corpus or files.entry.corpus, args.prompt or decode.PROMPT
     batch = corpus.select(source, files.path, args.windows, prompt, args.seed, "held-out")
     with progress_bar(decode.work(batch, len(subjects), plan), args.quiet) as progress:
-        records = decode.evaluate(files, batch, subjects, plan, *used(args), progress, Ledger(home() / "evaluated"))
+        records = decode.evaluate(files, batch, subjects, plan, *_used(args), progress, Ledger(home() / "evaluated"))
     shown = _kept(args, subjects, records, GreedyRecord)
-    if not told(args, records):
+    if not _told(args, records):
         print_table(greedy.rows(shown), False)
         print(f"\n{greedy.about(shown)}")
     return 0
@@ -124,7 +123,7 @@ def _as_asked(protocol: record.Protocol, files: ModelFiles, subjects: Sequence[S
 
 def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
     """Run `kvq eval --tasks`: names that kvq does not know are lm-eval's."""
-    protocol = protocol_of(args, None)
+    protocol = _protocol(args, None)
     subjects = _as_asked(protocol, files, subjects)
     asked = args.tasks.split(",")
     own = [task for task in asked if task in synthetic.TASKS or task in ruler.TASKS]
@@ -137,7 +136,7 @@ def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subje
         raise ValueError(f"--protocol full: {', '.join(foreign)} are answered in use; leave it out, or use in-use")
     if args.plot and not own:
         raise ValueError(f"--plot draws kvq's own tasks ({OWN}), of which --tasks has none")
-    device, groups = used(args), []
+    device, groups = _used(args), []
     if own:
         lengths = args.lengths or [length for length in tasks.LENGTHS if length <= files.context]
         essays = tasks.haystack(args.haystack) if set(own) & set(ruler.ESSAYS) else None
@@ -158,7 +157,7 @@ def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subje
         shown.append(tables.named([read(one, TasksRecord) for one in group], names))
     if args.plot:
         Path(args.plot).write_bytes(answered.heat(shown[0]))
-    if told(args, [one for group in groups for one in group]):
+    if _told(args, [one for group in groups for one in group]):
         return 0
     for number, group in enumerate(shown):
         print("\n" * bool(number), end="")
@@ -175,7 +174,7 @@ def compare(args: argparse.Namespace) -> int:
     chosen, notes = choose(texts, files.geometry) if texts or not args.recipes else ([], [])
     for note in notes:
         print(f"kvq: {note}", file=sys.stderr)
-    source, device = corpus.pin(args.corpus or files.entry.corpus), device_of(args.device)
+    source, device = corpus.pin(args.corpus or files.entry.corpus), _device(args.device)
     batch, beside = _texts(args, files, source)
     length = _length(args, files)
     subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
@@ -190,7 +189,7 @@ def compare(args: argparse.Namespace) -> int:
         prepare.preflight(asked, work)
         with closing(Bar(work.plan, args.quiet)) as bar:
             subjects |= {subject.name: subject for subject in run.fit(replace(work, listener=bar))}
-    protocol = protocol_of(args, None)
+    protocol = _protocol(args, None)
     uneven = sorted({block for one in subjects.values() if length % (block := args.block or one.recipe.window.block)})
     if uneven and args.protocol != "in-use":
         rests = ", ".join(f"{length % block} in blocks of {block}" for block in uneven)
@@ -199,12 +198,12 @@ def compare(args: argparse.Namespace) -> int:
     ledger = Ledger(home() / "evaluated" if args.folder is None else Path(args.folder) / "evaluated")
     with progress_bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
         measured = record.evaluate(
-            files, batch, list(subjects.values()), protocol, *used(args), progress, ledger, others=beside
+            files, batch, list(subjects.values()), protocol, *_used(args), progress, ledger, others=beside
         )
     records = tables.by_bits([read(one, TextRecord) for one in measured])
     if args.plot:
         Path(args.plot).write_bytes(plots.comparison(records))
-    if not told(args, [one.raw for one in records]):
+    if not _told(args, [one.raw for one in records]):
         print_table(tables.narrow(records) if not args.wide else tables.comparison(records), False)
         print("".join(f"\n{note}" for note in tables.notes(records)))
     return 0
@@ -212,7 +211,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Run `kvq bench`: what was measured is printed, also when it is interrupted."""
-    files, device = models.resolve(args.model), device_of(args.device)
+    files, device = models.resolve(args.model), _device(args.device)
     asked = rounds.Plan(batches=args.batch, tokens=args.tokens, rounds=args.rounds, seed=args.seed)
     fitting = tuple(length for length in rounds.CONTEXTS if asked.longest(length) <= files.context)
     plan = replace(asked, contexts=args.context or fitting or rounds.CONTEXTS[:1]).check(files)
@@ -256,7 +255,7 @@ def probe(args: argparse.Namespace) -> int:
     files = models.resolve(args.model)
     settings = probes.settings(files, args.corpus, args.samples, args.held_out, args.length, args.seed)
     with progress_bar(settings.work(files), args.quiet) as progress:
-        found = probes.probe(files, settings, *used(args), progress)
+        found = probes.probe(files, settings, *_used(args), progress)
     if args.plot:
         Path(args.plot).write_bytes(fit_plots.probes(found))
     if args.json:
@@ -275,3 +274,34 @@ def import_files(args: argparse.Namespace) -> int:
     version = open_registry(args.registry).publish(name, artifact.to_bytes(made))
     print_record({"artifact": f"{name}@{version.version}", "sha256": version.sha256, "recipe": args.recipe}, args.json)
     return 0
+
+
+def _protocol(args: argparse.Namespace, rows: int | None) -> record.Protocol:
+    """How text is measured."""
+    protocols = (args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS
+    windows = record.ERROR_WINDOWS if args.layers or getattr(args, "plots", None) else 0
+    given = {"error_windows": windows, "block": args.block, "protocols": protocols, "prompt": args.prompt}
+    given["by_layer"] = args.by_layer or None
+    return record.Protocol(args.step, rows, args.recent, args.sinks, **given)
+
+
+def _used(args: argparse.Namespace) -> tuple[str, Any]:
+    """Device and dtype; None: as stored. A CPU takes float32: what is measured here can be smaller than the rounding of
+    bfloat16."""
+    device = _device(args.device)
+    return device, getattr(torch, args.dtype or "float32") if args.dtype or device == "cpu" else None
+
+
+def _device(given: str | None) -> str:
+    """The device that is asked for, else a GPU where there is one."""
+    return usable(given or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _told(args: argparse.Namespace, records: Sequence[Any]) -> bool:
+    """Write records where --output says, and print them with --json; False: a table of them is still to be printed."""
+    text = json.dumps(records, indent=2)
+    if args.output:
+        Path(args.output).write_text(text + "\n")
+    if args.json:
+        print(text)
+    return args.json

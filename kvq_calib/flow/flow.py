@@ -4,12 +4,17 @@ Checkpoints in the run folder are the only truth for resuming, so Prefect's cach
 numbers, never tensors. Where no Prefect server is configured, one is started for this process: see `server.py`.
 """
 
+import base64
 import hashlib
+import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 from kvq_calib.flow import server as flow_server
@@ -18,6 +23,13 @@ for _name, _value in flow_server.QUIET.items():  # read by prefect when it is im
     os.environ.setdefault(_name, _value)
 
 from prefect import flow, tags, task  # noqa: E402
+from prefect.artifacts import (  # noqa: E402
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 from prefect.cache_policies import NO_CACHE  # noqa: E402
 from prefect.client.orchestration import SyncPrefectClient, get_client  # noqa: E402
 from prefect.client.schemas.filters import FlowRunFilter  # noqa: E402
@@ -28,21 +40,20 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Crashed, Failed  # noqa: E402
 
 from kvq_calib.evaluate.gate import Refused  # noqa: E402
-from kvq_calib.flow import display  # noqa: E402
 from kvq_calib.job import prepare as preparation  # noqa: E402
 from kvq_calib.job import run as job  # noqa: E402
 from kvq_calib.job.job import Job  # noqa: E402
-from kvq_calib.report.published import Published  # noqa: E402
+from kvq_calib.report import plots  # noqa: E402
+from kvq_calib.report.published import Place, Published  # noqa: E402
 from kvq_calib.run import budget  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
-from kvq_calib.run.run import (  # noqa: E402
-    InFiles,
-    Listener,
-    Run,
-    silent,
-)
+from kvq_calib.run.run import InFiles, Listener, Progress, Run, silent  # noqa: E402
+from kvq_runtime.registry import reference  # noqa: E402
+from kvq_runtime.registry.measured import TextRecord  # noqa: E402
+from kvq_runtime.registry.sound import read  # noqa: E402
 
 DIED = "Its process ended without a word; another run has taken its folder over, and goes on where it stopped."
+EVERY = 5.0  # seconds between two updates of what one layer's progress shows
 GATE_FAILED = "GateFailed"  # the name of the state, and so of the event prefect.flow-run.GateFailed
 
 _prepared: dict[Job, Run] = {}  # while a flow is run from this process: its tasks prepare nothing again
@@ -98,7 +109,7 @@ def prepare(asked: Job, number: int) -> int | None:
 @task(name="layer", task_run_name="layer-{layer}-{number}", cache_policy=NO_CACHE, persist_result=False)
 def layer(asked: Job, layer: int, number: int, progress: UUID) -> None:
     """Capture one layer and fit every recipe of the round in it."""
-    listener = display.ProgressArtifact(progress, asked.what.model)
+    listener = ProgressArtifact(progress, asked.what.model)
     work = _round(_work(asked, listener), number)
     assert work is not None, "prepare has found this round"
     stages.fit_layer(work, stages.start(work), layer)
@@ -108,7 +119,7 @@ def layer(asked: Job, layer: int, number: int, progress: UUID) -> None:
 @task(name="evaluate", cache_policy=NO_CACHE, persist_result=False)
 def evaluate(asked: Job, progress: UUID) -> None:
     """Measure the artifacts on held-out text; the records are kept in the run folder."""
-    work = _work(asked, display.ProgressArtifact(progress, asked.what.model))
+    work = _work(asked, ProgressArtifact(progress, asked.what.model))
     job.evaluate(asked, work, stages.artifacts(work))
 
 
@@ -116,7 +127,7 @@ def evaluate(asked: Job, progress: UUID) -> None:
 def publish(asked: Job) -> list[Published]:
     """Put the artifacts together and publish those that keep the bounds."""
     done = _publish(asked)
-    display.show_results(asked, done, _work(asked).folder)
+    _show_results(asked, done, _work(asked).folder)
     return done
 
 
@@ -131,7 +142,7 @@ def calibrate(asked: dict) -> Sequence[Published] | State:
     pinned = requested.with_settings(corpus=work.plan.corpus, revision=work.plan.revision)
     with work.claimed(), _sharing(pinned, work):
         _mark_crashed(_tag(work))
-        progress = display.create_progress(pinned.what.model)
+        progress: Any = create_progress_artifact(0.0, "kvq-progress", f"{pinned.what.model}: preparing")
         for number in range(budget.most_rounds(work.plan)):
             first = prepare(pinned, number)
             if first is None:
@@ -210,3 +221,61 @@ def _containing(client: SyncPrefectClient, run: FlowRun) -> FlowRun | None:
     """The flow run that a subflow is a part of."""
     task_run = run.parent_task_run_id and client.read_task_run(run.parent_task_run_id)
     return client.read_flow_run(task_run.flow_run_id) if task_run and task_run.flow_run_id else None
+
+
+class ProgressArtifact:
+    """A progress listener that keeps a progress artifact up to date: at the start of each layer, then every 5 s.
+
+    Per cent are of the layers of a round, then of the evaluation.
+    """
+
+    def __init__(self, artifact: UUID, model: str):
+        self._artifact, self._model = artifact, model
+        self._at, self._last = (0, -2), 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        now, at = time.monotonic(), (progress.round, progress.layer)
+        if at == self._at and now - self._last < EVERY and (progress.layer >= 0 or progress.done < progress.total):
+            return
+        self._at, self._last = at, now
+        share = progress.done / progress.total
+        where = progress.stage
+        if progress.layer >= 0:
+            share = progress.layer / progress.layers
+            again = f"round {progress.round}, " if progress.round else ""
+            where = f"{again}layer {progress.layer + 1} of {progress.layers}, {progress.stage}"
+        update_progress_artifact(self._artifact, 100 * share, f"{self._model}: {where}")
+
+    def finished(self, layer: int, layers: int) -> None:
+        """A layer is done."""
+        update_progress_artifact(self._artifact, 100 * (layer + 1) / layers, f"{self._model}: {layer + 1} of {layers}")
+
+
+def _show_results(asked: Job, done: Sequence[Published], folder: Path) -> None:
+    """Show the results of a run: the table, the plots if it was evaluated, a link to each version."""
+    rows = [artifact.row() | {"not published": "; ".join(artifact.failed)} for artifact in done]
+    create_table_artifact(rows, key="kvq-artifacts", description=f"Artifacts of {asked.what.model}")
+    if (folder / "evaluation.json").exists() and asked.evaluation.evaluate:
+        records = [read(one, TextRecord) for one in json.loads((folder / "evaluation.json").read_text())]
+        drawn = {
+            "Perplexity by bits": plots.perplexity_by_bits(records),
+            "Error by layer": plots.error_by_layer(records),
+        }
+        images = [
+            f"## {name}\n\n![{name}](data:image/png;base64,{base64.b64encode(png).decode()})"
+            for name, png in drawn.items()
+        ]
+        create_markdown_artifact("\n\n".join(images), key="kvq-plots", description=f"Plots of {asked.what.model}")
+    for place in (place for artifact in done for place in artifact.places):
+        create_link_artifact(_link(place), key="kvq-version", link_text=place.reference)
+
+
+def _link(place: Place) -> str:
+    """Return the address of a version: a page of the Hub, or the file."""
+    if place.path is not None:
+        return Path(place.path).as_uri()
+    from huggingface_hub import constants
+
+    version = reference.parse(place.reference)
+    assert isinstance(version, reference.Reference), "what is published on a Hub has a reference"
+    return f"{constants.ENDPOINT}/{reference.hub_org(place.registry)}/{version.name}/tree/v{version.value}"

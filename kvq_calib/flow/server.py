@@ -177,13 +177,7 @@ def main(home: Path) -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     idle = int(os.environ["PREFECT_SERVER_API_KEEPALIVE_TIMEOUT"])
     server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            factory=True,
-            log_level="error",
-            lifespan="on",
-            timeout_keep_alive=idle,
-        )
+        uvicorn.Config(app, factory=True, log_level="error", lifespan="on", timeout_keep_alive=idle)
     )
 
     def follow() -> None:

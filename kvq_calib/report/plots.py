@@ -157,8 +157,7 @@ def frontier(models: Sequence[Records], beside: bool = True, width: float = 9.0,
             every = [one for some in found.values() for one in some]
             drawn.append(panels.scatter(axis, given, KL, title, beside=every))
     draw.caption(
-        figure,
-        "\n".join(about(records, drawn if number == 0 else (), beside) for number, records in enumerate(models)),
+        figure, "\n".join(about(records, drawn if number == 0 else (), beside) for number, records in enumerate(models))
     )
     return _finish(figure, drawn, NAMED)
 

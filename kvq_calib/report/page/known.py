@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvq_calib.report import greedy, tables, tasks
-from kvq_calib.report.page import health, losses
+from kvq_calib.report.page import evidence
 from kvq_calib.report.sections import corpus_of, model_of
 from kvq_calib.report.tables import kl_error
 from kvq_runtime import __version__
@@ -38,13 +38,13 @@ def of_version(registry: Registry, name: str, number: str, compared: Sequence[Te
     """
     state = registry.existing(name)
     version = state.get(number)
-    checks, made = health.checked(registry, name, version)
-    records, whole = health.evaluations(registry, name, version)
+    checks, made = evidence.checked(registry, name, version)
+    records, whole = evidence.evaluations(registry, name, version)
     known = {"kvq": __version__, "name": name, "version": number, "registry": registry.url}
-    known |= _published(state, version) | {"health": checks + whole + health.beside(registry, name, version)}
+    known |= _published(state, version) | {"health": checks + whole + evidence.beside(registry, name, version)}
     known |= of_artifact(made) if made else {"recipe": None}
     known |= _measured(records, made) | {"history": history(state)}
-    known["compared"] = _neighbours(registry, name, version, losses.main(records, made), compared)
+    known["compared"] = _neighbours(registry, name, version, evidence.main(records, made), compared)
     known["before"] = _before(registry, state, version, made, records)
     known["card"] = _card(registry, name, version)
     return known
@@ -53,7 +53,7 @@ def of_version(registry: Registry, name: str, number: str, compared: Sequence[Te
 def of_file(made: Artifact, name: str, sha256: str, size: int, compared: Sequence[TextRecord] = ()) -> dict[str, Any]:
     """Describe a file that is in no registry: no history, and no measurement."""
     known = {"kvq": __version__, "name": name, "version": "", "registry": "", "sha256": sha256, "size": size}
-    known |= {"published": None, "yanked": None, "aliases": [], "files": {}, "health": health.passed(registry=False)}
+    known |= {"published": None, "yanked": None, "aliases": [], "files": {}, "health": evidence.passed(registry=False)}
     known |= of_artifact(made) | _measured([], made) | {"history": []}
     return known | {"compared": list(_points(compared)), "before": None, "card": None}
 
@@ -102,15 +102,15 @@ def layers(made: Artifact) -> list[dict[str, Any]]:
 
 
 def _measured(records: Sequence[Record], made: Artifact | None) -> dict[str, Any]:
-    main = losses.main(records, made)
+    main = evidence.main(records, made)
     found: dict[str, Any] = {
-        "losses": losses.rows(main, losses.source(made)) if main else [],
-        "evaluation": losses.about(main) if main else None,
+        "losses": evidence.losses(main, evidence.source(made)) if main else [],
+        "evaluation": evidence.about(main) if main else None,
     }
     found["errors"] = list(main.result.layers) if main else []
-    judged = verdict.of_records(records, losses.source(made))
+    judged = verdict.of_records(records, evidence.source(made))
     found["verdict"] = {"word": judged.word, "why": judged.why, "caution": made and verdict.thinness(made.provenance)}
-    found |= {"gate": losses.gate(records), "drift": losses.weekly(records), "records": losses.brief(records)}
+    found |= {"gate": evidence.gate(records), "drift": evidence.weekly(records), "records": evidence.brief(records)}
     return found | {"tasks": tasks.answers(records), "greedy": greedy.found(records)}
 
 
@@ -200,14 +200,14 @@ def _before(
     other = published[place - 1]
     found: dict[str, Any] = {"version": other.version, "published": other.at, "sha256": other.sha256}
     found |= {"size": other.size, "yanked": other.yanked, "settings": [], "left_out": 0, "reason": None}
-    checks, before = health.checked(registry, state.name, other)
-    earlier, _ = health.evaluations(registry, state.name, other)
-    mine, theirs = losses.main(records, made), losses.main(earlier, before)
+    checks, before = evidence.checked(registry, state.name, other)
+    earlier, _ = evidence.evaluations(registry, state.name, other)
+    mine, theirs = evidence.main(records, made), evidence.main(earlier, before)
     found["losses"] = _losses(mine, theirs)
     digests = [one.protocol.text.token_digest for one in (mine, theirs) if one]
     found["same_windows"] = digests[0] == digests[1] if len(digests) == 2 else None
     if before is None or made is None:
-        failed = next((row["what"] for row in checks if row["result"] == health.FAILED), "this version does not load")
+        failed = next((row["what"] for row in checks if row["result"] == evidence.FAILED), "this version does not load")
         return found | {"reason": failed}
     rows = diff(before, made)
     settings = [row for row in rows if row["part"] in ("recipe", "model", "provenance")]
@@ -229,7 +229,8 @@ def _sizes(before: Artifact, made: Artifact) -> list[dict[str, Any]]:
 
 def _losses(mine: TextRecord | None, theirs: TextRecord | None) -> list[dict[str, Any]]:
     """Divergence and perplexity against 16 bit of both, by text and protocol."""
-    sides = [{(row["text"], row["protocol"]): row for row in losses.rows(one)} if one else {} for one in (theirs, mine)]
+    given = [evidence.losses(one) if one else [] for one in (theirs, mine)]
+    sides = [{(row["text"], row["protocol"]): row for row in rows} for rows in given]
     found = []
     for text, protocol in dict.fromkeys([*sides[1], *sides[0]]):
         row: dict[str, Any] = {"text": text, "protocol": protocol}

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq_calib.report import card, greedy
-from kvq_calib.report.page import html, pictures
-from kvq_calib.report.page.losses import deciding
+from kvq_calib.report.page import html
+from kvq_calib.report.page.evidence import deciding
 from kvq_calib.report.panels import Point, not_drawn
 from kvq_calib.report.panels import frontier as frontier_of
 from kvq_calib.report.sections import machine_of
@@ -41,7 +41,7 @@ def page(known: Known) -> str:
     return html.page(
         "version.html", known=known, reference=named(known), model=shlex.quote(str(model)) if model else "MODEL",
         badges=badges, about=", ".join(filter(None, about)), small=size is not None and size < card.SMALL, rows=rows,
-        pictures=pictures, decode=greedy,
+        decode=greedy,
     )  # fmt: skip
 
 

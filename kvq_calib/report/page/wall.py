@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from kvq_calib.report.page import html, losses, pictures
+from kvq_calib.report.page import evidence, html
 from kvq_calib.report.page.known import aliases
 from kvq_calib.report.panels import Point
 from kvq_calib.report.words import named
@@ -79,17 +79,17 @@ def _loss(registry: Registry, name: str, version: Version, fitted: str | None) -
     except UNREADABLE as error:
         return found | {"failed": [], "damage": str(error)}
     main = verdict.main(records, fitted)
-    verdicts = losses.gate(records)
+    verdicts = evidence.gate(records)
     found["failed"] = verdicts[-1]["failed"] if verdicts else []
     judged = verdict.of_records(records, fitted)
     found |= {"verdict": judged.word, "why": judged.why}
     if main is None:
         return found
-    row = losses.deciding(losses.rows(main))
+    row = evidence.deciding(evidence.losses(main))
     found |= {"bits": main.result.bits.get("asymptotic"), "parameters": main.protocol.model.parameters}
     found |= {name: row[name] for name in ("kl", "relative", "protocol")} if row else {}
-    weeks = losses.weekly(records)
-    if weeks and weeks[-1]["kl"] is not None and losses.week(main) is None and found["kl"]:
+    weeks = evidence.weekly(records)
+    if weeks and weeks[-1]["kl"] is not None and evidence.week(main) is None and found["kl"]:
         found |= {"week": weeks[-1]["week"], "drift": weeks[-1]["kl"] / found["kl"]}
     return found
 
@@ -128,7 +128,7 @@ def page(whole: Mapping[str, Any]) -> str:
         verdicts={word: counts[word] for word in COLOURS if counts[word]},
         figures=_figures(rows, now, len(needs)),
         needs=needs,
-        picture=pictures.outliers(points, WORST) if len(points) > 1 else None,
+        picture=html.outliers(points, WORST) if len(points) > 1 else None,
         worst=min(WORST, len({(one.bits, one.cost) for one in points})),
         versions=[(row, _classes(row, id(row) in chosen), _marks(row), *_spark(row["losses"])) for row in rows],
     )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvq_calib.cli import arguments as allocator
+from kvq_calib.cli import progress as allocator
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from kvq_calib.report import fit_plots, plots, tasks
 from kvq_calib.report.looks import names_as_they_are
-from kvq_calib.report.page.pictures import svg
+from kvq_calib.report.page.html import svg
 from kvq_calib.report.panels import Point
 from kvq_runtime.registry.measured import Cell
 

@@ -1,0 +1,176 @@
+"""Read what a registry has of a version: whether it is whole, and losses out of its evaluation records.
+
+Whole are files that pass the checks of `kvq verify`, attachments, signatures and records. Losses are by text and
+protocol, against bounds, and by week.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvq_calib.report.sections import corpus_of
+from kvq_calib.report.tables import about_text, kl_error, standard_error
+from kvq_runtime.artifact import artifact
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.artifact.header import CHECKS
+from kvq_runtime.cli.version import MEANINGS
+from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.registry import verdict
+from kvq_runtime.registry.events import Version
+from kvq_runtime.registry.lock import read_signature
+from kvq_runtime.registry.measured import FULL, IN_USE, Figures, Record, TextRecord, Unmeasured, of_text
+from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.sound import sound
+from kvq_runtime.registry.verdict import week
+
+OK, FAILED, NOT_REACHED, NOT_COMPARED = "ok", "failed", "not reached", "not compared"
+
+
+def checked(registry: Registry, name: str, version: Version) -> tuple[list[dict[str, Any]], Artifact | None]:
+    """A row a check of the version's file, and the artifact if it passed them all."""
+    try:
+        path = registry.fetch_verified(name, version)
+        made = artifact.load(path, version.sha256, version.size)
+    except (ArtifactError, NotFound) as error:
+        return _failed(str(error)), None
+    return passed(), made
+
+
+def passed(registry: bool = True) -> list[dict[str, Any]]:
+    """The rows of a file that loaded; without a registry there was no size and digest to compare."""
+    return [
+        _row(check, OK if registry or check not in ("size", "sha256") else NOT_COMPARED, MEANINGS[check])
+        for check in CHECKS
+    ]
+
+
+def _failed(message: str) -> list[dict[str, Any]]:
+    """The rows of a file that did not load: the first check that the message names failed."""
+    place = CHECKS.index(next((part for part in message.split(": ") if part in CHECKS), CHECKS[0]))
+    before, after = ([_row(one, said, MEANINGS[one]) for one in checks]
+                     for checks, said in ((CHECKS[:place], OK), (CHECKS[place + 1 :], NOT_REACHED)))  # fmt: skip
+    return [*before, _row(CHECKS[place], FAILED, message), *after]
+
+
+def beside(registry: Registry, name: str, version: Version) -> list[dict[str, Any]]:
+    """Rows about attachments, signatures and a withdrawal."""
+    rows = []
+    try:
+        files = registry.attachments(name, version)
+        rows.append(_row("attachments", OK, f"{len(files)} files have the digests that the registry states"))
+    except (ArtifactError, NotFound) as error:
+        rows.append(_row("attachments", FAILED, str(error)))
+    rows.append(_signatures(registry, name, version))
+    if version.yanked is not None:
+        rows.append(_row("yanked", FAILED, version.yanked))
+    return rows
+
+
+def evaluations(registry: Registry, name: str, version: Version) -> tuple[list[Record], list[dict[str, Any]]]:
+    """The sound evaluation records of a version, and a row on whether all are sound; none if one is damaged."""
+    try:
+        found = registry.evaluations(version.sha256, name)
+    except (ArtifactError, NotFound) as error:
+        return [], [_row("evaluations", FAILED, str(error))]
+    records, said = sound(found), f"{len(found)} records have the digests that they are named by"
+    if len(records) == len(found):
+        return records, [_row("evaluations", OK, said)]
+    left_out = f"{said}; {len(found) - len(records)} are of a form that is not read, and left out"
+    return records, [_row("evaluations", FAILED, left_out)]
+
+
+def _signatures(registry: Registry, name: str, version: Version) -> dict[str, Any]:
+    """Count the signature records of this version; `kvq verify --key` tells whose they are."""
+    try:
+        records = [read_signature(data) for data in registry.signatures(version.sha256, name)]
+    except (ArtifactError, NotFound) as error:
+        return _row("signature", FAILED, str(error))
+    signed = name, version.version, version.sha256
+    found = sum((record["name"], record["version"], record["sha256"]) == signed for record in records)
+    if not found:
+        return _row("signature", NOT_COMPARED, "none: kvq sign makes one")
+    return _row("signature", NOT_COMPARED, f"{found} of this version; kvq verify --key FILE checks whose")
+
+
+def _row(check: str, result: str, what: str) -> dict[str, Any]:
+    return {"check": check, "result": result, "what": what}
+
+
+def main(records: Iterable[Record], made: Artifact | None) -> TextRecord | None:
+    """The record that stands for a version. None: it was not measured."""
+    return verdict.main(records, source(made))
+
+
+def source(made: Artifact | None) -> str | None:
+    """The text that an artifact was fitted to; None where that is not known."""
+    given = corpus_of(made).get("source") if made else None
+    return given if isinstance(given, str) else None
+
+
+def losses(record: TextRecord, fitted: str | None = None) -> list[dict[str, Any]]:
+    """The losses of a record: a row a text and protocol, its own text first, then texts beside it.
+
+    fitted   the text of the fit, which is in domain; None: not known
+    """
+    texts = {record.protocol.text.source: record} | record.elsewhere()
+    found = []
+    for place, (text, one) in enumerate(texts.items()):
+        windows = {"windows": one.protocol.windows, "length": one.protocol.length}
+        for name, part in one.result.protocols.items():
+            row: dict[str, Any] = {"text": text, "main": place == 0, "protocol": name}
+            row["in_domain"] = None if fitted is None else text == fitted
+            found.append(row | _figures(part) | windows)
+    return found
+
+
+def _figures(part: Unmeasured | Figures) -> dict[str, Any]:
+    if isinstance(part, Unmeasured):
+        return {"reason": part.reason}
+    names = ("perplexity", "reference_perplexity", "relative", "kl", "top1")
+    found = {name: getattr(part, name) for name in names}
+    found |= {"relative_se": standard_error(part), "kl_se": kl_error(part)}
+    return found | {"decoded": part.decoded and part.decoded.attention}
+
+
+def deciding(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the row that counts where one must: on the record's own text, by full encode if that was measured."""
+    own = [row for row in found if row["main"] and row.get("kl") is not None]
+    return next((row for name in (FULL, IN_USE) for row in own if row["protocol"] == name), None)
+
+
+def about(record: TextRecord) -> dict[str, Any]:
+    """Describe the measurement: a sentence a text, the model's size, and the windows that errors by layer are from."""
+    given = record.protocol
+    texts = [about_text(given), *(about_text(given.texts[name], name) for name in record.result.texts)]
+    return {"texts": texts, "parameters": given.model.parameters, "error_windows": given.error_windows}
+
+
+def gate(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """The verdicts on bounds that records hold, the latest week last."""
+    found = []
+    for record in sorted(of_text(records), key=lambda one: week(one) or 0):
+        verdict = record.result.gate
+        if verdict is not None:
+            row = {"bounds": dict(verdict.bounds), "failed": list(verdict.failed), "protocol": verdict.protocol}
+            found.append(row | {"week": week(record)})
+    return found
+
+
+def weekly(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the results of drift checks: a row a week, in their order."""
+    found = []
+    for record in sorted((one for one in of_text(records) if week(one)), key=lambda one: week(one) or 0):
+        row = deciding(losses(record))
+        found.append({"week": week(record), "kl": row and row["kl"], "relative": row and row["relative"]})
+    return found
+
+
+def brief(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """A line a record and text and protocol, of all that the registry has of the version."""
+    found = []
+    for record in of_text(records):
+        for row in losses(record):
+            found.append({"week": week(record)} | {name: row.get(name) for name in _BRIEF})
+    return found
+
+
+_BRIEF = ("text", "protocol", "windows", "length", "perplexity", "relative", "relative_se", "kl", "top1", "reason")
