@@ -7,7 +7,7 @@ Source: Han et al., 2025 (PolarQuant), section 4.1 (offline).
 
 from torch import Tensor
 
-from kvq_calib.fit import clusters
+from kvq_calib.fit.fitted_codebook import centres
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import polar
 from kvq_runtime.fit.polar import requests
@@ -19,4 +19,4 @@ __all__ = ["requests", "solve"]
 
 def solve(stage: PolarFitted, statistics: Statistics, codec: Codec) -> tuple[PolarFitted, dict[str, Tensor]]:
     """The codebooks of every level."""
-    return polar.solve(stage, statistics, codec, lambda x_N, count: clusters.centres(x_N, count, statistics.seed))
+    return polar.solve(stage, statistics, codec, lambda x_N, count: centres(x_N, count, statistics.seed))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import dead_zone, rotate, vocabulary
+from kvq_calib.fit import dead_zone, fitted_codebook, rotate
 from kvq_calib.fit.scheme import Asked, Errors, SchemeFit, Source, Sums, summary
 from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QuerySums, deviations
 from kvq_calib.model.streamed import Stream
@@ -264,7 +264,7 @@ def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Sourc
         queries,
         projection=lambda: run.files.output_projection(layer).to(run.plan.device),
         gradients=lambda: _gradients(work, role),
-        vocabulary=lambda: vocabulary.vocabulary(work.stream, role),
+        vocabulary=lambda: fitted_codebook.vocabulary(work.stream, role),
     )
 
 

@@ -3,7 +3,7 @@
     w_io ≈ low + step · code        a step and a low end, float16, for each run of 64 inputs of an output
 
 So a number takes 4.5 bits instead of 16. How a matrix is rounded is a matter of calibration: gptq4 against the Gram
-matrix of its inputs (`kvq_calib/fit/gptq.py`), rtn4 to the nearest code (`kvq_calib/fit/vocabulary.py`).
+matrix of its inputs (`kvq_calib/fit/gptq.py`), rtn4 to the nearest code (`kvq_calib/fit/fitted_codebook.py`).
 
 I = inputs, the channels of what the matrix is multiplied with; O = outputs.
 """

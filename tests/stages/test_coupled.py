@@ -6,7 +6,7 @@ import torch
 from scheme_fit import GEOMETRY, NOWHERE, WIDTH, fitted
 from torch import Tensor
 
-from kvq_calib.fit.clusters import centres_of_vectors
+from kvq_calib.fit.fitted_codebook import centres_of_vectors
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme

@@ -8,8 +8,8 @@ import torch
 from scheme_fit import blocks, chunks
 from torch import Tensor
 
-from kvq_calib.fit import clusters
-from kvq_calib.fit import nuq as fits
+from kvq_calib.fit import fitted_codebook
+from kvq_calib.fit import fitted_codebook as fits
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.fit.statistics import Moments
 from kvq_runtime.codec.codec import Codec, Context
@@ -64,23 +64,23 @@ def test_clusters_of_few_numbers_are_the_best_of_all(seed):
         return sum(((part - part.mean()) ** 2).sum() for part in np.split(x, cuts))
 
     best = min(itertools.combinations(range(1, 14), 3), key=cost)
-    found = clusters.centres(torch.from_numpy(x), 4, 0)
+    found = fitted_codebook.centres(torch.from_numpy(x), 4, 0)
     np.testing.assert_allclose(found, [part.mean() for part in np.split(x, best)])
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_clusters_of_gaussian_numbers_have_the_optimal_error(bits):
     x = draws(1 << 16).double()
-    found = clusters.centres(x, 2**bits, 0)
+    found = fitted_codebook.centres(x, 2**bits, 0)
     distance = float((x[:, None] - found).abs().min(1).values.square().mean())
     assert distance == pytest.approx(latent.distortion(bits), rel=0.03)
-    assert torch.equal(found, clusters.centres(x, 2**bits, 0))
+    assert torch.equal(found, fitted_codebook.centres(x, 2**bits, 0))
 
 
 def test_fewer_numbers_than_clusters():
-    assert clusters.centres(torch.tensor([2.0, 1.0, 2.0]), 4, 0).tolist() == [1, 2, 2, 2]
+    assert fitted_codebook.centres(torch.tensor([2.0, 1.0, 2.0]), 4, 0).tolist() == [1, 2, 2, 2]
     with pytest.raises(ValueError, match="no numbers"):
-        clusters.centres(torch.empty(0), 2, 0)
+        fitted_codebook.centres(torch.empty(0), 2, 0)
 
 
 # ---- the fit

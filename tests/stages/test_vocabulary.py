@@ -9,7 +9,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
-from kvq_calib.fit import vocabulary as fit
+from kvq_calib.fit import fitted_codebook as fit
 from kvq_calib.model import find as models
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans

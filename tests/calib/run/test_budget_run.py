@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from kvq_calib.cli import calibrate as cli
-from kvq_calib.fit import rotate, vocabulary
+from kvq_calib.fit import fitted_codebook, rotate
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
@@ -204,9 +204,9 @@ def test_a_table_among_the_settings_lacks_the_mean_that_is_predicted(first_layer
     fitted, stream = texts_of(first_layer.work)[0], Stream(first_layer.work.files, "cpu", torch.float32)
     captured = stream.layer(0).forward(stream.embed(fitted))
     mean_C = (captured.k_NTC if role == "key" else captured.v_NTC)[:, 4:].mean((0, 1))
-    table_VC, (own, shared) = vocabulary.vocabulary(stream, role), first_layer.given[role][0]
+    table_VC, (own, shared) = fitted_codebook.vocabulary(stream, role), first_layer.given[role][0]
     found = own.with_rounding(
-        budget.by_token(len(table_VC)), shared, lambda _: {vocabulary.EveryToken(): table_VC}
+        budget.by_token(len(table_VC)), shared, lambda _: {fitted_codebook.EveryToken(): table_VC}
     ).tensors
     torch.testing.assert_close(found["quantize.table"].float(), table_VC - mean_C, rtol=2**-8, atol=1e-3)
 

@@ -1,0 +1,146 @@
+"""Fit the codebooks that many tokens share: by k-means++, or one entry for each token of a vocabulary.
+
+    coupled      the centres of a sample of tokens, for each group of coupled channels
+    nuq          ends    of scale "channel": the quantiles (1 - covered) / 2 and (1 + covered) / 2 of each channel
+                         of scale "token": each token's own, without its outliers
+                 points  the centres of all normalized elements in [-1, 1], of all channels together
+    vocabulary   the first layer's projection of every token, without the mean. In 4 bits each row is rounded
+                 by itself: every token counts alike, however often a text has it
+
+Clusters are the same on every run, by one thread: with more, scikit-learn adds up in the order in which threads end.
+
+Source: Zhang et al., 2024 (CQ, arXiv 2405.03917), section 3.2 (uniform centroid learning); Hooper et al., 2024
+(KVQuant), sections 3.3 and 3.4; k-means++: Arthur and Vassilvitskii, 2007.
+Differs: neither weighs clusters by Fisher information, which CQ's section 3.3 needs the gradient at every token of the
+sample for; CQ's sample has at most 4096 tokens, 16 for each centroid of an 8-bit code.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from threadpoolctl import threadpool_limits
+from torch import Tensor
+from torch.nn import functional
+
+from kvq_calib.fit.scheme import Given, SchemeFit, Source
+from kvq_calib.model.streamed import Stream
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit.statistics import Residuals, Statistic, Statistics
+from kvq_runtime.ops import rtn
+from kvq_runtime.recipe import Role
+from kvq_runtime.stages.fitted_codebook import Coupled, Nuq, Vocabulary, ends, normalized
+from kvq_runtime.stages.four_bits import BITS, GROUP
+
+SAMPLES = 1 << 16  # numbers that are enough for a few hundred clusters
+STARTS = 4
+TILE = 4096  # tokens of a vocabulary
+Kind = Coupled | Nuq | Vocabulary
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class EveryToken(Given[Tensor]):
+    """The first layer's keys before RoPE, or values, of every token of the vocabulary, float32 [V, C]."""
+
+    passes = ()
+
+    def of(self, fit: SchemeFit, source: Source) -> Tensor:
+        return source.vocabulary()
+
+
+def requests(stage: Kind) -> tuple[Statistic[Tensor]]:
+    """Return the statistics that a fit needs."""
+    return (EveryToken(),) if isinstance(stage, Vocabulary) else (Residuals(),)
+
+
+def solve(stage: Kind, statistics: Statistics, codec: Codec) -> tuple[Kind, Tensors]:
+    """The codebooks, of what is left without what `correct` sets aside; a vocabulary's stage has its size."""
+    if isinstance(stage, Vocabulary):
+        return _table(stage, statistics, codec)
+    rows_NC, correct = statistics[Residuals()], codec.scheme.correct
+    rest_NC = rows_NC if correct is None else correct.rest(rows_NC[None])[0]
+    if isinstance(stage, Coupled):
+        x_GNE = codec.rotated(rest_NC[None])[0].double().cpu().unflatten(-1, (-1, stage.channels)).transpose(0, 1)
+        found = [centres_of_vectors(x_NE, 1 << stage.bits, statistics.seed) for x_NE in x_GNE]
+        return stage, {"centroids": torch.stack(found).half().to(rows_NC.device)}
+    if stage.scale == "channel":
+        middle, half = channel_ends(rest_NC, stage.covered)
+        stored = {"middle": middle, "half": half}
+    else:
+        middle, half = (end[:, None] for end in ends(rest_NC))
+        stored = {}
+    u = normalized(rows_NC, middle, half)
+    inside = u[u.abs() <= 1 + 1e-6]  # the ends themselves, as they are rounded
+    points = centres(inside.clamp(-1, 1), 2**stage.bits, statistics.seed)
+    return stage, {"points": points.float().to(rows_NC.device)} | stored
+
+
+def channel_ends(rows_NC: Tensor, covered: float) -> tuple[Tensor, Tensor]:
+    """Middle and half of the range of each channel that encloses this share of its elements, float32 [C]."""
+    rising = rows_NC.sort(0).values
+    beyond = int((1 - covered) / 2 * len(rising))  # elements left out at either end
+    low, high = rising[beyond], rising[len(rising) - 1 - beyond]
+    return (low + high) / 2, (high - low) / 2
+
+
+def _table(stage: Vocabulary, statistics: Statistics, codec: Codec) -> tuple[Vocabulary, dict[str, Tensor]]:
+    """The stage with the vocabulary's size, and the table: bfloat16 [V, C], or of `four_bits.specs`."""
+    table_VC = statistics[EveryToken()]
+    if codec.predictor is not None:
+        table_VC = table_VC - statistics.mean_C
+    found = _rounded(table_VC) if stage.storage == "rtn4" else {"table": table_VC.to(torch.bfloat16)}
+    return replace(stage, size=len(table_VC)), found
+
+
+def _rounded(table_VC: Tensor) -> dict[str, Tensor]:
+    """The table in 4-bit codes; what a last, shorter group lacks is filled up with its last number."""
+    group, found = min(GROUP, table_VC.shape[1]), []
+    for rows_RC in table_VC.split(TILE):
+        whole = functional.pad(rows_RC[:, None], (0, -rows_RC.shape[1] % group), mode="replicate")[:, 0]
+        found.append(rtn.encode(whole.float().unflatten(1, (-1, group)), BITS))
+    codes, step, low = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return {"table_codes": codes, "table_step": step, "table_low": low}
+
+
+def vocabulary(stream: Stream, role: Role) -> Tensor:
+    """The first layer's keys before RoPE, or values, of every token there is: float32 [V, C]."""
+    layer, size = stream.layer(0), stream.files.tensor(f"{stream.files.stem}embed_tokens.weight").shape[0]
+    found = []
+    for ids in torch.arange(size).split(TILE):
+        projected = layer.project(stream.embed(ids[None]))
+        found.append((projected.k_NTC if role == "key" else projected.v_NTC)[0].float())
+    return torch.cat(found)
+
+
+def centres(x_N: Tensor, count: int, seed: int) -> Tensor:
+    """The rising centres of `count` clusters, float64; of fewer different numbers, all of them, the last repeated."""
+    x_N = x_N.double().flatten().cpu()
+    if len(x_N) > SAMPLES:  # evenly spread over the rows, which a sample has in the order of their hashes
+        x_N = x_N[torch.arange(SAMPLES) * len(x_N) // SAMPLES]
+    distinct = x_N.unique()
+    if not len(distinct):
+        raise ValueError("no numbers to cluster; use more samples")
+    if len(distinct) <= count:
+        return _repeated(distinct, count)
+    return _fitted(x_N[:, None], count, STARTS, seed)[:, 0].sort().values
+
+
+def centres_of_vectors(x_NE: Tensor, count: int, seed: int) -> Tensor:
+    """The centres of `count` clusters; of fewer different vectors, all of them, the last repeated."""
+    distinct_ME, times_M = x_NE.unique(dim=0, return_counts=True)
+    if len(distinct_ME) <= count:
+        return _repeated(distinct_ME, count)
+    return _fitted(distinct_ME, count, 1, seed, times_M.double().numpy())
+
+
+def _repeated(distinct: Tensor, count: int) -> Tensor:
+    return distinct[torch.arange(count).clamp(max=len(distinct) - 1)]
+
+
+def _fitted(x_NE: Tensor, count: int, starts: Any, seed: int, weight: Any = None) -> Tensor:
+    from sklearn.cluster import KMeans  # for those alone who cluster: it takes a second
+
+    with threadpool_limits(1):
+        means = KMeans(count, n_init=starts, random_state=seed).fit(x_NE.numpy(), sample_weight=weight)
+    return torch.from_numpy(means.cluster_centers_)
