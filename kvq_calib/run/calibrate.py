@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import dead_zone, fitted_codebook, rotate
+from kvq_calib.fit import fitted_codebook, latent, rotate
 from kvq_calib.fit.scheme import Asked, Errors, SchemeFit, Source, Sums, summary
 from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QuerySums, deviations
 from kvq_calib.model.streamed import Stream
@@ -236,7 +236,7 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
         variances_C, matrices = seen.directions(rotate.metric(scheme.rotate))
         if scheme.quantize.at_rest:
             scale = cost[role] ** 0.5
-            rates = dead_zone.rates(seen[Residuals()], matrices["basis"], left, scale, share.STEPS)
+            rates = latent.rates(seen[Residuals()], matrices["basis"], left, scale, share.STEPS)
             found[role] = {"rates": rates, "scale": scale}
             continue
         found[role] = (cost[role] / left * variances_C).tolist()

@@ -43,8 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.dead_zone import where_it_falls_to_0
-from kvq_calib.fit.mixed import water_fill
+from kvq_calib.fit.latent import water_fill, where_it_falls_to_0
 from kvq_calib.fit.statistics import LayerQueries
 from kvq_calib.run.plan import Plan
 from kvq_runtime.geometry import ROLES, Geometry

@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "water-fill",
         "bits go to the channels that gain least",
-        "kvq_calib/fit/mixed.py",
+        "kvq_calib/fit/latent.py",
         "argsort(descending=True, stable=True)[:budget]",
         "argsort(descending=False, stable=True)[:budget]",
         ("calib/fit/test_allocate.py", "calib/fit/test_basis.py"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvq_calib.fit import dead_zone
+from kvq_calib.fit import latent
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import entropy, ladder
@@ -55,8 +55,8 @@ def test_one_step_meets_the_target_with_the_error_that_theory_promises(target):
     themselves."""
     z_NR = latents(2048)
     variances_C = torch.exp(-0.15 * torch.arange(WIDTH).double())
-    stage = dead_zone.schedule(DeadZone(target=target), variances_C)
-    bits, error = rate(z_NR[:, : stage.channels], dead_zone.rungs(z_NR[:, : stage.channels], stage.step))
+    stage = latent.schedule(DeadZone(target=target), variances_C)
+    bits, error = rate(z_NR[:, : stage.channels], latent.rungs(z_NR[:, : stage.channels], stage.step))
     bits *= stage.channels / WIDTH
     lost = error * stage.channels / WIDTH + float(variances_C[stage.channels :].sum()) / WIDTH
     assert bits == pytest.approx(target, rel=0.12)
@@ -71,7 +71,7 @@ def test_one_step_meets_the_target_with_the_error_that_theory_promises(target):
 def test_one_step_beats_steps_in_proportion_to_channels():
     """At equal bits: what channels get by their size alone, as quantizers of equal bits do."""
     z_NR = latents(2048)
-    one = dead_zone.rungs(z_NR, 0.2)
+    one = latent.rungs(z_NR, 0.2)
     bits, error = rate(z_NR, one)
     deviation_R = z_NR.square().mean(0).sqrt()
     low, high = 0.05, 16.0
@@ -85,7 +85,7 @@ def test_one_step_beats_steps_in_proportion_to_channels():
 
 def test_loud_channels_have_wider_cells_so_that_codes_are_bytes():
     z_NR = latents(1024, 0.1)
-    own = dead_zone.rungs(z_NR, 0.001)
+    own = latent.rungs(z_NR, 0.001)
     codes_NR = ladder.encode(z_NR[None], own["cell"], own["rung"])[0]
     assert int(codes_NR.abs().max()) < 127 and float(own["cell"][0]) > 0.05 and float(own["cell"][-1]) < 0.0011
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kvq_calib.fit.mixed import water_fill
+from kvq_calib.fit.latent import water_fill
 from kvq_runtime.ops import latent
 
 

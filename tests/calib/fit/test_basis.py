@@ -9,7 +9,7 @@ from scheme_fit import GEOMETRY, NOWHERE, WIDTH, decoded, fitted, low_rank
 from torch import Tensor
 
 from kvq_calib.fit import rotate
-from kvq_calib.fit.mixed import water_fill
+from kvq_calib.fit.latent import water_fill
 from kvq_calib.fit.statistics import QueryMoments
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec import codec

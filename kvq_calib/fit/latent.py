@@ -1,40 +1,91 @@
-"""Find the step of latent channels, and which of them are stored; then the rung of each, by the codes of a sample.
+"""Fit what latent channels are stored in: whole bits for each, or one step for all.
 
-rate(step)   of a channel of variance λ, by theory: what the codes of a rung of deviation √λ / step say
-codes        of a sample of tokens: a rung for each channel, and for each token how many rungs it is off, that
-             together take the fewest bits, as the coder of files has them
+    mixed       where a recipe names only the sum of bits, by reverse water-filling on the channels' variances λ:
+                minimise Σ λ_r d(b_r)   subject to   Σ b_r = budget,   0 ≤ b_r ≤ most
+    dead_zone   the step, and which channels are stored; then the rung of each, by the codes of a sample:
+                rate(step)   of a channel of variance λ, by theory: what the codes of a rung of deviation √λ / step say
+                codes        of a sample of tokens: a rung for each channel, and for each token how many rungs it is
+                             off, that together take the fewest bits, as the coder of files has them
+
+d(b) is what b bits leave of a unit variance. It falls convexly, so giving one bit at a time to the channel that gains
+most is optimal (Fox, 1966); with d(b) = 4^-b and fractions of bits it is the textbook's b_r = max(0, ½ log₂ λ_r / θ).
+Scales of `mixed` are fitted by `kvq_runtime.fit.mixed`, which a cache that fits to its own prompt shares.
+
+Source: Cover and Thomas, 2006, section 10.3.3; Shoham and Gersho, 1988 (whole bits).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from kvq_calib.fit.rotate import metric
 from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit import mixed
 from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistics
 from kvq_runtime.ops import entropy, ladder
-from kvq_runtime.stages.latent import DeadZone
+from kvq_runtime.stages.latent import DeadZone, Mixed
 
 QUIET = 0.25  # of a step: a channel whose deviation is less is not stored
 HALVINGS = 24  # of an interval of logarithms that a step is found in
 TURNS = 2  # of choosing rungs and what tokens are off them
 SAMPLE = 1024  # tokens that a rate is measured on
+Kind = Mixed | DeadZone
 
 
-def requests(stage: DeadZone) -> tuple[ResidualMoment, Residuals]:
+def requests(stage: Kind) -> tuple[ResidualMoment, Residuals]:
     """Return the statistics that a fit needs."""
     return ResidualMoment(), Residuals()
 
 
-def schedule(stage: DeadZone, variances_C: Tensor) -> DeadZone:
-    """The stage with its step, if it has only a target, and with as many channels as are stored."""
-    deviation_C = variances_C.clamp_min(0).sqrt()
-    step = stage.step or found(lambda step: expected(deviation_C / step), stage.target, float(deviation_C.max()))
-    count = int((deviation_C >= QUIET * step).sum())
-    return replace(stage, step=step, channels=max(1, count), shared=False)
+def solve(stage: Kind, statistics: Statistics, codec: Codec) -> tuple[Kind, dict[str, Tensor]]:
+    """The quantizer with the bits of its channels and their scales; or with its step, its channels, their cells and
+    rungs."""
+    stage = schedule(stage, statistics.directions(metric(codec.scheme.rotate))[0])
+    if isinstance(stage, Mixed):
+        return mixed.solve(stage, statistics, codec)
+    z_NR = codec.rotated(statistics[Residuals()][None])[0].float()
+    return stage, rungs(z_NR, stage.step)
+
+
+def schedule(stage: Kind, variances_C: Tensor) -> Kind:
+    """The stage with the channels that are stored, of each width; with its step, if it has only a target."""
+    if isinstance(stage, DeadZone):
+        deviation_C = variances_C.clamp_min(0).sqrt()
+        step = stage.step or found(lambda step: expected(deviation_C / step), stage.target, float(deviation_C.max()))
+        count = int((deviation_C >= QUIET * step).sum())
+        return replace(stage, step=step, channels=max(1, count), shared=False)
+    if not stage.target:
+        return stage
+    bits_C = water_fill(variances_C, stage.budget(len(variances_C)), stage.distortions())
+    return replace(stage, counts=counts(bits_C, stage.bits))
+
+
+def water_fill(variances_R: Tensor, budget: int, distortions: Sequence[float]) -> list[int]:
+    """Bits of each channel, in the channels' order. Ties go to the channel that comes first.
+
+    distortions   d(0), d(1), ..., d(most): falling, and by less and less
+    """
+    most = len(distortions) - 1
+    gains = [first - second for first, second in pairwise(distortions)]
+    if any(gain <= 0 for gain in gains) or gains != sorted(gains, reverse=True):
+        raise ValueError(f"distortions={list(distortions)}; they must fall, by less and less")
+    if not 0 <= budget <= most * len(variances_R):
+        raise ValueError(f"budget={budget} for {len(variances_R)} channels of at most {most} bits; use less, or 0")
+    table_RB = variances_R.cpu().double()[:, None] * torch.tensor(gains, dtype=torch.float64)
+    # bit by bit over all channels: on equal gains the lower bit and then the first channel comes first
+    order = table_RB.mT.flatten().argsort(descending=True, stable=True)[:budget]
+    return (order % len(variances_R)).bincount(minlength=len(variances_R)).tolist()
+
+
+def counts(bits_R: Sequence[int], widths: Sequence[int]) -> tuple[int, ...]:
+    """Count the channels of each of these widths: what a schedule in falling order stores."""
+    if any(bits not in widths for bits in bits_R):
+        raise ValueError(f"bits {sorted(set(bits_R))}; the schedule has {list(widths)}")
+    return tuple(sum(bits == width for bits in bits_R) for width in widths)
 
 
 def found(rate: Callable[[float], float], target: float, largest: float) -> float:
@@ -59,13 +110,6 @@ def expected(deviation_C: Tensor) -> float:
     counts = ladder.ladder().counts.double()
     own = (counts * ladder.ladder().lengths).sum(1) / 2.0**ladder.BITS
     return float(own[rungs].masked_fill(deviation_C < QUIET, 0.0).mean())
-
-
-def solve(stage: DeadZone, statistics: Statistics, codec: Codec) -> tuple[DeadZone, dict[str, Tensor]]:
-    """The stage with its step and channels, and their cells and rungs."""
-    stage = schedule(stage, statistics.directions(metric(codec.scheme.rotate))[0])
-    z_NR = codec.rotated(statistics[Residuals()][None])[0].float()
-    return stage, rungs(z_NR, stage.step)
 
 
 def rungs(z_NR: Tensor, step: float) -> dict[str, Tensor]:
