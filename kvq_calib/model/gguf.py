@@ -292,22 +292,15 @@ def _library():
 
 
 @lru_cache(maxsize=64)
-def _known(kind: int) -> Any:
-    """ggml's type of a number; None for one that is not known, or that the package cannot dequantize."""
+def _type(kind: int, path: Path) -> Any:
+    """ggml's type of a number. ValueError for one that is not known, or that the package cannot dequantize."""
     library = _library()
     try:
         found = library.GGMLQuantizationType(kind)
         library.dequantize(np.zeros((1, library.GGML_QUANT_SIZES[found][1]), np.uint8), found)
     except (ValueError, KeyError, NotImplementedError):
-        return None
-    return found
-
-
-def _type(kind: int, path: Path) -> Any:
-    found = _known(kind)
-    if found is None:
         raise ValueError(f"{path} has tensors of ggml's type {kind}, which the package gguf cannot dequantize; convert "
-                         "the model to another type, or update gguf")  # fmt: skip
+                         "the model to another type, or update gguf") from None  # fmt: skip
     return found
 
 

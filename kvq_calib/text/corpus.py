@@ -39,7 +39,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -110,8 +110,9 @@ def select(
     wanted = sys.maxsize if samples is None else samples
     if wanted < 1 or seq_len < 2:
         raise ValueError(f"samples={samples}, seq_len={seq_len}; use at least 1 sequence of at least 2 tokens")
-    if len(sources_of(source)) > 1:
-        return _mixed(source, tokenizer, samples, seq_len, seed, split, mode, beside)
+    if len(corpora := sources_of(source)) > 1:
+        common = (seq_len, seed, split, mode, [*corpora, *beside])
+        return _mixed(source, samples, lambda one, share: select(one, tokenizer, share, *common))
     corpus, whole = load(source), _is_test_set(source)
     if whole and split == "fit":
         raise ValueError(f"{source} is a test set; fit on another corpus, and measure on it with --also {source}")
@@ -163,10 +164,7 @@ def sources_of(source: str) -> list[str]:
     return found
 
 
-def _mixed(
-    source: str, tokenizer: str | Path, samples: int | None, seq_len: int, seed: int, split: Split, mode: Mode,
-    beside: Sequence[str],
-) -> Batch:  # fmt: skip
+def _mixed(source: str, samples: int | None, select_one: Callable[[str, int | None], Batch]) -> Batch:
     """Sequences of each corpus in turns; of a number that does not divide, the first ones have one more."""
     corpora = sources_of(source)
     shares = [samples if samples is None else len(range(place, samples, len(corpora))) for place in range(len(corpora))]
@@ -174,7 +172,7 @@ def _mixed(
     for one, share in zip(corpora, shares, strict=True):
         try:
             if share != 0:
-                batches.append(select(one, tokenizer, share, seq_len, seed, split, mode, [*corpora, *beside]))
+                batches.append(select_one(one, share))
         except TooLittle as error:
             raise TooLittle(f"of {source}: {error}", error.found * len(corpora)) from None
     turns = zip_longest(*(batch.tokens_BT for batch in batches))
