@@ -1,6 +1,7 @@
 """Fit the codebooks that many tokens share: by k-means++, or one entry for each token of a vocabulary.
 
-    coupled      the centres of a sample of tokens, for each group of coupled channels
+    coupled      the centres of a sample of tokens, for each group of coupled channels; or, as long as what they stand
+                 for, by gain-shape k-means
     nuq          ends    of scale "channel": the quantiles (1 - covered) / 2 and (1 + covered) / 2 of each channel
                          of scale "token": each token's own, without its outliers
                  points  the centres of all normalized elements in [-1, 1], of all channels together
@@ -12,10 +13,12 @@ Clusters are the same on every run, by one thread: with more, scikit-learn adds 
 Source: Zhang et al., 2024 (CQ, arXiv 2405.03917), section 3.2 (uniform centroid learning); Hooper et al., 2024
 (KVQuant), sections 3.3 and 3.4; k-means++: Arthur and Vassilvitskii, 2007.
 Differs: neither weighs clusters by Fisher information, which CQ's section 3.3 needs the gradient at every token of the
-sample for; CQ's sample has at most 4096 tokens, 16 for each centroid of an 8-bit code.
+sample for; CQ's sample has at most 4096 tokens, 16 for each centroid of an 8-bit code. Gain-shape k-means is written
+after the abstract of Kim et al., 2026 (GSRQ, arXiv 2607.01065), without their weights and residual codebooks.
 """
 
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -54,26 +57,49 @@ def requests(stage: Kind) -> tuple[Statistic[Tensor]]:
     return (EveryToken(),) if isinstance(stage, Vocabulary) else (Residuals(),)
 
 
+@singledispatch
 def solve(stage: Kind, statistics: Statistics, codec: Codec) -> tuple[Kind, Tensors]:
-    """The codebooks, of what is left without what `correct` sets aside; a vocabulary's stage has its size."""
-    if isinstance(stage, Vocabulary):
-        return _table(stage, statistics, codec)
-    rows_NC, correct = statistics[Residuals()], codec.scheme.correct
-    rest_NC = rows_NC if correct is None else correct.rest(rows_NC[None])[0]
-    if isinstance(stage, Coupled):
-        x_GNE = codec.rotated(rest_NC[None])[0].double().cpu().unflatten(-1, (-1, stage.channels)).transpose(0, 1)
-        found = [centres_of_vectors(x_NE, 1 << stage.bits, statistics.seed) for x_NE in x_GNE]
-        return stage, {"centroids": torch.stack(found).half().to(rows_NC.device)}
+    """Return the stage and its codebooks, of what is left without what `correct` sets aside."""
+    raise TypeError(f"{stage.kind} is fitted elsewhere")
+
+
+@solve.register
+def _(stage: Coupled, statistics: Statistics, codec: Codec) -> tuple[Coupled, Tensors]:
+    rest_NC = _rest(statistics, codec)
+    x_GNE = codec.rotated(rest_NC[None])[0].double().cpu().unflatten(-1, (-1, stage.channels)).transpose(0, 1)
+    found = [centres_of_vectors(x_NE, 1 << stage.bits, statistics.seed) for x_NE in x_GNE]
+    if stage.means == "gain-shape":
+        found = [gain_shape(x_NE, points_KE) for x_NE, points_KE in zip(x_GNE, found, strict=True)]
+    return stage, {"centroids": torch.stack(found).half().to(rest_NC.device)}
+
+
+@solve.register
+def _(stage: Nuq, statistics: Statistics, codec: Codec) -> tuple[Nuq, Tensors]:
+    rows_NC, rest_NC, stored = statistics[Residuals()], _rest(statistics, codec), {}
     if stage.scale == "channel":
         middle, half = channel_ends(rest_NC, stage.covered)
         stored = {"middle": middle, "half": half}
     else:
         middle, half = (end[:, None] for end in ends(rest_NC))
-        stored = {}
     u = normalized(rows_NC, middle, half)
     inside = u[u.abs() <= 1 + 1e-6]  # the ends themselves, as they are rounded
     points = centres(inside.clamp(-1, 1), 2**stage.bits, statistics.seed)
     return stage, {"points": points.float().to(rows_NC.device)} | stored
+
+
+@solve.register
+def _(stage: Vocabulary, statistics: Statistics, codec: Codec) -> tuple[Vocabulary, Tensors]:
+    """With the vocabulary's size; the table is bfloat16 [V, C], or of `four_bits.specs`."""
+    table_VC = statistics[EveryToken()]
+    if codec.predictor is not None:
+        table_VC = table_VC - statistics.mean_C
+    found = _rounded(table_VC) if stage.storage == "rtn4" else {"table": table_VC.to(torch.bfloat16)}
+    return replace(stage, size=len(table_VC)), found
+
+
+def _rest(statistics: Statistics, codec: Codec) -> Tensor:
+    rows_NC, correct = statistics[Residuals()], codec.scheme.correct
+    return rows_NC if correct is None else correct.rest(rows_NC[None])[0]
 
 
 def channel_ends(rows_NC: Tensor, covered: float) -> tuple[Tensor, Tensor]:
@@ -82,15 +108,6 @@ def channel_ends(rows_NC: Tensor, covered: float) -> tuple[Tensor, Tensor]:
     beyond = int((1 - covered) / 2 * len(rising))  # elements left out at either end
     low, high = rising[beyond], rising[len(rising) - 1 - beyond]
     return (low + high) / 2, (high - low) / 2
-
-
-def _table(stage: Vocabulary, statistics: Statistics, codec: Codec) -> tuple[Vocabulary, dict[str, Tensor]]:
-    """The stage with the vocabulary's size, and the table: bfloat16 [V, C], or of `four_bits.specs`."""
-    table_VC = statistics[EveryToken()]
-    if codec.predictor is not None:
-        table_VC = table_VC - statistics.mean_C
-    found = _rounded(table_VC) if stage.storage == "rtn4" else {"table": table_VC.to(torch.bfloat16)}
-    return replace(stage, size=len(table_VC)), found
 
 
 def _rounded(table_VC: Tensor) -> dict[str, Tensor]:
@@ -132,6 +149,27 @@ def centres_of_vectors(x_NE: Tensor, count: int, seed: int) -> Tensor:
     if len(distinct_ME) <= count:
         return _repeated(distinct_ME, count)
     return _fitted(distinct_ME, count, 1, seed, times_M.double().numpy())
+
+
+def gain_shape(x_NE: Tensor, points_KE: Tensor, rounds: int = 50) -> Tensor:
+    """Move centres until each has the mean length of the vectors nearest to it, along the mean of their directions.
+
+    A mean is shorter than what it is the mean of, the more so the more dimensions: scores that are computed with it
+    are all pulled to zero. A centre that no vector is nearest to stays.
+    """
+    length_N1 = x_NE.norm(dim=-1, keepdim=True)
+    direction_NE = x_NE / length_N1.clamp_min(1e-12)
+    nearest_N = torch.full((len(x_NE),), -1)
+    for _ in range(rounds):
+        before_N, nearest_N = nearest_N, torch.cdist(x_NE, points_KE).argmin(1)
+        if torch.equal(before_N, nearest_N):
+            break
+        shape_KE = torch.zeros_like(points_KE).index_add_(0, nearest_N, direction_NE)
+        gain_K1 = torch.zeros_like(points_KE[:, :1]).index_add_(0, nearest_N, length_N1)
+        count_K1 = nearest_N.bincount(minlength=len(points_KE))[:, None]
+        moved_KE = shape_KE / shape_KE.norm(dim=-1, keepdim=True).clamp_min(1e-12) * gain_K1 / count_K1.clamp_min(1)
+        points_KE = torch.where(count_K1 > 0, moved_KE, points_KE)
+    return points_KE
 
 
 def _repeated(distinct: Tensor, count: int) -> Tensor:

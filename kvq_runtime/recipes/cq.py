@@ -3,6 +3,7 @@
     cq-2c4b        2 channels to a code of 4 bits: 2 bits an element; keys before RoPE
     cq-4c8b        4 channels to 8 bits: 2 bits, and codebooks of 256 numbers a channel
     cq-8c8b        8 channels to 8 bits: 1 bit
+    cq-8c8b-gain   the same, centroids as long as what they stand for (gain-shape k-means)
     aqua-cq-4c8b   what AQUA-KV's prediction leaves
 
 A token stores its codes alone; all tokens share the codebooks, 512 bytes a channel with codes of 8 bits, 32 with 4.
@@ -14,22 +15,25 @@ exact (theirs: none).
 
 from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
 from kvq_runtime.recipes import aqua
-from kvq_runtime.stages.fitted_codebook import Coupled
+from kvq_runtime.stages.fitted_codebook import Coupled, Means
 
 FAMILY = Family(
     look=("red", "o"),
-    papers={"CQ": "Zhang et al., 2024, arXiv 2405.03917"},
+    papers={
+        "CQ": "Zhang et al., 2024, arXiv 2405.03917",
+        "GSRQ": "Kim et al., 2026, arXiv 2607.01065",
+    },
     golden=("cq-2c4b",),
-    compared=("cq-2c4b", "cq-4c8b", "cq-8c8b", "aqua-cq-4c8b"),
+    compared=("cq-2c4b", "cq-4c8b", "cq-8c8b", "cq-8c8b-gain", "aqua-cq-4c8b"),
     claims=(Claim("CQ: coupling more channels at equal bits loses less", "cq-4c8b", "cq-2c4b"),),
     combined=("aqua-cq",),
 )
 CODES = ((2, 4), (4, 8), (8, 8))
 
 
-def scheme(channels: int, bits: int) -> Scheme:
+def scheme(channels: int, bits: int, means: Means = "euclidean") -> Scheme:
     """Per token, one code of `bits` bits for `channels` channels."""
-    return Scheme(Coupled(channels, bits))
+    return Scheme(Coupled(channels, bits, means=means))
 
 
 def recipes() -> list[Recipe]:
@@ -38,5 +42,7 @@ def recipes() -> list[Recipe]:
     for channels, bits in CODES:
         stages, summary = scheme(channels, bits), f"CQ, {channels} channels to a code of {bits} bits"
         found.append(Recipe(f"cq-{channels}c{bits}b", stages, stages, "pre", summary=summary))
+    stages, summary = scheme(8, 8, "gain-shape"), "CQ at 1 bit, lengths of centroids apart from directions (GSRQ)"
+    found.append(Recipe("cq-8c8b-gain", stages, stages, "pre", summary=summary))
     summary = "AQUA-KV over CQ, 4 channels to a code of 8 bits"
     return [*found, aqua.aqua("cq-4c8b", scheme(4, 8), scheme(2, 8), summary=summary)]

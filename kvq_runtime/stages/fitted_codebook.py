@@ -6,7 +6,7 @@ vocabulary   the keys or values of every token of the vocabulary, for the first 
 """
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Te
 MAX_BITS = 18  # bits of a token's number: 262,144 tokens
 ROWS, TOKENS = 8192, 1024  # of one product of tokens with the vocabulary's rows
 
+Means = Literal["euclidean", "gain-shape"]
+
 
 @dataclass(frozen=True)
 class Coupled(Quantizer):
@@ -27,6 +29,8 @@ class Coupled(Quantizer):
 
     channels   how many are coupled; divides the head size
     bits       of a code, 1 to 8: bits / channels for each element
+    means      a centroid is the "euclidean" mean of its vectors, or the mean of their lengths along the mean of their
+               directions, "gain-shape": as long as they are, where the mean is shorter
 
         code of group g = argmin_k |x_g - m_gk|²        x̂_g = m_gk
 
@@ -34,7 +38,8 @@ class Coupled(Quantizer):
     bits for c channels loses less than c codes of b / c bits. Nothing is stored of a token but its codes; the
     codebooks, of 2^b points for each group of c channels, are calibrated, once for all prompts.
 
-    Source: Zhang et al., 2024 (CQ, arXiv 2405.03917), sections 3.2 and 3.3.
+    Source: Zhang et al., 2024 (CQ, arXiv 2405.03917), sections 3.2 and 3.3. Gain and shape: Kim et al., 2026 (GSRQ,
+    arXiv 2607.01065).
     Differs: centroids are rounded to float16, and points are not weighted by Fisher information, see the fit.
     """
 
@@ -44,12 +49,16 @@ class Coupled(Quantizer):
     slack: ClassVar[float] = 2.5  # a codebook of as few tokens as it has centroids
     channels: int = 4
     bits: int = 8
+    _: KW_ONLY  # younger than the file format
+    means: Means = "euclidean"
 
     def __post_init__(self):
         if self.channels < 1:
             raise ValueError(f"channels={self.channels}; use 1 or more that divide the head size, such as 2, 4 or 8")
         if self.bits not in range(1, 9):
             raise ValueError(f"bits={self.bits}; use 1 to 8")
+        if self.means not in get_args(Means):
+            raise ValueError(f'means="{self.means}"; use "euclidean" or "gain-shape"')
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The centroids m of each group of channels."""

@@ -6,7 +6,7 @@ import torch
 from scheme_fit import GEOMETRY, NOWHERE, WIDTH, fitted
 from torch import Tensor
 
-from kvq_calib.fit.fitted_codebook import centres_of_vectors
+from kvq_calib.fit.fitted_codebook import centres_of_vectors, gain_shape
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme
@@ -68,6 +68,37 @@ def test_a_fit_is_the_same_again_and_moves_no_centroid():
         assert np.abs(means - points_KE).max() < 0.05 * x_NGE[:, group].std()
 
 
+def test_gain_and_shape_are_means_of_lengths_and_of_directions():
+    """Of each cluster, by numpy; a centre that no vector is nearest to stays."""
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=(400, 6)) * np.linspace(0.5, 2, 400)[:, None]
+    start = torch.cat([torch.from_numpy(rows[:7]), torch.full((1, 6), 90.0, dtype=torch.float64)])
+    found = gain_shape(torch.from_numpy(rows), start)
+    nearest = ((rows[:, None] - found.numpy()) ** 2).sum(-1).argmin(1)
+    length = np.linalg.norm(rows, axis=1)
+    for cluster in range(7):
+        own = nearest == cluster
+        shape = (rows[own] / length[own, None]).mean(0)
+        expected = shape / np.linalg.norm(shape) * length[own].mean()
+        np.testing.assert_allclose(found[cluster].numpy(), expected, rtol=1e-9)
+    assert found[7].tolist() == [90.0] * 6
+
+
+def test_gain_shape_centroids_keep_the_length_of_what_they_stand_for():
+    """In eight dimensions with 16 centroids; the squared error is no smaller than that of means."""
+    calibration, x = activations(16), activations(8, seed=1)
+    calibration, x = calibration - calibration.mean((0, 1)), x - x.mean((0, 1))
+    ratio, errors = {}, {}
+    for means in ("euclidean", "gain-shape"):
+        codec = fitted(Scheme(Coupled(4, 4, means=means)), calibration).codec
+        parts, found = (
+            t.flatten(0, 1).unflatten(-1, (-1, 4)) for t in (x, codec.decode(codec.encode(x, NOWHERE), NOWHERE))
+        )
+        ratio[means], errors[means] = float(found.norm(dim=-1).mean() / parts.norm(dim=-1).mean()), error(codec, x)
+    assert ratio["euclidean"] < 0.9 and ratio["gain-shape"] == pytest.approx(1, abs=0.02)
+    assert errors["euclidean"] < errors["gain-shape"] < 1.2 * errors["euclidean"]
+
+
 def test_coupling_is_worth_more_the_more_channels_share():
     """At 2 bits an element: of independent channels little, of alike ones much (the paper's figure 2)."""
     errors = {}
@@ -89,5 +120,7 @@ def test_channels_that_do_not_divide_a_head_are_refused():
         Coupled(2, 9)
     with pytest.raises(ValueError, match="channels=0; use 1 or more"):
         Coupled(0)
+    with pytest.raises(ValueError, match='means="medians"; use "euclidean" or "gain-shape"'):
+        Coupled(means="medians")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match='coupled is fitted to tokens; use axis "token"'):
         Recipe("r", Scheme(Coupled(), axis="channel"), Scheme(Coupled())).check()
