@@ -9,7 +9,7 @@ from torch import Tensor
 from kvq_calib.model.files import ModelFiles
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact, load
-from kvq_runtime.geometry import NONE_SLIDE, Geometry, Sliding
+from kvq_runtime.geometry import Geometry, Sliding
 from kvq_runtime.recipe import Recipe, facts, families, presets
 from kvq_runtime.registry import reference
 from kvq_runtime.registry import resolve as registry
@@ -93,12 +93,14 @@ def choose(asked: Sequence[str], geometry: Geometry) -> tuple[list[Recipe], list
     return found, notes
 
 
-def costs(recipe: Recipe, geometry: Geometry, length: int, sliding: Sliding = NONE_SLIDE) -> dict[str, Any]:
+def costs(recipe: Recipe, files: ModelFiles, length: int) -> dict[str, Any]:
     """Bits per element: asymptotic, and of caches that hold `length` and 4096 tokens; bytes of the latter.
 
-    Every byte that a cache holds counts, computed from shapes. A dynamic window is billed at its longest.
+    Every byte that a cache holds counts, computed from shapes, layers that slide over a window included. A dynamic
+    window is billed at its longest.
     """
-    sizes = Sizes(recipe, geometry, sliding=sliding)
+    geometry = files.geometry
+    sizes = Sizes(recipe, geometry, sliding=Sliding.from_config(files.config))
     here, there = sizes.at(length), sizes.at(TOKENS)
     shared = sum(there.shared.values())
     return {

@@ -91,6 +91,9 @@ def test_of_other_architectures(kind: str, tmp_path: Path):
     ]
     for one, other in zip(*both, strict=True):
         near(figures(one), figures(other))
+    # along greedy text and tasks a cache is billed alike, with the layers that slide
+    (billed,) = (one["result"]["bits"] for one in both[0] if one["result"]["recipe"] == "kivi-2bit")
+    assert record.of_subject(files, subjects[0], {}, LENGTH, "x", {}, {})["result"]["bits"] == billed
 
 
 def test_each_layer_is_read_once_and_what_is_kept_is_not_done_again(small, tmp_path, monkeypatch):
