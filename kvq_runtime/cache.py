@@ -134,7 +134,6 @@ class BlockCache:
 
     # ---- one layer of one forward pass -------------------------------------------------------------------------
 
-    @_undone
     def update(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> Pair:
         """Take in a layer's new keys (after RoPE) and values; return all of them, history decoded, as 16-bit would.
 
@@ -148,6 +147,10 @@ class BlockCache:
                 f"{self.recipe.name} needs {' and '.join(sorted(unseen))}, which update() does not see; "
                 "use take(), attend() and finish(), with take_queries() for queries"
             )
+        return self._updated(layer, k_BTC, v_BTC)
+
+    @_undone
+    def _updated(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> Pair:
         first = self._append(layer, k_BTC, v_BTC)
         out = (k_BTC, v_BTC) if first else self.decoder.whole(layer)
         self.finish(layer)

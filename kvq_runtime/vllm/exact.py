@@ -135,7 +135,7 @@ class Step:
 
     def written(self, device: torch.device) -> Tensor:
         """Entries, rows and places of `kept`, int64 [3, tokens]; all layers use one copy on the device."""
-        if self._written is None:
+        if self._written is None or self._written.device != device:
             self._written = sent(torch.tensor(self.kept, dtype=torch.int64).view(-1, 3).T.contiguous(), device)
         return self._written
 

@@ -8,7 +8,7 @@ from models import prompt
 from tiers import some
 
 from kvq_runtime.geometry import SLAB
-from kvq_runtime.hf import masks
+from kvq_runtime.hf.model import looks_ahead, real_tokens
 
 ROWS = {kind: cells for kind, *cells in table()}
 CUTS = ((0, 40), (40, 41), (41, 60))
@@ -92,12 +92,12 @@ def test_masks_of_models_of_images():
     mask[0, :, :, 0] = False
     least = torch.finfo(torch.float32).min
     for given in (mask, torch.zeros(mask.shape).masked_fill(~mask, least)):
-        assert masks.real_tokens({"full_attention": given}, 6).tolist() == [[False] + [True] * 5, [True] * 6]
-        assert not masks.looks_ahead({"full_attention": given}, 4)
+        assert real_tokens({"full_attention": given}, 6).tolist() == [[False] + [True] * 5, [True] * 6]
+        assert not looks_ahead({"full_attention": given}, 4)
     mask[1, 0, 0, 4] = True
-    assert masks.looks_ahead({"full_attention": mask}, 4) and not masks.looks_ahead({"full_attention": None}, 4)
+    assert looks_ahead({"full_attention": mask}, 4) and not looks_ahead({"full_attention": None}, 4)
     flat = torch.tensor([[0, 1, 1, 1]])
-    assert masks.real_tokens({"full_attention": flat}, 2).tolist() == [[True, True]]
-    assert masks.real_tokens({"full_attention": None}, 2) is masks.real_tokens(None, 2) is None
+    assert real_tokens({"full_attention": flat}, 2).tolist() == [[True, True]]
+    assert real_tokens({"full_attention": None}, 2) is real_tokens(None, 2) is None
     with pytest.raises(RuntimeError, match="use sdpa or eager"):
-        masks.real_tokens({"full_attention": object()}, 2)
+        real_tokens({"full_attention": object()}, 2)

@@ -30,6 +30,12 @@ def test_other_attention_is_refused_by_name():
         model(prompt(), past_key_values=cached("h2o", model))
     with pytest.raises(RuntimeError, match=r"h2o-small needs attention, which update\(\) does not see"):
         make(EXACT).update(0, torch.zeros(1, 1, 64), torch.zeros(1, 1, 64))
+    cache, rows_BTC = make(EXACT), torch.zeros(1, 1, 64)
+    cache.take(0, rows_BTC, rows_BTC)
+    step = cache.step
+    with pytest.raises(RuntimeError, match="does not see"):
+        cache.update(1, rows_BTC, rows_BTC)
+    assert step is not None and cache.step is step, "the pass that is under way goes on"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "yarn"])
