@@ -15,8 +15,8 @@ from pydantic import Field
 from kvq_calib.evaluate import held_out as measure
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.flow.flow import calibrated
-from kvq_calib.flow.server import publishing
 from kvq_calib.job.job import Job
+from kvq_calib.job.token import publishing
 from kvq_runtime.cli.table import percent
 from kvq_runtime.registry.reference import PRODUCTION
 

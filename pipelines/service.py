@@ -21,6 +21,7 @@ import psutil
 from filelock import FileLock
 
 from kvq_calib.flow import server as flow_server
+from kvq_calib.job import token
 from kvq_runtime.disk import files
 from kvq_runtime.registry.reference import home
 
@@ -47,8 +48,8 @@ def up(port: int = PORT, file: Path = ROOT / "flows.yaml", webhook: str | None =
             raise RuntimeError("the server that is running asks for no secret: make flows-down, then make flows-up")
         if not flow_server.wait(url, lambda: _running(folder / "server.json") is not None):
             raise RuntimeError(f"the server did not start: see {folder / 'server.log'}")
-        if os.environ.get(flow_server.TOKENS[0]):
-            _keep(folder / "hf-token", os.environ[flow_server.TOKENS[0]])
+        if os.environ.get(token.TOKENS[0]):
+            _keep(folder / "hf-token", os.environ[token.TOKENS[0]])
         environment = client_environment(folder, url)
         setup = ["-m", "pipelines.service", "deploy", "--file", str(file)]
         given = [sys.executable, *setup] + (["--webhook", webhook] if webhook else [])
@@ -123,12 +124,12 @@ def server_environment(folder: Path, port: int) -> dict[str, str]:
 
 def client_environment(folder: Path, url: str) -> dict[str, str]:
     """The environment of worker and commands: they know the secret, and where the token is that they do not have."""
-    own = {"PREFECT_API_AUTH_STRING": (folder / "auth").read_text(), flow_server.TOKEN_FILE: str(folder / "hf-token")}
+    own = {"PREFECT_API_AUTH_STRING": (folder / "auth").read_text(), token.FILE: str(folder / "hf-token")}
     return _environment(folder, url) | own
 
 
 def _environment(folder: Path, url: str) -> dict[str, str]:
-    dropped = ("PREFECT_API", "PREFECT_SERVER_API", *flow_server.TOKENS)
+    dropped = ("PREFECT_API", "PREFECT_SERVER_API", *token.TOKENS)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     own = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_API_URL": url, "KVQ_CHECKOUT": str(ROOT)}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

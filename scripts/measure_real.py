@@ -378,7 +378,7 @@ def measure(home: Home, model, unit: Unit, batch: Batch) -> dict[str, Any]:
     recipe = Protocol(sinks=SINKS, recent=RECENT).recipe(subject.recipe, files.geometry, subject.tensors)
     about |= {
         "artifact": subject.sha256, "window": asdict(recipe.window),
-        "bits": costs(recipe, files, unit.length),
+        "bits": costs(recipe, files.geometry, files.sliding, unit.length),
     }  # fmt: skip
     reason = refusal(recipe) if unit.protocol == FULL else None
     if reason is not None:

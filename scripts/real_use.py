@@ -106,7 +106,7 @@ def talk(model, files: ModelFiles, subject: Subject, passages: Sequence[Sequence
         (found,) = conversation.follow(model, conversation.turns(files.path, some), [cache], most)
         held.append(found)
     length = held[0][-1]["history"] + held[0][-1]["added"] + held[0][-1]["tokens"]
-    bits = costs(subject.recipe, files, length)
+    bits = costs(subject.recipe, files.geometry, files.sliding, length)
     return {"recipe": subject.recipe.name, "artifact": subject.sha256, "bits": bits, "conversations": held}
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from pathlib import Path
 from kvq_calib.cli import fleet
 from kvq_calib.cli.progress import Status, keep_memory
 from kvq_calib.evaluate import gate
-from kvq_calib.flow.server import publishing
 from kvq_calib.model import catalog
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
@@ -77,8 +76,7 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # read when torch is imported
     keep_memory()
-    with nullcontext() if _wants_prefect(args) else publishing():  # a flow's tasks take the token themselves
-        return _calibrate(args) if args.models is None else _each(args, argv)
+    return _calibrate(args) if args.models is None else _each(args, argv)
 
 
 def _each(args: argparse.Namespace, argv: list[str]) -> int:

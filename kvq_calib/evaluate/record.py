@@ -123,7 +123,7 @@ def of_subject(
     result: dict[str, Any] = {"recipe": subject.recipe.name if subject else REFERENCE, "protocols": parts}
     if subject is not None:
         result["window"] = asdict(subject.recipe.window)
-        result["bits"] = costs(subject.recipe, files, length)
+        result["bits"] = costs(subject.recipe, files.geometry, files.sliding, length)
     artifact = subject.sha256 if subject is not None and subject.sha256 else result["recipe"]
     return {"artifact": artifact, "corpus": corpus, "protocol": about, "environment": used, "result": result}
 
@@ -215,7 +215,7 @@ class _Work:
                 "parameters": parameters,
                 "protocols": {name: self._part(name, recipe, tokens_BT, found[name], digest) for name in found},
                 "window": asdict(recipe.window),
-                "bits": costs(recipe, self.files, tokens_BT.shape[1]),
+                "bits": costs(recipe, self.files.geometry, self.files.sliding, tokens_BT.shape[1]),
                 "layers": layers.get(digest, []),
             }
         for text, other in others.items():

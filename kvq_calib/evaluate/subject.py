@@ -93,14 +93,13 @@ def choose(asked: Sequence[str], geometry: Geometry) -> tuple[list[Recipe], list
     return found, notes
 
 
-def costs(recipe: Recipe, files: ModelFiles, length: int) -> dict[str, Any]:
+def costs(recipe: Recipe, geometry: Geometry, sliding: Sliding, length: int) -> dict[str, Any]:
     """Bits per element: asymptotic, and of caches that hold `length` and 4096 tokens; bytes of the latter.
 
     Every byte that a cache holds counts, computed from shapes, layers that slide over a window included. A dynamic
     window is billed at its longest.
     """
-    geometry = files.geometry
-    sizes = Sizes(recipe, geometry, sliding=Sliding.from_config(files.config))
+    sizes = Sizes(recipe, geometry, sliding=sliding)
     here, there = sizes.at(length), sizes.at(TOKENS)
     shared = sum(there.shared.values())
     return {

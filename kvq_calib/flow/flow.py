@@ -84,12 +84,11 @@ def _round(work: Run, number: int) -> Run | None:
     return next(islice(budget.rounds(work), number, None), None)
 
 
-@flow_server.publishing()
 def _publish(asked: Job) -> list[Published]:
     """Publish what was fitted and evaluated. Neither is done a second time, nor is what was published before."""
     work = _work(asked)
     fitted = stages.artifacts(work)
-    return list(job.publish(asked, work, fitted, job.evaluate(asked, work, fitted)))
+    return job.publish(asked, work, fitted, job.evaluate(asked, work, fitted))
 
 
 @task(name="prepare", task_run_name="prepare-{number}", cache_policy=NO_CACHE, persist_result=False)
@@ -98,8 +97,7 @@ def prepare(asked: Job, number: int) -> int | None:
     work = _round(_work(asked), number)
     if work is None:
         return None
-    with flow_server.publishing():  # whether it may write is asked before the work, not after it
-        preparation.preflight(asked, work)
+    preparation.preflight(asked, work)
     if number == 0:
         job.begin(asked, _work(asked))
     stages.start(work)

@@ -8,9 +8,9 @@ can reach loopback too, and whoever may create a deployment runs commands throug
 nowhere: the secret (`PREFECT_SERVER_API_AUTH_STRING`) is in no cookie that a browser would add by itself, other origins
 get no answer that they can read, and a name that was pointed at 127.0.0.1 later (DNS rebinding) is refused.
 
-`make flows-up` keeps $HF_TOKEN in a file that its user alone can read, and starts the worker without it. The tasks that
-write to a registry set it for their length. Private models and artifacts are read with the token of `hf auth login`.
-`kvq-calibrate` without Prefect sets it for its own length.
+`make flows-up` keeps $HF_TOKEN in a file that its user alone can read, and starts the worker without it. What asks to
+write to a registry, or writes, sets it for its length (`job/token.py`). Private models and artifacts are read with
+the token of `hf auth login`.
 """
 
 import atexit
@@ -23,8 +23,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,6 @@ from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
 HOSTS = ("127.0.0.1", "localhost")
-TOKEN_FILE = "KVQ_HF_TOKEN_FILE"  # names the file; where it is not set, or there is none, nothing is done
-TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # what huggingface_hub reads
 STARTUP = 600  # seconds; the first start on a busy machine migrates an empty database in some 20
 GRACE = 5  # seconds in which a server may end by itself
 # no telemetry, no blocks that nobody uses, no word but errors, no bars in logs; and patience, in seconds, since what is
@@ -74,24 +70,6 @@ def app() -> Any:
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     return TrustedHostMiddleware(create_app(final=True), allowed_hosts=HOSTS, www_redirect=False)
-
-
-@contextmanager
-def publishing() -> Iterator[None]:
-    """Set $HF_TOKEN from the file that $KVQ_HF_TOKEN_FILE names, and restore what was there."""
-    path = Path(os.environ.get(TOKEN_FILE) or os.devnull)
-    token = path.read_text().strip() if path.exists() else ""
-    if not token:
-        yield
-        return
-    before = os.environ.get(TOKENS[0])
-    os.environ[TOKENS[0]] = token
-    try:
-        yield
-    finally:
-        del os.environ[TOKENS[0]]
-        if before is not None:
-            os.environ[TOKENS[0]] = before
 
 
 @cache

@@ -15,6 +15,7 @@ from kvq_calib.evaluate import held_out, record
 from kvq_calib.evaluate.caches import encodes
 from kvq_calib.evaluate.subject import find
 from kvq_calib.job.job import Job, Machine, Text
+from kvq_calib.job.token import publishing
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import budget
@@ -108,6 +109,7 @@ def not_alone(job: Job, work: Run) -> Job:
     return job.with_settings(baselines=(PLAIN,)) if alone else job
 
 
+@publishing()
 def preflight(job: Job, work: Run) -> list[str]:
     """Check before hours of work what would stop them at their end; returns notes.
 

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from kvq_calib.evaluate import gate, held_out
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import base_of, prepare
+from kvq_calib.job.token import publishing
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import card as report
 from kvq_calib.report import plots, sections, tables
@@ -49,7 +50,7 @@ def complete(job: Job, work: Run) -> tuple[list[Published], dict[str, float]]:
         begun = time.perf_counter()
         records = evaluate(job, work, fitted)
         spent = {"evaluation": time.perf_counter() - begun} if records else {}
-        return list(publish(job, work, fitted, records)), calibrate.seconds(work) | spent
+        return publish(job, work, fitted, records), calibrate.seconds(work) | spent
 
 
 def reused(job: Job, work: Run) -> list[Published]:
@@ -66,7 +67,7 @@ def reused(job: Job, work: Run) -> list[Published]:
     if failed:
         _log.warning("%s is not reused: %s; calibrating", job.what.reuse, "; ".join(failed))
         return []
-    return list(publish(job, work, fitted, records))
+    return publish(job, work, fitted, records)
 
 
 def _offered(job: Job, files: ModelFiles) -> Artifact:
@@ -120,11 +121,13 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
     return records
 
 
+@publishing()
 def publish(
     job: Job, work: Run, fitted: Mapping[str, Artifact], records: Sequence[Mapping[str, Any]] = ()
-) -> Iterable[Published]:
+) -> list[Published]:
     """Publish artifacts that keep the bounds, with their records, cards and plots; leave others in the run folder."""
-    targets, license, drawn, named = job.publication.targets, sections.license_of(work.files.path), {}, []
+    targets, license = job.publication.targets, sections.license_of(work.files.path)
+    drawn, named, done = {}, [], []
     if records:
         told = [read(one, TextRecord) for one in records]
         named = tables.named(told, [*fitted, *job.evaluation.baselines])
@@ -146,7 +149,8 @@ def publish(
         version = places[0].reference.rpartition("@")[2] if places else ""
         made_of = (recipe, name, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1])
         found = figures(named[number]) if own else {}
-        yield Published(*made_of, failed=failed, layers=layers, places=places, folder=str(folder), **found)
+        done.append(Published(*made_of, failed=failed, layers=layers, places=places, folder=str(folder), **found))
+    return done
 
 
 def _publish(

@@ -23,7 +23,7 @@ from kvq_calib.model import catalog
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.geometry import Geometry, attending, stretches
+from kvq_runtime.geometry import Geometry, Sliding, attending, stretches
 from kvq_runtime.ops import rope
 
 if TYPE_CHECKING:
@@ -132,6 +132,11 @@ class ModelFiles:
     @property
     def geometry(self) -> Geometry:
         return Geometry.from_config(self.config)
+
+    @property
+    def sliding(self) -> Sliding:
+        """Its layers that slide over a window."""
+        return Sliding.from_config(self.config)
 
     @property
     def attending(self) -> Sequence[int]:

@@ -15,7 +15,7 @@ from kvq_calib.evaluate.subject import costs
 from kvq_calib.model import find as models
 from kvq_calib.model.catalog import CATALOG
 from kvq_runtime.artifact import artifact, recipe_text
-from kvq_runtime.geometry import MODELS, Geometry
+from kvq_runtime.geometry import MODELS, NONE_SLIDE, Geometry
 from kvq_runtime.recipe import preset
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.storage import SLACK
@@ -47,7 +47,7 @@ def test_what_is_computed_is_what_a_cache_holds(name):
             assert sum(held.sequence.values()) - undecided == report.sequence_bytes, tokens
             assert held.bits == pytest.approx(report.all_bits + 8 * undecided / (held.exact / 2))
         assert held.exact == report.exact_bytes
-        stated = costs(recipe, SMALL, tokens)
+        stated = costs(recipe, SMALL, NONE_SLIDE, tokens)
         assert stated["shared_bytes"] == report.shared_bytes
         assert stated["smaller_from"] == report.smaller_than_higgs_from
         assert stated["asymptotic"] == report.asymptotic_bits and stated["at_length"] == held.own_bits
@@ -58,10 +58,10 @@ def test_bits_that_a_fit_found_are_known_from_its_recipe(name):
     """Calibration gave each latent channel its bits; they are not those of the recipe before the fit."""
     made = artifact.load(GOLDEN / f"{name}.safetensors")
     geometry = made.fingerprint.geometry
-    report, stated = filled(made.recipe, geometry, 1400, made.tensors), costs(made.recipe, geometry, 1400)
+    report, stated = filled(made.recipe, geometry, 1400, made.tensors), costs(made.recipe, geometry, NONE_SLIDE, 1400)
     assert stated["at_length"] == pytest.approx(report.bits_per_element, rel=1e-12)
     assert stated["shared_bytes"] == report.shared_bytes
-    assert made.recipe.layers and stated != costs(replace(made.recipe, layers={}), geometry, 1400)
+    assert made.recipe.layers and stated != costs(replace(made.recipe, layers={}), geometry, NONE_SLIDE, 1400)
 
 
 @pytest.mark.parametrize("name", ["kivi-2bit", "svdq-online-2bit-v4", "svdq-shadow-2bit-v4", "h2o-higgs-2bit"])
