@@ -1,4 +1,4 @@
-"""What the packed kernels are compared with: attention of one token to bfloat16 keys and values of the same shape.
+"""Attend by one token to bfloat16 keys and values, which the packed kernels are compared with, shape by shape.
 
 flash, cudnn, efficient          PyTorch's scaled_dot_product_attention, each of its backends, with enable_gqa
 flash rows, cudnn rows, ...      the same, the query heads of a KV head as rows of one query: it may be faster

@@ -1,4 +1,4 @@
-"""What recipes cost where no token is generated: time and memory of a calibration, and to encode and decode a token.
+"""Measure recipes where no token is generated: time and memory of a calibration, encoding and decoding a token.
 
     python benchmarks/calibration.py time --samples 96 --seq-len 1024 --recipe aqua-2bit
     python benchmarks/calibration.py memory                            two layers of Llama-3.1-70B's size: 4 GB of disk
@@ -297,7 +297,7 @@ class TimedCache(FullCache):
         return pair
 
     def _count(self, *counted: Any, **more: Any) -> None:
-        """What is read is not counted: nobody asks."""
+        """Do not count what is read: nobody asks."""
 
 
 def encoding(

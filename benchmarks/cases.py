@@ -95,7 +95,7 @@ def cases(models: list[str], recipes: list[str], lengths: list[int], batches: li
 
 
 def row(case: Case) -> dict[str, Any]:
-    """What a case is, and the bytes it must read."""
+    """A case, and the bytes that it must read."""
     return {
         "what": "attend", "model": case.model.name, "recipe": case.recipe, "tokens": case.tokens, "batch": case.batch,
         "packed_bytes": case.packed(), "exact_bytes": case.exact(), "dense_bytes": case.dense(),
@@ -104,7 +104,7 @@ def row(case: Case) -> dict[str, Any]:
 
 
 def layouts(recipe: Recipe, geometry: Geometry, position: str = "") -> tuple[Any, Any]:
-    """How keys and values are read; None for what has no kernel. `position` instead of the recipe's."""
+    """The readers of keys and values; None for what has no kernel. `position` instead of the recipe's."""
     layout, block = dispatch.kernels("attend.host").layout, recipe.window.block
     schemes = zip(ROLES, (recipe.key, recipe.value), strict=True)
     keys, values = (layout(scheme, block, geometry, role, position or recipe.position) for role, scheme in schemes)
@@ -156,7 +156,7 @@ def queries(case: Case, device: torch.device) -> Tensor:
 
 
 def encoder(model: Model, recipe: str, role: str, device: torch.device) -> tuple[Callable[[], Any], int]:
-    """What encodes 64 blocks of one layer's keys or values, and the bytes of bfloat16 that it reads."""
+    """A function that encodes 64 blocks of one layer's keys or values, and the bytes of bfloat16 that it reads."""
     chosen = preset(recipe)
     one = codec.Codec(chosen, 0, role, model.geometry, {}).to(device)
     x = torch.randn(64, chosen.window.block, model.geometry.width, device=device, dtype=torch.bfloat16)

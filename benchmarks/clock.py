@@ -43,7 +43,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device was measured to do.
+    """Speeds of the device, as measured.
 
     copy     bytes a second, read and written
     read     bytes a second, of a sum over a tensor
@@ -90,7 +90,7 @@ class Deadline:
 
 @lru_cache(maxsize=1)
 def scratch() -> Tensor:
-    """What `evict` writes, kept."""
+    """The memory that `evict` writes, kept."""
     cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0)
     return torch.empty(max(SCRATCH, 4 * cache) // 4, dtype=torch.float32, device="cuda")
 

@@ -148,7 +148,7 @@ def compiled(one: Recorded, arch: int) -> Compiled:
 
 
 def programs(registers: int, shared: int, warps: int, arch: int) -> int:
-    """How many programs a multiprocessor holds at a time.
+    """The number of programs that a multiprocessor holds at a time.
 
     registers, shared   of a lane, and bytes of a program
     warps               of a program

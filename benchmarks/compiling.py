@@ -58,7 +58,7 @@ class Job:
 
 
 def job_of(case: cases.Case, launch: tuple[int, ...] | None = None) -> Job:
-    """What compiles a case's kernel, for all its tokens and batches."""
+    """The launches that compile a case's kernel, for all its tokens and batches."""
     return Job("attend", case.model.name, case.recipe, launch=launch)
 
 
@@ -107,7 +107,7 @@ def serve(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Done:
-    """How a job ended: after how many seconds, and with which error, if any."""
+    """The end of a job: seconds, and the error, if any."""
 
     job: Job
     seconds: float

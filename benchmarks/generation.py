@@ -74,7 +74,7 @@ Step = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """How to generate: with which cache, under which attention, as a graph or step by step."""
+    """A way to generate: a cache, an attention, as a graph or step by step."""
 
     cache: str
     attention: str
@@ -245,7 +245,7 @@ def planned(given: argparse.Namespace, before: dict[tuple, Line]) -> list[tuple[
 
 
 def jobs(found: list[tuple[Line, Way]]) -> list[Job]:
-    """What is compiled before, of batches up to 64: larger ones are asked for to find out what fits."""
+    """The batches up to 64 that are compiled before: larger ones are asked for to find out what fits."""
     return [
         Job("generate", about["model"], way.cache, about["batch"], prompt=about["prompt"])
         for about, way in found

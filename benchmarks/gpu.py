@@ -101,7 +101,7 @@ def tasks(given: argparse.Namespace, attention: measure.Attention) -> list[Task]
 
 
 def encodes(given: argparse.Namespace) -> list[Task]:
-    """What encodes keys and values of recipes without fitted stages."""
+    """Cases of encoding keys and values, of recipes without fitted stages."""
     models = [model for model in MODELS if model.name in listed(given.models)]
     plain = [recipe for recipe in listed(given.recipes) if not preset(recipe).fitted]
 
@@ -114,14 +114,14 @@ def encodes(given: argparse.Namespace) -> list[Task]:
 
 
 def missing(found: list[Task], before: dict[tuple, Line]) -> list[Task]:
-    """What was not measured before: first what was never tried, then what failed."""
+    """Return the cases that were not measured before: first those never tried, then those that failed."""
     known = [(task, before.get(name_of(task.about))) for task in found]
     failed = [task for task, line in known if line is not None and "error" in line]
     return [task for task, line in known if line is None] + failed
 
 
 def jobs_of(found: list[Task]) -> list[Job]:
-    """What has to be compiled for these, each once, in the order in which it is wanted."""
+    """Return the kernels to compile for these, each once, in the order in which they are wanted."""
     return list(dict.fromkeys(job for task in found for job in task.jobs))
 
 
@@ -165,7 +165,7 @@ def each(
 
 
 def usable() -> bool:
-    """Whether the device can be used after an error: a bad access of memory ends its use in this process."""
+    """True if the device can be used after an error: a bad access of memory ends its use in this process."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -185,7 +185,7 @@ def pytest_runtest_setup(item: Any) -> None:
 
 
 def parity_command(folder: Path, processes: int) -> list[str]:
-    """How pytest is called; its settings are written to the folder.
+    """The command of pytest; its settings are written to the folder.
 
     Without tests/conftest.py, which wants packages that only a development environment has, and with warnings as
     warnings, since PyTorch and transformers may be others than the tests were written with.

@@ -54,14 +54,14 @@ class Operations(TorchDispatchMode):
 
 
 def operations(run: Callable[[], Any]) -> Counts:
-    """What torch is asked to do."""
+    """Count the operations that torch is asked for."""
     with Operations() as mode:
         run()
     return mode.counts
 
 
 def calls(run: Callable[[], Any]) -> Counts:
-    """How many functions are called."""
+    """Count the functions that are called."""
     counted = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -97,7 +97,7 @@ def no_kernels() -> Iterator[None]:
 
 
 def generated(layers: int, replayed: bool, rows: int, padded: bool, new: int) -> Callable[[], Any]:
-    """What generates so many tokens."""
+    """A function that generates so many tokens."""
     config = LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, eos_token_id=None, pad_token_id=0,
@@ -118,7 +118,7 @@ def generated(layers: int, replayed: bool, rows: int, padded: bool, new: int) ->
 
 
 def step(layers: int, replayed: bool, rows: int = 1, padded: bool = False, timed: bool = True) -> Counts:
-    """What one step asks of the host."""
+    """The host's work in one step."""
     found: list[Counts] = []
     with no_kernels():
         for new in NEW:

@@ -217,7 +217,7 @@ def of_each_kind(found: dict[str, Recorded]) -> dict[str, Recorded]:
 
 @cache  # some recipes launch the same kernel
 def usage(one: Recorded, arch: int) -> dict[str, Any]:
-    """What a launch takes on an architecture: the table's columns from "registers" on, "" without a main loop."""
+    """The cost of a launch on an architecture: the table's columns from "registers" on, "" without a main loop."""
     made = compiled(one, arch)
     counts = dict.fromkeys(COUNTED, "")
     if one.function.__name__ == "attend":
@@ -245,7 +245,7 @@ def stored() -> dict[tuple[str, str, int], dict[str, float]]:
 
 
 def worse(name: str, arch: int, taken: dict[str, Any], table: dict, warps: int = 4) -> list[str]:
-    """What is wrong with a kernel, of programs of so many warps, against the table."""
+    """Regressions of a kernel, of programs of so many warps, against the table."""
     versions = {version for version, *_ in table}
     before = table.get((triton.__version__, name, arch))
     if before is None and (triton.__version__ in versions or (name, arch) not in {key[1:] for key in table}):

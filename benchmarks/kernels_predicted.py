@@ -180,7 +180,7 @@ def predicted(case: Case, loop: Loop) -> dict[str, Any]:
 
 
 def splits(case: Case, room: int) -> int:
-    """What the host would cut the blocks into on an H200, whose multiprocessors have room for so many programs."""
+    """The splits of the blocks on an H200, whose multiprocessors have room for so many programs."""
     return count_splits(case.batch * case.model.kv_heads, case.blocks, MULTIPROCESSORS, room)
 
 

@@ -184,7 +184,7 @@ def _size(serde: Serde, chunk: Tensor) -> int:
 
 
 def _round_trip(serde: Serde, chunks: list[Tensor], size: int) -> list[Tensor]:
-    """What another storage manager loads of what one has stored; the files have the bytes that were stated."""
+    """Load by another storage manager what one has stored; the files have the bytes that were stated."""
     with tempfile.TemporaryDirectory() as path:
         folder, names = Path(path), keys("a prompt", len(chunks))
         with Tier(folder, serde) as tier:

@@ -1,4 +1,4 @@
-"""What a load from a Hub costs beside `huggingface_hub.snapshot_download` of the same file, in one run.
+"""Time a load from a Hub beside `huggingface_hub.snapshot_download` of the same file, in one run.
 
     python benchmarks/registry.py --megabytes 64
 

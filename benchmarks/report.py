@@ -45,7 +45,7 @@ def place(benchmark: str, device: str) -> Path:
 
 @lru_cache(maxsize=1)
 def measured_code() -> str:
-    """What is measured, as 12 digits: the runtime's sources, and the versions of what compiles and runs them."""
+    """The code that is measured, as 12 digits: the runtime's sources, and versions of what compiles and runs them."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "kvq_runtime").rglob("*")):
         if path.suffix in (".py", ".json"):
@@ -59,7 +59,7 @@ def measured_code() -> str:
 
 
 def name_of(line: Line) -> tuple:
-    """What a line is about: two lines of one name are of one thing, measured twice."""
+    """The name of a line: two lines of one name are of one thing, measured twice."""
     return tuple(line.get(name) for name in NAMES)
 
 
@@ -74,7 +74,7 @@ def read(*files: Path) -> Iterator[Line]:
 
 
 def known(*files: Path) -> dict[tuple, Line]:
-    """What was found before of the code as it is, by name, the latest of each."""
+    """Lines of the code as it is that were found before, by name, the latest of each."""
     return {name_of(line): line for line in read(*files) if line.get("of") == measured_code()}
 
 
@@ -111,7 +111,7 @@ def latest(lines: Iterable[Line]) -> list[Line]:
 
 
 def failures(lines: list[Line]) -> Iterator[str]:
-    """What went wrong, and what is missing."""
+    """The failures, and the gaps."""
     for line in lines:
         named = ("model", "recipe", "cache", "half", "tokens", "batch")
         what, where = line["what"], " ".join(str(line[name]) for name in named if name in line)
@@ -195,7 +195,7 @@ def page(lines: Iterable[Line]) -> Iterator[str]:
 
 
 def speed_figure(lines: list[Line], caption: str) -> Any:
-    """How many times as fast as 16-bit attention a decode step is: a panel for each number of rows, a line a recipe.
+    """Draw the speed of a decode step over 16-bit attention: a panel for each number of rows, a line a recipe.
 
     lines   `attend` lines of one model
     """

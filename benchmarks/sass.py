@@ -91,18 +91,18 @@ class Instruction:
 
     @property
     def products(self) -> int:
-        """What a warp multiplies, in m16n8k16 products; a warp of a group has 16 of its 64 rows: ".64x32x16"."""
+        """The products of a warp, in m16n8k16; a warp of a group has 16 of its 64 rows: ".64x32x16"."""
         columns = re.match(r"\.64x(\d+)x16", self.modifiers)
         return int(columns[1]) // 8 if columns else int(self.multiplies_tiles)
 
     @property
     def widens(self) -> bool:
-        """Whether only the result, and what is added to it, has 64 bits."""
+        """True if only the result, and what is added to it, has 64 bits."""
         return ".WIDE" in self.modifiers
 
     @property
     def pairs(self) -> bool:
-        """Whether all operands have 64 bits."""
+        """True if all operands have 64 bits."""
         return ".64" in self.modifiers and self.name in ("IADD", "MOV", "LEA", "UIADD", "UMOV", "ULEA")
 
     @property
@@ -208,7 +208,7 @@ def _weight(loop, bodies) -> tuple[bool, int]:
 
 @dataclass(frozen=True)
 class Need:
-    """What one instruction needs.
+    """The units that one instruction needs.
 
     unit        of NAMES, or "tensor"; "shared" and "global" are both the LSU's; "": to be issued, no more
     kind        of a load from memory: stream, table or gather; else ""
@@ -221,7 +221,7 @@ class Need:
 
 
 def needs(passed: list[Instruction], once: bool = False, pages: bool = False) -> list[Need]:
-    """What each instruction of a pass through a loop, or of a whole kernel that runs once, needs."""
+    """The needs of each instruction of a pass through a loop, or of a whole kernel that runs once."""
     kinds = load_kinds(passed, once, pages)
     return [Need(unit(one), kinds.get(i, ""), wavefronts(one, kinds.get(i, ""))) for i, one in enumerate(passed)]
 
@@ -234,7 +234,7 @@ def unit(one: Instruction) -> str:
 
 
 def wavefronts(one: Instruction, kind: str) -> int:
-    """How many wavefronts the load and store unit passes for an instruction on a load of this kind, or on none."""
+    """The wavefronts that the load and store unit passes for an instruction on a load of this kind, or on none."""
     if unit(one) not in LSU:
         return 0
     if one.name in ("LDSM", "STSM"):
@@ -253,7 +253,7 @@ def awaited(one: Instruction) -> list[tuple[int, int]]:
 
 
 def exposed(passed: list[Instruction], needed: list[Need]) -> int:
-    """How often a warp waits for memory in a pass: for a load that was issued since it last did so.
+    """Count a warp's waits for memory in a pass: for a load that was issued since it last did so.
 
     Loads in flight together count once; those from the first-level cache do not.
     """
@@ -280,7 +280,7 @@ def exposed(passed: list[Instruction], needed: list[Need]) -> int:
 
 
 def counted(passed: list[Instruction], lanes: float, passes: int, pages: bool = False) -> dict[str, float]:
-    """What a pass takes, per element and lane; then, of a block, how often a warp waits, and for how long at least.
+    """The cost of a pass, per element and lane; then, of a block, the waits of a warp, and their length at least.
 
     lanes    of the program, over the elements of keys and values that a pass reads
     passes   of a block
@@ -348,7 +348,7 @@ def _carried(passed: list[Instruction]) -> set[str]:
 
 
 def _address(one: Instruction, comes: dict[str, frozenset]) -> tuple[frozenset, frozenset]:
-    """What the lower and the upper half of a load's address come from."""
+    """The origins of the lower and the upper half of a load's address."""
     where = next(operand for operand in reversed(one.operands) if "[" in operand).removeprefix("desc[")
     found = REGISTER.findall(where.partition("][")[2] or where)
     low = frozenset().union(*(comes[file + number] for file, number, _ in found))
@@ -375,7 +375,7 @@ def _follow(i: int, one: Instruction, comes: dict[str, frozenset]) -> None:
 
 
 def _repeats(one: Instruction) -> bool:
-    """Whether a result is one of FEW: the lowest bits of something."""
+    """True if a result is one of FEW: the lowest bits of something."""
     masks = [int(operand, 16) for operand in one.operands[1:3] if re.fullmatch("0x[0-9a-f]+", operand)]
     return one.name in ("LOP3", "ULOP3") and "0xc0" in one.operands[4:] and any(mask < FEW for mask in masks)
 

@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What a multiprocessor did.
+    """The work of a multiprocessor.
 
     cycles   until the last instruction was issued
     each     cycles that every warp takes to make a pass
@@ -84,7 +84,7 @@ def steps(
 
 
 def _bytes(one: Instruction) -> int:
-    """What 32 lanes load."""
+    """The bytes that 32 lanes load."""
     small = {".U8": 1, ".S8": 1, ".U16": 2, ".S16": 2}
     return 32 * next((count for name, count in small.items() if name in one.modifiers), 4 * one.width)
 

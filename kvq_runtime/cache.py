@@ -434,7 +434,7 @@ class BlockCache:
         return next(filter(None, (refusal(self.recipe, self.geometry, layer) for layer in sorted(self.held))), None)
 
     def health(self) -> Health:
-        """How the blocks that are held keep what calibration promised."""
+        """The health of the blocks that are held, by what calibration promised."""
         watches = [store.watch for _, store in sorted(self.layers.items()) if store.watch is not None]
         return Health(self.recipe.name, tuple(one for watch in watches for one in watch.health() if one.blocks))
 

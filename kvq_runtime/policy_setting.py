@@ -55,7 +55,7 @@ class PolicySetting(ABC):
             raise ValueError("tokens are selected behind a fixed window; drop select, or window")
 
     def needs(self, recipe: Any) -> frozenset[str]:
-        """What it is told beside keys and values: "positions" (with cos and sin), "queries", "attention"."""
+        """Its inputs beside keys and values: "positions" (with cos and sin), "queries", "attention"."""
         return frozenset()
 
     def most(self, recent: int, block: int) -> int:

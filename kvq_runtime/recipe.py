@@ -288,7 +288,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Family:
-    """What others need to know of one file's recipes: `FAMILY` of every file of `kvq_runtime/recipes`. Pages, pictures,
+    """The facts of one file's recipes: `FAMILY` of every file of `kvq_runtime/recipes`. Pages, pictures,
     comparisons and tests read it there, so that nothing else names a method.
 
     look        colour (`kvq_calib/report/looks.py` has their names) and marker in pictures, both together its own

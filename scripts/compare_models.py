@@ -107,7 +107,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a recipe costs at its bits, under one protocol."""
+    """The loss of a recipe at its bits, under one protocol."""
 
     recipe: str
     bits: float

@@ -106,13 +106,13 @@ def rounded(z_NK: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def restored(codes: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
-    """What codes mean, float32."""
+    """The numbers that codes stand for, float32."""
     step = ((high.float() - low.float()) / (2**bits - 1)).clamp_min(1e-12)
     return codes.float() * step[:, None] + low.float()[:, None]
 
 
 class Choice:
-    """Which groups of a basis there are, for any price of a bit: errors of all are computed once."""
+    """The groups of a basis for any price of a bit: errors of all are computed once."""
 
     def __init__(self, basis: Basis):
         z_NF = basis.sample
@@ -242,7 +242,7 @@ def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _kept(args: argparse.Namespace, files: Any, model: Any) -> Iterator[tuple[str, Keep]]:
-    """What is measured, by name."""
+    """The measurements, by name."""
     for path in args.artifacts:
         yield path.stem, _stored(artifact.load(path), model, args.rounds)
     for name in args.recipes:

@@ -57,7 +57,7 @@ def machine() -> dict[str, Any]:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """What work finds; and how long it took, where, with which code."""
+    """The findings of work; and its time, machine and code."""
     begun, spent = time.perf_counter(), time.process_time()
     found = work()
     return found, {
@@ -244,7 +244,7 @@ def _positions(lines: Sequence[Mapping[str, Any]], docs: Path) -> list[str]:
 
 
 def _needles(folder: Path, docs: Path) -> list[str]:
-    """What the 16-bit model finds, by which the tasks are chosen; draw what recipes find."""
+    """Tell what the 16-bit model finds, by which the tasks are chosen; draw what recipes find."""
     said = f"**Needles: what {NAME} finds in 16 bit**, asked plainly and in its chat form."
     found = [said, *first] if (first := answered(folder / "needles-16bit.json")) else []
     records = [one for row in _read(folder / "needles.json").values() for one in row["found"]]

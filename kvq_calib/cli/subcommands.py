@@ -277,7 +277,7 @@ def import_files(args: argparse.Namespace) -> int:
 
 
 def _protocol(args: argparse.Namespace, rows: int | None) -> record.Protocol:
-    """How text is measured."""
+    """The protocol that options ask for."""
     protocols = (args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS
     windows = record.ERROR_WINDOWS if args.layers or getattr(args, "plots", None) else 0
     given = {"error_windows": windows, "block": args.block, "protocols": protocols, "prompt": args.prompt}

@@ -86,7 +86,7 @@ def _select(plan: Plan, tokenizer: Path, count: int, length: int, at_least: int)
 
 
 def subjects(fitted: Mapping[str, Artifact]) -> list[Subject]:
-    """What was fitted, before anything is published, by the recipe's name."""
+    """The artifacts as fitted, before anything is published, by the recipe's name."""
     return [
         Subject.of(made, hashlib.sha256(artifact.to_bytes(made)).hexdigest(), name, published=False)
         for name, made in fitted.items()

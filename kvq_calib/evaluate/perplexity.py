@@ -105,7 +105,7 @@ class Score:
         return math.expm1(mean), math.exp(mean) * math.sqrt(spread / len(gaps))
 
     def figures(self, reference: "Score") -> dict[str, Any]:
-        """What records have of it."""
+        """The figures of records."""
         relative, spread = self.against(reference)
         return {
             "perplexity": self.perplexity,

@@ -195,7 +195,7 @@ def _digest(subject: Subject, recipe: Recipe) -> str:
 
 @dataclass(frozen=True)
 class _Work:
-    """What the measurements of an evaluation have in common."""
+    """Everything that the measurements of an evaluation share."""
 
     files: ModelFiles
     protocol: Protocol

@@ -161,7 +161,7 @@ def cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tuple[f
 
 @dataclass(frozen=True)
 class _Work:
-    """What the measurements of an evaluation have in common."""
+    """Everything that the measurements of an evaluation share."""
 
     model: PreTrainedModel
     files: ModelFiles

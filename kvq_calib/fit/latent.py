@@ -134,7 +134,7 @@ def _shortest(codes_NR: Tensor, off_N: Tensor) -> Tensor:
 
 
 def _counted(codes_NR: Tensor) -> Tensor:
-    """How often each channel has each code, float32 [R, codes]."""
+    """Count the codes of each channel, float32 [R, codes]."""
     width = 2 * ladder.MOST + 1
     place_NR = codes_NR.long() + ladder.MOST + width * torch.arange(codes_NR.shape[1], device=codes_NR.device)
     return place_NR.flatten().bincount(minlength=width * codes_NR.shape[1]).view(-1, width).float()

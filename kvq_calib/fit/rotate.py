@@ -42,7 +42,7 @@ SMOOTHED = 0.1
 
 @dataclass(frozen=True)
 class QueryMetric(Given[Tensor]):
-    """What an error of a key costs in scores, float64 [C, C]."""
+    """The metric of a key's errors in scores, float64 [C, C]."""
 
     passes = ("capture",)
     queries: Queries = "before"
@@ -54,7 +54,7 @@ class QueryMetric(Given[Tensor]):
 
 @dataclass(frozen=True)
 class OutputMetric(Given[Tensor]):
-    """What an error of a value costs in the output of its layer, float64 [C, C]."""
+    """The metric of a value's errors in the output of its layer, float64 [C, C]."""
 
     passes = ()
 
@@ -64,7 +64,7 @@ class OutputMetric(Given[Tensor]):
 
 @dataclass(frozen=True)
 class GradientMetric(Given[Tensor]):
-    """What an error of a key, or of a value, costs in nats, in proportion: float64 [C, C]."""
+    """The metric of a key's, or a value's, errors in nats, up to a factor: float64 [C, C]."""
 
     passes = ("gradients",)
 

@@ -83,7 +83,7 @@ def blocks(recipe: Recipe, role: Role, geometry: Geometry, x_NTC: Tensor, tables
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a fit reads of one chunk.
+    """The part of one chunk that a fit reads.
 
     keys   () → the layer's keys of it in the recipe's position, [N, block, C]
     """
@@ -95,7 +95,7 @@ class Chunk:
 
     @cached_property
     def residual(self) -> Tensor:
-        """What the prediction leaves, float32 [N, T, C]."""
+        """Residuals of the prediction, float32 [N, T, C]."""
         return self.codec.residual(self.data.x, self.context)
 
     @cached_property
@@ -115,7 +115,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Source:
-    """What a calibration knows of a layer's keys, or values.
+    """Everything that a calibration knows of a layer's keys, or values.
 
     partials     a pass: the sums of every chunk to fit on (`summed`), in ascending order
     queries      those to fit on; None: they were not summed
@@ -143,7 +143,7 @@ class Summed(Statistic[V], ABC):
         """Add the tokens of a chunk that are ever encoded."""
 
     def value(self, sums: Sums, fit: "SchemeFit") -> V:
-        """What the sums of all chunks come to."""
+        """The value of the sums of all chunks."""
         return sums.value()
 
 

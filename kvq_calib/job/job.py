@@ -19,7 +19,7 @@ from kvq_runtime.registry.registry import Registry
 
 @dataclass(frozen=True)
 class What:
-    """What is fitted.
+    """The model, and the recipes to fit.
 
     model      a catalog name, a folder or a Hub id; `revision` of a Hub model
     recipes    names, files, either with settings: what `recipe_text.read` takes; "auto", or "auto-vocab", whose first
@@ -79,7 +79,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured before artifacts are published, and what they may cost.
+    """The measurements before artifacts are published, and the bounds.
 
     evaluate       whether they are measured on held-out text
     eval_windows   of it; None: few, for a small part of the run

@@ -77,7 +77,7 @@ def tiles_in_use(window: Window, tokens: int, step: int, prompt: int = 0) -> lis
 
 
 def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile], head_size: int) -> Tensor:
-    """What the chunk's queries read of keys and values after RoPE, before the projection: [N, T, C of the queries]."""
+    """Attend by the chunk's queries to keys and values after RoPE, before the projection: [N, T, C of the queries]."""
     out = []
     for start, stop, count in runs:
         k, v = (

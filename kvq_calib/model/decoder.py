@@ -189,7 +189,7 @@ class Under:
         return self._taken()
 
     def calls(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Call]:
-        """What the decoder calls each layer with, beside hidden states, for whole sequences from position 0."""
+        """The arguments of each layer beside hidden states, for whole sequences from position 0."""
         key = batch, tokens, dtype, device
         if self._last[0] != key:
             nothing = torch.zeros((), dtype=dtype, device=device).expand(batch, tokens, self._config.hidden_size)

@@ -123,7 +123,7 @@ class ModelFiles:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What an artifact says of the model it is for."""
+        """The facts of the model that an artifact states."""
         said = {"model": self.id, "revision": self.revision}
         if self.quantization:
             said["quantization"] = self.quantization
@@ -174,7 +174,7 @@ class ModelFiles:
 
     @cached_property
     def stem(self) -> str:
-        """What the names of its tensors begin with, as transformers' model of text has `model.`."""
+        """The beginning of its tensors' names, as transformers' model of text has `model.`."""
         return _stem(self.names)
 
     @property
@@ -371,7 +371,7 @@ def _size(stored: Stored) -> int:
 
 
 def _stem(names: Mapping[str, Any]) -> str:
-    """What the names of the text's tensors begin with."""
+    """The beginning of the names of the text's tensors."""
     return next((stem for stem in STEMS if any(name.startswith(f"{stem}layers.0.") for name in names)), STEMS[0])
 
 

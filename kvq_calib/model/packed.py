@@ -242,7 +242,7 @@ def _wide(scale: Tensor, codes: Tensor, block: tuple[int, int] | None) -> Tensor
 
 
 def _weights(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What the groups of compressed-tensors say of weights."""
+    """The weights' settings in the groups of compressed-tensors."""
     groups = quantization.get("config_groups")
     every = groups.values() if isinstance(groups, dict) else ()
     given = [one.get("weights") for one in every if isinstance(one, Mapping)]

@@ -62,7 +62,7 @@ class Captured(Projected):
 
 
 def joined(parts: Sequence[Projected]) -> Projected:
-    """What the sequences of all parts have, one part after the other."""
+    """The tensor of all parts' sequences, one part after the other."""
     k, v, q = (
         [getattr(part, name) for part in parts if getattr(part, name) is not None]
         for name in ("k_NTC", "v_NTC", "q_NTC")
@@ -286,7 +286,7 @@ class Layer:
         return h_BTE
 
     def _captured(self, queries: bool) -> Projected:
-        """What attention got, keys and queries turned back; queries are scaled as if attention's scale were 1/√D."""
+        """The input of attention, keys and queries turned back, queries scaled as if attention's scale were 1/√D."""
         seen = dict(self._seen)
         self._seen.clear()
         k, v, q = seen["k"], seen["v"].transpose(1, 2).flatten(2), None

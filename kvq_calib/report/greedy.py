@@ -76,7 +76,7 @@ def _quarters(bins: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def found(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """What each record found, as `evaluate/decode.py` writes it, with "about", a sentence on what was followed.
+    """The findings of each record, as `evaluate/decode.py` writes it, with "about", a sentence on what was followed.
 
     Records of a registry may be by anybody: what cannot be laid out is left out.
     """

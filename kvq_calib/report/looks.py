@@ -1,4 +1,4 @@
-"""How pictures look: a colour and a marker for each family of recipes, axes without ornament, plain numbers, a caption.
+"""Give pictures their look: a colour and a marker a family of recipes, axes without ornament, plain numbers, a caption.
 
 A family is a file of kvq_runtime/recipes, which names its look, `auto`, or the name of somebody's own recipe. No two
 families share both colour and marker; families that share a colour have markers of different kinds (round, pointed,

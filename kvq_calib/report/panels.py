@@ -221,7 +221,7 @@ def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0, 
 
 
 def _reach(panel: Panel, one: Point) -> float:
-    """How many points its mark reaches from its middle: the marker, or the ring around it."""
+    """The points that its mark reaches from its middle: the marker, or the ring around it."""
     ringed = any(one is given for given in panel.rings)
     return (RING + 1.4 if ringed else panel.look(one).point["markersize"]) / 2
 

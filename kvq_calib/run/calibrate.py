@@ -253,7 +253,7 @@ def _taken(work: RecipeWork, measures: dict) -> dict[str, dict[str, float]]:
 
 
 def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Source:
-    """What this run knows of a layer's keys, or values."""
+    """Everything that this run knows of a layer's keys, or values."""
     run, layer = work.run, work.layer
 
     def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:

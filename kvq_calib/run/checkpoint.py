@@ -109,7 +109,7 @@ def _remove_kept(run: Path, but: Path | None = None) -> None:
 
 
 def kept_files(run: Path) -> dict[Path, Path]:
-    """What `keep` wrote last: by the path that it would have as a file, where it is."""
+    """The files that `keep` wrote last: by the path that each would have as a file, its place."""
     folder = max(run.glob("kept-????"), default=None)
     found = [] if folder is None else sorted(folder.glob("*.safetensors"))
     return {run.joinpath(*path.name.split(".", 1)): path for path in found}

@@ -149,7 +149,7 @@ def _without_docstrings(path: Path) -> str:
 
 
 def _documented(node: ast.AST) -> Iterator[Any]:
-    """What may have a docstring under a statement, in source order; expressions, most of a tree, are not looked at."""
+    """Nodes under a statement that may have a docstring, in source order; expressions are skipped: most of a tree."""
     if isinstance(node, _Documented):
         yield node
     for field in ("body", "handlers", "orelse", "finalbody", "cases"):
@@ -223,7 +223,7 @@ def _text_of(line: str, place: str) -> str:
 
 
 def _unpacked(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
-    """What opens a file that may be compressed, and the errors of a damaged one."""
+    """The opener of a file that may be compressed, and the errors of a damaged one."""
     damaged = (OSError, EOFError, zlib.error)
     if path.suffix == ".zst":
         try:

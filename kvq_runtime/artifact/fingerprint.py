@@ -74,7 +74,7 @@ def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
 
 
 def _hybrid(fields: Any, count: int) -> dict[str, Any]:
-    """Which layers of the model attend to all tokens, and what those hold that slide."""
+    """The layers of the model that attend to all tokens, and the bytes of those that slide."""
     layers = fields["attending"]
     whole = isinstance(layers, list) and len(layers) == count and all(type(one) is int for one in layers)
     if not whole or layers[0] < 0 or layers != sorted(set(layers)):

@@ -164,7 +164,7 @@ class Codec:
         return fields, self.decode(fields, context)
 
     def approximated(self, x_NTC: Tensor, context: Context) -> Tensor:
-        """What `encode_decode` decodes to, or, where encoding takes a search, what has errors like it without one."""
+        """Return what `encode_decode` decodes to, or, where encoding takes a search, something with errors like it."""
         quantize = self.scheme.quantize
         if not isinstance(quantize, Approximated) or not quantize.searches or self.scheme.correct is not None:
             return self.encode_decode(x_NTC, context)[1]

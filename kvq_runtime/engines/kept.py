@@ -21,7 +21,7 @@ SALT = "KVQ_PREFIX_SALT"
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine's options say of kept prefixes.
+    """The options of an engine on kept prefixes.
 
     path      folder of the kept prefixes, shared by workers and servers
     recipe    name of a recipe, or a reference to an artifact, as for KVQ_CACHE

@@ -36,12 +36,12 @@ class Row:
 
     @cached_property
     def residual(self) -> Tensor:
-        """What the prediction leaves, float32 [N, C]."""
+        """Residuals of the prediction, float32 [N, C]."""
         return self.codec.residual(self.x_NC[None], Context())[0]
 
 
 class Statistic(Generic[V]):
-    """What a stage is fitted to. V: its value.
+    """A statistic that a stage is fitted to. V: its value.
 
     passes   the passes of a calibration that it takes, in their order; of none, it is read off the model
 
@@ -105,7 +105,7 @@ class QueryMoment(Statistic[Queried]):
 
 @dataclass
 class Statistics:
-    """What was collected so far for a scheme.
+    """The statistics that were collected so far for a scheme.
 
     mean_C   of the tokens that are encoded, float32; of keys before RoPE
     found    values of what was requested

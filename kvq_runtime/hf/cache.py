@@ -207,7 +207,7 @@ class KVQCache(Cache):
         return self.blocks.memory_report().with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
 
     def health(self) -> Health:
-        """How the blocks that are held keep what calibration promised; `print` it, or read its fields.
+        """The health of the blocks that are held, by what calibration promised; `print` it, or read its fields.
 
         An artifact promises something, unless it is older than promises. A recipe without one promises nothing, and is
         measured where `from_recipe` was asked for `health`. `prometheus()` is its text.

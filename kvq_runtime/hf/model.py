@@ -199,7 +199,7 @@ def rotary_module(decoder: Any) -> Any:
 
 
 def rotary_name(decoder: Any) -> str | None:
-    """What a decoder calls it."""
+    """The decoder's name of it."""
     return next((name for name, child in decoder.named_children() if frequencies(child) is not None), None)
 
 
@@ -279,7 +279,7 @@ def rotary_of_folder(folder: Path, dtype: torch.dtype) -> Rotary:
 
 
 def real_tokens(mask: Any, count: int) -> Tensor | None:
-    """Which of the newest tokens are no padding, bool [B, count]; None: all, or it is not told.
+    """Mark the newest tokens that are no padding, bool [B, count]; None: all, or it is not told.
 
     mask   as the model gets it, [B, all tokens]; or as its decoder does from a model of images, by the type of layer
     """

@@ -22,7 +22,7 @@ SCORES = 1 << 24  # held at once
 
 @dataclass(frozen=True)
 class Softmax:
-    """What a layer's softmax has beside scores.
+    """The terms of a layer's softmax beside scores.
 
     cap      the bound of a score; None: none
     logit_H  the logit of no token, one a query head; None: none
@@ -47,7 +47,7 @@ PLAIN = Softmax()
 def attention(
     q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask: Tensor | None, scale: float, softmax: Softmax = PLAIN
 ) -> Tensor:
-    """What queries of the newest T tokens read: [B, H, T, D of the values], in the dtype of the queries.
+    """Attend by the newest T tokens' queries: [B, H, T, D of the values], in the dtype of the queries.
 
     mask    bool [B or 1, 1, T, S], True where a query sees a token, or what is added to scores; None: causal
     """
@@ -90,6 +90,6 @@ def kept(lse_BHT: Tensor, logit_H: Tensor) -> Tensor:
 
 
 def _seen(count: int, read: int, device: torch.device, part: slice) -> Tensor:
-    """What some of the newest `count` queries see: itself and all before, bool [1, 1, queries, S]."""
+    """The mask of some of the newest `count` queries: each sees itself and all before, bool [1, 1, queries, S]."""
     places = torch.arange(read, device=device)
     return (places <= places[read - count :][part, None])[None, None]

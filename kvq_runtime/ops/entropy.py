@@ -100,7 +100,7 @@ def _decoded(data: bytes, shapes: Sequence[tuple[int, int]], rungs: Sequence[Ten
 
 
 def off_of(codes_TR: Tensor, rung_R: Tensor) -> Tensor:
-    """How many rungs, from BELOW below, each token's codes are off their channels' for the fewest bits: int64 [T]."""
+    """Rungs, from BELOW below, that a token's codes are off their channels' for the fewest bits: int64 [T]."""
     lengths_KM, symbol_TR = ladder.ladder().lengths.to(codes_TR.device), codes_TR.long() + ladder.MOST
     found = []
     for off in range(OFF):

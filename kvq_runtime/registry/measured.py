@@ -1,4 +1,4 @@
-"""What evaluation records say, as everybody reads them: `sound.read` makes these of a record's JSON.
+"""Parse evaluation records as everybody reads them: `sound.read` makes these of a record's JSON.
 
     full     every token but the sinks was encoded and decoded before anything attended to it
     in-use   tokens arrived in steps, and a block was encoded when the cache would encode it
@@ -34,7 +34,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What windows share with the text of the fit: the share of their runs of bytes, and what was dropped for it."""
+    """Overlap of windows with the text of the fit: the share of their runs of bytes, and what was dropped for it."""
 
     left: float
     run_bytes: int
@@ -70,7 +70,7 @@ class Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What all protocols have."""
+    """The part that all protocols have."""
 
     name: str = TEXT
     version: int | None = None
@@ -79,7 +79,7 @@ class Protocol:
 
 @dataclass(frozen=True, kw_only=True)
 class TextProtocol(Windows, Protocol):
-    """How text was predicted; None where a recipe's own setting counts."""
+    """The protocol of predicting text; None where a recipe's own setting counts."""
 
     protocols: tuple[str, ...] = ()
     step: int | None = None
@@ -93,7 +93,7 @@ class TextProtocol(Windows, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TasksProtocol(Protocol):
-    """How tasks were asked: kvq's by length and depth, lm-eval's by its settings."""
+    """The protocol of tasks: kvq's by length and depth, lm-eval's by its settings."""
 
     tasks: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
@@ -131,7 +131,7 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What was measured of one text under one protocol; decoded None: queries choose what they read."""
+    """The figures of one text under one protocol; decoded None: queries choose what they read."""
 
     reference_perplexity: float | None = None
     decoded: Shares | None = NOT_COUNTED
@@ -175,7 +175,7 @@ Parts = Mapping[str, Unmeasured | Figures]
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What was measured on a text of another kind."""
+    """The figures of a text of another kind."""
 
     protocols: Parts
 
@@ -191,7 +191,7 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What all results have; bits per element by what they are of: asymptotic, at_length, at_4096."""
+    """The part that all results have; bits per element by what they are of: asymptotic, at_length, at_4096."""
 
     recipe: str
     bits: Mapping[str, float] = field(default_factory=dict)
@@ -228,7 +228,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Task:
-    """What was found of one task: lm-eval's metrics by their names, the one of kvq's own tasks as accuracy."""
+    """The figures of one task: lm-eval's metrics by their names, the one of kvq's own tasks as accuracy."""
 
     reason: str | None = None
     accuracy: float | None = None
@@ -244,7 +244,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Asked:
-    """What was answered under one protocol, and by the 16-bit model; decoded: the share of reads, by length.
+    """The answers under one protocol, and of the 16-bit model; decoded: the share of reads, by length.
 
     through_the_cache   lm-eval's tasks: how many requests there were, how many of them read encoded tokens
     """
@@ -270,7 +270,7 @@ class TasksResult(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyResult(Result):
-    """What `evaluate/decode.py` found. The page of a version takes it as the JSON that it is, and lays that out."""
+    """Findings of `evaluate/decode.py`. The page of a version takes it as the JSON that it is, and lays that out."""
 
     protocols: Mapping[str, Mapping[str, Any]]
 

@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Head:
-    """What was read of a name; without its events, nothing was published under it.
+    """The state of a name, as read; without its events, nothing was published under it.
 
     about    {version: summary of its artifact}, where the place keeps that beside the events
     commit   in which it was read; None: there is no repository, or the place has no commits
@@ -82,10 +82,10 @@ class Registry(ABC):
 
     @abstractmethod
     def look(self, name: str) -> Head:
-        """What stands there now, never from a cache; empty if it is not visible."""
+        """Read its present state, never from a cache; empty if it is not visible."""
 
     def read(self, name: str, commit: str = "") -> Head:
-        """What stands there, from a cache where the place does not answer, or stood there at a commit.
+        """Read its state, from a cache where the place does not answer, or its state at a commit.
 
         Raises ValueError for a commit if the place has none, as here.
         """

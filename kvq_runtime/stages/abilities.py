@@ -52,7 +52,7 @@ class ReadPacked(Protocol):
     """A quantizer whose blocks the torch path attends to without decoding them."""
 
     def packed(self, width: int, geometry: Geometry, device: torch.device) -> PackedCodes:
-        """How its codes are read."""
+        """The reader of its codes."""
         ...
 
 

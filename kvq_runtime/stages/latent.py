@@ -201,7 +201,7 @@ class Mixed(Quantizer):
         return self.codebook == "trellis"
 
     def approximated(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> Tensor:
-        """What codes and `decode` give, bfloat16 [N, T, R], `latent.like_path` in place of paths of 2 bits or more.
+        """Approximate what codes decode to, bfloat16 [N, T, R]: `latent.like_path` in place of paths of 2 bits or more.
 
         Paths of one bit are searched: a search of few steps is cheap, and `like` supposes Gaussian channels. On
         SmolLM2-135M half a bit fitted to it diverged by 0.137 nats, fitted to paths by 0.125.

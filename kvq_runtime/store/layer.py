@@ -150,7 +150,7 @@ class LayerStore:
         return parts
 
     def reader(self, role: int) -> PackedReader | None:
-        """What attends to packed blocks of keys (0) or values (1); None where blocks are decoded, or some are exact."""
+        """The reader of packed blocks of keys (0) or values (1); None where blocks are decoded, or some are exact."""
         exact = self.watch is not None and self.watch.exact[role]
         return None if exact else self.codecs[role].packed_reader
 

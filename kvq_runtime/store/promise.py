@@ -89,7 +89,7 @@ def _short(x: float) -> float:
 
 @dataclass(frozen=True)
 class Check:
-    """What is asked of the blocks of a cache.
+    """The demands on the blocks of a cache.
 
     promises   by layer, and keys (0) or values (1)
     strict     whether a block beyond is an error
@@ -132,7 +132,7 @@ class LayerHealth:
 
 @dataclass(frozen=True)
 class Health:
-    """How the blocks of a cache keep what calibration promised; `print` it, or read its fields.
+    """The health of a cache's blocks, by what calibration promised; `print` it, or read its fields.
 
     layers   a row for keys and one for values of each layer that has blocks; none if nothing is measured
     """

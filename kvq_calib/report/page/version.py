@@ -126,7 +126,7 @@ def answers(known: Known) -> Rows:
 
 
 def drift(known: Known) -> Rows:
-    """What was measured again since."""
+    """The measurements made since."""
     return [
         {"week": str(one["week"]), "KL, nats": figure(one["kl"]), "against 16 bit": change(one["relative"])}
         for one in known["drift"]
@@ -158,7 +158,7 @@ def provenance(known: Known) -> dict[str, Any]:
 
 
 def everything(known: Known) -> Rows:
-    """What the file says of its fit."""
+    """The file's own statement of its fit."""
     return [{"setting": name, "value": value} for name, value in flatten(dict(known.get("provenance") or {})).items()]
 
 

@@ -163,7 +163,7 @@ def _figures(rows: Sequence[Row], now: Sequence[Row], needs: int) -> list[tuple[
 
 
 def _classes(row: Row, chosen: bool) -> str:
-    """What the page's filter asks for."""
+    """The words that the page's filter looks for."""
     found = {"production": row["production"], "newest": row["newest"], "current": chosen}
     found |= {"yanked": row["yanked"] is not None, "attention": row["needs"]}
     return " ".join(mark for mark, has in found.items() if has)
