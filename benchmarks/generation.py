@@ -260,21 +260,26 @@ def lines(given: argparse.Namespace, before: dict[tuple, Line]) -> Iterator[Line
     if gpu and wanted:
         yield compiling.stage(wanted, deadline.part(COMPILE))[1]
 
-    def measured(about: Line, way: Way) -> Line:
+    def prepare(about: Line) -> None:
         name = about["model"]
         if name not in models:
             models.clear()  # the last is forgotten before the next is made
             models[name] = random_model(name, given.device, num_hidden_layers=about["layers"])
             warm(models[name], given.prompt)
+
+    def measured(about: Line, way: Way) -> Line:
         if gpu:
             torch.cuda.reset_peak_memory_stats()
-        return generate(models[name], way, about["batch"], given.prompt, given.new)
+        return generate(models[about["model"]], way, about["batch"], given.prompt, given.new)
 
     def of(about: Line) -> tuple:
         return about["model"], about["cache"], about["graph"]
 
+    def too_large(about: Line) -> bool:
+        return about["batch"] > full.get(of(about), about["batch"])
+
     tasks = [Task(about, (), partial(measured, about, way)) for about, way in found]
-    for line in each(tasks, deadline, gpu, lambda about: about["batch"] > full.get(of(about), about["batch"])):
+    for line in each(tasks, deadline, gpu, too_large, prepare):
         if line.get("out_of_memory"):
             full[of(line)] = line["batch"]
         yield line

@@ -46,6 +46,7 @@ from benchmarks.compiling import Job, job_of
 from benchmarks.report import RESULTS, ROOT, Line, attempt, gpu_name, keep, known, name_of, place
 from kvq_runtime.recipe import preset
 
+STAGES = ("parity", "attend", "profile", "encode", "sweep")
 PARITY, COMPILE = 0.35, 0.5  # shares of the time that is left when these begin
 PROFILED = ("kivi-2bit-g128", "rtn-2bit", "higgs-head-2bit")  # at the first shape
 PARITY_NAME = name_of({"what": "parity"})
@@ -72,6 +73,14 @@ class Task:
 
 def listed(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
+
+
+def stages(text: str) -> str:
+    """Names of stages, with commas, if there are such."""
+    unknown = [one for one in listed(text) if one not in STAGES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no stage {', '.join(unknown)}; allowed are {', '.join(STAGES)}")
+    return text
 
 
 def chosen(given: argparse.Namespace) -> list[Case]:
@@ -146,22 +155,30 @@ def lines(given: argparse.Namespace, before: dict[tuple, Line]) -> Iterator[Line
 
 
 def each(
-    found: list[Task], deadline: Deadline, gpu: bool = True, skipped: Callable[[Line], bool] = lambda about: False
+    found: list[Task],
+    deadline: Deadline,
+    gpu: bool = True,
+    skipped: Callable[[Line], bool] = lambda about: False,
+    prepare: Callable[[Line], object] = lambda about: None,
 ) -> Iterator[Line]:
-    """A line of each that is not skipped, until the deadline, or until the device answers nothing any more."""
+    """A line of each that is not skipped, until the deadline, or until the device answers nothing any more.
+
+    prepare   comes before a measurement and is no part of it: its errors end the run
+    """
     for i, task in enumerate(found):
         if skipped(task.about):
             continue
         if not deadline.left:
             yield {"what": "stopped", "why": "the time is over", "left": len(found) - i}
             return
+        prepare(task.about)
+        if gpu:
+            torch.cuda.empty_cache()
         line = attempt(task.about, compiling.alone(task.measure) if gpu else task.measure)
         yield line
         if gpu and "error" in line and not usable():
             yield {"what": "stopped", "why": "the device answers nothing after an error", "left": len(found) - i - 1}
             return
-        if gpu:
-            torch.cuda.empty_cache()
 
 
 def usable() -> bool:
@@ -251,7 +268,7 @@ def parity_run(called: list[str], deadline: Deadline) -> Line:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="parity,attend,profile,encode", help="of these, and sweep")
+    parser.add_argument("--only", type=stages, default=",".join(STAGES[:-1]), help="of these, and sweep")
     parser.add_argument("--models", default=",".join(model.name for model in MODELS))
     parser.add_argument("--recipes", default=",".join(FAMILIES))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))

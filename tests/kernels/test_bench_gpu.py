@@ -200,6 +200,15 @@ def test_what_is_out_of_memory_takes_no_larger_batch(generated, monkeypatch):
     assert sum("error" in row for row in rows) == 10 and sum("out_of_memory" in row for row in rows) == 1
 
 
+def test_a_model_that_cannot_be_made_ends_the_run(generated, monkeypatch):
+    def warm(model, prompt):
+        raise RuntimeError("no such weights")
+
+    monkeypatch.setattr(generation, "warm", warm)
+    with pytest.raises(RuntimeError, match="no such weights"):
+        generated("--batches", "1")
+
+
 def test_most_rows_are_for_a_gpu(capsys):
     assert generation.main([*GIVEN, "--batches", "1,most"]) == 2
     assert list(generation.batches("8,1,32,most"))[:5] == [8, 1, 32, 64, 128]

@@ -103,6 +103,12 @@ def test_what_was_measured_of_other_code_is_measured_again(bench, monkeypatch):
     assert all(line["of"] == "another" for line in report.latest(report.read(bench.out)))
 
 
+def test_an_unknown_stage_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu.arguments(["--only", "attend,counters"])
+    assert "no stage counters; allowed are parity, attend, profile, encode, sweep" in capsys.readouterr().err
+
+
 def test_results_in_the_repository_are_known_where_others_are_written(bench, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
     bench("--only", "attend")
