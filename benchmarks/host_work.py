@@ -37,6 +37,11 @@ NO_WORK = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::detach",
 Counts = dict[str, float]
 
 
+def is_view(func: Any) -> bool:
+    """Whether an operation of torch returns what it was given, seen in another way."""
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+
+
 class Operations(TorchDispatchMode):
     """Counts what torch is asked to do inside."""
 
@@ -45,11 +50,10 @@ class Operations(TorchDispatchMode):
         self.counts: Counts = {"operations": 0, "launches": 0, "waits": 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name, returned = func._schema.name, func._schema.returns
-        view = any(one.alias_info is not None and not one.alias_info.is_write for one in returned)
+        name = func._schema.name
         self.counts["operations"] += 1
         self.counts["waits"] += name in WAITS
-        self.counts["launches"] += not (view or name in WAITS | NO_WORK)
+        self.counts["launches"] += not (is_view(func) or name in WAITS | NO_WORK)
         return func(*args, **kwargs or {})
 
 
