@@ -10,10 +10,12 @@ own cache; the tokens after it are read from that in one pass. A JSON line each,
     bits      of all that is kept, per element of the prefix's keys and values: codes, sinks in 16 bits, the frame
     kl        divergence from the 16-bit model over the tokens that follow, in nats, and perplexity over its own
     first     which of --greedy tokens, chosen greedily after the prefix, is the first other one; null: none is
-    codes_s   that a processor's core codes (in) and decodes (out), in millions, of what is entropy-coded
+    codes_s   that a processor's core codes (in) and decodes (out), in millions, of what is entropy-coded; MB_s, of
+              16-bit cache that these are
+    file_bytes, times_smaller    of all files of a prefix, as they lie on the disk, and than 16-bit keys and values
     put, load, load_decoded, first_token, first_token_recent, computed    seconds, with --rounds: of a folder's files,
-              whose disk's cache is warm, the fastest; the first token from it, with what the recipe keeps recent, and
-              computed anew
+              whose disk's cache is warm, the fastest, of a put one; the first token from it, with what the recipe
+              keeps recent, and computed anew; put_MB_s and so on, MB of 16-bit cache a second
 
 Artifacts and recipes are kept by a PrefixStore, in whole blocks, so that prefixes are multiples of 128. `fp8` are e4m3
 numbers, as LMCache keeps them; `lossless` are bfloat16 numbers, high and low bytes apart, by zstandard. `kvtc`, fitted
@@ -288,15 +290,17 @@ def _stored(made: Any, model: Any, rounds: int) -> Keep:
     def keep(tokens_T: Tensor, exact: Pair) -> Kept:
         with tempfile.TemporaryDirectory() as folder:
             store = PrefixStore(folder if rounds else None, made, model=model)
-            begun = time.perf_counter()
-            store.put(_cache(model, exact), tokens_T)
+            given, begun = _cache(model, exact), time.perf_counter()
+            store.put(given, tokens_T)
             put = time.perf_counter() - begun
-            sizes = _sizes(store._blocks, tokens_T)
+            sizes, whole = _sizes(store._blocks, tokens_T)
             elements = exact[0].numel() + exact[1].numel()
-            told = {f"bits_{name}": 8 * size / elements for name, size in sizes.items()} | _coder(store, tokens_T)
+            told = {f"bits_{name}": 8 * size / elements for name, size in sizes.items()}
+            told |= {"file_bytes": whole, "times_smaller": 2 * elements / whole} | _coder(store, tokens_T, elements)
             more = torch.cat([tokens_T, tokens_T[:1]])  # the newest token is always left to the model
             if rounds:
                 told |= {"put": put} | _seconds(store, model, more[None], rounds)
+                told |= {f"{way}_MB_s": 2 * elements / told[way] / 1e6 for way in ("put", "load", "load_decoded")}
             restored = _pair(store.load_decoded(more, recent=0))
             assert restored[0].shape[1] == len(tokens_T), "a prefix is a multiple of a block"
             return sum(sizes.values()), restored, told
@@ -304,20 +308,20 @@ def _stored(made: Any, model: Any, rounds: int) -> Keep:
     return keep
 
 
-def _sizes(blocks: Any, tokens_T: Tensor) -> dict[str, int]:
-    """Bytes of a prefix's files by what they hold."""
-    sizes = {"coded": 0, "sinks": 0, "other": 0, "frame": 0}
+def _sizes(blocks: Any, tokens_T: Tensor) -> tuple[dict[str, int], int]:
+    """Bytes of a prefix's files by what they hold, sinks counted in 16 bits, and as they are."""
+    sizes, whole = {"coded": 0, "sinks": 0, "other": 0, "frame": 0}, 0
     for name in chain.names(blocks.root, chain.token_row(tokens_T), blocks.block):
         data = blocks.shelf.get(name, blocks.format.largest()) or b""
-        tensors = from_safetensors(data)
+        tensors, whole = from_safetensors(data), whole + len(data)
         sizes["frame"] += len(data) - sum(x.nbytes for x in tensors.values())
         for field, x in tensors.items():
             sizes[field if field in sizes else "other"] += 2 * x.numel() if field == "sinks" else x.nbytes
-    return sizes
+    return sizes, whole
 
 
-def _coder(store: PrefixStore, tokens_T: Tensor) -> dict[str, float]:
-    """Millions of codes a second, of what is entropy-coded; nothing, if nothing is."""
+def _coder(store: PrefixStore, tokens_T: Tensor, elements: int) -> dict[str, float]:
+    """Millions of codes a second, of what is entropy-coded, and MB of 16-bit cache; nothing, if nothing is."""
     blocks, spent, codes = store._blocks, [0.0, 0.0], 0
     for block in blocks.load(tokens_T) if blocks.format._coded else ():
         parts = [block.fields[layer][role][field] for layer, role, field, _ in blocks.format._coded]
@@ -327,7 +331,9 @@ def _coder(store: PrefixStore, tokens_T: Tensor) -> dict[str, float]:
         entropy.decode(coded, [(len(one), one.shape[1]) for one in parts], blocks.format._rungs)
         spent = [spent[0] + between - begun, spent[1] + time.process_time() - between]
         codes += sum(one.numel() for one in parts)
-    return {f"codes_s_{name}": codes / one / 1e6 for name, one in zip(("in", "out"), spent, strict=True) if codes}
+    amounts = {"codes_s": codes, "MB_s": 2 * elements} if codes else {}
+    ways = list(zip(("in", "out"), spent, strict=True))
+    return {f"{what}_{way}": amount / one / 1e6 for what, amount in amounts.items() for way, one in ways}
 
 
 @torch.no_grad()
