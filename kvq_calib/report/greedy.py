@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from kvq_calib.report.words import figure, in_bold, markdown_table, spread, where
+from kvq_calib.report.words import in_bold, markdown_table, spread, where
 from kvq_runtime.registry.measured import DECODE, GreedyRecord, Record
 
 FIGURES = ("reason", "kl", "kl_se", "top1", "trend", "windows", "bins")  # that pages show
@@ -23,7 +23,7 @@ def row(part: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of what one record found, without the recipe's; where there are no figures, why."""
     if "reason" in part:
         return {"first": part["reason"]}
-    found = {"first": _first(part["windows"]), "KL": spread(figure(part["kl"]), part["kl_se"], ".1g")}
+    found = {"first": _first(part["windows"]), "KL": spread(f"{part['kl']:.3g}", part["kl_se"], ".1g")}
     found |= {f"KL {number + 1}/{QUARTERS}": kl for number, kl in enumerate(_quarters(part["bins"]))}
     trend = part["trend"]
     found |= {"KL per 1000 tokens": spread(f"{trend['kl_per_1000']:+.3g}", trend["se"], ".1g")}
@@ -36,7 +36,7 @@ def positions(part: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "tokens": f"{one['from']} to {one['to']}",
-            "KL": spread(figure(one["kl"]), one["kl_se"], ".1g"),
+            "KL": spread(f"{one['kl']:.3g}", one["kl_se"], ".1g"),
             "worst window": one["kl_worst"],
             "entropy": f"{one['entropy']:.2f}",
             "decoded": f"{one['decoded']:.0%}",

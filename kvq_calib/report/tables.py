@@ -48,14 +48,16 @@ def comparison(records: Records) -> list[dict[str, Any]]:
         | _side_by_side(one, names, by_layer)
         for one in records
     ]
-    known: dict[str, Any] = _bits("16 bit", EXACT, length)
-    for text, group in _by_text(records).items():
-        known |= {_head(text, name): f"{one:.3f}" for name in _protocols(group) if (one := reference(group, name))}
-    return [dict.fromkeys(name for row in rows for name in row) | known, *rows]
+    first: dict[str, Any] = dict.fromkeys(rows[0]) | _bits("16 bit", EXACT, length)
+    for text, group in _by_text(records).items():  # its columns are together, whichever record has which
+        for name in _protocols(group):
+            head, one = _head(text, name), reference(group, name)
+            first |= {head: f"{one:.3f}" if one else None, f"{head} KL": None}
+    return [first, *(row | _of_texts(one) for one, row in zip(records, rows, strict=True))]
 
 
 def _side_by_side(record: TextRecord, names: Sequence[str], by_layer: bool) -> dict[str, Any]:
-    """The columns of all protocols and texts, the distance of perplexity first."""
+    """The columns of all protocols, the distance of perplexity first."""
     row: dict[str, Any] = {}
     for name in names:
         found, head = record.figures(name), _head("", name)
@@ -64,6 +66,12 @@ def _side_by_side(record: TextRecord, names: Sequence[str], by_layer: bool) -> d
         row[f"{head} decoded"] = None if share is None else f"{share:.0%}"
         if by_layer:
             row[f"{head} attention"] = attention_error(record, name) if found else None
+    return row
+
+
+def _of_texts(record: TextRecord) -> dict[str, Any]:
+    """The columns of texts of other kinds."""
+    row: dict[str, Any] = {}
     for text, other in record.elsewhere().items():
         for name in other.result.protocols:
             row |= _loss(other.figures(name), _head(text, name))

@@ -72,6 +72,13 @@ def test_figures_of_a_text_beside_are_those_it_has_alone(model: Path):
         assert both["result"]["protocols"] != second["result"]["protocols"]
         view, other = read(both).elsewhere()["else"], read(second)
         assert (view.protocol, view.corpus) == (other.protocol, other.corpus)
+    twice = [
+        one | {part: one[part] | {"texts": dict.fromkeys(("else", "more"), one[part]["texts"]["else"])}
+               for part in ("protocol", "result")}
+        for one in together
+    ]  # fmt: skip
+    columns = [name for name in tables.comparison([*map(read, twice)])[0] if name.startswith(("else", "more"))]
+    assert len(columns) == 8 and columns == sorted(columns, key=lambda name: name[:4]), "text by text"
     together = [read(one) for one in together]
     rows = tables.table(together)
     assert [row["text"] for row in rows] == ["corpus.txt"] * 7 + ["else"] * 4

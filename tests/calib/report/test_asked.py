@@ -82,6 +82,9 @@ def test_greedy_text_is_told_by_its_quarters_and_its_worst_window():
     assert row["worst window"] == 0.05 and row["KL per 1000 tokens"] == "+0.005 ± 0.001"
     (row,) = followed.rows([record("decode", ABOUT, decode={"reason": "nothing was encoded"})])
     assert row["first"] == "nothing was encoded"
+    bins = [PART["bins"][0] | {"kl": None}, *PART["bins"][1:]]
+    without = [record("decode", ABOUT, decode=PART | change) for change in ({"kl": None}, {"bins": bins})]
+    assert len(followed.found([GREEDY, *without])) == 1, "what cannot be laid out is left out"
 
 
 def test_the_hub_and_kvq_show_have_them():
