@@ -3,7 +3,8 @@
     linear     W = (C + λ·tr(C)/I · 1)⁻¹ X            C = cov(z), X = cov(z, y), λ the recipe's ridge
     low rank   W V Vᵀ, V the leading eigenvectors of Wᵀ (C + λ·…) W: the best map of that rank
     gptq       W rounded one input at a time, the error of each pushed into the inputs that follow
-    MLP        two layers by Adam, on a sample of tokens, which is in memory, or on all of them, one chunk after another
+    MLP        two layers by Adam, on a sample of tokens, which is in memory, or on all of them: chunk after chunk, each
+               in an order of its own, as often as it takes for 1000 steps of 1024 tokens; one at a time is in memory
 
 Everything is centred, so the bias is not damped: b = mean(y) - mean(z) W, with the W that is stored, so that it also
 takes up the mean of W's rounding.

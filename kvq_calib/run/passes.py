@@ -1,8 +1,8 @@
 """Process one chunk of one layer: the unit of work, in this process or on a worker.
 
 A pass over the chunks is a task (`capture`, `collect`, `decode`), what all chunks share, and their numbers; an executor
-(`run.py`, `workers.py`) does it. A task reads and saves activations, and returns what one reducer
-adds up in ascending order, so that who did which chunk leaves no trace in the bytes.
+(`run.py`, `workers.py`) does it. A task reads and saves activations, and returns what one reducer adds up in ascending
+order, so that who did which chunk leaves no trace in the bytes.
 """
 
 import time

@@ -31,8 +31,9 @@ Texts of other kinds are measured on beside the corpus: what a fit is worth wher
     demo-code        an embedded corpus by its own name alone, and so the test set: wikitext-2, or wikitext-2:FILE
     none             alone: no text of another kind
 
-Of each the held-out part is read, as of the corpus itself: the same windows, whichever of the two was fitted on. What
-is measured on where nothing is asked for is the model's (`model/catalog.py`).
+Of each the held-out part is read, as of the corpus itself: the same windows, whichever of the two was fitted on, and
+none that a model has seen which was trained on fit parts. What is measured on where nothing is asked for is the model's
+(`model/catalog.py`).
 """
 
 import hashlib
