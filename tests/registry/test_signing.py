@@ -13,10 +13,9 @@ from hub_client import asked, hub_for
 from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import lock as signing
 from kvq_runtime.registry import resolve
 from kvq_runtime.registry.local import LocalRegistry
-from kvq_runtime.registry.lock import Lock, read_lock, write_lock
+from kvq_runtime.registry.lock import Lock, find_signature, read_lock, read_signature, sign, verify, write_lock
 
 pytest.importorskip("model_signing")
 from key_pair import keys
@@ -64,32 +63,32 @@ def test_sign_and_verify(store, kvq, tmp_path):
     assert kvq("sign", f"{NAME}@1.0.0", "--key", public)[0] == 2
     assert kvq("verify", f"{NAME}@1.0.0", "--key", mine)[0] == 2
     (record,) = store.signatures(store.state(NAME).versions["1.0.0"].sha256, NAME)
-    assert {"name", "version", "sha256", "files", "bundle"} == set(signing.read_signature(record))
+    assert {"name", "version", "sha256", "files", "bundle"} == set(read_signature(record))
 
 
 def test_a_signature_is_of_nothing_else(tmp_path):
     private, public = keys(tmp_path, "mine")
     right = (NAME, "1.0.0", "a" * 64)
-    record = signing.read_signature(signing.sign(*right, private))
-    signing.verify(record, *right, public.read_text())
+    record = read_signature(sign(*right, private))
+    verify(record, *right, public.read_text())
     for wrong in (("other", "1.0.0", "a" * 64), (NAME, "1.0.1", "a" * 64), (NAME, "1.0.0", "b" * 64)):
         with pytest.raises(ArtifactError, match="signature: is of"):
-            signing.verify(record, *wrong, public.read_text())
+            verify(record, *wrong, public.read_text())
         renamed = record | dict(zip(("name", "version", "sha256"), wrong, strict=True))
         with pytest.raises(ArtifactError, match="signature: "):
-            signing.verify(renamed, *wrong, public.read_text())
+            verify(renamed, *wrong, public.read_text())
 
 
 @pytest.mark.parametrize("junk", [b"", b"[]", b'{"name":1}', None], ids=["empty", "list", "short", "bundle"])
 def test_junk_beside_an_artifact_is_no_signature(junk, tmp_path):
     private, public = keys(tmp_path, "mine")
     right = (NAME, "1.0.0", "a" * 64)
-    good = signing.sign(*right, private)
+    good = sign(*right, private)
     if junk is None:
-        junk = strict_json.dumps(signing.read_signature(good) | {"bundle": {"mediaType": "x"}}).encode()
+        junk = strict_json.dumps(read_signature(good) | {"bundle": {"mediaType": "x"}}).encode()
     with pytest.raises(ArtifactError, match="has no valid signature"):
-        signing.find_signature([junk], *right, public.read_text())
-    assert signing.find_signature([junk, good], *right, public.read_text()) == signing.read_signature(good)
+        find_signature([junk], *right, public.read_text())
+    assert find_signature([junk, good], *right, public.read_text()) == read_signature(good)
 
 
 def test_a_lock_that_pins_holds_its_signature(store, kvq, tmp_path, monkeypatch):
@@ -166,10 +165,10 @@ def test_without_the_extra_a_demand_is_an_error_and_not_a_pass(tmp_path):
     root = Path(__file__).parents[2]
     body = """
 import sys; sys.modules["model_signing"] = None
-from kvq_runtime.registry import lock as signing
+from kvq_runtime.registry.lock import verify
 try:
     right = {"name": "a", "version": "1.0.0", "sha256": "a" * 64}
-    signing.verify({**right, "bundle": {}}, **right, key="k")
+    verify({**right, "bundle": {}}, **right, key="k")
 except RuntimeError as error:
     print(error)
 """

@@ -9,9 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
 from kvq_calib.evaluate.subject import compared
-from kvq_calib.report import fit_plots, labels, plots, tables
+from kvq_calib.report import fit_plots, labels, panels, plots, tables
 from kvq_calib.report import looks as draw
-from kvq_calib.report import panels as points
 from kvq_calib.report.looks import families, looks
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.recipe import family
@@ -64,7 +63,7 @@ def some(given: dict[str, tuple[float, float]] = GOOD) -> list[TextRecord]:
 
 
 def drawn(records: list[TextRecord], *measures: str) -> Figure:
-    return plots.costs(records, measures or (points.KL, points.PERPLEXITY))
+    return plots.costs(records, measures or (panels.KL, panels.PERPLEXITY))
 
 
 def written(axis) -> dict[str, Annotation]:
@@ -105,13 +104,13 @@ def test_no_picture_has_more_lines_than_can_be_told_apart():
 def test_the_frontier_is_what_no_other_recipe_beats():
     chance = random.Random(3)
     for _ in range(50):
-        given = [points.Point("", "", chance.randint(1, 6) / 2, chance.randint(1, 9) / 100) for _ in range(12)]
+        given = [panels.Point("", "", chance.randint(1, 6) / 2, chance.randint(1, 9) / 100) for _ in range(12)]
         beaten = [
             one for one in given for other in given
             if other.bits <= one.bits and other.cost <= one.cost and (other.bits, other.cost) != (one.bits, one.cost)
         ]  # fmt: skip
         kept = {(one.bits, one.cost) for one in given} - {(one.bits, one.cost) for one in beaten}
-        assert [(one.bits, one.cost) for one in points.frontier(given)] == sorted(kept)
+        assert [(one.bits, one.cost) for one in panels.frontier(given)] == sorted(kept)
     axis = drawn(some()).axes[0]
     (stairs,) = [line for line in axis.lines if line.get_label() == "frontier"]
     assert [tuple(place) for place in stairs.get_xydata()[:-1]] == [(1.5, 0.0058), (2.46, 0.0056)]
@@ -146,7 +145,7 @@ def test_no_name_covers_a_mark_or_a_ring():
              "aqua-3bit": (2.46, 0.0061), "h2o": (2.5, 0.005), "aqua-metric-1bit": (2.1, 0.00062)}  # fmt: skip
     found = [
         dataclasses.replace(one, here=one.recipe == "aqua-3bit")
-        for one in points.points(some(given), points.KL, "full")
+        for one in panels.points(some(given), panels.KL, "full")
     ]
     figure = plots.scatter(found)
     (axis,) = figure.axes
@@ -239,14 +238,14 @@ def test_two_windows_give_no_standard_error():
     few, many = record("aqua-2bit", 2.4, 0.01, windows=2), record("aqua-2bit", 2.4, 0.01, windows=3)
     part = many.figures("full")
     assert (
-        points.points([few], points.KL, "full")[0].spread
+        panels.points([few], panels.KL, "full")[0].spread
         is None
-        is points.points([few], points.PERPLEXITY, "full")[0].spread
+        is panels.points([few], panels.PERPLEXITY, "full")[0].spread
     )
-    assert points.points([many], points.PERPLEXITY, "full")[0].spread == 100 * part.relative_se
+    assert panels.points([many], panels.PERPLEXITY, "full")[0].spread == 100 * part.relative_se
     mean = sum(part.windows.kl) / 3
     expected = (sum((one - mean) ** 2 for one in part.windows.kl) / 2 / 3) ** 0.5
-    assert points.points([many], points.KL, "full")[0].spread == pytest.approx(expected)
+    assert panels.points([many], panels.KL, "full")[0].spread == pytest.approx(expected)
     assert [tables.table([one])[1]["vs 16 bit"] for one in (few, many)] == ["+1.00%", "+1.00% ± 0.10%"]
     assert tables.table([record("x", 2.4, 0.01, -0.00001, windows=2)])[1]["vs 16 bit"] == "0.00%"
 
@@ -277,7 +276,7 @@ def test_of_many_recipes_the_frontier_and_one_of_each_family_are_named():
     given = {name: (1 + 3 * chance.random(), 10 ** -(1 + 2 * chance.random())) for name in compared()}
     figure = plots.frontier.__wrapped__([some(given)], True, 10, 6)
     (axis,) = figure.axes
-    best = {one.recipe for one in points.frontier(points.points(some(given), points.KL, "full"))}
+    best = {one.recipe for one in panels.frontier(panels.points(some(given), panels.KL, "full"))}
     said = set(written(axis)) & set(given)
     assert best <= said and {family(name) for name in said} == {family(name) for name in given}
     assert {text.get_text() for text in figure.legends[0].get_texts()} == {family(name) for name in given}
@@ -319,7 +318,7 @@ def test_a_record_without_a_divergence_is_no_mark_and_is_said():
         part["kl"] = None
         part["windows"] = {**part["windows"], "kl": []}
     given = [*some(), read(last)]
-    for figure in (drawn(given, points.KL), plots.frontier.__wrapped__([given], True, 9.0, 5.4)):
+    for figure in (drawn(given, panels.KL), plots.frontier.__wrapped__([given], True, 9.0, 5.4)):
         assert not any("rtn-2bit" in written(axis) for axis in figure.axes)
         assert "not measured: rtn-2bit." in " ".join(figure.get_supxlabel().split())
     assert "not measured" not in plots.frontier.__wrapped__([some()], True, 9.0, 5.4).get_supxlabel()
