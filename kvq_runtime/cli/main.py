@@ -20,7 +20,7 @@ from kvq_runtime.cli import exit_codes, options
 from kvq_runtime.cli.exit_codes import EXIT_CODES
 from kvq_runtime.cli.options import EXPLAINED, Parser, add_settings, count, seconds
 from kvq_runtime.errors import extra
-from kvq_runtime.registry.reference import PRODUCTION, SEARCHED
+from kvq_runtime.registry.reference import GRACE, PRODUCTION, SEARCHED
 
 EPILOG = f"""\
 references
@@ -241,7 +241,8 @@ def parser() -> argparse.ArgumentParser:
     text = "remove temporary files, and blobs or files that no event names"
     command = add("gc", "names", text, "kvq gc --grace 7d --dry-run")
     _where(command)
-    _option(command, "--grace", "TIME", "minimum age, as in 90m, 24h (default) or 7d", type=seconds, default="24h")
+    text = f"minimum age, as in 90m, {GRACE / 3600:.0f}h (default) or 7d"
+    _option(command, "--grace", "TIME", text, type=seconds, default=GRACE)
     _flag(command, "--dry-run", "print what would be removed")
     _where(add("doctor", "names", "check a registry, and say what to do about faults", "kvq doctor"))
     text = "the folder of a prefix store: its sets of blocks, whether they are whole, and what may go"

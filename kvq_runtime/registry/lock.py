@@ -1,4 +1,6 @@
-"""Pin what a reference resolved to by a lock file, and sign versions with a key. Signatures need the extra `sign`.
+"""Pin what a reference resolved to by a lock file, and sign versions with a key.
+
+Signatures need the extra `sign`, and are made and verified offline.
 
 A lock file is one JSON object with the fields of `Lock`, one a line, so that a change of it can be reviewed; the
 optional ones are left out if they are empty. White space is of no meaning: files of one line are read as well.

@@ -18,13 +18,12 @@ from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import events, reference, sound, verdict, webhook
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.reference import ARTIFACT_FILE, PRODUCTION
+from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE, PRODUCTION
 
 if TYPE_CHECKING:  # kvq list and promote should not wait for torch
     from kvq_runtime.artifact.artifact import Artifact
 
 TRIES = 200
-GRACE = 24 * 3600.0  # seconds: `kvq gc` leaves younger files alone, since a publish may be about to name them
 FIRST = "1.0.0"
 _NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
 Kind = Literal["evaluations", "signatures"]
@@ -296,8 +295,9 @@ class Registry(ABC):
         """The number of the next version of a name; fetches the highest version to compare it with `new`."""
         from kvq_runtime.artifact import artifact
 
+        # yanked or not: numbers are never reused
         highest = max(state.versions.values(), key=lambda version: reference.order(version.version), default=None)
-        if highest is None:  # yanked or not: numbers are never reused
+        if highest is None:
             return FIRST
         try:
             old = artifact.load(self.fetch(state.name, highest), highest.sha256, highest.size)
@@ -370,8 +370,8 @@ def _check_unmoved(state: State, alias: str, before: str | None) -> None:
 def following(version: str, old: "Artifact", new: "Artifact") -> str:
     """The number of `new`, which follows `version`, the number of `old`."""
     major, minor, patch = reference.order(version)
-    following = {"major": (major + 1, 0, 0), "minor": (major, minor + 1, 0), "patch": (major, minor, patch + 1)}
-    return ".".join(map(str, following[changed(old, new)]))
+    numbers = {"major": (major + 1, 0, 0), "minor": (major, minor + 1, 0), "patch": (major, minor, patch + 1)}
+    return ".".join(map(str, numbers[changed(old, new)]))
 
 
 def changed(old: "Artifact", new: "Artifact") -> Literal["major", "minor", "patch"]:

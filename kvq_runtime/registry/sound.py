@@ -2,10 +2,9 @@
 
     {"artifact": sha256, "corpus": digest, "protocol": {...}, "environment": {...}, "result": {...}}
 
-A record's file is named by its own digest. The same measurement, stored twice, is one record. They are read strictly:
-whoever may write to a registry may add one.
-The form is that of the classes in `measured`. What may be left out may be null, and anything else may
-stand beside it.
+A record's file is named by its own digest. The same measurement, stored twice, is one record. The form is that of the
+classes in `measured`, read strictly: whoever may write to a registry may add one. What may be left out may be null, and
+anything else may stand beside it.
 """
 
 import dataclasses

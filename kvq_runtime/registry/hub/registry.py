@@ -25,8 +25,8 @@ from kvq_runtime.registry import card, reference, sound
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub import ask, cache, client, index
 from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.reference import ARTIFACT_FILE
-from kvq_runtime.registry.registry import GRACE, Finding, Head, Registry
+from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
+from kvq_runtime.registry.registry import Finding, Head, Registry
 
 MAX_RECORDS = 1 << 12  # records of an artifact, of one kind
 BYTES = 1 << 26  # of all of them
@@ -212,7 +212,8 @@ def _write(
     if head.commit is None:
         with client.translate_errors(repo):
             client.retry(lambda: client.api().create_repo(repo, private=private, exist_ok=True))
-        return faults.point("hub.created")
+        faults.point("hub.created")
+        return None
     if not head.state.events:
         _check_unused(repo, head.commit)
     event = after.events[-1]
