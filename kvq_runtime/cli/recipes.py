@@ -197,12 +197,12 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
         yield _of_config(path.name, config, tokens or config["vocab_size"])
     elif path.exists():
         try:
-            config = files.json_object(path / "config.json" if path.is_dir() else path)
+            config = files.json_value(path / "config.json" if path.is_dir() else path)
         except NotFound as error:
             raise NotFound(f"{error}; --model takes the folder of a model in Hugging Face format") from None
-        if isinstance(config.get("text_config"), dict):  # of a model of images and text
+        if isinstance(config, dict) and isinstance(config.get("text_config"), dict):  # of a model of images and text
             config = config["text_config"]
-        if not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
+        if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
             raise ValueError(
                 f"--model {text}: no config.json of a model, or one that leaves layers and heads to transformers; give "
                 "its shape as layers x KV heads x head size"

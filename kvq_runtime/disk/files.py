@@ -60,18 +60,23 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def json_object(path: Path, limit: int = 1 << 26) -> dict[str, Any]:
-    """The object in a file of JSON, of a model's folder; ArtifactError with its name for anything else.
+    """The object in a file of JSON, of a model's folder; ArtifactError with its name for anything else."""
+    found = json_value(path, limit)
+    if not isinstance(found, dict):
+        raise ArtifactError(f"{path}: expected an object, got {found!r:.80}; download it again")
+    return found
+
+
+def json_value(path: Path, limit: int = 1 << 26) -> Any:
+    """What a file of JSON holds, of a model's folder; ArtifactError with its name if it is none.
 
     limit   the most bytes that it may have; links are followed
     """
     data = read(path.resolve(), limit)
     try:
-        found = json.loads(data.decode())
+        return json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: invalid JSON: {error}; download it again") from None
-    if not isinstance(found, dict):
-        raise ArtifactError(f"{path}: expected an object, got {found!r:.80}; download it again")
-    return found
 
 
 def digest(path: Path) -> tuple[str, int]:

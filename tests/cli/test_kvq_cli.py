@@ -308,6 +308,10 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
     assert as_json(*given, "--vocabulary", "128256")[1]["shared MiB"] == wide
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 128256}))
     assert as_json(*given[:3], str(tmp_path))[1]["shared MiB"] == wide
+    for other in ([], 7, None, {"hidden_size": 4096}):
+        (tmp_path / "config.json").write_text(json.dumps(other))
+        code, _, err = kvq(*given[:3], str(tmp_path))
+        assert code == 2 and "no config.json of a model" in err and "give its shape as layers x KV heads" in err
     code, _, err = kvq("bytes", "aqua-2bit", "--model", "gpt-5")
     assert code == 3 and "--model gpt-5; use all, one of demo, recall, qwen2.5-0.5b" in err
     assert kvq("bytes", "aqua-2bit-quanto", "--model", "2x2x24")[0] == 2
