@@ -21,7 +21,7 @@ from kvq_runtime.errors import ArtifactError, NotFound, extra
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.events import Event, State, Version
 from kvq_runtime.registry.reference import ARTIFACT_FILE
-from kvq_runtime.registry.registry import Head
+from kvq_runtime.registry.registry import Finding, Head
 from kvq_runtime.registry.tree import BLOBS, TreeRegistry
 
 TAKEN = re.compile("PreconditionFailed|ConditionalRequestConflict")  # is there, or is written by another one now
@@ -34,6 +34,8 @@ class BucketRegistry(TreeRegistry):
 
     Every request may raise PermissionError, or RuntimeError where the store does not answer or s3fs is missing.
     """
+
+    restore = "restore the event from a version of the bucket, or a copy; later ones are kept, and nothing was removed"
 
     def __init__(self, root: str):
         self.root = root
@@ -112,22 +114,34 @@ class BucketRegistry(TreeRegistry):
         if not orphans:
             return []
         named = self.named()
-        young = {name for name, changed in self.changed().items() if changed > before}
+        young = {name for name, changed in self.changed().items() if changed is not None and changed > before}
         orphans = [sha256 for sha256 in orphans if sha256 not in named and sha256 not in young]
         for sha256 in orphans:
             self.remove(f"{BLOBS}/{sha256}")
         return orphans
 
+    def examine(self) -> list[Finding]:
+        """Everything wrong with events, blobs (by content) and records; a bucket that is not there is a fault, too."""
+        try:
+            return super().examine()
+        except NotFound as error:
+            what = str(error).removeprefix(f"{self.url}: ")
+            return [Finding("fault", what, self.url, "use the address of one that is there, or make it")]
+
     # ---- the store
 
     def entries(self, folder: str) -> list[str]:
-        """The names right below a folder, in order."""
-        return sorted(PurePosixPath(one["name"]).name for one in self._listing(folder))
+        """The names right below a folder, in order; NotADirectoryError if an object is all that has its name."""
+        names = [one["name"] for one in self._listing(folder)]
+        if names == [self.at(folder)]:
+            raise NotADirectoryError(f"{self.address(folder)}: an object, and no folder")
+        return sorted(PurePosixPath(name).name for name in names)
 
-    def changed(self) -> dict[str, float]:
-        """{name: time of its last change} of the objects among blobs."""
-        found = [one for one in self._listing(BLOBS) if one["type"] == "file"]
-        return {PurePosixPath(one["name"]).name: one["LastModified"].timestamp() for one in found}
+    def changed(self) -> dict[str, float | None]:
+        """{name: time of its last change} of all that is among blobs; None for what is no object."""
+        found = [(PurePosixPath(one["name"]).name, one) for one in self._listing(BLOBS)]
+        folders = dict.fromkeys(name for name, one in found if one["type"] != "file")
+        return folders | {name: one["LastModified"].timestamp() for name, one in found if one["type"] == "file"}
 
     def _listing(self, folder: str) -> list[dict[str, Any]]:
         with self._told():

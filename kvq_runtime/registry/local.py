@@ -1,6 +1,7 @@
 """Keep artifacts in a folder: see `tree`. Unfinished files are in its folder tmp/.
 
-A file is written to tmp/, fsynced, and gets its name by a rename, or, where the name must be new, by a hard link.
+A file is written to tmp/, fsynced, and gets its name by a rename, or, where the name must be new, by a hard link. It is
+read-only from then on, blobs among them, and a blob is on the disk before an event names it.
 Only temporary files and unnamed blobs are ever removed, and only if they are older than a grace period. Links are never
 followed to what is removed.
 """
@@ -8,6 +9,7 @@ followed to what is removed.
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +71,13 @@ class LocalRegistry(TreeRegistry):
             files.make_folder(folder)
         return target
 
-    def changed(self) -> dict[str, float]:
-        """{name: time of its last change} of the regular files among blobs."""
-        found = {name: _changed(self.root / BLOBS / name) for name in self.entries(BLOBS)}
-        return {name: at for name, at in found.items() if at is not None}
+    def changed(self) -> dict[str, float | None]:
+        """{name: time of its last change} of all that is among blobs; None for what is no regular file."""
+        found = dict[str, float | None]()
+        for name in self.entries(BLOBS):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                found[name] = _changed(self.root / BLOBS / name)
+        return found
 
     def finish(self, name: str, version: Version | None = None, content: Mapping[str, bytes] | None = None) -> None:
         """Sync the events, whose process may have died before; write blobs again that gc took before their event."""
@@ -141,15 +146,15 @@ class LocalRegistry(TreeRegistry):
 
 
 def _changed(path: Path) -> float | None:
-    """When a regular file was last changed; None for anything else."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return None
+    """When a regular file was last changed; None for anything else that is there."""
+    status = path.lstat()
     return status.st_mtime if stat.S_ISREG(status.st_mode) else None
 
 
 def _older(path: Path, before: float) -> bool:
     """True if a path is a regular file, not changed since `before`."""
-    changed = _changed(path)
+    try:
+        changed = _changed(path)
+    except FileNotFoundError:
+        return False
     return changed is not None and changed <= before

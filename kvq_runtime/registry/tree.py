@@ -13,7 +13,6 @@ import re
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from hashlib import sha256 as hash_of
 from pathlib import PurePath
 from typing import Any
@@ -22,16 +21,22 @@ from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import events, reference, sound
 from kvq_runtime.registry.events import Event, Fold, Publish, State, Version
-from kvq_runtime.registry.reference import ARTIFACT_FILE
-from kvq_runtime.registry.registry import GRACE, Finding, Head, Registry
+from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
+from kvq_runtime.registry.registry import Finding, Head, Registry
 
 BLOBS = "blobs/sha256"
 _EVENT_LIMIT = 1 << 16
 _EVENT = re.compile(r"(?!0{8})[0-9]{8}\.json")
+_ASK = "; kvq doctor says what to do"
 
 
 class TreeRegistry(Registry):
-    """A registry of files; a `path` below is relative to its root, as in "blobs/sha256/<hex>"."""
+    """A registry of files; a `path` below is relative to its root, as in "blobs/sha256/<hex>".
+
+    restore   what `kvq doctor` advises for an event that is damaged
+    """
+
+    restore = "restore this file from a backup of the registry; later events are kept, and nothing was removed"
 
     # ---- what a tree of files does
 
@@ -64,8 +69,8 @@ class TreeRegistry(Registry):
         """Write a file that is not there; False, and nothing is written, if it is."""
 
     @abstractmethod
-    def changed(self) -> dict[str, float]:
-        """{name: time of its last change} of the files among blobs."""
+    def changed(self) -> dict[str, float | None]:
+        """{name: time of its last change} of all that is among blobs; None for what is no regular file."""
 
     # ---- reading
 
@@ -78,19 +83,32 @@ class TreeRegistry(Registry):
         return self.at(_events(name))
 
     def names(self) -> list[str]:
-        """Every name with at least one event, or whose events may not be read: whoever reads it is told."""
+        """Every name with at least one event, or whose events cannot be told: reading it, and `collect`, say why."""
         found = []
         for name in filter(reference.is_name, self.entries("names")):
             try:
                 found += [name] if self._numbers(name) else []
-            except PermissionError:
+            except (ArtifactError, PermissionError):
                 found.append(name)
         return found
 
     def _numbers(self, name: str) -> list[int]:
-        with suppress(NotADirectoryError):
-            return [int(file[:8]) for file in self.entries(_events(name)) if _EVENT.fullmatch(file)]
-        return []
+        """The numbers of a name's events, in order.
+
+        ArtifactError for another .json file among them: it may be an event, and name blobs that no other one does.
+        """
+        numbers, others = _parted(self._in_folder(_events(name)))
+        for file in others:
+            if file.endswith(".json"):
+                raise ArtifactError(f"{self.address(f'{_events(name)}/{file}')}: event: not the name of one{_ASK}")
+        return numbers
+
+    def _in_folder(self, folder: str) -> list[str]:
+        """`entries` of what has to be a folder, if it is there; ArtifactError for anything else."""
+        try:
+            return self.entries(folder)
+        except NotADirectoryError:
+            raise ArtifactError(f"{self.address(folder)}: no folder{_ASK}") from None
 
     def event(self, name: str, number: int) -> Event:
         """One event of a name; raises ArtifactError naming the file if it is missing or malformed."""
@@ -102,7 +120,7 @@ class TreeRegistry(Registry):
             said = "event: missing, though later ones are there"
         except ArtifactError as error:
             said = str(error).removeprefix(f"{where}: ")
-        raise ArtifactError(f"{where}: {said}; kvq doctor says what to do")
+        raise ArtifactError(f"{where}: {said}{_ASK}")
 
     def look(self, name: str) -> Head:
         """Versions, aliases and history of a name; empty if nothing was published under it."""
@@ -118,8 +136,12 @@ class TreeRegistry(Registry):
         return Head(fold.state())
 
     def listed(self, name: str, folder: str) -> list[tuple[PurePath, bytes]]:
-        """(path, content) of every .json file of a folder, by path."""
-        paths = [f"{folder}/{file}" for file in self.entries(folder) if file.endswith(".json")]
+        """(path, content) of every .json file of a folder, by path.
+
+        None is passed over, as a verdict or a signature may depend on it: ArtifactError if it is no folder, and what
+        the place raises where it cannot be read. Other versions, and `kvq list`, do not need it.
+        """
+        paths = [f"{folder}/{file}" for file in self._in_folder(folder) if file.endswith(".json")]
         return [(PurePath(self.at(path)), self.content(path, sound.LIMIT)) for path in paths]
 
     # ---- changing
@@ -164,7 +186,8 @@ class TreeRegistry(Registry):
         young."""
         before, named = time.time() - grace, self.named()
         drafts = self.remove_drafts(named, before, dry_run)
-        old = [name for name, changed in self.changed().items() if reference.is_sha256(name) and changed <= before]
+        blobs = [(name, at) for name, at in self.changed().items() if reference.is_sha256(name) and at is not None]
+        old = [name for name, at in blobs if at <= before]
         orphans = [sha256 for sha256 in old if sha256 not in named]
         removed = orphans if dry_run else self.remove_blobs(orphans, before)
         return [*drafts, *(self.address(_blob(sha256)) for sha256 in removed)]
@@ -178,12 +201,16 @@ class TreeRegistry(Registry):
         """Remove these blobs, except those that were written since `before` or named meanwhile; returns the removed."""
 
     def named(self) -> set[str]:
-        """The digest of every blob that an event names; ArtifactError for a damaged event."""
+        """The digest of every blob that an event names; raises for an event that is damaged or cannot be read."""
         versions = (version for name in self.names() for version in self.state(name).versions.values())
         return {version.file(file)[0] for version in versions for file in (ARTIFACT_FILE, *version.files)}
 
     def examine(self) -> list[Finding]:
-        """Everything wrong with events, blobs (by content) and records; unnamed files as notes."""
+        """Everything wrong with events, blobs (by content) and records; unnamed files as notes.
+
+        What the place does not let be read is a fault, but no damage. Raises what the place raises if it does not
+        answer at all.
+        """
         findings: list[Finding] = []
         named: dict[str, tuple[str, Version, str]] = {}
         for name in self.entries("names"):
@@ -192,60 +219,70 @@ class TreeRegistry(Registry):
             named |= blobs
         findings += self._examine_blobs(named, readable=not findings)
         for kind, again in (("evaluations", "evaluate"), ("signatures", "sign")):
-            advice = f"delete it, and {again} again"
-            for path in self._records(kind):
-                findings += self._attempt(lambda path=path: self._check_record(path), path, advice)
+            for folder in (f"{kind}/{sha256}" for sha256 in self.entries(kind)):
+                listed, advice = list[str](), "move it out of the registry"
+                findings += self._attempt(lambda f=folder, to=listed: to.extend(self._in_folder(f)), folder, advice)
+                for path in (f"{folder}/{file}" for file in listed):
+                    advice = f"delete it, and {again} again"
+                    findings += self._attempt(lambda path=path: self._check_record(path), path, advice)
         return findings
 
     def _attempt(self, action: Callable[[], object], path: str, advice: str) -> list[Finding]:
-        """The error of an action as a fault; nothing if it succeeds."""
+        """The damage that an action finds as a fault, with the advice; nothing if it succeeds.
+
+        What cannot be read may be sound: to replace or remove it could only do harm, so that access is all the advice.
+        """
+        where = self.address(path)
         try:
             action()
-        except (ArtifactError, OSError, ValueError) as error:
-            where = self.address(path)
-            return [Finding("fault", str(error).removeprefix(f"{where}: "), where, advice)]
+        except ArtifactError as error:
+            return [Finding("fault", str(error).removeprefix(f"{where}: ").removesuffix(_ASK), where, advice)]
+        except OSError as error:
+            access = "change nothing; give access to it (permissions, credentials), and run kvq doctor again"
+            return [Finding("fault", f"cannot be read: {error}", where, access)]
         return []
 
     def _examine_name(self, name: str) -> tuple[list[Finding], dict[str, tuple[str, Version, str]]]:
         """Findings about the events of a name, and {sha256: (name, version, file)} that the readable ones name."""
-        advice = "restore this file from a backup of the registry; later events are kept, and nothing was removed"
+        top, foreign = f"names/{name}", "move it out of the registry"
         try:
             folder = _events(name)
-            listed = self.entries(folder)
-        except (ValueError, OSError) as error:
-            where = self.address(f"names/{name}")
-            return [Finding("fault", f"no folder of events: {error}", where, "move it out of the registry")], {}
-        numbers = [int(file[:8]) for file in listed if _EVENT.fullmatch(file)]
-        findings, whole = [], list[Event]()
+        except ValueError as error:
+            return [Finding("fault", f"no folder of events: {error}", self.address(top), foreign)], {}
+        listed, whole = list[str](), list[Event]()
+        findings = self._attempt(lambda: listed.extend(self._in_folder(folder)), top, foreign)
+        numbers, others = _parted(listed)
         for first, last in _gaps(numbers):
             some, are = (f"event {first}", "is") if first == last else (f"events {first} to {last}", "are")
             what = f"{some} of {numbers[-1]} {are} missing"
-            findings.append(Finding("fault", what, self.address(_event(name, first)), advice))
+            findings.append(Finding("fault", what, self.address(_event(name, first)), self.restore))
         for number in numbers:
-            findings += self._attempt(lambda n=number: whole.append(self.event(name, n)), _event(name, number), advice)
-        foreign = "not an event; move it out of the registry"
-        for file in (file for file in listed if not _EVENT.fullmatch(file)):
-            findings.append(Finding("fault", "not an event's name", self.address(f"{folder}/{file}"), foreign))
+            path = _event(name, number)
+            findings += self._attempt(lambda n=number: whole.append(self.event(name, n)), path, self.restore)
+        for file in others:
+            advice = f"not an event; {foreign}"
+            if file.endswith(".json"):
+                advice = f"if it is an event, give it its name, as in 00000042.json; else {foreign}"
+            findings.append(Finding("fault", "not an event's name", self.address(f"{folder}/{file}"), advice))
         if not findings:
-            findings += self._attempt(lambda: events.fold(name, whole), folder, advice)
+            findings += self._attempt(lambda: events.fold(name, whole), folder, self.restore)
         published = [(event.change, event.at) for event in whole if isinstance(event.change, Publish)]
         versions = [Version(one.version, one.sha256, one.size, one.files, at) for one, at in published]
         files = ((version, file) for version in versions for file in (*version.files, ARTIFACT_FILE))
         return findings, {version.file(file)[0]: (name, version, file) for version, file in files}
 
     def _examine_blobs(self, named: dict[str, tuple[str, Version, str]], readable: bool) -> list[Finding]:
-        findings, listed = [], self.entries(BLOBS)
-        blobs = {name for name in self.changed() if reference.is_sha256(name)}
+        findings, blobs = [], self.changed()
         advice = "publish the same bytes again, or copy the blob from elsewhere; until then yank the version"
         for sha256, version in sorted(named.items()):
-            if sha256 in listed:
+            if sha256 in blobs:
                 findings += self._attempt(lambda s=sha256, v=version: self._check_blob(s, *v), _blob(sha256), advice)
             else:
                 findings.append(Finding("fault", "blob is missing", self.address(_blob(sha256)), advice))
         unnamed = "kvq gc removes it when it is old" if readable else "a damaged event may name it; repair that first"
-        for name in (name for name in listed if name not in named):
+        for name in sorted(blobs.keys() - named.keys()):
             what, advice = "no event names it", unnamed
-            if name not in blobs:
+            if blobs[name] is None or not reference.is_sha256(name):
                 what, advice = "not a blob", "move it out of the registry"
             findings.append(Finding("note", what, self.address(f"{BLOBS}/{name}"), advice))
         return findings
@@ -258,11 +295,6 @@ class TreeRegistry(Registry):
             artifact.load(path, sha256)
         else:
             _check_digest(files.digest(path)[0], sha256)
-
-    def _records(self, kind: str) -> Iterator[str]:
-        for sha256 in self.entries(kind):
-            with suppress(NotADirectoryError):
-                yield from (f"{kind}/{sha256}/{file}" for file in self.entries(f"{kind}/{sha256}"))
 
     def _check_record(self, path: str) -> None:
         data, where = self.content(path, sound.LIMIT), PurePath(self.at(path))
@@ -282,6 +314,12 @@ def _events(name: str) -> str:
 
 def _event(name: str, number: int) -> str:
     return f"{_events(name)}/{number:08}.json"
+
+
+def _parted(files: list[str]) -> tuple[list[int], list[str]]:
+    """The numbers of the events among the files of a folder, in order, and the other files."""
+    numbers = [int(file[:8]) for file in files if _EVENT.fullmatch(file)]
+    return numbers, [file for file in files if not _EVENT.fullmatch(file)]
 
 
 def _check_digest(found: str, sha256: str) -> None:

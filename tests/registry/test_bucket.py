@@ -164,11 +164,49 @@ def test_damaged_events_are_named(store: BucketRegistry, system):
     system.rm_file(first)
     with pytest.raises(ArtifactError, match="missing, though later ones"):
         store.state(NAME)
-    assert [one.what for one in store.examine() if one.level == "fault"] == ["event 1 of 2 is missing"]
+    (fault,) = [one for one in store.examine() if one.level == "fault"]
+    assert fault.what == "event 1 of 2 is missing" and "from a version of the bucket, or a copy" in fault.advice
     with pytest.raises(ArtifactError):
         store.collect(0)
     system.pipe_file(first, kept)
     assert list(store.state(NAME).versions) == ["1.0.0", "1.0.1"]
+
+
+def test_a_misnamed_event_is_damage(store: BucketRegistry, system):
+    version = store.publish(NAME, tiny.data(0))
+    folder = store.events_folder(NAME)
+    system.mv(f"{folder}/00000001.json", f"{folder}/1.json")
+    for action in (lambda: store.state(NAME), lambda: store.collect(-1)):
+        with pytest.raises(ArtifactError, match=r"s3://.*/1\.json: event: not the name of one"):
+            action()
+    assert store.names() == [NAME] and store.has(f"blobs/sha256/{version.sha256}")
+    assert [one.path for one in store.examine() if one.level == "fault"] == [f"s3://{folder}/1.json"]
+
+
+def test_what_the_store_refuses_is_no_damage(store: BucketRegistry, monkeypatch):
+    cat, refused = s3fs.S3FileSystem._cat_file, list[str]()
+
+    async def guarded(self, path, **more):
+        if any(part in path for part in refused):
+            raise PermissionError("ExpiredToken")
+        return await cat(self, path, **more)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", guarded)
+    version = store.publish(NAME, tiny.data())
+    for part in (version.sha256, "00000001.json"):
+        refused[:] = [part]
+        (fault,) = [finding for finding in store.examine() if finding.level == "fault"]
+        assert "the store refuses: ExpiredToken" in fault.what and fault.advice.startswith("change nothing")
+    with pytest.raises(PermissionError):
+        store.collect(-1)
+
+
+def test_an_object_is_no_folder(store: BucketRegistry, system):
+    version = store.publish(NAME, tiny.data())
+    store.put(f"signatures/{version.sha256}", b"")
+    with pytest.raises(ArtifactError, match="no folder"):
+        store.signatures(version.sha256, NAME)
+    assert [one.what for one in store.examine()] == ["no folder"]
 
 
 def test_a_publish_that_dies_before_its_event_leaves_the_old_state_and_gc_its_blobs(store: BucketRegistry, monkeypatch):
@@ -220,6 +258,8 @@ def test_what_goes_wrong_is_a_sentence(store: BucketRegistry, system, monkeypatc
         BucketRegistry("elsewhere/x").check_writable()
     with pytest.raises(NotFound, match="no such bucket"):
         BucketRegistry("elsewhere/x").names()
+    (fault,) = BucketRegistry("elsewhere/x").examine()
+    assert (fault.level, fault.what, fault.path) == ("fault", "there is no such bucket", "s3://elsewhere/x")
     with pytest.raises(ValueError, match="use s3://bucket"):
         parse("s3://models")
     store.check_writable()

@@ -9,6 +9,7 @@ import tiny_artifact as tiny
 from local_store import NAME, event_files, three
 
 from kvq_runtime.artifact import artifact
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import events, resolve
 from kvq_runtime.registry.local import LocalRegistry
 
@@ -146,3 +147,93 @@ def test_doctor_sees_a_wrong_digest(store):
     path.chmod(0o644)
     path.write_bytes(b"CARD")
     assert [(f.level, f.path) for f in store.examine()] == [("fault", str(path))]
+
+
+@pytest.mark.parametrize("misnamed", ["2.json", "000000002.json", "00000000.json", "copy of 2.json"])
+def test_a_misnamed_event_is_damage(misnamed, store, kvq):
+    """It may be the only one that names a blob: the state without it is not given, and nothing is removed."""
+    three(store)
+    store.publish("sound", tiny.data(5))
+    blobs = [age(path) for path in sorted((store.root / "blobs" / "sha256").iterdir())]
+    path = event_files(store)[-1].rename(store.events_folder(NAME) / misnamed)
+    for action in (lambda: store.state(NAME), lambda: store.publish(NAME, tiny.data(6)), store.collect):
+        with pytest.raises(ArtifactError, match=f"{path}: event: not the name of one; kvq doctor says what to do"):
+            action()
+    assert all(one.exists() for one in blobs)
+    code, out, _ = kvq("list", "--registry", store.url)
+    assert code == 1 and "cannot be read" in out and "sound" in out
+    found = {finding.path: finding for finding in store.examine()}
+    assert found[str(path)].level == "fault" and "give it its name" in found[str(path)].advice
+    for other in event_files(store):
+        if other != path:
+            other.unlink()
+    assert store.names() == ["sound", NAME]
+    with pytest.raises(ArtifactError, match="not the name of one"):
+        store.collect()
+
+
+def test_a_file_where_a_folder_has_to_be_is_said(store, kvq):
+    version = store.publish(NAME, tiny.data())
+    store.publish("sound", tiny.data(5))
+    folder = store.events_folder("sound")
+    folder.rename(store.root / "moved")
+    folder.write_bytes(b"")
+    (store.root / "evaluations").mkdir()
+    records = store.root / "evaluations" / version.sha256
+    records.write_bytes(b"")
+    with pytest.raises(ArtifactError, match=f"{records}: no folder"):
+        store.evaluations(version.sha256)
+    assert store.names() == ["sound", NAME]
+    code, out, _ = kvq("list", "--registry", store.url, "--json")
+    assert code == 1 and out.count("cannot be read") == 1, "records are not read for it"
+    with pytest.raises(ArtifactError, match=f"{folder}: no folder"):
+        store.collect(grace=0)
+    faults = {finding.path: finding.advice for finding in store.examine() if finding.level == "fault"}
+    assert faults == dict.fromkeys([str(folder.parent), str(records)], "move it out of the registry")
+
+
+def test_what_cannot_be_read_is_no_damage(store, monkeypatch):
+    """Nothing is known of it: whoever published again, yanked or moved it away would harm a sound registry."""
+    version = store.publish(NAME, tiny.data())
+    store.publish("sound", tiny.data(5))
+    store.add_record("signatures", version.sha256, b"{}\n")
+    refused, (record,) = set[str](), store.root.glob("signatures/*/*")
+
+    def guard(method):
+        def guarded(self, path, *more):
+            if str(self.at(path)) in refused:
+                raise PermissionError(13, "Permission denied", str(self.at(path)))
+            return method(self, path, *more)
+
+        return guarded
+
+    for method in ("entries", "content"):
+        monkeypatch.setattr(LocalRegistry, method, guard(getattr(LocalRegistry, method)))
+    fetch = guard(lambda self, path, *more: LocalRegistry.fetch(self, *more))
+    given = lambda self, name, one, file="kvq.safetensors": fetch(self, self.blob(one.sha256), name, one, file)  # noqa: E731
+    monkeypatch.setattr(LocalRegistry, "fetch_verified", given)
+    assert store.examine() == []
+    (event,) = event_files(store)
+    for path in (event, event.parent, store.blob(version.sha256), record, record.parent):
+        refused = {str(path)}
+        (fault,) = [finding for finding in store.examine() if finding.level == "fault"]
+        assert "cannot be read: [Errno 13]" in fault.what and fault.advice.startswith("change nothing; give access")
+        if path in (event, event.parent):
+            with pytest.raises(PermissionError):
+                store.collect(grace=0)
+            assert NAME in store.names() and store.blob(version.sha256).exists()
+
+
+def test_doctor_lists_blobs_once(store, monkeypatch):
+    """A blob that gc removes meanwhile is gone, and not something else."""
+    store.publish(NAME, tiny.data())
+    orphan, entries = store.blob(store.put_blob(b"orphan")), LocalRegistry.entries
+
+    def listed(self, folder):
+        found = entries(self, folder)
+        if folder == "blobs/sha256":
+            orphan.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(LocalRegistry, "entries", listed)
+    assert store.examine() == []
