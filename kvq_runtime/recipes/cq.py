@@ -3,7 +3,7 @@
     cq-2c4b        2 channels to a code of 4 bits: 2 bits an element; keys before RoPE
     cq-4c8b        4 channels to 8 bits: 2 bits, and codebooks of 256 numbers a channel
     cq-8c8b        8 channels to 8 bits: 1 bit
-    cq-8c8b-gain   the same, centroids as long as what they stand for (gain-shape k-means)
+    cq-8c8b-gain   the same, centroids as long as what they stand for (gain-shape k-means): on SmolLM2-135M no better
     aqua-cq-4c8b   what AQUA-KV's prediction leaves
 
 A token stores its codes alone; all tokens share the codebooks, 512 bytes a channel with codes of 8 bits, 32 with 4.
