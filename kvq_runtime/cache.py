@@ -31,12 +31,12 @@ from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
 from kvq_runtime.store.held import Sizes, smaller_from
-from kvq_runtime.store.layer import LayerStore, Slab
+from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.promise import Check, Health, Watch
 from kvq_runtime.store.step import Step
-from kvq_runtime.store.storage import storage_bytes
+from kvq_runtime.store.storage import Slab, storage_bytes
 
 _log = logging.getLogger(__name__)
 Method = TypeVar("Method", bound=Callable[..., Any])

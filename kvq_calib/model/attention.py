@@ -1,15 +1,17 @@
-"""Compute causal attention of a captured layer, where a part of what a query reads is decoded and the rest exact.
+"""Hold what is captured of a layer, and compute its causal attention, where a part of what a query reads is decoded and
+the rest exact.
 
 A tile is a run of queries that read the same: (start, stop, decoded), the last counted from the first token. Tokens
 that are not decoded are read as they are. Attention's scale is 1/√D.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-from torch import Tensor, arange, cat
+import torch
+from torch import Tensor
 
-from kvq_calib.model.streamed import Captured
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dense, rope
 from kvq_runtime.recipe import Window
@@ -17,6 +19,35 @@ from kvq_runtime.recipe import Window
 Pair = tuple[Tensor, Tensor]
 Tile = tuple[int, int, int]
 TILE = 512  # queries: what a tile's scores take grows with tile × tokens
+
+
+@dataclass(frozen=True)
+class Projected:
+    """One layer's keys, values and queries of a chunk, before RoPE, all heads side by side.
+
+    softmax   what the layer's attention has beside scores
+    """
+
+    k_NTC: Tensor
+    v_NTC: Tensor
+    q_NTC: Tensor | None
+    softmax: dense.Softmax = dense.PLAIN
+
+
+@dataclass(frozen=True)
+class Captured(Projected):
+    """The same, and what the layer puts out."""
+
+    h_BTE: Tensor = field(kw_only=True)
+
+
+def joined(parts: Sequence[Projected]) -> Projected:
+    """The tensor of all parts' sequences, one part after the other."""
+    k, v, q = (
+        [getattr(part, name) for part in parts if getattr(part, name) is not None]
+        for name in ("k_NTC", "v_NTC", "q_NTC")
+    )
+    return Projected(torch.cat(k), torch.cat(v), torch.cat(q) if q else None, parts[0].softmax)
 
 
 @dataclass(frozen=True)
@@ -81,12 +112,13 @@ def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile],
     out = []
     for start, stop, count in runs:
         k, v = (
-            cat([x_hat[:, : min(count, stop)], x[:, count:stop]], 1) for x, x_hat in zip(exact, decoded, strict=True)
+            torch.cat([x_hat[:, : min(count, stop)], x[:, count:stop]], 1)
+            for x, x_hat in zip(exact, decoded, strict=True)
         )
         queries, keys_BHSD, values_BHSD = (
             x.unflatten(-1, (-1, head_size)).transpose(1, 2) for x in (chunk.q[:, start:stop], k, v)
         )
-        visible = arange(stop, device=k.device) <= arange(start, stop, device=k.device)[:, None]
+        visible = torch.arange(stop, device=k.device) <= torch.arange(start, stop, device=k.device)[:, None]
         tile = dense.attention(queries, keys_BHSD, values_BHSD, visible[None, None], head_size**-0.5, chunk.softmax)
         out.append(tile.transpose(1, 2).flatten(2))
-    return cat(out, 1)
+    return torch.cat(out, 1)

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -19,36 +19,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from kvq_calib.model import catalog
+from kvq_calib.model import catalog, supported
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry, Sliding, attending, stretches
-from kvq_runtime.ops import rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 STEMS = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")  # of the text's tensors
 HEAD = "lm_head."
 FUSED = "qkv_proj"  # queries', keys' and values' projection in one
-PROPORTIONAL = "proportional"  # RoPE of a part of the frequencies, the others of angle 0
 OUTPUTS = ("o_proj", "dense", "out_proj")  # attention's last projection, by the names that models have for it
 PIECE = 2**24  # bytes read from a file at a time
 AHEAD = 2**17  # bytes that are asked for at once: of more, Linux reads the beginning
 CONFIG_LIMIT = 1 << 24  # bytes
-SIZES = {  # {setting: the most that any model has, with room}
-    "num_hidden_layers": 1 << 12,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "head_dim": 1 << 14,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "vocab_size": 1 << 26,
-    "max_position_embeddings": 1 << 28,
-}
-OPTIONAL = ("num_key_value_heads", "head_dim")
 _WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I32": 4, "I64": 8}  # bytes; of others 1
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -149,7 +135,7 @@ class ModelFiles:
 
         Of other models they are turned back from what attention gets, as a cache does, which differs in the last bit.
         """
-        return self.architecture in ARCHITECTURES
+        return self.architecture in supported.ARCHITECTURES
 
     @cached_property
     def rope_refusal(self) -> str | None:
@@ -288,44 +274,10 @@ class ModelFiles:
         return self.tensor(f"{start}{found}.weight")
 
     def check(self) -> Self:
-        """Refuse what cannot be captured faithfully; return the model itself."""
-        if self.config.get("auto_map"):
-            raise ValueError(f"{self.id} needs code from its own repository (auto_map); kvq runs no remote code")
-        named = self.config.get("architectures")
-        found = named[0] if isinstance(named, list) and named else named
-        kinds = self.config.get("layer_types")
-        if not isinstance(kinds, list | None):
-            raise ValueError(
-                f"{self.id}: {self.described} has layer_types={kinds!r:.60}; a list of one name a layer is needed"
-            )
-        if "text_config" in self.config or found not in ARCHITECTURES or _slides(self):
-            return self._check_other(found)
-        _check_sizes(self)
-        _check_weights(self)
-        return self
+        """Refuse what cannot be captured faithfully; return the model itself, with all settings."""
+        return supported.checked(self)
 
-    def _check_other(self, architecture: Any) -> Self:
-        """Check a model of another type, by what transformers makes of its settings; return it with all of them."""
-        text = self.config.get("text_config")
-        for given in (self.config, text if isinstance(text, dict) else {}):
-            _check_numbers(self, given, tuple(SIZES))
-        from kvq_calib.model import decoder  # transformers and all that comes with it
-
-        if not decoder.known(self.config):
-            raise ValueError(
-                f"{self.id} has architecture {architecture!s:.60}; supported are {', '.join(ARCHITECTURES)}, and other "
-                "decoders of transformers of which some layers attend to every token, and towers of text of models "
-                "of images (docs/models.md)"
-            )
-        found = decoder.settings(self.transformers_config, self.id)
-        own = {name: self.config[name] for name in ("architectures", "quantization_config") if name in self.config}
-        files = replace(self, config=found | own)
-        _check_sizes(files)
-        decoder.check(files.transformers_config(), self.id)
-        _check_weights(files)
-        return files
-
-    def _check_files(self) -> None:
+    def check_files(self) -> None:
         """Refuse files that are missing or not whole."""
         single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
         if not single.is_file() and not index.is_file():
@@ -379,56 +331,6 @@ def gguf_of(folder: Path) -> str:
     """Return advice on what to pass in place of a folder that has a GGUF file, or ""."""
     found = next(iter(sorted(folder.glob("*.gguf"))), None)
     return f"for its GGUF file give {found}" if found else ""
-
-
-def _check_numbers(files: ModelFiles, config: Mapping[str, Any], optional: Sequence[str]) -> None:
-    """Refuse numbers that are missing, or that no model has: loops and memory are as large as they say."""
-    for name, most in SIZES.items():
-        value = config.get(name)
-        if value is None and name in optional:
-            continue
-        if type(value) is not int or not 1 <= value <= most:
-            raise ValueError(
-                f"{files.id}: {files.described} has {name}={value!r:.60}; a whole number from 1 to {most} is needed"
-            )
-
-
-def _check_sizes(files: ModelFiles) -> None:
-    """The same, and that heads can share, and RoPE be undone."""
-    _check_numbers(files, files.config, OPTIONAL)
-    heads, of = files.config["num_attention_heads"], files.geometry.kv_heads
-    if files.geometry.head_size > SIZES["head_dim"]:
-        raise ValueError(f"{files.id}: {files.described} has heads of {files.geometry.head_size}; no model has")
-    if heads % of:
-        raise ValueError(
-            f"{files.id}: {files.described} has num_key_value_heads={of}; a divisor of num_attention_heads={heads} is "
-            "needed"
-        )
-    given = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{files.id}: {files.described} has RoPE settings {given!r:.60}; an object is needed")
-    settings = rope.settings(files.config)
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in (*rope.FIXED_TYPES, PROPORTIONAL):
-        raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(rope.FIXED_TYPES)}: types whose "
-                         "frequencies change with the length have no one key before RoPE")  # fmt: skip
-
-
-def _slides(files: ModelFiles) -> bool:
-    """True if some layers may slide over a window, which transformers' own configuration decides."""
-    config = files.config
-    if files.architecture == "MistralForCausalLM" and "sliding_window" not in config:
-        return True  # by transformers' default
-    return type(config.get("num_hidden_layers")) is int and len(files.attending) < config["num_hidden_layers"]
-
-
-def _check_weights(files: ModelFiles) -> None:
-    if files.headers is None:
-        files._check_files()
-    count = files.config["num_hidden_layers"]
-    missing = [i for i in range(count) if not files.layer_names(i)]
-    if missing:
-        raise ValueError(f"{files.id}: no weights for layer {missing[0]} of {count}")
 
 
 def _open(path: Path):

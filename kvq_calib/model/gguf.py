@@ -151,7 +151,7 @@ class GgufFiles(ModelFiles):
     def _bytes(self, name: str) -> int:
         return self.dtype.itemsize * math.prod(self._held[name].shape)
 
-    def _check_files(self) -> None:
+    def check_files(self) -> None:
         """Refuse types that cannot be dequantized, and tensors that are not wholly in the file."""
         size = self.path.stat().st_size
         for name, held in self._held.items():

@@ -9,7 +9,7 @@ knows by type of model how they are renamed, and which are put together, as expe
 Its own rules are applied here, to the tensors of one module at a time.
 
 Attention is a function of ours, which sees keys, values and queries by head; what it sees after RoPE is turned back, as
-a cache does. Of the models in `files.ARCHITECTURES` keys and queries are taken where the projection, or the QK-norm
+a cache does. Of the models in `supported.py` keys and queries are taken where the projection, or the QK-norm
 after it, puts them out, before any rounding of RoPE. Hidden states are those of the uncompressed model: a quantizer's
 error never enters the residual stream.
 
@@ -19,9 +19,8 @@ E = hidden width · V = vocabulary.
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -31,43 +30,14 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from kvq_calib.model.attention import Captured, Projected
 from kvq_calib.model.decoder import Decoder, Seen, attentions
 from kvq_calib.model.files import HEAD, ModelFiles
 from kvq_runtime.geometry import stretches
 from kvq_runtime.hf.model import rotary_module, rotary_name
 from kvq_runtime.ops import product, rope
-from kvq_runtime.ops.dense import PLAIN, Softmax
 
 TILE = 2048  # tokens
-
-
-@dataclass(frozen=True)
-class Projected:
-    """One layer's keys, values and queries of a chunk, before RoPE, all heads side by side.
-
-    softmax   what the layer's attention has beside scores
-    """
-
-    k_NTC: Tensor
-    v_NTC: Tensor
-    q_NTC: Tensor | None
-    softmax: Softmax = PLAIN
-
-
-@dataclass(frozen=True)
-class Captured(Projected):
-    """The same, and what the layer puts out."""
-
-    h_BTE: Tensor = field(kw_only=True)
-
-
-def joined(parts: Sequence[Projected]) -> Projected:
-    """The tensor of all parts' sequences, one part after the other."""
-    k, v, q = (
-        [getattr(part, name) for part in parts if getattr(part, name) is not None]
-        for name in ("k_NTC", "v_NTC", "q_NTC")
-    )
-    return Projected(torch.cat(k), torch.cat(v), torch.cat(q) if q else None, parts[0].softmax)
 
 
 class Weights:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvq_calib.fit.scheme import Asked, Blocks, Chunk, Errors, SchemeFit, Sums, blocks, summed
 from kvq_calib.fit.statistics import Moments, QueryMoments, QuerySums
-from kvq_calib.model.streamed import Layer, Projected, Stream, joined
+from kvq_calib.model.attention import Projected, joined
+from kvq_calib.model.streamed import Layer, Stream
 from kvq_calib.run import checkpoint, gradients
 from kvq_calib.run.device import settle
 from kvq_calib.run.run import Run

@@ -22,9 +22,10 @@ from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.encode import Encoder
-from kvq_runtime.store.layer import LayerStore, Slab
+from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
+from kvq_runtime.store.storage import Slab
 
 ALL = 1 << 30  # queries, as many as a forward pass has
 

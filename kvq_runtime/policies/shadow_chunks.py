@@ -24,9 +24,9 @@ from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
 from kvq_runtime.stages.abilities import SingleTokens
 from kvq_runtime.stages.stage import Quantizer
-from kvq_runtime.store.layer import LayerStore, Slab
+from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
-from kvq_runtime.store.storage import storage_bytes
+from kvq_runtime.store.storage import Slab, storage_bytes
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import entropy
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.store.layer import Slab
+from kvq_runtime.store.storage import Slab
 
 CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded")
 CODED, EXACT = "coded", "exact"

@@ -22,9 +22,9 @@ from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.store.layer import Slab
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.promise import Check, Watch
+from kvq_runtime.store.storage import Slab
 
 Rows = Mapping[int, tuple[Tensor, Tensor]]  # by layer, keys (after RoPE) and values [T, C]
 

@@ -17,8 +17,9 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.store.layer import LayerStore, Run, Slab
+from kvq_runtime.store.layer import LayerStore, Run
 from kvq_runtime.store.positions import Positions
+from kvq_runtime.store.storage import Slab
 
 Pair = tuple[Tensor, Tensor]
 

@@ -11,8 +11,9 @@ from kvq_runtime.geometry import ROLES, SLAB
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
-from kvq_runtime.store.layer import LayerStore, Slab
+from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
+from kvq_runtime.store.storage import Slab
 
 # (layer, its store) → what is stored beside the window's oldest block: the same fields for every block of the layer
 Extra = Callable[[int, LayerStore], Slab]

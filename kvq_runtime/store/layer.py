@@ -3,14 +3,12 @@
     tokens   | block 0 | block 1 | ... | window                keys and values alike: one set of counters
     exact      the first tokens of each row (sinks), once more, right before the window
 
-A slab holds 32 blocks; only the last grows, by doubling. The window is a buffer in which live tokens move to the front
-when its end is reached, once per block. The sinks stand right before the window, and move with its start, so that what
-is exact is read in one piece.
+The window is a buffer in which live tokens move to the front when its end is reached, once per block. The sinks stand
+right before the window, and move with its start, so that what is exact is read in one piece.
 
 The digit in a shape, as in [2, B, T, C], counts keys and values.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,15 +19,13 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.packed import PackedBlocks, PackedReader
 from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.geometry import SLAB, Window
-from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.window import append as append_to_window
-from kvq_runtime.stages.abilities import CountedTokens
+from kvq_runtime.store import storage
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.promise import Watch
 from kvq_runtime.store.step import Step
-from kvq_runtime.store.storage import SLACK, DeviceIndex, lasting, storage_bytes
+from kvq_runtime.store.storage import SLACK, DeviceIndex, Slab, lasting
 
-Slab = dict[str, Tensor]
 Run = tuple[int, int]  # (first, last + 1) of the blocks of one slab
 EXTRA = 2  # where in `slabs` the fields of policies are, after those of keys and values
 
@@ -241,7 +237,9 @@ class LayerStore:
         for part, fields in enumerate((keys, values, extra)):
             order = self.orders[part]
             if fields:
-                self._store(part, count, fields if order is None else order.arranged(fields))
+                by_group = part != EXTRA and self.codecs[part].packed_reader is not None
+                arranged = fields if order is None else order.arranged(fields)
+                storage.put(self.slabs[part], self.blocks, arranged, by_group)
         self.blocks += count
         self._count_blocks()
 
@@ -316,34 +314,6 @@ class LayerStore:
                 self.sinks_2BSC[role, rows, ranks] = x_BTC[rows, slots[rows, ranks] - first]
             self._changed(sinks=True)
 
-    # ---- memory ------------------------------------------------------------------------------------------------
-
-    def escapes(self) -> tuple[int, int]:
-        """(tokens of keys or values stored by the escape, tokens that asked for it)."""
-        counts = [
-            correct.count(self.fields(role, *run))
-            for role, codec in enumerate(self.codecs)
-            if isinstance(correct := codec.scheme.correct, CountedTokens)
-            for run in self.runs()
-        ]
-        return sum(served for served, _ in counts), sum(wanted for _, wanted in counts)
-
-    def bytes(self) -> dict[str, int]:
-        """Allocated bytes by kind, which the stage of a field decides; fields of policies are kinds of their own."""
-        sinks = self.sinks_2BSC.nbytes
-        parts = Counter({"window": storage_bytes([self.buffer_2BTC]) - sinks, "sinks": sinks})
-        kinds = [codec.scheme.memory_kinds(self.window.block, codec.geometry) for codec in self.codecs]
-        for slabs, kind_of in zip(self.slabs, [*kinds, {}], strict=True):
-            for slab in slabs:
-                for name, field in slab.items():
-                    parts[kind_of.get(name, name)] += storage_bytes([field])
-        parts.update({} if self.watch is None else self.watch.bytes())
-        if self.index is not None:
-            parts["tables"] = storage_bytes(self.index.tensors)
-            home = self.index.window_2BTC
-            parts["window"] += 0 if home is None or home is self.buffer_2BTC else storage_bytes([home])
-        return parts
-
     # ---- how -----------------------------------------------------------------------------------------------------
 
     def _hold(self, buffer_2BTC: Tensor) -> None:
@@ -365,20 +335,6 @@ class LayerStore:
         self.front = self.window.sinks if self.blocks else 0  # sinks read beside them; before, they are in the window
         self.sizes = [(stop - start) * self.window.block for start, stop in self.runs()]  # tokens of each slab
         self._packed: list[list[PackedBlocks]] = [[], []]
-
-    def _store(self, part: int, count: int, fields: Slab) -> None:
-        slabs, place = self.slabs[part], self.blocks % SLAB
-        by_group = part != EXTRA and self.codecs[part].packed_reader is not None
-        needed = 1 << (place + count - 1).bit_length()  # SLAB is a power of two
-        if place == 0 and self.blocks // SLAB == len(slabs):
-            slabs.append({name: _room(field, needed, by_group) for name, field in fields.items()})
-        slab = slabs[self.blocks // SLAB]
-        for name, field in fields.items():
-            if place + count > slab[name].shape[1]:
-                grown = _room(field, needed, by_group)
-                grown[:, :place] = slab[name][:, :place]
-                slab[name] = grown
-            slab[name][:, place : place + count] = field
 
     @lasting
     def _rebuffer(self, needed: int) -> None:
@@ -425,12 +381,3 @@ class LayerStore:
                 self._rebuffer(count)
             self.buffer_2BTC[:, :, self._stop : self._stop + count] = window_2BTC
             self._stop += count
-
-
-def _room(field: Tensor, blocks: int, by_group: bool) -> Tensor:
-    """Memory for `blocks` blocks of a field [B, n, ...]; for the ends of groups [B, n, block, M], which a packed reader
-    takes by group, by group."""
-    batch, _, *shape = field.shape
-    if not by_group or len(shape) != 2 or dispatch.runs_kernel(field):
-        return field.new_empty(batch, blocks, *shape)
-    return field.new_empty(batch, shape[1], blocks, shape[0]).permute(0, 2, 3, 1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.stages.abilities import CountedTokens
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.storage import storage_bytes
@@ -140,10 +141,10 @@ def report(
     """
     batch = max((store.rows for store in stores), default=0)
     parts: Counter[str] = Counter()
-    for held in (*(store.bytes() for store in stores), {"timeline": slots.bytes()}, *others):
+    for held in (*(layer_bytes(store) for store in stores), {"timeline": slots.bytes()}, *others):
         parts.update(held)
-    escapes = [store.escapes() for store in stores]
-    escaped, wanted = (sum(counts) for counts in zip(*escapes, strict=True)) if escapes else (0, 0)
+    counts = [escapes(store) for store in stores]
+    escaped, wanted = (sum(some) for some in zip(*counts, strict=True)) if counts else (0, 0)
     each = 2 * batch * geometry.width
     kept_elements = each * sum(store.length for store in stores)
     elements = kept_elements + each * slots.dropped * len(stores)
@@ -167,6 +168,34 @@ def report(
         beyond=sum(one.beyond for store in stores if store.watch is not None for one in store.watch.health()),
         **known,
     )
+
+
+def layer_bytes(store: LayerStore) -> dict[str, int]:
+    """Allocated bytes by kind, which the stage of a field decides; fields of policies are kinds of their own."""
+    sinks = store.sinks_2BSC.nbytes
+    parts = Counter({"window": storage_bytes([store.buffer_2BTC]) - sinks, "sinks": sinks})
+    kinds = [codec.scheme.memory_kinds(store.window.block, codec.geometry) for codec in store.codecs]
+    for slabs, kind_of in zip(store.slabs, [*kinds, {}], strict=True):
+        for slab in slabs:
+            for name, held in slab.items():
+                parts[kind_of.get(name, name)] += storage_bytes([held])
+    parts.update({} if store.watch is None else store.watch.bytes())
+    if store.index is not None:
+        parts["tables"] = storage_bytes(store.index.tensors)
+        home = store.index.window_2BTC
+        parts["window"] += 0 if home is None or home is store.buffer_2BTC else storage_bytes([home])
+    return parts
+
+
+def escapes(store: LayerStore) -> tuple[int, int]:
+    """(tokens of keys or values stored by the escape, tokens that asked for it)."""
+    counts = [
+        correct.count(store.fields(role, *run))
+        for role, codec in enumerate(store.codecs)
+        if isinstance(correct := codec.scheme.correct, CountedTokens)
+        for run in store.runs()
+    ]
+    return sum(served for served, _ in counts), sum(wanted for _, wanted in counts)
 
 
 def shared_bytes(codecs: list[Codec], others: Sequence[Tensor] = ()) -> int:

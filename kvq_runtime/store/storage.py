@@ -1,6 +1,8 @@
 """Memory that lasts from one forward pass to the next: allocate it for any mode, count it as allocated, and list it for
 a kernel: a layer's index on the device.
 
+A slab holds 32 blocks; only a layer's last grows, by doubling.
+
 What a decode step changes on the device depends on block tables, counts, and a window that stays in its place, not on
 what the host counts, so that the step can be recorded as a graph. The host sends its changes when it next publishes
 (`attention/fused.py`), and waits for nothing then.
@@ -12,7 +14,10 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.kernel_order import KernelOrder
+from kvq_runtime.geometry import SLAB
+from kvq_runtime.ops import dispatch
 
+Slab = dict[str, Tensor]
 SLACK = 64  # tokens that one step may add where the window is
 
 # of a function that allocates what is written into later: tensors made in inference mode could not be, outside it
@@ -23,6 +28,34 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of their storages; tensors that share one count once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+def put(slabs: list[Slab], first: int, fields: Slab, by_group: bool) -> None:
+    """Store the fields of blocks from number `first` on, all of one slab: [B, count, ...] each.
+
+    by_group   whether a packed reader takes the ends of groups by group
+    """
+    place = first % SLAB
+    stop = place + next(iter(fields.values())).shape[1]
+    needed = 1 << (stop - 1).bit_length()  # SLAB is a power of two
+    if place == 0 and first // SLAB == len(slabs):
+        slabs.append({name: _room(field, needed, by_group) for name, field in fields.items()})
+    slab = slabs[first // SLAB]
+    for name, field in fields.items():
+        if stop > slab[name].shape[1]:
+            grown = _room(field, needed, by_group)
+            grown[:, :place] = slab[name][:, :place]
+            slab[name] = grown
+        slab[name][:, place:stop] = field
+
+
+def _room(field: Tensor, blocks: int, by_group: bool) -> Tensor:
+    """Memory for `blocks` blocks of a field [B, n, ...]; for the ends of groups [B, n, block, M], which a packed reader
+    takes by group, by group."""
+    batch, _, *shape = field.shape
+    if not by_group or len(shape) != 2 or dispatch.runs_kernel(field):
+        return field.new_empty(batch, blocks, *shape)
+    return field.new_empty(batch, shape[1], blocks, shape[0]).permute(0, 2, 3, 1)
 
 
 class DeviceIndex:

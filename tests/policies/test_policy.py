@@ -19,8 +19,9 @@ from kvq_runtime.policies import evict
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.store.layer import LayerStore, Slab
+from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
+from kvq_runtime.store.storage import Slab
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ from feeding import DTYPE_IDS, DTYPES, GEOMETRY, RECIPES, feed_in, make, tensors
 from owned_bytes import owned
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import SLAB, Geometry
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import preset
 from kvq_runtime.store import memory
-from kvq_runtime.store.layer import SLAB
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
@@ -48,7 +47,7 @@ def test_the_report_is_what_the_cache_owns(recipe):
 def test_asymptotic_bits_are_what_a_slab_takes(recipe, dtype, monkeypatch):
     """Between two full slabs nothing grows but encoded blocks: their bytes, per element, are the bits promised."""
     slab = 4  # blocks in place of 32, which take the same bits each
-    for module in ("store.layer", "attention.selected"):
+    for module in ("store.layer", "store.storage", "attention.selected"):
         monkeypatch.setattr(f"kvq_runtime.{module}.SLAB", slab)
     recent, block = recipe.window.recent, recipe.window.block
     cache = make(recipe)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from kvq_calib.model import files, find
+from kvq_calib.model import files, find, supported
 from kvq_calib.text import corpus, tokenizer
 
 TEXTS = {  # {what: (the file, what is said)}
@@ -21,7 +21,7 @@ TEXTS = {  # {what: (the file, what is said)}
     "a digit more": ("1" * 5000, "config.json: invalid JSON"),
     "spaces": (" " * (files.CONFIG_LIMIT + 1), "config.json: 16777217 bytes; at most 16777216 are allowed"),
 }
-CHANGES = [(name, value) for name in files.SIZES for value in (0, -1, 10**12, "2", 2.0, True, [1])]
+CHANGES = [(name, value) for name in supported.SIZES for value in (0, -1, 10**12, "2", 2.0, True, [1])]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_size_that_no_model_has_is_refused(name, value, model, tmp_path):
     refused(model, tmp_path / "hostile", json.dumps(given), f"tiny: config.json has {name}=.*a whole number from 1 to")
 
 
-@pytest.mark.parametrize("name", sorted(set(files.SIZES) - set(files.OPTIONAL)))
+@pytest.mark.parametrize("name", sorted(set(supported.SIZES) - set(supported.OPTIONAL)))
 def test_a_size_that_is_missing_is_named(name, model, tmp_path):
     given = json.loads((model / "config.json").read_text())
     del given[name]

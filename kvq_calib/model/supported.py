@@ -1,0 +1,119 @@
+"""Refuse models that cannot be captured faithfully, and settings that no model has.
+
+Of the architectures listed here the settings in their file are enough; of any other transformers is asked what it makes
+of them, and its modules whether they can be run one layer at a time (`decoder.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvq_runtime.ops import rope
+
+if TYPE_CHECKING:
+    from kvq_calib.model.files import ModelFiles
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+PROPORTIONAL = "proportional"  # RoPE of a part of the frequencies, the others of angle 0
+SIZES = {  # {setting: the most that any model has, with room}
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 14,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "vocab_size": 1 << 26,
+    "max_position_embeddings": 1 << 28,
+}
+OPTIONAL = ("num_key_value_heads", "head_dim")
+Files = TypeVar("Files", bound="ModelFiles")
+
+
+def checked(files: Files) -> Files:
+    """Refuse what cannot be captured faithfully; return the model itself, with all settings."""
+    if files.config.get("auto_map"):
+        raise ValueError(f"{files.id} needs code from its own repository (auto_map); kvq runs no remote code")
+    named = files.config.get("architectures")
+    found = named[0] if isinstance(named, list) and named else named
+    kinds = files.config.get("layer_types")
+    if not isinstance(kinds, list | None):
+        raise ValueError(
+            f"{files.id}: {files.described} has layer_types={kinds!r:.60}; a list of one name a layer is needed"
+        )
+    if "text_config" in files.config or found not in ARCHITECTURES or _slides(files):
+        return _other(files, found)
+    _check_sizes(files)
+    _check_weights(files)
+    return files
+
+
+def _other(files: Files, architecture: Any) -> Files:
+    """Check a model of another type, by what transformers makes of its settings; return it with all of them."""
+    text = files.config.get("text_config")
+    for given in (files.config, text if isinstance(text, dict) else {}):
+        _check_numbers(files, given, tuple(SIZES))
+    from kvq_calib.model import decoder  # transformers and all that comes with it
+
+    if not decoder.known(files.config):
+        raise ValueError(
+            f"{files.id} has architecture {architecture!s:.60}; supported are {', '.join(ARCHITECTURES)}, and other "
+            "decoders of transformers of which some layers attend to every token, and towers of text of models "
+            "of images (docs/models.md)"
+        )
+    found = decoder.settings(files.transformers_config, files.id)
+    own = {name: files.config[name] for name in ("architectures", "quantization_config") if name in files.config}
+    whole = replace(files, config=found | own)
+    _check_sizes(whole)
+    decoder.check(whole.transformers_config(), whole.id)
+    _check_weights(whole)
+    return whole
+
+
+def _check_numbers(files: "ModelFiles", config: Mapping[str, Any], optional: Sequence[str]) -> None:
+    """Refuse numbers that are missing, or that no model has: loops and memory are as large as they say."""
+    for name, most in SIZES.items():
+        value = config.get(name)
+        if value is None and name in optional:
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(
+                f"{files.id}: {files.described} has {name}={value!r:.60}; a whole number from 1 to {most} is needed"
+            )
+
+
+def _check_sizes(files: "ModelFiles") -> None:
+    """The same, and that heads can share, and RoPE be undone."""
+    _check_numbers(files, files.config, OPTIONAL)
+    heads, of = files.config["num_attention_heads"], files.geometry.kv_heads
+    if files.geometry.head_size > SIZES["head_dim"]:
+        raise ValueError(f"{files.id}: {files.described} has heads of {files.geometry.head_size}; no model has")
+    if heads % of:
+        raise ValueError(
+            f"{files.id}: {files.described} has num_key_value_heads={of}; a divisor of num_attention_heads={heads} is "
+            "needed"
+        )
+    given = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{files.id}: {files.described} has RoPE settings {given!r:.60}; an object is needed")
+    settings = rope.settings(files.config)
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind not in (*rope.FIXED_TYPES, PROPORTIONAL):
+        raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(rope.FIXED_TYPES)}: types whose "
+                         "frequencies change with the length have no one key before RoPE")  # fmt: skip
+
+
+def _slides(files: "ModelFiles") -> bool:
+    """True if some layers may slide over a window, which transformers' own configuration decides."""
+    config = files.config
+    if files.architecture == "MistralForCausalLM" and "sliding_window" not in config:
+        return True  # by transformers' default
+    return type(config.get("num_hidden_layers")) is int and len(files.attending) < config["num_hidden_layers"]
+
+
+def _check_weights(files: "ModelFiles") -> None:
+    if files.headers is None:
+        files.check_files()
+    count = files.config["num_hidden_layers"]
+    missing = [i for i in range(count) if not files.layer_names(i)]
+    if missing:
+        raise ValueError(f"{files.id}: no weights for layer {missing[0]} of {count}")
