@@ -205,10 +205,11 @@ def _place(given: str, registry_url: str | None) -> tuple[Registry, Reference]:
 
 
 def _promote(place: Registry, version: Reference, alias: str) -> bool:
-    """Point the alias to a version, if that is the newest and the alias is elsewhere; whether it was moved."""
+    """Point the alias to a version, if that is the newest and the alias is elsewhere; whether it moved, so was not only
+    proposed."""
     state = place.existing(version.name)
     latest, before = state.newest(), state.at(alias)
     if latest is None or version.value != latest.version or before == version.value:
         return False
-    place.promote(version.name, version.value, alias, expect=before or "none", force=True)  # these bounds judged it
-    return True
+    after = place.promote(version.name, version.value, alias, expect=before or "none", force=True)  # bounds judged it
+    return after.at(alias) == version.value

@@ -31,15 +31,16 @@ def artifact_record(artifact: Artifact) -> dict[str, Any]:
 def brief(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record of `kvq show` without the parts that `tables` shows."""
     fit = {name: value for name, value in record["fit"].items() if name != "layers"}
-    rest = {name: value for name, value in record.items() if name not in ("evaluations", "fit")}
+    rest = {name: value for name, value in record.items() if name not in ("evaluations", "fit", "notes", "proposed")}
     return rest | ({"fit": fit} if fit else {})
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """{title: rows} of the part of a record that is a table: a row a layer of the fit."""
+    """{title: rows} of the parts of a record that are tables: notes, proposals, a row a layer of the fit."""
     layers = record["fit"].get("layers")
     rows = [{"layer": i} | flatten(layer) for i, layer in enumerate(layers if isinstance(layers, list) else [])]
-    return {"fit, by layer": rows} if rows else {}
+    shown = {"notes": record.get("notes"), "proposed": record.get("proposed"), "fit, by layer": rows}
+    return {title: found for title, found in shown.items() if found}
 
 
 def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:

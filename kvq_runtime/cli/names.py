@@ -4,16 +4,18 @@ import dataclasses
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from heapq import merge
 from typing import Any
 
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import reference, verdict
+from kvq_runtime.registry import reference, remarks, verdict
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.reference import SEARCHED, Reference
 from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.remarks import Remarks
 from kvq_runtime.registry.resolve import choose, open_registry
 
 
@@ -24,12 +26,13 @@ def list_names(args: Namespace) -> int:
     for name in registry.names():
         try:
             state = registry.state(name)
-            if state.events:
-                rows.append(_list_row(registry, state))
+            tagged = _tagged(registry, state, args.tag) if state.events else None
+            if tagged is not None:
+                rows.append(_list_row(registry, state) | tagged)
         except (ArtifactError, PermissionError) as error:
             code = 1
             rows.append({"name": name, "recipe": f"cannot be read: {error}"})
-    if rows or args.json:
+    if rows or args.json or args.tag:
         print_table(rows, args.json)
     else:
         print(f"{registry.url} is empty; kvq-calibrate publishes artifacts, kvq copy copies those of another registry")
@@ -44,6 +47,14 @@ def _list_row(registry: Registry, state: State) -> dict[str, Any]:
         return row | {"recipe": "(every version is yanked)"}
     about = registry.about(state.name, newest)
     return row | {"recipe": about["recipe"], "model": about["model"], "published": newest.at}
+
+
+def _tagged(registry: Registry, state: State, tag: str | None) -> dict[str, Any] | None:
+    """The column of versions that have a tag, none if it is not asked for; None if no version has it."""
+    if tag is None:
+        return {}
+    found = remarks.read(registry, state.name)
+    return {"tagged": having} if (having := [one for one in state.versions if tag in found.tags(one)]) else None
 
 
 def search_names(args: Namespace) -> int:
@@ -83,14 +94,15 @@ def _matches_digest(field: str, pattern: str, row: Mapping[str, Any]) -> bool:
 
 
 def history(args: Namespace) -> int:
-    """Print every change of a name."""
+    """Print every change of a name, remarks among them."""
     rows = []
     registry, name = named(args)
     for event in registry.existing(name).events:
         row = {"number": event.number, "at": event.at, "change": event.change.kind}
         row |= {name: getattr(event.change, name, None) for name in ("version", "alias", "reason", "sha256")}
         rows.append(row)
-    print_table(rows, args.json)
+    said = [{"at": one.at, "change": one.what, "by": one.by, **one.said} for one in remarks.read(registry, name).all]
+    print_table(list(merge(rows, said, key=lambda row: row["at"])), args.json)
     return 0
 
 
@@ -101,7 +113,46 @@ def promote(args: Namespace) -> int:
     found = verdict.of_version(registry, name, version)
     if found.word != verdict.USABLE and not args.json:
         say("kvq", f"{name}@{version.version} is {found}")
-    return _print_alias(state, args)
+    return _print_moved(registry, state, version, args)
+
+
+def approve(args: Namespace) -> int:
+    """Approve of a promote, which moves the alias if that is enough."""
+    registry, name, version = target(args, "approve")
+    state = remarks.approve(registry, name, version.version, args.alias, args.force)
+    return _print_moved(registry, state, version, args)
+
+
+def protect(args: Namespace) -> int:
+    """Let an alias move only with approvals."""
+    registry, name = named(args)
+    remarks.protect(registry, name, args.alias, args.approvals)
+    print_record({"name": name, "alias": args.alias, "approvals": args.approvals}, args.json)
+    return 0
+
+
+def _print_moved(registry: Registry, state: State, version: Version, args: Namespace) -> int:
+    """Print where an alias has moved; if it is protected, what is proposed and who approves."""
+    if state.at(args.alias) == version.version:
+        return _print_alias(state, args)
+    found = remarks.read(registry, state.name)
+    proposed = proposals(found, state, alias=args.alias, version=version.version)
+    for one in proposed if not args.json else []:
+        missing = one["needed"] - len(one["approved"])
+        said = f"{args.alias} is protected and did not move; {missing} of other names than {one['by']} have to approve"
+        say("kvq", f"{said}: kvq approve {state.name}@{version.version} --alias {args.alias}")
+    record = {"name": state.name, "alias": args.alias, "version": state.at(args.alias), "proposed": proposed}
+    print_record(record, args.json)
+    return 0
+
+
+def proposals(found: Remarks, state: State, **said: str) -> list[dict[str, Any]]:
+    """The open proposals of an alias, or of a version, as rows."""
+    return [
+        {"version": one.said["version"], "alias": one.said["alias"], "at": one.at, "by": one.by}
+        | {"approved": found.approved_by(one), "needed": found.approvals(one.said["alias"])}
+        for one in found.proposals(state, **said)
+    ]
 
 
 def rollback(args: Namespace) -> int:
@@ -122,6 +173,22 @@ def yank(args: Namespace) -> int:
     registry, name, version = target(args, "yank")
     registry.yank(name, version.version, args.reason)
     print_record({"name": name, "version": version.version, "yanked": args.reason}, args.json)
+    return 0
+
+
+def note(args: Namespace) -> int:
+    """Add a note to a version."""
+    registry, name, version = target(args, "note")
+    remarks.note(registry, name, version.version, args.text)
+    print_record({"name": name, "version": version.version, "note": args.text}, args.json)
+    return 0
+
+
+def tag(args: Namespace) -> int:
+    """Give a version a tag, or take it away."""
+    registry, name, version = target(args, "tag")
+    tags = remarks.tag(registry, name, version.version, args.tag, args.remove)
+    print_record({"name": name, "version": version.version, "tags": tags}, args.json)
     return 0
 
 

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from hashlib import sha256 as hash_of
 from typing import Any, ClassVar
 
@@ -131,15 +132,26 @@ def check_files(files: Any) -> None:
         _check_size(entry["size"], MAX_FILE)
 
 
-def _check_at(at: Any) -> None:
+def now() -> str:
+    """The time, as events state it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def check_at(at: Any) -> None:
+    """Raise ValueError unless this is a time as events state it."""
     if not isinstance(at, str) or not _AT.fullmatch(at):
         raise ValueError(f"at {at!r:.80}; use a UTC time, as in 2026-01-31T12:00:00Z")
 
 
 def check_reason(reason: Any) -> None:
     """Raise ValueError unless the reason for yanking a version is one printable line that is not blank."""
-    if not isinstance(reason, str) or not reason.strip() or len(reason) > 500 or not reason.isprintable():
-        raise ValueError(f"reason {reason!r:.80}; use one line of 1 to 500 characters")
+    check_line("reason", reason)
+
+
+def check_line(what: str, text: Any) -> None:
+    """Raise ValueError, beginning with `what`, unless a text is one printable line that is not blank."""
+    if not isinstance(text, str) or not text.strip() or len(text) > 500 or not text.isprintable():
+        raise ValueError(f"{what} {text!r:.80}; use one line of 1 to 500 characters")
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
@@ -149,7 +161,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "size": _check_size,
     "files": check_files,
     "reason": check_reason,
-    "at": _check_at,
+    "at": check_at,
 }
 
 
@@ -196,6 +208,11 @@ class State:
     def at(self, alias: str) -> str | None:
         """The version an alias points to; None if there is no such alias."""
         return self.aliases[alias][-1] if alias in self.aliases else None
+
+    def moved(self, alias: str) -> int:
+        """The number of the event that moved an alias last; 0 if none did."""
+        moves = (one.number for one in self.events if getattr(one.change, "alias", None) == alias)
+        return max(moves, default=0)
 
     def get(self, version: str) -> Version:
         """A version by number; NotFound names the versions there are."""

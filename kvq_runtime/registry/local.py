@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from kvq_runtime.artifact import header
@@ -43,10 +43,14 @@ class LocalRegistry(TreeRegistry):
         return str(self.root / path)
 
     def entries(self, folder: str) -> list[str]:
-        """The names right below a folder, in order."""
+        """The names right below a folder, in order; NotADirectoryError for a link on the way that leads nowhere."""
+        path = self.root / folder
         try:
-            return sorted(os.listdir(self.root / folder))
+            return sorted(os.listdir(path))
         except FileNotFoundError:
+            for one in (path, *path.parents[: len(PurePath(folder).parts) - 1]):
+                if one.is_symlink() and not one.exists():
+                    raise NotADirectoryError(f"{one}: a link that leads nowhere") from None
             return []
 
     def has(self, path: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from kvq_runtime.artifact import artifact, folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import Conflict
-from kvq_runtime.registry import card
+from kvq_runtime.registry import card, remarks
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.hub.client import Access, using
 from kvq_runtime.registry.hub.registry import HubRegistry
@@ -48,6 +48,7 @@ def copy(source: Registry, name: str, version: Version, target: Registry, dry_ru
         for _, data in source.records(kind, version.sha256, name):
             if data not in known:
                 target.add_record(kind, version.sha256, data, name)
+    remarks.copy(source, name, version.version, target)
     return row | {"result": "was there already" if exists else "published"}
 
 
@@ -63,9 +64,9 @@ def mirror(source: Registry, name: str, target: Registry, dry_run: bool = False)
     for alias in state.aliases:  # before yanks: a yanked version may be an alias' old one
         pointed = state.at(alias)
         if pointed is not None and before.at(alias) != pointed:
-            if not dry_run:
-                target.promote(name, pointed, alias, before.at(alias) or "none", force=True)
-            yield _row(name, pointed, source, target, f"is {alias}", dry_run)
+            moved = dry_run or target.promote(name, pointed, alias, before.at(alias) or "none", force=True).at(alias)
+            what = f"is {alias}" if moved in (True, pointed) else f"is proposed as {alias}, which is protected"
+            yield _row(name, pointed, source, target, what, dry_run)
     for version in state.versions.values():
         if version.yanked is not None and (dry_run or target.current_state(name).get(version.version).yanked is None):
             if not dry_run:

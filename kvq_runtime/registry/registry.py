@@ -7,7 +7,6 @@ gives and adds files, and writes an event only on top of the events that were re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import events, reference, sound, verdict, webhook
+from kvq_runtime.registry import events, reference, remarks, sound, verdict, webhook
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE, PRODUCTION
@@ -26,7 +25,7 @@ if TYPE_CHECKING:  # kvq list and promote should not wait for torch
 TRIES = 200
 FIRST = "1.0.0"
 _NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
-Kind = Literal["evaluations", "signatures"]
+Kind = Literal["evaluations", "signatures", "remarks"]
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ class Registry(ABC):
         for _ in range(TRIES):
             head = self.look(name)
             if lost := [event for event in unanswered if event in head.state.events]:  # the answer was, they are there
-                webhook.tell(self.url, lost[-1])
+                webhook.tell(self.url, lost[-1].to_json())
                 return head.state
             change = decide(head.state)
             if change is None:
@@ -249,11 +248,10 @@ class Registry(ABC):
                 return head.state
             if overtaken and not self.moves_again and isinstance(change, (Promote, Rollback)):
                 raise Conflict(f"{self.url}: somebody changed {name} first; look at kvq history {name}, then retry")
-            at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            event = Event(len(head.state.events) + 1, name, at, change)
+            event = Event(len(head.state.events) + 1, name, events.now(), change)
             written = self.write(head, head.state.apply(event), content, about, unanswered)
             if written is not None:
-                webhook.tell(self.url, event)
+                webhook.tell(self.url, event.to_json())
                 return written.state
             overtaken = overtaken or event not in unanswered
         raise Conflict(f"{self.url}: {TRIES} other changes of {name} came first; try again")
@@ -309,7 +307,8 @@ class Registry(ABC):
     def promote(
         self, name: str, version: str, alias: str = PRODUCTION, expect: str | None = None, force: bool = False
     ) -> State:
-        """Point an alias to a version; returns the new state.
+        """Point an alias to a version, or propose that if the alias is protected; returns the state: `at(alias)` is the
+        version if the alias has moved.
 
         expect   the version the alias must point to now ("none" for a new alias); None is the one it points to when
                  this is called
@@ -329,9 +328,13 @@ class Registry(ABC):
             if state.at(alias) == version:
                 return None
             _check_unmoved(state, alias, before)
-            return Promote(alias, version)
+            state.get(version)
+            return Promote(alias, version) if remarks.read(self, name).may_move(state, alias, version) else None
 
-        return self.change(name, decide)
+        after = self.change(name, decide)
+        if after.at(alias) != version:
+            remarks.propose(self, after, alias, version)
+        return after
 
     def rollback(self, name: str, alias: str = PRODUCTION) -> State:
         """Point an alias to the version it had before; returns the new state.

@@ -4,6 +4,7 @@
     names/<name>/events/00000042.json           the changes of a name, one file each: see events.py
     evaluations/<sha256>/<sha256 of file>.json  measurements of an artifact, added later, never changed
     signatures/<sha256>/<sha256 of file>.json   signatures of it
+    remarks/<sha256 of the name>/<...>.json     notes, tags and approvals: see remarks.py
 
 A change is decided from the present events, and claims the next number, which one process gets. If another took it:
 read, decide and claim again. A blob is there before an event names it.
@@ -19,7 +20,7 @@ from typing import Any
 
 from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import events, reference, sound
+from kvq_runtime.registry import events, reference, remarks, sound
 from kvq_runtime.registry.events import Event, Fold, Publish, State, Version
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
 from kvq_runtime.registry.registry import Finding, Head, Registry
@@ -107,8 +108,9 @@ class TreeRegistry(Registry):
         """`entries` of what has to be a folder, if it is there; ArtifactError for anything else."""
         try:
             return self.entries(folder)
-        except NotADirectoryError:
-            raise ArtifactError(f"{self.address(folder)}: no folder{_ASK}") from None
+        except NotADirectoryError as error:
+            why = f", {error}" if "nowhere" in str(error) else ""
+            raise ArtifactError(f"{self.address(folder)}: no folder{why}{_ASK}") from None
 
     def event(self, name: str, number: int) -> Event:
         """One event of a name; raises ArtifactError naming the file if it is missing or malformed."""
@@ -218,7 +220,7 @@ class TreeRegistry(Registry):
             findings += problems
             named |= blobs
         findings += self._examine_blobs(named, readable=not findings)
-        for kind, again in (("evaluations", "evaluate"), ("signatures", "sign")):
+        for kind, again in (("evaluations", "evaluate"), ("signatures", "sign"), ("remarks", "remark")):
             for folder in (f"{kind}/{sha256}" for sha256 in self.entries(kind)):
                 listed, advice = list[str](), "move it out of the registry"
                 findings += self._attempt(lambda f=folder, to=listed: to.extend(self._in_folder(f)), folder, advice)
@@ -300,6 +302,8 @@ class TreeRegistry(Registry):
         data, where = self.content(path, sound.LIMIT), PurePath(self.at(path))
         if path.startswith("evaluations/"):
             sound.from_bytes(data, where)
+        elif path.startswith("remarks/"):
+            remarks.from_bytes(data, where)
         else:
             _check_digest(hash_of(data).hexdigest(), where.stem)
 

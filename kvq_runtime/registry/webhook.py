@@ -13,19 +13,20 @@ import logging
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from http.client import HTTPException
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvq_runtime.disk import strict_json
-from kvq_runtime.registry.events import Event
 
 ADDRESS, SECRET = "KVQ_WEBHOOK", "KVQ_WEBHOOK_SECRET"
 TRIES, SECONDS = 2, 5.0  # how often an address is asked, and how long each step of its answer may take
 _log = logging.getLogger(__name__)
 
 
-def tell(registry: str, event: Event) -> None:
-    """Tell the address, if one is set, of an event of this registry; never raises."""
+def tell(registry: str, event: Mapping[str, Any]) -> None:
+    """Tell the address, if one is set, of an event or a remark of this registry, as JSON; never raises."""
     address, secret = os.environ.get(ADDRESS), os.environ.get(SECRET, "")
     if not address:
         return
@@ -33,7 +34,7 @@ def tell(registry: str, event: Event) -> None:
         return _log.warning("%s is no http:// or https:// address without a user; nothing is told", ADDRESS)
     if not secret:
         return _log.warning("%s is set without %s, by which it is signed; nothing is told", ADDRESS, SECRET)
-    body = (strict_json.dumps({"registry": registry, "event": event.to_json()}) + "\n").encode()
+    body = (strict_json.dumps({"registry": registry, "event": event}) + "\n").encode()
     head = {
         "Content-Type": "application/json",
         "X-KVQ-Signature-256": f"sha256={signature(body, secret)}",
@@ -70,11 +71,11 @@ def signature(body: bytes, secret: str) -> str:
     return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
+class Stay(urllib.request.HTTPRedirectHandler):
     """Follow no redirect: what was signed for one address is not sent to another."""
 
     def redirect_request(self, *given: object) -> None:
         return None
 
 
-_opener = urllib.request.build_opener(_Stay)
+_opener = urllib.request.build_opener(Stay)

@@ -1,0 +1,310 @@
+"""Notes, tags and approvals stand beside events: none conflicts, and a kvq that knows only events reads on."""
+
+import json
+from collections.abc import Callable
+from hashlib import sha256
+
+import pytest
+import tiny_artifact as tiny
+from hub_client import hub_for
+from webhook import posted_to
+
+from kvq_runtime.cli import main as cli
+from kvq_runtime.disk import files, strict_json
+from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+from kvq_runtime.registry import mirror, remarks, resolve
+from kvq_runtime.registry.hub import index
+from kvq_runtime.registry.local import LocalRegistry
+from kvq_runtime.registry.registry import Registry
+
+NAME = "tiny-2bit"
+FOLDER = sha256(NAME.encode()).hexdigest()
+
+
+@pytest.fixture(params=["file", "hf"])
+def store(request, tmp_path, monkeypatch):
+    """A registry with two versions, of each kind, the first one production; the default registry of the commands."""
+    monkeypatch.setenv("KVQ_USER", "alice")
+    with hub_for(monkeypatch, tmp_path):
+        found = LocalRegistry(tmp_path / "registry") if request.param == "file" else resolve.open_registry("hf://org")
+        monkeypatch.setenv("KVQ_REGISTRY", found.url)
+        for seed in range(2):
+            found.publish(NAME, tiny.data(seed), attachments={"README.md": b"---\ntags: [kvq]\n---\n"})
+        found.promote(NAME, "1.0.0")
+        yield found
+
+
+@pytest.fixture
+def kvq(capsys) -> Callable[..., tuple[int, str, str]]:
+    def run(*given: object) -> tuple[int, str, str]:
+        code = cli.main([str(argument) for argument in given])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def production() -> str:
+    """What a cache that is made now is made of."""
+    return resolve.resolve(f"{NAME}@production").version
+
+
+# ---- notes and tags
+
+
+def test_notes_and_tags_by_the_commands(store: Registry, kvq, tmp_path):
+    assert kvq("note", f"{NAME}@1.0.1", "fitted without code")[0] == 0
+    for name in ("long-context", "b"):
+        assert kvq("tag", f"{NAME}@1.0.1", name)[0] == 0
+    code, out, _ = kvq("tag", f"{NAME}@1.0.1", "b", "--remove", "--json")
+    assert code == 0 and json.loads(out)["tags"] == ["long-context"]
+    shown = json.loads(kvq("show", f"{NAME}@1.0.1", "--json")[1])
+    assert shown["tags"] == ["long-context"]
+    assert [(one["by"], one["text"]) for one in shown["notes"]] == [("alice", "fitted without code")]
+    assert json.loads(kvq("show", f"{NAME}@1.0.0", "--json")[1])["notes"] == []
+    assert "fitted without code" in kvq("show", f"{NAME}@1.0.1")[1]
+    if isinstance(store, LocalRegistry):  # a Hub's search lists names when it has seen them
+        assert json.loads(kvq("list", "--tag", "long-context", "--json")[1])[0]["tagged"] == ["1.0.1"]
+        assert json.loads(kvq("list", "--tag", "b", "--json")[1]) == []
+        assert kvq("doctor")[1].startswith("nothing is wrong")
+    changes = [row["change"] for row in json.loads(kvq("history", NAME, "--json")[1])]
+    assert sorted(changes) == ["note", "promote", "publish", "publish", "tag", "tag", "untag"]
+    other = LocalRegistry(tmp_path / "mirror")
+    for _ in range(2):
+        list(mirror.mirror(store, NAME, other))
+    copied = remarks.read(other, NAME)
+    assert copied.tags("1.0.1") == ["long-context"] and copied.all == remarks.read(store, NAME).all
+
+
+def test_an_older_kvq_reads_on(store: Registry):
+    """It knows these kinds of events, and this form of a Hub's index."""
+    remarks.note(store, NAME, "1.0.0", "a note")
+    remarks.protect(store, NAME, "production", 1)
+    store.promote(NAME, "1.0.1")
+    state = store.current_state(NAME)
+    assert [event.change.kind for event in state.events] == ["publish", "publish", "promote"]
+    assert state.at("production") == "1.0.0"
+    if not isinstance(store, LocalRegistry):
+        index_json = strict_json.loads(index.to_bytes(store.look(NAME)), "index")
+        assert set(index_json) == {"schema", "name", "versions", "aliases", "events"}
+
+
+def test_a_tag_that_was_removed_is_given_again(store: Registry, monkeypatch):
+    monkeypatch.setattr(remarks.events, "now", lambda: "2026-01-31T12:00:00Z")  # all in one second
+    for _ in range(2):
+        assert remarks.tag(store, NAME, "1.0.0", "good") == ["good"]
+        assert remarks.tag(store, NAME, "1.0.0", "good") == ["good"]
+        assert remarks.tag(store, NAME, "1.0.0", "good", remove=True) == []
+    assert len(remarks.read(store, NAME).all) == 4, "what is so already is not written"
+
+
+def test_a_tag_and_its_removal_at_once_leave_the_tag(store: Registry):
+    """Who removes has not seen the tag that came meanwhile."""
+    remarks.tag(store, NAME, "1.0.0", "good")
+    seen = remarks.read(store, NAME).holding("tag", tag="good")
+    remarks.add(store, NAME, "untag", seen, version="1.0.0", tag="good")
+    remarks.add(store, NAME, "tag", seen, version="1.0.0", tag="good")
+    assert remarks.read(store, NAME).tags("1.0.0") == ["good"]
+
+
+@pytest.mark.parametrize("given, said", [
+    (["note", f"{NAME}@1.0.0", "a\nb"], "use one line of 1 to 500"), (["note", f"{NAME}@1.0.0", "x" * 501], "500"),
+    (["tag", f"{NAME}@1.0.0", "A b"], "use 1 to 32 of a-z"), (["note", NAME, "x"], "name the version"),
+    (["protect", NAME, "--approvals", "17"], "from 0 to 16"), (["protect", NAME, "--approvals", "-1"], "whole number"),
+])  # fmt: skip
+def test_what_cannot_be_said_is_refused(given, said, store: Registry, kvq):
+    try:
+        code, _, error = kvq(*given)
+    except SystemExit as ended:  # argparse's own
+        code, error = ended.code, said
+    assert code == 2 and said in error and remarks.read(store, NAME).all == ()
+
+
+def test_no_version_no_note(store: Registry, kvq, monkeypatch):
+    assert kvq("note", f"{NAME}@9.0.0", "x")[0] == 3
+    with pytest.raises(NotFound):
+        remarks.tag(store, NAME, "9.0.0", "x")
+    monkeypatch.setenv("KVQ_USER", "a\nb")
+    with pytest.raises(ValueError, match="in KVQ_USER"):
+        remarks.note(store, NAME, "1.0.0", "x")
+
+
+# ---- protected aliases
+
+
+def test_a_protected_alias_waits_for_another_name(store: Registry, kvq, monkeypatch):
+    assert kvq("protect", NAME, "--approvals", "1")[0] == 0
+    code, out, error = kvq("promote", f"{NAME}@1.0.1")
+    assert code == 0 and "production is protected and did not move" in error and "kvq approve" in error
+    assert production() == "1.0.0"
+    shown = json.loads(kvq("show", f"{NAME}@1.0.1", "--json")[1])["proposed"]
+    assert [(one["alias"], one["by"], one["approved"], one["needed"]) for one in shown] == [
+        ("production", "alice", [], 1)
+    ]
+    kvq("promote", f"{NAME}@1.0.1")  # again: no second proposal
+    code, _, error = kvq("approve", f"{NAME}@1.0.1")
+    assert code == 4 and "alice proposed it, and another one has to approve" in error and production() == "1.0.0"
+    monkeypatch.setenv("KVQ_USER", "bob")
+    assert kvq("approve", f"{NAME}@1.0.0")[0] == 0, "which is production already"
+    code, out, _ = kvq("approve", f"{NAME}@1.0.1", "--json")
+    assert code == 0 and json.loads(out)["version"] == "1.0.1" and production() == "1.0.1"
+    state = store.current_state(NAME)
+    assert len(state.events) == 4
+    assert [one.what for one in remarks.read(store, NAME).all].count("propose") == 1
+    assert kvq("approve", f"{NAME}@1.0.1")[0] == 0 and store.current_state(NAME) == state, "once more changes nothing"
+    assert kvq("rollback", NAME)[0] == 0 and production() == "1.0.0", "what was approved before needs nobody"
+    assert kvq("protect", NAME, "--approvals", "0")[0] == 0
+    assert kvq("promote", f"{NAME}@1.0.1")[0] == 0 and production() == "1.0.1"
+
+
+def test_other_aliases_are_free_and_a_copy_is_proposed(store: Registry, tmp_path):
+    remarks.protect(store, NAME, "production", 1)
+    assert store.promote(NAME, "1.0.1", alias="canary").at("canary") == "1.0.1"
+    source = LocalRegistry(tmp_path / "source")
+    for seed in range(2):
+        source.publish(NAME, tiny.data(seed))
+    source.promote(NAME, "1.0.1")
+    (row,) = [one for one in mirror.mirror(source, NAME, store) if "production" in one["result"]]
+    assert row["result"] == "is proposed as production, which is protected" and production() == "1.0.0"
+
+
+def test_two_approvals_are_of_two_others(store: Registry, monkeypatch):
+    remarks.protect(store, NAME, "production", 2)
+    store.promote(NAME, "1.0.1")
+    for name, moved in (("bob", "1.0.0"), ("bob", "1.0.0"), ("carol", "1.0.1")):
+        monkeypatch.setenv("KVQ_USER", name)
+        assert remarks.approve(store, NAME, "1.0.1", "production").at("production") == moved
+
+
+def test_a_proposal_lapses_when_the_alias_moves(store: Registry, monkeypatch):
+    store.publish(NAME, tiny.data(2))
+    remarks.protect(store, NAME, "production", 1)
+    for version in ("1.0.1", "1.0.2"):
+        store.promote(NAME, version)
+    monkeypatch.setenv("KVQ_USER", "bob")
+    remarks.approve(store, NAME, "1.0.2", "production")
+    with pytest.raises(Conflict, match="nobody has proposed it"):
+        remarks.approve(store, NAME, "1.0.1", "production")
+    assert production() == "1.0.2"
+
+
+@pytest.mark.parametrize("rival, wins", [("1.0.1", "1.0.1"), ("1.0.2", "1.0.2")])
+def test_two_who_approve_at_once(rival, wins, store: Registry, monkeypatch):
+    """The rival's approval and its promote come between this one's approval and its promote: one event, of one."""
+    store.publish(NAME, tiny.data(2))
+    remarks.protect(store, NAME, "production", 1)
+    for version in ("1.0.1", "1.0.2"):
+        store.promote(NAME, version)
+    real, came = type(store).change, []
+
+    def overtaken(self, *given, **more):
+        if not came:
+            came.append(1)
+            monkeypatch.setenv("KVQ_USER", "carol")
+            remarks.approve(resolve.open_registry(store.url), NAME, rival, "production")
+        return real(self, *given, **more)
+
+    monkeypatch.setenv("KVQ_USER", "bob")
+    monkeypatch.setattr(type(store), "change", overtaken)
+    if rival == "1.0.1":
+        assert remarks.approve(store, NAME, "1.0.1", "production").at("production") == wins
+    else:
+        with pytest.raises(Conflict, match="somebody moved it"):
+            remarks.approve(store, NAME, "1.0.1", "production")
+    assert production() == wins and len(store.current_state(NAME).events) == 5
+
+
+def test_what_no_event_could_do_is_not_proposed(store: Registry):
+    remarks.protect(store, NAME, "production", 1)
+    store.yank(NAME, "1.0.1", "bad")
+    with pytest.raises(Conflict, match="yanked"):
+        store.promote(NAME, "1.0.1")
+    with pytest.raises(NotFound):
+        store.promote(NAME, "9.0.0")
+    assert [one.what for one in remarks.read(store, NAME).all] == ["protect"]
+
+
+# ---- files
+
+
+GOOD = {"schema": 1, "name": NAME, "at": "2026-01-31T12:00:00Z", "by": "eve", "replaces": []}
+DAMAGED = {
+    "newer": (GOOD | {"schema": 2, "kind": "note", "version": "1.0.0", "text": "x"}, "a newer kvq"),
+    "unknown key": (GOOD | {"kind": "note", "version": "1.0.0", "text": "x", "y": 1}, "unknown keys"),
+    "other name": (GOOD | {"kind": "note", "version": "1.0.0", "text": "x", "name": "other"}, "stored with another"),
+    "control": (GOOD | {"kind": "note", "version": "1.0.0", "text": "\u001b[2J"}, "use one line"),
+    "no count": (GOOD | {"kind": "protect", "alias": "production", "approvals": True}, "whole number"),
+    "replaces": (GOOD | {"kind": "tag", "version": "1.0.0", "tag": "x", "replaces": ["../x"]}, "sha256 '../x'"),
+    "no list": (GOOD | {"kind": "tag", "version": "1.0.0", "tag": "x", "replaces": {}}, "a list of digests"),
+    "at": (GOOD | {"kind": "tag", "version": "1.0.0", "tag": "x", "at": "now"}, "use a UTC time"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> LocalRegistry:
+    monkeypatch.setenv("KVQ_USER", "alice")
+    found = LocalRegistry(tmp_path / "registry")
+    found.publish(NAME, tiny.data())
+    return found
+
+
+@pytest.mark.parametrize("fields, said", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_remark_is_refused_by_name(fields, said, folder: LocalRegistry):
+    """Not passed over: it may be what protects an alias."""
+    folder.add_record("remarks", FOLDER, strict_json.dumps(fields).encode(), NAME)
+    with pytest.raises(ArtifactError, match=said):
+        folder.promote(NAME, "1.0.0")
+    (finding,) = folder.examine()
+    assert finding.level == "fault" and folder.state(NAME).at("production") is None
+
+
+def test_a_remark_that_was_changed_is_refused(folder: LocalRegistry):
+    remarks.protect(folder, NAME, "production", 1)
+    (path,) = (folder.root / "remarks" / FOLDER).iterdir()
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes().replace(b'"approvals":1', b'"approvals":0'))
+    with pytest.raises(ArtifactError, match="the file was changed"):
+        folder.promote(NAME, "1.0.0")
+
+
+def test_a_kind_of_a_later_kvq_is_passed_over(folder: LocalRegistry):
+    later = GOOD | {"kind": "pin", "version": "1.0.0", "until": 7}
+    folder.add_record("remarks", FOLDER, strict_json.dumps(later).encode(), NAME)
+    assert remarks.read(folder, NAME).all == () and folder.examine() == []
+    assert folder.promote(NAME, "1.0.0").at("production") == "1.0.0"
+
+
+def test_remarks_are_told(folder: LocalRegistry, monkeypatch):
+    heard = list[bytes]()
+    with posted_to(lambda head, body: heard.append(body) or 200) as address:
+        monkeypatch.setenv("KVQ_WEBHOOK", address)
+        monkeypatch.setenv("KVQ_WEBHOOK_SECRET", "a secret of ours")
+        remarks.protect(folder, NAME, "production", 1)
+        remarks.note(folder, NAME, "1.0.0", "a note")
+        folder.promote(NAME, "1.0.0")
+    told = [json.loads(body)["event"] for body in heard]
+    assert [(one["kind"], one["name"], one["by"]) for one in told] == [
+        (kind, NAME, "alice") for kind in ("protect", "note", "propose")
+    ]
+
+
+# ---- links
+
+
+@pytest.mark.parametrize("place", ["names/gone", "names/gone/events", "remarks"])
+def test_a_link_that_leads_nowhere_is_told(place, folder: LocalRegistry, tmp_path, kvq):
+    path = folder.root / place
+    files.make_folder(path.parent)
+    path.symlink_to(tmp_path / "not-mounted")
+    if place == "remarks":
+        with pytest.raises(ArtifactError, match="leads nowhere"):
+            folder.promote(NAME, "1.0.0")
+        return
+    assert folder.names() == ["gone", NAME]
+    code, out, _ = kvq("list", "--registry", folder.url)
+    assert code == 1 and "a link that leads nowhere" in out and NAME in out
+    code, out, _ = kvq("doctor", "--registry", folder.url)
+    assert code == 1 and "a link that leads nowhere" in out and "move it out of the registry" in out
+    with pytest.raises(ArtifactError, match="leads nowhere"):
+        folder.collect(0)
+    with pytest.raises(ArtifactError, match="leads nowhere"):
+        folder.publish("gone", tiny.data(1))
