@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Failed, State
 from pydantic import Field
 
-from kvq_calib.evaluate import held_out as measure
+from kvq_calib.evaluate import drift as measure
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.flow.flow import calibrated
 from kvq_calib.job.job import Job

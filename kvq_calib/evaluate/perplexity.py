@@ -13,20 +13,12 @@ compared.
                  Σ p (x - y) + log Σ exp y - log Σ exp x          of their logits x and y
     top1         share of places where the likeliest tokens agree
 
-Full encodes of a model that does not fit into memory are scored one layer at a time, with one reading of its weights:
-
-    embed → layer 0: 16 bit, cache A, cache B, ... → layer 1: likewise → ... → head, a few windows at a time
-
-Each cache's hidden states go on from layer to layer by themselves, in host memory. Layers are those of
-`model/streamed.py`, so that figures are those of the whole model but for rounding. The device holds one layer, and each
-cache as it is packed.
-
 Source: Shutova et al., 2025 (AQUA-KV), section 4: sequences encoded auto-regressively with the compressed cache.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -36,10 +28,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvq_calib.evaluate.caches import CountedCache, Reads, answering, attending
+from kvq_calib.evaluate.caches import CountedCache, Reads, attending
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
 from kvq_calib.model.attention import passes
-from kvq_calib.model.streamed import Stream
 
 REFERENCE = "16 bit"
 STEP = 32
@@ -241,118 +232,3 @@ def _logits(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, step
         if one.stop == prompt and isinstance(cache, CountedCache) and cache.reads is not None:
             cache.reads = Reads()  # what is scored is counted
         yield from logits.split(PART, 1)
-
-
-@torch.inference_mode()
-def layered(
-    stream: Stream,
-    tokens_BT: Tensor,
-    caches: Mapping[str, Callable[[], CountedCache]],
-    rows: int | None = None,
-    progress: Callable[[int], object] = lambda tokens: None,
-    ledger: Ledger = NOWHERE,
-) -> dict[str, Score]:
-    """`scores` of full encodes, the same figures; a ledger keeps them once all layers are done.
-
-    caches   makes an empty cache of `stream.blank`, by name
-    rows     windows that go through a layer side by side
-    """
-    length, names = tokens_BT.shape[1], (REFERENCE, *caches)
-    groups = tokens_BT.split(rows or rows_of(length, stream.files.vocabulary))
-    units = [{name: {"layered": name, "tokens": digest(group), "step": length} for name in names} for group in groups]
-    kept: list[dict[str, Any]] = [{name: ledger.read(**unit) for name, unit in own.items()} for own in units]
-    left = [name for name in names if any(own[name] is None for own in kept)]
-    progress(tokens_BT.numel() * (len(names) - len(left)))
-    if left:
-        made: dict[str, Callable[[], CountedCache | None]] = {REFERENCE: lambda: None, **caches}
-        at_work: list[dict[str, State]] = []
-        for group in groups:
-            embedded = stream.embed(group.long()).cpu()
-            at_work.append({name: (embedded, made[name]()) for name in dict.fromkeys([REFERENCE, *left])})
-        _through(stream, at_work, tokens_BT.numel() * len(left), progress)
-        head = stream.head()
-        for group, states, own, told in zip(groups, at_work, units, kept, strict=True):
-            windows = Windows(group, stream.device, partial(_of_head, head, states[REFERENCE][0]))
-            for name in left:
-                hidden, cache = states[name]
-                score = windows.score(windows.expected if cache is None else _of_head(head, hidden))
-                score.reads = None if cache is None else cache.reads
-                told[name] = asdict(score)
-                ledger.write(told[name], **own[name])
-    found = {name: Score() for name in names}
-    for told in kept:
-        for name, score in found.items():
-            score.add(Score.of(told[name]))
-    return found
-
-
-State = tuple[Tensor, CountedCache | None]  # hidden states [B, T, E] on the CPU, and the cache that they are of
-
-
-def _through(stream: Stream, groups: list[dict[str, State]], tokens: int, progress: Callable[[int], object]) -> None:
-    """Take all states through all layers; `tokens` is what is reported in all."""
-    done, of = 0, stream.layers * sum(map(len, groups))
-    for index in range(stream.layers):
-        layer = stream.layer(index)
-        for states in groups:
-            for name, (hidden, cache) in states.items():
-                states[name] = layer.through(hidden, partial(answering, cache) if cache else None).cpu(), cache
-                done += 1
-                progress(tokens * done // of - tokens * (done - 1) // of)
-        del layer
-
-
-def _of_head(head: Any, hidden_BTE: Tensor) -> Iterator[Tensor]:
-    """Logits [B, tokens, V], PART tokens at a time."""
-    return (head(part.to(head.device)) for part in hidden_BTE.split(PART, 1))
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """The last tokens of a row and the one after it.
-
-    row      its number
-    tokens   what is scored: the row has all of them but the last
-    """
-
-    row: int
-    tokens: tuple[int, ...]
-
-
-@torch.inference_mode()
-def loglikelihoods(
-    model: PreTrainedModel, cache: Cache, rows: Sequence[Sequence[int]], asked: Sequence[Continuation], step: int
-) -> list[tuple[float, bool]]:
-    """Return, for each continuation, the sum of log q(token), in nats, and whether each token is the likeliest.
-
-    Context and continuation arrive in steps: a token that came in the same pass as all that is before it would read
-    exact keys, and the answer to a question of one token would test nothing. Rows begin together and are padded on the
-    right, which the cache knows: so blocks begin where they begin alone, and no row's figures depend on its neighbours
-    but by rounding, or where a policy decides for all rows together.
-
-    rows   token ids of context and continuation without its last token, each of at least one token
-    step   tokens a pass
-    """
-    lengths = [len(row) for row in rows]
-    longest, device = max(lengths), model.device
-    tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
-    mask_BT = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
-    padded = min(lengths) < longest
-    wanted = [torch.tensor(one.tokens, device=device) for one in asked]
-    sums, greedy = [0.0] * len(asked), [True] * len(asked)
-    for start in range(0, longest, step):
-        stop = min(start + step, longest)
-        with attending(model, cache):
-            mask = mask_BT[:, :stop].long() if padded else None
-            given = tokens_BT[:, start:stop]
-            logits = model(given, attention_mask=mask, past_key_values=cache, use_cache=True).logits
-        for number, (one, tokens) in enumerate(zip(asked, wanted, strict=True)):
-            first = lengths[one.row] - len(tokens)
-            begin, end = max(first, start), min(lengths[one.row], stop)
-            if begin >= end:
-                continue
-            logq = logits[one.row, begin - start : end - start].double().log_softmax(-1)
-            here = tokens[begin - first : end - first]
-            sums[number] += float(logq.gather(-1, here[:, None]).sum())
-            greedy[number] &= bool((logq.argmax(-1) == here).all())
-    return list(zip(sums, greedy, strict=True))

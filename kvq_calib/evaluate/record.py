@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from kvq_calib.evaluate import errors, perplexity
 from kvq_calib.evaluate.caches import CountedCache, FullCache, fit_tokens, refusal
+from kvq_calib.evaluate.layered import layered
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code
 from kvq_calib.evaluate.perplexity import REFERENCE, Score
 from kvq_calib.evaluate.subject import Subject, costs
@@ -256,7 +257,7 @@ class _Work:
             if not left:
                 found[name] = {}
             elif stream is not None:
-                found[name] = perplexity.layered(stream, tokens_BT, caches, *common, kept)
+                found[name] = layered(stream, tokens_BT, caches, *common, kept)
             else:
                 step, prompt = (protocol.step, protocol.prompt) if name == IN_USE else (length, 0)
                 found[name] = perplexity.scores(model, tokens_BT, caches, step, *common, kept, prompt)

@@ -13,6 +13,7 @@ from architectures import random
 
 from kvq_calib.evaluate import perplexity, record
 from kvq_calib.evaluate.caches import FullCache
+from kvq_calib.evaluate.layered import layered
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.record import Protocol
 from kvq_calib.evaluate.subject import Subject
@@ -105,12 +106,12 @@ def test_each_layer_is_read_once_and_what_is_kept_is_not_done_again(small, tmp_p
         return {name: lambda name=name: FullCache(preset(name), stream.blank, length=LENGTH) for name in names}
 
     given, ledger = (stream, small.batch.tokens_BT), Ledger(tmp_path)
-    first = perplexity.layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, ledger)
+    first = layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, ledger)
     assert read == dict.fromkeys(range(stream.layers), 1) and sum(done) == 3 * small.batch.tokens_BT.numel()
     assert len(done) > stream.layers, "it is told while layers are run"
-    again = perplexity.layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, ledger)
+    again = layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, ledger)
     assert again == first and read.total() == stream.layers
-    more = perplexity.layered(*given, caches("higgs-2bit", "rtn-4bit"), 1, done.append, ledger)
+    more = layered(*given, caches("higgs-2bit", "rtn-4bit"), 1, done.append, ledger)
     assert read.total() == 2 * stream.layers and more["higgs-2bit"] == first["higgs-2bit"]
     assert more[perplexity.REFERENCE] == first[perplexity.REFERENCE] and sum(done) == 9 * small.batch.tokens_BT.numel()
 

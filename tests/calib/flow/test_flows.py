@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from kvq_calib.cli import calibrate as cli
-from kvq_calib.evaluate import held_out
+from kvq_calib.evaluate import drift
 from kvq_runtime.registry import resolve as registry
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
@@ -159,11 +159,11 @@ def test_drift_is_told_and_what_is_worse_is_not_promoted(model, server):
 
 
 def test_the_text_of_a_drift_check_is_fresh_every_week(model):
-    assert held_out.week(date(2026, 4, 1)) == held_out.week(date(2026, 4, 3)) == 202614
-    assert held_out.week(date(2027, 1, 1)) == 202653
-    assert held_out.week(date(2026, 4, 8)) == 202615
+    assert drift.week(date(2026, 4, 1)) == drift.week(date(2026, 4, 3)) == 202614
+    assert drift.week(date(2027, 1, 1)) == 202653
+    assert drift.week(date(2026, 4, 8)) == 202615
 
 
 def test_a_drift_check_without_bounds_is_refused(model):
     with pytest.raises(ValueError, match="needs a bound"):
-        held_out.check([NAME], model, "demo", held_out.Bounds(), seed=0)
+        drift.check([NAME], model, "demo", drift.Bounds(), seed=0)
