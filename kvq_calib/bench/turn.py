@@ -1,9 +1,7 @@
 """Let a model generate with one cache, as a user does, and return the time of each token and the bytes of the cache."""
 
-import ctypes
 import gc
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from kvq_calib.bench.contenders import Contender
+from kvq_calib.run.device import give_memory_back
 from kvq_runtime.hf import CudaGraphs, KVQCache
 from kvq_runtime.store.storage import storage_bytes
 
@@ -150,20 +149,13 @@ def watch_peak(device: torch.device) -> Callable[[], int | None]:
         torch.cuda.reset_peak_memory_stats(device)
         return lambda: torch.cuda.max_memory_allocated(device)
     if device.type == "cpu":
-        _trim()
+        give_memory_back()
         try:
             (PROCESS / "clear_refs").write_text(RESET)
             return _of_process
         except OSError:  # no Linux, or not allowed
             pass
     return lambda: None
-
-
-def _trim() -> None:
-    """Return freed memory to the system; `kvq` keeps up to a GiB of it, see `kvq_calib/cli/progress.py`."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None  # glibc's
-    if trim is not None:
-        trim(0)
 
 
 def _of_process() -> int | None:

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from kvq_calib.cli import fleet
-from kvq_calib.cli.progress import Status, keep_memory
+from kvq_calib.cli.progress import Status
 from kvq_calib.evaluate import gate
 from kvq_calib.model import catalog
+from kvq_calib.run.device import keep_memory
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
 from kvq_runtime.cli.options import EXPLAINED, Parser, add_settings, count, seconds

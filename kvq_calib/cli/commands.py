@@ -8,8 +8,8 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-from kvq_calib.cli.progress import keep_memory
 from kvq_calib.model import catalog
+from kvq_calib.run.device import keep_memory
 from kvq_runtime.cli import options
 from kvq_runtime.cli.options import add_settings, count, png
 from kvq_runtime.errors import extra

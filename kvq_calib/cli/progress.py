@@ -1,10 +1,8 @@
-"""Keep memory for a command that works long, and report what it is doing: as bars, and as lines without a terminal.
+"""Report what a command that works long is doing: as bars, and as lines without a terminal.
 
 Imports nothing that takes long.
 """
 
-import ctypes
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,22 +17,8 @@ if TYPE_CHECKING:
     from kvq_calib.run.plan import Plan
     from kvq_calib.run.run import Progress
 
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # parameters of mallopt
-LARGEST = 32 << 20  # of the first, on 64 bits
-KEPT = 1 << 30  # bytes that may stay unused
 CLEAR = "\r\x1b[K"
 EVERY = 30.0  # seconds between two lines, at the least
-
-
-def keep_memory() -> bool:
-    """Keep freed memory for the next tensor: glibc gives large pieces back, and each page comes anew as a fault.
-
-    Raises both thresholds where there are such, and leaves alone what the environment sets. Whether they were raised.
-    """
-    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    return mallopt is not None and bool(mallopt(MMAP_THRESHOLD, LARGEST)) and bool(mallopt(TRIM_THRESHOLD, KEPT))
 
 
 class Status:

@@ -1,11 +1,22 @@
-"""Check the device that a command names, before anything is loaded for it; count its memory and the machine's cores."""
+"""Check the device that a command names; count memory and cores; keep freed memory, or give it back.
 
+Imports torch where it is needed, and nothing else that takes long.
+"""
+
+import ctypes
 import os
+import sys
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 KINDS = ("cpu", "cuda", "mps", "xpu")
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # parameters of mallopt
+LARGEST = 32 << 20  # of the first, on 64 bits
+KEPT = 1 << 30  # bytes that may stay unused
 
 
 def usable(device: str) -> str:
@@ -13,6 +24,8 @@ def usable(device: str) -> str:
 
     Raises ValueError for text that names no device, RuntimeError for one that this machine does not have.
     """
+    import torch
+
     try:
         known = torch.device(device).type in KINDS
     except RuntimeError:
@@ -30,17 +43,25 @@ def usable(device: str) -> str:
 def memory_of(device: str) -> int:
     """Bytes of a device's memory: of a GPU its own, elsewhere the machine's."""
     if device.startswith("cuda"):
+        import torch
+
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
 
 
 def free_on(device: str) -> int:
     """Bytes that are free on a device."""
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
 
 
-def settle(device: str | torch.device) -> None:
+def settle(device: "str | torch.device") -> None:
     """Wait until a device has done all that it was given: a clock that is read next counts it."""
+    import torch
+
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -52,3 +73,21 @@ def cores() -> int:
         return int(asked)
     allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
     return max(1, min(allowed or 1, psutil.cpu_count(logical=False) or 1))
+
+
+def keep_memory() -> bool:
+    """Keep freed memory for the next tensor: glibc gives large pieces back, and each page comes anew as a fault.
+
+    Raises both thresholds where there are such, and leaves alone what the environment sets. Whether they were raised.
+    """
+    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    return mallopt is not None and bool(mallopt(MMAP_THRESHOLD, LARGEST)) and bool(mallopt(TRIM_THRESHOLD, KEPT))
+
+
+def give_memory_back() -> None:
+    """Return freed memory, which `keep_memory` keeps, to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None  # glibc's
+    if trim is not None:
+        trim(0)

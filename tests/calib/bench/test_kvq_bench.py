@@ -265,7 +265,7 @@ def test_the_peak_is_that_since_it_was_asked_for():
 KEPT = """
 import torch
 from kvq_calib.bench import turn
-from kvq_calib.cli.progress import keep_memory
+from kvq_calib.run.device import keep_memory
 assert keep_memory()
 pieces = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(256)]  # on the heap: the threshold was raised
 del pieces
