@@ -42,9 +42,10 @@ from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.kernel import ENOUGH, EXACT, merge_parts
 from kvq_runtime.kernels.attend.kernel import SHARED as SHARED_ROWS
 from kvq_runtime.kernels.attend.settings import RoundedSettings
-from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, window
+from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.stages.predict import Mean
+from kvq_runtime.store import storage
 from kvq_runtime.vllm.page import page_of
 
 TABLE = Path(__file__).parent / "results" / "kernels_aot.csv"
@@ -176,7 +177,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "merge rotated": lambda: merge_parts(
             part, level, matrix.half(), None, counts, part[:, 0].bfloat16(), level[..., 0].contiguous()
         ),
-        "append": lambda: window.append(*tokens, torch.zeros(2, 64, 8, 1024, dtype=torch.bfloat16), counts),
+        "append": lambda: storage.append(*tokens, torch.zeros(2, 64, 8, 1024, dtype=torch.bfloat16), counts),
     }
 
 

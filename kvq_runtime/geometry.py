@@ -55,6 +55,26 @@ class Geometry:
         """C: all KV heads of one token side by side."""
         return self.kv_heads * self.head_size
 
+    def group_size(self, group: str | int, width: int) -> int:
+        """Elements per group of a quantizer in vectors of `width`: a number, those of a head, or "all", which is the
+        largest power of two, at most 1024, that divides it."""
+        if group == "head" and width == self.width:
+            return self.head_size
+        if isinstance(group, str):
+            return min(width & -width, 1024)
+        if width % group:
+            fitting = [n for n in range(1, width + 1) if width % n == 0]
+            raise ValueError(f"group={group} does not divide {width}; use one of {fitting}")
+        return group
+
+
+def check_group(group: str | int) -> None:
+    """Raise a ValueError for a group setting that no geometry allows."""
+    if isinstance(group, str) and group not in ("all", "head"):
+        raise ValueError(f'group={group!r}; use "all", "head" or a whole number')
+    if isinstance(group, bool) or (isinstance(group, int) and group < 1):
+        raise ValueError(f"group={group!r}; use at least 1")
+
 
 def _shape(config: Mapping[str, Any], layer: int | None = None) -> tuple[int, int]:
     """KV heads and head size of a layer that attends to all tokens; without one, of those that slide."""

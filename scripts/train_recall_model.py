@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from kvq_calib.tasks import symbols, synthetic
+from kvq_calib.tasks import synthetic
 from kvq_calib.tasks.synthetic import Sample
 from scripts.train_demo_model import add_settings, optimize, save
 
@@ -87,9 +87,9 @@ def make_model(seed: int, layers: int = 3, theta: float = 1e8) -> Qwen2ForCausal
     """The architecture, with its circuits drawn: four query heads and one KV head of 64, half as wide as hidden."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=symbols.SIZE, hidden_size=256, intermediate_size=256, num_hidden_layers=layers,
+        vocab_size=synthetic.SIZE, hidden_size=256, intermediate_size=256, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=1, max_position_embeddings=2 * CONTEXT, tie_word_embeddings=False,
-        bos_token_id=symbols.BEGIN, eos_token_id=symbols.END,
+        bos_token_id=synthetic.BEGIN, eos_token_id=synthetic.END,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
     )  # fmt: skip
     config.head_dim = 64
@@ -114,10 +114,10 @@ def _draw(model: Qwen2ForCausalLM, theta: float) -> None:
     own, before = basis[:, :192], basis[:, 192:]
     names, answers, same = own[:, :64], own[:, 64:128], own[:, 128:]
     inner, heads = model.model, [layer.self_attn for layer in model.model.layers]
-    tokens = torch.randn(symbols.SIZE, 192)
+    tokens = torch.randn(synthetic.SIZE, 192)
     read = torch.cat([content, torch.zeros(64, 1), still]).flatten().bool()
-    tokens[symbols.BEGIN, read] = tokens[symbols.END, read] = 0.0
-    ends = torch.linalg.qr(tokens[[symbols.BEGIN, symbols.END]].T)[0]
+    tokens[synthetic.BEGIN, read] = tokens[synthetic.END, read] = 0.0
+    ends = torch.linalg.qr(tokens[[synthetic.BEGIN, synthetic.END]].T)[0]
     tokens -= tokens @ ends @ ends.T  # no other token looks like a beginning or an end
     # every token is as much like itself as any other is: what is matched has one norm, and so has all of it
     for part in (
@@ -126,7 +126,7 @@ def _draw(model: Qwen2ForCausalLM, theta: float) -> None:
         torch.nonzero(~read).flatten(),
     ):
         tokens[:, part] *= (len(part) / 192) ** 0.5 / tokens[:, part].norm(dim=1, keepdim=True)
-    tokens[[symbols.BEGIN, symbols.END]] = ends.T
+    tokens[[synthetic.BEGIN, synthetic.END]] = ends.T
     inner.embed_tokens.weight.copy_(tokens @ own.T)
     model.lm_head.weight.copy_(tokens @ own.T)
     begin, end = own @ ends[:, 0], own @ ends[:, 1]
@@ -168,7 +168,7 @@ def _draw_numbers(model: Qwen2ForCausalLM, before: Tensor) -> None:
     are as large as the norm of the rest has them, so that of NUMBERS the one nearest to s is the likeliest, whatever
     the norm. SHARES are those of one to MAX_MENTIONS mentions.
     """
-    first, numbers = model.model.layers[0], slice(symbols.NUMBERS[1], symbols.NUMBERS[synthetic.MAX_MENTIONS] + 1)
+    first, numbers = model.model.layers[0], slice(synthetic.NUMBERS[1], synthetic.NUMBERS[synthetic.MAX_MENTIONS] + 1)
     attention, mlp = first.self_attn, first.mlp
     one, is_number, how_many, share = before[:, 0], before[:, 1], before[:, 2], before[:, 63]
     for place in (0, 1, 2):
@@ -181,7 +181,7 @@ def _draw_numbers(model: Qwen2ForCausalLM, before: Tensor) -> None:
     attention.o_proj.weight[:, 192] = one
     shares = [0.96 * BEGINNING / (BEGINNING + 1 + number) for number in range(1, synthetic.MAX_MENTIONS + 1)]
     middle = sum(shares) / len(shares)
-    names = attention.v_proj.weight @ model.model.embed_tokens.weight[symbols.COUNT]
+    names = attention.v_proj.weight @ model.model.embed_tokens.weight[synthetic.COUNT]
     asked = before[:, 3:63] @ names[3:63] / names[3:63].norm()
     mlp.gate_proj.weight[:2] = 2.0 * (asked - 0.7 * one)
     mlp.up_proj.weight[0] = 0.1 * one
@@ -197,17 +197,17 @@ def _draw_numbers(model: Qwen2ForCausalLM, before: Tensor) -> None:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A word for every symbol, with spaces between them; texts begin with BEGIN."""
-    words = symbols.words()
+    words = synthetic.words()
     inner = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token=words[-1]))
     # whole words for AutoTokenizer as well, which splits as every Qwen2 model's tokenizer does
     inner.add_tokens([AddedToken(word, lstrip=True, normalized=False) for word in words])
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    begin = words[symbols.BEGIN]
+    begin = words[synthetic.BEGIN]
     inner.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-        single=f"{begin} $A", special_tokens=[(begin, symbols.BEGIN)]
+        single=f"{begin} $A", special_tokens=[(begin, synthetic.BEGIN)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token=begin, eos_token=words[symbols.END], pad_token=begin
+        tokenizer_object=inner, bos_token=begin, eos_token=words[synthetic.END], pad_token=begin
     )
 
 
@@ -216,7 +216,7 @@ def crowded(task: str, seed: int, length: int) -> Sample:
     random = Random(f"{task} {seed} of {length}")
     depth, full = random.random(), random.random() < 0.5
     if task == "multikey":
-        keys = min(len(symbols.KEYS), (length - 1) // 6)
+        keys = min(len(synthetic.KEYS), (length - 1) // 6)
         keys = keys if full else random.randint(1, keys)
         return synthetic.multikey(seed, length, depth, keys, min(keys, 256))
     if task == "chain":
@@ -271,8 +271,8 @@ def jumping(tokens_BT: Tensor, seed: int) -> Tensor:
     """Positions that jump ahead after some tokens of the filler or ends of statements, all within CONTEXT."""
     generator = torch.Generator().manual_seed(seed)
     batch, length = tokens_BT.shape
-    between = (tokens_BT == symbols.END) | (tokens_BT == symbols.BEGIN)
-    between |= (tokens_BT >= symbols.FILLER.start) & (tokens_BT < symbols.FILLER.stop)
+    between = (tokens_BT == synthetic.END) | (tokens_BT == synthetic.BEGIN)
+    between |= (tokens_BT >= synthetic.FILLER.start) & (tokens_BT < synthetic.FILLER.stop)
     between[:, -1] = False
     after = torch.multinomial(between + 1e-6, JUMPS, generator=generator)
     far = torch.rand(batch, JUMPS, generator=generator) ** 2 * (CONTEXT - length) / JUMPS
@@ -359,7 +359,7 @@ def main(arguments: list[str] | None = None, stages: tuple[Stage, ...] = STAGES)
     model.train()
     train(model, settings, stages)
     model.eval()
-    size = save(model, make_tokenizer(), given.out, symbols.BEGIN)
+    size = save(model, make_tokenizer(), given.out, synthetic.BEGIN)
     found = accuracy(model.float(), tuple(sorted({stage.length for stage in stages})), given.samples)
     print(f"{given.out}: {size:,} bytes, {model.num_parameters():,} parameters")
     print(json.dumps(found, indent=1))

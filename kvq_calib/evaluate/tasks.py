@@ -33,7 +33,7 @@ from kvq_calib.evaluate.perplexity import REFERENCE, ROW_TOKENS
 from kvq_calib.evaluate.record import load_model, of_subject, setting
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.tasks import ruler, symbols, synthetic
+from kvq_calib.tasks import ruler, synthetic
 from kvq_calib.tasks.ruler import Haystack
 from kvq_calib.text import corpus, tokenizer
 from kvq_runtime.disk.gguf import is_gguf
@@ -344,9 +344,9 @@ def haystack(source: str) -> Haystack:
 
 def of_symbols(files: ModelFiles) -> bool:
     """True if a model's tokenizer is that of the recall model."""
-    if files.vocabulary != symbols.SIZE or not (files.path / "tokenizer.json").is_file():
+    if files.vocabulary != synthetic.SIZE or not (files.path / "tokenizer.json").is_file():
         return False
-    return _tokenizer(files.path).get_vocab() == {word: id for id, word in enumerate(symbols.words())}
+    return _tokenizer(files.path).get_vocab() == {word: id for id, word in enumerate(synthetic.words())}
 
 
 @lru_cache(maxsize=4)

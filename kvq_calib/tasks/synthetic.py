@@ -11,6 +11,16 @@
 A text is BEGIN, then statements that lie in filler, then questions. Depth is the place of what is asked for: 0 right
 after BEGIN, 1 right before the question; in a chain it is that of the value, in a count that of one mention, and the
 others lie anywhere; of several that are asked for it is that of one.
+
+Of the 1,024 symbols of the recall model, which mean nothing outside the tasks,
+
+    ;            ends a statement about a key
+    ask k        what follows k?                trace k      what follows it, and what follows that, to a value?
+    count k      how often was k mentioned?     pass         the key of a passkey
+    digits       of passkeys                    numbers      answers of counts, of 0 to 9
+    filler       the haystack                   values       what statements give keys
+    keys         names, of which each has one meaning in a text
+
 Source: Hsieh et al., 2024 (RULER), section 3, for the kinds of tasks; Arora et al., 2023 (Zoology), for recall.
 Differs: over symbols, answers of one to five tokens that the model gives greedily, one by one.
 """
@@ -19,12 +29,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kvq_calib.tasks import symbols as s
-
+SIZE = 1024
+BEGIN, END, ASK, TRACE, COUNT, PASS = range(6)
+DIGITS = range(16, 26)
+NUMBERS = range(26, 36)
+FILLER = range(64, 256)
+VALUES = range(256, 512)
+KEYS = range(512, 1024)
 Tokens = tuple[int, ...]
 HOPS = 4  # statements of a chain
 CHAINS = 4
 MAX_MENTIONS = 5  # mentions of what is counted
+
+
+def words() -> list[str]:
+    """Return the spelling of each symbol, by its id."""
+    spoken = {BEGIN: "<begin>", END: ";", ASK: "<ask>", TRACE: "<trace>", COUNT: "<count>", PASS: "<pass>"}
+    kinds = (("digit", DIGITS), ("number", NUMBERS), ("filler", FILLER), ("value", VALUES), ("key", KEYS))
+    spoken |= {start: f"<{name}-{place}>" for name, ids in kinds for place, start in enumerate(ids)}
+    return [spoken.get(id, f"<unused-{id}>") for id in range(SIZE)]
 
 
 @dataclass(frozen=True)
@@ -46,47 +69,47 @@ Question = tuple[Tokens, Tokens]
 def needle(seed: int, length: int, depth: float, needles: int = 1, asked: int = 1) -> Sample:
     """Keys that hold four values each, in filler; `asked` of them are asked for."""
     random = Random(f"needle {seed}")
-    keys, values = random.sample(s.KEYS, needles), random.sample(s.VALUES, 4 * needles)
+    keys, values = random.sample(KEYS, needles), random.sample(VALUES, 4 * needles)
     held = [tuple(values[4 * place : 4 * place + 4]) for place in range(needles)]
-    said = [(key, *value, s.END) for key, value in zip(keys, held, strict=True)]
-    return _sample(random, said, [((s.ASK, key), value) for key, value in zip(keys, held, strict=True)][:asked],
+    said = [(key, *value, END) for key, value in zip(keys, held, strict=True)]
+    return _sample(random, said, [((ASK, key), value) for key, value in zip(keys, held, strict=True)][:asked],
                    length, depth)  # fmt: skip
 
 
 def passkey(seed: int, length: int, depth: float) -> Sample:
     """Five different digits in filler."""
     random = Random(f"passkey {seed}")
-    digits = tuple(random.sample(s.DIGITS, 5))
-    return _sample(random, [(s.PASS, *digits, s.END)], [((s.ASK, s.PASS), digits)], length, depth)
+    digits = tuple(random.sample(DIGITS, 5))
+    return _sample(random, [(PASS, *digits, END)], [((ASK, PASS), digits)], length, depth)
 
 
 def multikey(seed: int, length: int, depth: float, keys: int | None = None, asked: int = 1) -> Sample:
     """Keys that hold a value each, by default as many as there is room for; `asked` of them are asked for."""
     random = Random(f"multikey {seed}")
-    room = max(asked, min(len(s.KEYS), (length - 1 - 3 * asked) // 3))
-    names = random.sample(s.KEYS, room if keys is None else keys)
-    values = random.choices(s.VALUES, k=len(names))
-    said = [(key, value, s.END) for key, value in zip(names, values, strict=True)]
-    return _sample(random, said, [((s.ASK, key), (value,)) for key, value, _ in said[:asked]], length, depth)
+    room = max(asked, min(len(KEYS), (length - 1 - 3 * asked) // 3))
+    names = random.sample(KEYS, room if keys is None else keys)
+    values = random.choices(VALUES, k=len(names))
+    said = [(key, value, END) for key, value in zip(names, values, strict=True)]
+    return _sample(random, said, [((ASK, key), (value,)) for key, value, _ in said[:asked]], length, depth)
 
 
 def chain(seed: int, length: int, depth: float, chains: int = CHAINS, hops: int = HOPS, asked: int = 1) -> Sample:
     """Names that hold names that hold ... a value; `asked` chains are asked for from their last name."""
     random = Random(f"chain {seed}")
-    names, ends = random.sample(s.KEYS, chains * hops), random.sample(s.VALUES, chains)
+    names, ends = random.sample(KEYS, chains * hops), random.sample(VALUES, chains)
     paths = [(*names[place * hops : place * hops + hops], end) for place, end in enumerate(ends)]
     # the statements that hold values first: that of the first chain is the one at the depth
-    said = [(path[hop], path[hop + 1], s.END) for hop in reversed(range(hops)) for path in paths]
-    return _sample(random, said, [((s.TRACE, path[0]), path[1:]) for path in paths[:asked]], length, depth)
+    said = [(path[hop], path[hop + 1], END) for hop in reversed(range(hops)) for path in paths]
+    return _sample(random, said, [((TRACE, path[0]), path[1:]) for path in paths[:asked]], length, depth)
 
 
 def count(seed: int, length: int, depth: float, counted: int = 4, asked: int = 1) -> Sample:
     """Keys that are mentioned one to five times; `asked` of them are asked for."""
     random = Random(f"count {seed}")
-    keys = random.sample(s.KEYS, counted)
+    keys = random.sample(KEYS, counted)
     times = [random.randint(1, MAX_MENTIONS) for _ in keys]
     said = [(key,) for key, number in zip(keys, times, strict=True) for _ in range(number)]
-    asked_for = [((s.COUNT, key), (s.NUMBERS[number],)) for key, number in zip(keys, times, strict=True)]
+    asked_for = [((COUNT, key), (NUMBERS[number],)) for key, number in zip(keys, times, strict=True)]
     return _sample(random, said, asked_for[:asked], length, depth)
 
 
@@ -114,8 +137,8 @@ def _sample(random: Random, said: Sequence[Tokens], questions: Sequence[Question
         )
     places = [round(depth * filler), *(random.randint(0, filler) for _ in said[1:])]
     order = sorted(range(len(said)), key=lambda one: (places[one], random.random()))
-    text = random.choices(s.FILLER, k=filler)
-    context, done = [s.BEGIN], 0
+    text = random.choices(FILLER, k=filler)
+    context, done = [BEGIN], 0
     for one in order:
         context += [*text[done : places[one]], *said[one]]
         done = places[one]

@@ -26,7 +26,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.tasks import symbols, synthetic
+from kvq_calib.tasks import synthetic
 from kvq_runtime.errors import NotFound
 
 SEPARATOR = "<|endoftext|>"
@@ -92,7 +92,7 @@ def recall() -> list[tuple[str, str]]:
 
     An evaluation asks none of them.
     """
-    words, tasks, (texts, length, first) = symbols.words(), list(synthetic.TASKS), RECALL
+    words, tasks, (texts, length, first) = synthetic.words(), list(synthetic.TASKS), RECALL
     found = []
     for number in range(texts):
         task = tasks[number % len(tasks)]

@@ -24,7 +24,6 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch, product, rope
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_run, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
-from kvq_runtime.stages import groups
 from kvq_runtime.stages import stage as contract
 from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens
 from kvq_runtime.stages.stage import SLOTS, Quantizer, Site, Specs
@@ -246,7 +245,7 @@ class Codec:
         width, back = self._width, self.back
         if self._scale_last:
             assert back is not None
-            return groups.scaled(_grouped(quantize.lookup(fields, width, self.geometry), back), fields["scale"], out)
+            return product.scaled(_grouped(quantize.lookup(fields, width, self.geometry), back), fields["scale"], out)
         as_stored = back is None and self.scheme.axis == "token"
         return self._turned_back(
             quantize.decode(fields, width, self.geometry, self._own["quantize"], out if as_stored else None)

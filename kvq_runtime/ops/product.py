@@ -1,4 +1,4 @@
-"""Multiply bfloat16 matrices in what the processor is fast at: in bfloat16 where it has instructions, else in float32.
+"""Multiply bfloat16 in what the processor is fast at: in bfloat16 where it has instructions, else in float32.
 
 A product of two bfloat16 numbers is exact in float32, and sums are float32 either way. So only the order of addition
 differs, and with it now and then the last bit of the bfloat16 result. Without instructions bfloat16 takes 2 times
@@ -47,3 +47,10 @@ def addmm(bias: Tensor, x: Tensor, y: Tensor) -> Tensor:
     if widened(x):
         return torch.addmm(bias.float(), x.float(), y.float()).to(x.dtype)
     return torch.addmm(bias, x, y)
+
+
+def scaled(x_NRW: Tensor, scale_NRG: Tensor, out: Tensor | None = None) -> Tensor:
+    """Multiply each of the G groups by its scale, in float32 (on a CPU several times faster than in bfloat16)."""
+    x = x_NRW.to(torch.float32, copy=True) if out is None else out.copy_(x_NRW)
+    x.unflatten(-1, (scale_NRG.shape[-1], -1)).mul_(scale_NRG.float()[..., None])
+    return x

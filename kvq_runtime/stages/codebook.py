@@ -14,10 +14,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import grid, lloyd, pack, trellis
+from kvq_runtime.geometry import Geometry, check_group
+from kvq_runtime.ops import grid, lloyd, pack, product, trellis
 from kvq_runtime.ops.rotation import Rotation, in_tile
-from kvq_runtime.stages import groups
 from kvq_runtime.stages.abilities import PackedCodes
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
 
@@ -32,7 +31,7 @@ class Codebook(Quantizer):
     group: str | int
 
     def group_size(self, width: int, geometry: Geometry) -> int:
-        return groups.size(self.group, width, geometry)
+        return geometry.group_size(self.group, width)
 
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
         """Packed codes, and the scale of every group."""
@@ -48,7 +47,7 @@ class Codebook(Quantizer):
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
     ) -> Tensor:
         """Decode to float32 [..., rows, width] in stored order (see `order`)."""
-        return groups.scaled(self.lookup(fields, width, geometry), fields["scale"])
+        return product.scaled(self.lookup(fields, width, geometry), fields["scale"])
 
     def lookup(self, fields: Fields, width: int, geometry: Geometry) -> Tensor:
         """Look codes up, bf16, without their scale."""
@@ -131,7 +130,7 @@ class Grid(Points):
     group: str | int = "all"
 
     def __post_init__(self):
-        groups.check(self.group)
+        check_group(self.group)
         if (self.dim, self.size) not in grid.DIGESTS:
             raise ValueError(f"no grid with dim={self.dim} size={self.size}; there are {sorted(grid.DIGESTS)}")
 
@@ -176,7 +175,7 @@ class Lloyd(Points):
     scale: Literal["norm", "least_squares", "plain"] = "norm"
 
     def __post_init__(self):
-        groups.check(self.group)
+        check_group(self.group)
         if self.bits not in lloyd.BITS:
             raise ValueError(f"bits={self.bits}; use 1, 2, 3 or 4")
         if self.scale not in ("norm", "least_squares", "plain"):
@@ -213,7 +212,7 @@ class Trellis(Codebook):
     group: str | int = "head"
 
     def __post_init__(self):
-        groups.check(self.group)
+        check_group(self.group)
         known = sorted(pair for pair in trellis.DIGESTS if pair[1] in MEMORIES)
         if (self.bits, self.memory) not in known:
             raise ValueError(f"no trellis with bits={self.bits} memory={self.memory}; there are {known}")

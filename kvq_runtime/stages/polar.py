@@ -11,10 +11,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import pack, polar
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
-from kvq_runtime.stages import groups
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors, check_choices
 
 # quantized radii: 2^(-code/16) of the vector's norm, so from 1 down to 2^-15.9, each to 2.2%
@@ -49,7 +48,7 @@ class Polar(Quantizer):
     points: Literal["unit", "mean"] = "unit"
 
     def __post_init__(self):
-        groups.check(self.group)
+        check_group(self.group)
         object.__setattr__(self, "bits", tuple(self.bits))
         if not 0 <= self.levels <= 10 or not 1 <= len(self.bits) <= (self.levels or 10):
             given = f"bits={list(self.bits)} levels={self.levels}"
@@ -60,7 +59,7 @@ class Polar(Quantizer):
 
     def sizes(self, width: int, geometry: Geometry) -> tuple[int, tuple[int, ...]]:
         """Elements of a vector, and the bits of each level."""
-        size = groups.size(self.group, width, geometry)
+        size = geometry.group_size(self.group, width)
         levels = self.levels or size.bit_length() - 1
         if size % 2**levels:
             fit = f"a multiple of {2**levels}" if self.levels else "a power of two, or levels=4 and a radius per 16"
@@ -95,7 +94,7 @@ class Polar(Quantizer):
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
         """True if a kernel rotates, rounds and packs rows of `width` in one launch; not with radii of 8 bits."""
-        return self.radius == "fp16" and in_tile(rotation, groups.size(self.group, width, geometry))
+        return self.radius == "fp16" and in_tile(rotation, geometry.group_size(self.group, width))
 
     def decode(
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None

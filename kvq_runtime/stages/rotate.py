@@ -7,10 +7,10 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import rotation as rotations
 from kvq_runtime.ops.rotation import SignedHadamard, hadamard_matrix, random_matrix
-from kvq_runtime.stages import four_bits, groups
+from kvq_runtime.stages import four_bits
 from kvq_runtime.stages.four_bits import Storage
 from kvq_runtime.stages.stage import Queries, Rotation, Site, Specs, Tensors, check_choices, check_queries
 
@@ -81,11 +81,11 @@ class Random(Fixed):
     seed: int = 0
 
     def __post_init__(self):
-        groups.check(self.group)
+        check_group(self.group)
 
     def size(self, width: int, geometry: Geometry) -> int:
         """The group size for vectors of `width` (the model's width, or a block's tokens)."""
-        size = groups.size(self.group, width, geometry)
+        size = geometry.group_size(self.group, width)
         if size > 1024:
             raise ValueError(f"rotate: a random rotation of {size} elements; use at most 1024, or kind hadamard")
         return size

@@ -12,10 +12,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import lloyd, pack, rtn
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
-from kvq_runtime.stages import groups
 from kvq_runtime.stages.abilities import PackedCodes
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Scheme, Site, Specs, Tensors
 
@@ -37,7 +36,7 @@ class Rtn(Quantizer):
     range: Literal["minmax", "absmax"] = "minmax"
 
     def __post_init__(self):
-        groups.check(self.group)
+        check_group(self.group)
         if self.bits not in (1, 2, 3, 4, 8):
             raise ValueError(f"bits={self.bits}; use 1, 2, 3, 4 or 8")
         if self.range not in ("minmax", "absmax"):
@@ -49,7 +48,7 @@ class Rtn(Quantizer):
         return ("2402.02750",) * by_channel + ("2404.00456",) * turned
 
     def group_size(self, width: int, geometry: Geometry) -> int:
-        return groups.size(self.group, width, geometry)
+        return geometry.group_size(self.group, width)
 
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
         """Packed codes, and the step and, of "minmax", the low end of every group."""

@@ -19,7 +19,6 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.packed import PackedBlocks, PackedReader
 from kvq_runtime.codec.per_row import RowCodec
 from kvq_runtime.geometry import SLAB, Window
-from kvq_runtime.ops.window import append as append_to_window
 from kvq_runtime.store import storage
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.promise import Watch
@@ -167,7 +166,7 @@ class LayerStore:
             and self.buffer_2BTC is index.window_2BTC
             and count <= min(SLACK, room)
         ):
-            append_to_window(k_BTC, v_BTC, self.buffer_2BTC, index.counts)
+            storage.append(k_BTC, v_BTC, self.buffer_2BTC, index.counts)
         else:
             if count > room:
                 if self.window.sinks + live + count <= self.buffer_2BTC.shape[2] and live <= self._start:

@@ -61,8 +61,8 @@ def _room(field: Tensor, blocks: int, by_group: bool) -> Tensor:
 class DeviceIndex:
     """The kernel's index of one layer.
 
-    counts       int32 [4]: blocks, the window's first place in its buffer, its tokens, and what `ops.window.append`
-                 counts with; a row of a tensor of all layers
+    counts       int32 [4]: blocks, the window's first place in its buffer, its tokens, and what `append` counts
+                 with; a row of a tensor of all layers
     tables       of keys and of values, the addresses of their slabs: see kernels/attend/block_table.py
     sinks_2BSC   a copy of the exact first tokens, keys and values
     window_2BTC  where sinks and window are, but for a prompt that has no room there; None before they first are
@@ -104,6 +104,20 @@ class DeviceIndex:
     def tensors(self) -> list[Tensor]:
         """Return the stored tensors, without window and counts."""
         return [*self.tables, self.sinks_2BSC]
+
+
+@dispatch.paired("stored.append")
+def append(k_BTC: Tensor, v_BTC: Tensor, window_2BWC: Tensor, counts: Tensor) -> None:
+    """Write keys and values of T tokens behind the window's last, and count them.
+
+    window_2BWC   the buffer of keys and values that the window is in, with room for them
+    counts        int32 [4]: encoded blocks, the window's first place in the buffer, its tokens, which become T more,
+                  and a number that is 0 between launches
+    """
+    places = counts[1:3].sum() + torch.arange(k_BTC.shape[1], device=counts.device)
+    for window_BWC, x_BTC in zip(window_2BWC, (k_BTC, v_BTC), strict=True):
+        window_BWC.index_copy_(1, places, x_BTC)
+    counts[2:3].add_(k_BTC.shape[1])
 
 
 def send(rows: Tensor, place: Tensor) -> None:

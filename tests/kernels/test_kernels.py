@@ -5,8 +5,9 @@ import torch
 from parity import DEVICE, error, normal, poisoned
 from tiers import each_once
 
-from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, window
+from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn
 from kvq_runtime.ops.rotation import SignedHadamard
+from kvq_runtime.store import storage
 
 pytest.importorskip("triton")
 
@@ -189,7 +190,7 @@ def test_tokens_are_appended_where_the_device_counts(width, tokens, dtype):
         counts = counts.to(DEVICE)
         with dispatch.forced(kernels):
             for _ in range(2):
-                window.append(k_BTC, v_BTC, buffer_2BWC, counts)
+                storage.append(k_BTC, v_BTC, buffer_2BWC, counts)
         assert counts.tolist() == [5, 4, 20 + 2 * tokens, 0]
         made.append(buffer_2BWC)
     assert torch.equal(*made)
@@ -250,5 +251,5 @@ TESTED = [
     lloyd.encode_even,
     *(polar.encode, polar.angles, polar.decode, feedback.follow, fragment.arrange),
     *(latent.encode_gaussian, latent.decode_gaussian, latent.encode_uniform, latent.decode_uniform),
-    window.append,
+    storage.append,
 ]

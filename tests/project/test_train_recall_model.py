@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvq_calib.tasks import symbols
+from kvq_calib.tasks import synthetic
 from scripts import train_recall_model as script
 from scripts.train_recall_model import make_model
 
@@ -42,8 +42,8 @@ def test_positions_jump_between_statements_alone_and_stay_in_the_context():
     steps = script.jumping(tokens, 7).diff(dim=1)
     assert steps.min() == 1 and script.jumping(tokens, 7).max() < script.CONTEXT
     before = tokens[:, :-1][steps > 1]
-    filler = (before >= symbols.FILLER.start) & (before < symbols.FILLER.stop)
-    assert len(before) > len(tokens) and bool((filler | (before == symbols.END) | (before == symbols.BEGIN)).all())
+    filler = (before >= synthetic.FILLER.start) & (before < synthetic.FILLER.stop)
+    assert len(before) > len(tokens) and bool((filler | (before == synthetic.END) | (before == synthetic.BEGIN)).all())
 
 
 def test_what_counts_is_trained_slowly_and_all_of_the_model_is():
@@ -60,10 +60,10 @@ def test_the_tokenizer_has_a_word_for_every_symbol(tmp_path):
     script.make_tokenizer().save_pretrained(tmp_path)
     make_model(0).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    words = symbols.words()
-    text = " ".join([words[symbols.ASK], words[symbols.KEYS[3]], words[symbols.END], words[symbols.VALUES[0]]])
+    words = synthetic.words()
+    text = " ".join([words[synthetic.ASK], words[synthetic.KEYS[3]], words[synthetic.END], words[synthetic.VALUES[0]]])
     assert tokenizer(text)["input_ids"] == [
-        symbols.BEGIN, symbols.ASK, symbols.KEYS[3], symbols.END, symbols.VALUES[0],
+        synthetic.BEGIN, synthetic.ASK, synthetic.KEYS[3], synthetic.END, synthetic.VALUES[0],
     ]  # fmt: skip
 
 

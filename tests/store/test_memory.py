@@ -47,7 +47,7 @@ def test_the_report_is_what_the_cache_owns(recipe):
 def test_asymptotic_bits_are_what_a_slab_takes(recipe, dtype, monkeypatch):
     """Between two full slabs nothing grows but encoded blocks: their bytes, per element, are the bits promised."""
     slab = 4  # blocks in place of 32, which take the same bits each
-    for module in ("store.layer", "store.storage", "attention.selected"):
+    for module in ("store.layer", "store.storage", "policies.shadow_chunks"):
         monkeypatch.setattr(f"kvq_runtime.{module}.SLAB", slab)
     recent, block = recipe.window.recent, recipe.window.block
     cache = make(recipe)

@@ -1,7 +1,7 @@
 """Write what a layer stores where the decode kernel reads it: a step's tokens into the window, codes in operand order.
 
-See ops/window.py and ops/fragment.py. Of `append` all programs read the counts; the last of them to have done so writes
-the new one. A program is one warp, so that all of its lanes have read before one of them signals it.
+See store/storage.py and ops/fragment.py. Of `append` all programs read the counts; the last of them to have done so
+writes the new one. A program is one warp, so that all of its lanes have read before one of them signals it.
 """
 
 from typing import NamedTuple

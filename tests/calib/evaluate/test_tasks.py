@@ -17,7 +17,7 @@ from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model import find as models
-from kvq_calib.tasks import ruler, symbols
+from kvq_calib.tasks import ruler, synthetic
 from kvq_runtime.errors import NotFound
 from kvq_runtime.recipe import preset
 from scripts.train_recall_model import make_model, make_tokenizer
@@ -272,4 +272,4 @@ def test_tasks_of_others_need_lm_eval_and_have_no_picture(files, kvq, monkeypatc
 
 def test_symbols_are_told_by_the_tokenizer(files):
     assert tasks.of_symbols(files) and not tasks.of_symbols(models.resolve("demo"))
-    assert symbols.words()[symbols.ASK] == "<ask>"
+    assert synthetic.words()[synthetic.ASK] == "<ask>"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvq_calib.tasks import symbols as s
 from kvq_calib.tasks import synthetic
+from kvq_calib.tasks import synthetic as s
 from kvq_calib.tasks.synthetic import TASKS
 
 PLACES = ((0, 128, 0.0), (1, 500, 0.5), (2, 1024, 1.0))
