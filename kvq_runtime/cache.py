@@ -18,15 +18,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kvq_runtime.attention.absorbed import Absorbed
-from kvq_runtime.attention.fused import Explanation, Fused, refusal
-from kvq_runtime.attention.long_query import LongQuery
-from kvq_runtime.attention.path import Path, Reference, newest_weights
+from kvq_runtime.attention.fused import Fused, refusal
+from kvq_runtime.attention.paths import Paths
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import dense, dispatch
-from kvq_runtime.policies.policy import CacheParts, Policy
+from kvq_runtime.ops import dispatch
+from kvq_runtime.policies.policy import CacheParts, Policies
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
@@ -109,13 +107,9 @@ class BlockCache:
         parts = CacheParts(
             recipe, geometry, sorted(self.held), self.layers, self.codecs, self.positions, self.decoder, self.encoder
         )
-        self.policies: list[Policy] = [setting.policy(parts) for setting in recipe.policies]
-        self._newest = max((policy.newest for policy in self.policies), default=0)
-        weigh = self._weighed if self._newest else None
-        self._reference = Reference(self.decoder, self.positions, weigh)
-        self.absorbed = Absorbed(self.decoder, self.positions, weigh)
-        self.paths: list[Path] = [self.fused, LongQuery(self.decoder, self.fused), self.absorbed, self._reference]
-        self._told: set[int] = set()  # layers whose path the log has
+        self.policies = Policies(parts)
+        weigh = self.policies.weighed if self.policies.newest else None
+        self.paths = Paths(self.decoder, self.fused, self.policies, weigh)
         self.reencoded = 0
         self.step: Step | None = None  # the forward pass under way
         self._tried = False  # whether it is undone when it has ended
@@ -201,48 +195,26 @@ class BlockCache:
         logit   of no token, one a query head, that takes its share of the weight; None: there is none, as there must
                 be where the recipe `weighs` tokens
         """
-        store = self.layers[layer]
-        if logit_H is not None:
-            assert not self.weighs, "weights of which a logit takes a share"
-            self.absorbed.levels = self._reference.levels = True  # paths of the GPU say it anyway
-        for path in (*self.policies, *self.paths):
-            attended = path.attend(store, layer, q_BHTD, mask, scale)
-            if attended is None:
-                continue
-            if self.positions.recorded and path is not self.fused:
-                raise RuntimeError(
-                    f"a step of {q_BHTD.shape[1]} query heads and {q_BHTD.shape[2]} tokens cannot be recorded: "
-                    "it is not the kernel that attends, and what torch does is fixed to the tokens of this moment"
-                )
-            if layer not in self._told:
-                self._told.add(layer)
-                _log.debug("layer %d: %s", layer, Explanation(path, self.fused, layer, q_BHTD))
-            if attended.lse_BHT is not None and self._newest:
-                self._weighed(layer, newest_weights(attended, store, q_BHTD, scale), range(store.length)[-1:])
-            if logit_H is None or not q_BHTD.numel():
-                return attended.out_BHTD
-            assert attended.lse_BHT is not None, "a path without levels"
-            share_BHT = dense.kept(attended.lse_BHT.float() * math.log(2), logit_H)
-            return (attended.out_BHTD * share_BHT[..., None]).to(q_BHTD.dtype)
-        raise AssertionError("the reference answers every query")
+        assert logit_H is None or not self.weighs, "weights of which a logit takes a share"
+        return self.paths.attend(self.layers[layer], layer, q_BHTD, mask, scale, logit_H)
 
     @property
     def weighs(self) -> bool:
         """True if a policy of the recipe holds, keeps exact or reads tokens by the weight that attention gives them."""
-        return bool(self._newest) or any(policy.chooses_by_query for policy in self.recipe.policies)
+        return bool(self.policies.newest) or any(policy.chooses_by_query for policy in self.recipe.policies)
 
     def weighed_first(self, count: int) -> int:
         """Return how many of a first pass's `count` queries, the newest, have to go through `attend` for a policy.
 
         The others may attend to the pass's own keys and values, which are exact.
         """
-        return min(count, self._newest)
+        return min(count, self.policies.newest)
 
     @_undone
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
         store, step = self.layers[layer], self.step
-        if all([policy.may_encode(layer) for policy in self.policies]):
+        if self.policies.may_encode(layer):
             self.encoder.flush(layer)
         store.trim()
         self.decoder.forget(layer, layer == self._last)
@@ -357,18 +329,7 @@ class BlockCache:
         return LayerStore(pair, self.recipe.window, self.positions, k_BTC, index, watch)
 
     def _extra_fields(self, layer: int, store: LayerStore) -> Slab:
-        return {name: x for policy in self.policies for name, x in policy.extra_fields(layer, store).items()}
-
-    def _weighed(self, layer: int, p_BHGTT: Tensor, slots: range) -> None:
-        """Tell policies what queries attend to the window, each of the newest that it wants."""
-        store, real_BT = self.layers[layer], self.positions.real_BT
-        p_BHGTW = p_BHGTT[..., p_BHGTT.shape[-1] - store.window_2BTC.shape[2] :]
-        if real_BT is not None:
-            p_BHGTW = p_BHGTW * real_BT[:, None, None, slots.start : slots.stop, None]
-        for policy in self.policies:
-            late = slots[max(0, store.length - policy.newest - slots.start) :]
-            if late:
-                policy.observe(layer, p_BHGTW[..., len(slots) - len(late) :, :], late)
+        return self.policies.extra_fields(layer, store)
 
     def settle(self) -> None:
         """Undo a forward pass that has not ended."""
@@ -442,23 +403,15 @@ class BlockCache:
         """Say, once, that blocks are beyond what was promised."""
         health = self.health()
         self._warned = health.beyond > 0
-        if not self._warned:  # what was beyond has been undone
-            return
-        worst, kept = health.worst, any(one.watch and any(one.watch.exact) for one in self.layers.values())
-        _log.warning(
-            "%s: %s; most in layer %d, %d of %d blocks of its %ss, error up to %.3g where %.3g is promised: the text, "
-            "or the model, is other than that of the fit. They are %s; cache.health() has all layers",
-            self.recipe.name, str(health).split("\n")[0].partition(": ")[2], worst.layer, worst.beyond, worst.blocks,
-            worst.role, max(worst.seen, default=math.inf), worst.bound, "kept exact" if kept else "held as they are",
-        )  # fmt: skip
+        if self._warned:  # else what was beyond has been undone
+            _log.warning(health.warning(any(one.watch and any(one.watch.exact) for one in self.layers.values())))
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""
         others = [self.fused.bytes(), *(policy.bytes() for policy in self.policies)]
         if self.step is not None:
             others.append({"undo": storage_bytes(self.step.tensors)})
-        others_shared = [*self.fused.shared, *self.absorbed.shared]
-        shared = shared_bytes([codec for pair in self.codecs for codec in pair], others_shared)
+        shared = shared_bytes([codec for pair in self.codecs for codec in pair], self.paths.shared)
         stores, dtype = self.layers.values(), self.dtype
         if stores:
             dtype = next(iter(stores)).buffer_2BTC.dtype

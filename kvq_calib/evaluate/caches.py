@@ -201,7 +201,7 @@ class FullCache(CountedCache):
 
     def _encode(self, layer: int) -> Pair:
         """Encode what is due, and give back all keys and values, [B, T, C] each."""
-        if all([policy.may_encode(layer) for policy in self.blocks.policies]):
+        if self.blocks.policies.may_encode(layer):
             self.blocks.encoder.flush(layer)
         return self.blocks.decoder.whole(layer)
 

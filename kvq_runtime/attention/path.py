@@ -1,8 +1,6 @@
 """The contract of a path, one way to answer queries from what a layer holds, and the path that answers every query.
 
-paths of policies (`Policy.attend`)  →  fused  →  long_query  →  absorbed  →  reference
-
-A cache asks its paths in this order. `Reference` is the torch reference of the decode kernels: encoded blocks, exact
+`Reference` is the torch reference of the decode kernels: encoded blocks, exact
 sinks, exact window. Scores of every part are put side by side, so that one softmax serves all; each part's values are
 then mixed with its share of the weights. Each sink has a column of scores; with padding, where sinks may stand
 anywhere, its slot in the block keeps a column too, which is masked. Blocks whose codec has a packed reader are attended

@@ -130,3 +130,37 @@ class Policy:
     def bytes(self) -> dict[str, int]:
         """Allocated bytes, by kind, of what the policy holds."""
         return {}
+
+
+class Policies(list[Policy]):
+    """The policies of a recipe at work in one cache, in the recipe's order.
+
+    newest   the most newest queries of a forward pass that one of them wants to observe
+    """
+
+    def __init__(self, cache: CacheParts):
+        super().__init__(setting.policy(cache) for setting in cache.recipe.policies)
+        self._cache = cache
+        self.newest = max((policy.newest for policy in self), default=0)
+
+    def weighed(self, layer: int, p_BHGTT: Tensor, slots: range) -> None:
+        """Have each observe what queries attend to the window, of the newest that it wants.
+
+        p_BHGTT   weights of the queries in these slots over all tokens
+        """
+        store, real_BT = self._cache.stores[layer], self._cache.positions.real_BT
+        p_BHGTW = p_BHGTT[..., p_BHGTT.shape[-1] - store.window_2BTC.shape[2] :]
+        if real_BT is not None:
+            p_BHGTW = p_BHGTW * real_BT[:, None, None, slots.start : slots.stop, None]
+        for policy in self:
+            late = slots[max(0, store.length - policy.newest - slots.start) :]
+            if late:
+                policy.observe(layer, p_BHGTW[..., len(slots) - len(late) :, :], late)
+
+    def may_encode(self, layer: int) -> bool:
+        """True if all let the layer encode; each is asked."""
+        return all([policy.may_encode(layer) for policy in self])
+
+    def extra_fields(self, layer: int, store: LayerStore) -> Slab:
+        """Return the fields that they store beside the oldest block of the window."""
+        return {name: x for policy in self for name, x in policy.extra_fields(layer, store).items()}

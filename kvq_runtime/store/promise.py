@@ -174,6 +174,17 @@ class Health:
             lines.append(f"  layer {one.layer} {one.role}s: {one.blocks} blocks, error {_spoken(one.seen)}{promised}")
         return "\n".join(lines)
 
+    def warning(self, kept: bool) -> str:
+        """A sentence on the blocks that are beyond, of which there are some; `kept`: their tokens are exact."""
+        worst = self.worst
+        return (
+            f"{self.recipe}: {str(self).split(chr(10))[0].partition(': ')[2]}; most in layer {worst.layer}, "
+            f"{worst.beyond} of {worst.blocks} blocks of its {worst.role}s, error up to "
+            f"{max(worst.seen, default=math.inf):.3g} where {worst.bound:.3g} is promised: the text, or the model, is "
+            f"other than that of the fit. They are {'kept exact' if kept else 'held as they are'}; cache.health() has "
+            "all layers"
+        )
+
     def prometheus(self) -> str:
         """The same as Prometheus' text, gauges of what the cache holds."""
         lines = []

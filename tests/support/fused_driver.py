@@ -100,7 +100,7 @@ class Driver:
         out, wanted = cache.attend(0, self.q[:, :, part], mask, SCALE), None
         if expected:
             with dispatch.forced(False):
-                wanted = cache.paths[-1].attend(cache.layers[0], 0, self.q[:, :, part], mask, SCALE)[0]
+                wanted = cache.paths.reference.attend(cache.layers[0], 0, self.q[:, :, part], mask, SCALE)[0]
         cache.finish(0)
         self.at += count
         return out, wanted
