@@ -23,7 +23,8 @@ from kvq_calib.fit.scheme import Asked, Blocks, Chunk, SchemeFit, Source, Sums, 
 from kvq_calib.fit.statistics import Moments, Pair, QuerySums
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe
-from kvq_runtime.codec.codec import Context, build
+from kvq_runtime.codec.codec import Context
+from kvq_runtime.codec.shared import build
 from kvq_runtime.disk import strict_json
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry, Role

@@ -29,7 +29,7 @@ from kvq_calib.fit.statistics import Moments
 from kvq_calib.model import attention
 from kvq_calib.model.attention import AttentionInputs, Pair, apply_rope
 from kvq_calib.model.streamed import Stream
-from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec import shared
 from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit.fitting import fit_row
@@ -82,7 +82,7 @@ class _Work:
                  prompt: int, stream: Stream):  # fmt: skip
         self.recipe, self.geometry, self.device = recipe, geometry, stream.device
         self.step, self.prompt = step, prompt
-        pairs = codecs.build(recipe, geometry, tensors)
+        pairs = shared.build(recipe, geometry, tensors)
         self.codecs = [(keys.to(stream.device), values.to(stream.device)) for keys, values in pairs]
         self.depth = max((max(codec.below, default=0) for pair in self.codecs for codec in pair), default=0)
         self.below: list[list[Pair]] = [[] for _ in range(chunks)]  # nearest layer first

@@ -10,23 +10,21 @@ What is stored, and what it costs, is the Scheme's own answer. A codec never cha
 """
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvq_runtime.codec.matrices import by_runs, matrices, places
 from kvq_runtime.codec.packed import packed_reader
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch, product, rope
-from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_run, rotate
+from kvq_runtime.ops.rotation import Rotation, SignedHadamard, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
-from kvq_runtime.stages import stage as contract
 from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens
-from kvq_runtime.stages.stage import SLOTS, Quantizer, Site, Specs
+from kvq_runtime.stages.stage import SLOTS, Site, Specs
 
 _CPU = torch.device("cpu")
 
@@ -204,7 +202,7 @@ class Codec:
         if back is not None and back.ndim == 2 and len(back) == x.shape[1]:
             x = product.matmul(x.to(torch.bfloat16), back[:, channels]).float()
         elif back is not None:
-            x = _grouped(x.to(torch.bfloat16), back)[:, channels].float()
+            x = by_runs(x.to(torch.bfloat16), back)[:, channels].float()
         else:
             x = x[:, channels]
         return x if self.predictor is None else x + self.centre[channels]
@@ -245,7 +243,7 @@ class Codec:
         width, back = self._width, self.back
         if self._scale_last:
             assert back is not None
-            return product.scaled(_grouped(quantize.lookup(fields, width, self.geometry), back), fields["scale"], out)
+            return product.scaled(by_runs(quantize.lookup(fields, width, self.geometry), back), fields["scale"], out)
         as_stored = back is None and self.scheme.axis == "token"
         return self._turned_back(
             quantize.decode(fields, width, self.geometry, self._own["quantize"], out if as_stored else None)
@@ -254,7 +252,7 @@ class Codec:
     def _turned_back(self, x_NRV: Tensor) -> Tensor:
         """Decoded rows turned back, as tokens."""
         back = self.back
-        x = x_NRV if back is None else _grouped(x_NRV.to(torch.bfloat16), back).float()
+        x = x_NRV if back is None else by_runs(x_NRV.to(torch.bfloat16), back).float()
         return x if self.scheme.axis == "token" else x.mT
 
     def restore(self, x_NTC: Tensor, context: Context) -> Tensor:
@@ -328,88 +326,3 @@ def all_specs(recipe: Recipe, geometry: Geometry) -> Specs:
         for role in ROLES
         for name, spec in specs(recipe, layer, role, geometry).items()
     }
-
-
-def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> list[tuple[Codec, Codec]]:
-    """The codecs of all layers, (keys, values) each, from the tensors of an artifact."""
-
-    def one(layer: int, role: Role) -> Codec:
-        start = f"layers.{layer}.{role}."
-        names = specs(recipe, layer, role, geometry)
-        return Codec(recipe, layer, role, geometry, {name: tensors[start + name] for name in names})
-
-    return [(one(layer, "key"), one(layer, "value")) for layer in range(geometry.layers)]
-
-
-def _grouped(x_NRW: Tensor, matrix_WV: Tensor) -> Tensor:
-    """Each run of W elements times the matrix, or its own of [H, W, V]: V elements in its place."""
-    if matrix_WV.ndim == 3:
-        return by_run(x_NRW, matrix_WV)
-    taken, given = matrix_WV.shape
-    found = product.matmul(x_NRW.reshape(-1, taken), matrix_WV)
-    return found.view(*x_NRW.shape[:-1], x_NRW.shape[-1] // taken * given)
-
-
-@lru_cache(maxsize=64)
-def places(quantize: Quantizer, width: int, geometry: Geometry, device: torch.device) -> Tensor | None:
-    """Return the place of each element among the decoded ones; None if each has kept its place."""
-    order = quantize.order(width, geometry)
-    return None if torch.equal(order, torch.arange(width)) else order.argsort().to(device)
-
-
-def matrices(
-    rotate: contract.Rotation | None,
-    quantize: Quantizer,
-    width: int,
-    geometry: Geometry,
-    device: torch.device,
-    tensors: Mapping[str, Tensor],
-) -> tuple[Rotation, Tensor | None]:
-    """The rotation before rounding; and the rotation back (bfloat16), its rows in stored order. None: there is none.
-
-    Of a matrix for each head both are [H, D, D].
-    """
-    if rotate is None or not rotate.fitted:
-        return _fixed_matrices(rotate, quantize, width, geometry, device)
-    pair = rotate.pair(width, geometry, tensors)
-    if pair is None:
-        return None, None
-    forward, back = pair
-    return forward, back if back.ndim == 2 else _stored_rows(back, quantize.order(width, geometry))
-
-
-def _stored_rows(back_HDD: Tensor, order_W: Tensor) -> Tensor:
-    """The rows of each head's matrix in stored order, which stays inside heads."""
-    heads, size, _ = back_HDD.shape
-    inside_D = order_W[:size].to(back_HDD.device)
-    assert torch.equal(order_W.view(heads, size), order_W[:size] + torch.arange(0, heads * size, size)[:, None])
-    return back_HDD[:, inside_D].contiguous()
-
-
-@lru_cache(maxsize=64)
-def _fixed_matrices(
-    rotate: contract.Rotation | None, quantize: Quantizer, width: int, geometry: Geometry, device: torch.device
-) -> tuple[Rotation, Tensor | None]:
-    """The same for a rotation that is known without a fit: codecs of all layers share the two."""
-    order = quantize.order(width, geometry)
-    if rotate is None and torch.equal(order, torch.arange(width)):
-        return None, None
-    pair = None if rotate is None else rotate.pair(width, geometry, {})
-    matrix = None if pair is None else pair[0]
-    period = _period(order)
-    size = math.lcm(period, len(matrix)) if matrix is not None else period
-    full = torch.block_diag(*[matrix] * (size // len(matrix))) if matrix is not None else torch.eye(size)
-    back = full.mT[order[:size]].to(device, torch.bfloat16).contiguous()
-    forward = None if rotate is None else rotate.forward(width, geometry)
-    return (forward.to(device) if isinstance(forward, Tensor) else forward), back
-
-
-def _period(order: Tensor) -> int:
-    """The shortest run after which the stored order repeats itself."""
-    width = len(order)
-    for size in (n for n in range(1, width + 1) if width % n == 0):
-        if torch.equal(
-            order.view(-1, size) - torch.arange(0, width, size)[:, None], order[:size].expand(width // size, -1)
-        ):
-            return size
-    return width

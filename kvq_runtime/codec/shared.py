@@ -1,4 +1,5 @@
-"""Share the codecs of a fit among all caches of a process: made once for each device, and dropped with their last user.
+"""Build the codecs of a fit, and share them among all caches of a process: made once for each device, and dropped with
+their last user.
 
 An artifact's tensors are `Fitted`; whoever builds codecs of the same `Fitted` gets the same ones, and from `moved` the
 same copies on another device. Nothing else of a fit is held twice, whatever the number of caches or threads.
@@ -11,10 +12,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec import codec as codecs
-from kvq_runtime.codec.codec import Codec
+from kvq_runtime.codec.codec import Codec, specs
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import Recipe, Role
 
 _lock = threading.RLock()
 _moved: WeakKeyDictionary[Codec, WeakValueDictionary[torch.device, Codec]] = WeakKeyDictionary()
@@ -32,16 +32,26 @@ class Fitted(dict[str, Tensor]):
 
 
 def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> list[tuple[Codec, Codec]]:
-    """`codec.build`, in a list of its own; the codecs are the same for everyone who asks with the same `Fitted`."""
+    """The codecs of all layers, (keys, values) each, from the tensors of an artifact: a list of its own, of codecs that
+    are the same for everyone who asks with the same `Fitted`."""
     if not isinstance(tensors, Fitted):
-        return codecs.build(recipe, geometry, tensors)
+        return [_pair(recipe, layer, geometry, tensors) for layer in range(geometry.layers)]
     with _lock:
         for known, size, pairs in tensors._built:
             if known == recipe and size == geometry:
                 return list(pairs)
-        pairs = codecs.build(recipe, geometry, tensors)
+        pairs = [_pair(recipe, layer, geometry, tensors) for layer in range(geometry.layers)]
         tensors._built.append((recipe, geometry, pairs))
         return list(pairs)
+
+
+def _pair(recipe: Recipe, layer: int, geometry: Geometry, tensors: Mapping[str, Tensor]) -> tuple[Codec, Codec]:
+    def one(role: Role) -> Codec:
+        names = specs(recipe, layer, role, geometry)
+        own = {name: tensors[f"layers.{layer}.{role}.{name}"] for name in names}
+        return Codec(recipe, layer, role, geometry, own)
+
+    return one("key"), one("value")
 
 
 def moved(codec: Codec, device: torch.device) -> Codec:

@@ -16,7 +16,7 @@ import torch
 from tiny_artifact import refused
 
 from kvq_runtime.artifact import artifact
-from kvq_runtime.codec import codec
+from kvq_runtime.codec import shared
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
 
@@ -35,7 +35,7 @@ def test_a_file_gives_back_what_was_put_in(tmp_path):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in mine)
     assert artifact.to_bytes(loaded) == data
-    assert len(codec.build(loaded.recipe, loaded.fingerprint.geometry, loaded.tensors)) == 2
+    assert len(shared.build(loaded.recipe, loaded.fingerprint.geometry, loaded.tensors)) == 2
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from patience import PATIENCE
 from written import EVERY
 
 from kvq_runtime.artifact import artifact, fingerprint, header
-from kvq_runtime.codec import codec
+from kvq_runtime.codec import codec, shared
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.registry import events
@@ -114,7 +114,7 @@ def load_resealed(path: Path, good: bytes, data: bytes, draw: random.Random) -> 
 def use(loaded: artifact.Artifact) -> None:
     """Encode and decode a block with each of its codecs, if a block is no more than LARGEST elements."""
     geometry = loaded.fingerprint.geometry
-    for one in (one for pair in codec.build(loaded.recipe, geometry, loaded.tensors) for one in pair):
+    for one in (one for pair in shared.build(loaded.recipe, geometry, loaded.tensors) for one in pair):
         tokens, angle = one.block, torch.zeros(1, one.block, geometry.head_size // 2)
         if tokens * geometry.width <= LARGEST:
             x_NTC, zero_NTC = torch.randn(1, tokens, geometry.width), torch.zeros(1, tokens, geometry.width)

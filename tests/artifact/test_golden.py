@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvq_runtime.artifact import artifact
-from kvq_runtime.codec.codec import Context, build
+from kvq_runtime.codec.codec import Context
+from kvq_runtime.codec.shared import build
 from kvq_runtime.recipe import Recipe, presets
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.resolve import load_artifact

@@ -17,7 +17,7 @@ from kvq_calib.cli.commands import add_import
 from kvq_runtime.artifact import artifact, fingerprint, oscar_files
 from kvq_runtime.artifact.fingerprint import Fingerprint
 from kvq_runtime.cli import main
-from kvq_runtime.codec.codec import build
+from kvq_runtime.codec.shared import build
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset

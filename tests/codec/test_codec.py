@@ -12,7 +12,7 @@ from written import EVERY
 
 from kvq_calib.fit import predict as fits
 from kvq_calib.fit.statistics import Centred
-from kvq_runtime.codec import codec
+from kvq_runtime.codec import codec, shared
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import grid, rope, rotation
@@ -162,7 +162,7 @@ def test_bits_are_the_bytes_that_are_held(name, head_size):
             recipe.check(geometry)
         return
     tensors = {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in codec.all_specs(recipe, geometry).items()}
-    for layer, pair in enumerate(codec.build(recipe, geometry, tensors)):
+    for layer, pair in enumerate(shared.build(recipe, geometry, tensors)):
         for made in pair:
             x = gaussian(1, recipe.window.block, geometry.width).bfloat16()
             below = [(x, x)] * min(layer, 3)

@@ -20,7 +20,7 @@ from lmcache.v1.multiprocess.transfer_context import (
 from lmcache.v1.platform.devices.cpu import cache_context
 
 from benchmarks.lmcache_chunks import Tier, keys
-from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.lmcache.chunk import HEADER
@@ -64,7 +64,7 @@ def chunks(seed: int = 0) -> list[torch.Tensor]:
 def decoded(recipe: str, chunk: torch.Tensor) -> torch.Tensor:
     """What the recipe's codecs make of a chunk, without LMCache and without a chunk's bytes."""
     found = torch.empty_like(chunk)
-    for layer, pair in enumerate(codecs.build(preset(recipe), SIZE, {})):
+    for layer, pair in enumerate(shared.build(preset(recipe), SIZE, {})):
         for role, codec in enumerate(pair):
             fields = codec.encode(chunk[role, layer].unflatten(0, (-1, 128)), Context())
             found[role, layer] = codec.decode(fields, Context()).flatten(0, 1).bfloat16()

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from vllm_server import MODEL, PATIENCE, Server, alike, losses, served, tokens_of_a_text
 
 from kvq_calib.evaluate.caches import FullCache, attending
-from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
@@ -178,7 +178,7 @@ def test_codecs_are_made_as_elsewhere():
     torch.set_default_dtype(torch.bfloat16)
     try:
         with own_defaults():
-            codec = codecs.build(preset("lloyd-3bit"), Geometry(1, 3, 32), {})[0][0]
+            codec = shared.build(preset("lloyd-3bit"), Geometry(1, 3, 32), {})[0][0]
     finally:
         torch.set_default_dtype(before)
     x = torch.randn(1, 8, 96)

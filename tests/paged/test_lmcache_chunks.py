@@ -16,6 +16,7 @@ from torch import Tensor
 from kvq_runtime.artifact import artifact, fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.engines.source import Source
 from kvq_runtime.errors import ArtifactError
@@ -64,7 +65,7 @@ def test_a_chunk_is_what_its_blocks_are(name: str):
     codec.decode(data, KEY, found)
     block = recipe.window.block if TOKENS % recipe.window.block == 0 else TOKENS
     bits = 0.0
-    for layer, pair in enumerate(codecs.build(codec.recipe, SIZE, _tensors(name, SIZE))):
+    for layer, pair in enumerate(shared.build(codec.recipe, SIZE, _tensors(name, SIZE))):
         for role, one in enumerate(pair):
             fields = one.encode(chunk[role, layer].unflatten(0, (-1, block)), Context())
             wanted = one.restore(one.decode(fields, Context()), Context())

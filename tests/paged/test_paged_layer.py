@@ -7,6 +7,7 @@ import torch
 from paged_server import PAGE, ROTARY, SIZE, PagedServer, queries_of
 
 from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.engines import source
 from kvq_runtime.geometry import Geometry
@@ -93,11 +94,11 @@ def test_workers_encode_their_heads_as_one_would():
         }
         x = torch.randn(1, 20, size.width)
         context = Context(rope=ROTARY.tables(torch.arange(20)[None]))
-        whole = codecs.build(recipe, size, tensors)[1][0].encode(x, context)
+        whole = shared.build(recipe, size, tensors)[1][0].encode(x, context)
         for rank in range(2):
             own, part = source.narrowed(recipe, size, tensors, source.share_of(size, rank, 2))
             cut = x.unflatten(-1, (4, -1))[:, :, 2 * rank : 2 * rank + 2].flatten(-2)
-            codes = codecs.build(recipe, own, part)[1][0].encode(cut, context)
+            codes = shared.build(recipe, own, part)[1][0].encode(cut, context)
             for field, given in codes.items():
                 assert torch.equal(given, whole[field].chunk(2, 2)[rank])
 

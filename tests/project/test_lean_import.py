@@ -87,11 +87,12 @@ def said(tmp_path_factory) -> dict[str, list]:
 import json, traceback
 from kvq_runtime.artifact import artifact
 from kvq_runtime.codec import codec
+from kvq_runtime.codec import shared
 said = {}
 for path in sys.argv[1:]:
     try:
         loaded = artifact.load(path)
-        pairs = codec.build(loaded.recipe, loaded.fingerprint.geometry, loaded.tensors)
+        pairs = shared.build(loaded.recipe, loaded.fingerprint.geometry, loaded.tensors)
         said[path] = [loaded.recipe.name, len(pairs)]
     except Exception:
         said[path] = [traceback.format_exc()]

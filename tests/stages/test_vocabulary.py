@@ -15,7 +15,8 @@ from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
-from kvq_runtime.codec.codec import Codec, Context, build
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.codec.shared import build
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme

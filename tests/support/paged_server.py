@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import rope
@@ -44,7 +45,7 @@ class PagedServer:
         self.by_block |= kernel
         self.recipe = served.paged(recipe, size, self.page).with_exact(sinks=sinks)
         served.check(self.recipe, size)
-        self.pair = codecs.build(self.recipe, size, tensors_of(self.recipe, size))[0]
+        self.pair = shared.build(self.recipe, size, tensors_of(self.recipe, size))[0]
         half = size.head_size // 2
         self.rotary = replace(ROTARY, frequencies_K=1e4 ** -(torch.arange(half) / half))
         rotary = self.rotary if "positions" in self.recipe.needs else None

@@ -23,6 +23,7 @@ from kvq_calib.model import find as models
 from kvq_calib.report import plots, sections, tables
 from kvq_calib.text import corpus
 from kvq_runtime.codec import codec as codecs
+from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.recipe import preset
@@ -88,7 +89,7 @@ def by_hand(model, tokens_BT, recipe, tensors):
         found = codec.restore(centred.float(), context).reshape(batch, whole, -1).double()
         return centred, torch.where(is_decoded[:, None], torch.cat([found, x_BTC[:, whole:]], 1), x_BTC)
 
-    for layer, pair in enumerate(codecs.build(recipe, GEOMETRY, tensors)):
+    for layer, pair in enumerate(shared.build(recipe, GEOMETRY, tensors)):
         start = f"model.layers.{layer}."
         x = norm(h, start + "input_layernorm.weight")
         q, k, v = (x @ weights[f"{start}self_attn.{name}_proj.weight"].T for name in "qkv")

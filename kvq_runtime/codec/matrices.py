@@ -1,0 +1,92 @@
+"""The matrices of a rotation: what turns elements before rounding, and what turns decoded ones back.
+
+A quantizer may decode in another order than it was given (`Quantizer.order`), the stored order: so the rows of the
+matrix back are in that order, and nothing is put in place by itself.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import product
+from kvq_runtime.ops.rotation import Rotation, by_run
+from kvq_runtime.stages import stage as contract
+from kvq_runtime.stages.stage import Quantizer
+
+
+@lru_cache(maxsize=64)
+def places(quantize: Quantizer, width: int, geometry: Geometry, device: torch.device) -> Tensor | None:
+    """Return the place of each element among the decoded ones; None if each has kept its place."""
+    order = quantize.order(width, geometry)
+    return None if torch.equal(order, torch.arange(width)) else order.argsort().to(device)
+
+
+def matrices(
+    rotate: contract.Rotation | None,
+    quantize: Quantizer,
+    width: int,
+    geometry: Geometry,
+    device: torch.device,
+    tensors: Mapping[str, Tensor],
+) -> tuple[Rotation, Tensor | None]:
+    """The rotation before rounding; and the rotation back (bfloat16), its rows in stored order. None: there is none.
+
+    Of a matrix for each head both are [H, D, D].
+    """
+    if rotate is None or not rotate.fitted:
+        return _fixed_matrices(rotate, quantize, width, geometry, device)
+    pair = rotate.pair(width, geometry, tensors)
+    if pair is None:
+        return None, None
+    forward, back = pair
+    return forward, back if back.ndim == 2 else _stored_rows(back, quantize.order(width, geometry))
+
+
+def _stored_rows(back_HDD: Tensor, order_W: Tensor) -> Tensor:
+    """The rows of each head's matrix in stored order, which stays inside heads."""
+    heads, size, _ = back_HDD.shape
+    inside_D = order_W[:size].to(back_HDD.device)
+    assert torch.equal(order_W.view(heads, size), order_W[:size] + torch.arange(0, heads * size, size)[:, None])
+    return back_HDD[:, inside_D].contiguous()
+
+
+@lru_cache(maxsize=64)
+def _fixed_matrices(
+    rotate: contract.Rotation | None, quantize: Quantizer, width: int, geometry: Geometry, device: torch.device
+) -> tuple[Rotation, Tensor | None]:
+    """The same for a rotation that is known without a fit: codecs of all layers share the two."""
+    order = quantize.order(width, geometry)
+    if rotate is None and torch.equal(order, torch.arange(width)):
+        return None, None
+    pair = None if rotate is None else rotate.pair(width, geometry, {})
+    matrix = None if pair is None else pair[0]
+    period = _period(order)
+    size = math.lcm(period, len(matrix)) if matrix is not None else period
+    full = torch.block_diag(*[matrix] * (size // len(matrix))) if matrix is not None else torch.eye(size)
+    back = full.mT[order[:size]].to(device, torch.bfloat16).contiguous()
+    forward = None if rotate is None else rotate.forward(width, geometry)
+    return (forward.to(device) if isinstance(forward, Tensor) else forward), back
+
+
+def _period(order: Tensor) -> int:
+    """The shortest run after which the stored order repeats itself."""
+    width = len(order)
+    for size in (n for n in range(1, width + 1) if width % n == 0):
+        if torch.equal(
+            order.view(-1, size) - torch.arange(0, width, size)[:, None], order[:size].expand(width // size, -1)
+        ):
+            return size
+    return width
+
+
+def by_runs(x_NRW: Tensor, matrix_WV: Tensor) -> Tensor:
+    """Each run of W elements times the matrix, or times its own of [H, W, V]: V elements in its place."""
+    if matrix_WV.ndim == 3:
+        return by_run(x_NRW, matrix_WV)
+    taken, given = matrix_WV.shape
+    found = product.matmul(x_NRW.reshape(-1, taken), matrix_WV)
+    return found.view(*x_NRW.shape[:-1], x_NRW.shape[-1] // taken * given)
