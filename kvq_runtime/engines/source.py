@@ -34,6 +34,7 @@ from kvq_runtime.recipe import Recipe, presets
 from kvq_runtime.registry.lock import read_lock
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.held import serves
+from kvq_runtime.store.memory import asymptotic_bits
 
 LOCKS = (".lock", ".lock.json")
 
@@ -172,14 +173,8 @@ def plain(engine: Engine, geometry: Geometry) -> tuple[Recipe, ...]:
 
 
 def bits(recipe: Recipe, geometry: Geometry) -> float:
-    """Asymptotic bits per element, the mean over layers, keys and values."""
-    block = recipe.window.block
-    if not recipe.layers:
-        geometry = replace(geometry, layers=1)
-    each = [
-        scheme.bits(block, geometry, torch.bfloat16) for layer in range(geometry.layers) for scheme in recipe.at(layer)
-    ]
-    return sum(each) / len(each)
+    """Asymptotic bits per element; of a recipe with the same schemes in all layers those of one."""
+    return asymptotic_bits(recipe, geometry if recipe.layers else replace(geometry, layers=1))
 
 
 @dataclass(frozen=True)

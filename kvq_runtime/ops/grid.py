@@ -36,27 +36,32 @@ _FINE, _SIDE = 128, 1024
 _BLOCK = 4  # by so many cells they are looked at first: at 8, twice as many corners of 256 points are left
 
 
-@lru_cache(maxsize=1)
-def _file() -> dict[str, Tensor]:
-    return load((resources.files("kvq_runtime") / "ops" / "grids.safetensors").read_bytes())
+@lru_cache(maxsize=2)
+def tables(file: str) -> dict[str, Tensor]:
+    """Return the tables of a file of this folder, by name."""
+    return load((resources.files("kvq_runtime") / "ops" / f"{file}.safetensors").read_bytes())
+
+
+def pinned(kind: str, name: str, table: Tensor, digest: str) -> Tensor:
+    """The table itself, checked against its pinned digest."""
+    found = sha256(table.view(torch.uint8).numpy().tobytes()).hexdigest()
+    if found != digest:
+        raise RuntimeError(f"{kind} {name} has sha256 {found}, pinned is {digest}; reinstall kvq-runtime")
+    return table
 
 
 def sizes() -> list[tuple[int, int]]:
     """The (dimension, points) pairs there is a grid for."""
-    return sorted(tuple(int(part[1:]) for part in name.split("_")) for name in _file())  # type: ignore[misc]
+    return sorted(tuple(int(part[1:]) for part in name.split("_")) for name in tables("grids"))  # type: ignore[misc]
 
 
 @lru_cache(maxsize=16)
 def points(dim: int, size: int) -> Tensor:
     """The grid, float32 [size, dim], checked against its pinned digest."""
     name = f"d{dim}_n{size}"
-    if name not in _file():
+    if name not in tables("grids"):
         raise ValueError(f"no grid with dim={dim} size={size}; there are {sizes()}")
-    grid = _file()[name]
-    digest = sha256(grid.numpy().tobytes()).hexdigest()
-    if digest != DIGESTS[dim, size]:
-        raise RuntimeError(f"grid {name} has sha256 {digest}, pinned is {DIGESTS[dim, size]}; reinstall kvq-runtime")
-    return grid
+    return pinned("grid", name, tables("grids")[name], DIGESTS[dim, size])
 
 
 def scan(x_ND: Tensor, grid: Tensor) -> Tensor:

@@ -18,13 +18,11 @@ where they have 16 and values computed from the state; one number for each state
 
 import math
 from functools import lru_cache
-from hashlib import sha256
-from importlib import resources
 
 import torch
-from safetensors.torch import load
 from torch import Tensor
 
+from kvq_runtime.ops import grid
 from kvq_runtime.ops.pack import take, word_table
 from kvq_runtime.ops.rotation import Rotation, rotate
 
@@ -51,23 +49,13 @@ _UNREACHED = 2.0**60  # the cost of states that no path has reached
 _FAINTEST = 2.0**-10  # of the loudest group's size: the least that a group is weighed with
 
 
-@lru_cache(maxsize=1)
-def _file() -> dict[str, Tensor]:
-    return load((resources.files("kvq_runtime") / "ops" / "trellises.safetensors").read_bytes())
-
-
 @lru_cache(maxsize=16)
 def table(bits: int, memory: int) -> Tensor:
     """Return the value of each state, bfloat16 [2^memory], checked against its pinned digest."""
     name = f"k{bits}_l{memory}"
-    if name not in _file():
+    if name not in grid.tables("trellises"):
         raise ValueError(f"no trellis with bits={bits} memory={memory}; there are {sorted(DIGESTS)}")
-    values = _file()[name]
-    digest = sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
-    if digest != DIGESTS[bits, memory]:
-        pinned = DIGESTS[bits, memory]
-        raise RuntimeError(f"trellis {name} has sha256 {digest}, pinned is {pinned}; reinstall kvq-runtime")
-    return values
+    return grid.pinned("trellis", name, grid.tables("trellises")[name], DIGESTS[bits, memory])
 
 
 def best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Tensor:
