@@ -21,8 +21,7 @@ from kvq_runtime.registry import measured
 from kvq_runtime.registry.measured import Figures, Scores
 from kvq_runtime.registry.resolve import open_registry
 from kvq_runtime.registry.sound import read
-from scripts import compare_models
-from scripts import compare_models as script
+from scripts import compare_models, compare_page
 
 NAMES = ("higgs-2bit", "mean-higgs-2bit", "aqua-2bit", "exact")
 
@@ -176,8 +175,8 @@ def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name
             subject.choose([note.split()[0]], small)
 
 
-def result(kl: float, bits: float) -> script.Cost:
-    return script.Cost("a recipe", bits, Figures(perplexity=math.nan, relative=math.nan, kl=kl))
+def result(kl: float, bits: float) -> compare_page.Cost:
+    return compare_page.Cost("a recipe", bits, Figures(perplexity=math.nan, relative=math.nan, kl=kl))
 
 
 @pytest.mark.parametrize(
@@ -193,17 +192,17 @@ def result(kl: float, bits: float) -> script.Cost:
     ],
 )
 def test_a_claim_is_judged_with_its_bits(better, worse, says):
-    assert script.verdict(better, worse) == says
+    assert compare_page.verdict(better, worse) == says
     for name, one in facts().items():
         for claim in one.claims:
             assert {claim.better, claim.worse} <= set(subject.compared()), f"{name}: name these in `compared`: {claim}"
 
 
-def offered(recipe: str, bits: float, reported: float, chosen: float | None = None) -> script.Cost:
+def offered(recipe: str, bits: float, reported: float, chosen: float | None = None) -> compare_page.Cost:
     """Perplexities on the windows that are reported, and that are chosen by, against 10; a divergence of the former."""
     pair = [chosen or reported, reported] * 3
     windows = Scores(tuple(map(math.log, pair)), (math.log(10),) * 6, tuple(one - 9.9 for one in pair))
-    return script.Cost(recipe, bits, Figures(perplexity=math.nan, relative=math.nan, windows=windows))
+    return compare_page.Cost(recipe, bits, Figures(perplexity=math.nan, relative=math.nan, windows=windows))
 
 
 def test_a_combination_is_held_against_the_best_near_recipe_of_each_paper():
@@ -212,18 +211,18 @@ def test_a_combination_is_held_against_the_best_near_recipe_of_each_paper():
         offered("aqua-1bit", 1.6, 10.9), offered("aqua-2bit", 2.4, 10.1), offered("aqua-3bit", 3.3, 10.01),
         offered("squat-2bit", 3.0, 10.4), offered("squat-pre-2bit", 3.0, 10.3), offered("higgs-2bit", 2.0, 10.1),
     ]  # fmt: skip
-    row = script.rivals(results, 2.1)
+    row = compare_page.rivals(results, 2.1)
     assert row == {
         "best combination": "auto-2.1bit, 2 bits: +2.00% ± 0.00%, 0.3",
         "AQUA-KV": "aqua-2bit, 2.4 bits: **+1.00% ± 0.00%**, **0.2**",
         "SQuat": "squat-pre-2bit, 3 bits: +3.00% ± 0.00%, 0.4",
     }
-    assert script.rivals(results, 1.4) == {} == script.rivals(results, 2.6)
-    assert set(script.rivals(results, 3.2)) == {"best combination", "AQUA-KV"}
+    assert compare_page.rivals(results, 1.4) == {} == compare_page.rivals(results, 2.6)
+    assert set(compare_page.rivals(results, 3.2)) == {"best combination", "AQUA-KV"}
     # what looks best on some windows is reported on others; so are the papers' recipes, the best and not the cheapest
     results += [offered("aqua-klt-2bit", 2.1, 11.0, chosen=10.05), offered("aqua-2.2bit", 2.2, 10.05, chosen=10.9),
                 offered("higgs-9bit", 2.3, 10.0)]  # fmt: skip
-    row = script.rivals(results, 2.1)
+    row = compare_page.rivals(results, 2.1)
     assert row["best combination"] == "aqua-klt-2bit, 2.1 bits: +10.00% ± 0.00%, 1.1"
     assert row["AQUA-KV"] == "aqua-2bit, 2.4 bits: **+1.00% ± 0.00%**, **0.2**"
     assert family("auto-2.1bit") == "auto"
@@ -260,18 +259,18 @@ def test_the_page_opens_with_the_best_at_some_budgets_chosen_by_other_windows():
         of_two_texts("higgs-2bit", 2.1, 0.5, 0.6, 0.7), of_two_texts("mean-higgs-2bit", 2.12, 0.02, 0.1, 0.9),
     ]  # fmt: skip
     records = [read(one) for one in records]
-    low, high = script.best_at(records, (1.5, 2))
+    low, high = compare_page.best_at(records, (1.5, 2))
     assert low["best here"] == "`aqua-klt-1bit` (1.50)" and low["best of a paper's"] == "none"
     assert low["best here: in domain"] == "+34.99% ± 0.00%, 0.3" and low["best here: web"] == "+50.00%, 0.00004"
     assert high["best here"] == "`mean-higgs-2bit` (2.12)", "best where it was chosen, not where it is reported"
     assert high["best of a paper's"] == "`aqua-2bit` (2.10)" and high["best of a paper's: in domain"].endswith(", 0.01")
-    model = script.Model("m", "m", None, samples=4, length=64, windows=6)
-    text = script.page({model: records}, {model: ["higgs-9bit is left out: why"]})
+    model = compare_page.Model("m", "m", None, samples=4, length=64, windows=6)
+    text = compare_page.page({model: records}, {model: ["higgs-9bit is left out: why"]})
     opening, *folded = text.split("<details>")
     assert (
         opening.count("![") == 1
         and "m (4M parameters)](frontier.png)" in opening
-        and opening.count("\n| ") == 2 + len(script.best_at(records))
+        and opening.count("\n| ") == 2 + len(compare_page.best_at(records))
     )
     every, of_model, *_ = folded
     assert "(compare.png)" in every, "all models and texts are folded away"

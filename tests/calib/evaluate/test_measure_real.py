@@ -10,7 +10,7 @@ import tiny
 from kvq_calib.report import plots, tables
 from kvq_runtime.artifact import artifact
 from kvq_runtime.recipe import presets
-from scripts import compare_models, measure_real, positions, real_page, real_use
+from scripts import compare_page, measure_real, positions, real_page, real_use
 
 RECIPES = ("rtn-4bit", "mean-higgs-2bit", "subkv-2bit")
 
@@ -102,11 +102,11 @@ def test_lines_make_a_page(results, tmp_path):
     rows = tables.comparison(records)
     assert rows[0]["recipe"] == "16 bit" and float(rows[0]["full"]) == pytest.approx(float(rows[0]["in use"]), rel=1e-3)
     assert {"docs full KL", "docs in use KL"} <= set(rows[1]) and plots.frontier([records])
-    model = compare_models.Model("tiny", "", None, samples=3, length=200, windows=2)
+    model = compare_page.Model("tiny", "", None, samples=3, length=200, windows=2)
     lines = list(real_page.read(folder).values())
     beside = real_page.sections(folder, tmp_path)
     assert f"({real_page.POSITIONS})" in "".join(beside) and (tmp_path / real_page.POSITIONS).is_file()
-    text = compare_models.page({model: records}, {model: []}, beside)
+    text = compare_page.page({model: records}, {model: []}, beside)
     head, *_ = text.partition("<details>")
     assert "tiny (" in head and "**By length.**" in head and "(real-positions.png)" in head
     assert sum(one["processor_seconds"] for one in lines) > 0 and "processor hours" in head
