@@ -106,7 +106,7 @@ oldest-transformers: env ## generation, graphs, every architecture and some cali
 	@rm -rf build/oldest-transformers
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/oldest-transformers 'huggingface-hub<2' 'transformers==$(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/hf -m 'not slow and not all_recipes'
-	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_graph.py tests/kernels/test_fused.py \
+	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_recorded_step.py tests/kernels/test_fused.py \
 	    -k 'replays or mask_of_the_moment or models_generate or not_recorded'
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_bench_gpu.py \
 	    -k 'generation or row_repeated or unmasked'

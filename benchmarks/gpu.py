@@ -50,7 +50,7 @@ STAGES = ("parity", "attend", "profile", "encode", "sweep")
 PARITY, COMPILE = 0.35, 0.5  # shares of the time that is left when these begin
 PROFILED = ("kivi-2bit-g128", "rtn-2bit", "higgs-head-2bit")  # at the first shape
 PARITY_NAME = name_of({"what": "parity"})
-FILES = ("tests/kernels/test_attention_kernel.py", "tests/kernels/test_graph.py")
+FILES = ("tests/kernels/test_attention_kernel.py", "tests/kernels/test_recorded_step.py")
 CHOSEN = "families or before_rope or means or one_graph"
 PYTEST = "[pytest]\nmarkers =\n    gpu\n    slow\n    all_recipes\nxfail_strict = true\n"
 ENDED = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b (\S+::\S+.*)|^(\S+::\S+.*?) (PASSED|FAILED|ERROR|SKIPPED)\b")

@@ -15,7 +15,8 @@ import torch
 
 from kvq_calib.evaluate.ledger import code
 from kvq_calib.evaluate.perplexity import REFERENCE
-from kvq_calib.report import plots, tasks
+from kvq_calib.report import plots
+from kvq_calib.report.answered import heat
 from kvq_calib.report.looks import short
 from kvq_calib.report.tables import by_bits, relative
 from kvq_calib.run.plan import environment
@@ -249,7 +250,7 @@ def _needles(folder: Path, docs: Path) -> list[str]:
     found = [said, *first] if (first := answered(folder / "needles-16bit.json")) else []
     records = [one for row in _read(folder / "needles.json").values() for one in row["found"]]
     if records:
-        (docs / NEEDLES).write_bytes(tasks.heat([read_record(one, TasksRecord) for one in joined(records)]))
+        (docs / NEEDLES).write_bytes(heat([read_record(one, TasksRecord) for one in joined(records)]))
         found += [f"![Needles found by depth and length, {NAME}]({NEEDLES})"]
     return found
 

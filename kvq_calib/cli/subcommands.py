@@ -25,9 +25,7 @@ from kvq_calib.job import prepare, run
 from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.report import bench as benched
-from kvq_calib.report import fit_plots, greedy, plots, tables
-from kvq_calib.report import tasks as answered
+from kvq_calib.report import answered, fit_plots, greedy, plots, tables, timings
 from kvq_calib.run import budget
 from kvq_calib.run.device import memory_of, usable
 from kvq_calib.tasks import ruler, synthetic
@@ -234,18 +232,18 @@ def bench(args: argparse.Namespace) -> int:
             rounds.measure(model, able, plan, kept, progress)
         except KeyboardInterrupt as error:
             interrupted = error
-    found = benched.figures(rounds.chosen(plan, kept), every, about["weights_bytes"], memory, absent)
-    notes = benched.notes(found, about, memory) if found else []
+    found = timings.figures(rounds.chosen(plan, kept), every, about["weights_bytes"], memory, absent)
+    notes = timings.notes(found, about, memory) if found else []
     if args.plot and found:
-        Path(args.plot).write_bytes(benched.picture(found, notes))
+        Path(args.plot).write_bytes(timings.picture(found, notes))
     if args.json:
         print(json.dumps({"about": about | {"memory_bytes": memory}, "rows": found}, indent=2))
     elif found:
-        print_table(benched.rows(found, memory), False)
+        print_table(timings.rows(found, memory), False)
         print("".join(f"\n{note}" for note in notes))
     if interrupted is not None:
         raise interrupted
-    if wrong := benched.failed(found):
+    if wrong := timings.failed(found):
         raise RuntimeError(f"not measured: {'; '.join(wrong)}")
     return 0
 

@@ -12,8 +12,8 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from kvq_calib.model.catalog import entry
+from kvq_calib.report import answered, greedy, sections
 from kvq_calib.report import fit_plots as draw
-from kvq_calib.report import greedy, sections, tasks
 from kvq_calib.report.tables import by_layer
 from kvq_calib.report.words import size_of
 from kvq_calib.text.documents import SUFFIXES
@@ -87,7 +87,7 @@ def card(
         "## Fit\n\n" + sections.fit(artifact),
         *(["## Queries\n\n" + _queries(artifact)] if QUERIES in plots else []),
         "## Evaluation\n\n" + sections.evaluation(of_text(records)),
-        *tasks.sections(records),
+        *answered.sections(records),
         *greedy.sections(records),
         *(f"![{_spoken(plot)}]({plot})" for plot in plots if plot != QUERIES),
         "## Limits\n\n" + _limits(artifact, records),

@@ -231,7 +231,7 @@ def test_generation_has_a_table():
 
 XDIST = """[gw0] [  1%] PASSED tests/kernels/test_attention_kernel.py::test_families[kivi-2]
 [gw3] [  2%] FAILED tests/kernels/test_attention_kernel.py::test_families[rtn-2]
-[gw1] [  3%] SKIPPED tests/kernels/test_graph.py::test_a_step_is_one_graph[rtn-2bit-whole]
+[gw1] [  3%] SKIPPED tests/kernels/test_recorded_step.py::test_a_step_is_one_graph[rtn-2bit-whole]
 E       assert 0.2 <= 0.0015
 FAILED tests/kernels/test_attention_kernel.py::test_families[rtn-2] - assert 0.2 <= 0.0015""".splitlines()
 

@@ -95,7 +95,7 @@ MUTANTS = [
         "kvq_calib/fit/latent.py",
         "argsort(descending=True, stable=True)[:budget]",
         "argsort(descending=False, stable=True)[:budget]",
-        ("calib/fit/test_allocate.py", "calib/fit/test_basis.py"),
+        ("calib/fit/test_water_filling.py", "calib/fit/test_basis.py"),
     ),
     # ---- evaluate
     Mutant(
@@ -112,7 +112,7 @@ MUTANTS = [
         "kvq_calib/evaluate/gate.py",
         "        return [f\"a bound cannot be judged; {'; '.join(record.reasons())}\"]",
         "        return []",
-        ("calib/evaluate/test_full.py",),
+        ("calib/evaluate/test_full_encode.py",),
     ),
     Mutant(
         "full-late",
@@ -120,7 +120,7 @@ MUTANTS = [
         "kvq_calib/evaluate/caches.py",
         "self.blocks.encoder.flush(layer)",
         "pass",
-        ("calib/evaluate/test_full.py",),
+        ("calib/evaluate/test_full_encode.py",),
     ),
     Mutant(
         "reads-sinks",
@@ -128,7 +128,7 @@ MUTANTS = [
         "kvq_calib/evaluate/caches.py",
         "range(min(self.blocks.recipe.window.sinks, encoded), encoded)",
         "range(encoded)",
-        ("calib/evaluate/test_full.py",),
+        ("calib/evaluate/test_full_encode.py",),
     ),
     Mutant(
         "perplexity-spread",
@@ -144,7 +144,7 @@ MUTANTS = [
         "kvq_calib/evaluate/record.py",
         "environment=used, code=code())",
         "environment=used)",
-        ("calib/evaluate/test_full.py",),
+        ("calib/evaluate/test_full_encode.py",),
     ),
     # ---- job
     Mutant(
@@ -153,7 +153,7 @@ MUTANTS = [
         "kvq_calib/job/prepare.py",
         'if free < needs["disk"]:',
         "if False:",
-        ("calib/job/test_preflight.py", "calib/cli/test_calibrate_cli.py", "calib/model/test_models.py"),
+        ("calib/job/test_preflight.py", "calib/cli/test_calibrate_cli.py", "calib/model/test_find.py"),
     ),
     Mutant(
         "preflight-memory",
@@ -161,7 +161,7 @@ MUTANTS = [
         "kvq_calib/job/prepare.py",
         'if memory < needs["layer"] + needs["chunk"]:',
         "if False:",
-        ("calib/job/test_preflight.py", "calib/cli/test_calibrate_cli.py", "calib/model/test_models.py"),
+        ("calib/job/test_preflight.py", "calib/cli/test_calibrate_cli.py", "calib/model/test_find.py"),
     ),
     # ---- evaluate
     Mutant(
@@ -170,7 +170,7 @@ MUTANTS = [
         "kvq_calib/evaluate/record.py",
         "json.dumps([subject.sha256, recipe.to_json()], sort_keys=True)",
         "json.dumps([subject.sha256, recipe.name], sort_keys=True)",
-        ("calib/evaluate/test_full.py", "calib/evaluate/test_compare.py"),
+        ("calib/evaluate/test_full_encode.py", "calib/evaluate/test_compare.py"),
     ),
     # ---- evaluate
     Mutant(
@@ -187,7 +187,7 @@ MUTANTS = [
         "kvq_calib/evaluate/perplexity.py",
         "cache.reads = Reads()  #",
         "pass  #",
-        ("calib/evaluate/test_full.py",),
+        ("calib/evaluate/test_full_encode.py",),
     ),
     Mutant(
         "prompt-unit",
@@ -195,7 +195,7 @@ MUTANTS = [
         "kvq_calib/evaluate/perplexity.py",
         ' | ({"prompt": prompt} if prompt else {})',
         "",
-        ("calib/evaluate/test_full.py",),
+        ("calib/evaluate/test_full_encode.py",),
     ),
     # ---- run
     Mutant(
@@ -430,7 +430,7 @@ MUTANTS = [
         "kvq_calib/run/share.py",
         "_sum(above, at - grown) - left",
         "_sum(above, at + grown) - left",
-        ("calib/run/test_one_step.py",),
+        ("calib/run/test_step_of_places.py",),
     ),
     Mutant(
         "step-range",
@@ -438,7 +438,7 @@ MUTANTS = [
         "kvq_calib/run/share.py",
         "if not low <= target <= high:",
         "if not target <= high:",
-        ("calib/run/test_one_step.py",),
+        ("calib/run/test_step_of_places.py",),
     ),
     Mutant(
         "step-beside",

@@ -176,7 +176,7 @@ MUTANTS = [
         "kvq_runtime/policies/dynamic_window.py",
         "        if length < self._seen:\n            self._restore(length, {})",
         "        pass",
-        ("policies/test_window.py",),
+        ("policies/test_dynamic_window.py",),
     ),
     Mutant(
         "hitters-sinks",
@@ -200,7 +200,7 @@ MUTANTS = [
         "kvq_runtime/policies/prompt_fit.py",
         "fitted, positions_T = seen & (rank_T > store.window.sinks),",
         "fitted, positions_T = seen,",
-        ("policies/test_online.py",),
+        ("policies/test_prompt_fit.py",),
     ),
     Mutant(
         "prompt-block",
@@ -208,7 +208,7 @@ MUTANTS = [
         "kvq_runtime/policies/prompt_fit.py",
         'block if self.fit_tokens == "prompt" else self.fit_tokens)',
         '1 if self.fit_tokens == "prompt" else self.fit_tokens)',
-        ("policies/test_online.py",),
+        ("policies/test_prompt_fit.py",),
     ),
     # ---- attention
     Mutant(
@@ -217,7 +217,7 @@ MUTANTS = [
         "kvq_runtime/attention/path.py",
         ".tril_(length - count)[None, None]",
         ".tril_(length - count + 1)[None, None]",
-        ("attention/test_attend.py",),
+        ("attention/test_against_sdpa.py",),
     ),
     Mutant(
         "long-maximum",
@@ -249,7 +249,7 @@ MUTANTS = [
         "kvq_runtime/attention/cuda_graph.py",
         "        cache.fused.look(first.rows, 1, first.buffer_2BTC.device)\n        return",
         "        return",
-        ("kernels/test_graph.py",),
+        ("kernels/test_recorded_step.py",),
     ),
     Mutant(
         "graph-tables",
@@ -274,7 +274,7 @@ MUTANTS = [
         "kvq_runtime/hf/attention.py",
         "scale = query.shape[-1] ** -0.5 if scaling is None else scaling",
         "scale = query.shape[-1] ** -0.5",
-        ("attention/test_attend.py", "hf/test_generate.py", "hf/test_h2o_models.py"),
+        ("attention/test_against_sdpa.py", "hf/test_generate.py", "hf/test_h2o_models.py"),
     ),
     # ---- kernels
     Mutant(

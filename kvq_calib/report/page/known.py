@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvq_calib.report import greedy, tables, tasks
+from kvq_calib.report import answered, greedy, tables
 from kvq_calib.report.page import evidence
 from kvq_calib.report.sections import corpus_of, model_of
 from kvq_calib.report.tables import kl_error
@@ -111,7 +111,7 @@ def _measured(records: Sequence[Record], made: Artifact | None) -> dict[str, Any
     judged = verdict.of_records(records, evidence.source(made))
     found["verdict"] = {"word": judged.word, "why": judged.why, "caution": made and verdict.thinness(made.provenance)}
     found |= {"gate": evidence.gate(records), "drift": evidence.weekly(records), "records": evidence.brief(records)}
-    return found | {"tasks": tasks.answers(records), "greedy": greedy.found(records)}
+    return found | {"tasks": answered.answers(records), "greedy": greedy.found(records)}
 
 
 def history(state: State) -> list[dict[str, Any]]:

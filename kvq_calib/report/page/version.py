@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq_calib.report import card, greedy
+from kvq_calib.report.answered import cell
 from kvq_calib.report.page import html
 from kvq_calib.report.page.evidence import deciding
 from kvq_calib.report.panels import Point, not_drawn
 from kvq_calib.report.panels import frontier as frontier_of
 from kvq_calib.report.sections import machine_of
-from kvq_calib.report.tasks import cell
 from kvq_calib.report.words import change, figure, fixed, named, share, size_of, spread
 from kvq_runtime.cli.table import percent
 from kvq_runtime.disk.strict_json import flatten

@@ -17,7 +17,7 @@ from kvq_calib.bench.contenders import Contender
 from kvq_calib.bench.turn import FULL, WARM, Turn
 from kvq_calib.cli import commands
 from kvq_calib.model import find as models
-from kvq_calib.report import bench as shown
+from kvq_calib.report import timings
 from kvq_runtime.errors import NotFound
 from kvq_runtime.recipe import preset
 from kvq_runtime.store.held import Sizes
@@ -151,7 +151,7 @@ def test_what_is_out_of_memory_is_a_row_and_nothing_larger_is_tried(model, taken
     found = kept()
     rounds.measure(model, named("16 bit", "full"), replace(PLAN, batches=(1, 2)), found)
     assert [ask for ask in taken if ask[0] == "full"] == [("full", 200, 1, 1)]
-    rows = shown.figures(found.done.values(), named("16 bit", "full"), weights=0, memory=1000)
+    rows = timings.figures(found.done.values(), named("16 bit", "full"), weights=0, memory=1000)
     notes = [(row["context"], row["batch"], row["note"]) for row in rows if row["cache"] == "full"]
     beyond = f"not tried: {FULL} at 200 x 1"
     assert notes == [(200, 1, FULL), (200, 2, beyond), (300, 1, beyond), (300, 2, beyond)]
@@ -182,7 +182,7 @@ def test_figures_are_medians_of_all_rounds_and_ratios_to_the_first():
     some = [one(0, [1.0, 2.0], [4.0, 5.0]), one(1, [3.0, 9.0, 9.0], [6.0, 7.0, 80.0])]
     first, second, third = named("16 bit", "a", "b")
     entrants = [first, replace(second, recipe="rtn-4bit", note="fitted"), third]
-    base, a, b = shown.figures(some, entrants, 500, 2600, {"b": "no"})
+    base, a, b = timings.figures(some, entrants, 500, 2600, {"b": "no"})
     assert (base["first_token_s"], base["step_s"], base["step_s_quartiles"]) == (2.5, 3.0, [2.0, 9.0])
     assert base["tokens_per_s"] == pytest.approx(4 / 3) and base["tokens_per_s_ratio"] == 1
     assert a["tokens_per_s_ratio"] == pytest.approx(3 / 6) and a["first_token_s_ratio"] == pytest.approx(0.4)
@@ -191,7 +191,7 @@ def test_figures_are_medians_of_all_rounds_and_ratios_to_the_first():
     assert a["peak_bytes"] == 7000 and base["peak_bytes"] is None
     assert (b["measured"], b["note"], a["note"]) == (False, "no", "fitted")
     lone = [rounds.Round(64, 4, 0, {"16 bit": Turn(error=FULL), "a": some[0].turns["a"]})]
-    _, a, _ = shown.figures(lone, entrants, 0, 10**4, {"b": "no"})
+    _, a, _ = timings.figures(lone, entrants, 0, 10**4, {"b": "no"})
     assert a["measured"] and "tokens_per_s_ratio" not in a, "there is nothing to compare with"
 
 

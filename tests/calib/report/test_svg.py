@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.figure import Figure
 
-from kvq_calib.report import fit_plots, plots, tasks
+from kvq_calib.report import answered, fit_plots, plots
 from kvq_calib.report.looks import names_as_they_are
 from kvq_calib.report.page.html import svg
 from kvq_calib.report.panels import Point
@@ -72,8 +72,8 @@ def test_colours_follow_light_and_dark_but_those_of_cells():
         with names_as_they_are():
             assert not re.findall(r'(?:fill|stroke)="#', svg(given, "x"))
     cells = [Cell("needle", 64, 0.5, 0.25)]
-    text = svg(tasks.grid([("in use", cells)], ["needle"], [64], [0.5]), "x")
-    assert f'fill="{tasks.LIGHT}"' in text and "64 tokens, depth 0.5: 25%" in text and "<image" not in text
+    text = svg(answered.grid([("in use", cells)], ["needle"], [64], [0.5]), "x")
+    assert f'fill="{answered.LIGHT}"' in text and "64 tokens, depth 0.5: 25%" in text and "<image" not in text
 
 
 def test_each_marker_of_a_line_says_its_value_and_a_gap_has_none():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kvq_calib.report import tasks
+from kvq_calib.report import answered
 from kvq_runtime.registry.measured import TasksRecord
 from kvq_runtime.registry.sound import read
 
@@ -37,7 +37,7 @@ def figure():
         record("16 bit", {"full": part(1.0), "in-use": part(1.0)}),
         record("rtn-2bit", {"full": refused, "in-use": part(0.5)}),
     ]
-    return tasks.heat.__wrapped__(records)
+    return answered.heat.__wrapped__(records)
 
 
 def numbers(axis) -> dict[tuple[int, int], str]:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from kvq_calib.report import answered
 from kvq_calib.report import greedy as followed
-from kvq_calib.report import tasks as answered
 from kvq_runtime.cli import version
 from kvq_runtime.registry import card, measured, sound
 from kvq_runtime.registry.measured import Record

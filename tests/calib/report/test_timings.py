@@ -1,6 +1,6 @@
 """The picture of a benchmark: a row of panels a batch, a line a cache, what has no figures left out."""
 
-from kvq_calib.report import bench
+from kvq_calib.report import timings
 
 
 def row(cache: str, recipe: str, context: int, batch: int, measured: bool = True) -> dict:
@@ -17,7 +17,7 @@ def some() -> list[dict]:
 
 
 def test_a_line_a_cache_and_no_two_alike():
-    figure = bench.picture.__wrapped__(some(), ["what was measured"])
+    figure = timings.picture.__wrapped__(some(), ["what was measured"])
     assert [axis.get_title("left").rpartition(", ")[2] for axis in figure.axes] == ["batch 1"] * 3 + ["batch 4"] * 3
     lines = {line.get_label(): line for line in figure.axes[1].lines}
     assert list(lines) == ["16 bit", "hqq-2bit", "rtn-4bit", "mine@1.0.0"]
@@ -31,5 +31,5 @@ def test_a_line_a_cache_and_no_two_alike():
 
 
 def test_nothing_measured_is_said():
-    figure = bench.picture.__wrapped__([row("16 bit", "", 64, 1, measured=False)], [])
+    figure = timings.picture.__wrapped__([row("16 bit", "", 64, 1, measured=False)], [])
     assert [text.get_text() for text in figure.axes[0].texts] == ["nothing was measured"]
