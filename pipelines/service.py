@@ -7,7 +7,7 @@ Database, logs and the record of what was started lie in $KVQ_HOME/flows, which 
 known by its id and the moment it began, so that an id that the system has reused is left alone.
 
     auth        what every request to the server must know: made when it is started, passed to worker and commands
-    hf-token    $HF_TOKEN, which the worker does not have: see kvq_calib/flow/server.py
+    hf-token    $HF_TOKEN, which the worker does not have: see kvq_calib/job/token.py
 """
 
 import argparse

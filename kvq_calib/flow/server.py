@@ -1,4 +1,4 @@
-"""Start a Prefect server for the length of a process that has none; keep servers and the Hub's token from others.
+"""Start a Prefect server for the length of a process that has none; keep servers from others.
 
 The server reads a pipe that only its parent can write to. Whatever way the parent ends, kill -9 included, the pipe
 closes; the server then ends and deletes its folder. Several at once share nothing.
@@ -7,10 +7,6 @@ Servers answer to the names of loopback, and to whoever knows their secret. A we
 can reach loopback too, and whoever may create a deployment runs commands through the worker, so a page must get
 nowhere: the secret (`PREFECT_SERVER_API_AUTH_STRING`) is in no cookie that a browser would add by itself, other origins
 get no answer that they can read, and a name that was pointed at 127.0.0.1 later (DNS rebinding) is refused.
-
-`make flows-up` keeps $HF_TOKEN in a file that its user alone can read, and starts the worker without it. What asks to
-write to a registry, or writes, sets it for its length (`job/token.py`). Private models and artifacts are read with
-the token of `hf auth login`.
 """
 
 import atexit

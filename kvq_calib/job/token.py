@@ -1,4 +1,9 @@
-"""Have the Hub's token while something is published, and at no other time: all else is read as its user reads it."""
+"""Have the Hub's token while something is published, and at no other time: all else is read as its user reads it.
+
+`make flows-up` keeps $HF_TOKEN in a file that its user alone can read, and starts the worker without it. What asks to
+write to a registry, or writes, sets it for its length. Private models and artifacts are read with the token of `hf auth
+login`.
+"""
 
 import os
 from collections.abc import Iterator
