@@ -44,7 +44,7 @@ MARK = "workers"  # a file in the run folder, by which workers know that they se
 
 
 @dataclass(frozen=True)
-class Order:
+class PassTask:
     """A pass as workers get it; `mark` is what they must find in the run folder."""
 
     run: Run
@@ -66,9 +66,9 @@ def ray_executor(run: Run, count: int) -> Iterator[Executor]:
     remote = ray.remote(num_cpus=run.plan.threads if cluster else 1, num_gpus=gpus)(_do)
 
     def execute(task: Task, shared: Any, indices: Iterable[int]) -> Iterator[Any]:
-        order, todo, waiting = ray.put(Order(run, mark, task, shared)), iter(indices), deque()
+        sent, todo, waiting = ray.put(PassTask(run, mark, task, shared)), iter(indices), deque()
         while True:
-            waiting.extend(remote.remote([order], index) for index in islice(todo, 2 * count - len(waiting)))
+            waiting.extend(remote.remote([sent], index) for index in islice(todo, 2 * count - len(waiting)))
             if not waiting:
                 return
             yield _result(waiting.popleft())
@@ -89,15 +89,15 @@ def _result(waited: ray.ObjectRef) -> Any:
         raise RuntimeError(f"a chunk could not be done by any worker: {error}; the same command goes on") from error
 
 
-_kept: dict[str, Order] = {}
+_kept: dict[str, PassTask] = {}
 
 
-def _do(order: list[ray.ObjectRef], index: int) -> Any:
-    """In a worker: one chunk. The order comes in a list, so that Ray hands over its name and it is read once."""
-    name = order[0].hex()
+def _do(sent: list[ray.ObjectRef], index: int) -> Any:
+    """In a worker: one chunk. What is sent comes in a list, so that Ray hands over its name and it is read once."""
+    name = sent[0].hex()
     if name not in _kept:
         _kept.clear()  # before the next is read: one layer at a time
-        received = ray.get(order[0])
+        received = ray.get(sent[0])
         check_worker(received.run, received.mark)
         _kept[name] = received
     return _kept[name].task(_kept[name].shared, index)

@@ -145,7 +145,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def states(packed: Tensor, bits: int, memory: int, count: int) -> Tensor:
     """The state at each of `count` elements of packed streams [..., bytes]: int32 [..., count]."""
-    return _windows(packed, memory, torch.arange(1, count + 1, dtype=torch.int32, device=packed.device) * bits)
+    return _bits_before(packed, memory, torch.arange(1, count + 1, dtype=torch.int32, device=packed.device) * bits)
 
 
 def decode(packed: Tensor, bits: int, memory: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -155,7 +155,7 @@ def decode(packed: Tensor, bits: int, memory: int, count: int, dtype: torch.dtyp
     """
     together = 8 // bits if 8 % bits == 0 and count * bits % 8 == 0 else 1
     ends = torch.arange(together, count + 1, together, dtype=torch.int32, device=packed.device) * bits
-    index = _windows(packed, memory + bits * (together - 1), ends)
+    index = _bits_before(packed, memory + bits * (together - 1), ends)
     rows = take(_rows(bits, memory, together, dtype, packed.device), index, dtype)
     return rows.view(*packed.shape[:-1], count)
 
@@ -169,7 +169,7 @@ def _rows(bits: int, memory: int, together: int, dtype: torch.dtype, device: tor
     return word_table(values[(window[:, None] >> places) & (2**memory - 1)])
 
 
-def _windows(packed: Tensor, width: int, ends: Tensor) -> Tensor:
+def _bits_before(packed: Tensor, width: int, ends: Tensor) -> Tensor:
     """The `width` bits, at most 17, that end before each of the bits `ends`: int32 [..., ends].
 
     They lie in the byte of the last of them and in the two before it; before a stream stand zeros.

@@ -1,4 +1,5 @@
-"""Attend to pages: with the decode kernel what it takes; the rest by torch, for any device, run by run of pages.
+"""Attend to pages: with the decode kernel what it takes; the rest by torch, for any device, some columns of the block
+table at a time.
 
 The kernel takes requests with equally many queries in one launch, whatever their lengths, if the queries of each stand
 in one page, whose tokens, exact, are what the window is to a cache, and are few. What is made for a step, all layers
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Role
 from kvq_runtime.store.storage import sent
-from kvq_runtime.vllm.exact import Arrived, Step
-from kvq_runtime.vllm.layer import BlockLayer, PagedLayer, Run
+from kvq_runtime.vllm.exact import Arrived, TailWork
+from kvq_runtime.vllm.layer import BlockLayer, PageColumns, PagedLayer
 
 TOKENS = 1 << 13  # decoded at once, of one layer
 SCORES = 1 << 24  # held at once
@@ -49,7 +50,7 @@ class Batch:
     lengths: Sequence[int]
     table: Tensor
     entries: Tensor | None = None
-    tails: Step | None = None
+    tails: TailWork | None = None
     positions_T: Tensor | None = None
     arrived: Arrived | None = None
     groups: dict[int, "Group"] = field(default_factory=dict, compare=False)
@@ -134,14 +135,14 @@ def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, ou
     for start in range(0, pages, step):
         stop = min(start + step, pages)
         held_RP = pages_R[:, None] > torch.arange(start, stop, device=device)
-        run = Run(table_RP[:, start:stop].where(held_RP, 0), start * page)
-        s_YMT = layer.scores(q_YMD, run)
+        columns = PageColumns(table_RP[:, start:stop].where(held_RP, 0), start * page)
+        s_YMT = layer.scores(q_YMD, columns)
         slots_T = torch.arange(start * page, stop * page, device=device)
         hidden_RQT = slots_T >= seen_RQ[..., None]
         if exact_R is not None:
             hidden_RQT |= slots_T < exact_R[:, None, None]
         _hide(s_YMT, hidden_RQT, heads, shared)
-        sums.add(s_YMT, lambda p_YMT, run=run: layer.mix(p_YMT, run))
+        sums.add(s_YMT, lambda p_YMT, columns=columns: layer.mix(p_YMT, columns))
     o_YMD = sums.sums_YMD / sums.total_YM[..., None]
     o_RQHD = o_YMD.view(rows, heads, shared, count, size).permute(0, 3, 1, 2, 4).flatten(2, 3)
     out_THD[taken_RQ] = o_RQHD.to(out_THD.dtype)
@@ -164,7 +165,9 @@ def _add_first(
     return exact_R
 
 
-def _add_own(layer: PagedLayer, tails: Step, group: list[int], sums: _Sums, q_YMD: Tensor, latest_RQ: Tensor) -> None:
+def _add_own(
+    layer: PagedLayer, tails: TailWork, group: list[int], sums: _Sums, q_YMD: Tensor, latest_RQ: Tensor
+) -> None:
     """Add the tokens of each query's own page, which are read exact, up to the query's."""
     assert isinstance(layer, BlockLayer), "tails of a layer whose tokens are encoded one by one"
     heads, tokens, (rows, count) = layer.geometry.kv_heads, layer.page.tokens, latest_RQ.shape

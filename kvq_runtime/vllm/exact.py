@@ -108,7 +108,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Step:
+class TailWork:
     """The work of a layer for a step's tokens, in the order of the fields, and the pages that queries read exact.
 
     settled    tails that are encoded as they are, to free their entries
@@ -155,9 +155,9 @@ class Tails(_Pool):
 
     def step(
         self, starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
-    ) -> Step:
+    ) -> TailWork:
         """Take a step's requests in, as `attend.Batch` has them."""
-        made, given_up = Step(), list[int]()
+        made, given_up = TailWork(), list[int]()
         self._clock += 1
         requests = list(zip(starts, counts, lengths, tables, strict=True))
         for _, count, length, table in requests:
@@ -175,7 +175,7 @@ class Tails(_Pool):
         return made
 
     def _own(
-        self, made: Step, start: int, before: int, length: int, begin: int, page: int, given_up: list[int]
+        self, made: TailWork, start: int, before: int, length: int, begin: int, page: int, given_up: list[int]
     ) -> Piece:
         """Take in what arrives of one page."""
         first, stop = max(before, begin), min(length, begin + self.page)
@@ -203,7 +203,7 @@ class Tails(_Pool):
                 given_up.append(entry)
         return Piece(first - before, stop - before, own)
 
-    def _entry(self, made: Step) -> int:
+    def _entry(self, made: TailWork) -> int:
         """A free entry; where there is none that of the oldest tail, if no step has touched it for long."""
         if not self.free and self._of:
             tail, used = next(iter(self._of.values()))

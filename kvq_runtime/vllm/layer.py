@@ -3,8 +3,8 @@
 `PagedLayer` encodes token by token, `BlockLayer` pages whole, once they are full; what is exact beside pages, first
 tokens and tails, lies in pools (`exact.py`).
 
-Shapes: T tokens of a step · R requests · P pages of a run, of N tokens each · S first tokens that stay exact · O pages
-in which the step's tokens stand · E entries of a pool · Y = R · H · M = G · queries of a request.
+Shapes: T tokens of a step · R requests · P columns of their pages, of N tokens each · S first tokens that stay exact ·
+O pages in which the step's tokens stand · E entries of a pool · Y = R · H · M = G · queries of a request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,15 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.vllm.exact import Arrived, Step
+from kvq_runtime.vllm.exact import Arrived, TailWork
 from kvq_runtime.vllm.page import Fields, Page, PageReader
 
 PACKED = 64  # rows of queries of a KV head up to which pages are read without decoding, as in attention/path.py
 
 
 @dataclass
-class Run:
-    """Pages [R, P] of as many requests, from their token `first` on."""
+class PageColumns:
+    """Columns of the block table: pages [R, P] of as many requests, from their token `first` on."""
 
     pages_RP: Tensor
     first: int
@@ -80,31 +80,31 @@ class PagedLayer:
         assert self.exact_E2SC is not None, "an entry without first tokens"
         return self._by_head(self.exact_E2SC[entries_R, ROLES.index(role)])
 
-    def scores(self, q_YMD: Tensor, run: Run) -> Tensor:
-        """q · k of every token of a run: [Y, M, P · N]."""
+    def scores(self, q_YMD: Tensor, columns: PageColumns) -> Tensor:
+        """q · k of every token of the pages: [Y, M, P · N]."""
         reader = self.codecs["key"].packed_reader
         if reader is not None and q_YMD.shape[1] <= PACKED:
-            return reader.scores(q_YMD, reader.view_blocks(self._fields("key", run.pages_RP), 0))
-        return torch.bmm(q_YMD, self._decoded("key", run).mT)
+            return reader.scores(q_YMD, reader.view_blocks(self._fields("key", columns.pages_RP), 0))
+        return torch.bmm(q_YMD, self._decoded("key", columns).mT)
 
-    def mix(self, p_YMT: Tensor, run: Run) -> Tensor:
-        """Σ p v over every token of a run: [Y, M, D]."""
+    def mix(self, p_YMT: Tensor, columns: PageColumns) -> Tensor:
+        """Σ p v over every token of the pages: [Y, M, D]."""
         reader = self.codecs["value"].packed_reader
         if reader is not None and p_YMT.shape[1] <= PACKED:
-            return reader.mix(p_YMT, reader.view_blocks(self._fields("value", run.pages_RP), 0))
-        return torch.bmm(p_YMT, self._decoded("value", run))
+            return reader.mix(p_YMT, reader.view_blocks(self._fields("value", columns.pages_RP), 0))
+        return torch.bmm(p_YMT, self._decoded("value", columns))
 
     def _fields(self, role: Role, pages_RP: Tensor) -> Fields:
         """[R, P, N, ...] each, as they were encoded."""
         return self.page.collected(role, {name: view[pages_RP] for name, view in self._views[role].items()})
 
-    def _decoded(self, role: Role, run: Run) -> Tensor:
-        """Keys or values of a run, [Y, P · N, D], float32."""
-        rows, pages = run.pages_RP.shape
+    def _decoded(self, role: Role, columns: PageColumns) -> Tensor:
+        """Keys or values of the pages, [Y, P · N, D], float32."""
+        rows, pages = columns.pages_RP.shape
         tokens = self.page.tokens
-        positions_1T = run.first + torch.arange(pages * tokens, device=run.pages_RP.device)[None]
+        positions_1T = columns.first + torch.arange(pages * tokens, device=columns.pages_RP.device)[None]
         positions_NT = positions_1T.view(1, pages, tokens).expand(rows, -1, -1).flatten(0, 1)
-        fields = {name: part.flatten(0, 1) for name, part in self._fields(role, run.pages_RP).items()}
+        fields = {name: part.flatten(0, 1) for name, part in self._fields(role, columns.pages_RP).items()}
         return self._by_head(self._decode(role, fields, positions_NT).reshape(rows, pages * tokens, -1))
 
     def _encoded(
@@ -156,7 +156,7 @@ class BlockLayer(PagedLayer):
         super().__init__(codecs, page, geometry, rotary, sinks)
         self.reader = reader
         self.tails_E2NC: Tensor | None = None
-        self._step: tuple[Mapping[Role, Tensor], Step] | None = None
+        self._step: tuple[Mapping[Role, Tensor], TailWork] | None = None
 
     def bind(self, cache: Tensor) -> None:
         """As `PagedLayer.bind`. ValueError: the kernel cannot read pages that lie so."""
@@ -165,7 +165,7 @@ class BlockLayer(PagedLayer):
             if self.reader is not None:
                 self.reader.bind(self.codecs, self._views)
 
-    def take(self, pair: Mapping[Role, Tensor], step: Step) -> None:
+    def take(self, pair: Mapping[Role, Tensor], step: TailWork) -> None:
         """Take in the tokens [T, C] of a step: encode the pages that are full, keep the others' tokens."""
         tails_E2NC = self.tails_E2NC = _pool(self.tails_E2NC, step.held, self.page.tokens, pair["key"])
         device = tails_E2NC.device
