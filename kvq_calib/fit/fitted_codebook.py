@@ -31,9 +31,9 @@ from kvq_calib.model.streamed import Stream
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import Residuals, Statistic, Statistics
 from kvq_runtime.ops import rtn
+from kvq_runtime.ops.rtn import MATRIX_BITS, MATRIX_GROUP
 from kvq_runtime.recipe import Role
 from kvq_runtime.stages.fitted_codebook import Coupled, Nuq, Vocabulary, ends, normalized
-from kvq_runtime.stages.four_bits import BITS, GROUP
 
 SAMPLES = 1 << 16  # numbers that are enough for a few hundred clusters
 STARTS = 4
@@ -89,7 +89,7 @@ def _(stage: Nuq, statistics: Statistics, codec: Codec) -> tuple[Nuq, Tensors]:
 
 @solve.register
 def _(stage: Vocabulary, statistics: Statistics, codec: Codec) -> tuple[Vocabulary, Tensors]:
-    """With the vocabulary's size; the table is bfloat16 [V, C], or of `four_bits.specs`."""
+    """With the vocabulary's size; the table is bfloat16 [V, C], or of `rtn.matrix_specs`."""
     table_VC = statistics[EveryToken()]
     if codec.predictor is not None:
         table_VC = table_VC - statistics.mean_C
@@ -112,10 +112,10 @@ def channel_ends(rows_NC: Tensor, covered: float) -> tuple[Tensor, Tensor]:
 
 def _rounded(table_VC: Tensor) -> dict[str, Tensor]:
     """The table in 4-bit codes; what a last, shorter group lacks is filled up with its last number."""
-    group, found = min(GROUP, table_VC.shape[1]), []
+    group, found = min(MATRIX_GROUP, table_VC.shape[1]), []
     for rows_RC in table_VC.split(TILE):
         whole = functional.pad(rows_RC[:, None], (0, -rows_RC.shape[1] % group), mode="replicate")[:, 0]
-        found.append(rtn.encode(whole.float().unflatten(1, (-1, group)), BITS))
+        found.append(rtn.encode(whole.float().unflatten(1, (-1, group)), MATRIX_BITS))
     codes, step, low = (torch.cat(parts) for parts in zip(*found, strict=True))
     return {"table_codes": codes, "table_step": step, "table_low": low}
 

@@ -1,7 +1,7 @@
 """Round a matrix to 4 bits against the Gram matrix of what it is multiplied with: GPTQ.
 
 The loss is Σ_o (ŵ_o - w_o)ᵀ C (ŵ_o - w_o), C the covariance of the inputs: what the rounding does to the outputs, in
-the mean over inputs. Stored as in `kvq_runtime/stages/four_bits.py`.
+the mean over inputs. Stored as in `kvq_runtime/ops/rtn.py`.
 
 Source: Frantar et al., 2022 (GPTQ), algorithm 1, a method for weights.
 Differs: inputs are rounded in their own order, one at a time; C gets no other damping than its caller's.
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq_runtime.ops import pack, rtn
-from kvq_runtime.stages.four_bits import BITS, GROUP
+from kvq_runtime.ops.rtn import MATRIX_BITS, MATRIX_GROUP
 
 Tensors = dict[str, Tensor]
 
@@ -24,17 +24,17 @@ def gptq(weight_IO: Tensor, covariance_II: Tensor) -> Tensors:
     covariance: the move that makes up best for the error. A group's ends are taken when its first input is reached.
     """
     inputs, weight = len(weight_IO), weight_IO.double().clone()
-    group = min(GROUP, inputs)
+    group = min(MATRIX_GROUP, inputs)
     inverse = torch.cholesky_inverse(cholesky(covariance_II.double()))
     upper = cholesky(inverse).mT
     found: dict[str, list[Tensor]] = {"codes": [], "step": [], "low": []}
     for start in range(0, inputs, group):
         end = min(start + group, inputs)
-        _, step, low = rtn.encode(weight[start:end].mT, BITS)
+        _, step, low = rtn.encode(weight[start:end].mT, MATRIX_BITS)
         codes_OK, errors_KO = _round_group(weight[start:end], upper[start:end, start:end], step, low)
         weight[end:] -= upper[start:end, end:].mT @ errors_KO
         codes_OK = functional.pad(codes_OK, (0, group - codes_OK.shape[1]))
-        for name, part in (("codes", pack.pack(codes_OK, BITS)), ("step", step), ("low", low)):
+        for name, part in (("codes", pack.pack(codes_OK, MATRIX_BITS)), ("step", step), ("low", low)):
             found[name].append(part)
     return {name: torch.stack(parts, 1) for name, parts in found.items()}
 
@@ -44,7 +44,7 @@ def _round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor)
     rest, step, low = weight_KO.clone(), step.double(), low.double()
     codes, errors = [], []
     for i in range(len(rest)):
-        code = ((rest[i] - low) / step.where(step > 0, 1.0)).round_().clamp_(0, 2**BITS - 1)
+        code = ((rest[i] - low) / step.where(step > 0, 1.0)).round_().clamp_(0, 2**MATRIX_BITS - 1)
         error = (rest[i] - (low + step * code)) / upper_KK[i, i]
         rest[i + 1 :] -= torch.outer(upper_KK[i, i + 1 :], error)
         codes.append(code.to(torch.uint8))

@@ -18,8 +18,7 @@ from kvq_calib.fit.rotate import OutputMetric
 from kvq_calib.fit.scheme import Chunk, Empty, SchemeFit, Source, Summed
 from kvq_calib.fit.statistics import Attended
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit import moments
-from kvq_runtime.fit.statistics import QueryMoment, ResidualMoment, Statistic, Statistics
+from kvq_runtime.fit.statistics import QueryMoment, ResidualMoment, Statistic, Statistics, eigen, eigen_in
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.stages.metric_rotation import Metric, MetricRotation, Wush
 
@@ -77,14 +76,14 @@ def heads(matrix_CC: Tensor, geometry: Geometry) -> Tensor:
 
 def spectral(metric_DD: Tensor) -> Tensor:
     """U H P: eigenvectors, mixed, in the bit-reversal order of their eigenvalues; float64, orthogonal."""
-    values_D, vectors_DD = moments.eigen(metric_DD)
+    values_D, vectors_DD = eigen(metric_DD)
     values_D, vectors_DD = values_D.flip(0), vectors_DD.flip(1)  # ascending, as the authors' H meets them
     return (vectors_DD @ mixing(len(metric_DD)).to(vectors_DD))[:, bit_reversal(values_D)]
 
 
 def transform(metric_DD: Tensor, moment_DD: Tensor) -> tuple[Tensor, Tensor]:
     """(Tᵀ, T⁻¹) of T = c H Λ^-¼ Uᵀ Lᵀ, float64; L U is the same for every root L of the metric."""
-    values_D, basis_DD, dual_DD = moments.eigen_in(metric_DD, moment_DD)
+    values_D, basis_DD, dual_DD = eigen_in(metric_DD, moment_DD)
     quarter_D = values_D.clamp_min(FLOOR * values_D.max()).pow(0.25)
     mixing_DD = mixing(len(values_D)).to(basis_DD)
     scale = (moment_DD.diagonal().sum() / (values_D / quarter_D.square()).sum()).sqrt()

@@ -34,8 +34,7 @@ from kvq_calib.fit.scheme import Chunk, Empty, Given, SchemeFit, Source, Summed
 from kvq_calib.fit.statistics import Centred, CrossMoments, Sample
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import predict
-from kvq_runtime.fit.moments import fixed_sign
-from kvq_runtime.fit.statistics import SAMPLE_ROWS, Statistic, Statistics
+from kvq_runtime.fit.statistics import SAMPLE_ROWS, Statistic, Statistics, fixed_sign
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 
 STEPS, BATCH = 1000, 1024  # of an MLP on a sample; on all tokens at least as many steps, each chunk in a random order

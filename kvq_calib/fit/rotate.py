@@ -29,7 +29,7 @@ from kvq_runtime.fit import rotate
 from kvq_runtime.fit.fitting import fit_module
 from kvq_runtime.fit.statistics import ResidualMoment, Statistic, Statistics
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages import four_bits
+from kvq_runtime.ops import rtn
 from kvq_runtime.stages.rotate import Basis, GradientBasis, OutputBasis, QueryBasis
 from kvq_runtime.stages.stage import Queries, Rotation
 
@@ -103,7 +103,7 @@ def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, di
 def in_four_bits(dual_CR: Tensor, metric_CC: Tensor, moment_CC: Tensor) -> dict[str, Tensor]:
     """The packed dual, and the packed basis that belongs to it as it will be decoded."""
     dual = gptq(dual_CR, metric_CC)
-    back_CR = four_bits.unpacked(dual, len(dual_CR)).double()
+    back_CR = rtn.matrix(dual, len(dual_CR)).double()
     weighed_CR = metric_CC.double() @ back_CR
     basis_CR = torch.linalg.solve(back_CR.mT @ weighed_CR, weighed_CR, left=False)
     scale_C = metric_CC.diagonal().sqrt().float()  # as it is stored

@@ -23,7 +23,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvq_runtime.fit import moments
+from kvq_runtime.fit.statistics import add_moment, averaged_moment
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.stages.stage import Feedback, Queries
@@ -148,7 +148,7 @@ class QueryMoments(_Sums):
         q_NTGD = q_NTGD.float()
         heads = len(self.sums["before"])
         for name, part in (("before", q_NTGD), ("after", rope.rotate(q_NTGD, *tables))):
-            moments.add(self.sums[name], part)
+            add_moment(self.sums[name], part)
         self.sums["count"] += q_NTGD.shape[:3].numel() // heads
 
     def value(self) -> Pair:
@@ -174,7 +174,7 @@ class LayerQueries:
     def moment(self, which: Queries) -> Tensor:
         """The moment of the queries that a stage asks for."""
         if which == "averaged":
-            return moments.averaged(self.before, *self.rope)
+            return averaged_moment(self.before, *self.rope)
         return self.after if which == "after" else self.before
 
 

@@ -2,6 +2,27 @@
 
 A stage's fit module requests them (`requests`) as objects that say what they are: frozen dataclasses, of which equal
 ones are collected once, whoever asks. Here are those that a row has, too; `kvq_calib/fit/scheme.py` has the others.
+
+Second moments of queries:
+
+    before      E[q₀ q₀ᵀ]                         q₀ as the projection puts it out
+    after       E[q qᵀ], q = R_n q₀               as attention uses it
+    averaged    E[R_δ q₀ q₀ᵀ R_δᵀ] over the distances δ
+
+An error e of a key before RoPE, δ tokens before the query, is multiplied as (R_n q₀)ᵀ (R_n-δ e) = (R_δ q₀)ᵀ e. In a
+sequence of T tokens, T - δ pairs of a query and a key have distance δ: so much δ counts in the average, as if attention
+looked at all of them alike. Queries and distances are taken as independent, so that the average needs only the moment
+before RoPE.
+
+The directions of a latent basis are the eigenvectors of a second moment, by falling eigenvalue, with fixed signs:
+
+    S = E[r rᵀ] = V diag(λ) Vᵀ          the basis is V, the latent variances are λ
+
+With a metric M the error that counts is e M eᵀ: S becomes M^½ S M^½, the basis M^½ V, and its dual M^-½ V decodes. S is
+about zero, not about a mean: no stage after the prediction removes one.
+
+Source: Hong et al., 2025 (SVDq), theorem 4.1.
+Differs: eigenvectors of the moment, in float64, with a fixed sign, for the right singular vectors of the data.
 """
 
 from collections.abc import Callable
@@ -13,9 +34,11 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.fit import moments
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import rope
 from kvq_runtime.stages.stage import Queries
 
+TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
 SAMPLE_ROWS = 4096  # tokens that an iterative fit sees, unless it asks for others
 
 V = TypeVar("V", covariant=True)
@@ -100,7 +123,7 @@ class QueryMoment(Statistic[Queried]):
         if row.queries is None or self.queries == "averaged":
             return super().of_row(row)
         q_NC, geometry = row.queries(self.queries), row.codec.geometry
-        return Queried(moments.of(q_NC, geometry), q_NC.numel() / geometry.width)
+        return Queried(moment_of(q_NC, geometry), q_NC.numel() / geometry.width)
 
 
 @dataclass
@@ -122,8 +145,73 @@ class Statistics:
 
     def directions(self, metric: Statistic[Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Latent variances of the residuals in a metric, if there is one, and matrices of their basis:
-        `moments.directions`, found once."""
+        `directions`, found once."""
         if metric not in self._directions:
             metric_CC = None if metric is None else self[metric]
-            self._directions[metric] = moments.directions(self[ResidualMoment()], metric_CC)
+            self._directions[metric] = directions(self[ResidualMoment()], metric_CC)
         return self._directions[metric]
+
+
+def add_moment(total_HDD: Tensor, q_NTGD: Tensor) -> None:
+    """Add Σ q qᵀ over all tokens, and over the query heads of each KV head, which are adjacent, in float64."""
+    rows_HRD = q_NTGD.float().unflatten(2, (len(total_HDD), -1)).permute(2, 0, 1, 3, 4).flatten(1, 3)
+    for tile_HRD in rows_HRD.split(TILE, 1):
+        total_HDD += tile_HRD.mT @ tile_HRD
+
+
+def averaged_moment(moment_HDD: Tensor, cos_NTK: Tensor, sin_NTK: Tensor) -> Tensor:
+    """E[R_δ C R_δᵀ] over the distances in a sequence of T tokens: products of cosines and sines, averaged over them."""
+    size, half = moment_HDD.shape[-1], cos_NTK.shape[-1]
+    cos_TD, sin_TD = (part[0].double() for part in rope.spread(cos_NTK, sin_NTK, 1, size))
+    weight_T = torch.arange(len(cos_TD), 0, -1, dtype=torch.float64, device=cos_TD.device)
+    weight_T1 = (weight_T / weight_T.sum())[:, None]
+    partner = torch.arange(size, device=cos_TD.device)  # channel i becomes cos · x_i + sin · x_partner
+    partner[: 2 * half] = partner[: 2 * half].roll(-half)
+    cos_cos, cos_sin, sin_sin = (
+        (weight_T1 * one).mT @ other for one, other in ((cos_TD, cos_TD), (cos_TD, sin_TD), (sin_TD, sin_TD))
+    )
+    own_HDD, mixed_HDD = moment_HDD, moment_HDD[..., partner]
+    straight = cos_cos * own_HDD + cos_sin * mixed_HDD
+    return straight + cos_sin.mT * own_HDD[:, partner] + sin_sin * mixed_HDD[:, partner]
+
+
+def moment_of(q_NC: Tensor, geometry: Geometry) -> Tensor:
+    """E[q qᵀ] over the tokens and query heads of each KV head, float64 [H, D, D]."""
+    shape = (geometry.kv_heads, geometry.head_size, geometry.head_size)
+    total_HDD = torch.zeros(shape, dtype=torch.float64, device=q_NC.device)
+    add_moment(total_HDD, q_NC[None].unflatten(-1, (-1, geometry.head_size)))
+    return total_HDD * geometry.width / q_NC.numel()
+
+
+def directions(moment_CC: Tensor, metric_CC: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Latent variances, falling, and the square matrices of which a basis stage stores the leading columns, float64.
+
+    metric_CC   what an error costs, where the basis has a dual: symmetric, positive definite
+    """
+    if metric_CC is None:
+        values_C, vectors_CC = eigen(moment_CC)
+        return values_C, {"basis": vectors_CC}
+    values_C, basis_CC, dual_CC = eigen_in(metric_CC, moment_CC)
+    return values_C, {"basis": basis_CC, "dual": dual_CC}
+
+
+def eigen(moment_CC: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, falling, and their eigenvectors as columns, float64."""
+    symmetric = (moment_CC + moment_CC.mT).double() / 2
+    values_C, vectors_CC = torch.linalg.eigh(symmetric)
+    return values_C.flip(0).clamp_min(0), fixed_sign(vectors_CC.flip(1))
+
+
+def eigen_in(metric_CC: Tensor, moment_CC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues of M^½ S M^½, falling; the basis M^½ V and its dual M^-½ V, float64."""
+    weights_C, axes_CC = eigen(metric_CC)
+    root_C = weights_C.sqrt()
+    half_CC, inverse_CC = ((axes_CC * scale) @ axes_CC.mT for scale in (root_C, 1 / root_C))
+    values_C, vectors_CC = eigen(half_CC @ moment_CC.double() @ half_CC)
+    return values_C, half_CC @ vectors_CC, inverse_CC @ vectors_CC
+
+
+def fixed_sign(vectors_NR: Tensor) -> Tensor:
+    """Flip columns so that the largest component of each is positive: eigenvectors come with either sign."""
+    largest = vectors_NR.abs().argmax(0, keepdim=True)
+    return vectors_NR * vectors_NR.gather(0, largest).sign()

@@ -6,19 +6,31 @@ absmax  the same with low = -max|x| and step = 2 max|x| / (2^b - 1), so that the
 Step and low end are stored in float16 and the codes are chosen with the stored, rounded values. A constant group has
 step 0 and decodes to its low end.
 
+A matrix may be stored so in 4-bit codes: what `storage="gptq4"` of a stage means, or "rtn4" of a vocabulary.
+
+    w_io ≈ low + step · code        a step and a low end, float16, for each run of 64 inputs of an output
+
+So a number takes 4.5 bits instead of 16. How a matrix is rounded is a matter of calibration: gptq4 against the Gram
+matrix of its inputs (`kvq_calib/fit/gptq.py`), rtn4 to the nearest code (`kvq_calib/fit/fitted_codebook.py`).
+I = inputs, the channels of what the matrix is multiplied with; O = outputs.
+
 Source: Liu et al., 2024 (KIVI), equation 1; Quanto's affine rounding for minmax.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.ops import dispatch
-from kvq_runtime.ops.pack import pack
+from kvq_runtime.ops.pack import pack, packed_size, unpack
 from kvq_runtime.ops.rotation import Rotation, rotate
 
 Range = Literal["minmax", "absmax"]
+MATRIX_BITS = 4
+MATRIX_GROUP = 64
+Storage = Literal["bf16", "gptq4"]  # of a stage's matrices
 
 
 @dispatch.paired("groups.encode_rtn")
@@ -50,3 +62,23 @@ def decode(codes: Tensor, step: Tensor, low: Tensor | None, bits: int, out: Tens
     start = step * (-(2**bits - 1) / 2) if low is None else low.float()[..., None]
     x = codes.float() if out is None else out.copy_(codes)
     return x.mul_(step).add_(start)  # addcmul with a broadcast factor is four times slower on a CPU
+
+
+def matrix_specs(inputs: int, outputs: int, prefix: str = "") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Names, shapes and dtypes of a packed matrix [I, O]."""
+    groups = (outputs, -(-inputs // MATRIX_GROUP))
+    codes = (*groups, packed_size(min(MATRIX_GROUP, inputs), MATRIX_BITS))
+    ends = {name: (groups, torch.float16) for name in ("step", "low")}
+    return {f"{prefix}{name}": spec for name, spec in ({"codes": (codes, torch.uint8)} | ends).items()}
+
+
+def matrix(tensors: Mapping[str, Tensor], inputs: int, prefix: str = "") -> Tensor:
+    """The matrix, bfloat16 [I, O]."""
+    return matrix_rows(tensors, inputs, slice(None), prefix).mT
+
+
+def matrix_rows(tensors: Mapping[str, Tensor], inputs: int, which: Tensor | slice, prefix: str = "") -> Tensor:
+    """Some outputs of the matrix, bfloat16 [..., I]; only they are unpacked."""
+    codes, step, low = (tensors[f"{prefix}{name}"][which] for name in ("codes", "step", "low"))
+    found = decode(unpack(codes, MATRIX_BITS, min(MATRIX_GROUP, inputs)), step, low, MATRIX_BITS)
+    return found.flatten(-2)[..., :inputs].to(torch.bfloat16)

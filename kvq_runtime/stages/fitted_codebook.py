@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import grid, pack
+from kvq_runtime.ops import grid, pack, rtn
 from kvq_runtime.ops.rotation import Rotation, rotate
-from kvq_runtime.stages import four_bits
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 MAX_BITS = 18  # bits of a token's number: 262,144 tokens
@@ -217,7 +216,7 @@ class Vocabulary(Quantizer):
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The row of every token, without the mean."""
         if self.storage == "rtn4":
-            return four_bits.specs(geometry.width, self._rows, "table_")
+            return rtn.matrix_specs(geometry.width, self._rows, "table_")
         return {"table": ((self._rows, geometry.width), torch.bfloat16)}
 
     def of_vocabulary(self, tokens: int) -> "Vocabulary":
@@ -226,7 +225,7 @@ class Vocabulary(Quantizer):
     def rows(self, tensors: Tensors, width: int, which: Tensor | slice) -> Tensor:
         """Rows of the table, bfloat16 [..., C]."""
         if self.storage == "rtn4":
-            return four_bits.rows(tensors, width, which, "table_")
+            return rtn.matrix_rows(tensors, width, which, "table_")
         return tensors["table"][which]
 
     def check(self, site: Site) -> None:

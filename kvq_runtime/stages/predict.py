@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Role
-from kvq_runtime.ops import product
-from kvq_runtime.stages import four_bits
+from kvq_runtime.ops import product, rtn
 from kvq_runtime.stages.stage import Inputs, Predictor, Specs, Tensors, check_choices
 
 
@@ -125,7 +124,7 @@ class Linear(Neighbours):
         fields: Specs = {"mean": ((width,), torch.float32), "bias": ((width,), torch.float32)}
         if self.storage == "bf16":
             return fields | {"weight": ((inputs, width), torch.bfloat16)}
-        return fields | four_bits.specs(inputs, width)
+        return fields | rtn.matrix_specs(inputs, width)
 
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
         """The centred prediction, in the dtype of the inputs."""
@@ -135,7 +134,7 @@ class Linear(Neighbours):
         """W, [inputs, width], unpacked if it is stored in 4 bits."""
         if self.storage == "bf16":
             return tensors["weight"]
-        return four_bits.unpacked(tensors, inputs)
+        return rtn.matrix(tensors, inputs)
 
 
 @dataclass(frozen=True)

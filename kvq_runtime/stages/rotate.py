@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import rotation as rotations
+from kvq_runtime.ops import rtn
 from kvq_runtime.ops.rotation import SignedHadamard, hadamard_matrix, random_matrix
-from kvq_runtime.stages import four_bits
-from kvq_runtime.stages.four_bits import Storage
+from kvq_runtime.ops.rtn import Storage
 from kvq_runtime.stages.stage import Queries, Rotation, Site, Specs, Tensors, check_choices, check_queries
 
 
@@ -153,7 +153,7 @@ class Weighted(Basis):
             return None
         if self.storage == "bf16":
             return tensors["basis"], tensors["dual"].mT
-        basis, dual = (four_bits.unpacked(tensors, width, f"{name}_") for name in ("basis", "dual"))
+        basis, dual = (rtn.matrix(tensors, width, f"{name}_") for name in ("basis", "dual"))
         return (tensors["scale"][:, None] * basis).to(torch.bfloat16), dual.mT
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
@@ -162,7 +162,7 @@ class Weighted(Basis):
         if self.storage == "bf16":
             return {"basis": (shape, torch.bfloat16), "dual": (shape, torch.bfloat16)}
         scale = {"scale": ((geometry.width,), torch.float32)}
-        return scale | four_bits.specs(*shape, prefix="basis_") | four_bits.specs(*shape, prefix="dual_")
+        return scale | rtn.matrix_specs(*shape, prefix="basis_") | rtn.matrix_specs(*shape, prefix="dual_")
 
     def check_prompt_fit(self) -> None:
         raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")

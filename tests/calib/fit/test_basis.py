@@ -14,12 +14,12 @@ from kvq_calib.fit.statistics import QueryMoments
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec import codec
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit import moments
+from kvq_runtime.fit.statistics import directions, eigen, eigen_in
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops import pack, rtn
+from kvq_runtime.ops.rtn import Storage
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
 from kvq_runtime.stages.correct import Escape
-from kvq_runtime.stages.four_bits import Storage
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
@@ -40,7 +40,7 @@ def test_latent_variances_are_the_eigenvalues():
     """And the eigenvalues are the squared singular values of the centred tokens, by numpy's own decomposition."""
     x = low_rank()
     rows = (x - x.mean((0, 1))).flatten(0, 1).double()
-    values, vectors = moments.eigen(rows.mT @ rows / len(rows))
+    values, vectors = eigen(rows.mT @ rows / len(rows))
     singular = np.linalg.svd(rows.numpy(), compute_uv=False)
     np.testing.assert_allclose(values, singular**2 / len(rows), rtol=1e-8, atol=1e-12)
     latents = rows @ vectors
@@ -53,7 +53,7 @@ def test_a_fitted_side_stores_the_leading_eigenvectors():
     x = low_rank()
     found = fitted(Scheme(Mixed((8, 4, 2, 0)), predict=Mean(), rotate=Basis()), x)
     rows = (x - x.mean((0, 1))).flatten(0, 1).double()
-    values, vectors = moments.eigen(rows.mT @ rows / len(rows))
+    values, vectors = eigen(rows.mT @ rows / len(rows))
     stored = found.tensors["rotate.basis"]
     assert stored.shape == (WIDTH, 48) and stored.dtype == torch.bfloat16
     assert float((stored[:, :16].double() * vectors[:, :16]).sum(0).abs().min()) > 0.999
@@ -123,7 +123,7 @@ def test_an_output_basis_and_its_dual_are_inverse_and_diagonal_in_the_metric():
     """DᵀB = 1, Bᵀ S B = Λ, Dᵀ M D = 1: latents are uncorrelated, and an error of them costs its square."""
     x = (low_rank(4) - 5).flatten(0, 1).double()
     moment, weights = x.mT @ x / len(x), rotate.output_metric(output_weight(), GEOMETRY)
-    values, made, dual = moments.eigen_in(weights, moment)
+    values, made, dual = eigen_in(weights, moment)
     one = torch.eye(WIDTH, dtype=torch.float64)
     torch.testing.assert_close(dual.mT @ made, one, atol=1e-8, rtol=0)
     torch.testing.assert_close(dual.mT @ weights @ dual, one, atol=1e-8, rtol=0)
@@ -289,7 +289,7 @@ def test_the_packed_basis_finds_the_latents_that_its_packed_dual_can_use_best(co
     random = torch.Generator().manual_seed(2)
     rows = low_rank(decay=0.05).flatten(0, 1).double()
     moment_CC, metric = rows.mT @ rows / len(rows), rotate.query_metric(moment())
-    _, matrices = moments.directions(moment_CC, metric)
+    _, matrices = directions(moment_CC, metric)
     found = rotate.in_four_bits(matrices["dual"][:, :count], metric, moment_CC)
     pair = QueryBasis(storage="gptq4").pair(WIDTH, GEOMETRY, found)
     assert pair is not None
@@ -322,7 +322,7 @@ def test_a_metric_of_few_gradients_is_smoothed():
         smoothed, plain = rotate.gradient_metric(few_HDD), rotate.query_metric(few_HDD)  # a tenth, a thousandth
         costs = []
         for metric_CC in (smoothed, plain):
-            values_C, basis_CC, dual_CC = moments.eigen_in(metric_CC, moment_CC)
+            values_C, basis_CC, dual_CC = eigen_in(metric_CC, moment_CC)
             bits = torch.tensor(water_fill(values_C, 64, [4.0**-b for b in range(8)]))
             error_C = 4.0**-bits * (basis_CC * (moment_CC @ basis_CC)).sum(0)
             costs.append(float((error_C * (dual_CC * (torch.block_diag(*true_HDD) @ dual_CC)).sum(0)).sum()))
