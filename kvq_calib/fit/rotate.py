@@ -95,7 +95,7 @@ def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, di
     variances_C, matrices = statistics.directions(weighed)
     quantize = codec.scheme.quantize
     count = fit_module(quantize, PACKAGES).schedule(quantize, variances_C).stored(len(variances_C))
-    if weighed is not None and stage.packed:
+    if weighed is not None and stage.packs_matrices:
         return stage, in_four_bits(matrices["dual"][:, :count], statistics[weighed], statistics[ResidualMoment()])
     return stage, rotate.leading(matrices, count)
 

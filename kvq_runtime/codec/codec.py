@@ -100,7 +100,7 @@ class Codec:
         for name, tensor in self.tensors.items():
             stage, field = name.split(".", 1)
             self._own[stage][field] = tensor
-        packed = self.scheme.rotate is not None and self.scheme.rotate.packed
+        packed = self.scheme.rotate is not None and self.scheme.rotate.packs_matrices
         self._kept = None if packed else self._made(device)
         forward = None if self._kept is None else self._kept[0]
         # all codecs share a Hadamard's matrix, which is made once a process

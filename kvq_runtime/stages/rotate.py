@@ -145,7 +145,7 @@ class Weighted(Basis):
         check_choices(self, storage=get_args(Storage))
 
     @property
-    def packed(self) -> bool:
+    def packs_matrices(self) -> bool:
         return self.storage != "bf16"
 
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:

@@ -49,7 +49,7 @@ def _tensors(recipe: Recipe, geometry: Geometry, seed: int) -> dict[str, Tensor]
     for layer in range(geometry.layers if specs else 0):
         for number, role in enumerate(ROLES):
             scheme = recipe.scheme(layer, role)
-            if scheme.rotate is not None and scheme.rotate.packed:  # an orthogonal matrix, and its own dual
+            if scheme.rotate is not None and scheme.rotate.packs_matrices:  # an orthogonal matrix, and its own dual
                 shape = geometry.width, scheme.quantize.stored(geometry.width)
                 found[f"layers.{layer}.{role}.rotate.scale"] = torch.ones(shape[0])
                 square = _one("basis", shape, torch.float64, generator)

@@ -174,13 +174,13 @@ def _beside(registry: Registry, name: str, version: Version, own: TextRecord) ->
             for one in state.versions.values():
                 if (other, one.version) != (name, version.version) and one.yanked is None:
                     records = of_text(sound(registry.evaluations(one.sha256, other)))
-                    same = next((record for record in records if _windows(record) == _windows(own)), None)
+                    same = next((record for record in records if _measured_on(record) == _measured_on(own)), None)
                     yield from _points([same] if same else [], {"name": other, "version": one.version})
         except (ArtifactError, NotFound, PermissionError):
             continue
 
 
-def _windows(record: TextRecord) -> tuple[Any, ...]:
+def _measured_on(record: TextRecord) -> tuple[Any, ...]:
     """Return what two records must share to be one picture: model, text and which of its tokens."""
     given = record.protocol
     return (given.model.id, given.length, given.windows, given.text.token_digest, given.sinks)
