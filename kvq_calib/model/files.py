@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from kvq_calib.model import catalog, supported
+from kvq_calib.model import catalog
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
@@ -28,6 +28,7 @@ from kvq_runtime.geometry import Geometry, Sliding, attending, stretches
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 STEMS = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")  # of the text's tensors
 HEAD = "lm_head."
 FUSED = "qkv_proj"  # queries', keys' and values' projection in one
@@ -135,7 +136,7 @@ class ModelFiles:
 
         Of other models they are turned back from what attention gets, as a cache does, which differs in the last bit.
         """
-        return self.architecture in supported.ARCHITECTURES
+        return self.architecture in ARCHITECTURES
 
     @cached_property
     def rope_refusal(self) -> str | None:
@@ -273,9 +274,8 @@ class ModelFiles:
         found = next((name for name in OUTPUTS if f"{start}{name}.weight" in self.names), OUTPUTS[0])
         return self.tensor(f"{start}{found}.weight")
 
-    def check(self) -> Self:
-        """Refuse what cannot be captured faithfully; return the model itself, with all settings."""
-        return supported.checked(self)
+    def check_form(self) -> None:
+        """Refuse weights in a form that is not read."""
 
     def check_files(self) -> None:
         """Refuse files that are missing or not whole."""

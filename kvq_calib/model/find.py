@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
-from kvq_calib.model import gguf
+from kvq_calib.model import gguf, supported
 from kvq_calib.model.catalog import CATALOG, Entry, entry, hub_id
 from kvq_calib.model.files import CONFIG_LIMIT, ModelFiles, Stored, gguf_of, weight_map
 from kvq_calib.model.packed import PackedFiles
@@ -70,8 +70,9 @@ def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str,
     text = settings.get("text_config")
     quantized = settings.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
     if quantized:
-        return PackedFiles(path, id, revision, settings | {"quantization_config": quantized}, headers).check()
-    return ModelFiles(path, id, revision, settings, headers).check()
+        settings["quantization_config"] = quantized
+        return supported.check(PackedFiles(path, id, revision, settings, headers))
+    return supported.check(ModelFiles(path, id, revision, settings, headers))
 
 
 def _local(name: str, revision: str | None) -> ModelFiles | None:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvq_calib.model import supported
 from kvq_calib.model.files import DTYPES, PIECE, ModelFiles, Stored
 from kvq_runtime.artifact import gguf_mean
 from kvq_runtime.artifact.fingerprint import DEQUANTIZED, Fingerprint
@@ -222,7 +223,7 @@ def read(path: Path, id: str) -> GgufFiles:
         local = {"rope_type": "default", "rope_theta": 1e4}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
         del config["hidden_act"]  # `hidden_activation`, whose default is Gemma's
-    return replace(made, config=config).check()
+    return supported.check(replace(made, config=config))
 
 
 def _named(header: gguf.Header, path: Path) -> dict[str, gguf.Held]:

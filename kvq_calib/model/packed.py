@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class PackedFiles(ModelFiles):
         given = self.config.get("quantization_config")
         return str(given.get("quant_method")) if isinstance(given, Mapping) else None
 
-    def check(self) -> Self:
+    def check_form(self) -> None:
         if self.quantization not in METHODS:
             raise ValueError(
                 f"{self.id} has quantized weights, by {self.quantization!s:.60}; kvq reads those by "
@@ -73,7 +73,6 @@ class PackedFiles(ModelFiles):
             raise ValueError(
                 f"{self.id} has {what}, which kvq does not read; calibrate the 16-bit model it was made from"
             )
-        return super().check()
 
     @cached_property
     def names(self) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ knows by type of model how they are renamed, and which are put together, as expe
 Its own rules are applied here, to the tensors of one module at a time.
 
 Attention is a function of ours, which sees keys, values and queries by head; what it sees after RoPE is turned back, as
-a cache does. Of the models in `supported.py` keys and queries are taken where the projection, or the QK-norm
+a cache does. Of the models in `files.ARCHITECTURES` keys and queries are taken where the projection, or the QK-norm
 after it, puts them out, before any rounding of RoPE. Hidden states are those of the uncompressed model: a quantizer's
 error never enters the residual stream.
 

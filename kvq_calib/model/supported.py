@@ -1,19 +1,16 @@
 """Refuse models that cannot be captured faithfully, and settings that no model has.
 
-Of the architectures listed here the settings in their file are enough; of any other transformers is asked what it makes
-of them, and its modules whether they can be run one layer at a time (`decoder.py`).
+Of the architectures that `files.py` lists the settings in their file are enough; of any other transformers is asked
+what it makes of them, and its modules whether they can be run one layer at a time (`decoder.py`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from kvq_calib.model.files import ARCHITECTURES, ModelFiles
 from kvq_runtime.ops import rope
 
-if TYPE_CHECKING:
-    from kvq_calib.model.files import ModelFiles
-
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 PROPORTIONAL = "proportional"  # RoPE of a part of the frequencies, the others of angle 0
 SIZES = {  # {setting: the most that any model has, with room}
     "num_hidden_layers": 1 << 12,
@@ -26,11 +23,12 @@ SIZES = {  # {setting: the most that any model has, with room}
     "max_position_embeddings": 1 << 28,
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")
-Files = TypeVar("Files", bound="ModelFiles")
+Files = TypeVar("Files", bound=ModelFiles)
 
 
-def checked(files: Files) -> Files:
+def check(files: Files) -> Files:
     """Refuse what cannot be captured faithfully; return the model itself, with all settings."""
+    files.check_form()
     if files.config.get("auto_map"):
         raise ValueError(f"{files.id} needs code from its own repository (auto_map); kvq runs no remote code")
     named = files.config.get("architectures")
@@ -69,7 +67,7 @@ def _other(files: Files, architecture: Any) -> Files:
     return whole
 
 
-def _check_numbers(files: "ModelFiles", config: Mapping[str, Any], optional: Sequence[str]) -> None:
+def _check_numbers(files: ModelFiles, config: Mapping[str, Any], optional: Sequence[str]) -> None:
     """Refuse numbers that are missing, or that no model has: loops and memory are as large as they say."""
     for name, most in SIZES.items():
         value = config.get(name)
@@ -81,7 +79,7 @@ def _check_numbers(files: "ModelFiles", config: Mapping[str, Any], optional: Seq
             )
 
 
-def _check_sizes(files: "ModelFiles") -> None:
+def _check_sizes(files: ModelFiles) -> None:
     """The same, and that heads can share, and RoPE be undone."""
     _check_numbers(files, files.config, OPTIONAL)
     heads, of = files.config["num_attention_heads"], files.geometry.kv_heads
@@ -102,7 +100,7 @@ def _check_sizes(files: "ModelFiles") -> None:
                          "frequencies change with the length have no one key before RoPE")  # fmt: skip
 
 
-def _slides(files: "ModelFiles") -> bool:
+def _slides(files: ModelFiles) -> bool:
     """True if some layers may slide over a window, which transformers' own configuration decides."""
     config = files.config
     if files.architecture == "MistralForCausalLM" and "sliding_window" not in config:
@@ -110,7 +108,7 @@ def _slides(files: "ModelFiles") -> bool:
     return type(config.get("num_hidden_layers")) is int and len(files.attending) < config["num_hidden_layers"]
 
 
-def _check_weights(files: "ModelFiles") -> None:
+def _check_weights(files: ModelFiles) -> None:
     if files.headers is None:
         files.check_files()
     count = files.config["num_hidden_layers"]

@@ -18,6 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvq_calib.evaluate import errors
 from kvq_calib.model import find as models
+from kvq_calib.model import supported
 from kvq_calib.model.packed import PackedFiles
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import calibrate as runs
@@ -200,4 +201,4 @@ def test_forms_that_are_not_read_are_refused(given, why, tmp_path):
         tmp_path, "x", None, config | {"quantization_config": {"quant_method": "compressed-tensors"} | given}
     )
     with pytest.raises(ValueError, match=why):
-        files.check()
+        supported.check(files)
