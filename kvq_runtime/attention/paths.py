@@ -18,7 +18,7 @@ from kvq_runtime.ops import dense
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvq_runtime.cache")  # whose paths they are
 
 
 class Paths:
