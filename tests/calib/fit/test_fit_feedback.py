@@ -18,7 +18,7 @@ from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.fit import feedback as fits
-from kvq_runtime.fit.moments import averaged
+from kvq_runtime.fit.statistics import averaged_moment
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset
@@ -76,7 +76,7 @@ def test_the_average_over_distances_is_the_sum_over_all_pairs(rotated):
             turn = rope.rotate(turn, cos[:, position - key, None], sin[:, position - key, None])[0, 0].double()
             total += turn.mT @ moment @ turn
     expected = total / (TOKENS * (TOKENS + 1) / 2)
-    assert torch.allclose(averaged(moment, cos, sin), expected, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(averaged_moment(moment, cos, sin), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_deviations_fall_to_nothing_and_are_those_of_projections():

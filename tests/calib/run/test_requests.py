@@ -25,8 +25,15 @@ from kvq_calib.run.run import Run, serial
 from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.fit import separable
-from kvq_runtime.fit.moments import averaged, of
-from kvq_runtime.fit.statistics import QueryMoment, ResidualMoment, Residuals, Statistic, Statistics
+from kvq_runtime.fit.statistics import (
+    QueryMoment,
+    ResidualMoment,
+    Residuals,
+    Statistic,
+    Statistics,
+    averaged_moment,
+    moment_of,
+)
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.correct import Sparse
 from kvq_runtime.stages.kinds import kinds
@@ -83,7 +90,7 @@ def test_a_metric_many_rows_and_averaged_queries_are_had_for_the_asking(model, t
     tokens_BT = corpus.select(str(model / "corpus.txt"), files.path, SAMPLES, SEQ_LEN, 0).tokens_BT[:-HELD_OUT]
     q_NTC = stream.layer(0).forward(stream.embed(tokens_BT), queries=True).q_NTC
     assert q_NTC is not None
-    expected = averaged(of(q_NTC.flatten(0, 1), geometry), *stream.rope(SEQ_LEN))
+    expected = averaged_moment(moment_of(q_NTC.flatten(0, 1), geometry), *stream.rope(SEQ_LEN))
     for _, given in found[:2]:
         metric_CC, rows_NC, queried = (given[one] for one in ASKED)
         assert torch.allclose(queried.moment_HDD, expected, rtol=1e-4, atol=1e-6)
