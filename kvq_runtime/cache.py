@@ -23,7 +23,7 @@ from kvq_runtime.attention.paths import Paths
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import dispatch
+from kvq_runtime.ops import dense, dispatch
 from kvq_runtime.policies.policy import CacheParts, Policies
 from kvq_runtime.recipe import OURS, Recipe
 from kvq_runtime.store.decode import Decoder, Pair
@@ -186,17 +186,16 @@ class BlockCache:
             policy.queried(layer, q_BHTD)
 
     def attend(
-        self, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, logit_H: Tensor | None = None
+        self, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, softmax: dense.Softmax = dense.PLAIN
     ) -> Tensor:
         """Attend to all that the layer holds, for queries [B, query heads, T, D] of the newest tokens: the same shape.
 
-        mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
-        scale   what scores are multiplied with
-        logit   of no token, one a query head, that takes its share of the weight; None: there is none, as there must
-                be where the recipe `weighs` tokens
+        mask      bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
+        scale     what scores are multiplied with
+        softmax   a cap on scores, and a logit of no token, which must not be where the recipe `weighs` tokens
         """
-        assert logit_H is None or not self.weighs, "weights of which a logit takes a share"
-        return self.paths.attend(self.layers[layer], layer, q_BHTD, mask, scale, logit_H)
+        assert softmax.logit_H is None or not self.weighs, "weights of which a logit takes a share"
+        return self.paths.attend(self.layers[layer], layer, q_BHTD, mask, scale, softmax)
 
     @property
     def weighs(self) -> bool:

@@ -121,11 +121,12 @@ class Absorbed(Reference):
         return q_BHTD.shape[1] * q_BHTD.shape[2] * below <= self.decoder.geometry.width
 
     def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
     ) -> Attended | None:
         """As `Path.attend`."""
         exact = store.watch is not None and any(store.watch.exact)
-        return super().attend(store, layer, q_BHTD, mask, scale) if self.takes(layer, q_BHTD) and not exact else None
+        taken = self.takes(layer, q_BHTD) and not exact
+        return super().attend(store, layer, q_BHTD, mask, scale, cap) if taken else None
 
     def _scores(self, store: LayerStore, layer: int, q_YND: Tensor, hidden: int) -> Tensor:
         """q · k by column: [Y, N, X]."""

@@ -214,7 +214,7 @@ class Fused(Path):
         return self._counts_L4
 
     def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
     ) -> Attended | None:
         """As `Path.attend`.
 
@@ -236,8 +236,8 @@ class Fused(Path):
         given = (q_BHTD, keys, values, exact, index.counts, self.padding.starts_B)
         shape = layer, len(q_BHTD), q_BHTD.shape[2]
         if shape not in self._splits:
-            self._splits[shape] = host.choose_splits(*given, self.max_tokens // store.window.block, rope)
-        return Attended(*host.attend(*given, scale, self._splits[shape], rope))
+            self._splits[shape] = host.choose_splits(*given, self.max_tokens // store.window.block, rope, None, cap)
+        return Attended(*host.attend(*given, scale, self._splits[shape], rope, None, cap))
 
     def takes(self, store: LayerStore, q_BHTD: Tensor, mask: Tensor | None) -> bool:
         """True if the kernel reads the layer and can read its padding, whatever the number of queries."""

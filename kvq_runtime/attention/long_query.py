@@ -17,6 +17,7 @@ from torch import Tensor
 from kvq_runtime.attention.fused import Fused, refusal
 from kvq_runtime.attention.path import SCORES, Attended, Path
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops.dense import capped
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore
@@ -67,7 +68,7 @@ class LongQuery(Path):
         return refusal(recipe, geometry, layer)
 
     def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
     ) -> Attended | None:
         """As `Path.attend`, causal, of rows that are padded on the left, or not at all."""
         if not self.fused.takes(store, q_BHTD, mask) or self.fused.fits(q_BHTD):
@@ -86,7 +87,7 @@ class LongQuery(Path):
             step = max(1, SCORES // k_YTD[..., 0].numel())
             for start in range(0, rows, step):
                 part = slice(start, start + step)
-                s_YNT = multiplied(q_YND[:, part], k_YTD.mT, scale=scale)
+                s_YNT = capped(multiplied(q_YND[:, part], k_YTD.mT, scale=scale), cap)
                 if seen_BT is not None:
                     hidden_BNT = ~seen_BT[:, None] | (slots_BT[:, None] > latest_N[part, None])
                     s_YNT.unflatten(0, (batch, heads)).masked_fill_(hidden_BNT[:, None], -torch.inf)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops.dense import capped
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore
@@ -52,12 +53,13 @@ class Path(ABC):
 
     @abstractmethod
     def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
     ) -> Attended | None:
         """Attend with queries [B, query heads, T, D], those of the newest T tokens, to all that the layer holds.
 
         mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
         scale   what scores are multiplied with
+        cap     bound of a score, which is cap · tanh(score / cap); None: there is none
         None: these queries, or this layer, are not for this path.
         """
 
@@ -67,13 +69,16 @@ class Path(ABC):
         return None
 
 
-def newest_weights(attended: Attended, store: LayerStore, q_BHTD: Tensor, scale: float) -> Tensor:
+def newest_weights(
+    attended: Attended, store: LayerStore, q_BHTD: Tensor, scale: float, cap: float | None = None
+) -> Tensor:
     """Return the newest query's weights over the window, for a path that reports `lse`: [B, H, G, 1, W]."""
     assert attended.lse_BHT is not None
     heads = store.codecs[0].geometry.kv_heads
     k_BH1WD = store.window_2BTC[0].float().unflatten(2, (heads, -1)).transpose(1, 2)[:, :, None]
     q_BHG1D, lse_BHG1 = (x[:, :, -1:].float().unflatten(1, (heads, -1)) for x in (q_BHTD, attended.lse_BHT))
-    return (q_BHG1D @ k_BH1WD.mT * (scale / math.log(2)) - lse_BHG1[..., None]).exp2()
+    bound = None if cap is None else cap / math.log(2)
+    return (capped(q_BHG1D @ k_BH1WD.mT * (scale / math.log(2)), bound) - lse_BHG1[..., None]).exp2()
 
 
 class Reference(Path):
@@ -89,7 +94,9 @@ class Reference(Path):
         self.decoder, self.positions, self.observer = decoder, positions, observer
         self._heads = decoder.geometry.kv_heads
 
-    def attend(self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float) -> Attended:
+    def attend(
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
+    ) -> Attended:
         batch, heads, count, _ = q_BHTD.shape
         if not batch or not count:
             return Attended(torch.empty_like(q_BHTD), None)
@@ -102,22 +109,23 @@ class Reference(Path):
             mask = mask.expand(batch, -1, -1, -1).gather(-1, held.expand(-1, 1, count, -1))
         slots = range(length - count, length)
         if count <= step:
-            return self._attend(store, layer, q_BHTD, mask, scale, slots)
+            return self._attend(store, layer, q_BHTD, mask, (scale, cap), slots)
         out: list[Attended] = []
         for start in range(0, count, step):
             part = slice(start, start + step)
             seen = None if mask is None else mask[:, :, part]
-            out.append(self._attend(store, layer, q_BHTD[:, :, part], seen, scale, slots[part]))
+            out.append(self._attend(store, layer, q_BHTD[:, :, part], seen, (scale, cap), slots[part]))
         levels = [part.lse_BHT for part in out if part.lse_BHT is not None]
         return Attended(torch.cat([part.out_BHTD for part in out], 2), torch.cat(levels, 2) if levels else None)
 
     def _attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, slots: range
-    ) -> Attended:
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, how: tuple[float, float | None],
+        slots: range,
+    ) -> Attended:  # fmt: skip
         batch, heads, count, size = q_BHTD.shape
         held, hidden = self._heads, self._hidden(store)
-        q_YND = (q_BHTD.float() * _factor(scale)).reshape(batch * held, heads // held * count, size)
-        s_YNX = self._scores(store, layer, q_YND, hidden)
+        q_YND = (q_BHTD.float() * _factor(how[0])).reshape(batch * held, heads // held * count, size)
+        s_YNX = capped(self._scores(store, layer, q_YND, hidden), how[1])
         by_query = (batch, held, heads // held, count, -1)
         if mask is not None or self.positions.real_BT is not None or store.front != hidden:
             s_YNX.view(by_query).masked_fill_(~self._seen(store, mask)[:, :, None], _LEAST)

@@ -42,13 +42,14 @@ class Paths:
         self._told: set[int] = set()  # layers whose path the log has
 
     def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, logit_H: Tensor | None
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, softmax: dense.Softmax
     ) -> Tensor:
         """As `BlockCache.attend`."""
+        logit_H, cap = softmax.logit_H, softmax.cap
         if logit_H is not None:
             self.absorbed.levels = self.reference.levels = True  # paths of the GPU say it anyway
         for path in self.asked:
-            attended = path.attend(store, layer, q_BHTD, mask, scale)
+            attended = path.attend(store, layer, q_BHTD, mask, scale, cap)
             if attended is None:
                 continue
             if self.positions.recorded and path is not self.fused:
@@ -60,7 +61,7 @@ class Paths:
                 self._told.add(layer)
                 _log.debug("layer %d: %s", layer, Explanation(path, self.fused, layer, q_BHTD))
             if attended.lse_BHT is not None and self._observer is not None:
-                weights = newest_weights(attended, store, q_BHTD, scale)
+                weights = newest_weights(attended, store, q_BHTD, scale, cap)
                 self._observer(layer, weights, range(store.length)[-1:])
             if logit_H is None or not q_BHTD.numel():
                 return attended.out_BHTD

@@ -21,7 +21,7 @@ HARMLESS = frozenset(
 )
 SINKS = "s_aux"  # one learned logit a head, of no token
 DENSE = HARMLESS | {"is_causal", "position_bias", "cache", "softcap", SINKS}  # over whole keys and values
-PACKED = HARMLESS | {SINKS}
+PACKED = HARMLESS | {"softcap", SINKS}
 
 
 @dataclass
@@ -174,9 +174,9 @@ def attention(
         out = dense(module, query, key, value, attention_mask, scaling, **kwargs)[0]
         if mark is not None and weighed:
             newest = None if attention_mask is None else attention_mask[:, :, -weighed:]
-            mark.blocks.attend(mark.layer, query[:, :, -weighed:], newest, scale, kwargs.get(SINKS))
+            mark.blocks.attend(mark.layer, query[:, :, -weighed:], newest, scale, whole.Softmax.of(kwargs))
     else:
-        out = mark.blocks.attend(mark.layer, query, attention_mask, scale, kwargs.get(SINKS))
+        out = mark.blocks.attend(mark.layer, query, attention_mask, scale, whole.Softmax.of(kwargs))
         out = out.transpose(1, 2).contiguous()
     if mark is not None:
         mark.blocks.take_queries(mark.layer, query)

@@ -73,8 +73,7 @@ def _part(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seen: Tensor, scale: f
     batch, heads, count, _ = q_BHTD.shape
     grouped = q_BHTD.reshape(batch, k_BKSD.shape[1], -1, q_BHTD.shape[-1])  # query heads of a KV head as more queries
     s = (grouped @ k_BKSD.mT * scale).view(batch, heads, count, -1)
-    if softmax.cap is not None:
-        s = torch.tanh(s / softmax.cap) * softmax.cap
+    s = capped(s, softmax.cap)
     s = s.masked_fill(~seen, torch.finfo(torch.float32).min) if seen.dtype == torch.bool else s + seen
     level_BHT1 = s.logsumexp(-1, keepdim=True)
     p = (s - level_BHT1).exp()
@@ -82,6 +81,11 @@ def _part(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seen: Tensor, scale: f
         p = p * kept(level_BHT1[..., 0], softmax.logit_H)[..., None]
     mixed = p.reshape(batch, k_BKSD.shape[1], -1, p.shape[-1]) @ v_BKSD
     return mixed.view(batch, heads, count, -1)
+
+
+def capped(s: Tensor, cap: float | None) -> Tensor:
+    """Scores bounded by ±cap, cap · tanh(s / cap); as they are where there is none."""
+    return s if cap is None else torch.tanh(s / cap) * cap
 
 
 def kept(lse_BHT: Tensor, logit_H: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class Policy:
         restore if the pass is undone: `step.on_undo`."""
 
     def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
     ) -> Attended | None:
         """Answer queries in place of the cache's own paths, as `Path.attend`; None: not these."""
         return None

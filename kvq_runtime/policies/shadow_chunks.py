@@ -29,6 +29,7 @@ from torch import Tensor
 from kvq_runtime.attention.path import SCORES, Attended, Path, by_head, causal, visible
 from kvq_runtime.geometry import SLAB, Geometry, Role, Window
 from kvq_runtime.ops import rope
+from kvq_runtime.ops.dense import capped
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
 from kvq_runtime.recipe import Recipe
@@ -141,7 +142,7 @@ class Selected(Path):
         return f"{recipe.name}: no policy of it chooses chunks by the queries"
 
     def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
     ) -> Attended | None:
         """As `Path.attend`; the queries of one call share their chunks."""
         if layer not in self.outliers:
@@ -151,7 +152,7 @@ class Selected(Path):
         mask = causal(count, store.length, q_BHTD.device) if mask is None else mask
         mask = mask.expand(batch, 1, count, -1)
         q_BHGTD = (q_BHTD.float() * scale).unflatten(1, (self._heads, -1))
-        slots_BHM, open_BHM = self._tokens(store, outliers, q_BHGTD)
+        slots_BHM, open_BHM = self._tokens(store, outliers, q_BHGTD, cap)
         known = outliers.k_BHOKD.flatten(2, 3)
         chosen = self.gather(store, 0, slots_BHM[:, :, known.shape[2] :])
         sinks, recent = ([by_head(x, self._heads) for x in exact] for exact in (store.sinks_2BSC, store.window_2BTC))
@@ -163,12 +164,14 @@ class Selected(Path):
         for start in range(0, count, step):
             part = slice(start, start + step)
             seen = visible(mask[:, :, part], columns_BHN, seen_BHN)
-            s = torch.einsum("bhgtd,bhnd->bhgtn", q_BHGTD[:, :, :, part], k_BHND)
+            s = capped(torch.einsum("bhgtd,bhnd->bhgtn", q_BHGTD[:, :, :, part], k_BHND), cap)
             p = s.masked_fill_(~seen[:, :, None], torch.finfo(s.dtype).min).softmax(-1)
             out.append(torch.einsum("bhgtn,bhnd->bhgtd", p, v_BHND).flatten(1, 2).to(q_BHTD.dtype))
         return Attended(torch.cat(out, 2), None)
 
-    def choose(self, store: LayerStore, outliers: OutlierChunks, q_BHGTD: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(
+        self, store: LayerStore, outliers: OutlierChunks, q_BHGTD: Tensor, cap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The chunks that queries ask for, [B, H, N], and which of them may be read: not empty, and no outlier."""
         marks = [slab[LANDMARKS] for slab in store.slabs[EXTRA]]
         mark_BNC = torch.cat([x.flatten(1, 2) for x in marks], 1)[:, : store.encoded // self.chunk]
@@ -180,7 +183,7 @@ class Selected(Path):
             2, place.clamp(min=0), (place >= 0).int()
         )
         open_BHN = open_BHN & (taken == 0)
-        s = torch.einsum("bhgtd,bhnd->bhgtn", q_BHGTD, mark_BHND)
+        s = capped(torch.einsum("bhgtd,bhnd->bhgtn", q_BHGTD, mark_BHND), cap)
         p = s.masked_fill_(~open_BHN[:, :, None, None], torch.finfo(s.dtype).min).softmax(-1)
         real_BT = self.positions.real_BT
         if real_BT is not None:
@@ -214,9 +217,11 @@ class Selected(Path):
                 out[:, head] = rope.rotate(out[:, head, :, None], *tables)[:, :, 0]
         return out
 
-    def _tokens(self, store: LayerStore, outliers: OutlierChunks, q_BHGTD: Tensor) -> tuple[Tensor, Tensor]:
+    def _tokens(
+        self, store: LayerStore, outliers: OutlierChunks, q_BHGTD: Tensor, cap: float | None
+    ) -> tuple[Tensor, Tensor]:
         """The slots of all tokens read from blocks, and which of them may be: [B, H, M] each."""
-        chosen, usable = self.choose(store, outliers, q_BHGTD)
+        chosen, usable = self.choose(store, outliers, q_BHGTD, cap)
         known = outliers.chunk_BHO.long()
         chunk = torch.cat([known.clamp(min=0), chosen], 2)
         inside = torch.arange(self.chunk, device=chunk.device)
@@ -253,9 +258,9 @@ class ShadowChunksPolicy(Policy):
         step.on_undo(self._restore, dict(self.outliers))
 
     def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float
+        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
     ) -> Attended | None:
-        return self.path.attend(store, layer, q_BHTD, mask, scale)
+        return self.path.attend(store, layer, q_BHTD, mask, scale, cap)
 
     def extra_fields(self, layer: int, store: LayerStore) -> Slab:
         """The block's landmarks [B, chunks, C], zero where no token of a chunk counts; its outliers are kept."""

@@ -8,8 +8,10 @@ from models import prompt, random_model
 from representative import REPRESENTATIVE
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvq_runtime.attention.path import Reference, newest_weights
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf import KVQCache
+from kvq_runtime.ops.dense import Softmax
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.rotate import Hadamard
@@ -20,7 +22,7 @@ RECIPE = [pytest.param(recipe, 1, id=f"{name}-1") for name, recipe in RECIPES.it
 RECIPE += [pytest.param(RECIPES[name], 7, id=f"{name}-7") for name in sorted(REPRESENTATIVE)]
 
 
-def both(recipe, sizes, new: int, real_BT=None, rows=2) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def both(recipe, sizes, new: int, real_BT=None, rows=2, cap=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What attention to a cache filled in passes of `sizes` gives for `new` more tokens: (ours, sdpa's) by layer."""
     total = sum(sizes) + new
     x = turned(tensors(total, rows))
@@ -41,8 +43,13 @@ def both(recipe, sizes, new: int, real_BT=None, rows=2) -> list[tuple[torch.Tens
     for layer, pair in enumerate(read):
         keys, values = (t.unflatten(-1, (GEOMETRY.kv_heads, -1)).transpose(1, 2) for t in pair)
         expected = scaled_dot_product_attention(q[layer], keys, values, attn_mask=mask, enable_gqa=True)
+        if cap is not None:
+            s = q[layer] @ keys.repeat_interleave(GROUP, 1).mT * GEOMETRY.head_size**-0.5
+            p = (cap * torch.tanh(s / cap)).masked_fill(~mask, -torch.inf).softmax(-1)
+            expected = p @ values.repeat_interleave(GROUP, 1)
         ours.take(layer, *x[layer, :, :, -new:].unbind(0))
-        out = ours.attend(layer, q[layer], None if real_BT is None else mask, GEOMETRY.head_size**-0.5)
+        seen = None if real_BT is None else mask
+        out = ours.attend(layer, q[layer], seen, GEOMETRY.head_size**-0.5, Softmax(cap))
         ours.finish(layer)
         found.append((out, expected))
     assert [store.blocks for store in ours.layers.values()] == [store.blocks for store in decoded.layers.values()]
@@ -53,6 +60,27 @@ def both(recipe, sizes, new: int, real_BT=None, rows=2) -> list[tuple[torch.Tens
 def test_attention_is_that_over_the_decoded_tokens(recipe, new):
     for out, expected in both(recipe, [recipe.window.block * 2 + recipe.window.recent + 9, 1], new):
         assert error(out, expected) < 6e-3  # sdpa's road rounds rotated keys and values to bfloat16
+
+
+@pytest.mark.parametrize("name", sorted(REPRESENTATIVE))
+def test_capped_scores(name):
+    """Most scores come near the cap."""
+    recipe = RECIPES[name]
+    for out, expected in both(recipe, [recipe.window.block * 2 + recipe.window.recent + 9, 1], 1, cap=1.0):
+        assert error(out, expected) < 6e-3
+
+
+def test_the_newest_weights_are_those_of_attention():
+    """Under a cap too: as a path without weights tells them from its levels."""
+    recipe, cap, seen = RECIPES["kivi-2bit"], 1.0, []
+    cache = make(recipe)
+    feed_in(cache, tensors(90, 2), [90])
+    q_BHTD = torch.randn(2, GROUP * GEOMETRY.kv_heads, 1, GEOMETRY.head_size)
+    road = Reference(cache.decoder, cache.positions, lambda layer, p_BHGTT, slots: seen.append(p_BHGTT))
+    road.levels = True
+    attended = road.attend(cache.layers[0], 0, q_BHTD, None, 0.2, cap)
+    told = newest_weights(attended, cache.layers[0], q_BHTD, 0.2, cap)
+    torch.testing.assert_close(told, seen[0][..., -told.shape[-1] :])
 
 
 @pytest.mark.parametrize("rows, kind", [(1, Rtn), (2, Grid)])

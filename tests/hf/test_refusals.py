@@ -140,7 +140,7 @@ def test_what_is_no_recipe_or_no_model_is_a_type_error(make, why):
 
 
 @pytest.mark.parametrize("given, why", [
-    ({"softcap": 50.0}, "softcap"), ({"sliding_window": 16}, "sliding_window"),
+    ({"sliding_window": 16}, "sliding_window"),
     ({"is_causal": False}, "is_causal"), ({"position_bias": torch.zeros(1), "novel": 1}, "novel, position_bias"),
 ])  # fmt: skip
 def test_arguments_that_may_change_the_result_are_refused(given, why):

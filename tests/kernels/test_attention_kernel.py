@@ -37,6 +37,14 @@ def test_families(name, monkeypatch):
     check(Case(*FAMILIES[name], **(ALONE if name.startswith("polar") else {})), monkeypatch)
 
 
+@pytest.mark.parametrize("pair, position", [
+    (kivi(2), "post"), (kivi(2), "pre"), (FAMILIES["rtn-4"], "post"), (centred(FAMILIES["higgs-2-16"]), "post"),
+])  # fmt: skip
+def test_capped_scores(pair, position, monkeypatch):
+    """Most scores come near the cap; the window's and the sinks' too."""
+    check(Case(*pair, position=position, cap=1.5, starts=(7, 40)), monkeypatch)
+
+
 @pytest.mark.parametrize("key, value", together([2, 4], [4, 2]))
 def test_widths_whose_sub_blocks_differ(key, value, monkeypatch):
     """128 tokens of 2 bits are read at once, and 64 of 4 bits."""

@@ -260,6 +260,16 @@ def test_slabs_are_merged_by_their_largest_score():
     assert error(out, wanted) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["kivi-2-post-16", "higgs-head-2bit"])
+def test_capped_scores_on_all_paths(name):
+    """A step, then more queries than the kernel takes, where most scores come near the cap."""
+    driver = Driver(FAMILIES[name], PADDED)
+    driver.cap = 1.5
+    driver.step(90, expected=False)
+    driver.check()
+    driver.check(66)
+
+
 def test_a_long_pass_after_a_step():
     driver = Driver(FAMILIES["rtn-2bit"])
     for count in (40, 1, 70, 1):  # 70 tokens have no room where the window is

@@ -165,7 +165,7 @@ def test_a_model_calls_the_hooks_in_the_order_that_is_documented():
         def begin(self, step):
             calls.append(("begin", step.count))
 
-        def attend(self, store, layer, q_BHTD, mask, scale):
+        def attend(self, store, layer, q_BHTD, mask, scale, cap):
             calls.append((layer, "attend"))
 
         def observe(self, layer, p_BHGTW, slots):

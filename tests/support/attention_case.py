@@ -51,6 +51,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     scaling: float = 1.0  # of cos and sin
     slow: float = 3.0  # the means of slow channels; those of the others are around 1
+    cap: float | None = None  # of scores
     settings: Callable[..., Launch] | None = None  # of the launch, for layouts and rows; None: those of a CPU
 
     @property
@@ -206,7 +207,9 @@ def run(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     exact = Exact(*buffers, kept["key"], kept["value"])
     scale = case.size**-0.5
     how = case.settings and case.settings(read["key"].layout, read["value"].layout, case.ratio * case.tokens)
-    out, level = attend(query, read["key"], read["value"], exact, lengths, starts, scale, case.splits, tables, how)
+    out, level = attend(
+        query, read["key"], read["value"], exact, lengths, starts, scale, case.splits, tables, how, case.cap
+    )
     return out, level, *reference(case, query, whole["key"], whole["value"], scale)
 
 
@@ -214,6 +217,7 @@ def reference(case: Case, query: Tensor, key: Tensor, value: Tensor, scale: floa
     count = key.shape[1]
     k, v = (x.double().repeat_interleave(case.ratio, 2).transpose(1, 2) for x in (key, value))
     s = query.double() @ k.mT * scale
+    s = s if case.cap is None else case.cap * torch.tanh(s / case.cap)
     slots = torch.arange(count, device=DEVICE)
     seen = slots[None, None, None] >= torch.tensor(case.starts, device=DEVICE)[:, None, None, None]
     last = count - case.tokens + torch.arange(case.tokens, device=DEVICE)

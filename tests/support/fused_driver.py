@@ -13,6 +13,7 @@ from torch import Tensor
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.dense import Softmax
 from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rtn import Rtn
@@ -78,6 +79,7 @@ class Driver:
         turning = rotary(ONE)
         self.turning = replace(turning, frequencies_K=turning.frequencies_K.to(DEVICE))
         self.at, self.silent = 0, False  # tokens so far; whether passes say nothing of padding
+        self.cap: float | None = None  # of scores
 
     def announce(self, count: int) -> Tensor | None:
         """Tell the cache of the next tokens; the mask that a model would give."""
@@ -97,10 +99,11 @@ class Driver:
         """One pass: (what the cache answers, what the torch path does)."""
         mask, part, cache = self.announce(count), slice(self.at, self.at + count), self.cache
         cache.take(0, *self.x[0, :, :, part].unbind(0))
-        out, wanted = cache.attend(0, self.q[:, :, part], mask, SCALE), None
+        out, wanted = cache.attend(0, self.q[:, :, part], mask, SCALE, Softmax(self.cap)), None
         if expected:
             with dispatch.forced(False):
-                wanted = cache.paths.reference.attend(cache.layers[0], 0, self.q[:, :, part], mask, SCALE)[0]
+                road = cache.paths.reference
+                wanted = road.attend(cache.layers[0], 0, self.q[:, :, part], mask, SCALE, self.cap)[0]
         cache.finish(0)
         self.at += count
         return out, wanted

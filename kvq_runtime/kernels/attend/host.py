@@ -27,6 +27,7 @@ from kvq_runtime.kernels.attend.launch import (
     tile_rows,
 )
 from kvq_runtime.kernels.attend.layout import Layout, layout, tile
+from kvq_runtime.kernels.attend.queries import LOG2E
 from kvq_runtime.kernels.attend.rope import RopeTables
 from kvq_runtime.kernels.attend.settings import LayerSettings
 from kvq_runtime.kernels.encode.tile import FUSED, on
@@ -36,7 +37,6 @@ __all__ = [
 ]  # fmt: skip
 
 REGISTERS = 65536  # of a multiprocessor; ptxas would rather spill than take more than its own guess
-LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def attend(
     splits: int,
     rope: RopeTables | None = None,
     launch: Launch | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The attention of query tokens that are the last of the window: out [B, Hq, Tq, D] and log2 Σ 2^s [B, Hq, Tq].
 
@@ -99,6 +100,7 @@ def attend(
     scale      of the scores
     splits     parts that the blocks are cut into, see `choose_splits`
     rope       for keys before RoPE, and for keys after it whose mean was removed
+    cap        bound of a score, which is cap · tanh(score / cap); None: there is none
 
     ValueError: there are more query tokens than `takes` allows.
     """
@@ -117,7 +119,7 @@ def attend(
     part_lse = torch.empty(lines, rows, parts, dtype=torch.float32, device=q_BHTD.device)
     out, lse = torch.empty_like(q_BHTD), part_lse.new_empty(batch, q_heads, tokens)
     arguments, options = _launched(
-        q_BHTD, keys, values, exact, lengths, starts_B, scale, splits, rope, launch, part, part_lse
+        q_BHTD, keys, values, exact, lengths, starts_B, scale, splits, rope, launch, part, part_lse, cap
     )
     with on(q_BHTD):
         attend_kernel[(_tiles(keys, values, rows), lines, parts)](*arguments, **options)
@@ -135,6 +137,7 @@ def choose_splits(
     blocks: int,
     rope: RopeTables | None = None,
     launch: Launch | None = None,
+    cap: float | None = None,
 ) -> int:
     """Return the number of parts that `attend`, with the same arguments, should cut the blocks into: see launch.py.
 
@@ -150,7 +153,7 @@ def choose_splits(
     given = (q_BHTD, keys, values, exact, lengths, starts_B, 1.0, 1, rope, launch)
     limits = torch.cuda.get_device_properties(q_BHTD.device)
     with on(q_BHTD):
-        resident = _resident(*_launched(*given, torch.float32, torch.float32), limits)
+        resident = _resident(*_launched(*given, torch.float32, torch.float32, cap), limits)
     return count_splits(lines, blocks, limits.multi_processor_count, resident)
 
 
@@ -179,6 +182,7 @@ def _launched(
     launch: Launch | None,
     part: Any,
     part_lse: Any,
+    cap: float | None,
 ) -> tuple[tuple, dict[str, Any]]:
     """The kernel's arguments, and the options of its launch."""
     q_heads, tokens = q_BHTD.shape[1:3]
@@ -186,16 +190,20 @@ def _launched(
     launch = launch or choose(q_BHTD.device, keys.layout, values.layout, ratio * tokens)
     pointers, paged = None if rope is None else rope.pointers(keys.mean), int(isinstance(keys.addresses, Pages))
     arguments = (
-        q_BHTD, keys.rotation, scale * LOG2E, pointers, keys.addresses, values.addresses, keys.lookup, values.lookup,
-        *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse, ratio * tokens, tokens, splits,
-        *constants(keys.layout, values.layout, ratio * tokens, exact.k_sinks.shape[1], launch, paged),
+        q_BHTD, keys.rotation, scale * LOG2E.value, pointers, keys.addresses, values.addresses, keys.lookup,
+        values.lookup, *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse, ratio * tokens, tokens,
+        splits,
+        *constants(keys.layout, values.layout, ratio * tokens, exact.k_sinks.shape[1], launch, paged, cap),
     )  # fmt: skip
     most = min(launch.registers, REGISTERS // (32 * launch.warps))
     return arguments, {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": most} | FUSED
 
 
-def constants(keys: Layout, values: Layout, rows: int, sinks: int, launch: Launch, paged: int = 0) -> tuple:
+def constants(
+    keys: Layout, values: Layout, rows: int, sinks: int, launch: Launch, paged: int = 0, cap: float | None = None
+) -> tuple:
     """The compile-time arguments of the kernel, in its order."""
     heads, size = keys.geometry.kv_heads, keys.geometry.head_size
-    layer = LayerSettings(heads, size, keys.block, tile_rows(keys, values, rows), launch.tile, sinks, paged)
+    bound = LOG2E.value * (cap or 0.0)
+    layer = LayerSettings(heads, size, keys.block, tile_rows(keys, values, rows), launch.tile, sinks, paged, bound)
     return layer, keys.scan, keys.read, keys.settings, values.read, values.settings, tile(1, size)

@@ -140,7 +140,7 @@ def _exact(
                 o_x = (i_b * L.SINKS + o_t)[:, None] * (L.H * L.D) + o_hd[None, :]
             b_k = tl.load(p_k_sinks + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
             b_v = tl.load(p_v_sinks + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
-            b_s = tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale
+            b_s = queries.capped(tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale, L)
             b_s = tl.where(m_t[:, None], b_s, float("-inf"))
             b_top, b_total, b_sums = queries.add(b_top, b_total, b_sums, b_s, (b_v.to(DTYPE),), ())
     place, count = tl.load(p_lengths + 1), tl.load(p_lengths + 2)
@@ -157,7 +157,7 @@ def _exact(
             o_x = i_b * window_stride + (place + o_t)[:, None].to(tl.int64) * (L.H * L.D) + o_hd[None, :]
         b_k = tl.load(p_k_window + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
         b_v = tl.load(p_v_window + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
-        b_s = tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale
+        b_s = queries.capped(tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale, L)
         b_s = tl.where(m_t[:, None] & (o_t[:, None] <= o_latest[None, :]), b_s, float("-inf"))
         b_top, b_total, b_sums = queries.add(b_top, b_total, b_sums, b_s, (b_v.to(DTYPE),), ())
     return b_top, b_total, b_sums

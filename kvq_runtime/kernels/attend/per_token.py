@@ -61,7 +61,7 @@ def post_rope(
                 b_s = tl.dot(b_tiles[slot], b_q[slot], b_s)
             if len(b_numbers) > 0:
                 b_s = b_s * b_numbers[0][:, None]
-            b_s = rope.add_mean(b_s, b_mean, p_rope, i_tile, i_block, L)
+            b_s = queries.capped(rope.add_mean(b_s, b_mean, p_rope, i_tile, i_block, L), L)
             b_s = tl.where((m_t & (i_block * L.T + o_t >= start))[:, None], b_s, float("-inf"))
             b_tiles, b_numbers = READ_VALUES(p_values, p_value_lookup, i_block, i_b, i_h, o_t, m_t, L, VS)
             b_top, b_total, b_sums = queries.add(b_top, b_total, b_sums, b_s, b_tiles, b_numbers)

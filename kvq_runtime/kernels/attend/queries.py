@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
 ROTATED = tl.constexpr(64)  # channels that a product of the rotation takes at a time; all would lie in registers
 
 
@@ -59,6 +60,14 @@ def load_query(q, scale, i_bh, o_d, m_d, L: tl.constexpr):
             b_rows = tl.load(p_rows, mask=m_d[:, None] & m_c[None, :], other=0.0)
             b_q = tl.dot(b_rows, b_x.to(tl.float16), b_q)
     return b_q
+
+
+@triton.jit
+def capped(b_s, L: tl.constexpr):
+    """Scores, times log2 e, bounded as L says: CAP · tanh(s / CAP)."""
+    if L.CAP > 0:
+        b_s = L.CAP - 2 * L.CAP / (tl.exp2(b_s * (2 * LOG2E / L.CAP)) + 1)
+    return b_s
 
 
 class Part(NamedTuple):

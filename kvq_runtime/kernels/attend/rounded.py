@@ -27,7 +27,7 @@ import triton.language as tl
 
 from kvq_runtime.kernels.attend import fragment, rope
 from kvq_runtime.kernels.attend.block_table import CODES, LOW, SCALE, field_of
-from kvq_runtime.kernels.attend.queries import exponent, load_query
+from kvq_runtime.kernels.attend.queries import capped, exponent, load_query
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def scan(
         b_widest = b_steps[0]
         for tile in tl.static_range(TILES):
             o_t = (i_sub * TILES + tile) * 16 + tl.arange(0, 16)
-            b_one = rope.add_mean(b_s[tile], b_mean, p_rope, i_sub * TILES + tile, i_block, L)
+            b_one = capped(rope.add_mean(b_s[tile], b_mean, p_rope, i_sub * TILES + tile, i_block, L), L)
             b_one = tl.where((i_block * L.T + o_t >= start)[:, None], b_one, float("-inf"))
             b_highest = tl.maximum(b_highest, b_one)
             b_seen = b_seen + (b_one,)

@@ -29,6 +29,7 @@ class LayerSettings(NamedTuple):
     N       tokens of a tile that is read per token
     SINKS   tokens at the start that are kept exactly
     PAGED   1: a block is a page of a serving engine's cache, and rows have as many as they have; see block_table.py
+    CAP     bound of a score times log2 e, see `queries.capped`; 0: there is none
     """
 
     H: int
@@ -38,6 +39,7 @@ class LayerSettings(NamedTuple):
     N: int
     SINKS: int
     PAGED: int = 0
+    CAP: float = 0.0
 
 
 class TileSettings(NamedTuple):
