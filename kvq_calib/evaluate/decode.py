@@ -6,6 +6,7 @@ chooses its likeliest token, every cache reads that token, and so on for thousan
     kl      Σ p (log p - log q), in nats     p the 16-bit model's next token, q the model's with this cache
     first   the first token in which the likeliest differ: up to there the cache's own greedy text is the 16-bit
             model's, after it another. (A policy that decides for all rows together sees rows that would have left)
+    accepted  of DRAFT tokens that the cache drafts, those that verified generation (kvq_runtime/hf/verified.py) keeps
     trend   by how much kl grows in 1,000 tokens, since something was encoded: least squares in each window
 
 Tokens that would end the text are passed over, by all alike. A small model's greedy text soon repeats itself, and is
@@ -35,6 +36,7 @@ from kvq_calib.text.corpus import Batch
 from kvq_runtime.registry.measured import DECODE
 
 PROMPT, LENGTH, BINS = 256, 4096, 8
+DRAFT = 8
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ def figures(subject: Subject, found: Sequence[Mapping[str, Any]], bins: int, pro
         "kl_se": spread,
         "top1": float(agreed_WT.mean()),
         "entropy": float(entropy_WT.mean()),
+        "accepted": _accepted(agreed_WT),
         "encoded_from": begins,
         "trend": dict(zip(("kl_per_1000", "se"), _over_windows(_slopes(kl_WT[:, begins:]) * 1000), strict=True)),
         "windows": [_window(*row) for row in zip(kl_WT, agreed_WT, strict=True)],
@@ -188,6 +191,18 @@ def figures(subject: Subject, found: Sequence[Mapping[str, Any]], bins: int, pro
             for start, stop in pairwise(count * number // bins for number in range(bins + 1))
         ],
     }
+
+
+def _accepted(agreed_WT: Tensor) -> float | None:
+    """Mean of the tokens that rounds of DRAFT drafted tokens keep, each of which adds one of the 16-bit model's own;
+    None where no window is as long as a round."""
+    kept = []
+    for agreed_T in agreed_WT:
+        start = 0
+        while start + DRAFT <= len(agreed_T):
+            kept.append(int(agreed_T[start : start + DRAFT].cumprod(0).sum()))
+            start += kept[-1] + 1
+    return sum(kept) / len(kept) if kept else None
 
 
 def _window(kl_T: Tensor, agreed_T: Tensor) -> dict[str, Any]:

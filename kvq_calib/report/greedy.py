@@ -7,7 +7,7 @@ from typing import Any
 from kvq_calib.report.words import in_bold, markdown_table, spread, where
 from kvq_runtime.registry.measured import DECODE, GreedyRecord, Record
 
-FIGURES = ("reason", "kl", "kl_se", "top1", "trend", "windows", "bins")  # that pages show
+FIGURES = ("reason", "kl", "kl_se", "top1", "accepted", "trend", "windows", "bins")  # that pages show
 QUARTERS = 4
 
 
@@ -28,6 +28,8 @@ def row(part: Mapping[str, Any]) -> dict[str, Any]:
     trend = part["trend"]
     found |= {"KL per 1000 tokens": spread(f"{trend['kl_per_1000']:+.3g}", trend["se"], ".1g")}
     found |= {"worst window": max(window["kl"] for window in part["windows"]), "top-1": f"{part['top1']:.2%}"}
+    if part.get("accepted") is not None:  # older records lack it
+        found["accepted of 8"] = f"{part['accepted']:.2f}"
     return found | {"decoded": f"{part['bins'][-1]['decoded']:.0%} at the end"}
 
 

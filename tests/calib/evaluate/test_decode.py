@@ -13,6 +13,7 @@ from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model import find as models
 from kvq_calib.text.corpus import Batch
+from kvq_runtime import verified_generate
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.hf import KVQCache
 
@@ -68,6 +69,26 @@ def test_the_first_token_chosen_otherwise_is_where_the_caches_own_text_leaves(mo
         assert own[:first] == two["tokens"][row][:first] and own[first] != two["tokens"][row][first]
 
 
+@pytest.mark.slow
+def test_what_would_be_accepted_is_what_verified_generation_accepts(model, traces):
+    two, kept = traces[1], []
+    for row in range(2):
+        held, ends = KVQCache(subject(NAMES[1]).recipe, model), decode.ends_of(model)
+        ids = batch().tokens_BT[row : row + 1].long()
+        with attending(model, held):
+            made = verified_generate(
+                model, held, ids, draft=decode.DRAFT, max_new_tokens=COUNT, do_sample=False, suppress_tokens=ends,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+        assert made.sequences[0, PROMPT:].tolist() == two["tokens"][row]
+        ended = 0
+        for drafted, accepted in zip(made.drafted, made.accepted, strict=True):
+            kept += [accepted] if drafted == decode.DRAFT and ended + decode.DRAFT <= COUNT else []
+            ended += accepted + 1
+    found = decode.figures(subject(NAMES[1]), [two], 4, PROMPT)["accepted"]
+    assert found == pytest.approx(sum(kept) / len(kept)) and 0 < found < decode.DRAFT
+
+
 def trace(kl: list[list[float]], agreed: list[list[int]]) -> dict:
     count = len(kl[0])
     decoded = [[0.0] * 3 + [0.5] * (count - 4)] * len(kl)  # of every pass but the first
@@ -85,6 +106,8 @@ def test_figures_say_what_the_windows_say():
     assert [(one["from"], one["to"]) for one in found["bins"]] == [(0, 6), (6, 12), (12, 18), (18, 24)]
     last = found["bins"][-1]
     assert last["kl_worst"] == pytest.approx(0.004 * 20.5) and last["kl"] == pytest.approx(0.003 * 20.5)
+    # 8 of 8 at tokens 0, 9 of the first; 8, then 1 (the 10th is another), then 8 at 11 of the second
+    assert found["accepted"] == pytest.approx((8 + 8 + 8 + 1 + 8) / 5)
     assert found["top1"] == pytest.approx(47 / 48) and found["bins"][0]["decoded"] == pytest.approx(0.5 / 3)
 
 
