@@ -20,7 +20,7 @@ from kvq_runtime.ops import product
 from kvq_runtime.recipe import Recipe
 
 CHUNK_TOKENS = 8192
-BEGINNING = 4096  # tokens of the fit part that a draft is fitted to, and that gradients are of
+BEGINNING = 4096  # tokens of each corpus, of the fit part, that a draft is fitted to, and that gradients are of
 MEASURED = 4  # chunks of a text that the settings of a budget are measured on
 
 
@@ -101,8 +101,10 @@ class Plan:
         return self.samples * self.seq_len
 
     def beginning(self) -> "Plan":
-        """The plan of the first sequences that are fitted on, at least BEGINNING tokens if there are, and no other."""
-        count = min(math.ceil(BEGINNING / self.seq_len), self.samples - self.held_out)
+        """The plan of the first sequences that are fitted on, at least BEGINNING tokens of each corpus of a mixture, if
+        there are, and no other."""
+        count = math.ceil(BEGINNING / self.seq_len) * len(corpus.sources_of(self.corpus))
+        count = min(count, self.samples - self.held_out)
         return replace(self, samples=count, held_out=0, transfer=None, transfer_samples=0)
 
     @property

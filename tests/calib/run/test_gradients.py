@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Layer, Stream
-from kvq_calib.run import budget, checkpoint, gradients
+from kvq_calib.run import budget, checkpoint, gradients, share
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Progress, Run
@@ -119,6 +119,14 @@ def test_gradients_are_of_a_few_sequences_however_long_the_text_is(model, tmp_pa
     monkeypatch.setattr(plans, "BEGINNING", 700)  # two sequences and three quarters of one
     plan = replace(a_run(model, tmp_path / "run", preset(RECIPE)).plan, chunk=2)
     assert gradients.chunks(plan) == [range(0, 2), range(2, 3)]
+
+
+def test_gradients_of_a_mixture_are_of_as_much_of_each_corpus(model, tmp_path, monkeypatch):
+    """Its sequences are in turns, so that the first few of them all may be of one or two."""
+    monkeypatch.setattr(plans, "BEGINNING", 400)  # two sequences of each
+    plan = replace(a_run(model, tmp_path / "run", preset(RECIPE)).plan, corpus="demo + demo-code", samples=20, chunk=2)
+    assert gradients.chunks(plan) == [range(0, 2), range(2, 4)]
+    assert share.draft(plan).beginning().samples == 4
 
 
 def test_files_of_held_out_text_take_the_target_also_of_a_run_that_was_killed(model, tmp_path):
