@@ -33,16 +33,15 @@ from kvq_calib.fit.gptq import cholesky, damped, gptq
 from kvq_calib.fit.scheme import Chunk, Empty, Given, SchemeFit, Source, Summed
 from kvq_calib.fit.statistics import Centred, CrossMoments, Sample
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit import predict
 from kvq_runtime.fit.statistics import SAMPLE_ROWS, Statistic, Statistics, fixed_sign
-from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
+from kvq_runtime.stages.predict import MLP, Linear, LowRank
 
 STEPS, BATCH = 1000, 1024  # of an MLP on a sample; on all tokens at least as many steps, each chunk in a random order
 PASSES = 16  # over the chunks at the most: where there are few tokens, a chunk is gone through several times in each
 RATE = 3e-3
 Tensors = dict[str, Tensor]
 Chunks = Callable[[], Iterable[Tensor]]
-Kind = Mean | Linear | MLP
+Kind = Linear | MLP
 
 
 @dataclass(frozen=True)
@@ -93,16 +92,14 @@ def _inputs(fit: SchemeFit) -> int:
 
 
 def requests(stage: Kind) -> tuple[Statistic[Any], ...]:
-    """Return the statistics that a fit needs; a mean needs none."""
+    """Return the statistics that a fit needs."""
     if isinstance(stage, MLP):
         return (InputRows(),) if stage.tokens == "sample" else (Inputs(), InputChunks())
-    return (Inputs(),) if isinstance(stage, Linear) else ()
+    return (Inputs(),)
 
 
 def solve(stage: Kind, statistics: Statistics, codec: Codec) -> tuple[Kind, Tensors]:
     """The tensors of the predictor, as its `specs` names them; the mean, about which it is fitted, is held already."""
-    if isinstance(stage, Mean):
-        return stage, predict.solve(stage, statistics, codec)[1]
     if isinstance(stage, MLP) and stage.tokens == "all":
         return stage, fit_mlp_to_all(stage, statistics[Inputs()], statistics[InputChunks()], statistics.seed)
     if isinstance(stage, MLP):

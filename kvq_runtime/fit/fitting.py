@@ -40,9 +40,14 @@ def fit_module(stage: Stage, packages: Sequence[str]) -> ModuleType:
     raise ValueError(f"{stage.kind} cannot be fitted here: there is no {absent}; add it, or fit the stage elsewhere")
 
 
+def has_to_be_solved(stage: Stage) -> bool:
+    """True if a stage has tensors to find; the mean, all that a prediction from nothing has, is held from the start."""
+    return stage.fitted and (not isinstance(stage, Predictor) or stage.cross_layer)
+
+
 def requested(scheme: Scheme, packages: Sequence[str]) -> set[Statistic[Any]]:
     """Every statistic that a fit of the scheme asks for in some layer."""
-    modules = [(stage, fit_module(stage, packages)) for _, stage in scheme.stages if stage.fitted]
+    modules = [(stage, fit_module(stage, packages)) for _, stage in scheme.stages if has_to_be_solved(stage)]
     return {one for stage, module in modules for one in module.requests(stage)}
 
 
@@ -98,7 +103,7 @@ class Fitting:
         """The stages of these slots that have anything to fit."""
         for slot in slots:
             stage = self.predictor if slot == "predict" else getattr(self.scheme, slot)
-            if stage is not None and stage.fitted:
+            if stage is not None and has_to_be_solved(stage):
                 yield slot, stage
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec.per_row import RowCodec
+from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.fit.fitting import Fitting, fit_row, requested
 from kvq_runtime.fit.statistics import QueryMoment
 from kvq_runtime.geometry import ROLES, Geometry, Role

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.packed import PackedBlocks, PackedReader
-from kvq_runtime.codec.per_row import RowCodec
+from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.geometry import SLAB, Window
 from kvq_runtime.store import storage
 from kvq_runtime.store.positions import Positions

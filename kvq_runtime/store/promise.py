@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.codec.per_row import RowCodec
+from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES
 from kvq_runtime.store.storage import storage_bytes

@@ -16,7 +16,7 @@ from kvq_calib.fit.scheme import Blocks, SchemeFit
 from kvq_calib.fit.statistics import LayerQueries, Moments, QueryMoments
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.codec.per_row import RowCodec
+from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.fit import separable
 from kvq_runtime.fit.fitting import fit_row
 from kvq_runtime.fit.statistics import QueryMoment, Residuals, Statistics

@@ -4,17 +4,17 @@ import pytest
 from written import EVERY
 
 from kvq_calib.fit.scheme import SchemeFit, way
-from kvq_runtime.fit.fitting import Fitting, fit_module
+from kvq_runtime.fit.fitting import Fitting, fit_module, has_to_be_solved
 from kvq_runtime.fit.statistics import Statistic
 from kvq_runtime.recipe import ROLES, Recipe, Scheme, presets
 from kvq_runtime.stages.stage import Stage
 
 
 def stages(recipe: Recipe) -> list[Stage]:
-    """The stages with tensors of a fit, of every scheme, in a layer with others underneath and in the first."""
+    """The stages with tensors to find, of every scheme, in a layer with others underneath and in the first."""
     first = [scheme.predictor(0, role) for pair in recipe.pairs for role, scheme in zip(ROLES, pair, strict=True)]
     found = [stage for scheme in recipe.schemes for _, stage in scheme.stages] + [one for one in first if one]
-    return [stage for stage in found if stage.fitted]
+    return [stage for stage in found if has_to_be_solved(stage)]
 
 
 @pytest.mark.parametrize("fitting, online", [(SchemeFit, False), (Fitting, True)])
