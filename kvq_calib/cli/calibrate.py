@@ -286,10 +286,11 @@ def parser() -> argparse.ArgumentParser:
         "over a twentieth of it); 0s, and with --workers: nothing, by way of files")  # fmt: skip
     add("--run", metavar="DIR", help="folder of the run's files (default: $KVQ_HOME/runs/PLAN)")
     add("--registry", metavar="URL",
-        help="file:///folder, s3://bucket/prefix or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
+        help="file:///folder, s3://bucket/prefix, oci://host/repository or hf://org (default: $KVQ_REGISTRY, else "
+        "$KVQ_HOME/registry)"
     )  # fmt: skip
     add("--push", metavar="URL",
-        help="publish to this registry as well: hf://org or s3://bucket; checked before the work")  # fmt: skip
+        help="publish to this registry as well, as in hf://org or s3://bucket; checked before the work")  # fmt: skip
     add("--name", metavar="NAME", help="of the artifact (default: MODEL-RECIPE)")
     add("--artifact-version", metavar="V", help="number of the artifact, as in 1.2.0 (default: the next one)")
     add("--no-publish", action="store_true", help="leave artifact, card and plots in the run folder")

@@ -102,7 +102,7 @@ def history(args: Namespace) -> int:
         row |= {name: getattr(event.change, name, None) for name in ("version", "alias", "reason", "sha256")}
         rows.append(row)
     said = [{"at": one.at, "change": one.what, "by": one.by, **one.said} for one in remarks.read(registry, name).all]
-    print_table(list(merge(rows, said, key=lambda row: row["at"])), args.json)
+    print_table(list(merge(said, rows, key=lambda row: row["at"])), args.json)
     return 0
 
 

@@ -88,8 +88,9 @@ def png(text: str) -> str:
 
 def registry(command: argparse.ArgumentParser) -> None:
     """Add `--registry`."""
-    text = "file:///folder, s3://bucket/prefix or hf://org (default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
-    command.add_argument("--registry", metavar="URL", help=text)
+    text = "file:///folder, s3://bucket/prefix, oci://host/repository or hf://org"
+    default = "(default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
+    command.add_argument("--registry", metavar="URL", help=f"{text} {default}")
 
 
 def add_settings(command: argparse.ArgumentParser | argparse._ArgumentGroup, whose: str) -> None:
@@ -112,6 +113,7 @@ def check_there(url: str) -> None:
     if (
         reference.hub_org(url) is None
         and reference.bucket_root(url) is None
+        and reference.oci_root(url) is None
         and not (root := reference.local_root(url)).is_dir()
     ):
         raise NotFound(f"no registry {url}: there is no folder {root}; what publishes into it makes it")

@@ -58,8 +58,9 @@ def _sources(args: Namespace) -> tuple[Registry, list[str]]:
     """The names that `copy --all` copies: one, or every name of a registry."""
     address = args.reference.rstrip("/")
     on_hub = address.startswith(reference.HUB)
-    in_bucket = address.startswith(reference.BUCKET) and bool(open_registry(address).names())  # else it is a name there
-    if address.startswith("file://") or in_bucket or (on_hub and "/" not in address.removeprefix(reference.HUB)):
+    remote = address.startswith((reference.BUCKET, reference.OCI))
+    whole = remote and bool(open_registry(address).names())  # else it is a name there
+    if address.startswith("file://") or whole or (on_hub and "/" not in address.removeprefix(reference.HUB)):
         options.check_there(address)
         source = open_registry(address)
         return source, source.names()

@@ -7,29 +7,26 @@ $KVQ_HOME/cache/blobs, by their digest. Needs `s3fs`; credentials and endpoint a
 (AWS_PROFILE, AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
 """
 
-import io
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
 
-from kvq_runtime.artifact import header
-from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, extra
 from kvq_runtime.registry import reference
-from kvq_runtime.registry.events import Event, State, Version
-from kvq_runtime.registry.reference import ARTIFACT_FILE
+from kvq_runtime.registry.cached import CachedTree
+from kvq_runtime.registry.events import Event, State
 from kvq_runtime.registry.registry import Finding, Head
-from kvq_runtime.registry.tree import BLOBS, TreeRegistry
+from kvq_runtime.registry.tree import BLOBS
 
 TAKEN = re.compile("PreconditionFailed|ConditionalRequestConflict")  # is there, or is written by another one now
 PIECE = 1 << 23  # bytes that are fetched at once
 _systems: dict[int, Any] = {}  # by process: a forked one has to make its own
 
 
-class BucketRegistry(TreeRegistry):
+class BucketRegistry(CachedTree):
     """A registry in a bucket, `root` is "bucket" or "bucket/prefix", which has to be there.
 
     Every request may raise PermissionError, or RuntimeError where the store does not answer or s3fs is missing.
@@ -55,48 +52,20 @@ class BucketRegistry(TreeRegistry):
 
     # ---- reading
 
-    def about(self, name: str, version: Version) -> dict[str, Any]:
-        """Recipe, model and corpus of a version, from its file's header alone."""
-        data = self._range(f"{BLOBS}/{version.sha256}", 0, min(version.size, 8 + header.LIMIT))
-        return header.summary(header.about_of(header.read(io.BytesIO(data), version.size)))
+    def first(self, sha256: str, count: int) -> bytes:
+        """The first bytes of a blob."""
+        return self._range(f"{BLOBS}/{sha256}", 0, count)
 
-    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
-        """A file's blob, from the cache or fetched; only what is fetched now is compared with the digest."""
-        sha256, size = version.file(file)
-        path = self._cached(sha256)
-        return path if path.is_file() and path.stat().st_size == size else self._download(sha256, size)
-
-    def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
-        """`fetch`, with the digest of a cached file checked; a damaged one is fetched again."""
-        sha256, size = version.file(file)
-        path = self._cached(sha256)
-        return path if path.is_file() and files.digest(path) == (sha256, size) else self._download(sha256, size)
+    def receive(self, sha256: str, size: int, file: BinaryIO) -> None:
+        """Write a blob into a file, piece by piece."""
+        for start in range(0, size, PIECE):
+            file.write(self._range(f"{BLOBS}/{sha256}", start, min(start + PIECE, size)))
 
     def check_writable(self) -> None:
         """Raise what asking the store for this bucket ends in; whether it may be written to is not asked."""
         with self._told():
             if not self._system().exists(self.root.partition("/")[0]):
                 raise RuntimeError(f"{self.url}: there is no such bucket, or these credentials do not see it")
-
-    def _cached(self, sha256: str) -> Path:
-        return reference.home() / "cache" / "blobs" / sha256
-
-    def _download(self, sha256: str, size: int) -> Path:
-        """Fetch a blob into the cache; ArtifactError, and nothing is kept, if its bytes are not those of its name."""
-        kept, path = self._cached(sha256), f"{BLOBS}/{sha256}"
-        files.make_folder(kept.parent)
-        with files.draft(kept.parent) as (draft, file):
-            for start in range(0, size, PIECE):
-                file.write(self._range(path, start, min(start + PIECE, size)))
-            file.flush()
-            found = files.digest(draft)
-            if found != (sha256, size):
-                raise ArtifactError(
-                    f"{self.address(path)}: sha256: the store sent {found[0]}, {found[1]} bytes, for {size}; "
-                    "nothing was kept, kvq doctor checks the registry"
-                )
-            files.settle(draft, file, kept)
-        return kept
 
     # ---- changing
 

@@ -4,7 +4,9 @@
                 hf://org/name@..., or org/name@...: the same, in the registry hf://org
     revision    1.2.0 · v1.2.0 · production · main · a commit of a Hub: what stands after @, as an argument of its own
     s3://bucket/prefix/name@...   the same, in the registry s3://bucket/prefix
-    registry    file:///path, a folder, s3://bucket/prefix, or hf://org: an organization or user of a Hugging Face Hub
+    oci://host/repository/name@...   the same, in the registry oci://host/repository
+    registry    file:///path, a folder, s3://bucket/prefix, oci://host/repository, or hf://org: an organization or user
+                of a Hugging Face Hub
 
 Every name is checked here before it becomes part of a path.
 """
@@ -22,7 +24,12 @@ SUFFIX = ".safetensors"
 PRODUCTION = "production"
 HUB = "hf://"
 BUCKET = "s3://"
+OCI = "oci://"
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,8}")
+_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_OCI = re.compile(
+    rf"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{{0,251}}[A-Za-z0-9])?|\[[0-9a-f:]+\])(?::[0-9]{{1,5}})?(?:/{_PART}){{1,8}}"
+)
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 _ALIAS = re.compile(r"[a-z][a-z0-9-]{0,31}")
@@ -125,7 +132,7 @@ class Reference:
     by         "default": production, else the newest version; else by version, alias or sha256; "commit": default as
                the registry was at a commit of its Hub
     value      the version, alias, digest or commit; "" by default
-    registry   hf://org or s3://bucket/prefix if the reference begins with it, else ""
+    registry   hf://org, s3://bucket/prefix or oci://host/repository if the reference begins with it, else ""
     """
 
     name: str
@@ -144,14 +151,14 @@ def parse(text: str | Path) -> Reference | Path:
                 f"reference {without_secrets(text)!r:.160}; use hf://org/name, hf://org/name@1.2.0 or hf://org/name@alias"
             )
         return replace(inner, registry=f"{HUB}{check_org(org)}")
-    if isinstance(text, str) and text.startswith(BUCKET):
+    if isinstance(text, str) and text.startswith((BUCKET, OCI)):
         root, _, rest = text.rpartition("/")
-        inner = parse(rest) if rest and root.startswith(BUCKET) else None
+        inner = parse(rest) if rest and root.startswith((BUCKET, OCI)) else None
         if not isinstance(inner, Reference):
-            raise ValueError(
-                f"reference {without_secrets(text)!r:.160}; use s3://bucket/prefix/name, or .../name@1.2.0"
-            )
-        return replace(inner, registry=f"{BUCKET}{bucket_root(root)}")
+            use = "s3://bucket/prefix/name" if text.startswith(BUCKET) else "oci://host/repository/name"
+            raise ValueError(f"reference {without_secrets(text)!r:.160}; use {use}, or .../name@1.2.0")
+        bucket = bucket_root(root)
+        return replace(inner, registry=f"{OCI}{oci_root(root)}" if bucket is None else f"{BUCKET}{bucket}")
     if isinstance(text, Path) or text.endswith(SUFFIX):
         return Path(text)
     name, at, value = text.partition("@")
@@ -224,6 +231,16 @@ def bucket_root(url: str) -> str | None:
     return root
 
 
+def oci_root(url: str) -> str | None:
+    """Host and repository of an oci:// registry; None for another kind of address."""
+    if not url.startswith(OCI):
+        return None
+    root = url.removeprefix(OCI).rstrip("/")
+    if not _OCI.fullmatch(root):
+        raise ValueError(f"registry {without_secrets(url)!r:.160}; use oci://host/repository, of a-z 0-9 . _ -")
+    return root
+
+
 def local_root(url: str) -> Path:
     """The folder of a registry at file:///folder or a path; ValueError for another kind of address.
 
@@ -237,7 +254,7 @@ def local_root(url: str) -> Path:
     if "://" not in url:
         return Path(url).absolute()
     text = (
-        "use file:///folder, with three slashes, a folder, s3://bucket or hf://org; a token belongs in `hf auth login` "
-        "or HF_TOKEN"
+        "use file:///folder, with three slashes, a folder, s3://bucket, oci://host/repository or hf://org; a token "
+        "belongs in `hf auth login` or HF_TOKEN"
     )
     raise ValueError(f"registry {without_secrets(url)}; {text}")

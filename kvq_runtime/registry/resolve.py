@@ -27,6 +27,7 @@ from kvq_runtime.registry.hub.client import Access, using
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import Lock, enforce, read_lock
+from kvq_runtime.registry.oci.registry import OciRegistry
 from kvq_runtime.registry.reference import (
     ARTIFACT_FILE,
     HUB,
@@ -36,6 +37,7 @@ from kvq_runtime.registry.reference import (
     bucket_root,
     hub_org,
     local_root,
+    oci_root,
     parse,
     registry_url,
 )
@@ -70,7 +72,7 @@ class Resolved:
 
 
 def open_registry(url: str | Path | None = None) -> Registry:
-    """The registry at file:///folder, a folder, s3://bucket/prefix or hf://org.
+    """The registry at file:///folder, a folder, s3://bucket/prefix, oci://host/repository or hf://org.
 
     None is $KVQ_REGISTRY, else $KVQ_HOME/registry. Nothing is read or created. Raises ValueError for another kind of
     address.
@@ -78,6 +80,8 @@ def open_registry(url: str | Path | None = None) -> Registry:
     address = registry_url(url)
     if (bucket := bucket_root(address)) is not None:
         return BucketRegistry(bucket)
+    if (repository := oci_root(address)) is not None:
+        return OciRegistry(repository)
     org = hub_org(address)
     return LocalRegistry(local_root(address)) if org is None else HubRegistry(org)
 

@@ -193,8 +193,11 @@ def _response(address: str, start: int = 0, silence: float | None = None) -> Ite
     while request is not None:
         if len(history) > REDIRECTS:
             raise RuntimeError(f"the Hub at {client.place()} redirects without end; {_ASK}")
-        response = _within(
-            2 * silence, lambda request=request: session.send(request, stream=True, follow_redirects=False)
+        response = within(
+            2 * silence,
+            lambda request=request: session.send(request, stream=True, follow_redirects=False),
+            f"the Hub at {client.place()}",
+            _ASK,
         )
         history.append(response)
         request = response.next_request
@@ -213,23 +216,24 @@ def _response(address: str, start: int = 0, silence: float | None = None) -> Ite
 
 
 def _body(response: Any, limit: int) -> Iterator[bytes]:
-    """The body as it was sent, in pieces; RuntimeError for more than `limit` bytes, or if it comes too slowly."""
+    """The body as it was sent, in pieces."""
+    return paced(response.iter_raw(), limit, f"the Hub at {client.place()}", _ASK)
+
+
+def paced(chunks: Iterator[bytes], limit: int, place: str, advice: str) -> Iterator[bytes]:
+    """What a place sends, in pieces; RuntimeError, with the advice, for more than `limit` bytes, or if it is slow."""
     began, received = time.monotonic(), 0
-    for chunk in response.iter_raw():
+    for chunk in chunks:
         received += len(chunk)
         if received > limit:
-            raise RuntimeError(
-                f"the Hub at {client.place()} sends more than the {limit} bytes that are expected; {_ASK}"
-            )
+            raise RuntimeError(f"{place} sends more than the {limit} bytes that are expected; {advice}")
         if time.monotonic() - began > client.SILENCE + received / RATE:
-            raise RuntimeError(
-                f"the Hub at {client.place()} sends less than {RATE} bytes a second; try again later, or {_ASK}"
-            )
+            raise RuntimeError(f"{place} sends less than {RATE} bytes a second; try again later, or {advice}")
         yield chunk
 
 
-def _within(seconds: float, action: Callable[[], T]) -> T:
-    """The result of an action; RuntimeError if it takes longer, and its thread is left to itself.
+def within(seconds: float, action: Callable[[], T], place: str, advice: str) -> T:
+    """The result of an action at a place; RuntimeError, with the advice, if it takes longer, and its thread is left.
 
     A limit for each read does not end headers that come one by one.
     """
@@ -245,7 +249,7 @@ def _within(seconds: float, action: Callable[[], T]) -> T:
     try:
         result, error = results.get(timeout=seconds)
     except Empty:
-        raise RuntimeError(f"the Hub at {client.place()} took more than {seconds:.0f} s to begin; {_ASK}") from None
+        raise RuntimeError(f"{place} took more than {seconds:.0f} s to begin; {advice}") from None
     if error is not None:
         raise error
     return result  # type: ignore[return-value]

@@ -1,0 +1,67 @@
+"""Fetch files of a registry that lies elsewhere, in a bucket or an OCI registry, into $KVQ_HOME/cache/blobs.
+
+They are kept by their digest. A file whose bytes are not those of its name is not kept.
+"""
+
+import io
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kvq_runtime.artifact import header
+from kvq_runtime.disk import files
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.registry import reference
+from kvq_runtime.registry.events import Version
+from kvq_runtime.registry.reference import ARTIFACT_FILE
+from kvq_runtime.registry.tree import BLOBS, TreeRegistry
+
+
+class CachedTree(TreeRegistry):
+    """A registry whose blobs are fetched into a cache."""
+
+    @abstractmethod
+    def first(self, sha256: str, count: int) -> bytes:
+        """The first bytes of a blob, so many or, of a shorter one, all."""
+
+    @abstractmethod
+    def receive(self, sha256: str, size: int, file: BinaryIO) -> None:
+        """Write a blob of this size into a file; whoever asks for it checks the digest."""
+
+    def about(self, name: str, version: Version) -> dict[str, Any]:
+        """Recipe, model and corpus of a version, from its file's header alone."""
+        data = self.first(version.sha256, min(version.size, 8 + header.LIMIT))
+        return header.summary(header.about_of(header.read(io.BytesIO(data), version.size)))
+
+    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """A file's blob, from the cache or fetched; only what is fetched now is compared with the digest."""
+        sha256, size = version.file(file)
+        path = cached(sha256)
+        return path if path.is_file() and path.stat().st_size == size else self._download(sha256, size)
+
+    def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """`fetch`, with the digest of a cached file checked; a damaged one is fetched again."""
+        sha256, size = version.file(file)
+        path = cached(sha256)
+        return path if path.is_file() and files.digest(path) == (sha256, size) else self._download(sha256, size)
+
+    def _download(self, sha256: str, size: int) -> Path:
+        """Fetch a blob into the cache; ArtifactError, and nothing is kept, if its bytes are not those of its name."""
+        kept = cached(sha256)
+        files.make_folder(kept.parent)
+        with files.draft(kept.parent) as (draft, file):
+            self.receive(sha256, size, file)
+            file.flush()
+            found = files.digest(draft)
+            if found != (sha256, size):
+                raise ArtifactError(
+                    f"{self.address(f'{BLOBS}/{sha256}')}: sha256: the store sent {found[0]}, {found[1]} bytes, for "
+                    f"{size}; nothing was kept, kvq doctor checks the registry"
+                )
+            files.settle(draft, file, kept)
+        return kept
+
+
+def cached(sha256: str) -> Path:
+    """Where a blob is in the cache, whether it is there or not."""
+    return reference.home() / "cache" / "blobs" / reference.check_sha256(sha256)

@@ -1,0 +1,627 @@
+"""A registry in an OCI registry keeps what a folder keeps: Debian's docker-registry on loopback. `make test-oci`."""
+
+import base64
+import json
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+
+import forked
+import pytest
+import tiny_artifact as tiny
+from patience import PATIENCE
+from webhook import free_port
+
+from kvq_runtime.artifact import artifact
+from kvq_runtime.cli import main as cli
+from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+from kvq_runtime.registry import mirror, remarks, resolve
+from kvq_runtime.registry.events import Promote, Publish
+from kvq_runtime.registry.local import LocalRegistry
+from kvq_runtime.registry.oci import registry as module
+from kvq_runtime.registry.oci.client import Repository
+from kvq_runtime.registry.oci.registry import OciRegistry
+from kvq_runtime.registry.reference import Reference, parse
+
+NAME = "tiny-2bit"
+PROGRAM = Path(__file__).parents[2] / "build" / "oci" / "usr" / "bin" / "docker-registry"
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory) -> Iterator[str]:
+    """Host and port of a registry of this module."""
+    if not PROGRAM.exists():
+        pytest.skip("docker-registry is not here: make test-oci")
+    folder = tmp_path_factory.mktemp("oci")
+    with free_port() as port:
+        pass
+    storage = {"filesystem": {"rootdirectory": str(folder / "data")}, "delete": {"enabled": True}}
+    settings = {"version": 0.1, "storage": storage, "http": {"addr": f"127.0.0.1:{port}"}, "log": {"level": "error"}}
+    (folder / "config.yml").write_text(json.dumps(settings))
+    running = subprocess.Popen([PROGRAM, "serve", folder / "config.yml"], stderr=subprocess.DEVNULL)
+    address, until = f"localhost:{port}", time.monotonic() + PATIENCE
+    while True:
+        try:
+            Repository(f"{address}/x").tags()
+            break
+        except RuntimeError:
+            assert time.monotonic() < until and running.poll() is None, "docker-registry does not start"
+            time.sleep(0.1)
+    yield address
+    running.terminate()
+    running.wait(PATIENCE)
+
+
+@pytest.fixture
+def store(host: str, request, tmp_path, monkeypatch) -> OciRegistry:
+    """A repository of the test's own, and an empty cache."""
+    for name in ("KVQ_HOME", "DOCKER_CONFIG"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.delenv("DOCKER_AUTH_CONFIG", raising=False)
+    found = resolve.open_registry(f"oci://{host}/{sha256(request.node.name.encode()).hexdigest()[:16]}/kvq")
+    assert isinstance(found, OciRegistry)
+    return found
+
+
+# ---- what a folder does
+
+
+def test_a_published_file_comes_back(store: OciRegistry):
+    data, url = tiny.data(), store.url
+    version = store.publish(NAME, data, attachments={"README.md": b"# card"})
+    found = resolve.resolve(NAME, url)
+    assert (found.version, found.sha256, found.size) == ("1.0.0", sha256(data).hexdigest(), len(data))
+    assert found.path.read_bytes() == data and store.names() == [NAME]
+    assert store.attachments(NAME, version) == {"README.md": b"# card"}
+    assert artifact.to_bytes(resolve.load_artifact(f"{url}/{NAME}@1.0.0")) == data
+    assert store.about(NAME, version)["recipe"] == "tiny"
+    assert parse(f"{url}/{NAME}@production") == Reference(NAME, "alias", "production", url)
+
+
+def test_versions_aliases_and_withdrawals(store: OciRegistry):
+    first = store.publish(NAME, tiny.data(0))
+    assert store.publish(NAME, tiny.data(0)) == first, "identical bytes are the existing version"
+    assert store.publish(NAME, tiny.data(1)).version == "1.0.1"
+    with pytest.raises(Conflict, match=r"1\.0\.1 is published with other bytes"):
+        store.publish(NAME, tiny.data(2), version="1.0.1")
+    for number in ("1.0.0", "1.0.1"):
+        store.promote(NAME, number, force=True)
+    store.rollback(NAME)
+    store.yank(NAME, "1.0.1", "worse")
+    state = store.state(NAME)
+    assert state.at("production") == "1.0.0" and state.get("1.0.1").yanked == "worse" and len(state.events) == 6
+    assert OciRegistry(store.root).state(NAME) == state
+    with pytest.raises(NotFound, match=r"no artifact other .* there are tiny-2bit"):
+        store.existing("other")
+
+
+def test_records_are_added_once_and_remarks_hold(store: OciRegistry, monkeypatch):
+    version = store.publish(NAME, tiny.data(0))
+    store.publish(NAME, tiny.data(1))
+    for _ in range(2):
+        store.add_record("signatures", version.sha256, b"{}\n", NAME)
+    assert store.signatures(version.sha256, NAME) == [b"{}\n"] and store.evaluations(version.sha256) == []
+    monkeypatch.setenv("KVQ_USER", "alice")
+    assert remarks.tag(store, NAME, "1.0.0", "good") == ["good"]
+    remarks.protect(store, NAME, "production", 1)
+    assert store.promote(NAME, "1.0.1").at("production") is None
+    monkeypatch.setenv("KVQ_USER", "bob")
+    assert remarks.approve(store, NAME, "1.0.1", "production").at("production") == "1.0.1"
+    assert store.examine() == []
+
+
+def test_mirrors_and_the_command(store: OciRegistry, tmp_path, capsys):
+    folder, url = LocalRegistry(tmp_path / "folder"), store.url
+    for seed in range(2):
+        folder.publish(NAME, tiny.data(seed))
+    folder.promote(NAME, "1.0.0", force=True)
+    folder.yank(NAME, "1.0.1", "worse")
+    remarks.note(folder, NAME, "1.0.0", "a note")
+    list(mirror.mirror(folder, NAME, store))
+    assert store.state(NAME).versions.keys() == folder.state(NAME).versions.keys()
+    assert store.state(NAME).at("production") == "1.0.0" and store.state(NAME).get("1.0.1").yanked == "worse"
+    for words in (["list", "--registry", url], ["history", f"{url}/{NAME}"], ["show", f"{url}/{NAME}@1.0.0"],
+                  ["doctor", "--registry", url], ["gc", "--registry", url], ["verify", f"{url}/{NAME}"],
+                  ["copy", "--all", url, (tmp_path / "back").as_uri()],
+                  ["copy", "--all", f"{url}/{NAME}", (tmp_path / "one").as_uri()]):  # fmt: skip
+        assert cli.main(words) == 0, (words, capsys.readouterr())
+    assert LocalRegistry(tmp_path / "back").state(NAME).at("production") == "1.0.0"
+    assert len(LocalRegistry(tmp_path / "one").state(NAME).versions) == 2
+    said = capsys.readouterr().out
+    assert "a note" in said and f"nothing is wrong with {url}" in said
+
+
+def test_addresses(monkeypatch, capsys):
+    for url in ("oci://", "oci://host", "oci://host/A", "oci://host/../x", "oci://u:p@host/x", "oci://host//x"):
+        with pytest.raises(ValueError, match=r"use oci://host/repository"):
+            resolve.open_registry(url)
+    with pytest.raises(ValueError, match=r"use oci://host/repository"):
+        parse("oci://host/name")
+    assert parse("oci://host:5000/a/b/tiny@1.0.0") == Reference("tiny", "version", "1.0.0", "oci://host:5000/a/b")
+    for root, origin in (("ghcr.io/x", "https://ghcr.io"), ("127.0.0.1:5000/x", "http://127.0.0.1:5000"),
+                         ("localhost.evil.org/x", "https://localhost.evil.org")):  # fmt: skip
+        assert Repository(root)._origin == origin
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert cli.main(["list", "--registry", "oci://localhost:9/x"]) == 1
+    assert "no answer from http://localhost:9" in capsys.readouterr().err
+
+
+# ---- several publishers
+
+
+def change(root: str, number: int) -> str:
+    """Publish, point an alias of one's own to it, withdraw it: three changes that depend on each other."""
+    store = OciRegistry(root)
+    version = store.publish(NAME, tiny.data(number)).version
+    store.promote(NAME, version, alias=f"alias-{number}", force=True)
+    return version
+
+
+def test_processes_at_once_each_have_their_changes(store: OciRegistry):
+    """Every change is there once; all agree on an order, and whoever tried in vain is out."""
+    many = 4
+    gate, found = forked.context.Barrier(many), forked.context.SimpleQueue()
+
+    def child(number: int) -> None:
+        gate.wait(PATIENCE)
+        try:
+            found.put((number, change(store.root, number)))
+        except BaseException as error:
+            found.put((number, error))
+
+    children = [forked.process(child, number) for number in range(many)]
+    for one in children:
+        one.start()
+    made = dict(found.get() for _ in children)
+    for one in children:
+        one.join(PATIENCE)
+    state = store.state(NAME)
+    assert sorted(made.values()) == sorted(state.versions) == [f"1.0.{patch}" for patch in range(many)], made
+    assert {state.at(f"alias-{number}") for number in made} == set(made.values())
+    assert all(state.versions[made[n]].sha256 == sha256(tiny.data(n)).hexdigest() for n in made)
+    assert len(state.events) == 2 * many and store.examine() == []
+    tags = store._repository.tags()
+    tried = {tag[:-4] for tag in tags if tag.endswith(".try")}
+    assert all((f"{one}.set" in tags) != (f"{one}.out" in tags) for one in tried)
+
+
+class Dead(BaseException):
+    """A process ends, and does nothing any more."""
+
+
+class Turns:
+    """Publishers of one process, each request of whom is one step: who is next is drawn. The clock counts steps.
+
+    Nobody waits for more than a minute of that clock: a request takes effect within `LEASE` - `PATIENCE`, or never.
+    """
+
+    def __init__(self, seed: int):
+        self.draw, self.now, self.turn = random.Random(seed), 0.0, threading.Condition()
+        self.waiting, self.alive, self.next = dict[int, float](), set[int](), None
+        self.tags, self.blobs, self.dies = set[str](), dict[str, bytes](), dict[int, int]()
+
+    def step(self) -> None:
+        """Wait for this thread's turn."""
+        me = threading.get_ident()
+        with self.turn:
+            if me not in self.alive:
+                return
+            self.waiting[me] = self.now
+            self._choose()
+            assert self.turn.wait_for(lambda: self.next == me, PATIENCE)
+            self.next = None
+            self.now += 0.5
+            self.dies[me] = self.dies.get(me, 1 << 30) - 1
+            if self.dies[me] < 0:
+                raise Dead
+
+    def _choose(self) -> None:
+        if self.next is None and self.waiting and self.waiting.keys() >= self.alive:
+            longest = min(self.waiting, key=lambda one: self.waiting[one])
+            late = self.now - self.waiting[longest] > 60
+            self.next = longest if late else self.draw.choice(sorted(self.waiting))
+            del self.waiting[self.next]
+            self.turn.notify_all()
+
+    def leave(self) -> None:
+        with self.turn:
+            self.alive.discard(threading.get_ident())
+            self._choose()
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.step()
+
+
+class Memory(Repository):
+    """A repository in memory, in which each request is a turn."""
+
+    def __init__(self, turns: Turns):
+        super().__init__("localhost/x")
+        self.turns = turns
+
+    def tags(self) -> set[str]:
+        self.turns.step()
+        return set(self.turns.tags)
+
+    def put_manifest(self, tag, files=None, tries=1) -> None:
+        self.turns.step()
+        self.turns.tags.add(tag)
+
+    def put_blob(self, data: bytes) -> None:
+        self.turns.blobs[sha256(data).hexdigest()] = data
+
+    def has(self, digest: str) -> bool:
+        return digest in self.turns.blobs
+
+    def pieces(self, digest: str, limit: int, first: bool = False) -> Iterator[bytes]:
+        yield self.turns.blobs[digest][:limit]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_in_any_order_of_requests_each_number_is_of_one(seed: int, monkeypatch, tmp_path):
+    """Three publishers, one of whom may die at any request: what a publisher was told is there once, in one order."""
+    monkeypatch.setenv("KVQ_HOME", str(tmp_path))
+    turns, told = Turns(seed), dict[str, list[str]]()
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=turns.sleep))
+    monkeypatch.setattr(module, "_clock", lambda: turns.now)
+
+    def opened() -> OciRegistry:
+        found = OciRegistry("localhost/x")
+        found._repository = Memory(turns)
+        return found
+
+    place, doomed = opened(), turns.draw.randrange(6)
+    place.change(NAME, lambda state: Publish("1.0.0", "0" * 64, 1))
+    gate = threading.Barrier(3)
+
+    def work(number: int) -> None:
+        turns.alive.add(threading.get_ident())
+        if number == doomed:
+            turns.dies[threading.get_ident()] = random.Random(seed).randrange(12)
+        gate.wait(PATIENCE)
+        try:
+            own = opened()
+            for count in range(2):
+                state = own.change(NAME, lambda state, alias=f"a{number}-{count}": Promote(alias, "1.0.0"))
+                told.setdefault(f"a{number}", []).append(getattr(state.events[-1].change, "alias", ""))
+        except Dead:
+            pass
+        finally:
+            turns.leave()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(PATIENCE)
+    aliases = [getattr(event.change, "alias", "") for event in place.state(NAME).events[1:]]
+    assert all(told[f"a{number}"] == [f"a{number}-0", f"a{number}-1"] for number in range(3) if number != doomed)
+    assert len(aliases) == len(set(aliases)) and set(aliases) >= {one for each in told.values() for one in each}
+    assert len(aliases) >= (4 if doomed < 3 else 6)
+
+
+def interleaved(store: OciRegistry, monkeypatch, step: str, rival: Callable[[], object]) -> list[str]:
+    """Let a rival act once, just after this publisher's tag with this end was written."""
+    real, came = Repository.put_manifest, list[str]()
+
+    def put(self, tag, *given, **more):
+        real(self, tag, *given, **more)
+        if tag.endswith(step) and not came:
+            came.append(tag)
+            rival()
+
+    monkeypatch.setattr(Repository, "put_manifest", put)
+    return came
+
+
+def test_two_tries_one_of_which_goes(store: OciRegistry, monkeypatch):
+    """The rival's whole publish begins after the try, and waits for it: in the end both are there."""
+    done = list[str]()
+    rival = threading.Thread(target=lambda: done.append(OciRegistry(store.root).publish(NAME, tiny.data(1)).version))
+    came = interleaved(store, monkeypatch, ".try", rival.start)
+    made = store.publish(NAME, tiny.data(0)).version
+    rival.join(PATIENCE)
+    assert came and sorted([made, *done]) == ["1.0.0", "1.0.1"] == sorted(store.state(NAME).versions)
+
+
+@pytest.mark.parametrize("least", [True, False])
+def test_of_two_that_see_each_other_the_least_stays(least: bool, store: OciRegistry, monkeypatch):
+    """The other one's try is written at the same moment; it goes out when the least waits for it."""
+    other = f"e.{module._short(sha256(NAME.encode()).hexdigest())}.00000001.{'ffffffff' if least else '00000000'}"
+    other += f".{module._short('0' * 64)}"
+    repository = Repository(store.root)
+    interleaved(store, monkeypatch, ".try", lambda: repository.put_manifest(f"{other}.try"))
+    threading.Timer(1.0, lambda: Repository.put_manifest(repository, f"{other}.out")).start()
+    assert store.publish(NAME, tiny.data()).version == "1.0.0"
+    tags = store._repository.tags()
+    assert len([tag for tag in tags if tag.endswith(".try")]) == (2 if least else 3)
+    assert len([tag for tag in tags if tag.endswith(".set")]) == 1 and store.examine() == []
+
+
+def test_a_killed_publisher_is_put_out_after_the_lease(store: OciRegistry, monkeypatch):
+    """Between try and set: the old state stands, and the next one waits as long as the killed one might still set."""
+    with monkeypatch.context() as patched:
+        patched.setattr(OciRegistry, "_alone", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(module, "suppress", lambda *kinds: (_ for _ in ()).throw(KeyboardInterrupt))  # it dies at once
+        with pytest.raises(KeyboardInterrupt):
+            store.publish(NAME, tiny.data(0))
+    assert store.state(NAME).versions == {} and store.names() == []
+    monkeypatch.setattr(module, "LEASE", 2.0)
+    began = time.monotonic()
+    assert OciRegistry(store.root).publish(NAME, tiny.data(1)).version == "1.0.0"
+    assert time.monotonic() - began > 2.0
+    assert {version.sha256 for version in store.state(NAME).versions.values()} == {sha256(tiny.data(1)).hexdigest()}
+
+
+def test_an_interrupted_publisher_leaves_nothing_to_wait_for(store: OciRegistry, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(OciRegistry, "_alone", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            store.publish(NAME, tiny.data(0))
+    assert store.publish(NAME, tiny.data(1)).version == "1.0.0" and len(store.state(NAME).events) == 1
+
+
+def test_who_was_put_out_is_not_told_that_it_published(store: OciRegistry, monkeypatch):
+    """It slept between its last look and its set; the event that it set counts for nobody, and it publishes again."""
+    came = interleaved(
+        store, monkeypatch, ".set", lambda: Repository(store.root).put_manifest(came[0].replace(".set", ".out"))
+    )
+    assert store.publish(NAME, tiny.data()).version == "1.0.0"
+    assert len(store.state(NAME).events) == 1 and f"{came[0][:-4]}.out" in store._repository.tags()
+
+
+def test_who_is_too_late_does_not_set(store: OciRegistry, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    monkeypatch.setattr("kvq_runtime.registry.registry.TRIES", 2)
+    with pytest.raises(Conflict, match="other changes"):
+        store.publish(NAME, tiny.data())
+    assert not [tag for tag in store._repository.tags() if tag.endswith(".set")]
+
+
+def test_a_lost_answer_is_looked_for(store: OciRegistry, monkeypatch):
+    def lose() -> None:
+        raise RuntimeError("no answer")
+
+    interleaved(store, monkeypatch, ".set", lose)
+    assert store.publish(NAME, tiny.data()).version == "1.0.0" and len(store.state(NAME).events) == 1
+
+
+def test_a_registry_whose_list_lags_is_not_used(store: OciRegistry, monkeypatch):
+    tags = Repository.tags
+    monkeypatch.setattr(Repository, "tags", lambda self: {tag for tag in tags(self) if not tag.endswith(".try")})
+    with pytest.raises(RuntimeError, match="its list of tags lags behind"):
+        store.publish(NAME, tiny.data())
+
+
+# ---- damage
+
+
+def test_two_events_of_one_number_are_refused_by_all(store: OciRegistry):
+    store.publish(NAME, tiny.data(0))
+    (tag,) = [tag for tag in store._repository.tags() if tag.endswith(".set")]
+    data = b"{}"
+    twin = f"{tag.rsplit('.', 3)[0]}.00000000.{module._short(sha256(data).hexdigest())}"
+    for end in ("try", "set"):
+        store._repository.put_manifest(f"{twin}.{end}")
+    for action in (lambda: store.state(NAME), lambda: store.collect(0), lambda: store.publish(NAME, tiny.data(1))):
+        with pytest.raises(ArtifactError, match="event: not the name of one"):
+            action()
+    assert store.names() == [NAME] and [one for one in store.examine() if one.level == "fault"]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: data[:-1] + b"?"])
+@pytest.mark.parametrize("which", ["artifact", "event"])
+def test_other_bytes_are_refused_and_nothing_of_them_kept(damage, which, store: OciRegistry, tmp_path, monkeypatch):
+    data = tiny.data()
+    version = store.publish(NAME, data)
+    real, pieces = Repository.pieces, {"artifact": version.sha256}
+
+    def sent(self, digest, *given, **more):
+        whole = b"".join(real(self, digest, *given, **more))
+        hit = (digest == pieces["artifact"]) == (which == "artifact")
+        yield damage(whole) if hit else whole
+
+    monkeypatch.setattr(Repository, "pieces", sent)
+    with pytest.raises(ArtifactError, match=r"sha256: the (store|registry) sent"):
+        resolve.resolve(NAME, store.url)
+    kept = [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
+    assert all(sha256(path.read_bytes()).hexdigest() == path.name for path in kept)
+    assert any(one.level == "fault" for one in OciRegistry(store.root).examine())
+    monkeypatch.setattr(Repository, "pieces", real)
+    assert resolve.resolve(NAME, store.url).path.read_bytes() == data and store.examine() == []
+
+
+def test_a_removed_blob_is_told(store: OciRegistry):
+    version = store.publish(NAME, tiny.data())
+    address = store._repository._address(f"blobs/sha256:{version.sha256}")
+    store._repository._all("DELETE", address, 0)
+    (finding,) = store.examine()
+    assert finding.level == "fault" and version.sha256 in finding.path and "publish the same bytes" in finding.advice
+    store.publish(NAME, tiny.data())  # the same bytes
+    assert store.examine() == []
+
+
+def test_a_damaged_cache_is_fetched_again(store: OciRegistry, tmp_path):
+    version = store.publish(NAME, tiny.data(), attachments={"README.md": b"# card"})
+    store.state(NAME)
+    for path in (tmp_path / "home").rglob("cache/blobs/*"):
+        path.chmod(0o644)
+        path.write_bytes(b"# cord")
+    assert len(store.state(NAME).events) == 1 and store.attachments(NAME, version) == {"README.md": b"# card"}
+
+
+def test_other_tags_of_a_repository_are_left_alone(store: OciRegistry):
+    store.publish(NAME, tiny.data())
+    for tag in ("latest", "n.UPPER", "e.x.set", "f.z.a.b"):
+        store._repository.put_manifest(tag)
+    assert store.names() == [NAME] and store.examine() == [] and store.collect(0) == []
+
+
+# ---- a registry that is not trusted
+
+
+class Liar:
+    """A server on loopback that answers as it is told, and remembers what it was asked, with which credentials."""
+
+    def __init__(self):
+        self.asked = list[tuple[str, str, str | None]]()
+        self.answers: dict[str, Callable[[str | None], tuple[int, dict[str, str], bytes]]] = {}
+
+
+@pytest.fixture
+def liars(monkeypatch, tmp_path) -> Iterator[tuple[Liar, str, Liar, str]]:
+    """Two of them with their hosts; the first one's credentials are in Docker's settings."""
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    def serve(liar: Liar) -> ThreadingHTTPServer:
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                given = self.headers.get("Authorization")
+                liar.asked.append((self.command, self.path, given))
+                make = next((make for part, make in liar.answers.items() if part in self.path), None)
+                code, head, body = make(given) if make else (404, {}, b"")
+                self.send_response(code)
+                for name, value in {"Content-Length": str(len(body)), **head}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_HEAD = do_POST = do_PUT = answer
+
+            def log_message(self, *given) -> None:
+                return
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setenv("KVQ_HOME", str(tmp_path))
+    first, second = Liar(), Liar()
+    servers = [serve(first), serve(second)]
+    hosts = [f"127.0.0.1:{server.server_port}" for server in servers]
+    auth = base64.b64encode(b"me:canary").decode()
+    monkeypatch.setenv("DOCKER_AUTH_CONFIG", json.dumps({"auths": {hosts[0]: {"auth": auth}}}))
+    yield first, hosts[0], second, hosts[1]
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+BASIC = "Basic " + base64.b64encode(b"me:canary").decode()
+LIST = (200, {}, b'{"name":"x","tags":["n.a"]}')
+
+
+def challenged(header: str, wanted: str):
+    return lambda given: LIST if given == wanted else (401, {"WWW-Authenticate": header}, b"")
+
+
+def test_credentials_are_docker_s_and_sent_when_asked_for(liars, monkeypatch, tmp_path):
+    first, host, _, _ = liars
+    first.answers["tags/list"] = challenged('Basic realm="x"', BASIC)
+    assert Repository(f"{host}/x").tags() == {"n.a"}
+    assert [given for _, _, given in first.asked] == [None, BASIC]
+    monkeypatch.delenv("DOCKER_AUTH_CONFIG")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with pytest.raises(PermissionError, match="docker login") as caught:
+        Repository(f"{host}/x").tags()
+    assert "canary" not in str(caught.value)
+    (tmp_path / "config.json").write_text(json.dumps({"credHelpers": {host: "kvq-test"}}))
+    helper = tmp_path / "docker-credential-kvq-test"
+    helper.write_text('#!/bin/sh\nread host\necho "{\\"Username\\": \\"me\\", \\"Secret\\": \\"canary\\"}"\n')
+    helper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert Repository(f"{host}/x").tags() == {"n.a"}
+    (tmp_path / "config.json").write_text('{"auths": 7}')
+    with pytest.raises(RuntimeError, match="Docker's settings cannot be used"):
+        Repository(f"{host}/x").tags()
+
+
+def test_a_token_is_asked_for_where_the_registry_says(liars):
+    first, host, second, other = liars
+    header = f'Bearer realm="http://{other}/token",service="s",scope="repository:x:pull"'
+    first.answers["tags/list"] = challenged(header, "Bearer abc")
+    second.answers["/token"] = lambda given: (200, {}, b'{"token":"abc"}')
+    assert Repository(f"{host}/x").tags() == {"n.a"}
+    assert second.asked == [("GET", "/token?service=s&scope=repository%3Ax%3Apull", BASIC)]
+    first.answers["tags/list"] = challenged(header.replace("http://127", "ftp://127"), "Bearer abc")
+    with pytest.raises(RuntimeError, match="gives tokens at ftp://127"):
+        Repository(f"{host}/x").tags()
+    first.answers["tags/list"] = challenged(header, "Bearer abc")
+    second.answers["/token"] = lambda given: (200, {}, b'{"token":"a\\nb"}')
+    with pytest.raises(RuntimeError, match="gave no token"):
+        Repository(f"{host}/x").tags()
+
+
+def test_a_redirect_of_a_blob_goes_without_credentials_and_no_other_goes(liars):
+    first, host, second, other = liars
+    data = b"bytes"
+    digest = sha256(data).hexdigest()
+    to = (307, {"Location": f"http://{other}/elsewhere"}, b"")
+    first.answers["blobs"] = lambda given: to if given == BASIC else (401, {"WWW-Authenticate": "Basic"}, b"")
+    second.answers["elsewhere"] = lambda given: (200, {}, data)
+    repository = Repository(f"{host}/x")
+    assert b"".join(repository.pieces(digest, 99)) == data
+    assert second.asked == [("GET", "/elsewhere", None)]
+    first.answers["tags/list"] = lambda given: to
+    with pytest.raises(RuntimeError, match="answered with 307"):
+        repository.tags()
+    for place in ("file:///etc/passwd", "ftp://127.0.0.1/x"):
+        first.answers["blobs"] = lambda given, place=place: (307, {"Location": place}, b"")
+        with pytest.raises(RuntimeError, match="not https"):
+            list(repository.pieces(digest, 99))
+    first.answers["blobs"] = lambda given: (307, {"Location": f"http://{host}/v2/x/blobs/a"}, b"")
+    with pytest.raises(RuntimeError, match="answered with 307"):
+        list(repository.pieces(digest, 99))
+    assert len(second.asked) == 1
+
+
+def test_an_upload_goes_to_no_other_origin(liars):
+    first, host, second, other = liars
+    first.answers["uploads"] = lambda given: (202, {"Location": f"http://{other}/put"}, b"")
+    with pytest.raises(RuntimeError, match="another origin"):
+        Repository(f"{host}/x").put_blob(b"bytes")
+    assert second.asked == []
+
+
+def test_answers_are_limited(liars, monkeypatch):
+    first, host, _, other = liars
+    repository = Repository(f"{host}/x")
+    first.answers["blobs"] = lambda given: (200, {}, b"x" * 100)
+    with pytest.raises(RuntimeError, match="sends more than the 99 bytes"):
+        list(repository.pieces("0" * 64, 99))
+    monkeypatch.setattr("kvq_runtime.registry.hub.ask.ANSWER", 99)
+    first.answers["tags/list"] = lambda given: (200, {}, b'{"tags":[%s]}' % (b'"a",' * 50 + b'"a"'))
+    with pytest.raises(RuntimeError, match="sends more than"):
+        repository.tags()
+    monkeypatch.setattr("kvq_runtime.registry.hub.ask.ANSWER", 1 << 20)
+    first.answers["tags/list"] = lambda given: (200, {}, b"<html>")
+    with pytest.raises(ArtifactError, match="invalid JSON"):
+        repository.tags()
+    monkeypatch.setattr("kvq_runtime.registry.hub.ask.PAGES", 3)
+    first.answers["tags/list"] = lambda given: (
+        200,
+        {"Link": f'<http://{other}/v2/x/tags/list?n=1>; rel="next"'},
+        LIST[2],
+    )
+    with pytest.raises(RuntimeError, match="more than 3 pages"):
+        repository.tags()
+    assert {path for _, path, _ in first.asked if "n=1" in path} and not liars[2].asked, "pages are of one origin"
+
+
+def test_what_may_pass_is_tried_again(liars):
+    first, host, _, _ = liars
+    answers = [(503, {}, b""), (429, {}, b""), LIST]
+    first.answers["tags/list"] = lambda given: answers.pop(0)
+    assert Repository(f"{host}/x").tags() == {"n.a"}
+    first.answers["tags/list"] = lambda given: (500, {}, b"canary")
+    with pytest.raises(RuntimeError, match="answered with 500") as caught:
+        Repository(f"{host}/x").tags()
+    assert "canary" not in str(caught.value) and len(first.asked) == 3 + 4
