@@ -14,8 +14,10 @@ and a kvq that knows only events passes all of them over, where it would refuse 
     approve    proposal    the digest of a propose
 
 `replaces` has the digests of remarks that hold no longer, so that no clock decides what does: of a tag and an untag
-that came at once, the tag holds; of two protections, the one with more approvals. A proposal lapses when the alias
-moves. The promote that was approved is an event as any other, and is written once.
+that came at once, the tag holds; of two protections, the one with more approvals. Only what is about the same counts: a
+tag or an untag replaces those of the same version and tag, a protect those of the same alias, and nothing else has any:
+what a mirror copies lifts no protection. A proposal lapses when the alias moves. The promote that was approved is an
+event as any other, and is written once.
 
 `by` is the name that somebody gives, $KVQ_USER or that of the login. It is not proved: protection keeps publishers
 from mistakes, and nobody out who may write to the registry. That is done by its permissions, and by `kvq sign`.
@@ -24,8 +26,10 @@ from mistakes, and nobody out who may write to the registry. That is done by its
 import getpass
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256 as hash_of
 from pathlib import PurePath
 from typing import Any
@@ -44,6 +48,7 @@ FIELDS: dict[str, set[str]] = {
     "propose": {"alias", "version", "after"},
     "approve": {"proposal"},
 }
+_SUBJECTS = {"tag": ("version", "tag"), "untag": ("version", "tag"), "protect": ("alias",)}  # of kinds that replace
 _HEAD = {"schema", "name", "at", "by", "kind", "replaces"}
 _TAG = re.compile(r"[a-z0-9][a-z0-9._-]{0,31}")
 
@@ -60,6 +65,10 @@ class Remark:
     said: Mapping[str, Any]
     replaces: tuple[str, ...] = ()
 
+    def about(self) -> dict[str, Any]:
+        """What it has in common with those that it may replace and that may replace it; nothing if none may."""
+        return {key: self.said[key] for key in _SUBJECTS.get(self.what, ())}
+
 
 @dataclass(frozen=True)
 class Remarks:
@@ -67,10 +76,21 @@ class Remarks:
 
     all: tuple[Remark, ...]
 
+    @cached_property
+    def _holding(self) -> Mapping[tuple[str, str, Any], list[Remark]]:
+        """Those that no other one replaces, by kind and by each field that they say; by kind alone under "", ""."""
+        known, found = {one.digest: one for one in self.all}, defaultdict[tuple[str, str, Any], list[Remark]](list)
+        pairs = [(one, known[digest]) for one in self.all for digest in one.replaces if digest in known]
+        replaced = {old.digest for new, old in pairs if new.about() == old.about()}
+        for one in self.all:
+            for key, value in [*one.said.items(), ("", "")] if one.digest not in replaced else []:
+                found[one.what, key, value].append(one)
+        return found
+
     def holding(self, *kinds: str, **said: Any) -> list[Remark]:
         """Remarks of these kinds, that say this, and that no other one replaces."""
-        replaced = {digest for one in self.all for digest in one.replaces}
-        found = [one for one in self.all if one.what in kinds and one.digest not in replaced]
+        first = next(iter(said.items()), ("", ""))
+        found = [one for kind in kinds for one in self._holding.get((kind, *first), ())]
         return [one for one in found if said.items() <= one.said.items()]
 
     def tags(self, version: str) -> list[str]:
@@ -84,7 +104,8 @@ class Remarks:
     def proposals(self, state: State, **said: Any) -> list[Remark]:
         """Proposals, of an alias or a version if that is said, whose alias was not moved since."""
         found = self.holding("propose", **said)
-        return [one for one in found if one.said["after"] == state.moved(one.said["alias"])]
+        moved = {alias: state.moved(alias) for alias in {one.said["alias"] for one in found}}
+        return [one for one in found if one.said["after"] == moved[one.said["alias"]]]
 
     def approved_by(self, proposal: Remark) -> list[str]:
         """Who else approves of a proposal, in order."""
@@ -125,10 +146,10 @@ def from_bytes(data: bytes, path: PurePath, name: str = "") -> Remark | None:
         raise ArtifactError(f"{label}: {error}") from None
     if fields["name"] != name != "" or _folder(fields["name"]) != path.parent.name:
         raise ArtifactError(f"{label}: is about {fields['name']!r:.120}, but stored with another name")
-    replaces = tuple(fields["replaces"])
-    return Remark(
-        data, digest, fields["at"], fields["by"], fields["kind"], {key: fields[key] for key in said}, replaces
-    )
+    what, replaces = fields["kind"], tuple(fields["replaces"])
+    if replaces and what not in _SUBJECTS:
+        raise ArtifactError(f"{label}: replaces must be empty: a {what} replaces nothing")
+    return Remark(data, digest, fields["at"], fields["by"], what, {key: fields[key] for key in said}, replaces)
 
 
 def add(registry: Any, name: str, kind: str, replaces: list[Remark], **said: Any) -> str:

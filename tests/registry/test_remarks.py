@@ -167,6 +167,34 @@ def test_other_aliases_are_free_and_a_copy_is_proposed(store: Registry, tmp_path
     assert row["result"] == "is proposed as production, which is protected" and production() == "1.0.0"
 
 
+@pytest.mark.parametrize("kind", ["note", "tag", "untag"])
+def test_what_a_mirror_copies_lifts_no_protection(kind, store: Registry, tmp_path):
+    """Of whatever kind: a remark replaces only those about the same."""
+    remarks.protect(store, NAME, "production", 1)
+    (protection,) = remarks.read(store, NAME).all
+    source = LocalRegistry(tmp_path / "source")
+    for seed in range(2):
+        source.publish(NAME, tiny.data(seed))
+    source.promote(NAME, "1.0.1")
+    said = {"text": "x"} if kind == "note" else {"tag": "x"}
+    hostile = GOOD | {"kind": kind, "version": "1.0.0", **said, "replaces": [protection.digest]}
+    source.add_record("remarks", FOLDER, strict_json.dumps(hostile).encode(), NAME)
+    if kind == "note":
+        with pytest.raises(ArtifactError, match="a note replaces nothing"):
+            list(mirror.mirror(source, NAME, store))
+    else:
+        list(mirror.mirror(source, NAME, store))
+        assert len(remarks.read(store, NAME).holding(kind)) == 1, "it was copied"
+    assert remarks.read(store, NAME).approvals("production") == 1 and production() == "1.0.0"
+
+
+def test_a_protection_of_another_alias_lifts_none(store: Registry):
+    remarks.protect(store, NAME, "production", 1)
+    remarks.add(store, NAME, "protect", list(remarks.read(store, NAME).all), alias="canary", approvals=0)
+    found = remarks.read(store, NAME)
+    assert found.approvals("production") == 1 and found.approvals("canary") == 0
+
+
 def test_two_approvals_are_of_two_others(store: Registry, monkeypatch):
     remarks.protect(store, NAME, "production", 2)
     store.promote(NAME, "1.0.1")
@@ -234,6 +262,10 @@ DAMAGED = {
     "control": (GOOD | {"kind": "note", "version": "1.0.0", "text": "\u001b[2J"}, "use one line"),
     "no count": (GOOD | {"kind": "protect", "alias": "production", "approvals": True}, "whole number"),
     "replaces": (GOOD | {"kind": "tag", "version": "1.0.0", "tag": "x", "replaces": ["../x"]}, "sha256 '../x'"),
+    "replaces something": (
+        GOOD | {"kind": "approve", "proposal": "0" * 64, "replaces": ["0" * 64]},
+        "replaces nothing",
+    ),
     "no list": (GOOD | {"kind": "tag", "version": "1.0.0", "tag": "x", "replaces": {}}, "a list of digests"),
     "at": (GOOD | {"kind": "tag", "version": "1.0.0", "tag": "x", "at": "now"}, "use a UTC time"),
 }
