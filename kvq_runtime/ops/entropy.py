@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.ops import ladder
@@ -51,7 +52,7 @@ def encode(codes: Sequence[Tensor], rungs: Sequence[Tensor]) -> Tensor:
     offs = np.concatenate([one.numpy() for one in off]).astype(np.int32)
     order, ends = _sorted(off, rungs)
     symbols_X = (flat_X.astype(np.int32) + ladder.MOST)[order]
-    coder = _stack().AnsCoder()
+    coder = stack().AnsCoder()
     for rung in range(ladder.RUNGS - 1, -1, -1):  # what is coded last is decoded first
         part = symbols_X[ends[rung] : ends[rung + 1]]
         if len(part):
@@ -84,7 +85,7 @@ def _decoded(data: bytes, shapes: Sequence[tuple[int, int]], rungs: Sequence[Ten
     if len(data) % 4:
         raise ArtifactError(f"coded: {len(data)} bytes are no words")
     try:
-        coder = _stack().AnsCoder(np.frombuffer(data, "<u4").astype(np.uint32))
+        coder = stack().AnsCoder(np.frombuffer(data, "<u4").astype(np.uint32))
     except ValueError as error:
         raise ArtifactError(f"coded: {error}") from None
     offs = torch.from_numpy(coder.decode(_bell(), sum(rows for rows, _ in shapes)).astype(np.int64))
@@ -101,12 +102,10 @@ def _decoded(data: bytes, shapes: Sequence[tuple[int, int]], rungs: Sequence[Ten
 
 def off_of(codes_TR: Tensor, rung_R: Tensor) -> Tensor:
     """Rungs, from BELOW below, that a token's codes are off their channels' for the fewest bits: int64 [T]."""
-    lengths_KM, symbol_TR = ladder.ladder().lengths.to(codes_TR.device), codes_TR.long() + ladder.MOST
-    found = []
-    for off in range(OFF):
-        rung = (rung_R.long() + (off - BELOW)).clamp(0, ladder.RUNGS - 1)
-        found.append(lengths_KM.flatten()[rung * _WIDTH + symbol_TR].sum(1) - _bell_logs()[off])
-    return torch.stack(found).argmin(0)
+    place_TR = rung_R.long() * _WIDTH + codes_TR.long() + ladder.MOST
+    begin_T = place_TR.shape[1] * torch.arange(len(place_TR), device=codes_TR.device)
+    length_TO = embedding_bag(place_TR.flatten(), _lengths_off().to(codes_TR.device), begin_T, mode="sum")
+    return (length_TO - _bell_logs().to(codes_TR.device)).argmin(1)
 
 
 def off(codes_TR: Tensor, rung_R: Tensor) -> Tensor:
@@ -144,7 +143,7 @@ def _sorted(off: Sequence[Tensor], rungs: Sequence[Tensor]) -> tuple[np.ndarray,
 @lru_cache(maxsize=ladder.RUNGS)
 def _model(rung: int) -> Any:
     counts = ladder.ladder().counts[rung].numpy()
-    return _constriction().model.Categorical((counts / 2.0**ladder.BITS).astype(np.float32), perfect=False)
+    return models().Categorical((counts / 2.0**ladder.BITS).astype(np.float32), perfect=False)
 
 
 def _weights() -> np.ndarray:
@@ -154,7 +153,14 @@ def _weights() -> np.ndarray:
 @lru_cache(maxsize=1)
 def _bell() -> Any:
     weights = np.round(_weights() / _weights().sum() * 2**16) / 2**16
-    return _constriction().model.Categorical(weights.astype(np.float32), perfect=False)
+    return models().Categorical(weights.astype(np.float32), perfect=False)
+
+
+@lru_cache(maxsize=1)
+def _lengths_off() -> Tensor:
+    """Bits of a code of a rung in a token that is so many rungs off, float32 [rungs · codes, OFF]."""
+    rung_KO = (torch.arange(ladder.RUNGS)[:, None] + torch.arange(OFF) - BELOW).clamp(0, ladder.RUNGS - 1)
+    return ladder.ladder().lengths[rung_KO].transpose(1, 2).flatten(0, 1).contiguous()
 
 
 @lru_cache(maxsize=1)
@@ -163,8 +169,14 @@ def _bell_logs() -> Tensor:
     return torch.from_numpy(np.log2(_weights() / _weights().sum()).astype(np.float32))
 
 
-def _stack() -> Any:
+def stack() -> Any:
+    """The library's coders of stacks. RuntimeError, a sentence: it is not there."""
     return _constriction().stack
+
+
+def models() -> Any:
+    """Its models, likewise."""
+    return _constriction().model
 
 
 def _constriction() -> Any:

@@ -83,9 +83,9 @@ def test_what_is_not_the_stream_is_refused():
 def test_words_that_no_code_takes_are_refused(monkeypatch):
     """The right codes, on top of words that a coder held before."""
     codes, rungs = places()
-    held = partial(entropy._stack().AnsCoder, np.array([3, 5, 7], np.uint32))
+    held = partial(entropy.stack().AnsCoder, np.array([3, 5, 7], np.uint32))
     with monkeypatch.context() as patch:
-        patch.setattr(entropy, "_stack", lambda: SimpleNamespace(AnsCoder=held))
+        patch.setattr(entropy, "stack", lambda: SimpleNamespace(AnsCoder=held))
         coded = entropy.encode(codes, rungs)
     with pytest.raises(ArtifactError, match="left after the last code"):
         entropy.decode(coded, shapes(codes), rungs)
