@@ -1,24 +1,25 @@
 """Write and read the file of one block of tokens: the packed fields of all layers, as a cache holds them.
 
-    one safetensors file: key.{layer}.{field}, value.{layer}.{field}, key.{layer}.exact, ..., sinks, coded
+    one safetensors file: key.{layer}.{field}, value.{layer}.{field}, key.{layer}.exact, ..., sinks, coded, lossless
 
 Neighbouring layers whose fields have the same shapes lie in one tensor, named after the first of them, [layers, ...].
 `sinks` [2, layers, S, C] are the exact tokens among the block's own, keys and values, in the model's dtype; blocks
 after the first have none. `exact` [block, C] are those of the keys, or values, of a layer whose error is beyond what
 the fit promised (`store/promise.py`), and only there. `coded` [bytes] are the fields, of all layers, that a recipe
-entropy-codes at rest (`ops/entropy.py`): of any length up to that of the codes. The metadata key `kvq` holds the
+entropy-codes at rest (`ops/entropy.py`): of any length up to that of the codes; `lossless` likewise are those that it
+codes without loss (`ops/lossless.py`). The metadata key `kvq` holds the
 chain (root, previous, number, tokens) and `content`, a sha256 of that and of every tensor.
 
 What a file may contain follows from recipe, geometry and dtype alone, so that reading takes no size from the file:
 longer ones are not read, and every name, shape and dtype has to be the expected one. What was coded can be checked
-without a fit's tensors, by the digest, but not decoded.
+without a fit's tensors, by the digest, but not decoded; what was coded without loss needs none.
 """
 
 import dataclasses
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -34,14 +35,15 @@ from kvq_runtime.artifact import header
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
-from kvq_runtime.ops import entropy
+from kvq_runtime.ops import entropy, lossless
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.storage import Slab
 
 CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded")
-CODED, EXACT = "coded", "exact"
+CODED, LOSSLESS, EXACT = "coded", "lossless", "exact"
 LENGTH = 1024  # tokens of the prefix for which bits are stated
-_NAMES = re.compile(r"sinks|coded|(key|value)\.(0|[1-9][0-9]{0,3})\.[a-z][a-z0-9_]*")
+_NAMES = re.compile(r"sinks|coded|lossless|(key|value)\.(0|[1-9][0-9]{0,3})\.[a-z][a-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,14 @@ class Block:
     fields: Mapping[int, tuple[Slab, Slab]]
     sinks_2LSC: Tensor
     exact: Mapping[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
+
+    def cpu(self) -> "Block":
+        """The same on the CPU."""
+        fields: dict[int, tuple[Slab, Slab]] = {
+            layer: ({name: x.cpu() for name, x in keys.items()}, {name: x.cpu() for name, x in values.items()})
+            for layer, (keys, values) in self.fields.items()
+        }
+        return Block(fields, self.sinks_2LSC.cpu(), {site: x.cpu() for site, x in self.exact.items()})
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,8 @@ class BlockFormat:
             fields = {n: self._fields(n, role) for n in self.held}
             for specs, run in groupby(self.held, fields.__getitem__):
                 layers = tuple(run)
-                coded = self.recipe.scheme(layers[0], name).quantize.at_rest
+                stage = self.recipe.scheme(layers[0], name).quantize
+                coded = (*stage.at_rest, *stage.lossless)
                 for field, shape, dtype in (spec for spec in specs if spec[0] not in coded):
                     found.append((f"{name}.{layers[0]}.{field}", role, field, layers, shape, dtype))
         return found
@@ -106,12 +117,20 @@ class BlockFormat:
     @cached_property
     def _coded(self) -> list[tuple[int, int, str, tuple[int, int]]]:
         """(layer, role, field, shape) of the fields that are coded, in their order in the stream."""
+        return self._places(lambda stage: stage.at_rest)
+
+    @cached_property
+    def _lossless(self) -> list[tuple[int, int, str, tuple[int, int]]]:
+        """The same of those that are coded without loss."""
+        return self._places(lambda stage: stage.lossless)
+
+    def _places(self, named: Callable[[Quantizer], tuple[str, ...]]) -> list[tuple[int, int, str, tuple[int, int]]]:
         return [
             (layer, role, field, (shape[0], shape[1]))
             for layer in self.held
             for role, name in enumerate(ROLES)
             for field, shape, _ in self._fields(layer, role)
-            if field in self.recipe.scheme(layer, name).quantize.at_rest
+            if field in named(self.recipe.scheme(layer, name).quantize)
         ]
 
     @cached_property
@@ -119,10 +138,12 @@ class BlockFormat:
         assert self.tensors is not None, "coded fields without the tensors of a fit"
         return [self.tensors[f"layers.{layer}.{ROLES[role]}.quantize.rung"].cpu() for layer, role, _, _ in self._coded]
 
-    @property
-    def _longest(self) -> int:
-        """Bytes that the coded fields have at the most."""
-        return entropy.most(sum(math.prod(shape) for *_, shape in self._coded)) if self._coded else 0
+    @cached_property
+    def _longest(self) -> dict[str, int]:
+        """Bytes that coded fields have at the most, by the name of their stream."""
+        codes, numbers = (sum(math.prod(shape) for *_, shape in some) for some in (self._coded, self._lossless))
+        found = {CODED: entropy.most(codes), LOSSLESS: lossless.most(numbers, self.dtype)}
+        return {name: size for name, size in found.items() if (self._coded if name == CODED else self._lossless)}
 
     def _fields(self, layer: int, role: int) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
         scheme = self.recipe.scheme(layer, ROLES[role])
@@ -144,11 +165,13 @@ class BlockFormat:
     @property
     def coded(self) -> bool:
         """True if any fields are entropy-coded."""
-        return bool(self._coded)
+        return bool(self._longest)
 
     def data_bytes(self, number: int) -> int:
         """Bytes of a block's tensors, as many as there can be."""
-        return self._longest + sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(number).values())
+        return sum(self._longest.values()) + sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(number).values()
+        )
 
     def usual(self) -> int:
         """Bytes that no block's file exceeds which keeps nothing exact."""
@@ -180,6 +203,9 @@ class BlockFormat:
                         f"{name} of layer {layer}: {one.dtype} {list(one.shape)}; a block has {list(shape)}"
                     )
             tensors[CODED] = entropy.encode(codes, self._rungs)
+        if self._lossless:
+            numbers = [block.fields[layer][role][name].detach().cpu() for layer, role, name, _ in self._lossless]
+            tensors[LOSSLESS] = lossless.encode(numbers)
         about = _about(link)
         about["content"] = _content(about, tensors)
         return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(about)})
@@ -206,12 +232,11 @@ class BlockFormat:
         expected, listed = self.specs(link.number), head.specs()
         shape = (self.recipe.window.block, self.geometry.width)
         expected |= {name: (shape, self.dtype) for name in self._exact if name in listed}
-        if self._coded and CODED in listed:
-            shape, dtype = listed[CODED]
-            if dtype == torch.uint8 and len(shape) == 1 and shape[0] <= self._longest:
-                expected[CODED] = listed[CODED]
-        if self._coded and CODED not in expected:
-            raise ArtifactError(f"tensors: {CODED} is not at most {self._longest} bytes of codes")
+        for name, longest in self._longest.items():
+            shape, dtype = listed.get(name, ((), None))
+            if dtype != torch.uint8 or len(shape) != 1 or shape[0] > longest:
+                raise ArtifactError(f"tensors: {name} is not at most {longest} bytes of codes")
+            expected[name] = listed[name]
         if listed != expected:
             differ = sorted(name for name in {*listed, *expected} if listed.get(name) != expected.get(name))
             raise ArtifactError(f"tensors: {differ[:3]} are not as recipe {self.recipe.name} stores them")
@@ -231,6 +256,13 @@ class BlockFormat:
         if self._coded and self.tensors is not None:
             codes = entropy.decode(tensors[CODED], [shape for *_, shape in self._coded], self._rungs)
             for (layer, role, field, _), x in zip(self._coded, codes, strict=True):
+                fields[layer][role][field] = x
+        if self._lossless:
+            widths = [shape[1] for *_, shape in self._lossless]
+            numbers = lossless.decode(tensors[LOSSLESS], self.recipe.window.block, widths, self.dtype)
+            if not all(bool(torch.isfinite(x).all()) for x in numbers):
+                raise ArtifactError(f"finite: {LOSSLESS} has NaN or infinity")
+            for (layer, role, field, _), x in zip(self._lossless, numbers, strict=True):
                 fields[layer][role][field] = x
         nothing = torch.empty(2, len(self.held), 0, self.geometry.width, dtype=self.dtype)
         exact = {site: tensors[name] for name, site in self._exact.items() if name in tensors}

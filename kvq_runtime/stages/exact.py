@@ -1,6 +1,6 @@
 """No quantization: the 16-bit cache, stored as every other recipe stores its blocks."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 import torch
@@ -13,10 +13,19 @@ from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Tensors
 
 @dataclass(frozen=True)
 class Exact(Quantizer):
-    """Keep the model's own numbers, in the model's own dtype."""
+    """Keep the model's own numbers, in the model's own dtype.
+
+    coded   whether files hold them coded without loss, in about two thirds of the bytes (`ops/lossless.py`)
+    """
 
     kind: ClassVar[str] = "exact"
     keeps_dtype: ClassVar[bool] = True
+    _: KW_ONLY  # younger than the file format
+    coded: bool = False
+
+    @property
+    def lossless(self) -> tuple[str, ...]:
+        return ("x",) if self.coded else ()
 
     def check(self, site: Site) -> None:
         scheme = site.scheme
