@@ -7,8 +7,10 @@ rows to `put`, and takes `load` and `decode`.
 """
 
 import logging
-from collections import Counter
+import os
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import asdict
 from functools import partial
@@ -52,6 +54,7 @@ class PrefixBlocks:
     salt       of a tenant: blocks that are put under one are found under no other
     budget     bytes on the shelf: a number, or text such as "20GB"
     promised   what the fit promises of errors, so that a block beyond is kept with its exact tokens; None: nothing
+    threads    that make files of blocks, and read them, beside the caller's; None: as many as there are processors
 
     Raises ValueError for a recipe whose blocks cannot be kept, ArtifactError for a folder that others can write to,
     RuntimeError where the library is missing that codes a recipe's files.
@@ -71,8 +74,12 @@ class PrefixBlocks:
         salt: str = "",
         budget: str | int = "20GB",
         promised: Check | None = None,
+        threads: int | None = None,
     ):
         check(recipe)
+        self.threads = threads if threads is not None else os.cpu_count() or 1
+        if self.threads < 1:
+            raise ValueError(f"threads={threads}; use 1 or more")
         promised = promised if promised is not None and promised.promises else None
         layers = tuple(sorted(range(geometry.layers) if held is None else held))
         self.coder = Coder(recipe, geometry, tensors or {}, layers, rotary, promised)
@@ -189,13 +196,18 @@ class PrefixBlocks:
         token_T = token_T if limit is None else token_T[: max(0, limit)]
         names = chain.names(self.root, token_T, self.block)
         count = start // self.block
-        for number in range(count, len(names)):
+
+        def begun(number: int) -> Future[tuple[Block, int] | None]:
             parse = partial(self.format.from_bytes, link=self._link(names, token_T, number))
-            block = self.read(names[number], f"block {number} of a kept prefix", parse)
-            if block is None:
-                break
-            count = number + 1
-            yield block
+            return pool.submit(self._got, names[number], parse)
+
+        with ThreadPoolExecutor(self.threads) as pool:
+            for number, future in self._ahead(begun, range(count, len(names))):
+                block = self._counted(names[number], f"block {number} of a kept prefix", future.result)
+                if block is None:
+                    break
+                count = number + 1
+                yield block
         self.shelf.used(names[:count])
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
@@ -207,15 +219,37 @@ class PrefixBlocks:
 
     def _keep(self, token_T: Tensor, encoded: Callable[[int], Block], first: int) -> int:
         names = chain.names(self.root, token_T, self.block)[: max(1, self.budget // self.format.usual())]
+
+        def begun(number: int) -> Future[bytes] | None:
+            if self.shelf.has(names[number]) or number < first:
+                return None
+            block = encoded(number).cpu()  # here, where the device's stream is the caller's
+            self.tally["beyond"] += len(block.exact)
+            return pool.submit(self.format.to_bytes, block, self._link(names, token_T, number))
+
         kept = 0
-        for number, name in enumerate(names):
-            if not self.shelf.has(name):
-                if number < first:
+        with ThreadPoolExecutor(self.threads) as pool:
+            for number, future in self._ahead(begun, range(len(names))):
+                if future is not None:
+                    self._written(names[number], future.result())
+                elif number < first and not self.shelf.has(names[number]):
                     break  # what follows could not be found
-                self.write(name, encoded(number), self._link(names, token_T, number))
-            kept = number + 1
+                kept = number + 1
         self.shelf.used(names[:kept])
         return kept * self.block
+
+    def _ahead(self, begun: Callable[[int], T], numbers: Iterable[int]) -> Iterator[tuple[int, T]]:
+        """Begin the work of each number, some ahead of what the caller takes, in order."""
+        waiting: deque[tuple[int, T]] = deque()
+        for number in numbers:
+            try:
+                waiting.append((number, begun(number)))
+            except Exception:
+                yield from waiting  # what was begun before is good
+                raise
+            if len(waiting) > self.threads:
+                yield waiting.popleft()
+        yield from waiting
 
     def _link(self, names: Sequence[str], token_T: Tensor, number: int) -> Link:
         span = slice(number * self.block, (number + 1) * self.block)
@@ -223,21 +257,29 @@ class PrefixBlocks:
 
     def write(self, name: str, block: Block, link: Link) -> None:
         """Put a block on the shelf, and count it."""
-        data = self.format.to_bytes(block, link)
         self.tally["beyond"] += len(block.exact)
-        self.shelf.put(name, data)
-        self.tally["written"] += len(data)
+        self._written(name, self.format.to_bytes(block, link))
 
     def read(self, name: str, what: str, parse: Callable[[bytes], T]) -> T | None:
         """What `parse` makes of a file of the shelf, and counts it; None: it is missing, unreadable, or damaged, which
         the log says of `what`."""
+        return self._counted(name, what, lambda: self._got(name, parse))
+
+    def _written(self, name: str, data: bytes) -> None:
+        self.shelf.put(name, data)
+        self.tally["written"] += len(data)
+
+    def _got(self, name: str, parse: Callable[[bytes], T]) -> tuple[T, int] | None:
+        data = self.shelf.get(name, self.format.largest())
+        return None if data is None else (parse(data), len(data))
+
+    def _counted(self, name: str, what: str, got: Callable[[], tuple[T, int] | None]) -> T | None:
         try:
-            data = self.shelf.get(name, self.format.largest())
-            if data is None:
+            found = got()
+            if found is None:
                 return None
-            found = parse(data)
-            self.tally["read"] += len(data)
-            return found
+            self.tally["read"] += found[1]
+            return found[0]
         except ArtifactError as error:
             self.tally["damaged"] += 1
             _log.warning("%s is damaged, and removed: %s: %s", what, name, error)

@@ -21,6 +21,7 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Window
+from kvq_runtime.ops import lossless
 from kvq_runtime.prefix import block_file, chain, coder, upkeep
 from kvq_runtime.prefix.shelf import SLACK, Folder, Memory, all_blocks, parse_bytes
 from kvq_runtime.prefix.store import PrefixBlocks, check
@@ -28,9 +29,13 @@ from kvq_runtime.recipe import preset
 
 REFUSED = {name for name, recipe in RECIPES.items() if recipe.policies}
 KEPT = [name for name in RECIPES if name not in REFUSED]
-FEW = ("exact", "exact-pre", "higgs-2bit", "aqua-2bit", "kivi-2bit", "squat-pre-2bit", "svdq-2bit", "rest-1bit")
+FEW = (
+    "exact", "exact-coded", "exact-pre", "higgs-2bit", "aqua-2bit", "kivi-2bit", "squat-pre-2bit", "svdq-2bit",
+    "rest-1bit",
+)  # fmt: skip
 QUICK = (
     "exact",
+    "exact-coded",
     "aqua-2bit",
     "kivi-2bit",
     "rest-1bit",
@@ -222,6 +227,63 @@ def test_codes_of_a_file_take_fewer_bytes_and_need_the_fit_alone_to_be_read(tmp_
         form.to_bytes(replace(second, fields=short), form.read(data)[0])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_of_a_file_take_fewer_bytes_and_are_the_same(tmp_path, dtype):
+    """Checked without a fit, also by `verify`; and minus zero stays."""
+    kept, plain = (store(tmp_path, name, dtype=dtype) for name in ("exact-coded", "exact"))
+    count = 2 * kept.block
+    keys, values = rows(count, dtype=dtype)
+    keys[1][3, 0, 2] = -0.0
+    assert kept.put(ids(count), keys, values) == plain.put(ids(count), keys, values) == count
+    assert kept.tally["written"] < 0.9 * plain.tally["written"] and not [*upkeep.damaged(tmp_path)]
+    found, exact = (one.load(ids(count))[1].fields for one in (kept, plain))
+    for layer, pair in exact.items():
+        for one, own in zip(found[layer], pair, strict=True):
+            assert torch.equal(one["x"].view(torch.uint8), own["x"].view(torch.uint8))
+    name = chain.names(kept.root, chain.token_row(ids(count)), kept.block)[1]
+    data = kept.shelf.get(name, 1 << 20) or b""
+    link, tensors = kept.format.read(data)[0], safetensors.torch.load(data)
+    bad = torch.full_like(keys[0].flatten(1)[: kept.block], float("nan"))
+    numbers = [bad for layer in range(GEOMETRY.layers) for _ in range(2)]
+    for given, why in ((tensors["lossless"][:-4], "coded: "), (lossless.encode(numbers), "finite: lossless")):
+        about = block_file._about(link)
+        about["content"] = block_file._content(about, {"lossless": given})
+        told = safetensors.torch.save({"lossless": given}, {"kvq": strict_json.dumps(about)})
+        with pytest.raises(ArtifactError, match=why):
+            kept.format.read(told)
+
+
+def test_threads_keep_the_same_bytes(tmp_path):
+    given, (keys, values) = ids(1200), rows(1200)
+    found = []
+    for threads in (1, 3):
+        kept = store(tmp_path / str(threads), "rest-1bit", threads=threads)
+        assert kept.put(given, keys, values) == 1200 // kept.block * kept.block == len(kept.load(given)) * kept.block
+        found.append({path.name: path.read_bytes() for path in (tmp_path / str(threads)).rglob("*.safetensors")})
+    assert found[0] == found[1] and len(found[0]) > 3
+    with pytest.raises(ValueError, match="threads=0; use 1 or more"):
+        store(name="rest-1bit", threads=0)
+
+
+def test_a_disk_that_refuses_in_the_middle_leaves_what_was_kept(tmp_path, monkeypatch):
+    kept, (keys, values), put = store(tmp_path, "rest-1bit", threads=2), rows(1200), Folder.put
+    written = []
+
+    def full(self, name, data):
+        if len(written) == 2:
+            raise OSError("no space")
+        written.append(name)
+        put(self, name, data)
+
+    monkeypatch.setattr(Folder, "put", full)
+    with pytest.raises(OSError, match="no space"):
+        kept.put(ids(1200), keys, values)
+    assert (
+        kept.longest(ids(1200)) == 2 * kept.block
+        and written == chain.names(kept.root, chain.token_row(ids(1200)), kept.block)[:2]
+    )
+
+
 def test_a_stream_longer_than_its_codes_is_not_decoded():
     """However right its digest is."""
     kept, (keys, values) = store(name="rest-1bit"), rows(store(name="rest-1bit").block)
@@ -351,9 +413,8 @@ def test_no_mutant_of_a_block_decodes_to_what_is_not_finite(tmp_path, monkeypatc
         kept = store(tmp_path / name, name)
         keys, values = rows(2 * kept.block)
         kept.put(ids(2 * kept.block), keys, values)
-        paths = [
-            kept.shelf.path(one) for one in chain.names(kept.root, chain.token_row(ids(2 * kept.block)), kept.block)
-        ]  # type: ignore[attr-defined]
+        names, shelf = chain.names(kept.root, chain.token_row(ids(2 * kept.block)), kept.block), kept.shelf
+        paths = [shelf.path(one) for one in names]  # type: ignore[attr-defined]
         stores.append((kept, [(path, path.read_bytes()) for path in paths]))
         found = kept.load(ids(2 * kept.block))
         means[id(kept)] = {layer: [x.clone() for x in pair] for layer, *pair in kept.decode(found)}
