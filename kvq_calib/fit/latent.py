@@ -107,9 +107,7 @@ def expected(deviation_C: Tensor) -> float:
     """Bits per element of channels of these deviations, in cells, by what the codes of their rungs say."""
     deviation_C = deviation_C.cpu()
     rungs = ladder.of_deviation(deviation_C.clamp_max(ladder.LOUD)).long()
-    counts = ladder.ladder().counts.double()
-    own = (counts * ladder.ladder().lengths).sum(1) / 2.0**ladder.BITS
-    return float(own[rungs].masked_fill(deviation_C < QUIET, 0.0).mean())
+    return float(ladder.ladder().mean[rungs].masked_fill(deviation_C < QUIET, 0.0).mean())
 
 
 def rungs(z_NR: Tensor, step: float) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import fingerprint_of, frequencies, geometry_of, rotary_module
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import chain, coder
+from kvq_runtime.prefix import chain, coder, rate
 from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import Recipe
@@ -44,10 +44,12 @@ class PrefixStore:
     salt      of a tenant: what is put under one is found under no other
     registry  where a reference is looked up, as for `load_artifact`
     allow_other_weights  take an artifact that was calibrated on other weights of the same shape
+    bits      of an entropy-coded artifact: about as many per element, all bytes counted, by coarser steps than its fit's
+    threads   that make and read files; None: as many as there are processors
 
     Raises ValueError for a recipe whose blocks cannot be kept (fitted to the prompt, dependent on arrival, choosing
-    tokens) and for a model with layers that do not attend to all tokens; ArtifactError for an artifact of another
-    model, and for a folder that others can write to; OSError where the disk refuses.
+    tokens), for bits that it cannot take, for a model with layers that do not attend to all tokens; ArtifactError
+    for an artifact of another model, and for a folder that others can write to; OSError where the disk refuses.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class PrefixStore:
         salt: str = "",
         registry: str | Path | None = None,
         allow_other_weights: bool = False,
+        bits: float | None = None,
+        threads: int | None = None,
     ):
         found: Any = recipe
         if isinstance(recipe, str):
@@ -69,7 +73,10 @@ class PrefixStore:
             fingerprint.check_match(
                 artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights
             )
+            artifact = artifact if bits is None else rate.coarser(artifact, bits)
             found = artifact.recipe
+        elif bits is not None:
+            raise ValueError(f"bits={bits}; a rate is set of an artifact of rest-*, and {recipe!r} is none")
         if not isinstance(found, Recipe):
             raise TypeError(
                 f"recipe is of type {type(recipe).__name__}; give an Artifact, a Recipe, or the name of one"
@@ -86,7 +93,7 @@ class PrefixStore:
         self._blocks = PrefixBlocks(
             path, found, geometry_of(model), artifact.tensors if artifact else None,
             model=weights_digest(model), dtype=model.dtype, rotary=_rotary(model, found), salt=salt, budget=budget,
-            promised=self._check,
+            promised=self._check, threads=threads,
         )  # fmt: skip
 
     def longest(self, input_ids: Tensor | Iterable[int]) -> int:

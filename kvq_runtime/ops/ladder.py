@@ -30,12 +30,15 @@ ZONES = tuple(0.5 + 0.05 * step for step in range(10))
 
 class Ladder(NamedTuple):
     """Of each rung: zone and shift, float32 [RUNGS]; counts of codes -MOST to MOST, int64 [RUNGS, 2 MOST + 1], which
-    add up to 2^BITS; a code's length in bits, float32, of the same shape."""
+    add up to 2^BITS; a code's length in bits, float32, of the same shape; the mean of that, and of the squared error in
+    cells, float64 [RUNGS]."""
 
     zone: Tensor
     shift: Tensor
     counts: Tensor
     lengths: Tensor
+    mean: Tensor
+    error: Tensor
 
 
 @lru_cache(maxsize=1)
@@ -43,14 +46,15 @@ def ladder() -> Ladder:
     """All rungs."""
     points = (torch.arange((MOST + 1) * FINE, dtype=torch.float64) + 0.5) / FINE
     found = [_rung(2.0 ** ((LOWEST + number) / PER), points) for number in range(RUNGS)]
-    zone, shift, counts = zip(*found, strict=True)
+    zone, shift, counts, error = zip(*found, strict=True)
     counts_KM = torch.stack(counts)
     lengths_KM = (BITS - counts_KM.double().log2()).float()
-    return Ladder(torch.tensor(zone), torch.tensor(shift), counts_KM, lengths_KM)
+    mean_K = (counts_KM.double() * lengths_KM).sum(1) / 2.0**BITS
+    return Ladder(torch.tensor(zone), torch.tensor(shift), counts_KM, lengths_KM, mean_K, torch.tensor(error).double())
 
 
-def _rung(deviation: float, points: Tensor) -> tuple[float, float, Tensor]:
-    """(zone, shift, counts) of a deviation."""
+def _rung(deviation: float, points: Tensor) -> tuple[float, float, Tensor, float]:
+    """(zone, shift, counts, error) of a deviation."""
     gamma = torch.lgamma(torch.tensor([1 / SHAPE, 3 / SHAPE], dtype=torch.float64)).exp()
     scale = deviation * (gamma[0] / gamma[1]).sqrt()
     weight = torch.exp(-((points / scale) ** SHAPE))
@@ -68,7 +72,7 @@ def _rung(deviation: float, points: Tensor) -> tuple[float, float, Tensor]:
         bits = float((both * (BITS - counts.double().log2())).sum())
         cost = error + LAMBDA * bits
         if best is None or cost < best[0]:
-            best = cost, zone, shift, counts
+            best = cost, zone, shift, counts, error
     assert best is not None
     return best[1:]
 
@@ -90,6 +94,13 @@ def of_deviation(deviation_R: Tensor) -> Tensor:
     """The rung, uint8, that is nearest to each deviation, in cells."""
     place = deviation_R.double().clamp_min(1e-30).log2() * PER - LOWEST
     return place.round().clamp(0, RUNGS - 1).to(torch.uint8)
+
+
+def coarser(cell_R: Tensor, rung_R: Tensor, step: float) -> tuple[Tensor, Tensor]:
+    """Cells of at least this step, and the rungs of the same deviations in them, to the nearest."""
+    coarse_R = cell_R.clamp_min(step)
+    fallen_R = (PER * (coarse_R / cell_R).log2()).round()
+    return coarse_R, (rung_R - fallen_R).clamp(0, RUNGS - 1).to(torch.uint8)
 
 
 def _of(table_K: Tensor, rung_R: Tensor) -> Tensor:
