@@ -10,12 +10,13 @@ own cache; the tokens after it are read from that in one pass. A JSON line each,
     bits      of all that is kept, per element of the prefix's keys and values: codes, sinks in 16 bits, the frame
     kl        divergence from the 16-bit model over the tokens that follow, in nats, and perplexity over its own
     first     which of --greedy tokens, chosen greedily after the prefix, is the first other one; null: none is
-    codes_s   that a processor's core codes (in) and decodes (out), in millions, of what is entropy-coded; MB_s, of
-              16-bit cache that these are
+    put_cpu_* and load_cpu_*    processor seconds of `put` and `load_decoded` by stage, of all threads;
+              *_MB_s_core, MB of 16-bit cache that a processor's core puts or loads in a second
     file_bytes, times_smaller    of all files of a prefix, as they lie on the disk, and than 16-bit keys and values
-    put, load, load_decoded, first_token, first_token_recent, computed    seconds, with --rounds: of a folder's files,
-              whose disk's cache is warm, the fastest, of a put one; the first token from it, with what the recipe
-              keeps recent, and computed anew; put_MB_s and so on, MB of 16-bit cache a second
+    computed  seconds in which the model reads the prefix
+    put, load, load_decoded, first_token, first_token_recent, first_token_memory    seconds, with --rounds: of a
+              folder's files, whose disk's cache is warm, the fastest, of a put one; the first token from it, with what
+              the recipe keeps recent, and from 16 bits in memory; put_MB_s and so on, MB of 16-bit cache a second
 
 Artifacts and recipes are kept by a PrefixStore, in whole blocks, so that prefixes are multiples of 128. `fp8` are e4m3
 numbers, as LMCache keeps them; `lossless` are bfloat16 numbers, high and low bytes apart, by zstandard. `kvtc`, fitted
@@ -39,16 +40,23 @@ import argparse
 import json
 import sys
 import tempfile
+import threading
 import time
 import timeit
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import zstandard
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from safetensors.torch import load as from_safetensors
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
@@ -57,17 +65,28 @@ from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
+from kvq_runtime.codec import codec
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.hf.prefix import PrefixStore
-from kvq_runtime.ops import entropy, rope
-from kvq_runtime.prefix import chain
+from kvq_runtime.ops import entropy, lossless, rope
+from kvq_runtime.prefix import block_file, chain, coder, shelf
+from kvq_runtime.stages import latent
 from scripts import positions
 from scripts.real_page import machine
 
+RECORDS = Path(__file__).parents[1] / "benchmarks" / "results" / "real" / "rest.jsonl"
 SINKS = 4
 SIZES, BITS = (16, 64, 256, 1024), (2, 4, 8)
 SINGLE = 16  # components that may be groups alone
 RANGE = 32  # bits of a group's least and greatest, float16 both
+STAGES = (  # (where, which function, what it is)
+    (codec.Codec, "predicted", "prediction"), (latent, "rotate", "transform"),
+    (codec.Codec, "_turned_back", "transform"), (coder, "block_input", "transform"),
+    (codec.Codec, "encode", "quantize"), (codec.Codec, "decode", "quantize"),
+    (entropy, "encode", "coding"), (entropy, "decode", "coding"),
+    (lossless, "encode", "coding"), (lossless, "decode", "coding"),
+    (block_file, "_content", "sha256"), (shelf.Folder, "put", "files"), (shelf.Folder, "get", "files"),
+)  # fmt: skip
 Pair = tuple[Tensor, Tensor]  # keys after RoPE and values of all layers, [L, T, C]
 Kept = tuple[float, Pair, dict[str, float]]  # bytes, restored, and what else is told
 Keep = Callable[[Tensor, Pair], Kept]  # tokens, exact
@@ -183,10 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what is asked."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--model", default="smollm2-135m", help="a name of the catalog or a folder (default: %(default)s)")
-    top.add_argument("--corpus", required=True, help="a name or a file")
+    top.add_argument("--corpus", default="demo", help="a name or a file (default: %(default)s)")
     top.add_argument("--artifacts", nargs="*", type=Path, default=[], metavar="FILE")
     top.add_argument("--recipes", nargs="*", default=[], metavar="NAME", help="that need no fit, or references")
     top.add_argument("--kvtc", nargs="*", type=float, default=[], metavar="BITS", help="before DEFLATE, an element")
+    top.add_argument("--bits", nargs="*", type=float, default=[], help="of artifacts, beside those of their fit")
     top.add_argument("--plain", action="store_true", help="fp8 and lossless as well")
     top.add_argument("--samples", type=int, default=24, help="of a KVTC fit (default: %(default)s)")
     top.add_argument("--windows", type=int, default=4, help="(default: %(default)s)")
@@ -196,9 +216,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top.add_argument("--rounds", type=int, default=0, help="of timing, in a folder (default: none)")
     top.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s)")
     top.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
+    top.add_argument("--store-threads", type=int, metavar="N", help="of a PrefixStore (default: its own)")
+    top.add_argument("--picture", type=Path, metavar="FILE", help=f"draw {RECORDS} there, and measure nothing")
     top.add_argument("--out", type=Path, metavar="FILE", help="append the lines there")
     args = top.parse_args(arguments)
     torch.set_num_threads(args.threads)
+    if args.picture:
+        picture([json.loads(line) for line in RECORDS.read_text().splitlines()]).savefig(args.picture, dpi=150)
+        return 0
     for line in lines(args):
         named = f"{line['kept']}: {line['bits']} bits, {line['kl']:.3g} nats, {line['relative']:+.2%}"
         print(f"{named}, first other {line['first']}", file=sys.stderr, flush=True)
@@ -216,10 +241,11 @@ def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = load_model(files, "cpu", getattr(torch, args.dtype))
     batch = corpus.select(args.corpus, files.path, args.windows, args.prefix + args.after, 0, "held-out")
     before_BT, after_BT = batch.tokens_BT.long().split([args.prefix, args.after], 1)
-    exact, held, references = [], [], []
+    exact, held, references, computed = [], [], [], []
     for before_T, after_T in zip(before_BT, after_BT, strict=True):
-        cache = DynamicCache(config=model.config)
+        cache, begun = DynamicCache(config=model.config), time.perf_counter()
         positions.states(model, before_T[None], cache)
+        computed.append(time.perf_counter() - begun)
         held.append(_pair(cache))
         references.append(_greedy(model, held[-1], before_T, args.greedy))
         exact.append(positions.states(model, after_T[None], cache))
@@ -237,6 +263,7 @@ def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {
             "kept": name, "model": files.id, "prefix": args.prefix, "after": args.after,
             "text": batch.description["source"], "greedy": args.greedy, "first": firsts,
+            "computed": round(sum(computed) / len(computed), 4),
             **{what: round(sum(one[what] for one in told) / len(told), 4) for what in told[0]},
             **positions.part(score, own),
             "processor_seconds": round(time.process_time() - begun, 1), "machine": machine(),
@@ -246,17 +273,42 @@ def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _kept(args: argparse.Namespace, files: Any, model: Any) -> Iterator[tuple[str, Keep]]:
     """The measurements, by name."""
     for path in args.artifacts:
-        yield path.stem, _stored(artifact.load(path), model, args.rounds)
+        made = artifact.load(path)
+        yield path.stem, _stored(made, model, args.rounds, args.store_threads)
+        for bits in args.bits:
+            yield f"{path.stem},bits={bits:g}", _stored(made, model, args.rounds, args.store_threads, bits)
     for name in args.recipes:
-        yield name, _stored(name, model, args.rounds)
+        yield name, _stored(name, model, args.rounds, args.store_threads)
     if args.plain:
         yield "fp8", _fp8
-        yield "lossless", _lossless
+        yield "lossless", partial(_lossless, 19)
+        yield "lossless-zstd3", partial(_lossless, 3)
     if args.kvtc:
         bases = _bases(args, files, model)
         choices = [Choice(basis) for basis in bases]
         for bits in args.kvtc:
             yield f"kvtc-{bits:g}", _joint(model, bases, [choice.within(bits) for choice in choices])
+
+
+def picture(records: Sequence[dict[str, Any]]) -> Figure:
+    """Divergence of what follows a prefix against the bits that are kept of it, by family."""
+    figure = Figure((8, 4.5), layout="constrained")
+    axes, families = figure.subplots(), defaultdict[str, list[tuple[float, float, str]]](list)
+    for record in records:
+        if record["kl"]:
+            name = "rest-1bit, coarser" if "bits=" in record["kept"] else record["kept"].rsplit("-", 1)[0]
+            families[name].append((record["bits"], record["kl"], record["kept"]))
+    for name, points in sorted(families.items(), key=lambda one: min(one[1])):
+        bits, kl, _ = zip(*sorted(points), strict=True)
+        axes.plot(bits, kl, marker="o", markersize=5, linewidth=1.2, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="bits per element of a kept prefix, all bytes counted",
+             ylabel="KL divergence of what follows, nats")  # fmt: skip
+    ticks = (0.25, 0.5, 1, 2, 4, 8, 16)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
 
 
 def _pair(cache: DynamicCache) -> Pair:
@@ -284,24 +336,27 @@ def _greedy(model: Any, pair: Pair, tokens_T: Tensor, count: int) -> list[int]:
     return made[0, len(tokens_T) :].tolist()
 
 
-def _stored(made: Any, model: Any, rounds: int) -> Keep:
+def _stored(made: Any, model: Any, rounds: int, threads: int | None = None, bits: float | None = None) -> Keep:
     """By a PrefixStore: all bytes of its blocks, but sinks counted in 16 bits."""
 
     def keep(tokens_T: Tensor, exact: Pair) -> Kept:
         with tempfile.TemporaryDirectory() as folder:
-            store = PrefixStore(folder if rounds else None, made, model=model)
-            given, begun = _cache(model, exact), time.perf_counter()
-            store.put(given, tokens_T)
-            put = time.perf_counter() - begun
-            sizes, whole = _sizes(store._blocks, tokens_T)
+            store = PrefixStore(folder if rounds else None, made, model=model, bits=bits, threads=threads)
             elements = exact[0].numel() + exact[1].numel()
+            with _timed("put", elements) as putting:
+                given, begun = _cache(model, exact), time.perf_counter()
+                store.put(given, tokens_T)
+                put = time.perf_counter() - begun
+            sizes, whole = _sizes(store._blocks, tokens_T)
             told = {f"bits_{name}": 8 * size / elements for name, size in sizes.items()}
-            told |= {"file_bytes": whole, "times_smaller": 2 * elements / whole} | _coder(store, tokens_T, elements)
+            told |= {"file_bytes": whole, "times_smaller": 2 * elements / whole} | putting
             more = torch.cat([tokens_T, tokens_T[:1]])  # the newest token is always left to the model
             if rounds:
-                told |= {"put": put} | _seconds(store, model, more[None], rounds)
+                told |= {"put": put} | _seconds(store, model, more[None], exact, rounds)
                 told |= {f"{way}_MB_s": 2 * elements / told[way] / 1e6 for way in ("put", "load", "load_decoded")}
-            restored = _pair(store.load_decoded(more, recent=0))
+            with _timed("load", elements) as loading:
+                restored = _pair(store.load_decoded(more, recent=0))
+            told |= loading
             assert restored[0].shape[1] == len(tokens_T), "a prefix is a multiple of a block"
             return sum(sizes.values()), restored, told
 
@@ -320,25 +375,43 @@ def _sizes(blocks: Any, tokens_T: Tensor) -> tuple[dict[str, int], int]:
     return sizes, whole
 
 
-def _coder(store: PrefixStore, tokens_T: Tensor, elements: int) -> dict[str, float]:
-    """Millions of codes a second, of what is entropy-coded, and MB of 16-bit cache; nothing, if nothing is."""
-    blocks, spent, codes = store._blocks, [0.0, 0.0], 0
-    for block in blocks.load(tokens_T) if blocks.format._coded else ():
-        parts = [block.fields[layer][role][field] for layer, role, field, _ in blocks.format._coded]
+@contextmanager
+def _timed(way: str, elements: int) -> Iterator[dict[str, float]]:
+    """Processor seconds of all threads by stage, and MB of 16-bit cache a second of one, when it is left."""
+    spent, lock, here = defaultdict[str, float](float), threading.Lock(), threading.local()
+    told: dict[str, float] = {}
+
+    def timed(function: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        def inner(*given: Any, **named: Any) -> Any:
+            within: list[float] = here.__dict__.setdefault("within", [])
+            within.append(0.0)
+            begun = time.thread_time()
+            try:
+                return function(*given, **named)
+            finally:
+                took = time.thread_time() - begun
+                with lock:
+                    spent[stage] += took - within.pop()
+                if within:
+                    within[-1] += took
+
+        return inner
+
+    with ExitStack() as patches:
+        for owner, name, stage in STAGES:
+            patches.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), stage)))
         begun = time.process_time()
-        coded = entropy.encode(parts, blocks.format._rungs)
-        between = time.process_time()
-        entropy.decode(coded, [(len(one), one.shape[1]) for one in parts], blocks.format._rungs)
-        spent = [spent[0] + between - begun, spent[1] + time.process_time() - between]
-        codes += sum(one.numel() for one in parts)
-    amounts = {"codes_s": codes, "MB_s": 2 * elements} if codes else {}
-    ways = list(zip(("in", "out"), spent, strict=True))
-    return {f"{what}_{way}": amount / one / 1e6 for what, amount in amounts.items() for way, one in ways}
+        yield told
+        whole = time.process_time() - begun
+    spent["other"] = whole - sum(spent.values())
+    told |= {f"{way}_cpu_{stage}": took for stage, took in spent.items()}
+    told[f"{way}_MB_s_core"] = 2 * elements / whole / 1e6
 
 
 @torch.no_grad()
-def _seconds(store: PrefixStore, model: Any, prompt_BT: Tensor, rounds: int) -> dict[str, float]:
+def _seconds(store: PrefixStore, model: Any, prompt_BT: Tensor, exact: Pair, rounds: int) -> dict[str, float]:
     """Seconds of each way to a prefix, the fastest of some rounds."""
+    held = [_cache(model, exact) for _ in range(rounds)]
 
     def first(cache: Cache) -> None:
         model(prompt_BT[:, cache.get_seq_length() :], past_key_values=cache)
@@ -348,7 +421,7 @@ def _seconds(store: PrefixStore, model: Any, prompt_BT: Tensor, rounds: int) -> 
         "load_decoded": lambda: store.load_decoded(prompt_BT, recent=0),
         "first_token": lambda: first(store.load(prompt_BT, recent=0)),
         "first_token_recent": lambda: first(store.load(prompt_BT)),
-        "computed": lambda: first(DynamicCache(config=model.config)),
+        "first_token_memory": lambda: first(held.pop()),  # of 16 bits
     }
     return {name: min(timeit.repeat(way, number=1, repeat=rounds)) for name, way in ways.items()}
 
@@ -358,13 +431,13 @@ def _fp8(tokens_T: Tensor, exact: Pair) -> Kept:
     return exact[0].numel() + exact[1].numel(), (keys, values), {}
 
 
-def _lossless(tokens_T: Tensor, exact: Pair) -> Kept:
+def _lossless(level: int, tokens_T: Tensor, exact: Pair) -> Kept:
     """As zstandard keeps them; restored is what bfloat16 numbers are, of which float32 ones are rounded."""
     size, pairs = 0, []
     for one in exact:
         numbers = one.bfloat16()
         planes = numbers.view(torch.uint8).unflatten(-1, (-1, 2))
-        size += sum(len(zstandard.compress(planes[..., i].contiguous().numpy().tobytes(), 19)) for i in range(2))
+        size += sum(len(zstandard.compress(planes[..., i].contiguous().numpy().tobytes(), level)) for i in range(2))
         pairs.append(numbers.float())
     return size, (pairs[0], pairs[1]), {}
 
