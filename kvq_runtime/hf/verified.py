@@ -69,7 +69,7 @@ def verified_generate(
     cache      drafts; empty, or with the prompt's first tokens, as `PrefixStore.load` gives it
     input_ids  one prompt, int64 [1, T], without padding
     draft      tokens that are drafted before each pass of the 16-bit cache, at least 1
-    settings   of `model.generate`. `cache_implementation="offloaded"` keeps the 16-bit cache in the host's memory,
+    settings   of `model.generate`. `cache_implementation="offloaded"` keeps the 16-bit cache in host memory (on CUDA),
                `past_key_values` is a 16-bit cache to use, such as `PrefixStore(path, "exact", model=model).load(ids)`
 
     Greedy search gives the tokens of `model.generate(**inputs)`, but for ties: passes of several tokens round otherwise

@@ -112,6 +112,13 @@ def test_a_prompt_is_read_once_and_prefixes_are_taken_from_stores(model, tmp_pat
     handle.remove()
 
 
+@pytest.mark.gpu
+def test_a_16_bit_cache_is_kept_in_the_memory_of_the_host(model):
+    model, ids = model.to("cuda"), prompt(1, 60).to("cuda")
+    result = verified_generate(model, kvq("higgs-4bit", model), ids, cache_implementation="offloaded", **GREEDY)
+    check(result, model.generate(ids, **GREEDY), 60, 8)
+
+
 class Told:
     """A cache of a number of tokens."""
 
