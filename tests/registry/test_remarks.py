@@ -203,6 +203,16 @@ def test_two_approvals_are_of_two_others(store: Registry, monkeypatch):
         assert remarks.approve(store, NAME, "1.0.1", "production").at("production") == moved
 
 
+def test_an_approval_of_one_s_own_counts_for_nothing(store: Registry):
+    """Whatever wrote it."""
+    remarks.protect(store, NAME, "production", 1)
+    store.promote(NAME, "1.0.1")
+    state = store.current_state(NAME)
+    (proposal,) = remarks.read(store, NAME).proposals(state)
+    remarks.add(store, NAME, "approve", [], proposal=proposal.digest)
+    assert store.promote(NAME, "1.0.1").at("production") == "1.0.0" == production()
+
+
 def test_a_proposal_lapses_when_the_alias_moves(store: Registry, monkeypatch):
     store.publish(NAME, tiny.data(2))
     remarks.protect(store, NAME, "production", 1)
