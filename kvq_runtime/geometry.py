@@ -79,6 +79,8 @@ def check_group(group: str | int) -> None:
 def _shape(config: Mapping[str, Any], layer: int | None = None) -> tuple[int, int]:
     """KV heads and head size of a layer that attends to all tokens; without one, of those that slide."""
     kv_heads, size = config.get("num_key_value_heads"), config.get("head_dim")
+    if rank := config.get("kv_lora_rank"):  # a row of latent and rotary key for all heads: `hf/attention.py`
+        return 1, (rank + (config.get("qk_rope_head_dim") or 0)) // 2
     if layer is not None:  # of Gemma 4 these have heads of their own: by layer, or as its files say it
         given = config.get("per_layer_config")
         by_layer = {str(n).lstrip("0"): one for n, one in given.items()} if isinstance(given, Mapping) else {}
@@ -103,9 +105,9 @@ class Sliding:
     def from_config(config: Mapping[str, Any]) -> "Sliding":
         """Those of a model; none of one whose other layers do not slide."""
         kinds, window = config.get("layer_types"), config.get("sliding_window")
-        count = config["num_hidden_layers"] - len(attending(config))
+        count = owners(config) - len(attending(config))
         if isinstance(kinds, (list, tuple)):
-            count = sum(kind == "sliding_attention" for kind in kinds[: config["num_hidden_layers"]])
+            count = sum(kind == "sliding_attention" for kind in kinds[: owners(config)])
         if not count or type(window) is not int:
             return Sliding()
         heads, size = _shape(config)
@@ -119,14 +121,23 @@ class Sliding:
 NONE_SLIDE = Sliding()
 
 
+def owners(config: Mapping[str, Any]) -> int:
+    """Of how many layers, the first, keys and values are cached; those above them read what the last of their type has
+    (Gemma 3n)."""
+    count, shared = config["num_hidden_layers"], config.get("num_kv_shared_layers") or 0
+    if type(count) is not int or type(shared) is not int or not 0 <= shared < max(1, count):
+        given = f"num_hidden_layers={count!r:.60}" + (f", num_kv_shared_layers={shared!r:.60}" if shared else "")
+        raise ValueError(f"{given}; a whole number is needed" + (", and fewer that share" if shared else ""))
+    return count - shared
+
+
 def attending(config: Mapping[str, Any]) -> Sequence[int]:
-    """The layers that attend to all tokens, by their number in the model; the others slide over a window, or recur.
+    """The layers that cache all tokens, by their number in the model; the others slide over a window, recur, or read
+    what a layer below them caches.
 
     config   as in config.json, which may leave out what transformers knows of its type; or with its defaults
     """
-    count, kinds = config["num_hidden_layers"], config.get("layer_types")
-    if type(count) is not int:
-        raise ValueError(f"num_hidden_layers={count!r:.60}; a whole number is needed")
+    count, kinds = owners(config), config.get("layer_types")
     if isinstance(kinds, (list, tuple)):
         return [n for n, kind in enumerate(kinds[:count]) if kind in WHOLE]
     chosen, interval = config.get("full_attn_idxs"), config.get("full_attention_interval")

@@ -305,10 +305,10 @@ def _check_config(config: "PreTrainedConfig", id: str) -> None:
         )
     if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
         raise ValueError(f"{id}: some of its layers slide, and config.json has no sliding_window; {LISTED}")
-    if getattr(config, "num_kv_shared_layers", None):
+    if getattr(config, "kv_lora_rank", None):
         raise ValueError(
-            f"{id}: config.json has num_kv_shared_layers={config.num_kv_shared_layers}, which calibration does not "
-            f"know; use a recipe that needs no fit, or another model; {LISTED}"
+            f"{id} caches one latent for all heads (multi-head latent attention), which calibration does not know; use "
+            f"a recipe that needs no fit; {LISTED}"
         )
 
 

@@ -49,6 +49,7 @@ def _other(files: Files, architecture: Any) -> Files:
     """Check a model of another type, by what transformers makes of its settings; return it with all of them."""
     text = files.config.get("text_config")
     for given in (files.config, text if isinstance(text, dict) else {}):
+        _check_shared(files, given)
         _check_numbers(files, given, tuple(SIZES))
     from kvq_calib.model import decoder  # transformers and all that comes with it
 
@@ -61,10 +62,20 @@ def _other(files: Files, architecture: Any) -> Files:
     found = decoder.settings(files.transformers_config, files.id)
     own = {name: files.config[name] for name in ("architectures", "quantization_config") if name in files.config}
     whole = replace(files, config=found | own)
+    _check_shared(whole, whole.config)
     _check_sizes(whole)
     decoder.check(whole.transformers_config(), whole.id)
     _check_weights(whole)
     return whole
+
+
+def _check_shared(files: ModelFiles, config: Mapping[str, Any]) -> None:
+    """Refuse layers that read what others cache."""
+    if config.get("num_kv_shared_layers"):
+        raise ValueError(
+            f"{files.id}: {files.described} has num_kv_shared_layers={config['num_kv_shared_layers']!r:.60}, which "
+            "calibration does not know; use a recipe that needs no fit, or another model (docs/models.md)"
+        )
 
 
 def _check_numbers(files: ModelFiles, config: Mapping[str, Any], optional: Sequence[str]) -> None:

@@ -59,15 +59,17 @@ class KVQLayer(CacheLayerMixin):
 
     Keys are stored in the dtype of the values: under autocast RoPE leaves them in float32, and attention rounds them to
     autocast's dtype, which the values have.
+
+    decodes   hand out all decoded under our own attention too, as other modules read what this one does
     """
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, blocks: BlockCache, index: int, current: Pass):
+    def __init__(self, blocks: BlockCache, index: int, current: Pass, decodes: bool = False):
         super().__init__()
-        self.blocks, self.index, self.current = blocks, index, current
+        self.blocks, self.index, self.current, self.decodes = blocks, index, current, decodes
         self._leads = index == min(blocks.held)
         self._marks = {first: Mark(blocks, index, first, current) for first in (True, False)}
 
@@ -96,7 +98,7 @@ class KVQLayer(CacheLayerMixin):
             k_BTC, v_BTC = k_BTC.detach(), v_BTC.detach()
         if self.current.mixed:
             k_BTC = k_BTC.to(v_BTC.dtype)
-        if self.current.attended:
+        if self.current.attended and not self.decodes:
             self.blocks.take(self.index, k_BTC, v_BTC)
             key_states = key_states.view_as(key_states)  # the mark stays off the caller's tensor
             key_states._kvq = self._marks[first]  # type: ignore[attr-defined]
@@ -139,6 +141,21 @@ class KVQLayer(CacheLayerMixin):
         raise RuntimeError("a KVQCache is not offloaded: it is small already; use offloading=False")
 
     prefetch = offload
+
+
+class LatentLayer(KVQLayer):
+    """A layer of multi-head latent attention: of each token it caches one row for all heads.
+
+    The row is the rotary key, after RoPE, and then the latent that the model makes keys and values of; its first half
+    is stored as keys are, so that RoPE can be undone there, the second as values. Source: DeepSeek-AI, 2024 (V2), 2.1.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Take in latents [B, 1, T, R] and rotary keys [B, 1, T, P]; return all, history decoded, in their dtypes."""
+        row = torch.cat([value_states.to(key_states.dtype), key_states], -1)
+        keys, values = super().update(*row.chunk(2, -1))
+        turned, latent = torch.cat([keys, values], -1).split([value_states.shape[-1], key_states.shape[-1]], -1)
+        return latent, turned.to(value_states.dtype)
 
 
 def attention(
@@ -195,7 +212,9 @@ def dense(
 ) -> tuple[Tensor, None]:
     """Attend as `sdpa` does, and to a cap on scores and learned logits of no token too, which it drops or refuses."""
     softmax = whole.Softmax.of(kwargs)
-    if softmax.plain:
+    causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
+    later = attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]  # which sdpa takes for the first
+    if softmax.plain and not later:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
     factor = scaling if scaling is not None else query.shape[-1] ** -0.5
     return whole.attention(query, key, value, attention_mask, factor, softmax).transpose(1, 2).contiguous(), None

@@ -15,7 +15,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import attending
-from kvq_runtime.hf.attention import KVQLayer, Pass
+from kvq_runtime.hf.attention import KVQLayer, LatentLayer, Pass
 from kvq_runtime.hf.model import (
     LISTED,
     attention_modules,
@@ -93,11 +93,19 @@ class KVQCache(Cache):
         modules = attention_modules(model, held)
         if "positions" in recipe.needs:
             check_rope(model, modules, recipe.name)
-        self._pass = Pass()
+        self._pass, self._decodes = Pass(), _decoding(config, type(model).__name__)
+        if self._decodes and (recipe.needs & OURS or self.blocks.weighs):
+            raise ValueError(
+                f"{recipe.name} needs queries or weights of attention, and {self._decodes}; use a recipe that holds "
+                "and reads all tokens, and needs no queries"
+            )
+        latent, shared = getattr(config, "kv_lora_rank", None), getattr(config, "num_kv_shared_layers", None)
+        kind = LatentLayer if latent else KVQLayer
         layers = [
-            KVQLayer(self.blocks, self.places[n], self._pass) if n in self.places else layer
+            kind(self.blocks, self.places[n], self._pass, bool(latent or (shared and n == held[-1])))
+            if n in self.places else layer
             for n, layer in enumerate(stock)
-        ]
+        ]  # fmt: skip
         super().__init__(layers=layers)  # type: ignore[arg-type]
         self._stock = [layer for layer in layers if isinstance(layer, DynamicLayer)]
         self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
@@ -194,7 +202,7 @@ class KVQCache(Cache):
 
         None: packed codes of all layers are attended to directly.
         """
-        return self.blocks.refusal
+        return self._decodes or self.blocks.refusal
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold; `print` it, or read its fields.
@@ -270,7 +278,7 @@ class KVQCache(Cache):
             )
         name = self.blocks.recipe.name
         step = positions_BT is not None and positions_BT.shape[-1] == 1  # and no text that is read whole
-        again = step and attention in DECODING and not self.blocks.decoder.keep
+        again = step and attention in DECODING and not (self.blocks.decoder.keep or self._decodes)
         if again and name not in _told and any(one.encoded for one in self.blocks.layers.values()):
             _told.add(name)
             _log.warning(
@@ -359,6 +367,15 @@ class KVQCache(Cache):
                 _empty(layer)
             else:
                 getattr(layer, method)(*args)
+
+
+def _decoding(config: Any, name: str) -> str | None:
+    """The reason why a model's own attention reads a layer's decoded history at every step; None: it need not."""
+    if getattr(config, "kv_lora_rank", None):
+        return f"{name} makes keys and values of decoded latents by itself"
+    if getattr(config, "num_kv_shared_layers", None):
+        return f"the last layers of {name} read what the last of those that cache has decoded"
+    return None
 
 
 def _empty(layer: DynamicLayer) -> None:

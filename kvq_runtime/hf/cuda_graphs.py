@@ -67,7 +67,7 @@ class Asked:
             return "autocast is on, which keeps weights in another dtype that may be gone at the next step"
         if len(cache.places) < len(cache.layers):
             return "some layers are held by transformers' own classes, whose tensors grow with every token"
-        return refused(cache.blocks)
+        return cache._decodes or refused(cache.blocks)
 
 
 class RecordedStep:

@@ -38,14 +38,9 @@ def check_model(model: PreTrainedModel) -> None:
             f"model is of type {type(model).__name__}; give the loaded transformers model itself, as "
             "AutoModelForCausalLM.from_pretrained returns it"
         )
-    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder and attention across to it; kvq takes decoders alone; {LISTED}")
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(
-            f"{name} caches one latent for all heads (multi-head latent attention), not keys and values by head, which "
-            f"kvq compresses; {LISTED}"
-        )
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
         raise ValueError(f"{name} has no decoder with layers as Llama has; {LISTED}")
     devices = _devices(model)
@@ -124,8 +119,9 @@ def rope_refusal(decoder: Any, attention: Sequence[nn.Module]) -> str | None:
         return "some layers of the model have no RoPE"
     if _turns(attention[0]) is False or (_turns(attention[0]) is None and len(attention) < len(decoder.layers)):
         return "layers of the model that attend to all tokens have no RoPE"
-    apply = getattr(sys.modules[type(attention[0]).__module__], "apply_rotary_pos_emb", None)
-    by_halves = apply is None or _by_halves(apply, rotary)
+    code = sys.modules[type(attention[0]).__module__]
+    apply = getattr(code, "apply_rotary_pos_emb", None)
+    by_halves = not hasattr(code, "apply_rotary_emb") if apply is None else _by_halves(apply, rotary)
     return None if by_halves else "this model's RoPE turns neighbouring channels"
 
 
@@ -247,6 +243,11 @@ def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> list[nn.
         ):
             raise ValueError(
                 f"layer {layer} of {name} has no self_attn that takes past_key_values, as Llama's; {LISTED}"
+            )
+        if getattr(module, "kv_lora_rank", None) and not hasattr(module, "expand_kv"):
+            raise ValueError(
+                f"layer {layer} of {name} has a latent, but no expand_kv that makes keys of cached ones, as DeepSeek "
+                f"V3's; {LISTED}"
             )
         if not getattr(module, "is_causal", True):
             raise ValueError(f"layer {layer} of {name} attends in both directions; kvq takes decoders alone; {LISTED}")

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.hf.attention import KVQLayer
+from kvq_runtime.hf.attention import KVQLayer, LatentLayer
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import fingerprint_of, frequencies, geometry_of, rotary_module
 from kvq_runtime.ops.rope import Rotary
@@ -90,6 +90,8 @@ class PrefixStore:
                 f"layers {others} of {type(model).__name__} do not attend to all tokens: what they hold at the end of "
                 "a prefix is not kept, so that nothing could go on from it"
             )
+        if any(isinstance(layer, LatentLayer) for layer in self._empty().layers):
+            raise ValueError(f"{type(model).__name__} caches latents, of which no prefix is kept")
         self._blocks = PrefixBlocks(
             path, found, geometry_of(model), artifact.tensors if artifact else None,
             model=weights_digest(model), dtype=model.dtype, rotary=_rotary(model, found), salt=salt, budget=budget,

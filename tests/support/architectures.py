@@ -43,6 +43,10 @@ GEMMA4 = EXPERTS | {
     "top_k_experts": 2,
     "hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0,
 }  # fmt: skip
+LATENT = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 24,
+          "head_dim": 16, "num_key_value_heads": 4}  # fmt: skip
+SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 16,
+           "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}  # fmt: skip
 LATER = ("internlm3", "iquestcoder", "kolibri1", "flint", "lfm3")  # than the oldest transformers
 OWN = {
     "glm4_moe": EXPERTS | ROUTED,
@@ -66,7 +70,10 @@ OWN = {
     "qwen3_next": EXPERTS | SHARED | RECURRENT, "qwen3_5_text": RECURRENT, "olmo_hybrid": RECURRENT,
     "qwen3_5_moe_text": EXPERTS | SHARED | RECURRENT,
     "minimax": EXPERTS | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
-    "deepseek_v3": EXPERTS | ROUTED,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu"), EXPERTS | ROUTED | LATENT),
+    "minicpm3": LATENT,
+    "gemma3n_text": SHARING | {"head_dim": 16, "altup_num_inputs": 2, "laurel_rank": 8, "intermediate_size": [128] * 6,
+                               "activation_sparsity_pattern": [0.0] * 6},
     "bitnet": {"head_dim": 16}, "helium": {"head_dim": 16}, "persimmon": {"head_dim": 16, "num_key_value_heads": 4},
     "granitemoehybrid": EXPERTS | RECURRENT | {
         "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
@@ -88,6 +95,7 @@ OWN = {
 QUICK = (  # one for each thing that tells architectures apart
     "llama", "qwen2", "qwen3_moe", "phi3", "smollm3", "cohere2+", "gemma3_text", "olmo3", "gemma4", "gpt_oss", "gemma2",
     "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "aria_text", "persimmon", "opt", "nanochat",
+    "deepseek_v3", "deepseek_v2", "gemma3n_text",
 )  # fmt: skip
 
 

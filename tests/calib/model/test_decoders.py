@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from architectures import MIXED, QUICK, random, table
+from architectures import MIXED, OWN, QUICK, random, table
 from generating import stock
 from models import prompt
 from tiers import some
@@ -39,10 +39,14 @@ TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
 UNLISTED = {
     "minimax": "it does not run with transformers' own cache: MiniMax uses cache of its own",
     "falcon_h1": "layers 0, 1, 2 of 3 are of type hybrid; calibration takes models whose layers attend to every",
-    "doge": r"its attention has parameters of its own \(A\)", "deepseek_v3": "caches one latent for all heads",
+    "doge": r"its attention has parameters of its own \(A\)",
     "persimmon": "PersimmonAttention has no k_proj and v_proj, and no qkv_proj",
 }  # fmt: skip
-REFUSED = {"opt": "embed_positions, .* stand beside its layers"}
+REFUSED = {
+    "opt": "embed_positions, .* stand beside its layers",
+    "gemma3n_text": "num_kv_shared_layers=2, which calibration does",
+    **{kind: "caches one latent for all heads" for kind, cells in ROWS.items() if "kv_lora_rank" in OWN.get(kind, {})},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
