@@ -164,6 +164,7 @@ def drift(
             "KL": result.kl,
             "failed": "; ".join(result.failed),
             "promoted": result.promoted,
+            "proposed": result.proposed,
         }
         for result in checked
     ]

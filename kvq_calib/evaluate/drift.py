@@ -29,6 +29,7 @@ class DriftResult:
     protocol     that one, "full" or "in-use"
     failed       the bounds that it does not keep
     promoted     the alias that points to it since then; "" if none was moved
+    proposed     the alias, if that is protected, for which it waits for approvals; "" if none
     """
 
     artifact: str
@@ -37,6 +38,7 @@ class DriftResult:
     failed: Sequence[str] = ()
     promoted: str = ""
     protocol: str | None = None
+    proposed: str = ""
 
 
 def week(today: date) -> int:
@@ -81,8 +83,8 @@ def check(
         told = read(judged, TextRecord)
         failed, (protocol, found) = gate.passes(told, bounds), told.decisive or (None, None)
         costs = (1 + found.relative, found.kl) if found else (None, None)
-        moved = promote and not failed and _promote(place, version, alias)
-        checked.append(DriftResult(subject.name, *costs, failed, alias if moved else "", protocol))
+        promoted, proposed = _promote(place, version, alias) if promote and not failed else ("", "")
+        checked.append(DriftResult(subject.name, *costs, failed, promoted, protocol, proposed))
     return checked
 
 
@@ -105,12 +107,12 @@ def _place(given: str, registry_url: str | None) -> tuple[Registry, Reference]:
     return registry.open_registry(found.registry or registry_url), found
 
 
-def _promote(place: Registry, version: Reference, alias: str) -> bool:
-    """Point the alias to a version, if that is the newest and the alias is elsewhere; whether it moved, so was not only
-    proposed."""
+def _promote(place: Registry, version: Reference, alias: str) -> tuple[str, str]:
+    """Point the alias to a version, if that is the newest and the alias is elsewhere; returns the alias as what was
+    moved, or as what that was proposed for."""
     state = place.existing(version.name)
     latest, before = state.newest(), state.at(alias)
     if latest is None or version.value != latest.version or before == version.value:
-        return False
+        return "", ""
     after = place.promote(version.name, version.value, alias, expect=before or "none", force=True)  # bounds judged it
-    return after.at(alias) == version.value
+    return (alias, "") if after.at(alias) == version.value else ("", alias)

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from heapq import merge
 from typing import Any
 
-from kvq_runtime.cli.exit_codes import say
+from kvq_runtime.cli.exit_codes import PROPOSED, say
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import reference, remarks, verdict
@@ -22,6 +22,8 @@ from kvq_runtime.registry.resolve import choose, open_registry
 def list_names(args: Namespace) -> int:
     """Print a row a name: production, newest version, recipe and model; 1 if a name cannot be read."""
     registry, code = open_registry(args.where or args.registry), 0
+    if args.tag is not None:
+        remarks.check_tag(args.tag)
     rows = []
     for name in registry.names():
         try:
@@ -132,7 +134,7 @@ def protect(args: Namespace) -> int:
 
 
 def _print_moved(registry: Registry, state: State, version: Version, args: Namespace) -> int:
-    """Print where an alias has moved; if it is protected, what is proposed and who approves."""
+    """Print where an alias has moved; if it is protected, what is proposed and who approves, and return PROPOSED."""
     if state.at(args.alias) == version.version:
         return _print_alias(state, args)
     found = remarks.read(registry, state.name)
@@ -143,7 +145,7 @@ def _print_moved(registry: Registry, state: State, version: Version, args: Names
         say("kvq", f"{said}: kvq approve {state.name}@{version.version} --alias {args.alias}")
     record = {"name": state.name, "alias": args.alias, "version": state.at(args.alias), "proposed": proposed}
     print_record(record, args.json)
-    return 0
+    return PROPOSED
 
 
 def proposals(found: Remarks, state: State, **said: str) -> list[dict[str, Any]]:

@@ -55,23 +55,39 @@ def copy(source: Registry, name: str, version: Version, target: Registry, dry_ru
 def mirror(source: Registry, name: str, target: Registry, dry_run: bool = False) -> Iterator[dict[str, Any]]:
     """Copy every version of a name, then give its aliases and yanks the state they have in the source.
 
-    Yields a row for each thing done, or with `dry_run` that would be done.
+    Yields a row for each thing done, or with `dry_run` that would be done. A version that an alias of the target points
+    to is not yanked there, which its row says.
     """
     state = source.existing(name)
     for version in state.versions.values():
         yield copy(source, name, version, target, dry_run)
     before = target.current_state(name)
+    guarded = remarks.read(target, name) if before.events else remarks.Remarks(())
+    after = {alias: before.at(alias) for alias in before.aliases}
     for alias in state.aliases:  # before yanks: a yanked version may be an alias' old one
         pointed = state.at(alias)
         if pointed is not None and before.at(alias) != pointed:
-            moved = dry_run or target.promote(name, pointed, alias, before.at(alias) or "none", force=True).at(alias)
-            what = f"is {alias}" if moved in (True, pointed) else f"is proposed as {alias}, which is protected"
+            if dry_run:
+                moves = guarded.may_move(before, alias, pointed)
+            else:
+                expected = before.at(alias) or "none"
+                moves = target.promote(name, pointed, alias, expected, force=True).at(alias) == pointed
+            after |= {alias: pointed} if moves else {}
+            what = f"is {alias}" if moves else f"is proposed as {alias}, which is protected"
             yield _row(name, pointed, source, target, what, dry_run)
     for version in state.versions.values():
-        if version.yanked is not None and (dry_run or target.current_state(name).get(version.version).yanked is None):
-            if not dry_run:
-                target.yank(name, version.version, version.yanked)
-            yield _row(name, version.version, source, target, "yanked", dry_run)
+        there = before.versions.get(version.version)
+        if version.yanked is None or (there is not None and there.yanked is not None):
+            continue
+        what, pointing = "yanked", [alias for alias, at in after.items() if at == version.version]
+        if pointing:
+            protected = " and ".join(
+                f"{one}, which is protected," if guarded.approvals(one) else one for one in pointing
+            )
+            what = f"not yanked: {protected} points to it"
+        elif not dry_run:
+            target.yank(name, version.version, version.yanked)
+        yield _row(name, version.version, source, target, what, dry_run)
 
 
 def push_to_hub(

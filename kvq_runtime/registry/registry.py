@@ -5,7 +5,7 @@ gives and adds files, and writes an event only on top of the events that were re
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
@@ -26,6 +26,8 @@ TRIES = 200
 FIRST = "1.0.0"
 _NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
 Kind = Literal["evaluations", "signatures", "remarks"]
+MAX_RECORDS = 1 << 12  # records of an artifact or a name, of one kind
+BYTES = 1 << 26  # of all of them
 
 
 @dataclass(frozen=True)
@@ -359,6 +361,19 @@ class Registry(ABC):
         events.check_reason(reason)
         self.existing(name)
         return self.change(name, lambda state: Yank(version, reason))
+
+
+def gather(where: str, paths: Iterable[PurePath], content: Callable[[PurePath, int], bytes]) -> list[bytes]:
+    """The records at these paths, which `content` returns within a limit; RuntimeError, beginning with `where`, for too
+    many."""
+    found, left = [], BYTES
+    for path in paths:
+        found.append(content(path, remarks.LIMIT if path.parts[0] == "remarks" else sound.LIMIT))
+        left -= len(found[-1])
+        if left < 0 or len(found) > MAX_RECORDS:
+            text = f"more than {MAX_RECORDS} records or {BYTES} bytes of them; remove some there"
+            raise RuntimeError(f"{where}: {text}, but no remark that protects")
+    return found
 
 
 def _check_unmoved(state: State, alias: str, before: str | None) -> None:

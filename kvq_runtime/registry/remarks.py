@@ -40,6 +40,12 @@ from kvq_runtime.registry import events, reference, verdict, webhook
 from kvq_runtime.registry.events import Event, Promote, State
 
 SCHEMA = 1
+LIMIT = 1 << 13  # bytes of a file
+REPLACES = 64  # digests in one
+RESTORE = (
+    "use a newer kvq; if it is damaged, restore it from a backup, or delete it and note, tag or protect again: it may "
+    "be what protects an alias, or removed a tag"
+)
 FIELDS: dict[str, set[str]] = {
     "note": {"version", "text"},
     "tag": {"version", "tag"},
@@ -89,8 +95,8 @@ class Remarks:
 
     def holding(self, *kinds: str, **said: Any) -> list[Remark]:
         """Remarks of these kinds, that say this, and that no other one replaces."""
-        first = next(iter(said.items()), ("", ""))
-        found = [one for kind in kinds for one in self._holding.get((kind, *first), ())]
+        key, value = next(iter(said.items()), ("", ""))
+        found = [one for kind in kinds for one in self._holding.get((kind, key, value), ())]
         return [one for one in found if said.items() <= one.said.items()]
 
     def tags(self, version: str) -> list[str]:
@@ -130,6 +136,8 @@ def read(registry: Any, name: str) -> Remarks:
 def from_bytes(data: bytes, path: PurePath, name: str = "") -> Remark | None:
     """Read a remark, of this name if one is given, from the bytes at `path`; None if its kind is not known here."""
     label, digest = f"{path}: remark", hash_of(data).hexdigest()
+    if len(data) > LIMIT:
+        raise ArtifactError(f"{label}: {len(data)} bytes; at most {LIMIT} are allowed")
     if path.stem != digest:
         raise ArtifactError(f"{label}: sha256 is {digest}, not that of its name; the file was changed")
     fields = strict_json.loads(data, label)
@@ -149,19 +157,19 @@ def from_bytes(data: bytes, path: PurePath, name: str = "") -> Remark | None:
     what, replaces = fields["kind"], tuple(fields["replaces"])
     if replaces and what not in _SUBJECTS:
         raise ArtifactError(f"{label}: replaces must be empty: a {what} replaces nothing")
-    return Remark(data, digest, fields["at"], fields["by"], what, {key: fields[key] for key in said}, replaces)
+    return Remark(data, digest, fields["at"], fields["by"].strip(), what, {key: fields[key] for key in said}, replaces)
 
 
-def add(registry: Any, name: str, kind: str, replaces: list[Remark], **said: Any) -> str:
-    """Make a remark, and tell of it; returns its digest. Raises ValueError for a field that cannot be."""
+def add(registry: Any, name: str, kind: str, replaces: list[Remark], **said: Any) -> None:
+    """Make a remark, or more if it replaces more than one can, and tell. ValueError for a field that cannot be."""
     for key, value in said.items():
         _CHECKS[key](value)
     head = {"schema": SCHEMA, "name": name, "at": events.now(), "by": who(), "kind": kind}
-    fields = head | said | {"replaces": [one.digest for one in replaces]}
-    data = (strict_json.dumps(fields) + "\n").encode()
-    registry.add_record("remarks", _folder(name), data, name)
-    webhook.tell(registry.url, fields)
-    return hash_of(data).hexdigest()
+    for start in range(0, max(len(replaces), 1), REPLACES):
+        fields = head | said | {"replaces": [one.digest for one in replaces[start : start + REPLACES]]}
+        data = (strict_json.dumps(fields) + "\n").encode()
+        registry.add_record("remarks", _folder(name), data, name)
+        webhook.tell(registry.url, fields)
 
 
 def who() -> str:
@@ -171,7 +179,7 @@ def who() -> str:
     except (KeyError, OSError):
         raise RuntimeError("this login has no name; set KVQ_USER to yours") from None
     _check_by(name)
-    return name
+    return name.strip()
 
 
 def _folder(name: str) -> str:
@@ -183,7 +191,8 @@ def _check_by(by: Any) -> None:
         raise ValueError(f"name of a person {by!r:.80}; use one line of 1 to 96 characters, in KVQ_USER")
 
 
-def _check_tag(tag: Any) -> None:
+def check_tag(tag: Any) -> None:
+    """Raise ValueError unless this is a tag of a version."""
     if not isinstance(tag, str) or not _TAG.fullmatch(tag):
         raise ValueError(f"tag {tag!r:.80}; use 1 to 32 of a-z 0-9 . _ -, the first a letter or digit")
 
@@ -197,8 +206,8 @@ def _check_count(most: int) -> Callable[[Any], None]:
 
 
 def _check_replaces(digests: Any) -> None:
-    if not isinstance(digests, list):
-        raise ValueError("replaces must be a list of digests")
+    if not isinstance(digests, list) or len(digests) > REPLACES:
+        raise ValueError(f"replaces must be a list of digests, {REPLACES} at most")
     for digest in digests:
         reference.check_sha256(digest)
 
@@ -210,7 +219,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "replaces": _check_replaces,
     "version": reference.check_version,
     "text": lambda text: events.check_line("note", text),
-    "tag": _check_tag,
+    "tag": check_tag,
     "alias": reference.check_alias,
     "approvals": _check_count(16),
     "after": _check_count(10**8),
@@ -230,7 +239,7 @@ def note(registry: Any, name: str, version: str, text: str) -> None:
 def tag(registry: Any, name: str, version: str, tag: str, remove: bool = False) -> list[str]:
     """Give a version a tag, or take it away; returns its tags. Nothing is written where that is so already."""
     registry.existing(name).get(version)
-    _check_tag(tag)
+    check_tag(tag)
     found = read(registry, name)
     if remove == (tag in found.tags(version)):
         replaced = found.holding("tag", "untag", version=version, tag=tag)
@@ -254,7 +263,8 @@ def copy(source: Any, name: str, version: str, target: Any) -> None:
 def protect(registry: Any, name: str, alias: str, approvals: int) -> None:
     """Let an alias move only when so many others approve; 0: by anybody again. A promote that was decided before may
     still come after."""
-    registry.existing(name)
+    if not registry.current_state(name).events:  # never from a cache, of which it may be so already
+        registry.existing(name)
     found = read(registry, name)
     if found.approvals(alias) != approvals:
         add(registry, name, "protect", found.holding("protect", alias=alias), alias=alias, approvals=approvals)

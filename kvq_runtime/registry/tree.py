@@ -23,7 +23,7 @@ from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import events, reference, remarks, sound
 from kvq_runtime.registry.events import Event, Fold, Publish, State, Version
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
-from kvq_runtime.registry.registry import Finding, Head, Registry
+from kvq_runtime.registry.registry import Finding, Head, Registry, gather
 
 BLOBS = "blobs/sha256"
 _EVENT_LIMIT = 1 << 16
@@ -141,10 +141,12 @@ class TreeRegistry(Registry):
         """(path, content) of every .json file of a folder, by path.
 
         None is passed over, as a verdict or a signature may depend on it: ArtifactError if it is no folder, and what
-        the place raises where it cannot be read. Other versions, and `kvq list`, do not need it.
+        the place raises where it cannot be read. Other versions, and `kvq list`, do not need it. RuntimeError for more
+        than there may be.
         """
-        paths = [f"{folder}/{file}" for file in self._in_folder(folder) if file.endswith(".json")]
-        return [(PurePath(self.at(path)), self.content(path, sound.LIMIT)) for path in paths]
+        paths = [PurePath(folder, file) for file in self._in_folder(folder) if file.endswith(".json")]
+        found = gather(self.address(folder), paths, lambda path, limit: self.content(str(path), limit))
+        return [(PurePath(self.at(str(path))), data) for path, data in zip(paths, found, strict=True)]
 
     # ---- changing
 
@@ -215,19 +217,25 @@ class TreeRegistry(Registry):
         """
         findings: list[Finding] = []
         named: dict[str, tuple[str, Version, str]] = {}
-        for name in self.entries("names"):
+        for name in self._below(findings, "names"):
             problems, blobs = self._examine_name(name)
             findings += problems
             named |= blobs
         findings += self._examine_blobs(named, readable=not findings)
-        for kind, again in (("evaluations", "evaluate"), ("signatures", "sign"), ("remarks", "remark")):
-            for folder in (f"{kind}/{sha256}" for sha256 in self.entries(kind)):
-                listed, advice = list[str](), "move it out of the registry"
-                findings += self._attempt(lambda f=folder, to=listed: to.extend(self._in_folder(f)), folder, advice)
-                for path in (f"{folder}/{file}" for file in listed):
-                    advice = f"delete it, and {again} again"
+        again = {
+            kind: f"delete it, and {do} again" for kind, do in (("evaluations", "evaluate"), ("signatures", "sign"))
+        }
+        for kind, advice in (again | {"remarks": remarks.RESTORE}).items():
+            for folder in (f"{kind}/{sha256}" for sha256 in self._below(findings, kind)):
+                for path in (f"{folder}/{file}" for file in self._below(findings, folder)):
                     findings += self._attempt(lambda path=path: self._check_record(path), path, advice)
         return findings
+
+    def _below(self, findings: list[Finding], folder: str) -> list[str]:
+        """The names right below a folder; if it is none, that is added to the findings."""
+        listed = list[str]()
+        findings += self._attempt(lambda: listed.extend(self._in_folder(folder)), folder, "move it out of the registry")
+        return listed
 
     def _attempt(self, action: Callable[[], object], path: str, advice: str) -> list[Finding]:
         """The damage that an action finds as a fault, with the advice; nothing if it succeeds.
@@ -299,7 +307,8 @@ class TreeRegistry(Registry):
             _check_digest(files.digest(path)[0], sha256)
 
     def _check_record(self, path: str) -> None:
-        data, where = self.content(path, sound.LIMIT), PurePath(self.at(path))
+        limit = remarks.LIMIT if path.startswith("remarks/") else sound.LIMIT
+        data, where = self.content(path, limit), PurePath(self.at(path))
         if path.startswith("evaluations/"):
             sound.from_bytes(data, where)
         elif path.startswith("remarks/"):

@@ -1,4 +1,6 @@
-"""Tell an address of every change of a registry: $KVQ_WEBHOOK, signed with $KVQ_WEBHOOK_SECRET.
+"""Tell an address of every event of a registry, and every remark made by hand.
+
+The address is $KVQ_WEBHOOK; what it is told is signed with $KVQ_WEBHOOK_SECRET.
 
     POST {"registry": "hf://my-org", "event": {"kind": "promote", "name": "...", ...}}
     X-KVQ-Signature-256: sha256=<HMAC-SHA256 of the body, in hexadecimal>

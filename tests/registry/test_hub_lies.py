@@ -2,6 +2,7 @@
 
 import io
 import time
+from contextlib import suppress
 from hashlib import sha256
 
 import huggingface_hub
@@ -12,10 +13,9 @@ from hub_faults import ENDLESS
 from hub_server import Hub
 from huggingface_hub import constants
 
-from kvq_runtime.registry import resolve
+from kvq_runtime.registry import registry, resolve
 from kvq_runtime.registry.hub import ask, client
 from kvq_runtime.registry.hub import index as hub_index
-from kvq_runtime.registry.hub import registry as hub_registry
 from kvq_runtime.registry.hub.registry import HubRegistry
 
 DIGEST = sha256(tiny.data()).hexdigest()
@@ -113,7 +113,7 @@ def test_records_without_end_are_left(limit, most, hub, store, monkeypatch):
         about = {"corpus": f"{number:064}", "protocol": {}, "environment": {}, "result": {}}
         store.add_evaluation({"artifact": DIGEST, **about}, NAME)
     assert len(HubRegistry("org").evaluations(DIGEST, NAME)) == 4
-    monkeypatch.setattr(hub_registry, limit, most)
+    monkeypatch.setattr(registry, limit, most)
     with pytest.raises(RuntimeError, match=f"evaluations/{DIGEST}: more than .* records or .* bytes of them"):
         HubRegistry("org").evaluations(DIGEST, NAME)
 
@@ -175,10 +175,14 @@ def test_an_answer_of_another_form_is_one_sentence(pattern, body, hub, store, kv
         assert code == 0 or "the Hub at" in said, (command, said)
 
 
-def test_the_token_does_not_follow_to_a_next_page_elsewhere(hub, store):
+@pytest.mark.parametrize("link", ["{other}", "{hub}//{host}"])
+def test_the_token_does_not_follow_to_a_next_page_elsewhere(link, hub, store):
+    """Nor where the path begins as a host does."""
     with Hub() as other:
-        hub.faults.add(LISTS["names"], "lie", 1, Link=f'<{other.url}/api/models?author=org>; rel="next"')
-        store.names()
+        link = link.format(other=other.url, hub=hub.url, host=other.url.removeprefix("http://"))
+        hub.faults.add(LISTS["names"], "lie", 1, Link=f'<{link}/api/models?author=org>; rel="next"')
+        with suppress(RuntimeError):  # there is no such page
+            store.names()
         assert not other.requests
     assert any(TOKEN in (request.authorization or "") for request in hub.requests)
 

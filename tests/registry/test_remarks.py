@@ -6,13 +6,13 @@ from hashlib import sha256
 
 import pytest
 import tiny_artifact as tiny
-from hub_client import hub_for
+from hub_client import asked, hub_for
 from webhook import posted_to
 
 from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import mirror, remarks, resolve
+from kvq_runtime.registry import mirror, registry, remarks, resolve
 from kvq_runtime.registry.hub import index
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.registry import Registry
@@ -109,6 +109,7 @@ def test_a_tag_and_its_removal_at_once_leave_the_tag(store: Registry):
 @pytest.mark.parametrize("given, said", [
     (["note", f"{NAME}@1.0.0", "a\nb"], "use one line of 1 to 500"), (["note", f"{NAME}@1.0.0", "x" * 501], "500"),
     (["tag", f"{NAME}@1.0.0", "A b"], "use 1 to 32 of a-z"), (["note", NAME, "x"], "name the version"),
+    (["list", "--tag", "A b"], "use 1 to 32 of a-z"),
     (["protect", NAME, "--approvals", "17"], "from 0 to 16"), (["protect", NAME, "--approvals", "-1"], "whole number"),
 ])  # fmt: skip
 def test_what_cannot_be_said_is_refused(given, said, store: Registry, kvq):
@@ -134,13 +135,13 @@ def test_no_version_no_note(store: Registry, kvq, monkeypatch):
 def test_a_protected_alias_waits_for_another_name(store: Registry, kvq, monkeypatch):
     assert kvq("protect", NAME, "--approvals", "1")[0] == 0
     code, out, error = kvq("promote", f"{NAME}@1.0.1")
-    assert code == 0 and "production is protected and did not move" in error and "kvq approve" in error
+    assert code == 6 and "production is protected and did not move" in error and "kvq approve" in error
     assert production() == "1.0.0"
     shown = json.loads(kvq("show", f"{NAME}@1.0.1", "--json")[1])["proposed"]
     assert [(one["alias"], one["by"], one["approved"], one["needed"]) for one in shown] == [
         ("production", "alice", [], 1)
     ]
-    kvq("promote", f"{NAME}@1.0.1")  # again: no second proposal
+    assert kvq("promote", f"{NAME}@1.0.1", "--json")[0] == 6  # again: no second proposal
     code, _, error = kvq("approve", f"{NAME}@1.0.1")
     assert code == 4 and "alice proposed it, and another one has to approve" in error and production() == "1.0.0"
     monkeypatch.setenv("KVQ_USER", "bob")
@@ -195,12 +196,81 @@ def test_a_protection_of_another_alias_lifts_none(store: Registry):
     assert found.approvals("production") == 1 and found.approvals("canary") == 0
 
 
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_mirror_goes_on_where_it_cannot_yank(protected, store: Registry, tmp_path):
+    """An alias of the target still points there; without a change the dry run says what is done then."""
+    source = LocalRegistry(tmp_path / "source")
+    for seed in range(2):
+        source.publish(NAME, tiny.data(seed))
+    source.promote(NAME, "1.0.1")
+    source.yank(NAME, "1.0.0", "bad")
+    if protected:
+        remarks.protect(store, NAME, "production", 1)
+        expected = ["is proposed as production, which is protected"]
+        expected += ["not yanked: production, which is protected, points to it"]
+    else:
+        store.promote(NAME, "1.0.0", alias="canary")
+        expected = ["is production", "not yanked: canary points to it"]
+    dry = [row["result"] for row in mirror.mirror(source, NAME, store, dry_run=True)]
+    assert dry[2:] == [f"would be: {one}" for one in expected]
+    assert [row["result"] for row in mirror.mirror(source, NAME, store)][2:] == expected
+    assert store.current_state(NAME).get("1.0.0").yanked is None
+
+
 def test_two_approvals_are_of_two_others(store: Registry, monkeypatch):
     remarks.protect(store, NAME, "production", 2)
     store.promote(NAME, "1.0.1")
-    for name, moved in (("bob", "1.0.0"), ("bob", "1.0.0"), ("carol", "1.0.1")):
+    for name, moved in (("bob", "1.0.0"), (" bob ", "1.0.0"), ("alice ", None), ("carol", "1.0.1")):
         monkeypatch.setenv("KVQ_USER", name)
-        assert remarks.approve(store, NAME, "1.0.1", "production").at("production") == moved
+        if moved is None:
+            with pytest.raises(Conflict, match="another one has to approve"):
+                remarks.approve(store, NAME, "1.0.1", "production")
+        else:
+            assert remarks.approve(store, NAME, "1.0.1", "production").at("production") == moved
+
+
+def test_protection_is_decided_of_the_present(store: Registry, monkeypatch):
+    """Not of the head that was last seen, which is read where the Hub does not answer for a moment."""
+    remarks.protect(store, NAME, "production", 1)
+    store.state(NAME)
+    old = store.last_commit(NAME)
+    remarks.protect(store, NAME, "production", 0)
+    monkeypatch.setattr(index, "main_or_last_known", lambda repo: old)
+    remarks.protect(store, NAME, "production", 1)
+    store.current_state(NAME)
+    assert remarks.read(store, NAME).approvals("production") == 1
+
+
+def test_any_number_of_protections_is_lifted(folder: LocalRegistry, monkeypatch):
+    for second in range(65):
+        monkeypatch.setattr(remarks.events, "now", lambda s=second: f"2026-01-31T12:{s // 60:02}:{s % 60:02}Z")
+        remarks.add(folder, NAME, "protect", [], alias="production", approvals=1)
+    assert len(remarks.read(folder, NAME).holding("protect")) == 65
+    remarks.protect(folder, NAME, "production", 0)
+    assert remarks.read(folder, NAME).approvals("production") == 0 and folder.examine() == []
+
+
+def test_all_remarks_are_gone_through_once(folder: LocalRegistry):
+    """Not once for each proposal: others may make thousands of them."""
+
+    class Counted(tuple):
+        times = 0
+
+        def __iter__(self):
+            Counted.times += 1
+            return super().__iter__()
+
+    for version in ("1.0.0", "1.0.1"):
+        remarks.add(folder, NAME, "propose", [], alias="production", version=version, after=0)
+    for one in remarks.read(folder, NAME).all:
+        remarks.add(folder, NAME, "approve", [], proposal=one.digest)
+    remarks.protect(folder, NAME, "production", 1)
+    found = remarks.Remarks(Counted(remarks.read(folder, NAME).all))
+    assert not found.may_move(folder.state(NAME), "production", "1.0.0")
+    first = Counted.times
+    for one in found.proposals(folder.state(NAME)):
+        assert found.approved_by(one) == [] and found.approvals("production") == 1
+    assert Counted.times == first
 
 
 def test_an_approval_of_one_s_own_counts_for_nothing(store: Registry):
@@ -276,6 +346,8 @@ DAMAGED = {
         GOOD | {"kind": "approve", "proposal": "0" * 64, "replaces": ["0" * 64]},
         "replaces nothing",
     ),
+    "too many": (GOOD | {"kind": "tag", "version": "1.0.0", "tag": "x", "replaces": ["0" * 64] * 65}, "64 at most"),
+    "too long": (GOOD | {"kind": "note", "version": "1.0.0", "text": "x" * 8192}, "at most 8192 are allowed"),
     "no list": (GOOD | {"kind": "tag", "version": "1.0.0", "tag": "x", "replaces": {}}, "a list of digests"),
     "at": (GOOD | {"kind": "tag", "version": "1.0.0", "tag": "x", "at": "now"}, "use a UTC time"),
 }
@@ -296,7 +368,8 @@ def test_a_damaged_remark_is_refused_by_name(fields, said, folder: LocalRegistry
     with pytest.raises(ArtifactError, match=said):
         folder.promote(NAME, "1.0.0")
     (finding,) = folder.examine()
-    assert finding.level == "fault" and folder.state(NAME).at("production") is None
+    assert finding.level == "fault" and "restore it from a backup" in finding.advice
+    assert folder.state(NAME).at("production") is None
 
 
 def test_a_remark_that_was_changed_is_refused(folder: LocalRegistry):
@@ -306,6 +379,47 @@ def test_a_remark_that_was_changed_is_refused(folder: LocalRegistry):
     path.write_bytes(path.read_bytes().replace(b'"approvals":1', b'"approvals":0'))
     with pytest.raises(ArtifactError, match="the file was changed"):
         folder.promote(NAME, "1.0.0")
+
+
+def test_a_damaged_remark_on_a_hub_is_told(store: Registry, monkeypatch):
+    """A promote fails of it, so that doctor says why."""
+    store.add_record("remarks", FOLDER, strict_json.dumps(DAMAGED["newer"][0]).encode(), NAME)
+    monkeypatch.setattr(store, "names", lambda: [NAME])  # a Hub's search lists names when it has seen them
+    with pytest.raises(ArtifactError, match="a newer kvq"):
+        store.promote(NAME, "1.0.1")
+    (finding,) = [one for one in store.examine() if one.level == "fault"]
+    assert "a newer kvq may have written it" in finding.what and "restore it from a backup" in finding.advice
+
+
+@pytest.mark.parametrize("limit, most", [("MAX_RECORDS", 2), ("BYTES", 400)])
+def test_remarks_without_end_are_left(limit, most, store: Registry, monkeypatch):
+    for number in range(3):
+        remarks.note(store, NAME, "1.0.0", f"note {number}")
+    monkeypatch.setattr(registry, limit, most)
+    with pytest.raises(RuntimeError, match=f"remarks/{FOLDER}: more than .* records or .* bytes of them; remove some"):
+        store.promote(NAME, "1.0.1")
+
+
+def test_a_remark_is_received_once(tmp_path, monkeypatch):
+    """Its digest is known, so that another commit does not make it another one; damage in the cache does."""
+    monkeypatch.setenv("KVQ_USER", "alice")
+    with hub_for(monkeypatch, tmp_path) as hub:
+        store = resolve.open_registry("hf://org")
+        store.publish(NAME, tiny.data())
+
+        def received() -> int:
+            before = len(asked(hub))
+            remarks.read(resolve.open_registry("hf://org"), NAME)
+            return sum("/resolve/" in line and "/remarks/" in line for line in asked(hub)[before:])
+
+        for number in range(3):
+            remarks.note(store, NAME, "1.0.0", f"note {number}")
+            assert received() == 1
+        (kept, *_) = [one.digest for one in remarks.read(store, NAME).all]
+        (blob,) = (tmp_path / "hf-cache").glob(f"**/blobs/{kept}")
+        blob.chmod(0o644)
+        blob.write_bytes(b"{}")
+        assert received() == 1
 
 
 def test_a_kind_of_a_later_kvq_is_passed_over(folder: LocalRegistry):
@@ -330,6 +444,19 @@ def test_remarks_are_told(folder: LocalRegistry, monkeypatch):
 
 
 # ---- links
+
+
+@pytest.mark.parametrize("place", ["names", "evaluations", "signatures", "remarks"])
+def test_doctor_tells_of_all_beside_a_link_that_leads_nowhere(place, folder: LocalRegistry, tmp_path):
+    files.make_folder(folder.root / "tmp")
+    (folder.root / "tmp" / "draft").touch()
+    if place == "names":
+        (folder.root / place).rename(tmp_path / "moved")
+    (folder.root / place).symlink_to(tmp_path / "not-mounted")
+    findings = folder.examine()
+    (fault,) = [one for one in findings if one.level == "fault"]
+    assert fault.path == str(folder.root / place) and "leads nowhere" in fault.what and "move it out" in fault.advice
+    assert "temporary file" in [one.what for one in findings]
 
 
 @pytest.mark.parametrize("place", ["names/gone", "names/gone/events", "remarks"])

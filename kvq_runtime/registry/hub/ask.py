@@ -170,8 +170,8 @@ def _json(address: str, limit: int, silence: float | None = None) -> tuple[Any, 
         data = b"".join(_body(response, limit))
         following = response.links.get("next", {}).get("url")
         if following is not None:  # the token is sent along, so the same origin, whatever is said
-            parts = urlsplit(following)
-            following = urljoin(address, f"{parts.path}?{parts.query}")
+            parts = urlsplit(urljoin(address, following))
+            following = urlsplit(address)._replace(path=parts.path, query=parts.query).geturl()
     try:
         return strict_json.loads(data, "answer", depth=32), len(data), following
     except ArtifactError:

@@ -39,7 +39,10 @@ def whole(repo: str, path: str, commit: str, limit: int) -> bytes | None:
 
 
 def content(repo: str, path: str, commit: str, limit: int, sha256: str | None = None) -> bytes:
-    """The content of a small file of a commit, from the cache or received."""
+    """The content of a small file of a commit, from the cache, by its digest if that is given, or received."""
+    kept = None if sha256 is None else _store(repo) / "blobs" / reference.check_sha256(sha256)  # of whatever commit
+    if kept is not None and kept.is_file() and files.digest(kept)[0] == sha256:
+        return files.read(kept, limit)
     return whole(repo, path, commit, limit) or files.read(download(repo, path, commit, limit, sha256), limit)
 
 

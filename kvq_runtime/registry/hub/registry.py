@@ -21,15 +21,13 @@ from typing import Any
 
 from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.registry import card, reference, sound
+from kvq_runtime.registry import card, reference, remarks
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub import ask, cache, client, index
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
-from kvq_runtime.registry.registry import Finding, Head, Registry
+from kvq_runtime.registry.registry import Finding, Head, Registry, gather
 
-MAX_RECORDS = 1 << 12  # records of an artifact, of one kind
-BYTES = 1 << 26  # of all of them
 _INITIAL_FILES = {".gitattributes", "README.md", "LICENSE"}  # the Hub's form for a new repository may create these
 
 
@@ -185,7 +183,7 @@ class HubRegistry(Registry):
         return list(removed)
 
     def examine(self) -> list[Finding]:
-        """Everything wrong with index, files and tags of every name; unnamed files as notes."""
+        """Everything wrong with index, files, tags and remarks of every name; unnamed files as notes."""
         findings = []
         for name in self.names():
             repo = self.repo(name)
@@ -196,6 +194,10 @@ class HubRegistry(Registry):
                 findings.append(Finding("fault", str(error), f"{repo}/{index.FILE}", advice))
                 continue
             findings += index.examine(repo, head)
+            try:
+                remarks.read(self, name)
+            except ArtifactError as error:
+                findings.append(Finding("fault", str(error), f"{repo}/remarks", remarks.RESTORE))
         return findings
 
 
@@ -296,14 +298,10 @@ def _records(repo: str, folder: str, commit: str) -> list[tuple[PurePath, bytes]
 
 def _contents(repo: str, folder: str, names: Mapping[str, str]) -> list[tuple[PurePath, bytes]]:
     """Records by {file name: a commit that has it}; a file that is not named by a digest is none."""
-    found, left = [], BYTES
-    for name, commit in sorted(names.items()):
-        digest, path = name.removesuffix(".json"), f"{folder}/{name}"
-        if reference.is_sha256(digest):
-            found.append((PurePath(path), cache.content(repo, path, commit, sound.LIMIT, digest)))
-            left -= len(found[-1][1])
-        if left < 0 or len(found) > MAX_RECORDS:
-            raise RuntimeError(
-                f"{repo}/{folder}: more than {MAX_RECORDS} records or {BYTES} bytes of them; remove some there"
-            )
-    return found
+    paths = [PurePath(folder, name) for name in sorted(names) if reference.is_sha256(name.removesuffix(".json"))]
+    found = gather(
+        f"{repo}/{folder}",
+        paths,
+        lambda path, limit: cache.content(repo, str(path), names[path.name], limit, path.stem),
+    )
+    return list(zip(paths, found, strict=True))

@@ -6,10 +6,14 @@ from datetime import date
 import httpx
 import pytest
 import tiny
+import tiny_artifact
 
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.evaluate import drift
+from kvq_runtime.registry import remarks
 from kvq_runtime.registry import resolve as registry
+from kvq_runtime.registry.local import LocalRegistry
+from kvq_runtime.registry.reference import Reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 NAME = "tiny-model-aqua-2bit"
@@ -162,6 +166,19 @@ def test_the_text_of_a_drift_check_is_fresh_every_week(model):
     assert drift.week(date(2026, 4, 1)) == drift.week(date(2026, 4, 3)) == 202614
     assert drift.week(date(2027, 1, 1)) == 202653
     assert drift.week(date(2026, 4, 8)) == 202615
+
+
+def test_a_drift_check_tells_what_it_only_proposed(tmp_path):
+    """A protected alias does not move: others have to approve."""
+    place = LocalRegistry(tmp_path / "registry")
+    for seed in range(2):
+        place.publish(NAME, tiny_artifact.data(seed))
+    remarks.protect(place, NAME, "production", 1)
+    newest = Reference(NAME, "version", "1.0.1")
+    assert drift._promote(place, newest, "production") == ("", "production")
+    remarks.protect(place, NAME, "production", 0)
+    assert drift._promote(place, newest, "production") == ("production", "")
+    assert drift._promote(place, newest, "production") == ("", "")
 
 
 def test_a_drift_check_without_bounds_is_refused(model):
