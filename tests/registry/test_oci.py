@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from email.message import Message
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,7 +250,9 @@ class Memory(Repository):
         self.turns.step()
         return set(self.turns.tags)
 
-    def put_manifest(self, tag, files=None, tries=1) -> None:
+    def put_manifest(self, tag, files=None, tries=1, may=lambda: True) -> None:
+        if not may():
+            raise RuntimeError("too late")
         self.turns.step()
         self.turns.tags.add(tag)
 
@@ -353,6 +356,7 @@ def test_a_killed_publisher_is_put_out_after_the_lease(store: OciRegistry, monke
             store.publish(NAME, tiny.data(0))
     assert store.state(NAME).versions == {} and store.names() == []
     monkeypatch.setattr(module, "LEASE", 2.0)
+    monkeypatch.setattr(module, "PATIENCE", 0.5)
     began = time.monotonic()
     assert OciRegistry(store.root).publish(NAME, tiny.data(1)).version == "1.0.0"
     assert time.monotonic() - began > 2.0
@@ -382,6 +386,59 @@ def test_who_is_too_late_does_not_set(store: OciRegistry, monkeypatch):
     with pytest.raises(Conflict, match="other changes"):
         store.publish(NAME, tiny.data())
     assert not [tag for tag in store._repository.tags() if tag.endswith(".set")]
+
+
+def test_what_is_set_while_a_list_is_on_its_way_is_not_put_out(store: OciRegistry, monkeypatch):
+    """Another publisher's machine sleeps longer than the lease while the list comes, by which it waits for this one."""
+    put, tags, now, other, made = Repository.put_manifest, Repository.tags, [0.0], OciRegistry(store.root), list[str]()
+    monkeypatch.setattr(module, "_clock", lambda: now[0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
+
+    def set_(self, tag, *given, **more) -> None:
+        def listed() -> set[str]:
+            found = tags(other._repository)
+            if other._seen and not now[0]:
+                now[0] = module.LEASE + 1
+                put(self, tag)
+            return found
+
+        if tag.endswith(".set") and not made:
+            made.append(tag)
+            monkeypatch.setattr(other._repository, "tags", listed)
+            made.append(other.publish(NAME, tiny.data(1)).version)
+            now[0] = 0.0  # of this one
+        put(self, tag, *given, **more)
+
+    monkeypatch.setattr(Repository, "put_manifest", set_)
+    assert store.publish(NAME, tiny.data(0)).version == "1.0.0" and made[1:] == ["1.0.1"]
+    assert len(store.state(NAME).events) == 2 and not [tag for tag in tags(store._repository) if tag.endswith(".out")]
+
+
+def test_an_event_that_is_seen_too_late_is_not_told(store: OciRegistry, monkeypatch):
+    """It is set, and not out; but by now another publisher may be about to put it out."""
+    now = [0.0]
+    monkeypatch.setattr(module, "_clock", lambda: now[0])
+    interleaved(store, monkeypatch, ".set", lambda: now.append(now.pop() + module.LEASE - module.PATIENCE + 1))
+    with pytest.raises(RuntimeError, match="no answer to event 1 .*; look at its history"):
+        store.publish(NAME, tiny.data())
+    assert len(store.state(NAME).events) == 1 and store.publish(NAME, tiny.data()).version == "1.0.0"
+
+
+def test_a_challenge_does_not_delay_the_set(store: OciRegistry, monkeypatch):
+    """It takes longer to answer than a publisher may wait: the request is not made again."""
+    now, send = [0.0], Repository._send
+
+    def challenge(self, method, address, data, head):
+        if not address.endswith(".set"):
+            return send(self, method, address, data, head)
+        now[0] += module.PATIENCE  # what credentials take
+        return SimpleNamespace(status=401, headers=Message(), close=lambda: None)
+
+    monkeypatch.setattr(module, "_clock", lambda: now[0])
+    monkeypatch.setattr(Repository, "_send", challenge)
+    with pytest.raises(RuntimeError, match="no answer to event 1"):
+        store.publish(NAME, tiny.data())
+    assert now == [module.PATIENCE]
 
 
 def test_a_lost_answer_is_looked_for(store: OciRegistry, monkeypatch):
@@ -614,6 +671,37 @@ def test_answers_are_limited(liars, monkeypatch):
     with pytest.raises(RuntimeError, match="more than 3 pages"):
         repository.tags()
     assert {path for _, path, _ in first.asked if "n=1" in path} and not liars[2].asked, "pages are of one origin"
+
+
+def paged(given: list[tuple[dict[str, str], list[str]]]):
+    """Pages of tags one after the other; then there are none (404)."""
+    pages = iter([(200, head, json.dumps({"tags": tags}).encode()) for head, tags in given])
+    return lambda _: next(pages, (404, {}, b""))
+
+
+@pytest.mark.parametrize("link", [
+    '</v2/x/tags/list?last=a>; rel="next"', '</v2/x/tags/list?last=a>; title="a, b"; rel="next"',
+    '</v2/>; rel="start", </v2/x/tags/list?last=a> ; REL=Next', '<list?last=a>; rel="last next"',
+    '<https://127.0.0.1//v2/x/tags/list?last=a>; rel="next"',
+])  # fmt: skip
+def test_every_page_of_tags_is_read(link: str, liars):
+    first, host, _, _ = liars
+    first.answers["tags/list"] = paged([({"Link": link}, ["n.a"]), ({}, ["n.b"])])
+    assert Repository(f"{host}/x").tags() == {"n.a", "n.b"}
+    assert first.asked[1][1].lstrip("/") == "v2/x/tags/list?last=a"
+    first.answers["tags/list"] = paged([({"Link": link}, ["n.a"])])
+    with pytest.raises(RuntimeError, match=r"list of tags breaks off \(404\)"):
+        Repository(f"{host}/x").tags()
+
+
+def test_after_a_full_page_there_is_another_or_nothing_new(liars, monkeypatch):
+    monkeypatch.setattr("kvq_runtime.registry.oci.client.PAGE", 2)
+    first, host, _, _ = liars
+    for pages in ([["a", "b"], ["c"]], [["a", "b"], ["c", "a"], []], [["a", "b", "c"], ["a", "b", "c"]]):
+        first.asked.clear()
+        first.answers["tags/list"] = paged([({}, page) for page in pages])
+        assert Repository(f"{host}/x").tags() == {"a", "b", "c"}
+        assert len(first.asked) == len(pages) and first.asked[1][1] == f"/v2/x/tags/list?n=2&last={pages[0][-1]}"
 
 
 def test_what_may_pass_is_tried_again(liars):

@@ -32,6 +32,7 @@ from kvq_runtime.registry.hub import ask
 from kvq_runtime.registry.webhook import Stay
 
 TRIES = 4
+PAGE = 1000  # tags that are asked for at once
 SECONDS = 20.0  # each step of an answer may take
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 KIND = "application/vnd.kvq.file.v1"
@@ -57,23 +58,29 @@ class Repository:
 
     def tags(self) -> set[str]:
         """Every tag; none if there is no such repository."""
-        found, left, address = set[str](), ask.ANSWER, self._address("tags/list?n=1000")
-        for _ in range(ask.PAGES):
+        first = address = self._address(f"tags/list?n={PAGE}")
+        found, left = set[str](), ask.ANSWER
+        for page in range(ask.PAGES):
             try:
                 data, head = self.retried(lambda a=address, n=left: self._all("GET", a, n))
             except NotFound:
-                return found
+                if page == 0:
+                    return found
+                raise RuntimeError(f"oci://{self.root}: its list of tags breaks off (404); try again") from None
             listed = strict_json.loads(data, f"{self.root}: tags")
             names = (listed.get("tags") or []) if isinstance(listed, dict) else None
             if not isinstance(names, list):
                 raise RuntimeError(f"oci://{self.root}: its answer is no list of tags; check the address")
-            found |= {name for name in names if isinstance(name, str)}
+            new = {name for name in names if isinstance(name, str)} - found
+            found |= new
             left -= len(data)
-            following = re.search(r"<([^>]*)>\s*;\s*rel=\"?next", head.get("Link") or "")
+            following = _next(head)
             if following is None:
-                return found
-            parts = urlsplit(following[1])  # the credentials are sent along, so the same origin, whatever is said
-            address = urljoin(address, f"{parts.path}?{parts.query}")
+                if len(names) < PAGE or not new:
+                    return found
+                following = f"{first}&{urlencode({'last': names[-1]})}"  # a full page may not be the last one
+            parts = urlsplit(urljoin(address, following))  # credentials are sent along: the same origin, always
+            address = urlsplit(first)._replace(path=parts.path, query=parts.query).geturl()
         raise RuntimeError(f"oci://{self.root}: more than {ask.PAGES} pages of tags")
 
     def has(self, sha256: str) -> bool:
@@ -110,8 +117,14 @@ class Repository:
         place += f"{'&' if '?' in place else '?'}{urlencode({'digest': f'sha256:{sha256}'})}"
         self._all("PUT", place, ask.ANSWER, data, {"Content-Type": "application/octet-stream"})
 
-    def put_manifest(self, tag: str, files: Mapping[str, tuple[str, int]] | None = None, tries: int = TRIES) -> None:
-        """Write a tag of a manifest that keeps these blobs, {name: (sha256, size)}; the blob EMPTY has to be there."""
+    def put_manifest(
+        self, tag: str, files: Mapping[str, tuple[str, int]] | None = None, tries: int = TRIES,
+        may: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        """Write a tag of a manifest that keeps these blobs, {name: (sha256, size)}; the blob EMPTY has to be there.
+
+        may   asked before every request: once it says no, none is made, and RuntimeError is raised
+        """
         empty = {"mediaType": "application/vnd.oci.empty.v1+json", "digest": f"sha256:{hash_of(EMPTY).hexdigest()}"}
         empty |= {"size": len(EMPTY)}
         layers = [
@@ -122,7 +135,7 @@ class Repository:
         manifest = {"schemaVersion": 2, "mediaType": MANIFEST, "artifactType": KIND, "config": empty}
         data = strict_json.dumps(manifest | {"layers": layers or [empty]}).encode()
         address, head = self._address(f"manifests/{tag}"), {"Content-Type": MANIFEST}
-        self.retried(lambda: self._all("PUT", address, ask.ANSWER, data, head), tries)
+        self.retried(lambda: self._all("PUT", address, ask.ANSWER, data, head, may=may), tries)
 
     # ---- requests
 
@@ -142,21 +155,23 @@ class Repository:
 
     def _all(
         self, method: str, address: str, limit: int, data: bytes | None = None,
-        head: Mapping[str, str] = {}, redirects: bool = False,
+        head: Mapping[str, str] = {}, redirects: bool = False, may: Callable[[], bool] = lambda: True,
     ) -> tuple[bytes, Message]:  # fmt: skip
         """All of an answer, and its headers."""
-        with self._answer(method, address, data, head, redirects) as response:
+        with self._answer(method, address, data, head, redirects, may) as response:
             chunks = iter(lambda: response.read1(1 << 16), b"")
             return b"".join(ask.paced(chunks, limit, f"oci://{self.root}", _ADVICE)), response.headers
 
     @contextmanager
     def _answer(
         self, method: str, address: str, data: bytes | None = None, head: Mapping[str, str] = {},
-        redirects: bool = False,
+        redirects: bool = False, may: Callable[[], bool] = lambda: True,
     ) -> Iterator[Any]:  # fmt: skip
         """An answer after its headers; a challenge is answered once, a redirect of a blob is followed."""
         asked, left = False, ask.REDIRECTS if redirects else 0
         while True:
+            if not may():
+                raise RuntimeError(f"oci://{self.root}: too late for {method}")
             own = {"Authorization": self._token} if self._token and _origin(address) == self._origin else {}
             response = self._send(method, address, data, {**head, **own})
             code, headers = response.status, response.headers
@@ -260,6 +275,16 @@ class Repository:
 
 class _Unanswered(RuntimeError):
     """A request that may succeed if it is made again."""
+
+
+def _next(head: Message) -> str | None:
+    """The address of the next page, of the headers of this one; None if they have none."""
+    links = ", ".join(head.get_all("Link") or [])
+    for address, said in re.findall(r'<([^>]*)>((?:\s*;\s*[\w*-]+\s*(?:=\s*(?:"[^"]*"|[^\s",;]*))?)*)', links):
+        rel = re.search(r';\s*rel\s*=\s*(?:"([^"]*)"|([^\s",;]*))', said, re.IGNORECASE)
+        if rel and "next" in (rel[1] or rel[2] or "").lower().split():
+            return address
+    return None
 
 
 def _origin(address: str) -> str:

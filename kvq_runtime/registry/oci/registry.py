@@ -17,9 +17,14 @@ for LEASE seconds by its own clock; a publisher sets only within PATIENCE second
 
 Guaranteed: all readers who see the same tags see the same state. Of those who claim one number at most one is told that
 it has it, and what it was told stays; if a list of tags that is asked for after a tag was written has that tag, which
-every change checks for its own; if the registry carries a write out within LEASE - PATIENCE seconds of its request or
-never; and if nobody moves or removes tags, as a rule of retention does. Two events that are set under one number, which
-can only come of that, are damage that every reader refuses. Whoever may write to the repository can write any event.
+every change checks for its own; if clocks of machines run alike, to a sixth; and if nobody moves or removes tags, as a
+rule of retention does. It is told so only of a list that came within LEASE - PATIENCE seconds of its try; later, that
+there was no answer. Two events that are set under one number, which can only come of removed tags or of lists that lag,
+are damage that every reader refuses. Whoever may write to the repository can write any event.
+
+What remains: a set that takes effect more than LEASE - PATIENCE seconds after it was begun, as when the publisher's
+machine sleeps while it sends, may be put out after readers saw it. Nobody was told of it, but an event that was written
+upon it leaves a gap, which every reader refuses.
 """
 
 import base64
@@ -184,9 +189,10 @@ class OciRegistry(CachedTree):
             time.sleep(random.uniform(0.05, 0.5))
             return False
         with suppress(RuntimeError):  # whether it came is in the list
-            repository.put_manifest(f"{own}.set", tries=1)
+            repository.put_manifest(f"{own}.set", tries=1, may=lambda: _clock() - began < PATIENCE)
         said = _tries(repository.tags(), of_name, number).get(own, set())
-        if "out" not in said and "set" not in said:
+        late = _clock() - began > LEASE - PATIENCE  # another publisher may have had a list without it, and put it out
+        if "out" not in said and ("set" not in said or late):
             raise RuntimeError(
                 f"{self.url}: no answer to event {number} of {event.name}; look at its history, and retry"
             )
@@ -212,17 +218,18 @@ class OciRegistry(CachedTree):
     def _free(self, name: str, of_name: str, number: int) -> bool:
         """Wait for those who try a number, and put out who died; False if one of them has it then."""
         while True:
+            asked = _clock()  # what is set while the list is on its way is not in it
             found = _tries(self._repository.tags(), of_name, number)
             open_ = {one: said for one, said in found.items() if "out" not in said}
             if any("set" in said for said in open_.values()):
                 return False
-            now = _clock()
-            for one in open_:
-                if now - self._seen.setdefault(one, now) > LEASE:
-                    self._repository.put_manifest(f"{one}.out")
             if not open_:
                 return True
-            if now - self._seen[min(open_)] == 0:
+            new = min(open_) not in self._seen
+            for one in open_:
+                if asked - self._seen.setdefault(one, _clock()) > LEASE:
+                    self._repository.put_manifest(f"{one}.out")
+            if new:
                 _log.warning(
                     "%s: somebody else changes %s; waiting, at most %d s if it was killed", self.url, name, LEASE
                 )
