@@ -17,12 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, __version__
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+    __version__,
+)
 from transformers.cache_utils import Cache
 
+from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
 
 MADE = {"past_key_values", "use_cache", "position_ids", "cache_position", "logits_to_keep"}  # by `generate` itself
+OTHER = (  # ways of generating, and of reading a prompt
+    "assistant_model", "prompt_lookup_num_tokens", "prefill_chunk_size", "use_mtp", "penalty_alpha", "dola_layers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,11 +84,13 @@ def verified_generate(
                `past_key_values` is a 16-bit cache to use, such as `PrefixStore(path, "exact", model=model).load(ids)`
 
     Greedy search gives the tokens of `model.generate(**inputs)`, but for ties: passes of several tokens round otherwise
-    than those of one. Sampling draws from the same distribution, not the same tokens. Afterwards both caches hold the
-    text but its newest token. Where both are empty the prompt is read once, for both.
+    than those of one. Sampling draws from the same distribution, not the same tokens. Processors and criteria must
+    depend on tokens and scores alone. Afterwards both caches hold the text but its newest token; after an error or
+    Ctrl-C what earlier rounds kept. Where both are empty the prompt is read once.
 
-    Raises ValueError for several rows, beams, padding, inputs that are no tokens, a `guidance_scale`, and recurrent
-    layers; RuntimeError where what going back would need was evicted (H2O).
+    Raises ValueError for several rows, beams, padding, inputs that are no tokens, a `guidance_scale`, SynthID, a prompt
+    in chunks, other ways of drafting, static and quantized caches, and recurrent layers; RuntimeError where what going
+    back would need was evicted (H2O).
     """
     if draft < 1:
         raise ValueError(f"draft={draft}; use a number of tokens, at least 1")
@@ -87,15 +100,21 @@ def verified_generate(
         model: Any, input_ids: Tensor, logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        _check(input_ids, cache, generation_config, kwargs)
+        others = [name for name in OTHER if settings.get(name) or getattr(generation_config, name, None)]
+        _check(input_ids, cache, generation_config, kwargs, others, logits_processor)
         exact, sample = kwargs["past_key_values"], bool(generation_config.do_sample)
         rounds = _Rounds(model, cache, exact, logits_processor, stopping_criteria, sample)
         tokens = input_ids.to(model.device)
-        rounds.read_prompt(tokens[:, :-1])
         ended = False
         while not ended:
             before = tokens.shape[1]
-            tokens, drafted, accepted, ended = rounds.next(tokens, draft)
+            try:
+                if not counts:
+                    rounds.read_prompt(tokens[:, :-1])
+                tokens, drafted, accepted, ended = rounds.next(tokens, draft)
+            except BaseException:
+                rounds.go_back(before - 1)
+                raise
             counts.append((drafted, accepted))
             if streamer is not None:
                 for token in tokens[0, before:].cpu():
@@ -110,7 +129,10 @@ def verified_generate(
     return Verified(sequences, drafted, accepted)
 
 
-def _check(input_ids: Tensor, cache: KVQCache, config: GenerationConfig, given: dict[str, Any]) -> None:
+def _check(
+    input_ids: Tensor, cache: KVQCache, config: GenerationConfig, given: dict[str, Any], ways: list[str],
+    processors: LogitsProcessorList,
+) -> None:  # fmt: skip
     """Refuse what is not generated in this way."""
     exact = given.get("past_key_values")
     mask = given.get("attention_mask")
@@ -128,8 +150,17 @@ def _check(input_ids: Tensor, cache: KVQCache, config: GenerationConfig, given: 
         what = f"{', '.join(others)}; give tokens alone, without padding"
     elif config.return_dict_in_generate or (config.guidance_scale or 1) != 1:
         what = "return_dict_in_generate or guidance_scale; leave both out"
+    elif ways:
+        what = f"{', '.join(ways)}; it reads the prompt, drafts and chooses in its own way: leave that out"
+    elif any(isinstance(one, SynthIDTextWatermarkLogitsProcessor) for one in processors):
+        what = "SynthID's watermark, which counts what is only drafted; use WatermarkingConfig, or generate"
     elif not isinstance(exact, Cache) or exact is cache:
         what = "no 16-bit cache of its own; leave out use_cache, or give another cache as past_key_values"
+    elif any(not layer.is_croppable or hasattr(layer, "_quantize") for layer in exact.layers):
+        what = (
+            f"a {type(exact).__name__}, whose layers are quantized or cannot go back; leave out cache_implementation, "
+            'or use "offloaded"'
+        )
     elif max(one.get_seq_length() for one in (cache, exact)) >= input_ids.shape[1]:
         what = f"a cache with more tokens than precede the newest of the prompt's {input_ids.shape[1]}; reset() it"
     if what is not None:
@@ -187,6 +218,19 @@ class _Rounds:
         for held in (self.cache, self.exact):
             held.crop(min(0, tokens_1T.shape[1] - 1 - held.get_seq_length()))
         return tokens_1T, len(chances), accepted, ended
+
+    def go_back(self, length: int) -> None:
+        """Keep at most so many tokens, in layers that a pass has reached before it stopped, and in the others."""
+        for held in (self.cache, self.exact):
+            layers: list[Any] = [*held.layers]
+            kept = min([length, *(layer.get_seq_length() for layer in layers)])
+            if isinstance(held, KVQCache):
+                held.blocks.settle()
+                if kept < held.blocks.length:
+                    held.blocks.crop(kept)
+            for layer in layers:  # once each: what a sliding window has not recorded is lost
+                if layer.is_initialized and not isinstance(layer, KVQLayer):
+                    layer.crop(min(0, kept - layer.get_seq_length()))
 
     def _logits(self, held: Cache, tokens_1T: Tensor, count: int) -> Tensor:
         """Read the tokens that a cache does not hold; the logits after the newest `count`, float32 [count, V]."""

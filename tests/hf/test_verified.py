@@ -8,7 +8,8 @@ import transformers
 from feeding import small
 from generating import NEW, kvq, padded, stock
 from models import prompt, random_model
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteriaList, SynthIDTextWatermarkingConfig
+from transformers.cache_utils import Cache, QuantizedLayer
 
 from kvq_runtime import KVQCache, PrefixStore, preset, verified_generate
 from kvq_runtime.hf import geometry_of
@@ -112,6 +113,43 @@ def test_a_prompt_is_read_once_and_prefixes_are_taken_from_stores(model, tmp_pat
     handle.remove()
 
 
+class Rounded(QuantizedLayer):
+    """One of transformers' quantized layers, whose library is not needed: it goes back in its newest tokens alone."""
+
+    def _quantize(self, tensor, axis):
+        return tensor
+
+    def _dequantize(self, q_tensor):
+        return q_tensor
+
+
+@pytest.mark.parametrize("settings, attention", [({}, "kvq"), (SLIDING, "sdpa")])
+@pytest.mark.parametrize("at", [0, 2, 4, 5, 11])
+def test_a_round_that_stops_midway_leaves_the_text_before_it(at, settings, attention):
+    """In the prompt's pass, in a draft's, in a verification's: what comes next goes on from what was heard."""
+    if settings and transformers.__version__.startswith("5.17."):
+        pytest.skip("verified_generate refuses these layers")
+    model, ids, heard, passes = random_model("qwen3", attention, **settings), prompt(1, 60), [], [0]
+    cache, exact = kvq("higgs-4bit", model), stock(model)
+    expected = model.generate(ids, **GREEDY)
+
+    def stop(*_) -> None:
+        passes[0] += 1
+        if passes[0] == at + 1:
+            raise KeyboardInterrupt
+
+    streamer = SimpleNamespace(put=lambda tokens: heard.extend(tokens.flatten().tolist()), end=lambda: None)
+    handle = model.get_decoder().layers[1].mlp.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        verified_generate(model, cache, ids, draft=4, past_key_values=exact, streamer=streamer, **GREEDY)
+    handle.remove()
+    lengths = {cache.get_seq_length(), *(layer.get_seq_length() for layer in exact.layers)}
+    assert max(lengths) <= len(heard) - 1, "a token that was only drafted is held"
+    left = GREEDY | {"max_new_tokens": 60 + NEW - len(heard)}
+    result = verified_generate(model, cache, torch.tensor([heard]), draft=4, past_key_values=exact, **left)
+    assert torch.equal(result.sequences, expected)
+
+
 @pytest.mark.gpu
 def test_a_16_bit_cache_is_kept_in_the_memory_of_the_host(model):
     model, ids = model.to("cuda"), prompt(1, 60).to("cuda")
@@ -181,6 +219,20 @@ def test_what_is_refused(model):
         ("return_dict_in_generate or guidance_scale", {}, {"guidance_scale": 1.5}),
         ("no 16-bit cache of its own", {}, {"use_cache": False}),
         ("no 16-bit cache of its own", {}, {"past_key_values": cache}),
+        ("assistant_model; it reads the prompt", {}, {"assistant_model": model}),
+        ("prompt_lookup_num_tokens; it reads", {}, {"prompt_lookup_num_tokens": 3}),
+        ("prefill_chunk_size; it reads the prompt", {}, {"prefill_chunk_size": 8}),
+        (
+            "SynthID's watermark",
+            {},
+            {"watermarking_config": SynthIDTextWatermarkingConfig(5, [3, 5]), "do_sample": True},
+        ),
+        ("a StaticCache, whose layers are quantized or cannot", {}, {"cache_implementation": "static"}),
+        (
+            "a Cache, whose layers are quantized or cannot",
+            {},
+            {"past_key_values": Cache([Rounded() for _ in range(3)])},
+        ),
         ("a cache with more tokens than precede the newest of the prompt's 20", {"cache": full}, {}),
     ]:
         with pytest.raises(ValueError, match=message):

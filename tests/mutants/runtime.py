@@ -20,6 +20,14 @@ MUTANTS = [
         "held.crop(min(0, tokens_1T.shape[1] - held.get_seq_length()))",
         ("hf/test_verified.py",),
     ),
+    Mutant(
+        "verified-stopped",
+        "after an error caches keep what was only drafted",
+        "kvq_runtime/hf/verified.py",
+        "rounds.go_back(before - 1)",
+        "rounds.go_back(before + draft)",
+        ("hf/test_verified.py",),
+    ),
     # ---- ops
     Mutant(
         "rtn-step",
