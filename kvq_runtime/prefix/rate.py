@@ -18,6 +18,8 @@ A fit for fewer bits predicts with that noise in mind, and is better: `MOST` is 
 A finer step is not made: channels that were too small for the fit's are not in the artifact.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,12 +47,12 @@ def coarser(artifact: Artifact, bits: float) -> Artifact:
     bits   at most those that the artifact was fitted for; the least are those at the coarsest step
     Raises ValueError for other bits, and for recipes whose files have no rate to set.
     """
-    recipe = artifact.recipe
+    recipe, bits = artifact.recipe, float(bits)
     stages: list[Any] = [
         scheme.quantize for n in range(artifact.fingerprint.geometry.layers) for scheme in recipe.at(n)
     ]
     if not all(stage.at_rest for stage in stages):
-        raise ValueError(f"bits={bits}; files of {recipe.name} have no rate to set; leave bits out, or use rest-*")
+        raise ValueError(f"bits={bits:g}; files of {recipe.name} have no rate to set; leave bits out, or use rest-*")
     named = sum(stage.target for stage in stages) / len(stages)
     if bits == named:
         return artifact
@@ -58,7 +60,7 @@ def coarser(artifact: Artifact, bits: float) -> Artifact:
     least, most = model.bits(MOST), max(model.bits(0), named)
     if not least <= bits <= most:
         raise ValueError(
-            f"bits={bits}; of {recipe.name} prefixes of {LENGTH} tokens can take {least:.3g} to {most:.3g} bits an "
+            f"bits={bits:g}; of {recipe.name} prefixes of {LENGTH} tokens can take {least:.3g} to {most:.3g} bits an "
             f"element; for others fit a recipe for these bits: kvq-calibrate --recipe "
             f"rest-1bit+all.quantize.target={bits:g}"
         )
@@ -67,7 +69,8 @@ def coarser(artifact: Artifact, bits: float) -> Artifact:
         middle = (low + high) // 2
         low, high = (middle, high) if model.bits(middle) > bits else (low, middle)
     nearer = min((low, high), key=lambda number: abs(model.bits(number) - bits))
-    return _made(artifact, 2.0 ** (nearer / PER), bits)
+    # named by what the factor gives, so that requests that are equal, or near, share a set
+    return _made(artifact, 2.0 ** (nearer / PER), float(f"{model.bits(nearer):.3g}")) if nearer else artifact
 
 
 def _made(artifact: Artifact, factor: float, bits: float) -> Artifact:
@@ -90,7 +93,7 @@ class _Model:
 
     def __init__(self, artifact: Artifact):
         self.artifact, self.geometry = artifact, artifact.fingerprint.geometry
-        self.codecs = shared.build(artifact.recipe, self.geometry, artifact.tensors)
+        self.codecs = shared.build(artifact.recipe, self.geometry, dict(artifact.tensors))  # held as long as this
         self.places: list[Place] = [(layer, role) for layer in range(self.geometry.layers) for role in ROLES]
         self.fixed = beside(artifact.recipe, self.geometry)
         energies = {place: self._fitted(place) for place in self.places}
@@ -134,15 +137,25 @@ class _Model:
         """Energies at the fit's own step, in cells, at which codes take what the fit counted."""
         rung_R = self.artifact.tensors["layers.{}.{}.quantize.rung".format(*place)].double()
         energy_R = 4.0 ** ((rung_R + ladder.LOWEST) / ladder.PER)
-        measured = self.artifact.fit.get("layers", ())
-        counted = measured[place[0]].get(place[1], {}).get("coded_bits") if place[0] < len(measured) else None
-        if counted is None:  # of an older version
+        counted = self._counted(place)
+        if counted is None:
             return energy_R
         low, high = -8.0, 8.0
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             low, high = (middle, high) if self._bits(place, energy_R * 4.0**middle) < counted else (low, middle)
         return energy_R * 4.0**low
+
+    def _counted(self, place: Place) -> float | None:
+        """Bits an element that the fit counted; None: an older version's, or what is no such number."""
+        layer, role = place
+        layers = self.artifact.fit.get("layers")
+        measured = layers[layer] if isinstance(layers, Sequence) and layer < len(layers) else None
+        own = measured.get(role) if isinstance(measured, Mapping) else None
+        found = own.get("coded_bits") if isinstance(own, Mapping) else None
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
+            return None
+        return float(found)
 
     def _bits(self, place: Place, energy_R: Tensor) -> float:
         return float(_between(ladder.ladder().mean, energy_R).sum()) / self.geometry.width

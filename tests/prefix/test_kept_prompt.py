@@ -123,7 +123,7 @@ def test_a_rate_is_set_of_an_artifact(tmp_path, model):
         model(ids, past_key_values=exact)
     assert plain.put(exact, ids) == fewer.put(exact, ids) == 64
     assert fewer._blocks.tally["written"] < plain._blocks.tally["written"]
-    assert fewer.recipe.name == f"rest-1bit,bits={bits:g}" and fewer.load(ids, recent=1).get_seq_length() == 64
+    assert fewer.recipe.name == f"rest-1bit,bits={bits:.3g}" and fewer.load(ids, recent=1).get_seq_length() == 64
     errors = []
     for store in (plain, fewer):
         layer, own = store.load_decoded(ids, recent=1).layers[0], exact.layers[0]

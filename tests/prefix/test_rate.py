@@ -7,6 +7,8 @@ import torch
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.codec.shared import Fitted
+from kvq_runtime.disk import strict_json
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import entropy, ladder
 from kvq_runtime.prefix import block_file, rate
@@ -54,7 +56,7 @@ def test_all_steps_are_coarser_by_one_factor_and_deviations_stay(fitted):
     made = rate.coarser(fitted, 1.09)
     ratio = steps(made) / steps(fitted)
     assert 1 < ratio[0] < 2 and torch.allclose(ratio, ratio[:1].expand_as(ratio), rtol=1e-5)
-    assert made.recipe.name == "rest-1bit,bits=1.09" and not made.fit and made.fingerprint == fitted.fingerprint
+    assert made.recipe.name.startswith("rest-1bit,bits=1.0") and not made.fit and made.fingerprint == fitted.fingerprint
     assert made.recipe.check(made.fingerprint.geometry)
     for name, tensor in fitted.tensors.items():
         if not name.endswith(("cell", "rung")):
@@ -94,6 +96,30 @@ def test_what_a_fit_counted_is_the_rate_at_its_own_step(fitted):
     model = rate._Model(counted)
     assert model.bits(0) == pytest.approx(1.0 + model.fixed, abs=0.01)
     assert model.bits(0) > model.bits(8) > model.bits(24)
+
+
+def test_requests_of_one_factor_are_one_recipe(fitted):
+    """So that they share a set, whatever type a number has, and however near it is."""
+    made = rate.coarser(fitted, 1.09)
+    given = float(made.recipe.name.partition("bits=")[2])
+    assert abs(given - 1.09) < 0.03
+    assert rate.coarser(fitted, given).recipe == rate.coarser(fitted, 1.0901).recipe == made.recipe
+    whole = [rate.coarser(fitted, bits).recipe.to_json() for bits in (torch.tensor(1.09), 1.09)]
+    assert strict_json.dumps(whole[0]) == strict_json.dumps(whole[1])
+
+
+def test_what_a_rate_was_found_by_is_not_held(fitted):
+    made = Artifact(fitted.recipe, fitted.fingerprint, Fitted(fitted.tensors), {}, {})
+    rate.coarser(made, 1.09)
+    assert not made.tensors._built  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("odd", [[1], "no", [{"key": 3}], [{"key": {"coded_bits": "x"}}], [{"key": {"coded_bits": -1}}],
+                                 [{"key": {"coded_bits": float("nan")}}], [{"key": {"coded_bits": True}}]])  # fmt: skip
+def test_a_fit_that_counted_nonsense_is_as_one_that_counted_nothing(fitted, odd):
+    made = Artifact(fitted.recipe, fitted.fingerprint, fitted.tensors, {}, {"layers": odd})
+    plain = Artifact(fitted.recipe, fitted.fingerprint, fitted.tensors, {}, {})
+    assert rate._Model(made).bits(5) == rate._Model(plain).bits(5)
 
 
 def test_bits_that_no_step_gives_are_refused(fitted):
