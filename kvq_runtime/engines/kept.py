@@ -28,6 +28,7 @@ class Settings:
     budget    bytes of the folder
     recent    newest tokens of a prompt that are computed, to be exact; None: as many as the recipe's window keeps
     pending   bytes of 16-bit keys and values that may wait to be encoded, in each worker
+    threads   of each worker that make and read files; None: as many as `PrefixBlocks` takes
     """
 
     path: str
@@ -35,6 +36,7 @@ class Settings:
     budget: str | int = "20GB"
     recent: int | None = None
     pending: str | int = "1GB"
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ def settings(extra: Mapping[str, Any], option: str, who: str) -> Settings:
     found = Settings(**extra)
     if found.recent is not None and (type(found.recent) is not int or found.recent < 0):
         raise ValueError(f"{option}: recent={found.recent!r}; use a number of tokens, 0 or more")
+    if found.threads is not None and (type(found.threads) is not int or found.threads < 1):
+        raise ValueError(f"{option}: threads={found.threads!r}; use a number, 1 or more")
     parse_bytes(found.pending)
     return found
 
@@ -104,5 +108,6 @@ def _opened(given: Settings, model: Served, ranks: int, rank: int | None) -> lis
         stores.append(PrefixBlocks(
             given.path, recipe, geometry, tensors, model=name, dtype=model.dtype, rotary=rotary,
             salt=os.environ.get(SALT, ""), budget=given.budget, promised=promised,
+            threads=given.threads,
         ))  # fmt: skip
     return stores

@@ -44,8 +44,9 @@ class PrefixStore:
     salt      of a tenant: what is put under one is found under no other
     registry  where a reference is looked up, as for `load_artifact`
     allow_other_weights  take an artifact that was calibrated on other weights of the same shape
-    bits      of an entropy-coded artifact: about as many an element, all bytes counted, by coarser steps than a fit's
-    threads   that make and read files; None: as many as there are processors
+    bits      of an entropy-coded artifact: about as many an element, all bytes counted, by coarser steps than a fit's;
+              no errors are promised then, so that no block stays exact
+    threads   that make and read files; None: those processors that the process may use, at most 8
 
     Raises ValueError for a recipe whose blocks cannot be kept (fitted to the prompt, dependent on arrival, choosing
     tokens), for bits that it cannot take, for a model with layers that do not attend to all tokens; ArtifactError

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,11 @@ _WIDTH = 2 * ladder.MOST + 1
 def check() -> None:
     """Raise a RuntimeError, a sentence, unless the library that codes is there."""
     _constriction()
+
+
+def found() -> bool:
+    """True if it is there."""
+    return find_spec("constriction") is not None
 
 
 def most(elements: int) -> int:

@@ -17,7 +17,7 @@ Source: Duda, 2013 (asymmetric numeral systems); Hershcovitch et al., 2024 (ZipN
 import math
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -38,21 +38,23 @@ BELOW, OCTAVES = 24, 32  # that a table has, and as many of them below the devia
 BITS = 20  # of a probability
 REACH = 2048  # of differences of deviations from one channel to the next
 _MAGNITUDES = OCTAVES << TOP
+PART = 1 << 16  # numbers that are worked on at a time, in some 100 bytes each
 FAR = 2 * _MAGNITUDES  # the symbol of a number that says its top again
 
 
 class _Kind(NamedTuple):
-    """A dtype's words: as numpy's, bits of a mantissa, and the exponent of 1."""
+    """A dtype's words: as numpy's, bits of a mantissa, the exponent of 1, and what holds a mantissa's last bits."""
 
     word: Any
     mantissa: int
     one: int
+    rest: Any = np.uint8
 
 
 _KINDS = {
     torch.bfloat16: _Kind(np.uint16, 7, 127),
     torch.float16: _Kind(np.uint16, 10, 15),
-    torch.float32: _Kind(np.uint32, 23, 127),
+    torch.float32: _Kind(np.uint32, 23, 127, np.int32),
 }
 
 
@@ -63,21 +65,26 @@ def most(count: int, dtype: torch.dtype) -> int:
 
 def encode(rows: Sequence[Tensor]) -> Tensor:
     """The stream, uint8 [bytes], of numbers [T, C] of each place, of one T and one dtype."""
-    kind = _KINDS[rows[0].dtype]
+    kind, dtype = _KINDS[rows[0].dtype], rows[0].dtype
     words_CT = np.concatenate([_words(one, kind) for one in rows])
-    plain = words_CT.tobytes()
-    deviation_C, mean_C, negative_C = _channels(np.concatenate([one.float().numpy().T for one in rows]))
-    sign_CT, top_CT, rest_CT = _apart(words_CT, kind)
-    place_CT = top_CT - (((deviation_C // PER + kind.one - BELOW) << TOP)[:, None])
-    far_CT = (place_CT < 0) | (place_CT >= _MAGNITUDES)
-    symbol_CT = np.where(far_CT, FAR, place_CT + _MAGNITUDES * (sign_CT ^ negative_C[:, None])).astype(np.int32)
+    symbol_CT, rest_CT = np.empty(words_CT.shape, np.int16), np.empty(words_CT.shape, kind.rest)
+    deviation_C, mean_C, negative_C = (np.empty(len(words_CT), np.int64) for _ in range(3))
+    for part in _parts(*words_CT.shape):
+        numbers_CT = _signed(words_CT[part]).view(dtype).float().numpy()
+        deviation_C[part], mean_C[part], negative_C[part] = _channels(numbers_CT)
+        sign_CT, top_CT, rest_CT[part] = _apart(words_CT[part], kind)
+        place_CT = top_CT - (((deviation_C[part] // PER + kind.one - BELOW) << TOP)[:, None])
+        far_CT = (place_CT < 0) | (place_CT >= _MAGNITUDES)
+        known_CT = place_CT + _MAGNITUDES * (sign_CT ^ negative_C[part][:, None])
+        symbol_CT[part] = np.where(far_CT, FAR, known_CT)
     order_C, ends = _order(deviation_C, mean_C)
-    symbol_CT, far_X = symbol_CT[order_C], (sign_CT * (1 << 15) + top_CT)[order_C]
+    symbol_CT = symbol_CT[order_C]
     coder = entropy.stack().AnsCoder()
-    if far_CT.any():
-        coder.encode_reverse(far_X[symbol_CT == FAR].astype(np.int32), _uniform(16))
+    sign_X, top_X, _ = _apart(words_CT[order_C][symbol_CT == FAR], kind)
+    if len(top_X):
+        coder.encode_reverse((sign_X * (1 << 15) + top_X).astype(np.int32), _uniform(16))
     for table in range(len(ends) - 2, -1, -1):  # what is coded last is decoded first
-        part = symbol_CT[ends[table] : ends[table + 1]].ravel()
+        part = symbol_CT[ends[table] : ends[table + 1]].ravel().astype(np.int32)
         if len(part):
             coder.encode_reverse(part, _table(table))
     if len(words_CT):
@@ -86,28 +93,29 @@ def encode(rows: Sequence[Tensor]) -> Tensor:
     found = coder.get_compressed()
     if sys.byteorder == "big":
         found = found.byteswap()
-    packed = pack.pack_places(torch.from_numpy(rest_CT.ravel().astype(np.int64)), kind.mantissa - TOP)
+    packed = pack.pack_places(torch.from_numpy(rest_CT.ravel()), kind.mantissa - TOP)
     coded = packed.numpy().tobytes() + found.tobytes()
-    shorter = len(coded) < len(plain)
-    head = bytes([shorter]) + zlib.crc32(plain).to_bytes(4, "little")
-    return torch.frombuffer(bytearray(head + (coded if shorter else plain)), dtype=torch.uint8)
+    plain_CT = _stored(words_CT)
+    shorter = len(coded) < plain_CT.nbytes
+    head = bytes([shorter]) + zlib.crc32(plain_CT.data).to_bytes(4, "little")
+    return torch.frombuffer(bytearray(head + (coded if shorter else plain_CT.tobytes())), dtype=torch.uint8)
 
 
 def decode(stream_X: Tensor, tokens: int, widths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """The numbers [tokens, C] of places of these widths. ArtifactError: the stream is not of these."""
     data, kind, count = stream_X.numpy().tobytes(), _KINDS[dtype], tokens * sum(widths)
     if len(data) < HEADER or data[0] > 1 or len(data) > most(count, dtype):
-        raise ArtifactError(f"coded: {len(data)} bytes are no stream of {count} numbers")
+        raise ArtifactError(f"lossless: {len(data)} bytes are no stream of {count} numbers")
     if data[0]:
         words_CT = _decoded(data[HEADER:], tokens, sum(widths), kind)
     elif len(data) == HEADER + count * dtype.itemsize:
-        words_CT = np.frombuffer(data[HEADER:], kind.word).reshape(sum(widths), tokens)
+        words_CT = np.frombuffer(data[HEADER:], np.dtype(kind.word).newbyteorder("<")).astype(kind.word)
+        words_CT = words_CT.reshape(sum(widths), tokens)
     else:
-        raise ArtifactError(f"coded: {len(data)} bytes are not {count} numbers as they are")
-    if zlib.crc32(words_CT.tobytes()) != int.from_bytes(data[1:HEADER], "little"):
-        raise ArtifactError("coded: the numbers are others than were coded")
-    signed = words_CT.view(np.int16 if kind.word is np.uint16 else np.int32)
-    parts = torch.from_numpy(signed.copy()).split([*widths])
+        raise ArtifactError(f"lossless: {len(data)} bytes are not {count} numbers as they are")
+    if zlib.crc32(_stored(words_CT).data) != int.from_bytes(data[1:HEADER], "little"):
+        raise ArtifactError("lossless: the numbers are others than were coded")
+    parts = _signed(words_CT).split([*widths])
     return [part.mT.contiguous().view(dtype) for part in parts]
 
 
@@ -115,32 +123,50 @@ def _decoded(data: bytes, tokens: int, width: int, kind: _Kind) -> np.ndarray:
     rest = kind.mantissa - TOP
     size = pack.places_size(tokens * width, rest)
     if len(data) < size or (len(data) - size) % 4:
-        raise ArtifactError(f"coded: {len(data)} bytes are no words after {size} of mantissas")
+        raise ArtifactError(f"lossless: {len(data)} bytes are no words after {size} of mantissas")
     try:
         coder = entropy.stack().AnsCoder(np.frombuffer(data[size:], "<u4").astype(np.uint32))
     except ValueError as error:
-        raise ArtifactError(f"coded: {error}") from None
+        raise ArtifactError(f"lossless: {error}") from None
     deviation_C = (coder.decode(_steps(), width).astype(np.int64) - REACH).cumsum()
     mean_C, negative_C = np.divmod(coder.decode(_means(), width).astype(np.int64), 2)
     order_C, ends = _order(deviation_C, mean_C)
-    parts = [np.empty(0, np.int32)]
-    for table in range(len(ends) - 1):
-        count = (ends[table + 1] - ends[table]) * tokens
-        parts += [coder.decode(_table(table), int(count))] if count else []
-    symbol_CT = np.concatenate(parts).reshape(width, tokens).astype(np.int64)
-    negative_CT, place_CT = np.divmod(symbol_CT, _MAGNITUDES)
-    top_CT = place_CT + ((deviation_C[order_C] // PER + kind.one - BELOW) << TOP)[:, None]
-    sign_CT, far_CT = negative_CT ^ negative_C[order_C][:, None], symbol_CT == FAR
-    if far_CT.any():
-        found_X = coder.decode(_uniform(16), int(far_CT.sum())).astype(np.int64)
-        sign_CT[far_CT], top_CT[far_CT] = found_X >> 15, found_X & 0x7FFF
+    symbol_CT, words_CT = np.empty((width, tokens), np.int16), np.empty((width, tokens), kind.word)
+    for table, (begin, end) in enumerate(pairwise(ends.tolist())):
+        if (end - begin) * tokens:
+            symbol_CT[begin:end] = coder.decode(_table(table), (end - begin) * tokens).reshape(-1, tokens)
+    count, begin = int((symbol_CT == FAR).sum()), 0
+    far_X = coder.decode(_uniform(16), count).astype(np.int64) if count else np.empty(0, np.int64)
     if not coder.is_empty():
-        raise ArtifactError("coded: something is left after the last number")
-    found_CT = np.empty((width, tokens), np.int64)
-    found_CT[order_C] = (sign_CT << (8 * np.dtype(kind.word).itemsize - 1)) + (top_CT << rest)
+        raise ArtifactError("lossless: something is left after the last number")
+    for part in _parts(width, tokens):
+        own_C, part_CT = order_C[part], symbol_CT[part].astype(np.int64)
+        negative_CT, place_CT = np.divmod(part_CT, _MAGNITUDES)
+        top_CT = place_CT + ((deviation_C[own_C] // PER + kind.one - BELOW) << TOP)[:, None]
+        sign_CT, far_CT = negative_CT ^ negative_C[own_C][:, None], part_CT == FAR
+        end = begin + int(far_CT.sum())
+        sign_CT[far_CT], top_CT[far_CT] = far_X[begin:end] >> 15, far_X[begin:end] & 0x7FFF
+        words_CT[own_C] = ((sign_CT << (8 * words_CT.itemsize - 1)) + (top_CT << rest)).astype(kind.word)
+        begin = end
     packed = torch.frombuffer(bytearray(data[:size]) or bytearray(1), dtype=torch.uint8)[:size]
-    found_CT |= pack.unpack_places(packed, rest, tokens * width).numpy().reshape(width, tokens)
-    return found_CT.astype(kind.word)
+    undo = pack.unpack if rest <= 8 else pack.unpack_places
+    words_CT |= undo(packed, rest, tokens * width).numpy().astype(kind.word).reshape(width, tokens)
+    return words_CT
+
+
+def _parts(channels: int, tokens: int) -> Iterator[slice]:
+    """Channels of about PART numbers, which are worked on at a time."""
+    each = max(1, PART // max(1, tokens))
+    return (slice(start, min(start + each, channels)) for start in range(0, channels, each))
+
+
+def _signed(words_CT: np.ndarray) -> Tensor:
+    return torch.from_numpy(words_CT.view(np.int16 if words_CT.itemsize == 2 else np.int32))
+
+
+def _stored(words_CT: np.ndarray) -> np.ndarray:
+    """Words as files have them, low bytes first on any machine."""
+    return words_CT.astype(words_CT.dtype.newbyteorder("<"), copy=False)
 
 
 def _words(x_TC: Tensor, kind: _Kind) -> np.ndarray:

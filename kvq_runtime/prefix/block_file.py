@@ -7,12 +7,12 @@ Neighbouring layers whose fields have the same shapes lie in one tensor, named a
 after the first have none. `exact` [block, C] are those of the keys, or values, of a layer whose error is beyond what
 the fit promised (`store/promise.py`), and only there. `coded` [bytes] are the fields, of all layers, that a recipe
 entropy-codes at rest (`ops/entropy.py`): of any length up to that of the codes; `lossless` likewise are those that it
-codes without loss (`ops/lossless.py`). The metadata key `kvq` holds the
-chain (root, previous, number, tokens) and `content`, a sha256 of that and of every tensor.
+codes without loss (`ops/lossless.py`). The metadata key `kvq` holds the chain (root, previous, number, tokens) and
+`content`, a sha256 of that and of every tensor.
 
 What a file may contain follows from recipe, geometry and dtype alone, so that reading takes no size from the file:
 longer ones are not read, and every name, shape and dtype has to be the expected one. What was coded can be checked
-without a fit's tensors, by the digest, but not decoded; what was coded without loss needs none.
+without a fit's tensors, by the digest, but not decoded; what was coded without loss needs none, but the library.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.storage import Slab
 
-CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded")
+CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded", "lossless")
 CODED, LOSSLESS, EXACT = "coded", "lossless", "exact"
 LENGTH = 1024  # tokens of the prefix for which bits are stated
 _NAMES = re.compile(r"sinks|coded|lossless|(key|value)\.(0|[1-9][0-9]{0,3})\.[a-z][a-z0-9_]*")
@@ -84,7 +84,8 @@ class BlockFormat:
 
     held      layers, in rising order
     dtype     of the model's keys and values
-    tensors   of the fit; None: blocks are checked, and fields that are coded are missing in them
+    tensors   of the fit; None: blocks are checked, and fields that are coded are missing in them, those without loss
+              if the library is missing
     promised  whether there is a promise, so that blocks may be kept exact
     """
 
@@ -257,7 +258,7 @@ class BlockFormat:
             codes = entropy.decode(tensors[CODED], [shape for *_, shape in self._coded], self._rungs)
             for (layer, role, field, _), x in zip(self._coded, codes, strict=True):
                 fields[layer][role][field] = x
-        if self._lossless:
+        if self._lossless and (self.tensors is not None or entropy.found()):
             widths = [shape[1] for *_, shape in self._lossless]
             numbers = lossless.decode(tensors[LOSSLESS], self.recipe.window.block, widths, self.dtype)
             if not all(bool(torch.isfinite(x).all()) for x in numbers):

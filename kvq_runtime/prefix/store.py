@@ -37,6 +37,7 @@ from kvq_runtime.store.promise import Check
 
 FORMAT = 1  # of names, folders and files; another one finds nothing of it
 LARGEST_BLOCK = 1 << 14  # tokens, whose ids stand in the header of a file
+MOST_THREADS = 8  # each holds a block, and works on one
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -54,7 +55,8 @@ class PrefixBlocks:
     salt       of a tenant: blocks that are put under one are found under no other
     budget     bytes on the shelf: a number, or text such as "20GB"
     promised   what the fit promises of errors, so that a block beyond is kept with its exact tokens; None: nothing
-    threads    that make files of blocks, and read them, beside the caller's; None: as many as there are processors
+    threads    that make files of blocks, and read them, beside the caller's; None: one for each processor that this
+               process may use, at most MOST_THREADS
 
     Raises ValueError for a recipe whose blocks cannot be kept, ArtifactError for a folder that others can write to,
     RuntimeError where the library is missing that codes a recipe's files.
@@ -77,7 +79,8 @@ class PrefixBlocks:
         threads: int | None = None,
     ):
         check(recipe)
-        self.threads = threads if threads is not None else os.cpu_count() or 1
+        own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.threads = min(MOST_THREADS, own) if threads is None else threads
         if self.threads < 1:
             raise ValueError(f"threads={threads}; use 1 or more")
         promised = promised if promised is not None and promised.promises else None
@@ -219,9 +222,11 @@ class PrefixBlocks:
 
     def _keep(self, token_T: Tensor, encoded: Callable[[int], Block], first: int) -> int:
         names = chain.names(self.root, token_T, self.block)[: max(1, self.budget // self.format.usual())]
+        gone = next((number for number, name in enumerate(names[:first]) if not self.shelf.has(name)), None)
+        names = names if gone is None else names[:gone]  # what follows could not be found
 
         def begun(number: int) -> Future[bytes] | None:
-            if self.shelf.has(names[number]) or number < first:
+            if number < first or self.shelf.has(names[number]):
                 return None
             block = encoded(number).cpu()  # here, where the device's stream is the caller's
             self.tally["beyond"] += len(block.exact)
@@ -232,8 +237,8 @@ class PrefixBlocks:
             for number, future in self._ahead(begun, range(len(names))):
                 if future is not None:
                     self._written(names[number], future.result())
-                elif number < first and not self.shelf.has(names[number]):
-                    break  # what follows could not be found
+                elif not self.shelf.has(names[number]):
+                    break  # what was written since has evicted it
                 kept = number + 1
         self.shelf.used(names[:kept])
         return kept * self.block

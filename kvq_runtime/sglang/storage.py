@@ -46,8 +46,8 @@ _log = logging.getLogger("sglang.kvq")
 class KVQStorage(HiCacheStorage):
     """The part of a folder of kept prefixes that is one worker's.
 
-    Of the option's parts `path`, `recipe`, `budget` are those of `kept.Settings`; `model` and `revision` name the
-    served model, whose files are on this machine, `quantization` how its weights are quantized as they are loaded.
+    Of the option's parts `path`, `recipe`, `budget`, `threads` are those of `kept.Settings`; `model` and `revision`
+    name the served model, whose files are on this machine, `quantization` how its weights are quantized as they load.
     Raises ValueError, ArtifactError or NotFound, a sentence, for what cannot be kept, so that SGLang does not start.
     """
 

@@ -1,5 +1,6 @@
 """The coder of numbers as they are: every bit comes back, in about what a Gaussian needs, and nothing else is taken."""
 
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -79,8 +80,21 @@ def test_what_is_not_the_stream_is_refused():
     damaged += [b"", good[:3], good[:5], good[:-1], good[:-4], good + b"\1\0\0\0", good + good, good[:5] + b"\0" * 8]
     damaged += [b"\0" + good[1:], b"\2" + good[1:], b"\1" + bytes(4) + b"\xff" * 900, b"\1" + bytes(4) + b"\xff" * 99]
     for data in damaged:
-        with pytest.raises(ArtifactError, match="coded: "):
+        with pytest.raises(ArtifactError, match="lossless: "):
             lossless.decode(torch.tensor([*data], dtype=torch.uint8), 16, [48, 17], torch.bfloat16)
+
+
+def test_a_whole_block_takes_little_memory_to_code():
+    """Threads work on one each: beside the numbers and their stream some 20 bytes a number, not ten times theirs."""
+    rows = [torch.randn(128, 4096, generator=torch.Generator().manual_seed(0)).bfloat16() for _ in range(2)]
+    coded = lossless.encode(rows)
+    peaks = []
+    for work in (lambda: lossless.encode(rows), lambda: lossless.decode(coded, 128, [4096, 4096], torch.bfloat16)):
+        tracemalloc.start()
+        work()
+        peaks.append(tracemalloc.get_traced_memory()[1] / 2**20)
+        tracemalloc.stop()
+    assert max(peaks) < 30, peaks
 
 
 def test_the_bytes_are_the_same_for_ever():

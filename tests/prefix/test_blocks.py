@@ -1,8 +1,10 @@
 """Blocks of prefixes: the bytes of a cache, one name for one prefix, and nothing that is not checked."""
 
+import json
 import os
 import random
 import stat
+import sys
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -19,6 +21,7 @@ from feeding import GEOMETRY, RECIPES
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.disk import strict_json
+from kvq_runtime.engines import kept as kept_options
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Window
 from kvq_runtime.ops import lossless
@@ -245,7 +248,7 @@ def test_numbers_of_a_file_take_fewer_bytes_and_are_the_same(tmp_path, dtype):
     link, tensors = kept.format.read(data)[0], safetensors.torch.load(data)
     bad = torch.full_like(keys[0].flatten(1)[: kept.block], float("nan"))
     numbers = [bad for layer in range(GEOMETRY.layers) for _ in range(2)]
-    for given, why in ((tensors["lossless"][:-4], "coded: "), (lossless.encode(numbers), "finite: lossless")):
+    for given, why in ((tensors["lossless"][:-4], "lossless: "), (lossless.encode(numbers), "finite: lossless")):
         about = block_file._about(link)
         about["content"] = block_file._content(about, {"lossless": given})
         told = safetensors.torch.save({"lossless": given}, {"kvq": strict_json.dumps(about)})
@@ -263,6 +266,60 @@ def test_threads_keep_the_same_bytes(tmp_path):
     assert found[0] == found[1] and len(found[0]) > 3
     with pytest.raises(ValueError, match="threads=0; use 1 or more"):
         store(name="rest-1bit", threads=0)
+
+
+def test_threads_are_those_that_the_process_may_use(monkeypatch):
+    for own, expected in ({3}, 1), ({*range(64)}, 8):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, own=own: own, raising=False)
+        assert store().threads == expected
+
+
+def test_an_engine_sets_its_threads(tmp_path):
+    options = {"path": str(tmp_path / "kept"), "recipe": "rtn-2bit", "threads": 3}
+    folder = Path(__file__).parents[2] / "artifacts" / "demo-model"
+    config = json.loads((folder / "config.json").read_text())
+    served = kept_options.Served(config, str(folder), None, torch.bfloat16, None, feeding.rotary)
+    assert [one.threads for one in kept_options.opened(kept_options.settings(options, "o", "w"), served, "w", 1)] == [3]
+    with pytest.raises(ValueError, match="o: threads=0; use a number, 1 or more"):
+        kept_options.settings(options | {"threads": 0}, "o", "w")
+
+
+def test_without_the_library_verify_checks_the_digest_alone(tmp_path, monkeypatch):
+    kept, (keys, values) = store(tmp_path, "exact-coded"), rows(48)
+    kept.put(ids(48), keys, values)
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    assert not [*upkeep.damaged(tmp_path)]
+    path = files(tmp_path)[1]
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert [(one.path, one.fault[:8]) for one in upkeep.damaged(tmp_path)] == [(path, "content:")]
+
+
+def test_nothing_is_encoded_after_a_block_that_is_gone(tmp_path):
+    """A NaN in it would be an error."""
+    kept, (keys, values) = store(tmp_path), rows(1200)
+    tokens, half = ids(1200), 600 // kept.block * kept.block
+    kept.put(tokens[:half], keys, values)
+    names = chain.names(kept.root, chain.token_row(tokens), kept.block)
+    kept.shelf.drop(names[2])
+    bad = [torch.full_like(one[half:], float("nan")) for one in keys]
+    assert kept.put(tokens, bad, [one[half:] for one in values], half) == 2 * kept.block
+
+
+def test_a_block_that_a_write_evicts_ends_what_is_kept(tmp_path, monkeypatch):
+    """It was there when threads were given work ahead."""
+    kept, (keys, values), put = store(tmp_path, threads=3), rows(1200), Folder.put
+    tokens = ids(1200)
+    names = chain.names(kept.root, chain.token_row(tokens), kept.block)
+    kept.put(tokens, keys, values)
+    kept.shelf.drop(names[0])
+
+    def evicting(self, name, data):
+        put(self, name, data)
+        self.drop(names[2])
+
+    monkeypatch.setattr(Folder, "put", evicting)
+    assert kept.put(tokens, keys, values) == 2 * kept.block == kept.longest(tokens)
 
 
 def test_a_disk_that_refuses_in_the_middle_leaves_what_was_kept(tmp_path, monkeypatch):
