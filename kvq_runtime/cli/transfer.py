@@ -1,6 +1,7 @@
 """The commands `kvq push`, `kvq copy` and `kvq export`: write versions to a registry, or as files of other tools."""
 
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 from kvq_runtime.artifact import gguf_mean, oscar_files
@@ -8,6 +9,7 @@ from kvq_runtime.cli import options
 from kvq_runtime.cli.names import named, target
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import mirror, reference
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.registry import Registry
@@ -59,7 +61,18 @@ def _sources(args: Namespace) -> tuple[Registry, list[str]]:
     address = args.reference.rstrip("/")
     on_hub = address.startswith(reference.HUB)
     remote = address.startswith((reference.BUCKET, reference.OCI))
-    whole = remote and bool(open_registry(address).names())  # else it is a name there
+    try:
+        whole = remote and bool(open_registry(address).names())  # else it is a name there
+    except PermissionError:  # as registries refuse what is not there, if it is a name
+        with suppress(PermissionError, ValueError):
+            source, name = named(Namespace(name=address, registry=None))
+            if name in source.names():
+                return source, [name]
+        raise
+    except ArtifactError:
+        raise
+    except ValueError:  # no address of a registry
+        whole = False
     if address.startswith("file://") or whole or (on_hub and "/" not in address.removeprefix(reference.HUB)):
         options.check_there(address)
         source = open_registry(address)

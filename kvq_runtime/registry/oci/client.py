@@ -1,12 +1,13 @@
 """Talk to an OCI registry that is not trusted: tags, blobs by digest, and the manifests that keep blobs.
 
 Plain HTTP by the standard library, of OCI's distribution API what every registry has. TLS is demanded but on loopback.
-Answers are received within limits of bytes and of time, and whoever asks for a blob checks its digest. A redirect is
-followed for blobs alone, and to another origin without credentials; an upload goes to the registry's own origin.
+Each answer is received within limits of bytes and of time, and whoever asks for a whole blob checks its digest. A
+redirect is followed for blobs alone, and to another origin without credentials; an upload goes to the registry's own
+origin. Proxies are those of the environment, but for loopback.
 
 Credentials are Docker's: $DOCKER_AUTH_CONFIG (the text of a config.json), else config.json in $DOCKER_CONFIG or
-~/.docker, with its `auths` and `credHelpers`. They are sent to the registry, and to the address at which it says that
-it gives tokens, as Docker does; never in a message.
+~/.docker, with its `auths`, `credHelpers` and `credsStore`, without identity tokens. They are sent to the registry, and
+to the address at which it says that it gives tokens, as Docker does; never in a message.
 """
 
 import base64
@@ -41,6 +42,8 @@ _ADVICE = "check its address, and what stands between it and this machine"
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _opener = urllib.request.build_opener(Stay)
+_direct = urllib.request.build_opener(Stay, urllib.request.ProxyHandler({}))  # for loopback, which no proxy is to hear
+_HUB = "https://index.docker.io/v1/"  # the name of registry-1.docker.io in Docker's settings
 T = TypeVar("T")
 
 
@@ -55,6 +58,7 @@ class Repository:
         self.host = host
         self._origin = f"{'http' if urlsplit(f'//{host}').hostname in _LOOPBACK else 'https'}://{host}".lower()
         self._token = ""  # the header that the last challenge was answered with
+        self._is_there = False  # a registry, whether it has this repository or not
 
     def tags(self) -> set[str]:
         """Every tag; none if there is no such repository."""
@@ -65,6 +69,7 @@ class Repository:
                 data, head = self.retried(lambda a=address, n=left: self._all("GET", a, n))
             except NotFound:
                 if page == 0:
+                    self._look_for_registry()
                     return found
                 raise RuntimeError(f"oci://{self.root}: its list of tags breaks off (404); try again") from None
             listed = strict_json.loads(data, f"{self.root}: tags")
@@ -82,6 +87,16 @@ class Repository:
             parts = urlsplit(urljoin(address, following))  # credentials are sent along: the same origin, always
             address = urlsplit(first)._replace(path=parts.path, query=parts.query).geturl()
         raise RuntimeError(f"oci://{self.root}: more than {ask.PAGES} pages of tags")
+
+    def _look_for_registry(self) -> None:
+        """RuntimeError if what answers is no registry, and says of every address that nothing is there."""
+        if self._is_there:
+            return
+        with self.retried(lambda: self._send("GET", f"{self._origin}/v2/", None, {})) as response:
+            if response.status not in (200, 401):
+                text = f"{self._origin}/v2/ answers {response.status}, as no OCI registry does; check the address"
+                raise RuntimeError(f"oci://{self.root}: {text}")
+        self._is_there = True
 
     def has(self, sha256: str) -> bool:
         """True if a blob is there."""
@@ -198,7 +213,7 @@ class Repository:
 
         def send() -> Any:
             try:
-                return _opener.open(request, timeout=SECONDS)
+                return (_direct if address.startswith("http:") else _opener).open(request, timeout=SECONDS)
             except urllib.error.HTTPError as error:
                 return error
 
@@ -252,25 +267,36 @@ class Repository:
         """User and password for this host, of Docker's settings; None if they have none."""
         folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
         try:
-            text = os.environ.get("DOCKER_AUTH_CONFIG") or (folder / "config.json").read_text()
+            text = os.environ.get("DOCKER_AUTH_CONFIG") or (folder / "config.json").read_bytes()
         except OSError:
             return None
+        host = _HUB if self.host == "registry-1.docker.io" else self.host
         try:
             settings = json.loads(text)
-            entry = (settings.get("auths") or {}).get(self.host) or {}
+            auths = settings.get("auths") or {}  # by host, or by an address there
+            auths = {key.rpartition("//")[2].partition("/")[0]: one for key, one in auths.items()} | auths
+            entry = auths.get(host) or auths.get(self.host) or {}
+            if entry.get("identitytoken"):
+                raise self._no_identity_token()
             if entry.get("auth"):
                 user, _, password = base64.b64decode(entry["auth"]).decode().partition(":")
                 return user, password
-            helper = (settings.get("credHelpers") or {}).get(self.host) or settings.get("credsStore")
+            helper = (settings.get("credHelpers") or {}).get(host) or settings.get("credsStore")
             if not helper or not re.fullmatch(r"[\w.-]+", helper):
                 return None
             command = [f"docker-credential-{helper}", "get"]
-            answer = subprocess.run(command, input=self.host.encode(), capture_output=True, timeout=SECONDS)
+            answer = subprocess.run(command, input=host.encode(), capture_output=True, timeout=SECONDS)
             found = json.loads(answer.stdout) if answer.returncode == 0 else {}
+            if found.get("Username") == "<token>":
+                raise self._no_identity_token()
             return (found["Username"], found["Secret"]) if "Secret" in found else None
         except (AttributeError, KeyError, TypeError, ValueError, OSError, subprocess.SubprocessError) as error:
             text = f"Docker's settings cannot be used ({type(error).__name__}); `docker login {self.host}` writes them"
             raise RuntimeError(f"oci://{self.root}: {text}") from None
+
+    def _no_identity_token(self) -> RuntimeError:
+        text = "Docker's settings have an identity token, which is not used; log in with a password or access token"
+        return RuntimeError(f"oci://{self.root}: {text}")
 
 
 class _Unanswered(RuntimeError):

@@ -32,7 +32,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from hashlib import sha256 as hash_of
 from typing import BinaryIO
@@ -118,8 +118,9 @@ class OciRegistry(CachedTree):
             raise ArtifactError(f"{self.address(path)}: longer than {limit} bytes")
         if hash_of(data).hexdigest() != sha256:
             raise ArtifactError(f"{self.address(path)}: sha256: the registry sent other bytes; nothing was kept")
-        files.make_folder(cached(sha256).parent)
-        files.save(cached(sha256), data)
+        with suppress(OSError):  # a cache that cannot be written to is none
+            files.make_folder(cached(sha256).parent)
+            files.replace(cached(sha256), data, cached(sha256).parent)
         return data
 
     def first(self, sha256: str, count: int) -> bytes:
@@ -173,8 +174,6 @@ class OciRegistry(CachedTree):
             version = Version(change.version, change.sha256, change.size, change.files, event.at)
             named |= {file: version.file(file) for file in (ARTIFACT_FILE, *version.files)}
         repository.put_blob(data)
-        if number == 1:
-            repository.put_manifest(f"n.{event.name}")
         own = f"e.{of_name}.{number:08}.{random.SystemRandom().getrandbits(32):08x}.{_short(sha256)}"
         began = _clock()
         try:
@@ -185,7 +184,7 @@ class OciRegistry(CachedTree):
                 repository.put_manifest(f"{own}.out", tries=1)
             raise
         if not alone:
-            repository.put_manifest(f"{own}.out")
+            self._keep(f"{own}.out")
             time.sleep(random.uniform(0.05, 0.5))
             return False
         with suppress(RuntimeError):  # whether it came is in the list
@@ -219,21 +218,32 @@ class OciRegistry(CachedTree):
         """Wait for those who try a number, and put out who died; False if one of them has it then."""
         while True:
             asked = _clock()  # what is set while the list is on its way is not in it
-            found = _tries(self._repository.tags(), of_name, number)
+            tags = self._repository.tags()
+            found = _tries(tags, of_name, number)
             open_ = {one: said for one, said in found.items() if "out" not in said}
-            if any("set" in said for said in open_.values()):
-                return False
-            if not open_:
-                return True
+            taken = any("set" in said for said in open_.values())
+            if taken or not open_:
+                self._keep(f"n.{name}", tags)
+                return not taken
             new = min(open_) not in self._seen
             for one in open_:
                 if asked - self._seen.setdefault(one, _clock()) > LEASE:
-                    self._repository.put_manifest(f"{one}.out")
+                    self._keep(f"{one}.out", tags)
             if new:
                 _log.warning(
                     "%s: somebody else changes %s; waiting, at most %d s if it was killed", self.url, name, LEASE
                 )
             time.sleep(random.uniform(0.2, 1.0))
+
+    def _keep(self, tag: str, tags: Set[str] = frozenset()) -> None:
+        """Write a tag that others may write too, unless these have it: some registries let none be written twice."""
+        if tag in tags:
+            return
+        try:
+            self._repository.put_manifest(tag)
+        except (PermissionError, RuntimeError):
+            if tag not in self._repository.tags():
+                raise
 
     # ---- upkeep
 
