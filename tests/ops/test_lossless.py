@@ -97,6 +97,12 @@ def test_a_whole_block_takes_little_memory_to_code():
     assert max(peaks) < 30, peaks
 
 
+def test_words_are_stored_low_bytes_first_on_any_machine():
+    for word in ("<u2", ">u2", "<u4", ">u4"):
+        stored = lossless._stored(np.array([[1, 515]], word)).tobytes()
+        assert stored == b"".join(one.to_bytes(int(word[2]), "little") for one in (1, 515))
+
+
 def test_the_bytes_are_the_same_for_ever():
     """Files of one version are read by the next."""
     x = (torch.arange(8 * 24).view(8, 24) * 37 % 101 - 50).bfloat16() / 16
