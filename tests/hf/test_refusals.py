@@ -12,10 +12,6 @@ from kvq_runtime.hf import KVQCache, fingerprint_of, geometry_of
 from kvq_runtime.hf.model import check_model
 
 PLAIN = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
-LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-    "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
 REFUSED = {
     "gpt2": ("causal", PLAIN, "no decoder with layers as Llama has"),
     "bloom": ("causal", PLAIN, "no decoder with layers as Llama has"),
@@ -24,7 +20,6 @@ REFUSED = {
     "bert": ("causal", PLAIN, "no decoder with layers as Llama has"),
     "t5": ("seq2seq", {"d_model": 32, "d_ff": 32, "num_layers": 1, "d_kv": 16}, "an encoder and attention across"),
     "llama4_text": ("causal", {**SHAPE, "intermediate_size_mlp": 32, "num_local_experts": 2}, "no decoder with layers"),
-    "deepseek_v3": ("causal", {**SHAPE, **LATENT, "moe_intermediate_size": 32}, "one latent for all heads"),
     "mamba": (
         "causal",
         {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2},
