@@ -16,9 +16,9 @@ triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 ATTEND = ("kivi-2bit-g128 pre", "kivi-2bit pages", "mean-lloyd-2bit-post", "higgs-head-3bit", "polar-3bit")
 OPS = {
-    "encode rtn 2 per channel": "_encode",
-    "encode grid 2 256 rotated": "_encode",
-    "encode lloyd 3 matrix": "_encode",
+    "encode rtn 2 per channel": "_rtn",
+    "encode grid 2 256 rotated": "_grid",
+    "encode lloyd 3 matrix": "_lloyd",
     "encode polar packed": "_encode",
     "decode rtn": "_decode",
     "decode polar": "_decode",
