@@ -1,14 +1,12 @@
 """Check the device that a command names; count memory and cores; keep freed memory, or give it back.
 
-Imports torch where it is needed, and nothing else that takes long.
+Imports torch and psutil where they are needed: without the extra `calib`, `kvq-calibrate` says so.
 """
 
 import ctypes
 import os
 import sys
 from typing import TYPE_CHECKING
-
-import psutil
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +44,8 @@ def memory_of(device: str) -> int:
         import torch
 
         return torch.cuda.get_device_properties(device).total_memory
+    import psutil
+
     return psutil.virtual_memory().total
 
 
@@ -55,6 +55,8 @@ def free_on(device: str) -> int:
         import torch
 
         return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
     return psutil.virtual_memory().available
 
 
@@ -68,6 +70,8 @@ def settle(device: "str | torch.device") -> None:
 
 def cores() -> int:
     """Cores that this process may use: physical ones, or OMP_NUM_THREADS."""
+    import psutil
+
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
