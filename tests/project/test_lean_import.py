@@ -22,10 +22,10 @@ OPTIONAL = (
 )  # need the extras hf, triton, vllm, lmcache, sglang
 
 
-def run(body: str, *arguments: str, home: Path) -> subprocess.CompletedProcess:
+def run(body: str, *arguments: str, home: Path, blocked: str = BLOCKED) -> subprocess.CompletedProcess:
     """Run Python with those modules blocked, outside the checkout."""
     environment = {"KVQ_HOME": str(home), "HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error::ImportWarning", "-c", BLOCKED + body, *arguments]
+    command = [sys.executable, "-W", "error::ImportWarning", "-c", blocked + body, *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=home, env=environment)
 
 
@@ -48,6 +48,15 @@ def test_every_module_imports(tmp_path):
     body = "import importlib, json\nfor name in json.loads(sys.argv[1]): importlib.import_module(name)"
     done = run(body, json.dumps(names), home=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [
+    "from kvq_calib.cli.calibrate import main; sys.exit(main(['--model', 'demo']))",
+    "from kvq_runtime.cli.main import main; sys.exit(main(['eval', 'higgs-2bit', '--model', 'demo']))",
+])  # fmt: skip
+def test_a_command_without_its_extra_names_it(command, tmp_path):
+    done = run(command, home=tmp_path, blocked=BLOCKED.replace("'kvq_calib', ", ""))
+    assert done.returncode and "[calib]" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_folder_needs_nothing_of_the_hub(tmp_path):
