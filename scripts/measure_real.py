@@ -107,9 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top.add_argument("--chat", action="store_true", help="of needles: in the chat form")
     top.add_argument("--tasks", nargs="+", metavar="TASK", help="of needles (default: what 16 bit answers)")
     top.add_argument("--threads", type=int, default=torch.get_num_threads(), help="(default: %(default)s)")
+    top.add_argument("--device", default="cpu", help="of fits and passes (default: %(default)s)")
     args = top.parse_args(arguments)
     os.environ.setdefault("KVQ_HOME", str(ROOT / "build" / "real"))
     torch.set_num_threads(args.threads)
+    torch.backends.cuda.matmul.allow_tf32 = False
     files = replace(models.resolve(args.model), id=args.name)
     if args.what not in ("fit", "scores", "left"):
         from scripts import real_use
@@ -273,7 +275,7 @@ def _fitted(home: Home, names: Sequence[str], on: str) -> dict[str, Any]:
     args, budget = home.args, automatic(names[0])
     what = What(str(home.files.path), ("auto",) if budget else tuple(names), (budget,) if budget else ())
     text = Text(source(on), args.samples, args.fit_length, transfer="none")
-    machine = Machine(dtype="float32", threads=args.threads)
+    machine = Machine(args.device, "float32", args.threads)
     work = prepare(Job(what, text, machine, Evaluation(False), Publication(False)), files=home.files)
     folder = home.folder / "runs" / f"{work.plan.digest[:16]}-{code()[:8]}"
     return calibrate.calibrate(replace(work, folder=folder))
@@ -350,10 +352,10 @@ def scores(home: Home, args: argparse.Namespace) -> int:
     if not missing:
         print("all of it is measured", file=sys.stderr)
         return 0
-    model = load_model(home.files, "cpu", torch.float32)
+    model = load_model(home.files, args.device, torch.float32)
     for number, (unit, key) in enumerate(missing, 1):
         batch = home.batch(unit.text, unit.length)
-        found, took = real_page.timed(partial(measure, home, model, unit, batch))
+        found, took = real_page.timed(partial(measure, home, model, unit, batch), args.device)
         found |= took | {"date": datetime.now(UTC).date().isoformat()}
         real_page.keep_text(args.results, batch)
         real_page.append(args.results, {"key": key, **asdict(unit), "tokens": batch.digest, **found})

@@ -57,13 +57,13 @@ def machine() -> dict[str, Any]:
     return {"processor": name, "processors": os.cpu_count(), "memory_gb": round(pages / 1e9, 1)}
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+def timed(work: Callable[[], Any], device: str = "cpu") -> tuple[Any, dict[str, Any]]:
     """The findings of work; and its time, machine and code."""
     begun, spent = time.perf_counter(), time.process_time()
     found = work()
     return found, {
         "seconds": round(time.perf_counter() - begun, 1), "processor_seconds": round(time.process_time() - spent, 1),
-        "environment": environment("cpu", "float32", torch.get_num_threads()), "machine": machine(),
+        "environment": environment(device, "float32", torch.get_num_threads()), "machine": machine(),
         "code": code()[:16],
     }  # fmt: skip
 

@@ -48,7 +48,7 @@ IN_USE = ("kivi-2bit", "kivi-4bit", "higgs-4bit", "aqua-2bit", "aqua-metric-2bit
 def needles(args: argparse.Namespace, files: ModelFiles) -> int:
     """Find needles by recipe, depth and length; `--first`: by the 16-bit model, asked plainly and in a chat."""
     name = "needles-16bit" if args.first else "needles"
-    kept = Kept(args.results / f"{name}.json", args.again)
+    kept = Kept(args.results / f"{name}.json", args)
     chosen = args.tasks or (TASKS if args.first else used(args.results, args.chat))
     essays = tasks.haystack(measure_real.source("book") or "demo")
     subjects = [None] if args.first else _subjects(args, files)
@@ -62,7 +62,7 @@ def needles(args: argparse.Namespace, files: ModelFiles) -> int:
                 kept.measure(
                     [chat, length, subject and [subject.name, subject.sha256], plan.to_json()],
                     lambda subject=subject, plan=plan: tasks.evaluate(
-                        files, [subject] if subject else [], plan, "cpu", torch.float32, ledger=_ledger(files)
+                        files, [subject] if subject else [], plan, args.device, torch.float32, ledger=_ledger(files)
                     ),
                 )
     print("\n\n".join(real_page.answered(kept.path)))
@@ -112,7 +112,7 @@ def talk(model, files: ModelFiles, subject: Subject, passages: Sequence[Sequence
 
 def talks(args: argparse.Namespace, files: ModelFiles) -> int:
     """Turn by turn, how far each recipe's cache is from 16 bit."""
-    kept = Kept(args.results / "conversation.json", args.again)
+    kept = Kept(args.results / "conversation.json", args)
     text = corpus.load(measure_real.source("book") or "demo").texts[0]
     encoder = Encoder(files.path)
     (ids,) = encoder.plain([text])
@@ -120,7 +120,7 @@ def talks(args: argparse.Namespace, files: ModelFiles) -> int:
     gap = len(ids) // (2 * count + 1)
     given = encoder.text([ids[gap * place : gap * place + PASSAGE] for place in range(1, 2 * count + 1)])
     passages = [given[place : place + 2] for place in range(0, len(given), 2)]
-    model = load_model(files, "cpu", torch.float32)
+    model = load_model(files, args.device, torch.float32)
     for subject in _subjects(args, files):
         unit = [subject.name, subject.sha256, given, TURN]
         kept.measure(unit, lambda subject=subject: talk(model, files, subject, passages, TURN))
@@ -130,7 +130,7 @@ def talks(args: argparse.Namespace, files: ModelFiles) -> int:
 
 def greedy(args: argparse.Namespace, files: ModelFiles) -> int:
     """Find each recipe's first other choice along the 16-bit model's greedy text after long prompts."""
-    kept = Kept(args.results / "greedy.json", args.again)
+    kept = Kept(args.results / "greedy.json", args)
     prompt, count = (PROMPT, GREEDY) if files.context > PROMPT + GREEDY else (files.context // 2, files.context // 8)
     batch = measure_real._whole("book", files, prompt, args.windows or PROMPTS)
     plan = decode.Plan(prompt + count)
@@ -139,7 +139,7 @@ def greedy(args: argparse.Namespace, files: ModelFiles) -> int:
         kept.measure(
             unit,
             lambda subject=subject: decode.evaluate(
-                files, batch, [subject], plan, "cpu", torch.float32, ledger=_ledger(files)
+                files, batch, [subject], plan, args.device, torch.float32, ledger=_ledger(files)
             )[0],
         )
     print("\n\n".join(real_page.greedy(args.results)))
@@ -148,10 +148,10 @@ def greedy(args: argparse.Namespace, files: ModelFiles) -> int:
 
 def prefix(args: argparse.Namespace, files: ModelFiles) -> int:
     """The first token after a long prompt: computed, and from blocks in a folder; and what keeping them takes."""
-    kept, model = Kept(args.results / "prefix.json", args.again), load_model(files, "cpu", torch.float32)
+    kept, model = Kept(args.results / "prefix.json", args), load_model(files, args.device, torch.float32)
     model.set_attn_implementation("kvq")
     batch = measure_real._whole("book", files, PROMPT, 1)
-    ids = batch.tokens_BT.long()
+    ids = batch.tokens_BT.to(args.device).long()
 
     def first(cache) -> tuple[float, int]:
         begun = time.perf_counter()
@@ -199,7 +199,7 @@ def bench(args: argparse.Namespace, files: ModelFiles) -> int:
     lengths = [length for length in _contexts(args) if length + 40 < files.context]
     args.results.mkdir(parents=True, exist_ok=True)
     given = ["bench", *(args.recipes or IN_USE), "--model", args.model, "--context", ",".join(map(str, lengths))]
-    given += ["--dtype", "float32", "--device", "cpu", "--out", args.results / "bench.jsonl", "--json"]
+    given += ["--dtype", "float32", "--device", args.device, "--out", args.results / "bench.jsonl", "--json"]
     given += ["--plot", args.results / "bench.png"]
     asked = top.parse_args(list(map(str, given)))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -220,8 +220,8 @@ def bench(args: argparse.Namespace, files: ModelFiles) -> int:
 class Kept:
     """Findings in one JSON file, each with how long it took and on what, saved as soon as it is there."""
 
-    def __init__(self, path: Path, again: bool):
-        self.path, self.again = path, again
+    def __init__(self, path: Path, args: argparse.Namespace):
+        self.path, self.again, self.device = path, args.again, args.device
         self.found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
 
     def measure(self, unit: Any, work: Callable[[], Any]) -> None:
@@ -229,7 +229,7 @@ class Kept:
         key = real_page.digest(unit)
         if key in self.found and not self.again:
             return
-        found, took = real_page.timed(work)
+        found, took = real_page.timed(work, self.device)
         self.found[key] = {"found": found, **took}
         disk.make_folder(self.path.parent)
         disk.save(self.path, (json.dumps(self.found, indent=1) + "\n").encode())
