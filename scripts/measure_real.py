@@ -165,7 +165,7 @@ class Home:
 
     def exact(self, model, batch: Batch) -> tuple[Tensor, positions.Trace]:
         """The 16-bit model's last hidden states and what its tokens cost, from a file once they were computed."""
-        path = self.folder / "exact" / f"{batch.digest}.safetensors"
+        path = self.folder / "exact" / f"{batch.digest}-{batch.tokens_BT.shape[1]}.safetensors"
         if not path.is_file():
             states = positions.states(model, batch.tokens_BT, DynamicCache(config=model.config))
             own = positions.trace(model, batch.tokens_BT, states, states)
