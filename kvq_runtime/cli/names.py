@@ -55,7 +55,7 @@ def _tagged(registry: Registry, state: State, tag: str | None) -> dict[str, Any]
     """The column of versions that have a tag, none if it is not asked for; None if no version has it."""
     if tag is None:
         return {}
-    found = remarks.read(registry, state.name)
+    found = remarks.read(registry, state.name, "tag", "untag", tag=tag)
     return {"tagged": having} if (having := [one for one in state.versions if tag in found.tags(one)]) else None
 
 
@@ -137,14 +137,16 @@ def _print_moved(registry: Registry, state: State, version: Version, args: Names
     """Print where an alias has moved; if it is protected, what is proposed and who approves, and return PROPOSED."""
     if state.at(args.alias) == version.version:
         return _print_alias(state, args)
-    found = remarks.read(registry, state.name)
+    found = remarks.read(registry, state.name, *remarks.OF_ALIASES, alias=args.alias)
+    record = {"name": state.name, "alias": args.alias, "version": state.at(args.alias)}
     proposed = proposals(found, state, alias=args.alias, version=version.version)
+    print_record(record | ({"proposed": proposed} if args.json else {}), args.json)
     for one in proposed if not args.json else []:
+        approved = "".join(f", {name} approved" for name in one["approved"])
         missing = one["needed"] - len(one["approved"])
-        said = f"{args.alias} is protected and did not move; {missing} of other names than {one['by']} have to approve"
-        say("kvq", f"{said}: kvq approve {state.name}@{version.version} --alias {args.alias}")
-    record = {"name": state.name, "alias": args.alias, "version": state.at(args.alias), "proposed": proposed}
-    print_record(record, args.json)
+        more = "1 other name approves" if missing == 1 else f"{missing} other names approve"
+        said = f"{args.alias} is protected and did not move: {one['by']} proposed it at {one['at']}{approved}; {more}"
+        say("kvq", f"{said} it with `kvq approve {state.name}@{version.version} --alias {args.alias}`")
     return PROPOSED
 
 

@@ -60,7 +60,7 @@ def show(args: Namespace) -> int:
         version = state.get(resolved.version)
         record["published"] = version.at
         record["aliases"] = [alias for alias in state.aliases if state.at(alias) == resolved.version]
-        said = remarks.read(registry, resolved.name)
+        said = remarks.read(registry, resolved.name, version=resolved.version)
         record["tags"] = said.tags(resolved.version)
         notes = said.holding("note", version=resolved.version)
         record["notes"] = [{"at": one.at, "by": one.by, "text": one.said["text"]} for one in notes]

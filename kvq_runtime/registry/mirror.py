@@ -62,7 +62,7 @@ def mirror(source: Registry, name: str, target: Registry, dry_run: bool = False)
     for version in state.versions.values():
         yield copy(source, name, version, target, dry_run)
     before = target.current_state(name)
-    guarded = remarks.read(target, name) if before.events else remarks.Remarks(())
+    guarded = remarks.read(target, name, *remarks.OF_ALIASES) if before.events else remarks.Remarks(())
     after = {alias: before.at(alias) for alias in before.aliases}
     for alias in state.aliases:  # before yanks: a yanked version may be an alias' old one
         pointed = state.at(alias)

@@ -5,7 +5,7 @@ gives and adds files, and writes an event only on top of the events that were re
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
@@ -26,7 +26,7 @@ TRIES = 200
 FIRST = "1.0.0"
 _NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
 Kind = Literal["evaluations", "signatures", "remarks"]
-MAX_RECORDS = 1 << 12  # records of an artifact or a name, of one kind
+MAX_RECORDS = 1 << 16  # records of an artifact or a name, of one kind, that are in memory at once
 BYTES = 1 << 26  # of all of them
 
 
@@ -130,8 +130,8 @@ class Registry(ABC):
         """Add a file that never changes; one that is there is the same."""
 
     @abstractmethod
-    def listed(self, name: str, folder: str) -> list[tuple[PurePath, bytes]]:
-        """(path, content) of every .json file of a folder, by path."""
+    def listed(self, name: str, folder: str) -> Iterator[tuple[PurePath, bytes]]:
+        """(path, content) of every .json file of a folder, by path; each is read when it is its turn."""
 
     @abstractmethod
     def check_writable(self) -> None:
@@ -206,9 +206,23 @@ class Registry(ABC):
         self.add(name, f"{kind}/{reference.check_sha256(sha256)}/{digest}.json", data)
         return digest
 
-    def records(self, kind: Kind, sha256: str, name: str = "") -> list[tuple[PurePath, bytes]]:
-        """(path, content) of every record of an artifact, by path: .../artifact's digest/record's digest.json."""
-        return self.listed(name, f"{kind}/{reference.check_sha256(sha256)}")
+    def records(
+        self, kind: Kind, sha256: str, name: str = "", of: Callable[[PurePath, bytes], Any] = lambda *record: record
+    ) -> list[Any]:
+        """What `of` makes of each record's path, .../artifact's digest/record's digest.json, and content, by path.
+
+        A record of which it makes None is let go, and not counted. RuntimeError for too many others.
+        """
+        folder, found, left = f"{kind}/{reference.check_sha256(sha256)}", [], BYTES
+        for path, data in self.listed(name, folder):
+            made = of(path, data)
+            if made is not None:
+                found.append(made)
+                left -= len(data)
+            if left < 0 or len(found) > MAX_RECORDS:
+                text = f"more than {MAX_RECORDS} records or {BYTES} bytes of them; remove some there"
+                raise RuntimeError(f"{self.url}, {name} {folder}: {text}, but no remark that protects")
+        return found
 
     def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
         """Store a measurement of an artifact, in the form of `sound`; returns the record's digest."""
@@ -216,11 +230,11 @@ class Registry(ABC):
 
     def evaluations(self, sha256: str, name: str = "") -> list[dict[str, Any]]:
         """Every evaluation record of an artifact, ordered by the record's digest."""
-        return [sound.from_bytes(data, path) for path, data in self.records("evaluations", sha256, name)]
+        return self.records("evaluations", sha256, name, lambda path, data: sound.from_bytes(data, path))
 
     def signatures(self, sha256: str, name: str) -> list[bytes]:
         """Every signature record of an artifact, in the form of `lock`."""
-        return [data for _, data in self.records("signatures", sha256, name)]
+        return self.records("signatures", sha256, name, lambda _, data: data)
 
     # ---- changing
 
@@ -331,7 +345,8 @@ class Registry(ABC):
                 return None
             _check_unmoved(state, alias, before)
             state.get(version)
-            return Promote(alias, version) if remarks.read(self, name).may_move(state, alias, version) else None
+            found = remarks.read(self, name, *remarks.OF_ALIASES, alias=alias)
+            return Promote(alias, version) if found.may_move(state, alias, version) else None
 
         after = self.change(name, decide)
         if after.at(alias) != version:
@@ -363,17 +378,9 @@ class Registry(ABC):
         return self.change(name, lambda state: Yank(version, reason))
 
 
-def gather(where: str, paths: Iterable[PurePath], content: Callable[[PurePath, int], bytes]) -> list[bytes]:
-    """The records at these paths, which `content` returns within a limit; RuntimeError, beginning with `where`, for too
-    many."""
-    found, left = [], BYTES
-    for path in paths:
-        found.append(content(path, remarks.LIMIT if path.parts[0] == "remarks" else sound.LIMIT))
-        left -= len(found[-1])
-        if left < 0 or len(found) > MAX_RECORDS:
-            text = f"more than {MAX_RECORDS} records or {BYTES} bytes of them; remove some there"
-            raise RuntimeError(f"{where}: {text}, but no remark that protects")
-    return found
+def limit(path: str) -> int:
+    """The most bytes that the record at a path may have."""
+    return remarks.LIMIT if path.startswith("remarks/") else sound.LIMIT
 
 
 def _check_unmoved(state: State, alias: str, before: str | None) -> None:

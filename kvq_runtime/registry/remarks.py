@@ -54,6 +54,8 @@ FIELDS: dict[str, set[str]] = {
     "propose": {"alias", "version", "after"},
     "approve": {"proposal"},
 }
+OF_ALIASES = "protect", "propose", "approve"
+OF_VERSIONS = "note", "tag", "untag"
 _SUBJECTS = {"tag": ("version", "tag"), "untag": ("version", "tag"), "protect": ("alias",)}  # of kinds that replace
 _HEAD = {"schema", "name", "at", "by", "kind", "replaces"}
 _TAG = re.compile(r"[a-z0-9][a-z0-9._-]{0,31}")
@@ -127,10 +129,21 @@ class Remarks:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def read(registry: Any, name: str) -> Remarks:
-    """All remarks on a name; those of a kind that is not known here are passed over. ArtifactError for damage."""
-    found = [from_bytes(data, path, name) for path, data in registry.records("remarks", _folder(name), name)]
-    return Remarks(tuple(sorted(filter(None, found), key=lambda one: (one.at, one.digest))))
+def read(registry: Any, name: str, *kinds: str, **said: Any) -> Remarks:
+    """Remarks on a name, of these kinds, else of all that are known here; ArtifactError for damage of any.
+
+    said   only those that say this, or nothing about it; what one of them may replace says the same
+    The others are read and let go: however many there are, they take no memory.
+    """
+
+    def wanted(path: PurePath, data: bytes) -> Remark | None:
+        one = from_bytes(data, path, name)
+        if one is None or (kinds and one.what not in kinds):
+            return None
+        return one if all(one.said.get(key, value) == value for key, value in said.items()) else None
+
+    found = registry.records("remarks", _folder(name), name, wanted)
+    return Remarks(tuple(sorted(found, key=lambda one: (one.at, one.digest))))
 
 
 def from_bytes(data: bytes, path: PurePath, name: str = "") -> Remark | None:
@@ -240,21 +253,20 @@ def tag(registry: Any, name: str, version: str, tag: str, remove: bool = False) 
     """Give a version a tag, or take it away; returns its tags. Nothing is written where that is so already."""
     registry.existing(name).get(version)
     check_tag(tag)
-    found = read(registry, name)
+    found = read(registry, name, "tag", "untag", version=version)
     if remove == (tag in found.tags(version)):
         replaced = found.holding("tag", "untag", version=version, tag=tag)
         add(registry, name, "untag" if remove else "tag", replaced, version=version, tag=tag)
-        found = read(registry, name)
+        found = read(registry, name, "tag", "untag", version=version)
     return found.tags(version)
 
 
 def copy(source: Any, name: str, version: str, target: Any) -> None:
     """Copy notes and tags of a version, as they were made, to another registry."""
-    known = {one.digest for one in read(target, name).all}
-    for path, data in source.records("remarks", _folder(name), name):
-        one = from_bytes(data, path, name)
-        if one and one.what in ("note", "tag", "untag") and one.said["version"] == version and one.digest not in known:
-            target.add_record("remarks", _folder(name), data, name)
+    known = {one.digest for one in read(target, name, *OF_VERSIONS, version=version).all}
+    for one in read(source, name, *OF_VERSIONS, version=version).all:
+        if one.digest not in known:
+            target.add_record("remarks", _folder(name), one.data, name)
 
 
 # ---- aliases ---------------------------------------------------------------------------------------------------------
@@ -265,7 +277,7 @@ def protect(registry: Any, name: str, alias: str, approvals: int) -> None:
     still come after."""
     if not registry.current_state(name).events:  # never from a cache, of which it may be so already
         registry.existing(name)
-    found = read(registry, name)
+    found = read(registry, name, "protect", alias=alias)
     if found.approvals(alias) != approvals:
         add(registry, name, "protect", found.holding("protect", alias=alias), alias=alias, approvals=approvals)
 
@@ -273,7 +285,8 @@ def protect(registry: Any, name: str, alias: str, approvals: int) -> None:
 def propose(registry: Any, state: State, alias: str, version: str) -> None:
     """Propose to move a protected alias, unless somebody has; raises what an event that moves it now would."""
     state.apply(Event(len(state.events) + 1, state.name, events.now(), Promote(alias, version)))
-    if not read(registry, state.name).proposals(state, alias=alias, version=version):
+    found = read(registry, state.name, "propose", alias=alias)
+    if not found.proposals(state, alias=alias, version=version):
         after = state.moved(alias)
         add(registry, state.name, "propose", [], alias=alias, version=version, after=after)
 
@@ -285,7 +298,7 @@ def approve(registry: Any, name: str, version: str, alias: str, force: bool = Fa
     Raises Conflict if nobody else has proposed it since the alias moved last, or if it is too lossy.
     """
     state, by = registry.current_state(name), who()
-    found = read(registry, name)
+    found = read(registry, name, "propose", "approve", alias=alias)
     open_ = found.proposals(state, alias=reference.check_alias(alias), version=version)
     theirs = [one for one in open_ if one.by != by]
     if not theirs and state.at(alias) != version:

@@ -23,7 +23,7 @@ from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import events, reference, remarks, sound
 from kvq_runtime.registry.events import Event, Fold, Publish, State, Version
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
-from kvq_runtime.registry.registry import Finding, Head, Registry, gather
+from kvq_runtime.registry.registry import Finding, Head, Registry, limit
 
 BLOBS = "blobs/sha256"
 _EVENT_LIMIT = 1 << 16
@@ -137,16 +137,14 @@ class TreeRegistry(Registry):
                 raise ArtifactError(f"{where}: event: contradicts the events before it: {error}") from None
         return Head(fold.state())
 
-    def listed(self, name: str, folder: str) -> list[tuple[PurePath, bytes]]:
+    def listed(self, name: str, folder: str) -> Iterator[tuple[PurePath, bytes]]:
         """(path, content) of every .json file of a folder, by path.
 
         None is passed over, as a verdict or a signature may depend on it: ArtifactError if it is no folder, and what
-        the place raises where it cannot be read. Other versions, and `kvq list`, do not need it. RuntimeError for more
-        than there may be.
+        the place raises where it cannot be read. Other versions, and `kvq list`, do not need it.
         """
-        paths = [PurePath(folder, file) for file in self._in_folder(folder) if file.endswith(".json")]
-        found = gather(self.address(folder), paths, lambda path, limit: self.content(str(path), limit))
-        return [(PurePath(self.at(str(path))), data) for path, data in zip(paths, found, strict=True)]
+        for path in (f"{folder}/{file}" for file in self._in_folder(folder) if file.endswith(".json")):
+            yield PurePath(self.at(path)), self.content(path, limit(path))
 
     # ---- changing
 
@@ -307,8 +305,7 @@ class TreeRegistry(Registry):
             _check_digest(files.digest(path)[0], sha256)
 
     def _check_record(self, path: str) -> None:
-        limit = remarks.LIMIT if path.startswith("remarks/") else sound.LIMIT
-        data, where = self.content(path, limit), PurePath(self.at(path))
+        data, where = self.content(path, limit(path)), PurePath(self.at(path))
         if path.startswith("evaluations/"):
             sound.from_bytes(data, where)
         elif path.startswith("remarks/"):

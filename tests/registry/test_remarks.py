@@ -1,6 +1,7 @@
 """Notes, tags and approvals stand beside events: none conflicts, and a kvq that knows only events reads on."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from hashlib import sha256
 
@@ -135,7 +136,12 @@ def test_no_version_no_note(store: Registry, kvq, monkeypatch):
 def test_a_protected_alias_waits_for_another_name(store: Registry, kvq, monkeypatch):
     assert kvq("protect", NAME, "--approvals", "1")[0] == 0
     code, out, error = kvq("promote", f"{NAME}@1.0.1")
-    assert code == 6 and "production is protected and did not move" in error and "kvq approve" in error
+    (proposal,) = remarks.read(resolve.open_registry(store.url), NAME, "propose").all
+    said = f"production is protected and did not move: alice proposed it at {proposal.at}; 1 other name approves it"
+    assert code == 6 and error.splitlines()[-1] == f"kvq: {said} with `kvq approve {NAME}@1.0.1 --alias production`"
+    assert [line.split() for line in out.splitlines()] == [
+        ["name", NAME], ["alias", "production"], ["version", "1.0.0"],
+    ]  # fmt: skip
     assert production() == "1.0.0"
     shown = json.loads(kvq("show", f"{NAME}@1.0.1", "--json")[1])["proposed"]
     assert [(one["alias"], one["by"], one["approved"], one["needed"]) for one in shown] == [
@@ -392,12 +398,34 @@ def test_a_damaged_remark_on_a_hub_is_told(store: Registry, monkeypatch):
 
 
 @pytest.mark.parametrize("limit, most", [("MAX_RECORDS", 2), ("BYTES", 400)])
-def test_remarks_without_end_are_left(limit, most, store: Registry, monkeypatch):
+def test_protections_without_end_are_left_and_notes_are_not_counted(limit, most, store: Registry, monkeypatch):
     for number in range(3):
         remarks.note(store, NAME, "1.0.0", f"note {number}")
     monkeypatch.setattr(registry, limit, most)
+    assert store.promote(NAME, "1.0.1", alias="canary").at("canary") == "1.0.1"
+    for number in range(3):
+        remarks.add(store, NAME, "protect", [], alias="production", approvals=number)
     with pytest.raises(RuntimeError, match=f"remarks/{FOLDER}: more than .* records or .* bytes of them; remove some"):
         store.promote(NAME, "1.0.1")
+
+
+def test_thousands_of_remarks_of_others_are_read_one_by_one(folder: LocalRegistry, monkeypatch):
+    """8 MB of notes and tags: a promote neither refuses nor keeps them, and what protects the alias is found."""
+    place = folder.root / "remarks" / FOLDER
+    files.make_folder(place)
+    for number in range(4200):
+        said = {"kind": "note", "text": f"{number}"} if number % 2 else {"kind": "tag", "tag": f"{number}"}
+        data = strict_json.dumps(GOOD | said | {"version": "1.0.0"}).encode().ljust(2048)
+        (place / f"{sha256(data).hexdigest()}.json").write_bytes(data)
+    remarks.protect(folder, NAME, "production", 1)
+    tracemalloc.start()
+    found = remarks.read(folder, NAME, *remarks.OF_ALIASES, alias="production")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [one.what for one in found.all] == ["protect"] and peak < 4 << 20
+    assert folder.promote(NAME, "1.0.0").at("production") is None
+    monkeypatch.setenv("KVQ_USER", "bob")
+    assert remarks.approve(folder, NAME, "1.0.0", "production").at("production") == "1.0.0"
 
 
 def test_a_remark_is_received_once(tmp_path, monkeypatch):

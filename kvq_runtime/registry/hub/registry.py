@@ -14,7 +14,7 @@ convenience.
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -26,7 +26,7 @@ from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State
 from kvq_runtime.registry.hub import ask, cache, client, index
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
-from kvq_runtime.registry.registry import Finding, Head, Registry, gather
+from kvq_runtime.registry.registry import Finding, Head, Registry, limit
 
 _INITIAL_FILES = {".gitattributes", "README.md", "LICENSE"}  # the Hub's form for a new repository may create these
 
@@ -130,7 +130,7 @@ class HubRegistry(Registry):
     def _commit(self, name: str) -> str:
         return self.last_commit(name) or self.read(name).commit or ""
 
-    def listed(self, name: str, folder: str) -> list[tuple[PurePath, bytes]]:
+    def listed(self, name: str, folder: str) -> Iterator[tuple[PurePath, bytes]]:
         """(path, content) of every record of a folder on main; offline, of those in the cache."""
         repo = self.repo(name)
         if client.is_offline():
@@ -195,7 +195,7 @@ class HubRegistry(Registry):
                 continue
             findings += index.examine(repo, head)
             try:
-                remarks.read(self, name)
+                remarks.read(self, name, "protect")  # the others are read, and let go
             except ArtifactError as error:
                 findings.append(Finding("fault", str(error), f"{repo}/remarks", remarks.RESTORE))
         return findings
@@ -284,24 +284,21 @@ def _add(repo: str, path: str, data: bytes) -> None:
     faults.point("hub.recorded")
 
 
-def _records(repo: str, folder: str, commit: str) -> list[tuple[PurePath, bytes]]:
-    """(path, content) of every record in a folder at a commit; RuntimeError for too many."""
+def _records(repo: str, folder: str, commit: str) -> Iterator[tuple[PurePath, bytes]]:
+    """(path, content) of every record in a folder at a commit."""
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     with client.translate_errors(repo):
         try:
             found = ask.tree(repo, commit, folder)
         except RemoteEntryNotFoundError:
-            return []
-        return _contents(repo, folder, {PurePath(path).name: commit for path in found if path.endswith(".json")})
+            return
+        yield from _contents(repo, folder, {PurePath(path).name: commit for path in found if path.endswith(".json")})
 
 
-def _contents(repo: str, folder: str, names: Mapping[str, str]) -> list[tuple[PurePath, bytes]]:
+def _contents(repo: str, folder: str, names: Mapping[str, str]) -> Iterator[tuple[PurePath, bytes]]:
     """Records by {file name: a commit that has it}; a file that is not named by a digest is none."""
-    paths = [PurePath(folder, name) for name in sorted(names) if reference.is_sha256(name.removesuffix(".json"))]
-    found = gather(
-        f"{repo}/{folder}",
-        paths,
-        lambda path, limit: cache.content(repo, str(path), names[path.name], limit, path.stem),
-    )
-    return list(zip(paths, found, strict=True))
+    for name in sorted(names):
+        sha256, path = name.removesuffix(".json"), f"{folder}/{name}"
+        if reference.is_sha256(sha256):
+            yield PurePath(path), cache.content(repo, path, names[name], limit(path), sha256)
