@@ -248,6 +248,11 @@ def with_each(recipe: Recipe, change: Callable[[Scheme], Scheme]) -> Recipe:
     return replace(recipe, key=change(recipe.key), value=change(recipe.value), layers=layers)
 
 
+def attends(recipe: Recipe) -> bool:
+    """True if a recipe needs our own attention: its queries, its weights, or a reading that they choose."""
+    return bool(recipe.needs & OURS) or any(policy.chooses_by_query for policy in recipe.policies)
+
+
 def _asked(where: str, check: Callable[..., None], *arguments: Any) -> None:
     """Call a check; what it refuses is said with the recipe's name."""
     try:

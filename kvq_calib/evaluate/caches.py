@@ -140,7 +140,7 @@ class CountedCache(KVQCache):
         if layer is None:  # which transformers holds
             return packed.dense(module, query, key, value, mask, scale, **kwargs)
         decoded = self.decoded(self._encoded.get(layer, 0))
-        if self.inner == "sdpa":
+        if self.inner == "sdpa" or self._hands_out(module):
             self._count(query, key, key.shape[2], decoded, mask, scale, softmax=Softmax.of(kwargs))
             return packed.dense(module, query, key, value, mask, scale, **kwargs)
         if self.reads is not None:
@@ -149,6 +149,10 @@ class CountedCache(KVQCache):
                 whole = self.blocks.decoder.whole(layer)[0].unflatten(-1, (key.shape[1], -1)).transpose(1, 2)
             self._count(query, whole, read, decoded, None, scale, self._evicted, Softmax.of(kwargs))
         return packed.attention(module, query, key, value, mask, scale, **kwargs)
+
+    def _hands_out(self, module: Any) -> bool:
+        """True of a layer whose own module, or others, read what the cache has decoded."""
+        return getattr(self.layers[module.layer_idx], "decodes", False)
 
     def decoded(self, encoded: int) -> range:
         """The tokens that are read decoded if the first `encoded` are in blocks: all of these but the sinks."""
@@ -179,6 +183,7 @@ class FullCache(CountedCache):
         super().__init__(encoding_all(recipe, length), model, tensors)
         self.blocks.encoder.together, self.blocks.decoder.keep = SLAB, False  # a layer is read once
         self.inner = "kvq"  # so that a layer takes keys and values in, and leaves it to `attend` to read them
+        self.blocks.update = self._handed_out
 
     def _begin(self, attention_mask: Tensor | None) -> None:
         super()._begin(attention_mask)
@@ -189,7 +194,7 @@ class FullCache(CountedCache):
                **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
         """Encode a layer, and answer its queries from what comes back."""
         layer, blocks = self.places.get(module.layer_idx), self.blocks
-        if layer is None:
+        if layer is None or self._hands_out(module):
             return super().attend(module, query, key, value, mask, scale, **kwargs)
         blocks.take_queries(layer, query)
         keys, values = (x.unflatten(-1, (key.shape[1], -1)).transpose(1, 2) for x in self._encode(layer))
@@ -198,6 +203,14 @@ class FullCache(CountedCache):
         out = packed.dense(module, query, keys, values, mask, scale, **kwargs)[0]
         blocks.finish(layer)
         return out, None
+
+    def _handed_out(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> Pair:
+        """Take in and encode a layer that does not leave it to `attend`, and give back what came of it."""
+        self.blocks.take(layer, k_BTC, v_BTC)
+        found = self._encode(layer)
+        self._encoded[layer] = self.blocks.layers[layer].encoded
+        self.blocks.finish(layer)
+        return found
 
     def _encode(self, layer: int) -> Pair:
         """Encode what is due, and give back all keys and values, [B, T, C] each."""

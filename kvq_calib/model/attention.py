@@ -5,7 +5,7 @@ A tile is a run of queries that read the same: (start, stop, decoded), the last 
 that are not decoded are read as they are. Attention's scale is 1/√D.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -26,12 +26,15 @@ class Projected:
     """One layer's keys, values and queries of a chunk, before RoPE, all heads side by side.
 
     softmax   what the layer's attention has beside scores
+    expand    of latents, what makes keys after RoPE and values by head of rows as they are cached, [N, S, C] each; the
+              queries are after RoPE then
     """
 
     k_NTC: Tensor
     v_NTC: Tensor
     q_NTC: Tensor | None
     softmax: dense.Softmax = dense.PLAIN
+    expand: Callable[[Tensor, Tensor], Pair] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class AttentionInputs:
     k_pre   keys before RoPE; `k`, `q`: keys and queries after RoPE
     rope    cos and sin of the positions, [1, T, K] each
     softmax   what the layer's attention has beside scores
+    expand    as of `Projected`
     """
 
     k_pre: Tensor
@@ -65,15 +69,16 @@ class AttentionInputs:
     q: Tensor
     rope: Pair
     softmax: dense.Softmax = dense.PLAIN
+    expand: Callable[[Tensor, Tensor], Pair] | None = None
 
 
 def inputs(captured: Captured, tables: Pair, geometry: Geometry) -> AttentionInputs:
     """Apply RoPE to what a layer captured, queries included."""
     assert captured.q_NTC is not None, "captured without queries"
     k, v, q = (x.float() for x in (captured.k_NTC, captured.v_NTC, captured.q_NTC))
-    query_heads = q.shape[-1] // geometry.head_size
-    turned_k, turned_q = apply_rope(k, tables, geometry.kv_heads), apply_rope(q, tables, query_heads)
-    return AttentionInputs(k, turned_k, v, turned_q, tables, captured.softmax)
+    turned_k = apply_rope(k, tables, geometry.kv_heads)
+    turned_q = q if captured.expand else apply_rope(q, tables, q.shape[-1] // geometry.head_size)
+    return AttentionInputs(k, turned_k, v, turned_q, tables, captured.softmax, captured.expand)
 
 
 def apply_rope(x_NTC: Tensor, tables: Pair, heads: int) -> Tensor:
@@ -109,16 +114,20 @@ def tiles_in_use(window: Window, tokens: int, step: int, prompt: int = 0) -> lis
 
 def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile], head_size: int) -> Tensor:
     """Attend by the chunk's queries to keys and values after RoPE, before the projection: [N, T, C of the queries]."""
+
+    def by_head(x_NTC: Tensor, size: int) -> Tensor:
+        return x_NTC.unflatten(-1, (-1, size)).transpose(1, 2)
+
     out = []
     for start, stop, count in runs:
         k, v = (
             torch.cat([x_hat[:, : min(count, stop)], x[:, count:stop]], 1)
             for x, x_hat in zip(exact, decoded, strict=True)
         )
-        queries, keys_BHSD, values_BHSD = (
-            x.unflatten(-1, (-1, head_size)).transpose(1, 2) for x in (chunk.q[:, start:stop], k, v)
-        )
+        keys_BHSD, values_BHSD = chunk.expand(k, v) if chunk.expand else (by_head(x, head_size) for x in (k, v))
+        size = keys_BHSD.shape[-1]
         visible = torch.arange(stop, device=k.device) <= torch.arange(start, stop, device=k.device)[:, None]
-        tile = dense.attention(queries, keys_BHSD, values_BHSD, visible[None, None], head_size**-0.5, chunk.softmax)
+        queries = by_head(chunk.q[:, start:stop], size)
+        tile = dense.attention(queries, keys_BHSD, values_BHSD, visible[None, None], size**-0.5, chunk.softmax)
         out.append(tile.transpose(1, 2).flatten(2))
     return torch.cat(out, 1)

@@ -31,8 +31,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from kvq_runtime.artifact.fingerprint import LATENT_PROJECTIONS
 from kvq_runtime.geometry import attending
-from kvq_runtime.hf.attention import dense
+from kvq_runtime.hf.attention import dense, halves, parts
 from kvq_runtime.hf.model import FULL, LISTED, attention_modules, check_model, rope_refusal, rotary_module, turns
 from kvq_runtime.ops.dense import Softmax
 
@@ -61,10 +62,24 @@ def _captured(
 ) -> tuple[Tensor, None]:
     """Attention that notes in the module's `seen`, if it has one, what it gets: [B, H, T, D], after RoPE."""
     if module.seen is not None:
-        module.seen |= {"k": key, "v": value, "q": query, "scale": scaling, "softmax": Softmax.of(given)}
+        found = {"k": key, "v": value, "q": query, "scale": scaling, "softmax": Softmax.of(given)}
+        for name, one in found.items():
+            module.seen.setdefault(name, one)  # of latents what is cached has been noted
         if module.seen.get("alone"):
             raise Seen
     return dense(module, query, key, value, attention_mask, scaling, **given)
+
+
+class Rows:
+    """Stand in a cache's place, and note what it would store of latents as keys and as values: [B, 1, T, D] each."""
+
+    def __init__(self, seen: dict[str, Any]):
+        self._seen = seen
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> tuple[Tensor, Tensor]:
+        """Take in a layer's latents and rotary keys; return them, as read from what was noted."""
+        self._seen["k"], self._seen["v"] = halves(key_states, value_states)
+        return parts(self._seen["k"], self._seen["v"], key_states.shape[-1])
 
 
 AttentionInterface.register(CAPTURED, _captured)
@@ -255,7 +270,8 @@ def check(config: "PreTrainedConfig", id: str) -> None:
             f"know; use a recipe that needs no fit, or another model; {LISTED}"
         )
     for n in attending(text.to_dict()):
-        if not (hasattr(attend[n], "qkv_proj") or (hasattr(attend[n], "k_proj") and hasattr(attend[n], "v_proj"))):
+        named = ("qkv_proj",), ("k_proj", "v_proj"), LATENT_PROJECTIONS.values()
+        if not any(all(hasattr(attend[n], name) for name in names) for names in named):
             raise ValueError(
                 f"{id}: {type(attend[n]).__name__} has no k_proj and v_proj, and no qkv_proj, by which an artifact "
                 f"knows its model; use a recipe that needs no fit; {LISTED}"
@@ -305,11 +321,6 @@ def _check_config(config: "PreTrainedConfig", id: str) -> None:
         )
     if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
         raise ValueError(f"{id}: some of its layers slide, and config.json has no sliding_window; {LISTED}")
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(
-            f"{id} caches one latent for all heads (multi-head latent attention), which calibration does not know; use "
-            f"a recipe that needs no fit; {LISTED}"
-        )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from kvq_calib.model import catalog
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.geometry import Geometry, Sliding, attending, stretches
+from kvq_runtime.geometry import Geometry, Sliding, attending, owners, stretches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -129,6 +129,16 @@ class ModelFiles:
     def attending(self) -> Sequence[int]:
         """The layers of the geometry, by their number in the model."""
         return attending(self.config)
+
+    @property
+    def latents(self) -> bool:
+        """True if a token's cached row is a latent of all heads (multi-head latent attention), and its rotary key."""
+        return bool(self.config.get("kv_lora_rank"))
+
+    @property
+    def shares(self) -> bool:
+        """True if its last layers read keys and values that layers below them cache."""
+        return owners(self.config) < self.config["num_hidden_layers"]
 
     @property
     def tapped(self) -> bool:
@@ -262,6 +272,8 @@ class ModelFiles:
             start = f"{self.stem}layers.{layer}.self_attn."
             if f"{start}{FUSED}.weight" in self.names:
                 return fingerprint.of_fused(self.tensor(f"{start}{FUSED}.weight"), self.geometry, name)
+            if self.latents:
+                name = fingerprint.LATENT_PROJECTIONS[name]
             if self.config.get(fingerprint.ONE) and f"{start}{name}.weight" not in self.names:
                 name = fingerprint.PROJECTIONS["key"]
             return self.tensor(f"{start}{name}.weight")

@@ -21,7 +21,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from kvq_calib.model.attention import Captured, Projected
-from kvq_calib.model.decoder import Decoder, Seen, attentions
+from kvq_calib.model.decoder import Decoder, Rows, Seen, attentions
 from kvq_calib.model.files import HEAD, ModelFiles
 from kvq_runtime.geometry import stretches
+from kvq_runtime.hf.attention import parts
 from kvq_runtime.hf.model import rotary_module, rotary_name
 from kvq_runtime.ops import product, rope
 
@@ -199,6 +200,7 @@ class Layer:
                 # the hook knows `seen`, not `self`: a cycle would keep the weights until the next garbage collection
                 tap.register_forward_hook(lambda _module, _inputs, out, name=name: seen.__setitem__(name, out))
         self._seen = seen
+        self._rows = {"past_key_values": Rows(seen)} if stream.files.latents else {}
 
     @torch.no_grad()
     def forward(self, h_BTE: Tensor, queries: bool = False) -> Captured:
@@ -251,7 +253,8 @@ class Layer:
         calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)
         for n, module in self._modules.items():
             args, given = calls[n]
-            out = module(h_BTE, *args, **given | more)
+            own = self._rows if n == self._index else {}
+            out = module(h_BTE, *args, **given | own | more)
             h_BTE = out[0] if isinstance(out, tuple) else out
         return h_BTE
 
@@ -261,12 +264,14 @@ class Layer:
         self._seen.clear()
         k, v, q = seen["k"], seen["v"].transpose(1, 2).flatten(2), None
         k = seen["k_pre"].flatten(2) if "k_pre" in seen else self._turned_back(k).flatten(2)
+        expand = partial(_expanded, self._attention[self._index]) if self._rows else None
         if queries:
-            q = seen["q_pre"].flatten(2) if "q_pre" in seen else self._turned_back(seen["q"]).flatten(2)
+            q = seen["q"].transpose(1, 2) if expand else seen.get("q_pre")
+            q = (self._turned_back(seen["q"]) if q is None else q).flatten(2)
             size = seen["q"].shape[-1]
             factor = 1.0 if seen["scale"] is None else seen["scale"] * size**0.5
             q = q if math.isclose(factor, 1) else q * factor
-        return Projected(k, v, q, seen["softmax"])
+        return Projected(k, v, q, seen["softmax"], expand)
 
     def _turned_back(self, x_BHTD: Tensor, back: Any = rope.unrotate) -> Tensor:
         """Keys or queries [B, T, H, D] before RoPE, in their dtype; a gradient is turned back by `rotate`."""
@@ -278,6 +283,13 @@ class Layer:
 
     def _given(self, h_BTE: Tensor) -> Tensor:
         return h_BTE.to(self._stream.device, self._stream.dtype)
+
+
+def _expanded(attention: Any, k_NSC: Tensor, v_NSC: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys after RoPE and values by head, float32 [N, H, S, D], that attention makes of rows as they are cached."""
+    made = attention.expand_kv(*(x.to(attention.kv_b_proj.weight.dtype)[:, None] for x in
+                                 parts(k_NSC, v_NSC, attention.kv_lora_rank)))  # fmt: skip
+    return made[0].float(), made[1].float()
 
 
 def _is_plain(mlp: nn.Module | None) -> bool:

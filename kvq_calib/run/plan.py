@@ -4,20 +4,23 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
+from kvq_calib.fit.rotate import OutputMetric
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.text import corpus
 from kvq_runtime.fit.fitting import requested
+from kvq_runtime.fit.statistics import Statistic
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import product
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import Recipe, attends
 
 CHUNK_TOKENS = 8192
 BEGINNING = 4096  # tokens of each corpus, of the fit part, that a draft is fitted to, and that gradients are of
@@ -164,8 +167,24 @@ def by_gradients(recipe: Recipe) -> bool:
 
 def takes(recipe: Recipe, name: str) -> bool:
     """True if a fit of the recipe requests a statistic that takes this pass."""
-    asked = (one for scheme in recipe.schemes for one in requested(scheme, SchemeFit.packages))
-    return any(name in one.passes for one in asked)
+    return any(name in one.passes for one in _requested(recipe))
+
+
+def _requested(recipe: Recipe) -> Iterator[Statistic[Any]]:
+    return (one for scheme in recipe.schemes for one in requested(scheme, SchemeFit.packages))
+
+
+def _check_latents(files: ModelFiles, recipes: Sequence[Recipe], budgets: Collection[str]) -> None:
+    """Raise ValueError for what is fitted to heads, which latents have not."""
+    known = "zipcache-2bit" if files.rope_refusal else "aqua-2bit or aqua-fisher-2bit"
+    for recipe in recipes:
+        of_heads = takes(recipe, "capture") or any(isinstance(one, OutputMetric) for one in _requested(recipe))
+        if of_heads or recipe.name in budgets:
+            raise ValueError(
+                f"{recipe.name} is fitted to queries or outputs of heads, but {files.id} caches latents of all heads "
+                f"(multi-head latent attention); use a recipe that is fitted to tokens or gradients, as {known}, or "
+                "one that needs no fit"
+            )
 
 
 def environment(device: str, dtype: str, threads: int) -> dict:
@@ -215,8 +234,16 @@ def make(
         if "positions" in recipe.needs and files.rope_refusal:
             raise ValueError(
                 f"{recipe.name} undoes RoPE, but of {files.id} {files.rope_refusal}; use a recipe that is fitted after "
-                "RoPE and without a mean, as oscar-2bit, or one that needs no fit"
+                f"RoPE and without a mean, as {'zipcache' if files.latents else 'oscar'}-2bit, or one that needs no fit"
             )
+        if (files.latents or files.shares) and attends(recipe):
+            raise ValueError(
+                f"{recipe.name} needs queries or weights of attention, but {files.id} reads what a cache has decoded: "
+                f"it {'caches latents' if files.latents else 'has layers that share keys and values'}; use a recipe "
+                "that holds and reads all tokens, and needs no queries"
+            )
+    if files.latents:
+        _check_latents(files, recipes, budgets or {})
     by_token = [one.name for one in recipes if one.name in (vocabularies or {}) or one.of_vocabulary(2) != one]
     if by_token and files.attending[0]:
         raise ValueError(

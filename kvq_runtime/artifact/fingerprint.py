@@ -26,6 +26,8 @@ QUANTIZED_TOLERANCE = 0.5  # weights rounded to 3 bits are nearer than this to t
 SIZE = 8
 DEQUANTIZED = "dequantized_from"  # in a config.json: the quantized type of weights that are written out as floats
 PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
+# of latents: what makes a row of a token, and what makes keys and values of the row
+LATENT_PROJECTIONS = {"k_proj": "kv_a_proj_with_mqa", "v_proj": "kv_b_proj"}
 ONE = "attention_k_eq_v"  # in a config.json: values are the projection of keys, before the norm and RoPE
 
 

@@ -104,7 +104,7 @@ class KVQLayer(CacheLayerMixin):
             key_states._kvq = self._marks[first]  # type: ignore[attr-defined]
             return key_states, value_states
         keys, values = self.blocks.update(self.index, k_BTC, v_BTC)
-        if first:
+        if keys is k_BTC:
             return key_states, value_states
         heads = key_states.shape[1]
         return keys.unflatten(-1, (heads, -1)).transpose(1, 2), values.unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -152,10 +152,20 @@ class LatentLayer(KVQLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take in latents [B, 1, T, R] and rotary keys [B, 1, T, P]; return all, history decoded, in their dtypes."""
-        row = torch.cat([value_states.to(key_states.dtype), key_states], -1)
-        keys, values = super().update(*row.chunk(2, -1))
-        turned, latent = torch.cat([keys, values], -1).split([value_states.shape[-1], key_states.shape[-1]], -1)
+        latent, turned = parts(*super().update(*halves(key_states, value_states)), key_states.shape[-1])
         return latent, turned.to(value_states.dtype)
+
+
+def halves(latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+    """What is stored as keys, and what as values, of latents [..., R] and rotary keys [..., P]: [..., (R + P) / 2]."""
+    first, second = torch.cat([turned.to(latent.dtype), latent], -1).chunk(2, -1)
+    return first, second
+
+
+def parts(keys: Tensor, values: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The latents, `rank` wide, and the rotary keys of such halves."""
+    row = torch.cat([keys, values], -1)
+    return row[..., -rank:], row[..., :-rank]
 
 
 def attention(

@@ -29,7 +29,7 @@ from kvq_runtime.hf.model import (
     rotary_module,
     rotary_of,
 )
-from kvq_runtime.recipe import OURS, Recipe
+from kvq_runtime.recipe import OURS, Recipe, attends
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.memory import MemoryReport, human
 from kvq_runtime.store.promise import Check, Health
@@ -94,7 +94,7 @@ class KVQCache(Cache):
         if "positions" in recipe.needs:
             check_rope(model, modules, recipe.name)
         self._pass, self._decodes = Pass(), _decoding(config, type(model).__name__)
-        if self._decodes and (recipe.needs & OURS or self.blocks.weighs):
+        if self._decodes and attends(recipe):
             raise ValueError(
                 f"{recipe.name} needs queries or weights of attention, and {self._decodes}; use a recipe that holds "
                 "and reads all tokens, and needs no queries"
@@ -193,8 +193,7 @@ class KVQCache(Cache):
     @property
     def attention(self) -> str | None:
         """The attention for `model.set_attn_implementation` that the recipe needs: "kvq"; None if any will do."""
-        recipe = self.blocks.recipe
-        return "kvq" if recipe.needs & OURS or any(policy.chooses_by_query for policy in recipe.policies) else None
+        return "kvq" if attends(self.blocks.recipe) else None
 
     @property
     def refusal(self) -> str | None:

@@ -83,7 +83,8 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
     attention: dict[int, Any] = dict(zip(layers, attention_modules(model, layers), strict=True))
 
     def weight(layer: int, name: str) -> Tensor:
-        projection, fused = getattr(attention[layer], name, None), getattr(attention[layer], "qkv_proj", None)
+        own = fingerprint.LATENT_PROJECTIONS[name] if config.get("kv_lora_rank") else name
+        projection, fused = getattr(attention[layer], own, None), getattr(attention[layer], "qkv_proj", None)
         if projection is None and config.get(fingerprint.ONE):
             projection = attention[layer].k_proj
         if projection is None and fused is not None:

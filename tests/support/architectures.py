@@ -70,8 +70,9 @@ OWN = {
     "qwen3_next": EXPERTS | SHARED | RECURRENT, "qwen3_5_text": RECURRENT, "olmo_hybrid": RECURRENT,
     "qwen3_5_moe_text": EXPERTS | SHARED | RECURRENT,
     "minimax": EXPERTS | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "youtu"), EXPERTS | ROUTED | LATENT),
-    "minicpm3": LATENT,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1"), EXPERTS | ROUTED | LATENT),
+    "minicpm3": LATENT | {"scale_emb": 1.0, "dim_model_base": 64},
+    "youtu": LATENT | {"pad_token_id": None},  # whose row transformers sets to 0 when it loads
     "gemma3n_text": SHARING | {"head_dim": 16, "altup_num_inputs": 2, "laurel_rank": 8, "intermediate_size": [128] * 6,
                                "activation_sparsity_pattern": [0.0] * 6},
     "bitnet": {"head_dim": 16}, "helium": {"head_dim": 16}, "persimmon": {"head_dim": 16, "num_key_value_heads": 4},

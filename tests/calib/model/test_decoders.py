@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from architectures import MIXED, OWN, QUICK, random, table
+from architectures import MIXED, QUICK, random, table
 from generating import stock
 from models import prompt
 from tiers import some
@@ -45,7 +45,6 @@ UNLISTED = {
 REFUSED = {
     "opt": "embed_positions, .* stand beside its layers",
     "gemma3n_text": "num_kv_shared_layers=2, which calibration does",
-    **{kind: "caches one latent for all heads" for kind, cells in ROWS.items() if "kv_lora_rank" in OWN.get(kind, {})},
 }  # fmt: skip
 
 
@@ -93,10 +92,19 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
         place, layer = stream.files.attending[index], stream.layer(index)
         seen, part = layer.forward(h, queries=True), layer.project(h, queries=True)
         assert all(torch.equal(getattr(seen, name), getattr(part, name)) for name in ("k_NTC", "v_NTC", "q_NTC"))
-        k, q = (rope.rotate(x.unflatten(-1, (-1, size)), *tables).transpose(1, 2) for x in (seen.k_NTC, seen.q_NTC))
-        near(k, cache.layers[place].keys)
-        near(seen.v_NTC.unflatten(-1, (heads, -1)).transpose(1, 2), cache.layers[place].values)
-        scores = q @ k.repeat_interleave(q.shape[1] // heads, 1).mT * size**-0.5
+        k = rope.rotate(seen.k_NTC.unflatten(-1, (heads, -1)), *tables).transpose(1, 2)
+        v, q = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (seen.v_NTC, seen.q_NTC))
+        cached = cache.layers[place].keys, cache.layers[place].values
+        if files.latents:
+            cached = torch.cat([*reversed(cached)], -1).chunk(2, -1)
+            expanded = seen.expand(k[:, 0], v[:, 0])[0]
+            q = seen.q_NTC.unflatten(-1, (expanded.shape[1], -1)).transpose(1, 2)
+        near(k, cached[0])
+        near(v, cached[1])
+        if not files.latents:
+            q = rope.rotate(q.transpose(1, 2), *tables).transpose(1, 2)
+            expanded = k.repeat_interleave(q.shape[1] // heads, 1)
+        scores = q @ expanded.mT * q.shape[-1] ** -0.5
         if seen.softmax.cap:
             scores = torch.tanh(scores / seen.softmax.cap) * seen.softmax.cap
         scores = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf)
@@ -112,7 +120,8 @@ def test_what_is_fitted_serves(kind, folders, tmp_path, monkeypatch):
     files, before = models.resolve(folder), ROWS[kind][0] == "yes"
     text = SimpleNamespace(tokens_BT=prompt(1, 256, seed=1), description={"source": "random"})
     monkeypatch.setattr(corpus, "select", lambda *given: text)
-    made = fitted(files, tmp_path, "oscar-2bit", *(["aqua-2bit"] if before else []))
+    after = "zipcache-2bit" if files.latents else "oscar-2bit"
+    made = fitted(files, tmp_path, after, *(["aqua-2bit"] if before else []))
     model = files.model(torch.float32).eval()
     assert fingerprint_of(model).to_json() == files.fingerprint().to_json()
     for name, artifact in made.items():
