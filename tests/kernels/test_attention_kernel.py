@@ -222,7 +222,7 @@ def test_real_sizes_as_a_gpu_would_be_launched(name, monkeypatch):
 REPRESENTATIVE = ["kivi-2", "rtn-3", "higgs-2-64", "lloyd-2", "polar"]
 
 
-@pytest.mark.parametrize("name, size", each_once(REPRESENTATIVE, [80, 96, 128, 256]))
+@pytest.mark.parametrize("name, size", [*each_once(REPRESENTATIVE[:-1], [80, 96, 128, 256]), ("polar", 128)])
 def test_head_sizes(name, size, monkeypatch):
     block = 128 if name in ("kivi-2", "rtn-3", "lloyd-2") else 32  # 5 tiles of 16 channels · 2 of tokens are no words
     pair = tuple(replace(one, block=block) for one in FAMILIES[name])

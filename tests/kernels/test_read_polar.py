@@ -78,6 +78,11 @@ def test_sizes(size):
     check(Polar(), size)
 
 
+@pytest.mark.parametrize("size", [80, 96, 256])
+def test_heads_that_no_kernel_reads(size):
+    assert layout(Scheme(Polar()), TOKENS, Geometry(1, 3, size), "key") is None
+
+
 @pytest.mark.parametrize("bits", some([(4, 2), (5, 3), (3, 2, 2, 1)], (3, 2, 2, 1)))
 def test_every_level_of_a_head(bits):
     check(Polar(bits, 0), 128)

@@ -91,8 +91,6 @@ def default(keys: Layout, values: Layout, rows: int) -> Launch:
     pairs = [scheme for scheme in both if scheme.tokens_per_thread == 2]
     if pairs:  # three bits are two planes, which take more registers
         return Launch(tile=64 if any(scheme.bits == 3 for scheme in pairs) else 128)
-    if any(scheme.interleaves for scheme in both):
-        return Launch(tile=16 if size > 64 else 32, warps=16 if size > 128 else min(8, 2 * many))
     columns = min(scheme.settings.COLUMNS for scheme in both)
     if keys.adds_mean:
         return Launch(32) if columns > 16 else Launch(16, 1)

@@ -25,10 +25,8 @@ from kvq_runtime.kernels.attend.settings import (
     Settings,
     TileSettings,
 )
-from kvq_runtime.kernels.encode import polar as angles
 from kvq_runtime.ops import fragment, grid, lloyd, pack, polar
 from kvq_runtime.recipe import Role, Scheme
-from kvq_runtime.stages import polar as polar_stage
 from kvq_runtime.stages.polar import Polar
 
 Tensors = Mapping[str, Tensor]
@@ -56,7 +54,6 @@ class Layout:
     order               how slabs order the codes for it: codec/kernel_order.py; None: as they are encoded
     pre_rope            keys are stored before RoPE
     gathers             codes are looked up in memory; `settings` are CodebookSettings
-    interleaves         elements are interleaved level by level, across threads
     tokens_per_thread   2 where a thread holds whole tokens, one beside the other
     """
 
@@ -74,7 +71,6 @@ class Layout:
     order: KernelOrder | None = None
     pre_rope: bool = False
     gathers: bool = False
-    interleaves: bool = False
     tokens_per_thread: int = 1
 
     @property
@@ -91,8 +87,6 @@ class Layout:
             return "codes in operand order, by a codebook in registers; integer instructions bind"
         if self.gathers:
             return "codes by gathers from a codebook in L1, which bind; slower than 16 bits"
-        if self.interleaves:
-            return "angles by gathers of cos and sin from L1, which bind: slower than 16 bits"
         return "angles by cos and sin in registers; integer instructions or latency bind"
 
     @property
@@ -237,32 +231,20 @@ def _codebook(block: int, geometry: Geometry, points: Tensor, bits: int, indices
 
 
 def _polar(scheme: Scheme, block: int, geometry: Geometry, tensors: Tensors = _NOTHING) -> Layout | None:
-    """Heads of other sizes than matrices have would take more registers in pairs than there are."""
+    """Heads of other sizes than matrices have would take more registers in pairs than there are: they are decoded."""
     quantize: Polar = scheme.quantize
     size, bits = quantize.sizes(geometry.width, geometry)
+    if size not in MATRIX_SIZES:
+        return None
     known = bool(tensors) or not quantize.fitted
     points = quantize.points_of(bits, tensors, torch.device("cpu")) if known else None
     levels, count = _levels(size, bits)
-    low, scan = int(quantize.radius == "log8"), per_token.post_rope
-    names = ("codes", "radius", "norm")[: 2 + low]
-    sizes = "".join(map(str, bits)) + "-log8" * low
-    if size in MATRIX_SIZES:
-        levels, lookup = _in_pairs(scheme, levels, points)
-        each = min(RUN, size)
-        settings = PolarSettings(*tile(size // each, each), BYTES=count, LOG8=low, LEVELS=levels)
-        return Layout(
-            geometry, block, f"pairs{sizes}", bits[0], scan, read_polar.polar_pairs, settings, names, lookup,
-            tokens_per_thread=2,
-        )  # fmt: skip
-    wide = triton.next_power_of_2(size >> len(bits)) << len(bits)
-    if wide < 16:
-        return None
-    settings = PolarSettings(1, size, wide, BYTES=count, LOG8=low, LEVELS=levels)
-    radii = (polar_stage.RADII * size**0.5).float()
-    lookup = None if points is None else torch.cat([angles.table(points).mT.flatten(), radii])
+    levels, lookup = _in_pairs(scheme, levels, points)
+    each, low = min(RUN, size), int(quantize.radius == "log8")
+    settings = PolarSettings(*tile(size // each, each), BYTES=count, LOG8=low, LEVELS=levels)
     return Layout(
-        geometry, block, f"polar{sizes}", bits[0], scan, read_polar.polar, settings, names, lookup,
-        interleaves=True,
+        geometry, block, f"pairs{''.join(map(str, bits))}" + "-log8" * low, bits[0], per_token.post_rope,
+        read_polar.polar_pairs, settings, ("codes", "radius", "norm")[: 2 + low], lookup, tokens_per_thread=2,
     )  # fmt: skip
 
 

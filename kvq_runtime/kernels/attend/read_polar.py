@@ -1,9 +1,9 @@
 """Polar readers: a tile of tokens of angles and radii, by the tree of products from the radii down to the elements.
 
-Both are readers, see per_token.py, with S of PolarSettings. `polar_pairs` is the one of heads of 16 to 128 channels, a
-power of two: at every level the words of values are pairs (i, i + half of the level's values), so that cos and sin of
-the codes (i, i + half) are two words of the level below, and nothing is moved between threads, or inside a word.
-`polar` is that of any head, whose levels are interleaved.
+`polar_pairs` is a reader, see per_token.py, with S of PolarSettings, of heads of 16 to 128 channels, a power of two: at
+every level the words of values are pairs (i, i + half of the level's values), so that cos and sin of the codes
+(i, i + half) are two words of the level below, and nothing is moved between threads, or inside a word. Other heads are
+decoded: a reader of them, whose levels were interleaved, agreed in Triton's interpreter and was wrong on an H100.
 
 Of a level of pairs, values are words of two float16, those of codes (i, i + HALF). A code of up to two bits selects its
 cos from the eight bytes of four float16; one of three selects low and high bytes from eight each. Those of further bits
@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from kvq_runtime.kernels.attend.block_table import CODES, field_of
-from kvq_runtime.kernels.attend.per_token import load_number
 from kvq_runtime.kernels.attend.settings import COMPILED
 from kvq_runtime.kernels.attend.words import (
     build_tile,
@@ -29,7 +28,7 @@ from kvq_runtime.kernels.attend.words import (
     select_bytes,
 )
 
-RADII, NORM = tl.constexpr(1), tl.constexpr(2)  # fields beside CODES; a norm where radii are 8 bits
+RADII = tl.constexpr(1)  # a field beside CODES; a norm is beside it where radii are 8 bits
 AFTER = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.f16x2 $0, $1, zero, zero; }")
 
 
@@ -129,60 +128,6 @@ def _crossed(b_values):
     for i in tl.static_range(HALF):
         b_pairs = b_pairs + (select_bytes(b_values[i], b_values[i + HALF], 0x5410),)
     return b_pairs
-
-
-@triton.jit
-def polar(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr, S: tl.constexpr):
-    """One tile [N, P], and no numbers. `p_lookup` is the points [levels, 64, 2], then what 8-bit radii stand for."""
-    LEVELS: tl.constexpr = len(S.LEVELS)
-    FIELDS: tl.constexpr = 2 + S.LOG8
-    COUNT: tl.constexpr = L.D >> LEVELS  # radii of a head
-    TOKENS: tl.constexpr = L.H * L.T
-    o_row = (o_t * L.H + i_h)[:, None]
-    o_r = tl.arange(0, S.P >> LEVELS)[None, :]
-    m_r = m_t[:, None] & (o_r < COUNT)
-    if S.LOG8 == 1:
-        p_radii = field_of(p_table, i_block, i_b, RADII, FIELDS, TOKENS * COUNT, tl.uint8, L)
-        p_norm = field_of(p_table, i_block, i_b, NORM, FIELDS, TOKENS * 2, tl.float16, L)
-        b_norm = load_number(p_norm, o_t, m_t, i_h, L)
-        b_code = tl.load(p_radii + o_row * COUNT + o_r, mask=m_r, other=0).to(tl.int32)
-        b_x = tl.load(p_lookup + LEVELS * 128 + b_code)
-        b_x = b_x * b_norm[:, None]
-    else:
-        p_radii = field_of(p_table, i_block, i_b, RADII, FIELDS, TOKENS * COUNT * 2, tl.float16, L)
-        b_x = tl.load(p_radii + o_row * COUNT + o_r, mask=m_r, other=0.0).to(tl.float32) * 2 ** (LEVELS / 2)
-    p_codes = field_of(p_table, i_block, i_b, CODES, FIELDS, TOKENS * S.BYTES, tl.uint8, L) + o_row * S.BYTES
-    for up in tl.static_range(LEVELS):
-        b_code = _load_angles(
-            p_codes, m_t, S.P >> (LEVELS - up), L.D >> (LEVELS - up), LEVELS - 1 - up, S
-        )  # fmt: skip
-        b_both = tl.load(
-            (p_lookup + (LEVELS - 1 - up) * 128).to(tl.pointer_type(tl.int64)) + b_code
-        )  # (cos, sin), one gather
-        b_cos, b_sin = (
-            b_both.to(tl.int32).to(tl.float32, bitcast=True),
-            (b_both >> 32).to(tl.int32).to(tl.float32, bitcast=True),
-        )
-        b_x = tl.interleave(b_x * b_cos, b_x * b_sin)
-    return (b_x.to(tl.float16),), ()
-
-
-@triton.jit
-def _load_angles(p_codes, m_t, P: tl.constexpr, COUNT: tl.constexpr, LEVEL: tl.constexpr, S: tl.constexpr):
-    """The COUNT codes of one level: int32 [N, P]."""
-    V: tl.constexpr = S.LEVELS[LEVEL]
-    o_c = tl.arange(0, P)[None, :]
-    b_code = tl.zeros((m_t.shape[0], P), tl.int32)
-    p_plane = p_codes + V.RUN
-    for log in tl.static_range(4):
-        if V.BITS & (8 >> log) != 0:
-            length = (V.COUNT * (8 >> log) + 7) // 8
-            o_code = V.FIRST + o_c
-            b_byte = tl.load(p_plane + o_code % length, mask=m_t[:, None] & (o_c < COUNT), other=0).to(tl.int32)
-            b_bits = (b_byte >> (o_code // length * (8 >> log))) & ((1 << (8 >> log)) - 1)
-            b_code |= b_bits << (V.BITS - V.BITS % (16 >> log))
-            p_plane += length
-    return b_code
 
 
 # ---- one level of pairs: multiply radii by cos and sin of their codes ------------------------------------------------
