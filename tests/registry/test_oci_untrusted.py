@@ -6,6 +6,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from hashlib import sha256
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -19,6 +20,7 @@ class Liar:
 
     def __init__(self):
         self.asked = list[tuple[str, str, str | None]]()
+        self.received = list[bytes]()
         self.answers: dict[str, Callable[[str | None], tuple[int, dict[str, str], bytes]]] = {}
 
 
@@ -30,7 +32,7 @@ def liars(monkeypatch, tmp_path) -> Iterator[tuple[Liar, str, Liar, str]]:
     def serve(liar: Liar) -> ThreadingHTTPServer:
         class Handler(BaseHTTPRequestHandler):
             def answer(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                liar.received.append(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
                 given = self.headers.get("Authorization")
                 liar.asked.append((self.command, self.path, given))
                 make = next((make for part, make in liar.answers.items() if part in self.path), None)
@@ -89,10 +91,12 @@ def test_credentials_are_docker_s_and_sent_when_asked_for(liars, monkeypatch, tm
     assert Repository(f"{host}/x").tags() == {"n.a"}
     helper.write_text('#!/bin/sh\necho "{\\"Username\\": \\"<token>\\", \\"Secret\\": \\"canary\\"}"\n')
     token = json.dumps({"auths": {host: {"auth": "bWU6", "identitytoken": "canary"}}}).encode()
-    for settings, said in ((b'{"auths": 7}', "cannot be used"), (b"\xff\xfe{", "cannot be used"),
-                           (token, "identity token"), (b'{"credsStore": "kvq-test"}', "identity token")):  # fmt: skip
+    for settings, said, kind in ((b'{"auths": 7}', "cannot be used", RuntimeError),
+                                 (b"\xff\xfe{", "cannot be used", RuntimeError),
+                                 (token, "identity token", PermissionError),
+                                 (b'{"credsStore": "kvq-test"}', "identity token", PermissionError)):  # fmt: skip
         (tmp_path / "config.json").write_bytes(settings)
-        with pytest.raises(RuntimeError, match=f"Docker's settings.* {said}") as caught:
+        with pytest.raises(kind, match=f"Docker's settings.* {said}") as caught:
             Repository(f"{host}/x").tags()
         assert "canary" not in str(caught.value)
 
@@ -141,6 +145,34 @@ def test_a_token_is_asked_for_where_the_registry_says(liars):
     first.answers["tags/list"] = challenged(header, "Bearer abc")
     second.answers["/token"] = lambda given: (200, {}, b'{"token":"a\\nb"}')
     with pytest.raises(RuntimeError, match="gave no token"):
+        Repository(f"{host}/x").tags()
+
+
+@pytest.mark.parametrize("helped", [False, True])
+def test_an_identity_token_buys_a_token_for_the_registry(helped, liars, monkeypatch, tmp_path):
+    """As distribution's specification has it: a form that is posted to where tokens are given, and nowhere else."""
+    first, host, second, other = liars
+    entry = {"credsStore": "kvq-test"} if helped else {"auths": {host: {"auth": "bWU6", "identitytoken": "canary"}}}
+    helper = tmp_path / "docker-credential-kvq-test"
+    helper.write_text('#!/bin/sh\necho "{\\"Username\\": \\"<token>\\", \\"Secret\\": \\"canary\\"}"\n')
+    helper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("DOCKER_AUTH_CONFIG", json.dumps(entry))
+    header = f'Bearer realm="http://{other}/token",service="s",scope="repository:x:pull,push"'
+    first.answers["tags/list"] = challenged(header, "Bearer abc")
+    second.answers["/token"] = lambda given: (200, {}, b'{"access_token":"abc","expires_in":300}')
+    assert Repository(f"{host}/x").tags() == {"n.a"}
+    assert second.asked == [("POST", "/token", None)] and all("canary" not in str(one) for one in first.asked)
+    assert parse_qs(second.received[-1].decode()) == {
+        "grant_type": ["refresh_token"], "refresh_token": ["canary"], "client_id": ["kvq"], "service": ["s"],
+        "scope": ["repository:x:pull,push"],
+    }  # fmt: skip
+    second.answers["/token"] = lambda given: (400, {}, b'{"error":"invalid_grant canary"}')
+    with pytest.raises(PermissionError, match=f"identity token .* not accepted .*docker login {host}") as caught:
+        Repository(f"{host}/x").tags()
+    assert "canary" not in str(caught.value)
+    first.answers["tags/list"] = challenged(header.replace("http://127", "ftp://127"), "Bearer abc")
+    with pytest.raises(RuntimeError, match="gives tokens at ftp://127"):
         Repository(f"{host}/x").tags()
 
 

@@ -6,8 +6,8 @@ redirect is followed for blobs alone, and to another origin without credentials;
 origin. Proxies are those of the environment, but for loopback.
 
 Credentials are Docker's: $DOCKER_AUTH_CONFIG (the text of a config.json), else config.json in $DOCKER_CONFIG or
-~/.docker, with its `auths`, `credHelpers` and `credsStore`, without identity tokens. They are sent to the registry, and
-to the address at which it says that it gives tokens, as Docker does; never in a message.
+~/.docker, with its `auths`, `credHelpers` and `credsStore`. They are sent to the registry, and to the address at which
+it says that it gives tokens, as Docker does, an identity token there alone; never in a message.
 """
 
 import base64
@@ -44,6 +44,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _opener = urllib.request.build_opener(Stay)
 _direct = urllib.request.build_opener(Stay, urllib.request.ProxyHandler({}))  # for loopback, which no proxy is to hear
 _HUB = "https://index.docker.io/v1/"  # the name of registry-1.docker.io in Docker's settings
+_IDENTITY = "<token>"  # the user whose password is an identity token, as Docker's helpers have it
 T = TypeVar("T")
 
 
@@ -241,19 +242,32 @@ class Repository:
     # ---- credentials
 
     def _credentials(self, challenges: list[str]) -> str:
-        """The header that answers a challenge; "" if there is nothing to answer with."""
-        user = self._user()
-        basic = f"Basic {base64.b64encode(':'.join(user).encode()).decode()}" if user else ""
+        """The header that answers a challenge; "" if there is nothing to answer with.
+
+        Source: Distribution's token authentication (GET), and its OAuth 2.0 with an identity token (POST).
+        """
+        name, secret = self._user() or ("", "")
+        own = {"Authorization": f"Basic {base64.b64encode(f'{name}:{secret}'.encode()).decode()}"} if name else {}
         given = next((one for one in challenges if one.lower().startswith("bearer ")), None)
         if given is None:
-            return basic
+            if name == _IDENTITY:
+                text = "asks for a password, and Docker's settings have an identity token"
+                raise PermissionError(f"oci://{self.root}: it {text}; `docker login {self.host}` with a password")
+            return own.get("Authorization", "")
         said = dict(re.findall(r'(\w+)="([^"]*)"', given))
         realm = said.pop("realm", "")
         if not self._is_safe(realm):
             raise RuntimeError(f"oci://{self.root}: it gives tokens at {_origin(realm)}, which is not https")
-        query = urlencode({name: said[name] for name in ("service", "scope") if name in said})
-        address = f"{realm}{'&' if '?' in realm else '?'}{query}"
-        with self._send("GET", address, None, {"Authorization": basic} if basic else {}) as response:
+        wanted = {key: said[key] for key in ("service", "scope") if key in said}
+        if name == _IDENTITY:
+            wanted |= {"grant_type": "refresh_token", "client_id": "kvq", "refresh_token": secret}
+            asked = self._send("POST", realm, urlencode(wanted).encode(), {})
+        else:
+            asked = self._send("GET", f"{realm}{'&' if '?' in realm else '?'}{urlencode(wanted)}", None, own)
+        with asked as response:
+            if response.status == 400 and name == _IDENTITY:
+                text = "the identity token of Docker's settings is not accepted (400)"
+                raise PermissionError(f"oci://{self.root}: {text}; `docker login {self.host}` gets another")
             if response.status >= 300:
                 raise self._failure("the request for a token", response.status)
             chunks = iter(lambda: response.read1(1 << 16), b"")
@@ -264,7 +278,7 @@ class Repository:
         return f"Bearer {token}"
 
     def _user(self) -> tuple[str, str] | None:
-        """User and password for this host, of Docker's settings; None if they have none."""
+        """User and password, or _IDENTITY and a token, for this host, of Docker's settings; None if they have none."""
         folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
         try:
             text = os.environ.get("DOCKER_AUTH_CONFIG") or (folder / "config.json").read_bytes()
@@ -277,7 +291,7 @@ class Repository:
             auths = {key.rpartition("//")[2].partition("/")[0]: one for key, one in auths.items()} | auths
             entry = auths.get(host) or auths.get(self.host) or {}
             if entry.get("identitytoken"):
-                raise self._no_identity_token()
+                return _IDENTITY, str(entry["identitytoken"])
             if entry.get("auth"):
                 user, _, password = base64.b64decode(entry["auth"]).decode().partition(":")
                 return user, password
@@ -287,16 +301,10 @@ class Repository:
             command = [f"docker-credential-{helper}", "get"]
             answer = subprocess.run(command, input=host.encode(), capture_output=True, timeout=SECONDS)
             found = json.loads(answer.stdout) if answer.returncode == 0 else {}
-            if found.get("Username") == "<token>":
-                raise self._no_identity_token()
             return (found["Username"], found["Secret"]) if "Secret" in found else None
         except (AttributeError, KeyError, TypeError, ValueError, OSError, subprocess.SubprocessError) as error:
             text = f"Docker's settings cannot be used ({type(error).__name__}); `docker login {self.host}` writes them"
             raise RuntimeError(f"oci://{self.root}: {text}") from None
-
-    def _no_identity_token(self) -> RuntimeError:
-        text = "Docker's settings have an identity token, which is not used; log in with a password or access token"
-        return RuntimeError(f"oci://{self.root}: {text}")
 
 
 class _Unanswered(RuntimeError):
