@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # kvq list reads headers, and should not wait for torch
 SCHEMA = 1
 CHECKS = ("header", "size", "sha256", "schema", "content", "recipe", "fingerprint", "tensors", "finite")
 LIMIT = 1 << 20
+TOLD, LONGEST = 200, 1 << 14  # characters of a field that a summary has, and that a header may have
 DTYPES = {  # {dtype: (its bytes, its name in torch)}
     **{"BF16": (2, "bfloat16"), "F16": (2, "float16"), "F32": (4, "float32")},
     **{"U8": (1, "uint8"), "I16": (2, "int16"), "I32": (4, "int32")},
@@ -145,7 +146,10 @@ def about_of(head: Header) -> dict[str, Any]:
 
 
 def summary(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Recipe, model and corpus from the metadata of an artifact's header: what `kvq search` compares."""
+    """Recipe, model and corpus from the metadata of an artifact's header: what `kvq search` compares.
+
+    Raises ArtifactError for what is no text, or a long one; 200 characters of it are told.
+    """
     provenance = about["provenance"]
     model, text = provenance.get("model"), provenance.get("corpus")
     model = model if isinstance(model, Mapping) else {"id": model, "revision": provenance.get("revision")}
@@ -153,4 +157,12 @@ def summary(about: Mapping[str, Any]) -> dict[str, Any]:
     recipe = about["recipe"].get("name") if isinstance(about["recipe"], Mapping) else None
     fields = {"recipe": recipe, "model": model.get("id"), "revision": model.get("revision")}
     fields |= {"corpus": text.get("source"), "corpus_digest": text.get("corpus_digest")}
-    return {name: value if value is None else str(value)[:200] for name, value in fields.items()}
+    check_summary(fields, LONGEST)
+    return {name: value and value[:TOLD] for name, value in fields.items()}
+
+
+def check_summary(fields: Mapping[str, Any], longest: int = TOLD) -> None:
+    """Raise ArtifactError unless every field is text of so many characters at most, or null."""
+    for name, value in fields.items():
+        if value is not None and (not isinstance(value, str) or len(value) > longest):
+            raise ArtifactError(f"provenance: {name} {value!r:.80}; expected text of at most {longest} characters")

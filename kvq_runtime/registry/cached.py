@@ -29,9 +29,12 @@ class CachedTree(TreeRegistry):
         """Write a blob of this size into a file; whoever asks for it checks the digest."""
 
     def about(self, name: str, version: Version) -> dict[str, Any]:
-        """Recipe, model and corpus of a version, from its file's header alone."""
+        """Recipe, model and corpus of a version, from its file's header alone, whose form is checked as a file's."""
         data = self.first(version.sha256, min(version.size, 8 + header.LIMIT))
-        return header.summary(header.about_of(header.read(io.BytesIO(data), version.size)))
+        try:
+            return header.summary(header.about_of(header.read(io.BytesIO(data), version.size)))
+        except ArtifactError as error:
+            raise ArtifactError(f"{self.address(f'{BLOBS}/{version.sha256}')}: {error}") from None
 
     def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
         """A file's blob, from the cache or fetched; only what is fetched now is compared with the digest."""

@@ -298,8 +298,8 @@ class Registry(ABC):
                 return None
             return Publish(version or self.next_version(state, new), sha256, len(data), entries)
 
-        self.store(name, content)
         about = header.summary({"recipe": {"name": new.recipe.name}, "provenance": new.provenance})
+        self.store(name, content)
         published = self.change(name, decide, content, about).with_digest(sha256)
         assert published is not None, "the change that was written is in the state"
         self.finish(name, published, content)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvq_runtime.artifact import header
 from kvq_runtime.errors import Conflict
 from kvq_runtime.registry.measured import FULL, SPOKEN, Record, TextRecord, of_text
 from kvq_runtime.registry.sound import sound
@@ -93,7 +94,8 @@ def main(records: Iterable[Record], fitted: str | None = None) -> TextRecord | N
 
     def rank(record: TextRecord) -> tuple[bool, bool, bool, bool, int]:
         given, decisive = record.protocol, record.decisive
-        usual, own, full = week(record) is None, given.text.source == fitted, record.figures(FULL) is not None
+        own = fitted is not None and given.text.source[: header.TOLD] == fitted[: header.TOLD]
+        usual, full = week(record) is None, record.figures(FULL) is not None
         return decisive is not None, usual, own, full, given.windows * given.length
 
     return max(of_text(records), key=rank, default=None)

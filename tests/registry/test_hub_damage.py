@@ -64,6 +64,7 @@ EDITS = {
         replace(b'"files":{}', b'"files":{"../../x":{"sha256":"%s","size":1}}' % (b"a" * 64)),
         "file name",
     ),
+    "a model that is no text": (replace(b'"model":"tiny-model"', b'"model":["tiny"]'), "model .*expected text"),
     "a lost event": (lambda r, t: _drop_event(r, t), "expected .*, got"),
 }
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvq_runtime.artifact import header
 from kvq_runtime.disk import faults, strict_json
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.registry import events
@@ -114,6 +115,7 @@ def _read(data: bytes, name: str) -> Head:
     for version, row in fields["versions"].items():
         strict_json.keys(row, {"sha256", "size", "about"}, f"version {version!r:.40}")
         about[version] = strict_json.keys(row["about"], ABOUT, f"about {version!r:.40}")
+        header.check_summary(about[version])
     stated = fields["aliases"]
     if fields["versions"] != _versions(state, about) or stated != {alias: state.at(alias) for alias in state.aliases}:
         raise ArtifactError("versions or aliases contradict the events; somebody edited the file by hand")
