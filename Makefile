@@ -159,19 +159,22 @@ test-sglang: build/sglang/.installed ## keep pages of SGLang's own host pool, an
 	PYTHONPATH=build/sglang:tests/support:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
 	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_sglang.py
 
+# what every registry does
+BEHAVIOURS := tests/registry/test_contract.py tests/registry/test_remarks.py
+
 build/s3/.installed: Makefile $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade --target build/s3 -c constraints.txt 's3fs>=2025.3' 'moto[server]==5.2.5'
 	@touch $@
 
 test-bucket: build/s3/.installed ## keep a registry in a bucket of moto's S3, on loopback
-	PYTHONPATH=build/s3 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 0 -W default $(PYTEST_ARGS) tests/registry/test_bucket.py
+	PYTHONPATH=build/s3 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 0 -W default -k bucket $(PYTEST_ARGS) $(BEHAVIOURS) tests/registry/test_bucket.py
 
 build/oci/usr/bin/docker-registry:
 	@mkdir -p build/oci
 	cd build/oci && apt-get -q download docker-registry && dpkg -x docker-registry_*.deb . && rm docker-registry_*.deb
 
 test-oci: env build/oci/usr/bin/docker-registry ## keep a registry in Debian's docker-registry, on loopback (5 MB to fetch)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 0 $(PYTEST_ARGS) tests/registry/test_oci.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 0 -k oci $(PYTEST_ARGS) $(BEHAVIOURS) tests/registry/test_oci.py
 
 # Beside .venv likewise; what it also asks for is there.
 LM_EVAL := lm-eval==0.4.13 accelerate==1.15.0 evaluate sqlitedict sacrebleu portalocker tabulate colorama lxml rouge-score \

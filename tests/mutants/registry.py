@@ -64,7 +64,7 @@ MUTANTS = [
         "kvq_runtime/registry/events.py",
         "for version in self.versions.values() if version.yanked is None]\n        return max",
         "for version in self.versions.values()]\n        return max",
-        ("registry/test_registry.py",),
+        ("registry/test_contract.py",),
     ),
     Mutant(
         "version-model",

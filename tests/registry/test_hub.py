@@ -6,11 +6,11 @@ from hashlib import sha256
 
 import pytest
 import tiny_artifact as tiny
-from hub_client import CARD, NAME, REPO, asked, clear, tidy
+from hub_client import CARD, NAME, REPO, clear, tidy
 from huggingface_hub import HfApi
 
 from kvq_runtime.artifact import artifact
-from kvq_runtime.errors import ArtifactError, Conflict
+from kvq_runtime.errors import Conflict
 from kvq_runtime.registry import resolve
 from kvq_runtime.registry.hub.registry import HubRegistry
 
@@ -44,36 +44,6 @@ def test_a_published_artifact_comes_back_on_another_machine(hub, store, monkeypa
     }  # fmt: skip
 
 
-def test_identical_bytes_are_the_existing_version(hub, store):
-    first = store.publish(NAME, tiny.data())
-    commits = len(hub.repos[REPO].log("main"))
-    assert store.publish(NAME, tiny.data(), version="3.0.0", attachments=CARD) == first
-    assert len(hub.repos[REPO].log("main")) == commits
-
-
-def test_numbers_and_yanks_are_as_in_a_folder(hub, store):
-    store.publish(NAME, tiny.data(0))
-    assert store.publish(NAME, tiny.data(1)).version == "1.0.1"
-    assert store.publish(NAME, tiny.data(1, bits=3)).version == "1.1.0"
-    assert store.publish(NAME, tiny.data(1, model=1)).version == "2.0.0"
-    with pytest.raises(Conflict, match=r"1\.0\.0 is published with other bytes"):
-        store.publish(NAME, tiny.data(5), version="1.0.0")
-    store.yank(NAME, "2.0.0", "wrong corpus")
-    assert resolve.resolve(NAME, "hf://org").version == "1.1.0"
-    with pytest.raises(Conflict, match="is yanked"):
-        store.promote(NAME, "2.0.0")
-    assert tidy(hub) == ["1.0.0", "1.0.1", "1.1.0", "2.0.0"]
-
-
-def test_only_artifacts_are_published(hub, store):
-    with pytest.raises(ArtifactError, match="^finite"):
-        store.publish(NAME, tiny.resealed({tiny.WEIGHT: tiny.tiny().tensors[tiny.WEIGHT] * float("nan")}))
-    for name in ("../x", "a/b", "A"):
-        with pytest.raises(ValueError, match="name "):
-            store.publish(name, tiny.data())
-    assert not hub.repos and asked(hub) == []
-
-
 def _publish(seed: int) -> tuple[str, str]:
     beside = {"README.md": b"---\ntags: [kvq]\n---\n# card %d" % seed}
     version = HubRegistry("org").publish(NAME, tiny.data(seed), attachments=beside)
@@ -97,20 +67,7 @@ def test_eight_processes_publish_at_once(seeds, count, hub, store):
 # ---- aliases
 
 
-def test_a_stale_promote_loses_and_asks(hub, store):
-    for seed in range(3):
-        store.publish(NAME, tiny.data(seed))
-    store.promote(NAME, "1.0.0", expect="none")
-    store.promote(NAME, "1.0.1", expect="1.0.0")
-    with pytest.raises(Conflict, match=r"points to 1\.0\.1, expected 1\.0\.0.*--expect 1\.0\.1"):
-        store.promote(NAME, "1.0.2", expect="1.0.0")
-    assert store.rollback(NAME).at("production") == "1.0.0"
-
-
-@pytest.mark.parametrize(
-    "other, says", [("promote", "somebody moved it"), ("publish", "somebody changed tiny-2bit first")]
-)
-def test_a_promote_that_is_overtaken_stops_and_asks(other, says, hub, store, monkeypatch):
+def test_a_promote_that_any_change_overtakes_stops_and_asks(hub, store, monkeypatch):
     for seed in range(2):
         store.publish(NAME, tiny.data(seed))
     real, raced = HfApi.create_commit, []
@@ -118,24 +75,11 @@ def test_a_promote_that_is_overtaken_stops_and_asks(other, says, hub, store, mon
     def overtaken(self, *given, **more):
         if not raced:
             raced.append(1)
-            rival = HubRegistry("org")
-            rival.promote(NAME, "1.0.0") if other == "promote" else rival.publish(NAME, tiny.data(7))
+            HubRegistry("org").publish(NAME, tiny.data(7))
         return real(self, *given, **more)
 
     monkeypatch.setattr(HfApi, "create_commit", overtaken)
-    with pytest.raises(Conflict, match=says):
+    with pytest.raises(Conflict, match="somebody changed tiny-2bit first"):
         store.promote(NAME, "1.0.1")
-    assert store.state(NAME).at("production") == ("1.0.0" if other == "promote" else None)
+    assert store.state(NAME).at("production") is None
     assert store.promote(NAME, "1.0.1").at("production") == "1.0.1"
-
-
-# ---- evaluations
-
-
-def test_evaluations_are_beside_the_artifact(hub, store):
-    digest = store.publish(NAME, tiny.data()).sha256
-    record = {"artifact": digest, "corpus": "c" * 64, "protocol": {}, "environment": {}, "result": {"perplexity": 12.5}}
-    assert store.evaluations(digest, NAME) == []
-    assert store.add_evaluation(record, NAME) == store.add_evaluation(record, NAME)
-    assert store.evaluations(digest, NAME) == [record]
-    assert store.examine() == [] and store.collect(grace=0) == []

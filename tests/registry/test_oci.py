@@ -1,8 +1,6 @@
-"""A registry in an OCI registry keeps what a folder keeps: Debian's docker-registry on loopback. `make test-oci`."""
+"""What is an OCI registry's own: tries, tags and damage there, of Debian's docker-registry. `make test-oci`."""
 
-import json
 import random
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,16 +9,13 @@ from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
-import forked
 import pytest
 import tiny_artifact as tiny
 from patience import PATIENCE
-from webhook import free_port
 
-from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import main as cli
-from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import mirror, remarks, resolve
+from kvq_runtime.errors import ArtifactError, Conflict
+from kvq_runtime.registry import resolve
 from kvq_runtime.registry.events import Promote, Publish
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.oci import registry as module
@@ -32,108 +27,9 @@ NAME = "tiny-2bit"
 PROGRAM = Path(__file__).parents[2] / "build" / "oci" / "usr" / "bin" / "docker-registry"
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory) -> Iterator[str]:
-    """Host and port of a registry of this module."""
-    if not PROGRAM.exists():
-        pytest.skip("docker-registry is not here: make test-oci")
-    folder = tmp_path_factory.mktemp("oci")
-    with free_port() as port:
-        pass
-    storage = {"filesystem": {"rootdirectory": str(folder / "data")}, "delete": {"enabled": True}}
-    settings = {"version": 0.1, "storage": storage, "http": {"addr": f"127.0.0.1:{port}"}, "log": {"level": "error"}}
-    (folder / "config.yml").write_text(json.dumps(settings))
-    running = subprocess.Popen([PROGRAM, "serve", folder / "config.yml"], stderr=subprocess.DEVNULL)
-    address, until = f"localhost:{port}", time.monotonic() + PATIENCE
-    while True:
-        try:
-            Repository(f"{address}/x").tags()
-            break
-        except RuntimeError:
-            assert time.monotonic() < until and running.poll() is None, "docker-registry does not start"
-            time.sleep(0.1)
-    yield address
-    running.terminate()
-    running.wait(PATIENCE)
-
-
 @pytest.fixture
-def store(host: str, request, tmp_path, monkeypatch) -> OciRegistry:
-    """A repository of the test's own, and an empty cache."""
-    for name in ("KVQ_HOME", "DOCKER_CONFIG"):
-        monkeypatch.setenv(name, str(tmp_path / "home"))
-    monkeypatch.delenv("DOCKER_AUTH_CONFIG", raising=False)
-    found = resolve.open_registry(f"oci://{host}/{sha256(request.node.name.encode()).hexdigest()[:16]}/kvq")
-    assert isinstance(found, OciRegistry)
-    return found
-
-
-# ---- what a folder does
-
-
-def test_a_published_file_comes_back(store: OciRegistry):
-    data, url = tiny.data(), store.url
-    version = store.publish(NAME, data, attachments={"README.md": b"# card"})
-    found = resolve.resolve(NAME, url)
-    assert (found.version, found.sha256, found.size) == ("1.0.0", sha256(data).hexdigest(), len(data))
-    assert found.path.read_bytes() == data and store.names() == [NAME]
-    assert store.attachments(NAME, version) == {"README.md": b"# card"}
-    assert artifact.to_bytes(resolve.load_artifact(f"{url}/{NAME}@1.0.0")) == data
-    assert store.about(NAME, version)["recipe"] == "tiny"
-    assert parse(f"{url}/{NAME}@production") == Reference(NAME, "alias", "production", url)
-
-
-def test_versions_aliases_and_withdrawals(store: OciRegistry):
-    first = store.publish(NAME, tiny.data(0))
-    assert store.publish(NAME, tiny.data(0)) == first, "identical bytes are the existing version"
-    assert store.publish(NAME, tiny.data(1)).version == "1.0.1"
-    with pytest.raises(Conflict, match=r"1\.0\.1 is published with other bytes"):
-        store.publish(NAME, tiny.data(2), version="1.0.1")
-    for number in ("1.0.0", "1.0.1"):
-        store.promote(NAME, number, force=True)
-    store.rollback(NAME)
-    store.yank(NAME, "1.0.1", "worse")
-    state = store.state(NAME)
-    assert state.at("production") == "1.0.0" and state.get("1.0.1").yanked == "worse" and len(state.events) == 6
-    assert OciRegistry(store.root).state(NAME) == state
-    with pytest.raises(NotFound, match=r"no artifact other .* there are tiny-2bit"):
-        store.existing("other")
-
-
-def test_records_are_added_once_and_remarks_hold(store: OciRegistry, monkeypatch):
-    version = store.publish(NAME, tiny.data(0))
-    store.publish(NAME, tiny.data(1))
-    for _ in range(2):
-        store.add_record("signatures", version.sha256, b"{}\n", NAME)
-    assert store.signatures(version.sha256, NAME) == [b"{}\n"] and store.evaluations(version.sha256) == []
-    monkeypatch.setenv("KVQ_USER", "alice")
-    assert remarks.tag(store, NAME, "1.0.0", "good") == ["good"]
-    remarks.protect(store, NAME, "production", 1)
-    assert store.promote(NAME, "1.0.1").at("production") is None
-    monkeypatch.setenv("KVQ_USER", "bob")
-    assert remarks.approve(store, NAME, "1.0.1", "production").at("production") == "1.0.1"
-    assert store.examine() == []
-
-
-def test_mirrors_and_the_command(store: OciRegistry, tmp_path, capsys):
-    folder, url = LocalRegistry(tmp_path / "folder"), store.url
-    for seed in range(2):
-        folder.publish(NAME, tiny.data(seed))
-    folder.promote(NAME, "1.0.0", force=True)
-    folder.yank(NAME, "1.0.1", "worse")
-    remarks.note(folder, NAME, "1.0.0", "a note")
-    list(mirror.mirror(folder, NAME, store))
-    assert store.state(NAME).versions.keys() == folder.state(NAME).versions.keys()
-    assert store.state(NAME).at("production") == "1.0.0" and store.state(NAME).get("1.0.1").yanked == "worse"
-    for words in (["list", "--registry", url], ["history", f"{url}/{NAME}"], ["show", f"{url}/{NAME}@1.0.0"],
-                  ["doctor", "--registry", url], ["gc", "--registry", url], ["verify", f"{url}/{NAME}"],
-                  ["copy", "--all", url, (tmp_path / "back").as_uri()],
-                  ["copy", "--all", f"{url}/{NAME}", (tmp_path / "one").as_uri()]):  # fmt: skip
-        assert cli.main(words) == 0, (words, capsys.readouterr())
-    assert LocalRegistry(tmp_path / "back").state(NAME).at("production") == "1.0.0"
-    assert len(LocalRegistry(tmp_path / "one").state(NAME).versions) == 2
-    said = capsys.readouterr().out
-    assert "a note" in said and f"nothing is wrong with {url}" in said
+def store(oci_registry: OciRegistry) -> OciRegistry:
+    return oci_registry
 
 
 def test_copy_of_a_name_where_other_repositories_are_refused(store: OciRegistry, tmp_path, monkeypatch, capsys):
@@ -172,42 +68,6 @@ def test_addresses(monkeypatch, capsys):
 
 
 # ---- several publishers
-
-
-def change(root: str, number: int) -> str:
-    """Publish, point an alias of one's own to it, withdraw it: three changes that depend on each other."""
-    store = OciRegistry(root)
-    version = store.publish(NAME, tiny.data(number)).version
-    store.promote(NAME, version, alias=f"alias-{number}", force=True)
-    return version
-
-
-def test_processes_at_once_each_have_their_changes(store: OciRegistry):
-    """Every change is there once; all agree on an order, and whoever tried in vain is out."""
-    many = 4
-    gate, found = forked.context.Barrier(many), forked.context.SimpleQueue()
-
-    def child(number: int) -> None:
-        gate.wait(PATIENCE)
-        try:
-            found.put((number, change(store.root, number)))
-        except BaseException as error:
-            found.put((number, error))
-
-    children = [forked.process(child, number) for number in range(many)]
-    for one in children:
-        one.start()
-    made = dict(found.get() for _ in children)
-    for one in children:
-        one.join(PATIENCE)
-    state = store.state(NAME)
-    assert sorted(made.values()) == sorted(state.versions) == [f"1.0.{patch}" for patch in range(many)], made
-    assert {state.at(f"alias-{number}") for number in made} == set(made.values())
-    assert all(state.versions[made[n]].sha256 == sha256(tiny.data(n)).hexdigest() for n in made)
-    assert len(state.events) == 2 * many and store.examine() == []
-    tags = store._repository.tags()
-    tried = {tag[:-4] for tag in tags if tag.endswith(".try")}
-    assert all((f"{one}.set" in tags) != (f"{one}.out" in tags) for one in tried)
 
 
 class Dead(BaseException):
@@ -350,6 +210,9 @@ def test_two_tries_one_of_which_goes(store: OciRegistry, monkeypatch):
     made = store.publish(NAME, tiny.data(0)).version
     rival.join(PATIENCE)
     assert came and sorted([made, *done]) == ["1.0.0", "1.0.1"] == sorted(store.state(NAME).versions)
+    tags = store._repository.tags()
+    tried = {tag[:-4] for tag in tags if tag.endswith(".try")}
+    assert all((f"{one}.set" in tags) != (f"{one}.out" in tags) for one in tried), "whoever tried in vain is out"
 
 
 @pytest.mark.parametrize("least", [True, False])
@@ -548,7 +411,7 @@ def test_other_bytes_are_refused_and_nothing_of_them_kept(damage, which, store: 
     monkeypatch.setattr(Repository, "pieces", sent)
     with pytest.raises(ArtifactError, match=r"sha256: the (store|registry) sent"):
         resolve.resolve(NAME, store.url)
-    kept = [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
+    kept = [path for path in (tmp_path / "kvq-home").rglob("*") if path.is_file()]
     assert all(sha256(path.read_bytes()).hexdigest() == path.name for path in kept)
     assert any(one.level == "fault" for one in OciRegistry(store.root).examine())
     monkeypatch.setattr(Repository, "pieces", real)
@@ -568,7 +431,7 @@ def test_a_removed_blob_is_told(store: OciRegistry):
 def test_a_damaged_cache_is_fetched_again(store: OciRegistry, tmp_path):
     version = store.publish(NAME, tiny.data(), attachments={"README.md": b"# card"})
     store.state(NAME)
-    for path in (tmp_path / "home").rglob("cache/blobs/*"):
+    for path in (tmp_path / "kvq-home").rglob("cache/blobs/*"):
         path.chmod(0o644)
         path.write_bytes(b"# cord")
     assert len(store.state(NAME).events) == 1 and store.attachments(NAME, version) == {"README.md": b"# card"}
@@ -577,7 +440,7 @@ def test_a_damaged_cache_is_fetched_again(store: OciRegistry, tmp_path):
 def test_a_cache_that_others_use_or_that_cannot_be_written_to(store: OciRegistry, tmp_path, monkeypatch):
     """A draft of a process that is none here may be another machine's."""
     store.publish(NAME, tiny.data())
-    draft = tmp_path / "home" / "cache" / "blobs" / f".99999999-{'0' * 16}.tmp"
+    draft = tmp_path / "kvq-home" / "cache" / "blobs" / f".99999999-{'0' * 16}.tmp"
     draft.parent.mkdir(parents=True, exist_ok=True)
     for path in draft.parent.iterdir():
         path.unlink()

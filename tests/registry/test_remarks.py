@@ -2,7 +2,6 @@
 
 import json
 import tracemalloc
-from collections.abc import Callable
 from hashlib import sha256
 
 import pytest
@@ -10,7 +9,6 @@ import tiny_artifact as tiny
 from hub_client import asked, hub_for
 from webhook import posted_to
 
-from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import mirror, registry, remarks, resolve
@@ -22,26 +20,15 @@ NAME = "tiny-2bit"
 FOLDER = sha256(NAME.encode()).hexdigest()
 
 
-@pytest.fixture(params=["file", "hf"])
-def store(request, tmp_path, monkeypatch):
+@pytest.fixture
+def store(any_registry: Registry, monkeypatch) -> Registry:
     """A registry with two versions, of each kind, the first one production; the default registry of the commands."""
     monkeypatch.setenv("KVQ_USER", "alice")
-    with hub_for(monkeypatch, tmp_path):
-        found = LocalRegistry(tmp_path / "registry") if request.param == "file" else resolve.open_registry("hf://org")
-        monkeypatch.setenv("KVQ_REGISTRY", found.url)
-        for seed in range(2):
-            found.publish(NAME, tiny.data(seed), attachments={"README.md": b"---\ntags: [kvq]\n---\n"})
-        found.promote(NAME, "1.0.0")
-        yield found
-
-
-@pytest.fixture
-def kvq(capsys) -> Callable[..., tuple[int, str, str]]:
-    def run(*given: object) -> tuple[int, str, str]:
-        code = cli.main([str(argument) for argument in given])
-        return code, *capsys.readouterr()
-
-    return run
+    monkeypatch.setenv("KVQ_REGISTRY", any_registry.url)
+    for seed in range(2):
+        any_registry.publish(NAME, tiny.data(seed), attachments={"README.md": b"---\ntags: [kvq]\n---\n"})
+    any_registry.promote(NAME, "1.0.0")
+    return any_registry
 
 
 def production() -> str:

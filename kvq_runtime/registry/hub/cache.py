@@ -7,6 +7,7 @@ whose bytes are not those of its name is received again. Only files and links of
 
 import hashlib
 import os
+import secrets
 import time
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -100,8 +101,7 @@ def _link(repo: str, path: str, commit: str) -> Path:
 def _point(link: Path, kept: Path) -> None:
     """Let a link lead to a blob, whatever is there."""
     files.make_folder(link.parent)
-    draft = link.with_name(f".{link.name}.{os.getpid()}.tmp")
-    draft.unlink(missing_ok=True)
+    draft = link.with_name(f".{link.name}.{secrets.token_hex(8)}.tmp")
     draft.symlink_to(os.path.relpath(kept, link.parent))
     draft.replace(link)
 

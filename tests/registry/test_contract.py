@@ -1,0 +1,324 @@
+"""What every registry does, wherever it keeps its files. `make test-bucket` and `make test-oci` try all of them."""
+
+import json
+import threading
+from hashlib import sha256
+
+import pytest
+import tiny_artifact as tiny
+
+from kvq_runtime.artifact import artifact
+from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+from kvq_runtime.registry import events, mirror, remarks, resolve
+from kvq_runtime.registry.hub.registry import HubRegistry
+from kvq_runtime.registry.local import LocalRegistry
+from kvq_runtime.registry.registry import Registry
+
+NAME = "tiny-2bit"
+CARD = {"README.md": b"---\ntags: [kvq]\n---\n# card", "error.png": b"png"}
+
+
+@pytest.fixture
+def store(any_registry: Registry) -> Registry:
+    return any_registry
+
+
+def three(store: Registry) -> None:
+    for seed in range(3):
+        store.publish(NAME, tiny.data(seed), attachments=CARD)
+
+
+def chosen(store: Registry, which: str = "") -> tuple[str, str]:
+    found = resolve.resolve(NAME + which, store.url)
+    return found.version, found.chosen_because
+
+
+# ---- publish and load
+
+
+def test_a_published_artifact_comes_back(store: Registry):
+    data = tiny.data()
+    version = store.publish(NAME, data, attachments=CARD)
+    assert store.publish(NAME, data, version="3.0.0") == version, "identical bytes are the existing version"
+    there = resolve.open_registry(store.url)
+    found = resolve.resolve(NAME, store.url)
+    assert (found.version, found.sha256, found.size) == ("1.0.0", sha256(data).hexdigest(), len(data))
+    assert found.path.read_bytes() == data and found.registry == store.url
+    assert artifact.to_bytes(resolve.load_artifact(f"{NAME}@1.0.0", store.url)) == data
+    assert there.state(NAME).versions == {"1.0.0": version} and there.attachments(NAME, version) == CARD
+    about = {"recipe": "tiny", "model": "tiny-model", "revision": "main", "corpus": "a" * 64, "corpus_digest": None}
+    assert there.about(NAME, version) == about
+    assert there.names() == [NAME] and there.examine() == []
+
+
+def test_a_number_says_what_changed_and_is_never_used_twice(store: Registry):
+    store.publish(NAME, tiny.data(0), attachments=CARD)
+    assert store.publish(NAME, tiny.data(1)).version == "1.0.1"
+    assert store.publish(NAME, tiny.data(1, bits=3)).version == "1.1.0"
+    assert store.publish(NAME, tiny.data(1, model=1)).version == "2.0.0"
+    store.yank(NAME, "1.0.1", "bad")
+    for taken in ("1.0.0", "1.0.1"):
+        with pytest.raises(Conflict, match=rf"{taken} is published with other bytes"):
+            store.publish(NAME, tiny.data(5), version=taken)
+    assert list(store.current_state(NAME).versions) == ["1.0.0", "1.0.1", "1.1.0", "2.0.0"]
+
+
+def test_only_artifacts_are_published(store: Registry):
+    with pytest.raises(ArtifactError, match="^finite"):
+        store.publish(NAME, tiny.resealed({tiny.WEIGHT: tiny.tiny().tensors[tiny.WEIGHT] * float("nan")}))
+    with pytest.raises(ArtifactError, match="^provenance: model 7; expected text"):
+        store.publish(NAME, tiny.resealed(provenance={"model": 7}))
+    for name in ("../x", "a/b", "A"):
+        with pytest.raises(ValueError, match="name "):
+            store.publish(name, tiny.data())
+    assert store.names() == []
+
+
+# ---- several publishers
+
+
+def test_publishers_who_decided_of_one_state_each_have_their_changes(store: Registry, monkeypatch):
+    """All have read the same events before any of them writes; each then moves an alias of its own."""
+    many, write, waited, made = 3, type(store).write, threading.local(), dict[int, str]()
+    gate = threading.Barrier(many)
+    store.publish(NAME, tiny.data(many), attachments=CARD)
+
+    def together(self, *given):
+        if not getattr(waited, "once", False):
+            waited.once = True
+            gate.wait(60)
+        return write(self, *given)
+
+    def work(number: int) -> None:
+        own = resolve.open_registry(store.url)
+        version = own.publish(NAME, tiny.data(number)).version
+        while own.current_state(NAME).at(f"alias-{number}") != version:
+            try:
+                own.promote(NAME, version, alias=f"alias-{number}")
+            except Conflict as error:  # of a Hub, which asks
+                assert "somebody changed" in str(error)
+        made[number] = version
+
+    monkeypatch.setattr(type(store), "write", together)
+    writers = [threading.Thread(target=work, args=(number,)) for number in range(many)]
+    for one in writers:
+        one.start()
+    for one in writers:
+        one.join()
+    state = resolve.open_registry(store.url).state(NAME)
+    assert sorted(["1.0.0", *made.values()]) == sorted(state.versions) == [f"1.0.{n}" for n in range(many + 1)]
+    assert all(state.versions[made[n]].sha256 == sha256(tiny.data(n)).hexdigest() for n in made)
+    assert all(state.at(f"alias-{n}") == made[n] for n in made) and len(state.events) == 1 + 2 * many
+    assert store.examine() == []
+
+
+def test_a_lost_race_is_decided_again(store: Registry):
+    store.publish(NAME, tiny.data(0), attachments=CARD)
+    seen = []
+
+    def decide(state):
+        seen.append(len(state.events))
+        if len(seen) == 1:
+            resolve.open_registry(store.url).publish(NAME, tiny.data(1))  # somebody else, in between
+        return events.Yank("1.0.0", "late")
+
+    assert store.change(NAME, decide).versions["1.0.0"].yanked == "late"
+    assert seen == [1, 2] and len(store.current_state(NAME).events) == 3
+
+
+def test_a_promote_that_is_overtaken_loses(store: Registry, monkeypatch):
+    three(store)
+    real, raced = type(store).write, []
+
+    def write(self, *given):
+        if not raced:
+            raced.append(1)
+            resolve.open_registry(store.url).promote(NAME, "1.0.0")
+        return real(self, *given)
+
+    monkeypatch.setattr(type(store), "write", write)
+    with pytest.raises(Conflict, match=r"points to 1\.0\.0, expected none: somebody moved it"):
+        store.promote(NAME, "1.0.2")
+    assert store.current_state(NAME).at("production") == "1.0.0"
+    assert store.promote(NAME, "1.0.2").at("production") == "1.0.2"
+
+
+# ---- aliases, yanks, history
+
+
+def test_a_name_alone_is_production_else_the_newest(store: Registry):
+    three(store)
+    assert chosen(store) == ("1.0.2", "newest of 3 not yanked; no version is production")
+    store.promote(NAME, "1.0.1")
+    assert chosen(store) == ("1.0.1", "production points to it")
+    assert chosen(store, "@1.0.0") == ("1.0.0", "asked for by number")
+    assert chosen(store, "@production")[0] == "1.0.1"
+    assert chosen(store, f"@sha256:{sha256(tiny.data(2)).hexdigest()}") == ("1.0.2", "asked for by digest")
+
+
+def test_rollback_undoes_promote_and_passes_over_yanked_versions(store: Registry):
+    three(store)
+    states = []
+    for version in ("1.0.0", "1.0.1", "1.0.0", "1.0.2"):
+        states.append(store.current_state(NAME).aliases)
+        store.promote(NAME, version)
+    while states[1:]:
+        assert store.rollback(NAME).aliases == states.pop()
+    with pytest.raises(NotFound, match="has no earlier version to go back to"):
+        store.rollback(NAME)
+    for version in ("1.0.1", "1.0.2"):
+        store.promote(NAME, version)
+    store.yank(NAME, "1.0.1", "bad")
+    assert store.rollback(NAME).at("production") == "1.0.0"
+
+
+def test_a_stale_promote_loses_and_asks(store: Registry):
+    three(store)
+    store.promote(NAME, "1.0.0", expect="none")
+    store.promote(NAME, "1.0.1", expect="1.0.0")
+    with pytest.raises(Conflict, match=r"points to 1\.0\.1, expected 1\.0\.0.*--expect 1\.0\.1"):
+        store.promote(NAME, "1.0.2", expect="1.0.0")
+    assert store.promote(NAME, "1.0.1", expect="1.0.0").at("production") == "1.0.1"  # it is what was asked for
+    assert len(store.current_state(NAME).events) == 5
+
+
+def test_yanked_versions_are_chosen_only_by_number(store: Registry):
+    three(store)
+    store.yank(NAME, "1.0.2", "wrong corpus")
+    assert chosen(store)[0] == "1.0.1"
+    assert resolve.resolve(f"{NAME}@1.0.2", store.url).yanked == "wrong corpus"
+    with pytest.warns(UserWarning, match=r"1\.0\.2 is yanked: wrong corpus"):
+        resolve.load_artifact(f"{NAME}@1.0.2", store.url)
+    with pytest.raises(Conflict, match="is yanked"):
+        store.promote(NAME, "1.0.2")
+    store.promote(NAME, "1.0.0")
+    with pytest.raises(Conflict, match="is production; promote another version first"):
+        store.yank(NAME, "1.0.0", "bad")
+    with pytest.raises(Conflict, match="is yanked already"):
+        store.yank(NAME, "1.0.2", "again")
+    with pytest.raises(ValueError, match="reason"):
+        store.yank(NAME, "1.0.0", "  ")
+
+
+def test_history_is_all_changes_in_their_order(store: Registry, kvq, monkeypatch):
+    monkeypatch.setenv("KVQ_REGISTRY", store.url)
+    monkeypatch.setenv("KVQ_USER", "ann")
+    three(store)
+    store.promote(NAME, "1.0.1")
+    store.yank(NAME, "1.0.0", "bad")
+    remarks.note(store, NAME, "1.0.2", "a note")
+    code, out, _ = kvq("history", NAME, "--json")
+    rows = json.loads(out)
+    assert code == 0 and [row["number"] for row in rows if "number" in row] == [1, 2, 3, 4, 5]
+    assert [row["change"] for row in rows if "number" in row] == [*["publish"] * 3, "promote", "yank"]
+    assert [(row["by"], row["text"]) for row in rows if row["change"] == "note"] == [("ann", "a note")]
+
+
+# ---- records
+
+
+def test_records_are_added_once(store: Registry):
+    digest = store.publish(NAME, tiny.data(), attachments=CARD).sha256
+    record = {"artifact": digest, "corpus": "c" * 64, "protocol": {}, "environment": {}, "result": {"perplexity": 12.5}}
+    assert store.evaluations(digest, NAME) == []
+    assert store.add_evaluation(record, NAME) == store.add_evaluation(record, NAME)
+    assert store.evaluations(digest, NAME) == [record] and store.signatures(digest, NAME) == []
+    with pytest.raises(ArtifactError, match="unknown keys"):
+        store.add_evaluation(record | {"host": "mine"}, NAME)
+    with pytest.raises(ArtifactError, match=r"sha256 '\.\./x'"):
+        store.add_evaluation(record | {"artifact": "../x"}, NAME)
+    for _ in range(2):
+        store.add_record("signatures", digest, b"{}\n", NAME)
+    assert store.signatures(digest, NAME) == [b"{}\n"] and store.evaluations(digest, NAME) == [record]
+    assert store.collect(grace=0) == []
+
+
+# ---- damage, and clear errors
+
+
+def test_a_copy_at_hand_that_is_damaged_is_refused_and_mended(store: Registry):
+    data = tiny.data()
+    version = store.publish(NAME, data, attachments=CARD)
+    for path in (store.fetch(NAME, version), store.fetch(NAME, version, "README.md")):
+        path.chmod(0o644)
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ArtifactError, match="sha256: the file has"):
+        resolve.load_artifact(NAME, store.url)
+    if isinstance(store, LocalRegistry):  # which has no other copy
+        with pytest.raises(ArtifactError, match="sha256: the file has"):
+            store.attachments(NAME, version)
+        store.publish(NAME, data, attachments=CARD)
+    assert store.fetch_verified(NAME, version).read_bytes() == data and store.attachments(NAME, version) == CARD
+    assert artifact.to_bytes(resolve.load_artifact(NAME, store.url)) == data and store.examine() == []
+
+
+@pytest.mark.parametrize("any_registry", ["bucket", "oci"], indirect=True)
+@pytest.mark.parametrize("change, said", [
+    (lambda data: data.replace(rb"\"tiny-model\"", b"12345678901234"), "provenance: model 12345678901234; expected"),
+    (lambda data: data.replace(rb"\"tiny-model\"", rb"[{\"id\":\"\"}]"), r"provenance: model \[\{'id'"),
+    (lambda data: data.replace(rb'"schema\":1', rb'"schema\":9'), "schema: the file has 9"),
+    (lambda data: data[:40], "header: the file became shorter"),
+    (lambda data: b"\xff" * 8 + data[8:], "header: 18446744073709551615 bytes long; at most"),
+])  # fmt: skip
+def test_a_header_that_is_read_alone_is_checked(change, said, store: Registry, monkeypatch):
+    """A promote chooses by it which measurement counts."""
+    version = store.publish(NAME, tiny.data())
+    other = change(tiny.data())
+    assert other != tiny.data()
+    first = type(store).first
+    lie = lambda self, digest, count: other[:count] if digest == version.sha256 else first(self, digest, count)  # noqa: E731
+    monkeypatch.setattr(type(store), "first", lie)
+    for action in (lambda: store.about(NAME, version), lambda: store.promote(NAME, "1.0.0")):
+        with pytest.raises(ArtifactError, match=rf"{store.url}/blobs/sha256/{version.sha256}: {said}"):
+            action()
+    assert store.current_state(NAME).at("production") is None
+
+
+def test_what_is_not_there_is_said(store: Registry):
+    with pytest.raises(NotFound, match=f"no artifact other .*{store.url.partition('//')[2]}"):
+        resolve.resolve("other", store.url)
+    three(store)
+    for given, message in (("@2.0.0", "has no version 2.0.0; it has 1.0.0, 1.0.1, 1.0.2"), ("@beta", "no alias beta"),
+                           (f"@sha256:{'0' * 64}", "no version with sha256 0000")):  # fmt: skip
+        with pytest.raises(NotFound, match=message):
+            resolve.resolve(NAME + given, store.url)
+    for action in (lambda: store.promote(NAME, "2.0.0"), lambda: store.yank(NAME, "2.0.0", "bad"),
+                   lambda: remarks.note(store, NAME, "2.0.0", "a note")):  # fmt: skip
+        with pytest.raises(NotFound, match=r"has no version 2\.0\.0"):
+            action()
+    if not isinstance(store, HubRegistry):
+        with pytest.raises(ValueError, match="has no commits"):
+            store.read(NAME, "a" * 40)
+        with pytest.raises(NotFound, match=f"there are {NAME}"):
+            resolve.resolve("other", store.url)
+
+
+# ---- mirrors and commands
+
+
+def test_mirrors_and_commands(store: Registry, tmp_path, kvq, monkeypatch):
+    monkeypatch.setenv("KVQ_USER", "ann")
+    folder, url = LocalRegistry(tmp_path / "source"), store.url
+    for seed in range(2):
+        folder.publish(NAME, tiny.data(seed), attachments=CARD)
+    folder.promote(NAME, "1.0.0")
+    folder.yank(NAME, "1.0.1", "worse")
+    remarks.note(folder, NAME, "1.0.0", "a note")
+    for _ in range(2):
+        list(mirror.mirror(folder, NAME, store))
+    state = store.current_state(NAME)
+    assert {one.sha256 for one in state.versions.values()} == {
+        one.sha256 for one in folder.state(NAME).versions.values()
+    }
+    assert state.at("production") == "1.0.0" and state.get("1.0.1").yanked == "worse" and len(state.events) == 4
+    said = ""
+    for words in (["list"], ["history", NAME], ["show", f"{NAME}@1.0.0"], ["doctor"], ["gc"], ["verify", NAME]):
+        code, out, error = kvq(*words, "--registry", url)
+        assert code == 0, (words, error)
+        said += out
+    assert "a note" in said and f"nothing is wrong with {url}" in said
+    for source, target in ((url, "all"), (url if isinstance(store, LocalRegistry) else f"{url}/{NAME}", "one")):
+        assert kvq("copy", "--all", source, (tmp_path / target).as_uri())[0] == 0
+        there = LocalRegistry(tmp_path / target)
+        assert there.state(NAME).at("production") == "1.0.0" and len(there.state(NAME).versions) == 2
+        assert [one.said["text"] for one in remarks.read(there, NAME).all] == ["a note"]
