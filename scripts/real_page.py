@@ -30,7 +30,7 @@ from kvq_runtime.registry.sound import read as read_record
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "real"
 Line = Mapping[str, Any]
 NAME, ON, LENGTH = "smollm2-135m", "wikitext", 1024  # of the first table and picture of the page
-MIX = "mix"  # what recipes of README's table are fitted on
+MIX, MIXED = "mix", "mix-16-windows.jsonl"  # what recipes of README's table are fitted on, and its lines
 POSITIONS, NEEDLES = "real-positions.png", "real-needles.png"
 DRAWN = (  # by position; those of them that were measured
     "rtn-4bit", "kivi-2bit", "kivi-4bit", "higgs-2bit", "higgs-4bit", "aqua-2bit", "aqua-klt-1bit", "aqua-metric-1bit",
@@ -68,9 +68,9 @@ def timed(work: Callable[[], Any], device: str = "cpu") -> tuple[Any, dict[str, 
     }  # fmt: skip
 
 
-def read(folder: Path) -> dict[str, dict[str, Any]]:
+def read(folder: Path, name: str = "scores.jsonl") -> dict[str, dict[str, Any]]:
     """The lines by key, of each the newest; one that was cut off by a kill is none."""
-    path, found = folder / "scores.jsonl", {}
+    path, found = folder / name, {}
     for line in path.read_text().split("\n")[:-1] if path.is_file() else ():
         one = json.loads(line)
         found.pop(one["key"], None)  # so that newer ones are last
@@ -167,7 +167,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def brief(folder: Path) -> str:
     """README's table: some recipes by full encode, on each kind of text that they were fitted on."""
-    lines = [one for one in _ordered(list(read(folder).values())) if one["recipe"] in BRIEF]
+    lines = [one for one in _ordered(list(read(folder, MIXED).values())) if one["recipe"] in BRIEF]
     some = [one for one in lines if (one["protocol"], one["length"]) == (FULL, LENGTH) and one["on"] in (MIX, None)]
     texts = list(dict.fromkeys(one["text"] for one in sorted(some, key=lambda one: one["text"] != ON)))
     rows: dict[str, dict[str, str]] = {}

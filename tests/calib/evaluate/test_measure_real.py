@@ -134,6 +134,7 @@ def test_of_two_fits_the_table_has_the_newest_whichever_takes_fewer_bits(tmp_pat
         line = {"key": str(number), "recipe": "aqua-fisher-1bit", "on": on, "text": "wikitext", "length": 1024,
                 "protocol": "full", "bits": {"asymptotic": bits}, "part": figures}  # fmt: skip
         real_page.append(tmp_path, line)
+    (tmp_path / "scores.jsonl").rename(tmp_path / real_page.MIXED)
     assert real_page.brief(tmp_path).splitlines()[2] == "| `aqua-fisher-1bit` | 1.00 | +1.00%, 0.4 |"
 
 
