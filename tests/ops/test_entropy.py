@@ -105,6 +105,46 @@ def test_the_bytes_are_the_same_for_ever():
     assert zlib.crc32(entropy.encode(codes, rungs).numpy().tobytes()) == 4231005649
 
 
+def test_codes_are_coded_by_rung_and_otherwise_in_their_own_order():
+    """Also at the ends of the ladder, where channels of several rungs meet."""
+    generator = torch.Generator().manual_seed(0)
+    widths, off = (9, 1, 24), [torch.randint(0, entropy.OFF, (7,), generator=generator) for _ in range(3)]
+    rungs = [torch.randint(0, ladder.RUNGS, (width,), generator=generator).to(torch.uint8) for width in widths]
+    rungs[2][::2] //= 8  # many at the low end
+    pairs = zip(off, rungs, strict=True)
+    each = [(own.long() + one[:, None] - entropy.BELOW).clamp(0, ladder.RUNGS - 1) for one, own in pairs]
+    expected = torch.cat([one.flatten() for one in each]).argsort(stable=True).argsort()
+    order, ends = entropy._order(off, rungs)
+    for own, seats, numbers in zip(rungs, order, expected.split([one.numel() for one in each]), strict=True):
+        arranged = numbers.view(-1, len(own))[:, own.argsort(stable=True)]
+        assert torch.equal(torch.from_numpy(seats).view_as(arranged), arranged)
+    counts = torch.cat([one.flatten() for one in each]).bincount(minlength=ladder.RUNGS)
+    assert np.diff(ends).tolist() == counts.tolist() and counts[0] > 10
+
+
+def test_likely_codes_are_found_where_the_whole_model_has_them():
+    """What is not likely is a sign to look there; a code that a rung never had is one."""
+    for rung in range(ladder.RUNGS):
+        (likely, reach), whole = entropy._likely(rung), entropy._model(rung)
+        assert likely is not whole and 0 <= reach < ladder.MOST
+        counts = ladder.ladder().counts[rung]
+        assert reach == ladder.MOST - 1 or counts[: ladder.MOST - reach].max() == counts.min()
+        for code in (-reach, 0, reach):
+            begins = entropy._begin(likely, reach + 1 + code), entropy._begin(whole, ladder.MOST + code)
+            assert begins[0] == begins[1]
+    codes, rungs = [torch.zeros(3, entropy.PART, dtype=torch.int8)], [torch.full((entropy.PART,), 9, dtype=torch.uint8)]
+    codes[0][1, 5], codes[0][1, 6], codes[0][2, -1] = ladder.MOST, 1, -ladder.MOST
+    assert torch.equal(entropy.decode(entropy.encode(codes, rungs), shapes(codes), rungs)[0], codes[0])
+
+
+def test_a_library_that_gives_symbols_other_parts_is_asked_for_all_of_them(monkeypatch):
+    begin = entropy._begin
+    monkeypatch.setattr(
+        entropy, "_begin", lambda model, symbol: begin(model, symbol) + (model is not entropy._model(9))
+    )
+    assert entropy._likely.__wrapped__(9) == (entropy._model(9), ladder.MOST - 1)
+
+
 def test_without_the_library_a_sentence_says_what_to_install(monkeypatch):
     for name in [*sys.modules]:
         if name.partition(".")[0] == "constriction":
