@@ -79,6 +79,15 @@ class Codec:
         moved._hold(self.tensors, device)
         return moved
 
+    def unpacked(self) -> "Codec":
+        """The same codec with its matrices as they are multiplied with, for who has many blocks, and drops it then."""
+        made, (forward, back) = copy.copy(self), self._matrices
+        forward = forward.float() if isinstance(forward, Tensor) else forward
+        made._kept = forward, None if back is None else product.wide(back)
+        if self.predictor is not None:
+            made._own = self._own | {"predict": dict(self.predictor.unpacked(self._own["predict"], self._inputs))}
+        return made
+
     def __deepcopy__(self, memo: Any) -> "Codec":
         return self
 
@@ -110,6 +119,11 @@ class Codec:
     def _made(self, device: torch.device) -> tuple[Rotation, Tensor | None]:
         rotate, own = self.scheme.rotate, self._own["rotate"]
         return matrices(rotate, self.scheme.quantize, self._width, self.geometry, device, own)
+
+    @property
+    def _inputs(self) -> int:
+        """Return the channels of `inputs`."""
+        return self.geometry.width * self.scheme.inputs(self.layer, self.role).tokens
 
     @property
     def _matrices(self) -> tuple[Rotation, Tensor | None]:
@@ -297,9 +311,8 @@ class Codec:
     def affine(self) -> tuple[Tensor, Tensor]:
         """W [I, C] and b [C], float32, of a linear prediction z W + b from `inputs` z."""
         assert isinstance(self.predictor, LinearPrediction)
-        own, width = self._own["predict"], self.geometry.width
-        inputs = width * self.scheme.inputs(self.layer, self.role).tokens
-        return self.predictor.matrix(own, inputs).float(), own["bias"]
+        own = self._own["predict"]
+        return self.predictor.matrix(own, self._inputs).float(), own["bias"]
 
     def fields(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of one encoded block; `dtype` is the model's."""

@@ -8,7 +8,9 @@ takes up to 1.6 times as long.)
 Shapes: T tokens of one block · C all heads of a token · S sinks among the tokens.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,48 +52,72 @@ class Coder:
         self.tensors = tensors if isinstance(tensors, Fitted) else Fitted(tensors)  # so that caches share the codecs
         self.held, self.rotary = tuple(held), rotary
         self._codecs = shared.build(recipe, geometry, self.tensors)
+        self._depth = max(1, *map(_reads, self._codecs))  # of layers below that are read
 
     def encode(self, number: int, rows: Rows) -> Block:
         """Encode the tokens of block `number` of a text. ValueError for NaN or infinity among them."""
+        return self.encode_run(number, rows)[0]
+
+    def encode_run(self, first: int, rows: Rows) -> list[Block]:
+        """Encode blocks in a row, from block `first` of a text on, each as it would be alone.
+
+        They go up the layers together, so that a layer's matrices are unpacked once for all. Of blocks from the first
+        with NaN or infinity on there are none; of block `first` that is a ValueError.
+        """
+        size = self.recipe.window.block
+        count = self._finite(first, rows)
+        begun = [self._begun(number) for number in range(first, first + count)]
+        for layer in self.held:
+            codecs = [shared.moved(codec, rows[layer][0].device) for codec in self._codecs[layer]]
+            if count > 1:
+                codecs = [codec.unpacked() for codec in codecs]
+            for place, one in enumerate(begun):
+                k_TC, v_TC = (x_TC[place * size : (place + 1) * size] for x_TC in rows[layer])
+                self._encode(one, layer, (codecs[0], codecs[1]), (k_TC, v_TC))
+        return [Block(one.fields, torch.stack(one.exact, 1), one.beyond) for one in begun]
+
+    def _begun(self, number: int) -> "_Begun":
         window, positions = self.recipe.window, self._positions()
         start, stop = number * window.block, (number + 1) * window.block
-        source_NS = positions.source(start, stop, window.sinks)
-        tables = positions.rope(start, stop) if "positions" in self.recipe.needs else None
-        decoded: dict[int, tuple[Tensor, Tensor]] = {}
-        fields: dict[int, tuple[Slab, Slab]] = {}
         sinks = min(max(window.sinks - start, 0), window.block)
-        counted = positions.valid(start, stop, window.sinks) if sinks else None
-        beyond: dict[tuple[int, int], Tensor] = {}
-        for layer in self.held:
-            self._check(layer, number, rows[layer])
-            k_NTC, v_NTC = (x_TC[None] for x_TC in rows[layer])
-            keys, values = (shared.moved(codec, k_NTC.device) for codec in self._codecs[layer])
-            below = [decoded[layer - depth] for depth in range(1, _reads((keys, values)) + 1)]
-            x_NTC, rope = k_NTC.clone(), None
-            if tables is not None:
-                undo = "undo" if self.recipe.position == "pre" else None
-                cos, sin = (table.to(k_NTC.device) for table in tables)
-                x_NTC, rope = block_input(x_NTC, source_NS, (cos, sin), undo, self.geometry.kv_heads)
-                x_NTC = x_NTC.to(k_NTC.dtype) if keys.scheme.quantize.keeps_dtype else x_NTC
-            else:
-                x_NTC, _ = block_input(x_NTC, source_NS)
-            k_fields = keys.encode(x_NTC, Context(rope, None, below))
-            k_decoded = keys.decode(k_fields, Context(below=below)) if self.recipe.cross_layer or self.check else None
-            v_NTC, _ = block_input(v_NTC.clone(), source_NS)
+        return _Begun(
+            number,
+            sinks,
+            positions.source(start, stop, window.sinks),
+            positions.rope(start, stop) if "positions" in self.recipe.needs else None,
+            positions.valid(start, stop, window.sinks) if sinks else None,
+        )
+
+    def _encode(self, one: "_Begun", layer: int, codecs: tuple[Codec, Codec], pair_TC: tuple[Tensor, Tensor]) -> None:
+        """Encode a block's tokens of one layer, those of all layers below being encoded."""
+        (keys, values), (k_NTC, v_NTC) = codecs, (x_TC[None] for x_TC in pair_TC)
+        below = [one.decoded[layer - depth] for depth in range(1, _reads(codecs) + 1)]
+        x_NTC, rope = k_NTC.clone(), None
+        if one.tables is not None:
+            undo = "undo" if self.recipe.position == "pre" else None
+            cos, sin = (table.to(k_NTC.device) for table in one.tables)
+            x_NTC, rope = block_input(x_NTC, one.source_NS, (cos, sin), undo, self.geometry.kv_heads)
+            x_NTC = x_NTC.to(k_NTC.dtype) if keys.scheme.quantize.keeps_dtype else x_NTC
+        else:
+            x_NTC, _ = block_input(x_NTC, one.source_NS)
+        v_NTC, _ = block_input(v_NTC.clone(), one.source_NS)
+        if self.recipe.cross_layer or self.check:
+            k_fields, k_decoded = keys.encode_decode(x_NTC, Context(rope, None, below))
             from_keys = Context(keys=k_decoded, below=below)
-            v_fields = values.encode(v_NTC, from_keys)
-            if k_decoded is not None:
-                decoded[layer] = k_decoded, values.decode(v_fields, from_keys)
+            v_fields, v_decoded = values.encode_decode(v_NTC, from_keys)
+            one.decoded[layer] = k_decoded, v_decoded
+            one.decoded.pop(layer - self._depth, None)
             if self.check is not None:
                 watch = Watch(self.check, layer, keeps=True)
-                pairs = (keys, x_NTC, Context(rope), decoded[layer][0]), (values, v_NTC, from_keys, decoded[layer][1])
-                errors = torch.stack(
-                    [watch.errors(*one, None if counted is None else counted.to(v_NTC.device)) for one in pairs]
-                )
-                beyond |= {(layer, role): rows[layer][role] for role, _ in watch.beyond(errors[:, None], number)}
-            fields[layer] = _first(k_fields), _first(v_fields)
-        exact = [torch.stack(rows[layer])[:, :sinks] for layer in self.held]
-        return Block(fields, torch.stack(exact, 1), beyond)
+                counted = None if one.counted is None else one.counted.to(v_NTC.device)
+                pairs = (keys, x_NTC, Context(rope), k_decoded), (values, v_NTC, from_keys, v_decoded)
+                errors = torch.stack([watch.errors(*each, counted) for each in pairs])
+                found = watch.beyond(errors[:, None], one.number)
+                one.beyond.update({(layer, role): pair_TC[role] for role, _ in found})
+        else:
+            k_fields, v_fields = keys.encode(x_NTC, Context(rope)), values.encode(v_NTC, Context())
+        one.fields[layer] = _first(k_fields), _first(v_fields)
+        one.exact.append(torch.stack([x_TC[: one.sinks] for x_TC in pair_TC]))
 
     def decode(
         self, blocks: Sequence[Block], device: torch.device | str = "cpu", start: int = 0
@@ -124,17 +150,43 @@ class Coder:
         positions.announce(None, None, self.rotary)
         return positions
 
-    def _check(self, layer: int, number: int, pair: tuple[Tensor, Tensor]) -> None:
-        for role, x_TC in zip(ROLES, pair, strict=True):
-            if x_TC.shape != (self.recipe.window.block, self.geometry.width):
-                raise ValueError(
-                    f"layer {layer}: {role}s of shape {list(x_TC.shape)}; a block is "
-                    f"[{self.recipe.window.block}, {self.geometry.width}]"
-                )
-            if not bool(torch.isfinite(x_TC).all()):
-                raise ValueError(
-                    f"layer {layer}, block {number}: NaN or infinity in the {role}s; nothing is kept of it"
-                )
+    def _finite(self, first: int, rows: Rows) -> int:
+        """Return how many of these blocks are before one with NaN or infinity, all if there is none."""
+        size, count = self.recipe.window.block, 0
+        for layer in self.held:
+            for role, x_TC in zip(ROLES, rows[layer], strict=True):
+                count = count or max(1, len(x_TC) // size)
+                if x_TC.shape != (count * size, self.geometry.width):
+                    raise ValueError(
+                        f"layer {layer}: {role}s of shape {list(x_TC.shape)}; a block is "
+                        f"[{size}, {self.geometry.width}]"
+                    )
+        for layer in self.held:
+            for role, x_TC in zip(ROLES, rows[layer], strict=True):
+                good_T = torch.linalg.vector_norm(x_TC[: count * size], torch.inf, 1).isfinite()  # NaN where one is
+                if not bool(good_T.all()):
+                    count = int(good_T.int().argmin()) // size
+                if not count:
+                    raise ValueError(
+                        f"layer {layer}, block {first}: NaN or infinity in the {role}s; nothing is kept of it"
+                    )
+        return count
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A block while it is encoded: its positions; how many sinks are among its tokens, and which others are counted in
+    errors; and of the layers so far what it is encoded as, decoded, and what stays exact."""
+
+    number: int
+    sinks: int
+    source_NS: Tensor | None
+    tables: tuple[Tensor, Tensor] | None
+    counted: Tensor | None
+    decoded: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
+    fields: dict[int, tuple[Slab, Slab]] = dataclasses.field(default_factory=dict)
+    exact: list[Tensor] = dataclasses.field(default_factory=list)
+    beyond: dict[tuple[int, int], Tensor] = dataclasses.field(default_factory=dict)
 
 
 def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str) -> None:

@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
+from itertools import count as counting
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ from kvq_runtime.store.promise import Check
 FORMAT = 1  # of names, folders and files; another one finds nothing of it
 LARGEST_BLOCK = 1 << 14  # tokens, whose ids stand in the header of a file
 MOST_THREADS = 8  # each holds a block, and works on one
+TOGETHER = 8  # blocks that are encoded as one run, and held until files are made of them
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -141,9 +143,9 @@ class PrefixBlocks:
         self._check_dtype(pairs[0][1].dtype)
         stop = start + min(len(x) for pair in pairs for x in pair)
 
-        def rows(number: int) -> Block:
-            span = slice(number * self.block - start, (number + 1) * self.block - start)
-            return self.coder.encode(
+        def rows(number: int, end: int) -> list[Block]:
+            span = slice(number * self.block - start, end * self.block - start)
+            return self.coder.encode_run(
                 number, {n: (k[span], v[span]) for n, (k, v) in zip(self.format.held, pairs, strict=True)}
             )
 
@@ -164,12 +166,12 @@ class PrefixBlocks:
         self._check_dtype(next(iter(cache.layers.values())).buffer_2BTC.dtype)
         encoded = min(store.blocks for store in cache.layers.values())
 
-        def one(number: int) -> Block:
+        def some(number: int, end: int) -> list[Block]:
             if number < encoded:
-                return coder.held(cache, number, row)
-            return self.coder.encode(number, _window_rows(cache, number, row))
+                return [coder.held(cache, number, row)]
+            return self.coder.encode_run(number, _window_rows(cache, number, end, row))
 
-        return self._keep(token_T, one, 0)
+        return self._keep(token_T, some, 0)
 
     def load(self, tokens: Tensor | Iterable[int], limit: int | None = None, start: int = 0) -> list[Block]:
         """The kept blocks of these tokens from token `start` on, checked: of the first `limit` tokens at most.
@@ -205,7 +207,7 @@ class PrefixBlocks:
             return pool.submit(self._got, names[number], parse)
 
         with ThreadPoolExecutor(self.threads) as pool:
-            for number, future in self._ahead(begun, range(count, len(names))):
+            for number, future in self._ahead(begun, range(count, len(names)), self.threads):
                 block = self._counted(names[number], f"block {number} of a kept prefix", future.result)
                 if block is None:
                     break
@@ -220,21 +222,27 @@ class PrefixBlocks:
                 "run the model under autocast"
             )
 
-    def _keep(self, token_T: Tensor, encoded: Callable[[int], Block], first: int) -> int:
+    def _keep(self, token_T: Tensor, encoded: Callable[[int, int], list[Block]], first: int) -> int:
         names = chain.names(self.root, token_T, self.block)[: max(1, self.budget // self.format.usual())]
         gone = next((number for number, name in enumerate(names[:first]) if not self.shelf.has(name)), None)
         names = names if gone is None else names[:gone]  # what follows could not be found
+        ready: dict[int, Block] = {}
 
         def begun(number: int) -> Future[bytes] | None:
             if number < first or self.shelf.has(names[number]):
                 return None
-            block = encoded(number).cpu()  # here, where the device's stream is the caller's
+            if number not in ready:
+                ready.clear()
+                end = min(len(names), number + TOGETHER)
+                end = next((n for n in range(number + 1, end) if self.shelf.has(names[n])), end)
+                ready.update(zip(counting(number), encoded(number, end), strict=False))
+            block = ready.pop(number).cpu()  # here, where the device's stream is the caller's
             self.tally["beyond"] += len(block.exact)
             return pool.submit(self.format.to_bytes, block, self._link(names, token_T, number))
 
         kept = 0
         with ThreadPoolExecutor(self.threads) as pool:
-            for number, future in self._ahead(begun, range(len(names))):
+            for number, future in self._ahead(begun, range(len(names)), self.threads + TOGETHER):
                 if future is not None:
                     self._written(names[number], future.result())
                 elif not self.shelf.has(names[number]):
@@ -243,8 +251,8 @@ class PrefixBlocks:
         self.shelf.used(names[:kept])
         return kept * self.block
 
-    def _ahead(self, begun: Callable[[int], T], numbers: Iterable[int]) -> Iterator[tuple[int, T]]:
-        """Begin the work of each number, some ahead of what the caller takes, in order."""
+    def _ahead(self, begun: Callable[[int], T], numbers: Iterable[int], most: int) -> Iterator[tuple[int, T]]:
+        """Begin the work of each number, at most so many ahead of what the caller takes, in order."""
         waiting: deque[tuple[int, T]] = deque()
         for number in numbers:
             try:
@@ -252,7 +260,7 @@ class PrefixBlocks:
             except Exception:
                 yield from waiting  # what was begun before is good
                 raise
-            if len(waiting) > self.threads:
+            if len(waiting) > most:
                 yield waiting.popleft()
         yield from waiting
 
@@ -358,11 +366,10 @@ def format_of(about: Any) -> BlockFormat:
     return BlockFormat(recipe, geometry, layers, dtype, promised=promised)
 
 
-def _window_rows(cache: BlockCache, number: int, row: int) -> Rows:
-    """Exact keys and values [T, C] of a block that is still in the window."""
+def _window_rows(cache: BlockCache, number: int, end: int, row: int) -> Rows:
+    """Exact keys and values [T, C] of blocks that are still in the window."""
     size, found = cache.recipe.window.block, {}
     for layer in sorted(cache.held):
         store = cache.layers[layer]
-        ahead = number * size - store.encoded
-        found[layer] = tuple(store.window_2BTC[:, row, ahead : ahead + size])
+        found[layer] = tuple(store.window_2BTC[:, row, number * size - store.encoded : end * size - store.encoded])
     return found

@@ -128,13 +128,15 @@ class Linear(Neighbours):
 
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
         """The centred prediction, in the dtype of the inputs."""
-        return _affine(z_NTI, self.matrix(tensors, z_NTI.shape[-1]).to(z_NTI.dtype), tensors["bias"])
+        return _affine(z_NTI, self.matrix(tensors, z_NTI.shape[-1]), tensors["bias"])
+
+    def unpacked(self, tensors: Tensors, inputs: int) -> Tensors:
+        packed = {} if self.storage == "bf16" else {"weight": self.matrix(tensors, inputs)}
+        return super().unpacked({**tensors, **packed}, inputs)
 
     def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
         """W, [inputs, width], unpacked if it is stored in 4 bits."""
-        if self.storage == "bf16":
-            return tensors["weight"]
-        return rtn.matrix(tensors, inputs)
+        return tensors["weight"] if "weight" in tensors else rtn.matrix(tensors, inputs)
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,8 @@ class LowRank(Linear):
         }
 
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
-        inner = product.matmul(z_NTI, tensors["down"].to(z_NTI.dtype))
-        return _affine(inner, tensors["up"].to(z_NTI.dtype), tensors["bias"])
+        inner = product.matmul(z_NTI, tensors["down"])
+        return _affine(inner, tensors["up"], tensors["bias"])
 
     def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
         return tensors["down"].float() @ tensors["up"].float()
@@ -213,9 +215,9 @@ class MLP(Neighbours):
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
         if self.norm == "layer":
             z_NTI = torch.nn.functional.layer_norm(z_NTI, z_NTI.shape[-1:])
-        hidden = _affine(z_NTI, tensors["hidden"].to(z_NTI.dtype), tensors["hidden_bias"])
+        hidden = _affine(z_NTI, tensors["hidden"], tensors["hidden_bias"])
         hidden = torch.nn.functional.gelu(hidden)
-        return _affine(hidden, tensors["out"].to(z_NTI.dtype), tensors["bias"])
+        return _affine(hidden, tensors["out"], tensors["bias"])
 
 
 def _affine(z_NTI: Tensor, weight_IO: Tensor, bias_O: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, Role, Window
+from kvq_runtime.ops import product
 from kvq_runtime.ops import rotation as rotations
 
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name → shape and dtype
@@ -120,6 +121,10 @@ class Predictor(Stage):
     @abstractmethod
     def specs(self, inputs: int, width: int) -> Specs:
         """The same for so many input channels and channels of a token."""
+
+    def unpacked(self, tensors: Tensors, inputs: int) -> Tensors:
+        """The same tensors as `apply` takes them for many blocks: larger, and nothing is to be done to them first."""
+        return {name: product.wide(tensor) for name, tensor in tensors.items()}
 
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor | None:
         """The centred prediction [N, T, C] from inputs side by side, in their dtype; None: only a mean is removed."""

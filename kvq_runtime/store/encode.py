@@ -1,12 +1,13 @@
 """Encode the oldest tokens of a layer's window, one whole block at a time, when they are due."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.geometry import ROLES, SLAB
 from kvq_runtime.ops import dispatch
 from kvq_runtime.recipe import Recipe
@@ -51,9 +52,12 @@ class Encoder:
         if not self.recipe.cross_layer and not self.recipe.policies:
             # a launch encodes each block as it would alone; a matrix product might round them differently
             together = SLAB if all(codec.one_launch(store.buffer_2BTC) for codec in store.codecs) else 1
+        codecs = store.codecs
+        if self.recipe.cross_layer and count > 1:
+            codecs = [codec.unpacked() for codec in codecs if isinstance(codec, Codec)]  # none is fitted to a prompt
         while store.blocks < target:
             some = min(together, target - store.blocks, SLAB - store.blocks % SLAB)
-            keys, values, errors = self._encoded(layer, store, some)
+            keys, values, errors = self._encoded(layer, store, codecs, some)
             extra = {name: field[:, None] for name, field in self.extra(layer, store).items()}
             if store.watch is not None:
                 window = store.window_2BTC, store.window.block
@@ -92,14 +96,16 @@ class Encoder:
                         "forward pass"
                     )
 
-    def _encoded(self, layer: int, store: LayerStore, count: int) -> tuple[Slab, Slab, list[Tensor]]:
+    def _encoded(
+        self, layer: int, store: LayerStore, codecs: Sequence[Codec | RowCodec], count: int
+    ) -> tuple[Slab, Slab, list[Tensor]]:
         """The fields of the window's oldest blocks of keys and of values, [B, count, ...] each, and their errors,
         [B, count], if they are measured; those of a recipe that predicts from the decoded blocks of layers below."""
         run, predicted = (store.blocks, store.blocks + count), self.recipe.cross_layer
         below = self.decoder.below(layer, run) if predicted else ()
         read_above = count > 1 or layer + 1 < self.decoder.geometry.layers
         found, decoded, errors = list[Slab](), list[Tensor](), list[Tensor]()
-        for role, codec in enumerate(store.codecs):
+        for role, codec in enumerate(codecs):
             x_NTC, context = self._inputs(store, role, count)
             if predicted:
                 context = Context(context.rope, decoded[0] if role else None, below)

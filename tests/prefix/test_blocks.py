@@ -164,6 +164,36 @@ def test_a_cache_is_kept_as_it_is(name):
 
 
 @pytest.mark.parametrize("name", each(FEW))
+def test_a_block_does_not_depend_on_those_it_is_encoded_with(name):
+    kept, (keys, values) = store(name=name), rows(5 * store(name=name).block)
+    pairs = [(k.flatten(1), v.flatten(1)) for k, v in zip(keys, values, strict=True)]
+    run = kept.coder.encode_run(0, dict(enumerate(pairs)))
+    assert len(run) == 5
+    for number, ours in enumerate(run):
+        span = slice(number * kept.block, (number + 1) * kept.block)
+        alone = kept.coder.encode(number, {layer: (k[span], v[span]) for layer, (k, v) in enumerate(pairs)})
+        assert torch.equal(ours.sinks_2LSC, alone.sinks_2LSC) and ours.exact.keys() == alone.exact.keys()
+        for layer in range(GEOMETRY.layers):
+            for one, other in zip(ours.fields[layer], alone.fields[layer], strict=True):
+                assert one.keys() == other.keys() and all(torch.equal(x, other[field]) for field, x in one.items())
+
+
+def test_blocks_before_one_with_nan_are_kept_and_runs_end_where_a_block_is_kept():
+    kept, (keys, values) = store(name="rest-1bit"), rows(1200)
+    size, whole = kept.block, [layer.clone() for layer in keys]
+    values[0][4 * size + 3, 0, 0], keys[2][3 * size, 1, 5] = float("nan"), float("inf")
+    with pytest.raises(ValueError, match="layer 2, block 3: NaN or infinity in the keys"):
+        kept.put(ids(1200), keys, values)
+    assert kept.longest(ids(1200)) == 3 * size
+    assert kept.put(ids(1200), whole, [layer.nan_to_num() for layer in values]) == 1200 // size * size
+    names, held = chain.names(kept.root, chain.token_row(ids(1200)), size), dict(kept.shelf._held)  # type: ignore[attr-defined]
+    for number in (1, 3, 4):
+        kept.shelf.drop(names[number])
+    assert kept.put(ids(1200), whole, [layer.nan_to_num() for layer in values]) == 1200 // size * size
+    assert dict(kept.shelf._held) == held  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", each(FEW))
 def test_blocks_of_the_middle_decode_as_in_the_whole(name):
     """From a token on: positions go on counting, and no sink is put where it is not."""
     kept, _, tokens, _ = filled(name, torch.float32)
