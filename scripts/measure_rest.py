@@ -19,39 +19,21 @@ own cache; the tokens after it are read from that in one pass. A JSON line each,
               the recipe keeps recent, and from 16 bits in memory; put_MB_s and so on, MB of 16-bit cache a second
 
 Artifacts and recipes are kept by a PrefixStore, in whole blocks, so that prefixes are multiples of 128. `fp8` are e4m3
-numbers, as LMCache keeps them; `lossless` are bfloat16 numbers, high and low bytes apart, by zstandard. `kvtc`, fitted
-here to --samples sequences of the fit part, has joint principal components of all layers, bits by dynamic programming,
-and DEFLATE:
-
-    x [tokens, L·C]: keys before RoPE of all layers side by side, or values → z = (x - μ) V → groups of consecutive
-    components, each token's group rounded to 0, 2, 4 or 8 bits between its own least and greatest → zlib
-
-V are all principal components of calibration's tokens. Groups have 1, 16, 64, 256 or 1,024 components; which there are
-and how many bits each has makes the squared error of sampled tokens least for so many bits, of which a group that is
-stored takes 32 a token for its range. Sinks are left out.
-
-Source: Staniszewski and Łańcucki, 2025 (KVTC, arXiv:2511.01815).
-Differs: the dynamic program has a price of a bit, found by bisection, in place of a table of budgets; it finds the
-budgets of the convex hull. Single components come first alone, groups of more begin at multiples of 16. Eight bits are
-integers. DEFLATE is zlib's, at its highest level, of packed codes or of a byte each, whichever is smaller.
+numbers, as LMCache keeps them; `lossless` are bfloat16 numbers, high and low bytes apart, by zstandard. `kvtc` is
+`kvtc.py`, fitted here to --samples sequences of the fit part.
 """
 
 import argparse
 import json
 import sys
 import tempfile
-import threading
 import time
 import timeit
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import zstandard
@@ -65,137 +47,19 @@ from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
-from kvq_runtime.codec import codec
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.hf.prefix import PrefixStore
-from kvq_runtime.ops import entropy, lossless, rope
-from kvq_runtime.prefix import block_file, chain, coder, shelf
-from kvq_runtime.stages import latent
-from scripts import positions
+from kvq_runtime.ops import rope
+from kvq_runtime.prefix import chain
+from scripts import kvtc, positions
 from scripts.real_page import machine
+from scripts.stage_times import timed
 
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "results" / "real" / "rest.jsonl"
 SINKS = 4
-SIZES, BITS = (16, 64, 256, 1024), (2, 4, 8)
-SINGLE = 16  # components that may be groups alone
-RANGE = 32  # bits of a group's least and greatest, float16 both
-STAGES = (  # (where, which function, what it is)
-    (codec.Codec, "predicted", "prediction"), (latent, "rotate", "transform"),
-    (codec.Codec, "_turned_back", "transform"), (coder, "block_input", "transform"),
-    (codec.Codec, "encode", "quantize"), (codec.Codec, "decode", "quantize"),
-    (entropy, "encode", "coding"), (entropy, "decode", "coding"),
-    (lossless, "encode", "coding"), (lossless, "decode", "coding"),
-    (block_file, "_content", "sha256"), (shelf.Folder, "put", "files"), (shelf.Folder, "get", "files"),
-)  # fmt: skip
 Pair = tuple[Tensor, Tensor]  # keys after RoPE and values of all layers, [L, T, C]
 Kept = tuple[float, Pair, dict[str, float]]  # bytes, restored, and what else is told
 Keep = Callable[[Tensor, Pair], Kept]  # tokens, exact
-
-
-@dataclass(frozen=True)
-class Group:
-    """Consecutive components, and the bits of each; 0: none is stored."""
-
-    start: int
-    size: int
-    bits: int
-
-
-@dataclass(frozen=True)
-class Basis:
-    """Principal components of one role: mean [F], vectors [F, F], the most variance first, and sampled latents."""
-
-    mean: Tensor
-    vectors: Tensor
-    sample: Tensor
-
-
-def fit(x_NF: Tensor, sample: int = 512) -> Basis:
-    """Fit a basis to the tokens of calibration, float32."""
-    mean = x_NF.mean(0)
-    centred = x_NF - mean
-    vectors = torch.linalg.eigh(centred.T @ centred / len(x_NF))[1].flip(1).contiguous()
-    return Basis(mean, vectors, centred[:: max(1, len(x_NF) // sample)] @ vectors)
-
-
-def rounded(z_NK: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes uint8 of each token's row, and its least and greatest, float16 [N]."""
-    low, high = z_NK.amin(1).half(), z_NK.amax(1).half()
-    step = ((high.float() - low.float()) / (2**bits - 1)).clamp_min(1e-12)
-    codes = ((z_NK - low.float()[:, None]) / step[:, None]).round().clamp(0, 2**bits - 1)
-    return codes.to(torch.uint8), low, high
-
-
-def restored(codes: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
-    """The numbers that codes stand for, float32."""
-    step = ((high.float() - low.float()) / (2**bits - 1)).clamp_min(1e-12)
-    return codes.float() * step[:, None] + low.float()[:, None]
-
-
-class Choice:
-    """The groups of a basis for any price of a bit: errors of all are computed once."""
-
-    def __init__(self, basis: Basis):
-        z_NF = basis.sample
-        self.width = z_NF.shape[1]
-        energy = torch.cat([torch.zeros(1), z_NF.square().mean(0).cumsum(0)]).tolist()
-        self.options: dict[int, list[tuple[Group, float, float]]] = {}  # by start: (group, bits a token, error)
-        for start in range(self.width):
-            if start >= SINGLE and start % 16:
-                continue
-            sizes = [1] if start < SINGLE else []
-            sizes += [size for size in SIZES if start % 16 == 0 and start + size <= self.width]
-            found = []
-            for size in sizes:
-                part = z_NF[:, start : start + size]
-                found.append((Group(start, size, 0), 0.0, energy[start + size] - energy[start]))
-                for bits in BITS:
-                    error = float((restored(*rounded(part, bits), bits) - part).square().sum(1).mean())
-                    found.append((Group(start, size, bits), float(size * bits + RANGE), error))
-            self.options[start] = found
-
-    def priced(self, price: float) -> tuple[list[Group], float]:
-        """The groups that cost least at this price of a bit, and the bits of a token."""
-        best: dict[int, tuple[float, float, Group | None]] = {self.width: (0.0, 0.0, None)}
-        for start in sorted(self.options, reverse=True):
-            ends = [one for one in self.options[start] if one[0].start + one[0].size in best]
-            scored = [(error + price * bits + best[g.start + g.size][0], bits, g) for g, bits, error in ends]
-            if scored:
-                cost, bits, group = min(scored, key=lambda one: one[0])
-                best[start] = (cost, bits + best[group.start + group.size][1], group)
-        groups, place = [], 0
-        while place < self.width:
-            group = best[place][2]
-            assert group is not None, "every start has a group that goes on"
-            groups.append(group)
-            place += group.size
-        return groups, best[0][1]
-
-    def within(self, bits: float) -> list[Group]:
-        """The groups of at most so many bits per element, before DEFLATE."""
-        low, high = 1e-12, 1e6
-        for _ in range(60):
-            middle = (low * high) ** 0.5
-            low, high = (middle, high) if self.priced(middle)[1] > bits * self.width else (low, middle)
-        return self.priced(high)[0]
-
-
-def coded(x_NF: Tensor, basis: Basis, groups: list[Group]) -> tuple[int, Tensor]:
-    """Bytes that tokens take, and what is restored from them, float32 [N, F]."""
-    z_NF = (x_NF - basis.mean) @ basis.vectors
-    found, streams, packed, ranges = torch.zeros_like(z_NF), [], [], []
-    for group in groups:
-        if not group.bits:
-            continue
-        codes, low, high = rounded(z_NF[:, group.start : group.start + group.size], group.bits)
-        found[:, group.start : group.start + group.size] = restored(codes, low, high, group.bits)
-        each, flat = 8 // group.bits, codes.flatten()
-        flat = torch.nn.functional.pad(flat, (0, -len(flat) % each)).view(-1, each).int()
-        packed.append((flat << (group.bits * torch.arange(each))).sum(1).to(torch.uint8).numpy().tobytes())
-        streams.append(codes.numpy().tobytes())
-        ranges.append(torch.stack([low, high]).numpy().tobytes())
-    size = min(len(zlib.compress(b"".join(some), 9)) for some in (streams, packed))
-    return size + len(zlib.compress(b"".join(ranges), 9)), found @ basis.vectors.T + basis.mean
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -285,7 +149,7 @@ def _kept(args: argparse.Namespace, files: Any, model: Any) -> Iterator[tuple[st
         yield "lossless-zstd3", partial(_lossless, 3)
     if args.kvtc:
         bases = _bases(args, files, model)
-        choices = [Choice(basis) for basis in bases]
+        choices = [kvtc.Choice(basis) for basis in bases]
         for bits in args.kvtc:
             yield f"kvtc-{bits:g}", _joint(model, bases, [choice.within(bits) for choice in choices])
 
@@ -343,7 +207,7 @@ def _stored(made: Any, model: Any, rounds: int, threads: int | None = None, bits
         with tempfile.TemporaryDirectory() as folder:
             store = PrefixStore(folder if rounds else None, made, model=model, bits=bits, threads=threads)
             elements = exact[0].numel() + exact[1].numel()
-            with _timed("put", elements) as putting:
+            with timed("put", elements) as putting:
                 given, begun = _cache(model, exact), time.perf_counter()
                 store.put(given, tokens_T)
                 put = time.perf_counter() - begun
@@ -354,7 +218,7 @@ def _stored(made: Any, model: Any, rounds: int, threads: int | None = None, bits
             if rounds:
                 told |= {"put": put} | _seconds(store, model, more[None], exact, rounds)
                 told |= {f"{way}_MB_s": 2 * elements / told[way] / 1e6 for way in ("put", "load", "load_decoded")}
-            with _timed("load", elements) as loading:
+            with timed("load", elements) as loading:
                 restored = _pair(store.load_decoded(more, recent=0))
             told |= loading
             assert restored[0].shape[1] == len(tokens_T), "a prefix is a multiple of a block"
@@ -373,39 +237,6 @@ def _sizes(blocks: Any, tokens_T: Tensor) -> tuple[dict[str, int], int]:
         for field, x in tensors.items():
             sizes[field if field in sizes else "other"] += 2 * x.numel() if field == "sinks" else x.nbytes
     return sizes, whole
-
-
-@contextmanager
-def _timed(way: str, elements: int) -> Iterator[dict[str, float]]:
-    """Processor seconds of all threads by stage, and MB of 16-bit cache a second of one, when it is left."""
-    spent, lock, here = defaultdict[str, float](float), threading.Lock(), threading.local()
-    told: dict[str, float] = {}
-
-    def timed(function: Callable[..., Any], stage: str) -> Callable[..., Any]:
-        def inner(*given: Any, **named: Any) -> Any:
-            within: list[float] = here.__dict__.setdefault("within", [])
-            within.append(0.0)
-            begun = time.thread_time()
-            try:
-                return function(*given, **named)
-            finally:
-                took = time.thread_time() - begun
-                with lock:
-                    spent[stage] += took - within.pop()
-                if within:
-                    within[-1] += took
-
-        return inner
-
-    with ExitStack() as patches:
-        for owner, name, stage in STAGES:
-            patches.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), stage)))
-        begun = time.process_time()
-        yield told
-        whole = time.process_time() - begun
-    spent["other"] = whole - sum(spent.values())
-    told |= {f"{way}_cpu_{stage}": took for stage, took in spent.items()}
-    told[f"{way}_MB_s_core"] = 2 * elements / whole / 1e6
 
 
 @torch.no_grad()
@@ -447,7 +278,7 @@ def _turned(keys_LTC: Tensor, model: Any, turn: Callable[..., Tensor]) -> Tensor
     return turn(keys_LTC.unflatten(-1, (model.config.num_key_value_heads, -1)), *tables).flatten(-2)
 
 
-def _bases(args: argparse.Namespace, files: Any, model: Any) -> list[Basis]:
+def _bases(args: argparse.Namespace, files: Any, model: Any) -> list[kvtc.Basis]:
     """A basis of keys before RoPE, and one of values, of all layers."""
     batch, rows = corpus.select(args.corpus, files.path, args.samples, 1024, 0), ([], [])
     for row_T in batch.tokens_BT.long():
@@ -456,21 +287,21 @@ def _bases(args: argparse.Namespace, files: Any, model: Any) -> list[Basis]:
         keys, values = _pair(cache)
         for found, one in zip(rows, (_turned(keys, model, rope.unrotate), values), strict=True):
             found.append(_joined(one[:, SINKS:]))
-    return [fit(torch.cat(found)) for found in rows]
+    return [kvtc.fit(torch.cat(found)) for found in rows]
 
 
 def _joined(x_LTC: Tensor) -> Tensor:
     return x_LTC.transpose(0, 1).flatten(1)
 
 
-def _joint(model: Any, bases: list[Basis], groups: list[list[Group]]) -> Keep:
+def _joint(model: Any, bases: list[kvtc.Basis], groups: list[list[kvtc.Group]]) -> Keep:
     """By KVTC; sinks in 16 bits."""
 
     def keep(tokens_T: Tensor, exact: Pair) -> Kept:
         size, found = 2.0 * 2 * exact[0][:, :SINKS].numel(), []
         given = (_turned(exact[0], model, rope.unrotate), exact[1])
         for one, basis, some in zip(given, bases, groups, strict=True):
-            taken, restored = coded(_joined(one[:, SINKS:]), basis, some)
+            taken, restored = kvtc.coded(_joined(one[:, SINKS:]), basis, some)
             size += taken
             layers = restored.unflatten(1, (len(one), -1)).transpose(0, 1)
             found.append(torch.cat([one[:, :SINKS], layers], 1))

@@ -5,7 +5,7 @@ import zlib
 import pytest
 import torch
 
-from scripts import measure_rest
+from scripts import kvtc
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def _partitions(start: int, width: int, options: dict) -> list[tuple[float, floa
 
 
 def test_no_partition_costs_less_at_the_same_price(x_NF, monkeypatch):
-    monkeypatch.setattr(measure_rest, "SINGLE", 0)
-    choice = measure_rest.Choice(measure_rest.fit(x_NF))
+    monkeypatch.setattr(kvtc, "SINGLE", 0)
+    choice = kvtc.Choice(kvtc.fit(x_NF))
     every = _partitions(0, 48, choice.options)
     assert len(every) > 60
     for price in (1e-4, 1e-2, 0.1, 1.0):
@@ -40,12 +40,12 @@ def test_no_partition_costs_less_at_the_same_price(x_NF, monkeypatch):
 
 @pytest.mark.parametrize("bits", [3.0, 4.0, 6.0])
 def test_a_budget_is_kept_and_more_bits_lose_less(bits, x_NF):
-    basis = measure_rest.fit(x_NF)
-    choice = measure_rest.Choice(basis)
+    basis = kvtc.fit(x_NF)
+    choice = kvtc.Choice(basis)
     groups = choice.within(bits)
-    spent = sum(g.size * g.bits + measure_rest.RANGE for g in groups if g.bits)
+    spent = sum(g.size * g.bits + kvtc.RANGE for g in groups if g.bits)
     assert 0 < spent <= bits * 48
-    size, found = measure_rest.coded(x_NF, basis, groups)
+    size, found = kvtc.coded(x_NF, basis, groups)
     error = (found - x_NF).square().sum() / (x_NF - x_NF.mean(0)).square().sum()
     assert error < {3.0: 0.02, 4.0: 0.01, 6.0: 2e-3}[bits]
     assert size <= len(x_NF) * spent / 8 + 100, "DEFLATE makes nothing longer but for its header"
@@ -55,9 +55,9 @@ def test_bytes_hold_the_codes(x_NF, monkeypatch):
     """What is counted is what zlib was given: codes and ranges can be read back from it."""
     seen = []
     real = zlib.compress
-    monkeypatch.setattr(measure_rest.zlib, "compress", lambda data, level: seen.append(data) or real(data, level))
-    basis, group = measure_rest.fit(x_NF), measure_rest.Group(0, 16, 4)
-    measure_rest.coded(x_NF, basis, [group])
+    monkeypatch.setattr(kvtc.zlib, "compress", lambda data, level: seen.append(data) or real(data, level))
+    basis, group = kvtc.fit(x_NF), kvtc.Group(0, 16, 4)
+    kvtc.coded(x_NF, basis, [group])
     plain, packed, ranges = map(bytearray, seen)
     codes = torch.frombuffer(plain, dtype=torch.uint8).view(600, 16)
     halves = torch.frombuffer(packed, dtype=torch.uint8).view(600, 8)
