@@ -10,10 +10,9 @@ Knows nothing of transformers: see `hf/`. Tensors are [B, T, C], all heads side 
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,21 +36,6 @@ from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import Slab, storage_bytes
 
 _log = logging.getLogger(__name__)
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _undone(method: Method) -> Method:
-    """The method of a cache, which undoes the forward pass that it fails in."""
-
-    @wraps(method)
-    def tried(cache: "BlockCache", *given: Any, **named: Any) -> Any:
-        try:
-            return method(cache, *given, **named)
-        except Exception:
-            cache.settle()
-            raise
-
-    return cast(Method, tried)
 
 
 class BlockCache:
@@ -102,12 +86,13 @@ class BlockCache:
         self.positions = Positions()
         self.decoder = Decoder(recipe, geometry, self.codecs, self.positions)
         self.layers = self.decoder.stores
-        self.encoder = Encoder(recipe, self.positions, self.decoder, self._extra_fields)
+        self.encoder = Encoder(recipe, self.positions, self.decoder)
         self.fused = Fused(recipe, geometry, self.positions, self._max_tokens)
         parts = CacheParts(
             recipe, geometry, sorted(self.held), self.layers, self.codecs, self.positions, self.decoder, self.encoder
         )
         self.policies = Policies(parts)
+        self.encoder.extra = self.policies.extra_fields
         weigh = self.policies.weighed if self.policies.newest else None
         self.paths = Paths(self.decoder, self.fused, self.policies, weigh)
         self.reencoded = 0
@@ -141,19 +126,25 @@ class BlockCache:
                 f"{self.recipe.name} needs {' and '.join(sorted(unseen))}, which update() does not see; "
                 "use take(), attend() and finish(), with take_queries() for queries"
             )
-        return self._updated(layer, k_BTC, v_BTC)
-
-    @_undone
-    def _updated(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> Pair:
-        first = self._append(layer, k_BTC, v_BTC)
-        out = (k_BTC, v_BTC) if first else self.decoder.whole(layer)
+        first = self.take(layer, k_BTC, v_BTC)
+        with self._undoing():
+            out = (k_BTC, v_BTC) if first else self.decoder.whole(layer)
         self.finish(layer)
         return out
 
-    @_undone
-    def take(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> None:
-        """Take in a layer's new keys (after RoPE) and values, to be attended to and then encoded by `finish`."""
-        self._append(layer, k_BTC, v_BTC)
+    def take(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> bool:
+        """Take in a layer's new keys (after RoPE) and values, to be attended to and then encoded by `finish`.
+
+        Returns whether they are the layer's first.
+        """
+        with self._undoing():
+            store = self._arrive(layer, k_BTC)
+            if not dispatch.is_waited_for(k_BTC) and not _finite(k_BTC, v_BTC):
+                self.encoder.watch(layer, torch.stack([k_BTC, v_BTC]), store.length)
+                self.encoder.refuse_nan()
+            first = store.length == 0
+            store.append(k_BTC, v_BTC)
+            return first
 
     def adopt(
         self, count: int, fields: Mapping[int, tuple[Slab, Slab]], sinks: Mapping[int, Tensor],
@@ -209,10 +200,12 @@ class BlockCache:
         """
         return min(count, self.policies.newest)
 
-    @_undone
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
-        store, step = self.layers[layer], self.step
+        with self._undoing():
+            self._finish(layer, self.layers[layer], self.step)
+
+    def _finish(self, layer: int, store: LayerStore, step: Step | None) -> None:
         if self.policies.may_encode(layer):
             self.encoder.flush(layer)
         store.trim()
@@ -260,15 +253,14 @@ class BlockCache:
             if self.step is not None:
                 self._undo(self.step)
 
-    def _append(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> bool:
-        """Take in new tokens; whether they are the layer's first."""
-        store = self._arrive(layer, k_BTC)
-        if not dispatch.is_waited_for(k_BTC) and not _finite(k_BTC, v_BTC):
-            self.encoder.watch(layer, torch.stack([k_BTC, v_BTC]), store.length)
-            self.encoder.refuse_nan()
-        first = store.length == 0
-        store.append(k_BTC, v_BTC)
-        return first
+    @contextmanager
+    def _undoing(self) -> Iterator[None]:
+        """Undo the forward pass that an error comes from."""
+        try:
+            yield
+        except Exception:
+            self.settle()
+            raise
 
     def _arrive(self, layer: int, k_BTC: Tensor) -> LayerStore:
         """Begin a forward pass with its first layer; one that stopped midway is undone first."""
@@ -326,9 +318,6 @@ class BlockCache:
         keeps = index is None and not self.recipe.policies
         watch = None if self.check is None else Watch(self.check, layer, keeps)
         return LayerStore(pair, self.recipe.window, self.positions, k_BTC, index, watch)
-
-    def _extra_fields(self, layer: int, store: LayerStore) -> Slab:
-        return self.policies.extra_fields(layer, store)
 
     def settle(self) -> None:
         """Undo a forward pass that has not ended."""

@@ -1,13 +1,11 @@
-"""Serve the compressed cache of a whole model to transformers, and have the model tell it what it needs."""
+"""Serve the compressed cache of a whole model to transformers."""
 
-import logging
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
@@ -15,6 +13,8 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import attending
+from kvq_runtime.hf import announced
+from kvq_runtime.hf.announced import Announced
 from kvq_runtime.hf.attention import KVQLayer, LatentLayer, Pass
 from kvq_runtime.hf.model import (
     LISTED,
@@ -23,25 +23,17 @@ from kvq_runtime.hf.model import (
     check_rope,
     fingerprint_of,
     geometry_of,
-    looks_ahead,
-    numbered,
-    real_tokens,
-    rotary_module,
-    rotary_of,
 )
-from kvq_runtime.recipe import OURS, Recipe, attends
+from kvq_runtime.recipe import Recipe, attends
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.memory import MemoryReport, human
 from kvq_runtime.store.promise import Check, Health
 from kvq_runtime.store.storage import storage_bytes
 
 HELD = ("keys", "values", "conv_states", "recurrent_states")  # by transformers' own layers
-DECODING = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
-_told: set[str] = set()  # recipes of which the log has said that other attention than ours is slow
-_log = logging.getLogger(__name__)
 
 
-class KVQCache(Cache):
+class KVQCache(Announced, Cache):
     """A transformers cache that holds packed codes: one batch of sequences, of one model.
 
         cache = KVQCache.from_pretrained("qwen2.5-7b-aqua-2bit@1.2.0", model=model)
@@ -110,10 +102,7 @@ class KVQCache(Cache):
         self._stock = [layer for layer in layers if isinstance(layer, DynamicLayer)]
         self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         self.artifact: Artifact | None = None  # which the cache was made of
-        self._mask: Tensor | Mapping[str, Tensor | None] | None = None
-        self._announced = True
-        self._warned = False
-        _hook(model, modules[0])
+        announced.hook(model, modules[0])
 
     @classmethod
     def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel, health: bool = False) -> "KVQCache":
@@ -239,61 +228,7 @@ class KVQCache(Cache):
             for layer in self._stock:
                 if layer.get_seq_length() > shortest:
                     layer.crop(shortest - layer.get_seq_length()) if shortest else _empty(layer)
-        self._mask, self._announced = attention_mask, False
-
-    def _is_whole(self, given: dict[str, Any]) -> bool:
-        """True if the decoder gets one token a row, with its position, and no token is padding or ever was.
-
-        This waits for the device once. With the mask, transformers would wait for it once more, and we twice.
-        """
-        mask, positions_BT = given.get("attention_mask"), given.get("position_ids")
-        if not isinstance(mask, Tensor) or positions_BT is None or self.blocks.positions.real_BT is not None:
-            return False
-        return positions_BT.shape[-1] == 1 and mask.ndim == 2 and bool(mask.all())
-
-    def _announce(
-        self,
-        positions_BT: Tensor | None,
-        cos_sin: tuple[Tensor, Tensor] | None,
-        rotary: nn.Module | None,
-        attention: str | None,
-    ) -> None:
-        """Announce to the cache which tokens are real, their positions and the attention; once per forward pass."""
-        if self._announced:
-            return
-        self._announced = True
-        needed = self.blocks.recipe.needs & OURS
-        if needed and attention != "kvq":
-            raise RuntimeError(
-                f"{self.blocks.recipe.name} needs {' and '.join(sorted(needed))}, which {attention} attention does "
-                'not hand out; call model.set_attn_implementation("kvq")'
-            )
-        if self.attention not in (None, attention) and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self.blocks.recipe.name} chooses what it reads by the queries, which {attention} attention does not "
-                'hand out: all tokens are read; call model.set_attn_implementation("kvq")',
-                stacklevel=2,
-            )
-        name = self.blocks.recipe.name
-        step = positions_BT is not None and positions_BT.shape[-1] == 1  # and no text that is read whole
-        again = step and attention in DECODING and not (self.blocks.decoder.keep or self._decodes)
-        if again and name not in _told and any(one.encoded for one in self.blocks.layers.values()):
-            _told.add(name)
-            _log.warning(
-                "%s under %s attention: every step decodes the whole history; steps are faster after "
-                'model.set_attn_implementation("kvq")', name, attention,
-            )  # fmt: skip
-        self._pass.announced = attention == "kvq"
-        mask, self._mask = self._mask, None
-        turning, turned = None, "positions" in self.blocks.recipe.needs
-        if cos_sin is not None and positions_BT is None:  # a model of images may number text in a row, as its cos shows
-            positions_BT = numbered(mask, self.blocks.length, cos_sin[0])
-        real = None if positions_BT is None else real_tokens(mask, positions_BT.shape[-1])
-        if turned and cos_sin is not None and positions_BT is not None:
-            turning = rotary_of(rotary, cos_sin, positions_BT)
-        ahead = isinstance(mask, Mapping) and positions_BT is not None and looks_ahead(mask, positions_BT.shape[-1])
-        self.blocks.positions.announce(real, positions_BT if turned else None, turning, not ahead)
+        super()._begin(attention_mask)
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
@@ -340,11 +275,7 @@ class KVQCache(Cache):
 
         Caches of this model that are still in use get no padding and positions any more.
         """
-        for module in model.modules():
-            hooks = module._forward_pre_hooks
-            for key in [key for key, hook in hooks.items() if hook is _begin or isinstance(hook, _Announce)]:
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        announced.unhook(model)
 
     def _whole(self, method: str, given: Any) -> None:
         """Refuse what transformers' recurrent layers do not do."""
@@ -382,42 +313,3 @@ def _empty(layer: DynamicLayer) -> None:
     layer.reset()
     layer.keys = layer.values = None  # the next update makes new ones, of no tokens
     layer.is_initialized = False
-
-
-def _hook(model: PreTrainedModel, first: nn.Module) -> None:
-    """Put the pre-hooks on a model, once: on its decoder, and on the attention of the first layer a cache holds."""
-    decoder = model.get_decoder()
-    if _begin not in decoder._forward_pre_hooks.values():
-        decoder.register_forward_pre_hook(_begin, with_kwargs=True)
-        first.register_forward_pre_hook(_Announce(decoder), with_kwargs=True)
-
-
-# A model is pickled and copied with its hooks: they are a function of this module, and an object that goes with it.
-
-
-def _begin(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Announce the decoder's start to the cache: a step without padding needs no mask."""
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, KVQCache):
-        if module.config._attn_implementation == "kvq" and cache._is_whole(kwargs):
-            kwargs["attention_mask"] = None
-        cache._begin(kwargs.get("attention_mask"))
-        return args, kwargs
-    return None
-
-
-class _Announce:
-    """Announce to the cache the arguments of the first attention module."""
-
-    def __init__(self, decoder: nn.Module):
-        self.decoder = decoder
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
-        if isinstance(cache, KVQCache):
-            config: Any = getattr(module, "config", self.decoder.config)
-            positions = kwargs.get("position_ids")
-            if positions is not None and positions.ndim == 3:  # of time, height and width, which text has the same
-                positions = positions[0]
-            cos_sin, rotary = kwargs.get("position_embeddings"), rotary_module(self.decoder)
-            cache._announce(positions, cos_sin, rotary, config._attn_implementation)

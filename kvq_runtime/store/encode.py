@@ -29,9 +29,10 @@ class Encoder:
     """
 
     together = 1
+    extra: Extra
 
-    def __init__(self, recipe: Recipe, positions: Positions, decoder: Decoder, extra: Extra):
-        self.recipe, self.positions, self.decoder, self.extra = recipe, positions, decoder, extra
+    def __init__(self, recipe: Recipe, positions: Positions, decoder: Decoder):
+        self.recipe, self.positions, self.decoder = recipe, positions, decoder
         self.stores = decoder.stores
         self.beyond = False  # whether any block has been beyond its promise
         self._watched: list[tuple[int, int, Tensor]] = []  # (layer, first slot, largest |x| of each token, [2, B, T])
