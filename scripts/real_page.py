@@ -30,7 +30,7 @@ from kvq_runtime.registry.sound import read as read_record
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "real"
 Line = Mapping[str, Any]
 NAME, ON, LENGTH = "smollm2-135m", "wikitext", 1024  # of the first table and picture of the page
-MIX, MIXED = "mix", "mix-16-windows.jsonl"  # what recipes of README's table are fitted on, and its lines
+MIX, MIXED = "mix", "mix.jsonl"  # what recipes of README's table are fitted on, and its lines
 POSITIONS, NEEDLES = "real-positions.png", "real-needles.png"
 DRAWN = (  # by position; those of them that were measured
     "rtn-4bit", "kivi-2bit", "kivi-4bit", "higgs-2bit", "higgs-4bit", "aqua-2bit", "aqua-klt-1bit", "aqua-metric-1bit",
