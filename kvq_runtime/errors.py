@@ -15,4 +15,4 @@ class NotFound(ArtifactError):
 
 
 class Conflict(ArtifactError):
-    """A change came second to another one, or contradicts the present state."""
+    """Another change came first, or a change contradicts the present state."""

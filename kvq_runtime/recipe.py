@@ -126,7 +126,7 @@ class Recipe:
         return self if most == recent else replace(self.with_exact(recent=most), policies=kept)
 
     def of_vocabulary(self, tokens: int) -> "Recipe":
-        """The recipe with stages of as many tokens as a model's vocabulary has, where the fit would say that."""
+        """The recipe with tables for a vocabulary of so many tokens, which otherwise a fit sets."""
 
         def sized(scheme: Scheme) -> Scheme:
             own = scheme.quantize
@@ -140,7 +140,7 @@ class Recipe:
         return replace(self, window=replace(self.window, **changes))
 
     def check(self, geometry: Geometry | None = None) -> "Recipe":
-        """Return the recipe, or raise a ValueError that says what cannot be, and what to do.
+        """Return the recipe, or raise a ValueError that says what is impossible, and what to do.
 
         Every stage and policy says so itself; with a geometry they are asked about its heads and layers, too.
         """

@@ -44,8 +44,8 @@ class KVQCache(Announced, Cache):
     Importing the class registers "kvq" for `attn_implementation` and `model.set_attn_implementation`. Layers that do
     not attend to all tokens (sliding windows) are held by transformers' own 16-bit layers; the others are numbered from
     0 on, in recipes too, and a prediction is from the next of them below. Raises ValueError for a
-    recipe that the model's shape or RoPE does not allow, and for a model that kvq does not take (docs/models.md),
-    TypeError for what is no recipe or no model, and RuntimeError if a forward pass lacks what the recipe needs; a pass
+    recipe that the model's shape or RoPE does not allow, and for a model that kvq does not support (docs/models.md),
+    TypeError for an argument of another type, and RuntimeError if a forward pass lacks what the recipe needs; a pass
     that fails is undone.
 
     Exact tokens are in the dtype of the model's values: under autocast, in autocast's. A cache can be copied and
@@ -203,7 +203,7 @@ class KVQCache(Announced, Cache):
         return self.blocks.memory_report().with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
 
     def health(self) -> Health:
-        """The health of the blocks that are held, by what calibration promised; `print` it, or read its fields.
+        """Errors of the blocks that are held, beside those that calibration saw; `print` it, or read its fields.
 
         An artifact promises something, unless it is older than promises. A recipe without one promises nothing, and is
         measured where `from_recipe` was asked for `health`. `prometheus()` is its text.
@@ -239,7 +239,7 @@ class KVQCache(Announced, Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens of every row; the number is negative, as transformers passes it.
 
-        Raises ValueError for a positive number, RuntimeError where tokens that would be needed have been evicted (H2O),
+        Raises ValueError for a positive number, RuntimeError if tokens that would be needed have been evicted (H2O),
         or layers have a recurrent state.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
@@ -271,7 +271,7 @@ class KVQCache(Announced, Cache):
 
     @staticmethod
     def unhook(model: PreTrainedModel) -> None:
-        """Take kvq's hooks off a model, as if no cache had been made of it; the next cache puts them on again.
+        """Remove kvq's hooks from a model; the next cache of it adds them again.
 
         Caches of this model that are still in use get no padding and positions any more.
         """

@@ -130,7 +130,7 @@ class CudaGraphs:
 
     What is changed in the model between two steps without another tensor or training flag is not seen by a recorded
     step, such as an adapter that is switched off: `close` before, and make another. Copy the model after `close`, too.
-    Raises TypeError for what is no transformers model that generates, RuntimeError for a model that has this already.
+    Raises TypeError if the model is no transformers model that generates, RuntimeError if it has CudaGraphs already.
     """
 
     def __init__(self, model: PreTrainedModel, record: Record = graph):
@@ -158,7 +158,7 @@ class CudaGraphs:
         self._hook = model.register_forward_pre_hook(self._called, with_kwargs=True)
 
     def close(self) -> None:
-        """Let generate take eager steps again, and give back the recorded ones."""
+        """Let generate take eager steps again, and free the recorded ones."""
         for name in ASKED:
             vars(self.model).pop(name, None)
         self._hook.remove()

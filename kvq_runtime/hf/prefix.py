@@ -50,7 +50,7 @@ class PrefixStore:
 
     Raises ValueError for a recipe whose blocks cannot be kept (fitted to the prompt, dependent on arrival, choosing
     tokens), for bits that it cannot take, for a model with layers that do not attend to all tokens; ArtifactError
-    for an artifact of another model, and for a folder that others can write to; OSError where the disk refuses.
+    for an artifact of another model, and for a folder that others can write to; OSError if the disk refuses.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class PrefixStore:
         return cache
 
     def load_decoded(self, input_ids: Tensor | Iterable[int], recent: int | None = None) -> DynamicCache:
-        """The same as transformers' own 16-bit cache, decoded: for what takes no other."""
+        """The same, decoded into transformers' own 16-bit cache, for code that takes no other."""
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
         blocks = self._found(input_ids, recent)
         for layer, k_THD, v_THD in self._blocks.decode(blocks, self.model.device) if blocks else ():

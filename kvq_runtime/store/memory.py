@@ -26,27 +26,24 @@ class MemoryReport:
 
     recipe, batch             name of the recipe; rows
     total_bytes               sequence_bytes + shared_bytes + sliding_bytes
-    exact_bytes               what a 16-bit cache of all tokens seen holds, sliding_bytes among them
+    exact_bytes               bytes of a 16-bit cache of all tokens seen, sliding_bytes included
     sliding_bytes             of layers that slide over a window, or recur, which transformers holds; not in the bits
-    tokens, kept              tokens of a row that the model has seen, and those that are held: all, unless the recipe
-                              selects
+    tokens, kept              tokens of a row that the model has seen; those that are held, all unless the recipe evicts
     bits_per_element          sequence_bytes, in bits per key or value element of the tokens seen
     bits_per_kept             sequence_bytes, in bits per key or value element of the tokens held
     all_bits                  total_bytes, in bits per key or value element of the tokens seen
-    asymptotic_bits           what one more element seen costs once it is encoded, in a cache of the model's dtype: of a
-                              recipe that holds a share of the tokens, that share
-    sequence_bytes            grow with tokens and batch; `parts` has them by kind
-    shared_bytes              the artifact's tensors and rotations: held once by all caches of the artifact in a
-                              process, on a GPU beside the artifact in main memory
+    asymptotic_bits           bits of one more element seen once it is encoded; if the recipe holds a share of the
+                              tokens, that share of them
+    sequence_bytes            bytes that grow with tokens and batch; `parts` has them by kind
+    shared_bytes              the artifact's tensors and rotations, which all caches of it in a process share
     scratch_peak              most bytes of decoded tensors alive at once so far
-    escaped, clipped          tokens of keys or values, over all layers, that are stored by the 8-bit escape; and that
-                              were to be, but found no slot left in their block
-    beyond                    blocks of keys or values, over all layers and rows, whose error is beyond what calibration
-                              promised: `health()` has more
-    smaller_than_16bit_from   tokens a row, of as many rows, from which on all bytes are fewer than `exact_bytes`,
-                              computed from shapes; None if never
-    dtype, positions          of exact tokens; and how many tokens the model was made for, None: not known
-    smaller_than_higgs_from   tokens (batch 1) from which all bytes are fewer than those of the plain HIGGS recipe of
+    escaped, clipped          tokens of keys or values, over all layers, that are stored by the 8-bit escape; that
+                              should be, but found no slot left in their block
+    beyond                    blocks of keys or values, over all layers and rows, whose error exceeds what calibration
+                              promised: see `health()`
+    smaller_than_16bit_from   tokens per row from which the cache is smaller than in 16 bits; None if never
+    dtype, positions          dtype of exact tokens; how many tokens the model was made for, None if unknown
+    smaller_than_higgs_from   tokens (batch 1) from which the cache is smaller than under the plain HIGGS recipe of
                               the next width at or above the recipe's asymptotic bits; None if never
     """
 
