@@ -81,7 +81,8 @@ class Codec:
 
     def unpacked(self) -> "Codec":
         """The same codec with its matrices as they are multiplied with, for who has many blocks, and drops it then."""
-        made, (forward, back) = copy.copy(self), self._matrices
+        made, (forward, back) = object.__new__(Codec), self._matrices
+        made.__dict__.update(self.__dict__)  # not by `copy`, which makes all again that is made of tensors
         forward = forward.float() if isinstance(forward, Tensor) else forward
         made._kept = forward, None if back is None else product.wide(back)
         if self.predictor is not None:

@@ -104,4 +104,4 @@ def coarser(cell_R: Tensor, rung_R: Tensor, step: float) -> tuple[Tensor, Tensor
 
 
 def _of(table_K: Tensor, rung_R: Tensor) -> Tensor:
-    return table_K.to(rung_R.device)[rung_R.long().clamp(max=RUNGS - 1)]
+    return table_K.to(rung_R.device).index_select(0, rung_R.int().clamp_(max=RUNGS - 1))
