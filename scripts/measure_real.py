@@ -165,7 +165,8 @@ class Home:
 
     def exact(self, model, batch: Batch) -> tuple[Tensor, positions.Trace]:
         """The 16-bit model's last hidden states and what its tokens cost, from a file once they were computed."""
-        path = self.folder / "exact" / f"{batch.digest}-{batch.tokens_BT.shape[1]}.safetensors"
+        where, length = str(model.device.type), batch.tokens_BT.shape[1]
+        path = self.folder / "exact" / f"{where}-{batch.digest}-{length}.safetensors"
         if not path.is_file():
             states = positions.states(model, batch.tokens_BT, DynamicCache(config=model.config))
             own = positions.trace(model, batch.tokens_BT, states, states)
@@ -342,7 +343,8 @@ def _keys(home: Home, args: argparse.Namespace) -> Iterator[tuple[Unit, str]]:
         if digests[who] is not None:
             tokens = home.batch(unit.text, unit.length).digest
             about = {**asdict(unit), "step": unit.step, "sinks": SINKS, "recent": RECENT, "tokens": tokens}
-            yield unit, real_page.digest([about, digests[who], weights(home.files)])
+            device = [] if args.device == "cpu" else [args.device]
+            yield unit, real_page.digest([about, digests[who], weights(home.files), *device])
 
 
 def scores(home: Home, args: argparse.Namespace) -> int:

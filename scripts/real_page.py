@@ -168,6 +168,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def brief(folder: Path) -> str:
     """README's table: some recipes by full encode, on each kind of text that they were fitted on."""
     lines = [one for one in _ordered(list(read(folder, MIXED).values())) if one["recipe"] in BRIEF]
+    if not lines:
+        raise ValueError(f"{folder / MIXED} has no lines of {', '.join(BRIEF)}: README's table is made of them")
     some = [one for one in lines if (one["protocol"], one["length"]) == (FULL, LENGTH) and one["on"] in (MIX, None)]
     texts = list(dict.fromkeys(one["text"] for one in sorted(some, key=lambda one: one["text"] != ON)))
     rows: dict[str, dict[str, str]] = {}

@@ -4,7 +4,7 @@ A CUDA tensor goes to the kernel where triton can be imported, anything else to 
 that every kernel is tested against. `kernels` is imported when the first kernel is needed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from importlib import import_module
@@ -62,10 +62,12 @@ def kernels(module: str) -> ModuleType:
     return found
 
 
-def paired(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def paired(name: str, widths: Container[int] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare that a torch op has a kernel, "module.name" of kernels/encode/, of the same arguments and results.
 
     A tensor, or several, comes first.
+
+    widths   of the last axis of the first that the kernel is taken for, tests aside; None: all
     """
 
     def pair(body: Callable[P, R]) -> Callable[P, R]:
@@ -73,8 +75,9 @@ def paired(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @wraps(body)
         def op(*args: P.args, **settings: P.kwargs) -> R:
-            first: Any = args[0]
-            taken = runs_kernel(first if isinstance(first, torch.Tensor) else first[0])
+            given: Any = args[0]
+            first = given if isinstance(given, torch.Tensor) else given[0]
+            taken = runs_kernel(first) and (bool(_forced) or widths is None or first.shape[-1] in widths)
             return kernel(name)(*args, **settings) if taken else body(*args, **settings)
 
         return op

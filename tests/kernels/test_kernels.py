@@ -135,6 +135,22 @@ def test_polar(bits, width, kind):
     assert error(got[0], want[0]) <= FLOAT32
 
 
+@pytest.mark.parametrize("width, taken", [(64, True), (128, True), (80, False), (96, False), (256, False)])
+def test_angles_of_few_widths_are_taken_by_kernels(width, taken, monkeypatch):
+    """Those whose compiled kernels agreed on a GPU."""
+    called = []
+    monkeypatch.setattr(dispatch, "runs_kernel", lambda x: True)
+    monkeypatch.setattr(dispatch, "kernel", lambda name: lambda *given: called.append(name))
+    codes, radii = [torch.zeros(2, width // 2, dtype=torch.uint8)], torch.ones(2, width // 2)
+    for op, given in (
+        (polar.encode, (torch.ones(2, width), (4,))), (polar.angles, (torch.ones(2, width), (4,))),
+        (polar.decode, (codes, radii, [polar.points_on(torch.device("cpu"), 1, 4, "unit")])),
+    ):  # fmt: skip
+        op(*given)
+    kernels = [name for name in called if name.startswith("polar.")]
+    assert kernels == (["polar.encode", "polar.angles", "polar.decode"] if taken else [])
+
+
 @pytest.mark.parametrize("bits, width", [((4, 2, 2, 2), 80), ((6, 4, 1), 128), ((2, 1), 8)])
 def test_polar_with_other_boundaries(bits, width):
     """Rising ones anywhere in the range; at level 1 on both sides of half the circle."""

@@ -1,9 +1,10 @@
-"""Polar readers: a tile of tokens of angles and radii, by the tree of products from the radii down to the elements.
+"""Read a tile of tokens of angles and radii, by the tree of products from the radii down to the elements.
 
 `polar_pairs` is a reader, see per_token.py, with S of PolarSettings, of heads of 16 to 128 channels, a power of two: at
 every level the words of values are pairs (i, i + half of the level's values), so that cos and sin of the codes
 (i, i + half) are two words of the level below, and nothing is moved between threads, or inside a word. Other heads are
-decoded: a reader of them, whose levels were interleaved, agreed in Triton's interpreter and was wrong on an H100.
+decoded by torch: a reader of them, whose levels were interleaved, and the kernel that decodes blocks agreed in
+Triton's interpreter and disagreed on an H100.
 
 Of a level of pairs, values are words of two float16, those of codes (i, i + HALF). A code of up to two bits selects its
 cos from the eight bytes of four float16; one of three selects low and high bytes from eight each. Those of further bits

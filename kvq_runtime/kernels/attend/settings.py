@@ -106,8 +106,8 @@ class LevelSettings(NamedTuple):
     RUN        byte of a head's codes at which the run begins
     COUNT      codes of the run
     FIRST      code of the run that is the level's first
-    WORD       64-bit word of the lookup at which the level's points begin; `read_polar.polar_pairs` alone
-    MIRRORED   1: the upper half of the codes are the lower one's, negative, and not stored; `polar_pairs` alone
+    WORD       64-bit word of the lookup at which the level's points begin
+    MIRRORED   1: the upper half of the codes are the lower one's, negative, and not stored
     """
 
     BITS: int
