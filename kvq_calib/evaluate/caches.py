@@ -33,7 +33,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 from transformers.masking_utils import sdpa_mask
 
-from kvq_runtime.geometry import SLAB
+from kvq_runtime.geometry import SLAB, WHOLE, owners
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf import attention as packed
 from kvq_runtime.hf.model import real_tokens
@@ -119,6 +119,10 @@ class CountedCache(KVQCache):
         super().__init__(recipe, model, tensors)
         self.blocks.decoder.keep = True
         self.inner = self.attention or self.inner
+        config = model.config.get_text_config(decoder=True).to_dict()
+        kinds, first = config.get("layer_types") or [], owners(config)
+        # layers that read what the last that caches all tokens has decoded
+        self._readers = {n: max(self.places.values()) for n in range(first, len(kinds)) if kinds[n] in WHOLE}
         chosen = any(policy.chooses_by_query for policy in recipe.policies)
         self.reads: Reads | None = None if chosen else Reads()
         self._encoded: dict[int, int] = {}
@@ -136,7 +140,7 @@ class CountedCache(KVQCache):
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
                **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
         """Count what the queries of a layer read, and have its attention answer them."""
-        layer = self.places.get(module.layer_idx)
+        layer = self.places.get(module.layer_idx, self._readers.get(module.layer_idx))
         if layer is None:  # which transformers holds
             return packed.dense(module, query, key, value, mask, scale, **kwargs)
         decoded = self.decoded(self._encoded.get(layer, 0))
@@ -152,7 +156,7 @@ class CountedCache(KVQCache):
 
     def _hands_out(self, module: Any) -> bool:
         """True of a layer whose own module, or others, read what the cache has decoded."""
-        return getattr(self.layers[module.layer_idx], "decodes", False)
+        return module.layer_idx in self._readers or getattr(self.layers[module.layer_idx], "decodes", False)
 
     def decoded(self, encoded: int) -> range:
         """The tokens that are read decoded if the first `encoded` are in blocks: all of these but the sinks."""

@@ -10,6 +10,7 @@ E = hidden width · V = vocabulary.
 """
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,8 +32,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from kvq_calib.model.carried import ENTRY, EXIT, TABLE, Carried, blank
 from kvq_runtime.artifact.fingerprint import LATENT_PROJECTIONS
-from kvq_runtime.geometry import attending
+from kvq_runtime.geometry import attending, owners, stretches
 from kvq_runtime.hf.attention import dense, halves, parts
 from kvq_runtime.hf.model import FULL, LISTED, attention_modules, check_model, rope_refusal, rotary_module, turns
 from kvq_runtime.ops.dense import Softmax
@@ -41,8 +43,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 CAPTURED = "kvq-captured"  # the attention of a streamed layer, by the name that transformers knows it by
-Call = tuple[tuple, dict[str, Any]]
-GIVEN = {"attention_mask", "position_ids", "position_embeddings"}  # tensors that layers get beside hidden states
+Call = dict[str, Any]  # a layer's arguments beside hidden states, by name
+GIVEN = {"attention_mask", "position_ids", "position_embeddings", "per_layer_input"}  # tensors among them
 RECURRENT = ("linear_attention", "conv")  # types of layers that keep a state in place of keys and values
 LEARNED = {"sinks"}  # parameters of attention itself that it hands to the function that attends
 
@@ -93,12 +95,14 @@ class Place(nn.Module):
         super().__init__()
         plain = {name: value for name, value in vars(layer).items() if type(value) in (bool, int, str)}
         self.__dict__ |= {name: value for name, value in plain.items() if name not in self.__dict__}
-        self.call: Call = (), {}
+        parameters = list(inspect.signature(type(layer).forward).parameters.values())[2:]
+        self._named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+        self.call: Call = {}
         self.under: Tensor | None = None
         self.out: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
-        self.under, self.call = hidden_states, (args, given)
+        self.under, self.call = hidden_states, dict(zip(self._named, args, strict=False)) | given
         return hidden_states if self.out is None else self.out
 
 
@@ -115,6 +119,7 @@ class Decoder:
         _keep_float32(made, dtype)
         self.whole, self.dtype = made, dtype
         self.config = made.config.get_text_config(decoder=True)
+        self.carried = Carried.of(self.config.to_dict())
         self.parameters = list(made.state_dict())
         core: Any = made.get_decoder()
         named = {id(module): name for name, module in made.named_modules()}
@@ -135,7 +140,8 @@ class Decoder:
         """The modules with parameters above the layers, by name: the last norm, and the output head."""
         core: Any = self.around.get_decoder()
         table = self.around.get_input_embeddings()
-        within = {f"{self.core_name}.{name}": module for name, module in core.named_children()}
+        children = [(name, module) for name, module in core.named_children() if name not in (TABLE, *ENTRY)]
+        within = {f"{self.core_name}.{name}": module for name, module in children}
         holds = {id(module) for module in self.around.children() if any(part is core for part in module.modules())}
         beside = {name: module for name, module in self.around.named_children() if id(module) not in holds}
         return {
@@ -146,13 +152,19 @@ class Decoder:
 
     def under(self, device: torch.device) -> "Under":
         """The decoder without what stands above its layers, on a device."""
-        bare = copy.deepcopy(self.around.get_decoder())
-        for name in self.top():
+        bare: Any = copy.deepcopy(self.around.get_decoder())
+        for name in (*self.top(), *self.entry()):
             parent, _, child = name.rpartition(".")
             if parent == self.core_name:
-                setattr(bare, child, nn.Identity())
+                setattr(bare, child, blank(getattr(bare, child)))
         core = self.settled(bare, device)
-        return Under(core, self.config, rope_refusal(core, [self.layers[n].self_attn for n in self.attending]))
+        refusal = rope_refusal(core, [self.layers[n].self_attn for n in self.attending])
+        return Under(core, self.config, self.carried, refusal)
+
+    def entry(self) -> dict[str, nn.Module]:
+        """The modules that make streams and inputs by layer of embeddings, by name."""
+        core: Any = self.around.get_decoder()
+        return {f"{self.core_name}.{name}": getattr(core, name) for name in ENTRY if hasattr(core, name)}
 
     def settled(self, module: Any, device: torch.device) -> Any:
         """The module, its buffers that no file has (frequencies, scales of embeddings) set as transformers does."""
@@ -163,8 +175,9 @@ class Decoder:
             for name, buffer in empty.items():
                 part._buffers[name] = torch.empty_like(buffer, device=device)
             if empty:
+                owner: Any = part if isinstance(part, PreTrainedModel) else self.around
                 with torch.no_grad():
-                    self.around._init_weights(part)
+                    owner._init_weights(part)
         return module
 
 
@@ -187,28 +200,32 @@ class Under:
     refusal   the reason why RoPE cannot be undone; None if it can
     """
 
-    def __init__(self, core: Any, config: Any, refusal: str | None):
-        self.core, self._config = core, config
+    def __init__(self, core: Any, config: Any, carried: Carried, refusal: str | None):
+        self.core, self._config, self._carried = core, config, carried
         self._last: tuple[Any, list[Call]] = None, []
         self.refusal = refusal
 
-    def embed(self, tokens_BT: Tensor, rows_UE: Tensor) -> Tensor:
-        """The hidden states under the first layer, of tokens that are numbers of these rows of the table."""
-        table = self.core.get_input_embeddings()
-        empty, table.padding_idx = table.weight, None
-        table.weight = nn.Parameter(rows_UE, requires_grad=False)
+    def embed(self, tokens_BT: Tensor, *rows: Tensor) -> Tensor:
+        """What is carried under the first layer, of tokens that are numbers of these rows: of the table, and of that of
+        inputs by layer, if there is one."""
+        tables = [self.core.get_input_embeddings(), getattr(self.core, TABLE, None)][: len(rows)]
+        empty = [table.weight for table in tables]
+        for table, own in zip(tables, rows, strict=True):
+            table.padding_idx, table.weight = None, nn.Parameter(own, requires_grad=False)
         try:
             self.core(input_ids=tokens_BT, use_cache=False)
         finally:
-            table.weight = empty
-        return self._taken()
+            for table, weight in zip(tables, empty, strict=True):
+                table.weight = weight
+        inputs = [place.call["per_layer_input"] for place in self.core.layers] if len(rows) > 1 else []
+        return self._carried.pack(self._taken(), inputs)
 
     def calls(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Call]:
         """The arguments of each layer beside hidden states, for whole sequences from position 0."""
         key = batch, tokens, dtype, device
         if self._last[0] != key:
             nothing = torch.zeros((), dtype=dtype, device=device).expand(batch, tokens, self._config.hidden_size)
-            with torch.no_grad():
+            with torch.no_grad(), self._carried.muted(self.core):
                 self.core(inputs_embeds=nothing, use_cache=False)
             self._last = key, [place.call for place in self.core.layers]
             self._taken()
@@ -222,7 +239,7 @@ class Under:
     def _taken(self) -> Tensor:
         found = self.core.layers[0].under
         for place in self.core.layers:
-            place.under, place.call = None, ((), {})
+            place.under, place.call = None, {}
         return found
 
 
@@ -281,7 +298,7 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     if getattr(text, "sliding_window", None):
         text.sliding_window = 2
     decoder = Decoder(config, torch.float32)
-    above = list(decoder.top())
+    above = [name for name in decoder.top() if not name.endswith(EXIT)]
     if len(above) > 2:
         raise ValueError(
             f"{id}: {', '.join(above)} stand beside its layers; a last norm and an output head can; {LISTED}"
@@ -289,12 +306,13 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     under = decoder.under(torch.device("cpu"))
     _check_cache(under, id)
     calls = under.calls(1, 4, torch.float32, torch.device("cpu"))
-    unknown = {key for _, given in calls for key, value in given.items() if isinstance(value, Tensor)} - GIVEN
-    if unknown or any(one is not None for args, _ in calls for one in args):
-        what = ", ".join(sorted(unknown)) or "more than hidden states by position"
+    unknown = {key for given in calls for key, value in given.items() if isinstance(value, Tensor)} - GIVEN
+    if unknown:
+        what = ", ".join(sorted(unknown))
         raise ValueError(f"{id}: its layers are given {what}, which is known of the whole model alone; {LISTED}")
-    masks: list[Any] = [given.get("attention_mask") for _, given in calls]
-    whole = [n for n in attend if masks[n] is None or bool(masks[n][..., -1, 0].all())]
+    masks: list[Any] = [given.get("attention_mask") for given in calls]
+    caching = [n for n in attend if n < owners(text.to_dict())]
+    whole = [n for n in caching if masks[n] is None or bool(masks[n][..., -1, 0].all())]
     if whole != list(decoder.attending):
         raise ValueError(
             f"{id}: by its configuration layers {_numbers(list(decoder.attending))} attend to every token, by its "
@@ -305,7 +323,8 @@ def check(config: "PreTrainedConfig", id: str) -> None:
 def _check_cache(under: "Under", id: str) -> None:
     """Refuse a decoder that does not go with transformers' own cache, in whose place ours stands."""
     config: Any = under.core.config
-    with torch.no_grad(), _explained(f"{id}: it does not run with transformers' own cache", LISTED):
+    muted = under._carried.muted(under.core)
+    with torch.no_grad(), muted, _explained(f"{id}: it does not run with transformers' own cache", LISTED):
         nothing = torch.zeros(1, 4, config.hidden_size)
         under.core(inputs_embeds=nothing, past_key_values=DynamicCache(config=config), use_cache=True)
 
@@ -321,6 +340,13 @@ def _check_config(config: "PreTrainedConfig", id: str) -> None:
         )
     if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
         raise ValueError(f"{id}: some of its layers slide, and config.json has no sliding_window; {LISTED}")
+    first, count = stretches(config.to_dict())[-1].start, owners(config.to_dict())
+    apart = [kind for kind in dict.fromkeys(kinds[count:]) if kind not in kinds[first:count]]
+    if apart:
+        raise ValueError(
+            f"{id}: its last layers share keys and values of a layer of type {apart[0]!s:.40} below layer {first}, "
+            f"with which they are not run; use a recipe that needs no fit; {LISTED}"
+        )
 
 
 @contextmanager

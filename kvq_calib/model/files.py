@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kvq_calib.model import catalog
+from kvq_calib.model.carried import Carried
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
@@ -80,9 +81,15 @@ class ModelFiles:
         return self.config["hidden_size"]
 
     @property
+    def carried(self) -> int:
+        """Numbers of a token that a layer may hand to the next."""
+        return Carried.of(self.config).width
+
+    @property
     def inner(self) -> int:
-        """The width inside an MLP."""
-        return self.config["intermediate_size"]
+        """The width inside an MLP, the widest."""
+        found = self.config["intermediate_size"]
+        return max(found) if isinstance(found, list) else found
 
     @property
     def chosen_experts(self) -> int:

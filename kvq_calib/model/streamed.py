@@ -31,6 +31,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from kvq_calib.model.attention import Captured, Projected
+from kvq_calib.model.carried import TABLE, Carried, blank
 from kvq_calib.model.decoder import Decoder, Rows, Seen, attentions
 from kvq_calib.model.files import HEAD, ModelFiles
 from kvq_runtime.geometry import stretches
@@ -132,8 +133,16 @@ class Stream:
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The hidden states under the first layer. Of the table, which stays in the file, only these rows are read."""
         asked_U, numbers_BT = tokens_BT.cpu().long().unique(return_inverse=True)
-        rows_UE = self.files.rows(self._weights.stored(self._decoder.table), asked_U).to(self.device, self.dtype)
-        return self._under.embed(numbers_BT.to(self.device), rows_UE)
+        rows = [self.files.rows(self._weights.stored(table), asked_U) for table in self._tables]
+        return self._under.embed(numbers_BT.to(self.device), *(one.to(self.device, self.dtype) for one in rows))
+
+    @cached_property
+    def _tables(self) -> list[str]:
+        """The names of the tables of tokens; the modules that make more of their rows have weights from now on."""
+        core, start = self._under.core, f"{self._decoder.core_name}."
+        for name, module in self._decoder.entry().items():
+            core.set_submodule(name.removeprefix(start), self._weights.filled(module, f"{name}.", self.device))
+        return [self._decoder.table, *([f"{start}{TABLE}.weight"] if self._decoder.carried.inputs else [])]
 
     def layer(self, index: int) -> "Layer":
         """Load one decoder layer, and those that are run with it. Drop it before the next is loaded."""
@@ -160,8 +169,11 @@ class Stream:
         around: Any = copy.deepcopy(self._decoder.around)
         for name, module in self._decoder.top().items():
             around.set_submodule(name, self._weights.filled(module, f"{name}.", self.device))
+        for name, module in self._decoder.entry().items():
+            around.set_submodule(name, blank(module))
         around.set_input_embeddings(nn.Identity())
-        return Head(self._decoder.settled(around, self.device))
+        self._decoder.carried.mute(around.get_decoder())
+        return Head(self._decoder.settled(around, self.device), self._decoder.carried)
 
     @torch.no_grad()
     def rope(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -234,7 +246,7 @@ class Layer:
             out_BTE = self._run(h_BTE)
         else:
             batch, tokens, _ = h_BTE.shape
-            _, calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)[self._index]
+            calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)[self._index]
             with answered(self._attention, calls, rotary_module(stream._under.core), 0 in self._modules) as cache:
                 out_BTE = self._run(h_BTE, past_key_values=cache, use_cache=True)
         self._seen.clear()
@@ -250,13 +262,16 @@ class Layer:
 
     def _run(self, h_BTE: Tensor, **more: Any) -> Tensor:
         stream, (batch, tokens, _) = self._stream, h_BTE.shape
-        calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)
-        for n, module in self._modules.items():
-            args, given = calls[n]
+        calls, carried = stream._under.calls(batch, tokens, stream.dtype, stream.device), stream._decoder.carried
+        h, inputs = carried.unpack(h_BTE)
+        handed: Any = calls[self._index].get("shared_kv_states")  # to layers that cache none
+        common = more if handed is None else more | {"shared_kv_states": type(handed)()}
+        for place, (n, module) in enumerate(self._modules.items()):
             own = self._rows if n == self._index else {}
-            out = module(h_BTE, *args, **given | own | more)
-            h_BTE = out[0] if isinstance(out, tuple) else out
-        return h_BTE
+            read = {"per_layer_input": inputs[place]} if inputs else {}
+            out = module(h, **calls[n] | read | own | common)
+            h = out[0] if isinstance(out, tuple) else out
+        return carried.pack(h, inputs[len(self._modules) :])
 
     def _captured(self, queries: bool) -> Projected:
         """The input of attention, keys and queries turned back, queries scaled as if attention's scale were 1/√D."""
@@ -318,8 +333,8 @@ class Tiled(nn.Module):
 class Head:
     """The last norm and the output head on the device, as the model itself runs them."""
 
-    def __init__(self, around: Any):
-        self._around = around
+    def __init__(self, around: Any, carried: Carried):
+        self._around, self._carried = around, carried
 
     @property
     def device(self) -> torch.device:
@@ -364,9 +379,9 @@ class Head:
 
     def _logits(self, h_BTE: Tensor) -> Tensor:
         last = self._around.get_decoder().layers[-1]
-        last.out = h_BTE
+        last.out, _ = self._carried.unpack(h_BTE)
         try:
-            nothing = torch.zeros((), dtype=h_BTE.dtype, device=h_BTE.device).expand(h_BTE.shape)
+            nothing = h_BTE.new_zeros(()).expand(*h_BTE.shape[:-1], self._carried.hidden)
             return self._around(inputs_embeds=nothing, use_cache=False).logits
         finally:
             last.out = last.under = None

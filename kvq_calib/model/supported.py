@@ -21,8 +21,9 @@ SIZES = {  # {setting: the most that any model has, with room}
     "intermediate_size": 1 << 22,
     "vocab_size": 1 << 26,
     "max_position_embeddings": 1 << 28,
+    "altup_num_inputs": 1 << 6,
 }
-OPTIONAL = ("num_key_value_heads", "head_dim")
+OPTIONAL = ("num_key_value_heads", "head_dim", "altup_num_inputs")
 Files = TypeVar("Files", bound=ModelFiles)
 
 
@@ -49,7 +50,6 @@ def _other(files: Files, architecture: Any) -> Files:
     """Check a model of another type, by what transformers makes of its settings; return it with all of them."""
     text = files.config.get("text_config")
     for given in (files.config, text if isinstance(text, dict) else {}):
-        _check_shared(files, given)
         _check_numbers(files, given, tuple(SIZES))
     from kvq_calib.model import decoder  # transformers and all that comes with it
 
@@ -62,20 +62,10 @@ def _other(files: Files, architecture: Any) -> Files:
     found = decoder.settings(files.transformers_config, files.id)
     own = {name: files.config[name] for name in ("architectures", "quantization_config") if name in files.config}
     whole = replace(files, config=found | own)
-    _check_shared(whole, whole.config)
     _check_sizes(whole)
     decoder.check(whole.transformers_config(), whole.id)
     _check_weights(whole)
     return whole
-
-
-def _check_shared(files: ModelFiles, config: Mapping[str, Any]) -> None:
-    """Refuse layers that read what others cache."""
-    if config.get("num_kv_shared_layers"):
-        raise ValueError(
-            f"{files.id}: {files.described} has num_kv_shared_layers={config['num_kv_shared_layers']!r:.60}, which "
-            "calibration does not know; use a recipe that needs no fit, or another model (docs/models.md)"
-        )
 
 
 def _check_numbers(files: ModelFiles, config: Mapping[str, Any], optional: Sequence[str]) -> None:
@@ -84,7 +74,9 @@ def _check_numbers(files: ModelFiles, config: Mapping[str, Any], optional: Seque
         value = config.get(name)
         if value is None and name in optional:
             continue
-        if type(value) is not int or not 1 <= value <= most:
+        by_layer = name == "intermediate_size" and isinstance(value, list)
+        each = value if by_layer and len(value) == config.get("num_hidden_layers") else [value]
+        if any(type(one) is not int or not 1 <= one <= most for one in each):
             raise ValueError(
                 f"{files.id}: {files.described} has {name}={value!r:.60}; a whole number from 1 to {most} is needed"
             )

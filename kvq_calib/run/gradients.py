@@ -104,7 +104,7 @@ def above(run: Run, layer: int, index: int) -> Tensor:
     """The hidden states above a layer, of as many of a chunk's sequences as there are: those gradients are of."""
     path = checkpoint.folder_of(_kept(run), -1) / checkpoint.stream_file(layer + 1, index)
     if not path.is_file():
-        return torch.empty(0, run.plan.seq_len, run.files.hidden, dtype=getattr(torch, run.plan.dtype))
+        return torch.empty(0, dtype=getattr(torch, run.plan.dtype))
     return checkpoint.load(path)["hidden"]
 
 

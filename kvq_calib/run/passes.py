@@ -91,7 +91,7 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     queries = None
     if shared.query_sums is not None and captured.q_NTC is not None:
         queries = shared.query_sums.partial(index, captured.q_NTC)
-    energy = float(hidden[:, max(shared.sinks) :].double().square().sum())
+    energy = float(hidden[:, max(shared.sinks) :, : run.files.hidden].double().square().sum())
     return ChunkStatistics(moments, queries, energy, spent)
 
 

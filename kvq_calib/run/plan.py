@@ -145,13 +145,13 @@ class Plan:
         tokens = self.tokens + self.transfer_samples * self.seq_len
         token_rows = min(self.chunk, self.samples) * self.seq_len
         layer = max(files.layer_bytes(i) for i in range(self.geometry.layers)) * itemsize // files.dtype.itemsize
-        hidden = tokens * files.hidden * itemsize
+        hidden = tokens * files.carried * itemsize
         decoded = tokens * 2 * width * 2 * len(self.recipes)
         inside = min(token_rows, TILE) * 3 * files.inner  # an MLP at work
         if files.chosen_experts:  # which see a whole chunk, and are put together from tensors of single ones
             inside, layer = token_rows * files.chosen_experts * (2 * files.hidden + 3 * files.inner), 2 * layer
-        chunk = (token_rows * (6 * files.hidden + 8 * width) + inside) * itemsize
-        kept = self.beginning().tokens * files.hidden * itemsize * (self.geometry.layers - 1) if self.descends else 0
+        chunk = (token_rows * (6 * files.carried + 8 * width) + inside) * itemsize
+        kept = self.beginning().tokens * files.carried * itemsize * (self.geometry.layers - 1) if self.descends else 0
         return {
             "layer": layer,
             "chunk": chunk,

@@ -1,13 +1,11 @@
 """What a model's own attention reads decoded: latents of all heads (MLA), and keys that several layers share."""
 
-import copy
-
 import pytest
 import torch
-from architectures import OWN, SHARING, random
+from architectures import E2B, random
 from generating import generate, kvq, padded, stock
-from models import SHAPE, prompt
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from models import prompt
+from transformers import PreTrainedModel
 
 from kvq_runtime.hf import CudaGraphs, KVQCache, PrefixStore
 
@@ -16,12 +14,7 @@ SHARED = ["gemma3n_text", "gemma4_text"]  # Gemma 4 as E2B
 
 
 def model_of(kind: str) -> PreTrainedModel:
-    if kind != "gemma4_text":
-        return random(kind)
-    wider = {str(n): {"head_dim": 64, "num_key_value_heads": 1} for n in (1, 3, 5)}
-    own = SHAPE | OWN[kind] | SHARING | {"per_layer_config": wider, "enable_moe_block": False}
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **copy.deepcopy(own))).eval()
+    return random(kind, **(E2B if kind == "gemma4_text" else {}))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "kvq"])

@@ -47,6 +47,10 @@ LATENT = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v
           "head_dim": 16, "num_key_value_heads": 4}  # fmt: skip
 SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 16,
            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}  # fmt: skip
+E2B = SHARING | {  # of Gemma 4
+    "per_layer_config": {str(n): {"head_dim": 64, "num_key_value_heads": 1} for n in (1, 3, 5)},
+    "enable_moe_block": False,
+}  # fmt: skip
 LATER = ("internlm3", "iquestcoder", "kolibri1", "flint", "lfm3")  # than the oldest transformers
 OWN = {
     "glm4_moe": EXPERTS | ROUTED,
@@ -116,13 +120,14 @@ def table() -> list[list[str]]:
     return kinds
 
 
-def random(kind: str) -> PreTrainedModel:
+def random(kind: str, **settings: Any) -> PreTrainedModel:
+    """A model of a type with weights large enough that its choices are not ties; `settings` beside those of OWN."""
     torch.manual_seed(0)
     plain = kind.removesuffix("+")
     if plain in LATER and plain not in CONFIG_MAPPING_NAMES:
         pytest.skip(f"transformers {transformers.__version__} has no {plain}")
     own = OWN.get(plain, {})
-    given = own if "text_config" in own else SHAPE | own | (MIXED if plain != kind else {})
+    given = own if "text_config" in own else SHAPE | own | (MIXED if plain != kind else {}) | settings
     config = AutoConfig.for_model(plain, **copy.deepcopy(given))
     made = AutoModelForCausalLM if plain in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
     model = made.from_config(config).eval()

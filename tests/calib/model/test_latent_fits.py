@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from architectures import random
+from architectures import E2B, random
 from generating import generate, padded, stock
 from models import prompt
 from transformers import DynamicCache, PreTrainedModel
@@ -15,6 +15,7 @@ from kvq_calib.evaluate import errors, perplexity
 from kvq_calib.evaluate.caches import CountedCache, FullCache
 from kvq_calib.evaluate.layered import layered
 from kvq_calib.model import find as models
+from kvq_calib.model.carried import Carried
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget
@@ -31,13 +32,13 @@ from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset
 
 FOUR = "aqua-4bit-first-16bit"
-KINDS = ["minicpm3"]
+KINDS = ["minicpm3", "gemma3n_text", "gemma4_text"]
 NAMES = ["aqua-2bit", FOUR, "svdq-2bit-v4", "aqua-fisher-2bit"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request) -> PreTrainedModel:
-    return random(request.param)
+    return random(request.param, **(E2B if request.param == "gemma4_text" else {}))
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,7 @@ def test_gradients_are_those_of_what_the_whole_model_reads(model, files):
     out = outs[0][0] if isinstance(outs[0], tuple) else outs[0]
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
     expected = torch.autograd.grad((out * weight).sum(), cache.read[place])
+    weight = Carried.of(files.config).pack(weight, [])
     expected = halves(*expected) if files.latents else expected
     stream = Stream(files, dtype=torch.float32)
     h = stream.embed(ids)
