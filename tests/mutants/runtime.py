@@ -410,7 +410,7 @@ MUTANTS = [
         "kvq_runtime/prefix/shelf.py",
         "            self._forget(name)\n            while",
         "            while",
-        ("prefix/test_blocks.py",),
+        ("prefix/test_shelf.py",),
     ),
     Mutant(
         "folder-room",
@@ -418,7 +418,7 @@ MUTANTS = [
         "kvq_runtime/prefix/shelf.py",
         "max(needed, min(free, needed + self.budget // SLACK))",
         "needed + self.budget // SLACK",
-        ("prefix/test_blocks.py",),
+        ("prefix/test_shelf.py",),
     ),
     # ---- entropy
     Mutant(
