@@ -8,11 +8,13 @@ that are not decoded are read as they are. Attention's scale is 1/√D.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.hf.attention import halves, parts
 from kvq_runtime.ops import dense, rope
 from kvq_runtime.recipe import Window
 
@@ -70,6 +72,25 @@ class AttentionInputs:
     rope: Pair
     softmax: dense.Softmax = dense.PLAIN
     expand: Callable[[Tensor, Tensor], Pair] | None = None
+
+
+class Rows:
+    """Stand in a cache's place, and note what it would store of latents as keys and as values: [B, 1, T, D] each."""
+
+    def __init__(self, seen: dict[str, Any]):
+        self._seen = seen
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> tuple[Tensor, Tensor]:
+        """Take in a layer's latents and rotary keys; return them, as read from what was noted."""
+        self._seen["k"], self._seen["v"] = halves(key_states, value_states)
+        return parts(self._seen["k"], self._seen["v"], key_states.shape[-1])
+
+
+def expanded(attention: Any, k_NSC: Tensor, v_NSC: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys after RoPE and values by head, float32 [N, H, S, D], that attention makes of rows as they are cached."""
+    made = attention.expand_kv(*(x.to(attention.kv_b_proj.weight.dtype)[:, None] for x in
+                                 parts(k_NSC, v_NSC, attention.kv_lora_rank)))  # fmt: skip
+    return made[0].float(), made[1].float()
 
 
 def inputs(captured: Captured, tables: Pair, geometry: Geometry) -> AttentionInputs:

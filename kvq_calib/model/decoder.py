@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import (
 from kvq_calib.model.carried import ENTRY, EXIT, TABLE, Carried, blank
 from kvq_runtime.artifact.fingerprint import LATENT_PROJECTIONS
 from kvq_runtime.geometry import attending, owners, stretches
-from kvq_runtime.hf.attention import dense, halves, parts
+from kvq_runtime.hf.attention import dense
 from kvq_runtime.hf.model import FULL, LISTED, attention_modules, check_model, rope_refusal, rotary_module, turns
 from kvq_runtime.ops.dense import Softmax
 
@@ -70,18 +70,6 @@ def _captured(
         if module.seen.get("alone"):
             raise Seen
     return dense(module, query, key, value, attention_mask, scaling, **given)
-
-
-class Rows:
-    """Stand in a cache's place, and note what it would store of latents as keys and as values: [B, 1, T, D] each."""
-
-    def __init__(self, seen: dict[str, Any]):
-        self._seen = seen
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> tuple[Tensor, Tensor]:
-        """Take in a layer's latents and rotary keys; return them, as read from what was noted."""
-        self._seen["k"], self._seen["v"] = halves(key_states, value_states)
-        return parts(self._seen["k"], self._seen["v"], key_states.shape[-1])
 
 
 AttentionInterface.register(CAPTURED, _captured)

@@ -30,12 +30,11 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from kvq_calib.model.attention import Captured, Projected
+from kvq_calib.model.attention import Captured, Projected, Rows, expanded
 from kvq_calib.model.carried import TABLE, Carried, blank
-from kvq_calib.model.decoder import Decoder, Rows, Seen, attentions
+from kvq_calib.model.decoder import Decoder, Seen, attentions
 from kvq_calib.model.files import HEAD, ModelFiles
 from kvq_runtime.geometry import stretches
-from kvq_runtime.hf.attention import parts
 from kvq_runtime.hf.model import rotary_module, rotary_name
 from kvq_runtime.ops import product, rope
 
@@ -279,7 +278,7 @@ class Layer:
         self._seen.clear()
         k, v, q = seen["k"], seen["v"].transpose(1, 2).flatten(2), None
         k = seen["k_pre"].flatten(2) if "k_pre" in seen else self._turned_back(k).flatten(2)
-        expand = partial(_expanded, self._attention[self._index]) if self._rows else None
+        expand = partial(expanded, self._attention[self._index]) if self._rows else None
         if queries:
             q = seen["q"].transpose(1, 2) if expand else seen.get("q_pre")
             q = (self._turned_back(seen["q"]) if q is None else q).flatten(2)
@@ -298,13 +297,6 @@ class Layer:
 
     def _given(self, h_BTE: Tensor) -> Tensor:
         return h_BTE.to(self._stream.device, self._stream.dtype)
-
-
-def _expanded(attention: Any, k_NSC: Tensor, v_NSC: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys after RoPE and values by head, float32 [N, H, S, D], that attention makes of rows as they are cached."""
-    made = attention.expand_kv(*(x.to(attention.kv_b_proj.weight.dtype)[:, None] for x in
-                                 parts(k_NSC, v_NSC, attention.kv_lora_rank)))  # fmt: skip
-    return made[0].float(), made[1].float()
 
 
 def _is_plain(mlp: nn.Module | None) -> bool:

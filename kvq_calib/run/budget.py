@@ -219,8 +219,8 @@ def attention_errors(
         captured = module.forward(hidden, queries=True)
         chunk = attention.inputs(captured, tables, plan.geometry)
         exact = _attended(chunk, chunk.k, chunk.v, plan.geometry.head_size)
-        below = hidden[..., : stream.files.hidden].to(stream.device, torch.float32)
-        energy_NT = (below + exact @ weight_EC.mT).square().sum(-1).clamp_min(1e-30)
+        hidden = hidden[..., : stream.files.hidden]
+        energy_NT = (hidden.to(stream.device, torch.float32) + exact @ weight_EC.mT).square().sum(-1).clamp_min(1e-30)
         for role in ROLES:
             data, context = work.data(index, role, clean=False)
             for place, fit in enumerate(fits[role]):
