@@ -101,6 +101,17 @@ def test_credentials_are_docker_s_and_sent_when_asked_for(liars, monkeypatch, tm
         assert "canary" not in str(caught.value)
 
 
+def test_a_user_of_no_name_has_a_password(liars, monkeypatch):
+    first, host, second, other = liars
+    nameless = base64.b64encode(b":canary").decode()
+    monkeypatch.setenv("DOCKER_AUTH_CONFIG", json.dumps({"auths": {host: {"auth": nameless}}}))
+    first.answers["tags/list"] = challenged("Basic", f"Basic {nameless}")
+    assert Repository(f"{host}/x").tags() == {"n.a"}
+    first.answers["tags/list"] = challenged(f'Bearer realm="http://{other}/token"', "Bearer abc")
+    second.answers["/token"] = lambda given: (200, {}, b'{"token":"abc"}')
+    assert Repository(f"{host}/x").tags() == {"n.a"} and second.asked == [("GET", "/token?", f"Basic {nameless}")]
+
+
 @pytest.mark.parametrize("host, key", [
     ("host:5000", "https://host:5000"), ("host:5000", "host:5000/v2/"),
     ("registry-1.docker.io", "registry-1.docker.io"), ("registry-1.docker.io", "https://index.docker.io/v1/"),
@@ -118,8 +129,9 @@ def test_loopback_is_asked_without_a_proxy(liars, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", f"http://{other}")
     monkeypatch.setattr("kvq_runtime.registry.oci.client._opener", urllib.request.build_opener(Stay))
-    first.answers["tags/list"] = challenged("Basic", BASIC)
-    assert Repository(f"{host}/x").tags() == {"n.a"} and second.asked == []
+    for header, wanted in (("Basic", BASIC), (f'Bearer realm="HTTP://{host}/token"', "Bearer abc")):
+        first.answers = {"tags/list": challenged(header, wanted), "/token": lambda _: (200, {}, b'{"token":"abc"}')}
+        assert Repository(f"{host}/x").tags() == {"n.a"} and second.asked == []
 
 
 def test_only_a_registry_says_that_there_are_no_tags(liars):
@@ -146,6 +158,22 @@ def test_a_token_is_asked_for_where_the_registry_says(liars):
     second.answers["/token"] = lambda given: (200, {}, b'{"token":"a\\nb"}')
     with pytest.raises(RuntimeError, match="gave no token"):
         Repository(f"{host}/x").tags()
+    first.answers["/v2/"] = lambda given: (401, {}, b"")  # a registry, which has no repository of this name
+    second.answers["/token"] = lambda given: (404, {}, b"")
+    with pytest.raises(RuntimeError, match=f"nothing is at http://{other} where it gives tokens"):
+        Repository(f"{host}/x").tags()
+
+
+@pytest.mark.parametrize("code, header, said, action", [
+    (401, "WWW-Authenticate", 'Bearer realm="https://["', lambda repository: repository.tags()),
+    (200, "Link", '<https://[>; rel="next"', lambda repository: repository.tags()),
+    (202, "Location", "https://[", lambda repository: repository._upload(b"bytes", "0" * 64)),
+])  # fmt: skip
+def test_an_address_that_is_none_is_refused_by_name(code, header, said, action, liars):
+    first, host, _, _ = liars
+    first.answers["v2"] = lambda given: (code, {header: said}, LIST[2])
+    with pytest.raises(RuntimeError, match=rf"oci://{host}/x: .* 'https://\[', which is no address"):
+        action(Repository(f"{host}/x"))
 
 
 @pytest.mark.parametrize("helped", [False, True])
@@ -171,6 +199,14 @@ def test_an_identity_token_buys_a_token_for_the_registry(helped, liars, monkeypa
     with pytest.raises(PermissionError, match=f"identity token .* not accepted .*docker login {host}") as caught:
         Repository(f"{host}/x").tags()
     assert "canary" not in str(caught.value)
+    first.answers["/v2/"] = lambda given: (401, {}, b"")
+    for code in (404, 405):  # without OAuth; it is not the repository that is not there
+        second.answers["/token"] = lambda given, code=code: (code, {}, b"canary")
+        with pytest.raises(
+            PermissionError, match=f"not accepted .{code}.; `docker login {host}` with a pass"
+        ) as caught:
+            Repository(f"{host}/x").tags()
+        assert "canary" not in str(caught.value)
     first.answers["tags/list"] = challenged(header.replace("http://127", "ftp://127"), "Bearer abc")
     with pytest.raises(RuntimeError, match="gives tokens at ftp://127"):
         Repository(f"{host}/x").tags()

@@ -85,7 +85,7 @@ class Repository:
                 if len(names) < PAGE or not new:
                     return found
                 following = f"{first}&{urlencode({'last': names[-1]})}"  # a full page may not be the last one
-            parts = urlsplit(urljoin(address, following))  # credentials are sent along: the same origin, always
+            parts = urlsplit(self._joined(address, following))  # credentials are sent along: the same origin, always
             address = urlsplit(first)._replace(path=parts.path, query=parts.query).geturl()
         raise RuntimeError(f"oci://{self.root}: more than {ask.PAGES} pages of tags")
 
@@ -126,7 +126,7 @@ class Repository:
 
     def _upload(self, data: bytes, sha256: str) -> None:
         _, head = self._all("POST", self._address("blobs/uploads/"), ask.ANSWER, b"")
-        place = urljoin(self._origin, head.get("Location") or "")
+        place = self._joined(self._origin, head.get("Location") or "")
         if _origin(place) != self._origin or not head.get("Location"):
             text = f"it wants uploads at {_origin(place)}, another origin, and gets none there"
             raise RuntimeError(f"oci://{self.root}: {text}; ask who runs it for relative addresses")
@@ -197,7 +197,7 @@ class Repository:
             if code == 401 and not asked and _origin(address) == self._origin:
                 asked, self._token = True, self._credentials(headers.get_all("WWW-Authenticate") or [])
             elif code in (301, 302, 303, 307, 308) and left > 0 and headers.get("Location"):
-                address, left = urljoin(address, headers["Location"]), left - 1
+                address, left = self._joined(address, headers["Location"]), left - 1
                 if not self._is_safe(address):
                     raise RuntimeError(f"oci://{self.root}: it redirects to {_origin(address)}, which is not https")
             else:
@@ -214,7 +214,7 @@ class Repository:
 
         def send() -> Any:
             try:
-                return (_direct if address.startswith("http:") else _opener).open(request, timeout=SECONDS)
+                return (_direct if urlsplit(address).scheme == "http" else _opener).open(request, timeout=SECONDS)
             except urllib.error.HTTPError as error:
                 return error
 
@@ -234,6 +234,14 @@ class Repository:
             return PermissionError(f"{what}: log in by `docker login {self.host}`, with an account that may do this")
         return _Unanswered(what) if code in _TRANSIENT else RuntimeError(what)
 
+    def _joined(self, address: str, given: str) -> str:
+        """The address that an answer gives, which may be relative to another one; RuntimeError if it is none."""
+        try:
+            return urlsplit(urljoin(address, given)).geturl()
+        except ValueError:
+            text = f"its answer names {given!r:.80}, which is no address; ask who runs it"
+            raise RuntimeError(f"oci://{self.root}: {text}") from None
+
     def _is_safe(self, address: str) -> bool:
         """True for an address of https, or on loopback if the registry is."""
         parts, own = urlsplit(address), urlsplit(self._origin)
@@ -247,15 +255,16 @@ class Repository:
         Source: Distribution's token authentication (GET), and its OAuth 2.0 with an identity token (POST).
         """
         name, secret = self._user() or ("", "")
-        own = {"Authorization": f"Basic {base64.b64encode(f'{name}:{secret}'.encode()).decode()}"} if name else {}
-        given = next((one for one in challenges if one.lower().startswith("bearer ")), None)
-        if given is None:
+        given = f"Basic {base64.b64encode(f'{name}:{secret}'.encode()).decode()}"
+        own = {"Authorization": given} if name or secret else {}
+        bearer = next((one for one in challenges if one.lower().startswith("bearer ")), None)
+        if bearer is None:
             if name == _IDENTITY:
                 text = "asks for a password, and Docker's settings have an identity token"
                 raise PermissionError(f"oci://{self.root}: it {text}; `docker login {self.host}` with a password")
             return own.get("Authorization", "")
-        said = dict(re.findall(r'(\w+)="([^"]*)"', given))
-        realm = said.pop("realm", "")
+        said = dict(re.findall(r'(\w+)="([^"]*)"', bearer))
+        realm = self._joined("", said.pop("realm", ""))
         if not self._is_safe(realm):
             raise RuntimeError(f"oci://{self.root}: it gives tokens at {_origin(realm)}, which is not https")
         wanted = {key: said[key] for key in ("service", "scope") if key in said}
@@ -265,11 +274,15 @@ class Repository:
         else:
             asked = self._send("GET", f"{realm}{'&' if '?' in realm else '?'}{urlencode(wanted)}", None, own)
         with asked as response:
-            if response.status == 400 and name == _IDENTITY:
-                text = "the identity token of Docker's settings is not accepted (400)"
-                raise PermissionError(f"oci://{self.root}: {text}; `docker login {self.host}` gets another")
-            if response.status >= 300:
-                raise self._failure("the request for a token", response.status)
+            code = response.status
+            if code in (400, 404, 405) and name == _IDENTITY:  # without OAuth, nothing is there to post to
+                text = f"the identity token of Docker's settings is not accepted ({code}); `docker login {self.host}`"
+                text += " gets another" if code == 400 else " with a password"
+                raise PermissionError(f"oci://{self.root}: {text}")
+            if code == 404:  # never NotFound, which would say that there is no such repository
+                raise RuntimeError(f"oci://{self.root}: nothing is at {_origin(realm)} where it gives tokens (404)")
+            if code >= 300:
+                raise self._failure("the request for a token", code)
             chunks = iter(lambda: response.read1(1 << 16), b"")
             found = strict_json.loads(b"".join(ask.paced(chunks, 1 << 20, f"oci://{self.root}", _ADVICE)), "token")
         token = (found.get("token") or found.get("access_token")) if isinstance(found, dict) else None
