@@ -1,29 +1,30 @@
 """Write the card of an artifact: what it is, where it comes from, what was measured, and how to use it.
 
 Markdown with the front matter of the Hugging Face Hub. Nothing is claimed that is not in the artifact or in a record; a
-figure stands beside the size of the model it was measured on.
+figure stands beside the size of the model it was measured on. Its text is `page/card.md`, its tables `sections.py`.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub import ModelCardData
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from kvq_calib.model.catalog import entry
 from kvq_calib.report import answered, greedy, sections
 from kvq_calib.report import fit_plots as draw
 from kvq_calib.report.tables import by_layer
-from kvq_calib.report.words import size_of
+from kvq_calib.report.words import in_bold, markdown_table, size_of
 from kvq_calib.text.documents import SUFFIXES
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.recipe import OURS
 from kvq_runtime.registry import verdict
-from kvq_runtime.registry.card import eval_results
-from kvq_runtime.registry.measured import Record, of_text, texts
+from kvq_runtime.registry.card import UNMEASURED, eval_results
+from kvq_runtime.registry.measured import SPOKEN, Record, of_text, texts
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -74,38 +75,53 @@ def card(
     license   of the base model's weights, from which the artifact is derived, if known: see `sections.license_of`
     plots     files beside the card
     """
-    name = name or artifact.recipe.name
-    parts = [
-        _front(artifact, name, records, license or {}),
-        f"# {name}",
-        _verdict(artifact, records),
-        _lead(artifact),
-        "## Use\n\n" + _snippet(artifact, name),
-        "## Recipe\n\n" + sections.recipe(artifact),
-        "## Size\n\n" + sections.size(artifact),
-        "## Where it comes from\n\n" + sections.provenance(artifact, license or {}),
-        "## Fit\n\n" + sections.fit(artifact),
-        *(["## Queries\n\n" + _queries(artifact)] if QUERIES in plots else []),
-        "## Evaluation\n\n" + sections.evaluation(of_text(records)),
-        *answered.sections(records),
-        *greedy.sections(records),
-        *(f"![{_spoken(plot)}]({plot})" for plot in plots if plot != QUERIES),
-        "## Limits\n\n" + _limits(artifact, records),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _verdict(artifact: Artifact, records: Sequence[Record]) -> str:
-    """Write the card's first line: the bits, whether it can be used, from how many tokens on it pays."""
-    geometry = artifact.fingerprint.geometry
-    found = verdict.of_record(next((one for one in of_text(records) if _is_of(artifact, one)), None))
-    start = Sizes(artifact.recipe, geometry).smaller_from()
-    pays = (
-        "never smaller than 16 bit" if start is None else f"smaller than 16 bit from {start:,} tokens on, in bfloat16"
+    name, license, recipe = name or artifact.recipe.name, license or {}, artifact.recipe
+    model, revision = sections.model_of(artifact)
+    measured = of_text(records)
+    parameters = {record.protocol.model.parameters for record in records}
+    sizes, least = sections.sizes(artifact)
+    sources = [record.protocol.text.source for record in measured] + texts(measured)
+    return _template().render(
+        front=_front(artifact, name, records, license),
+        name=name,
+        verdict=verdict.of_record(next((one for one in measured if _is_of(artifact, one)), None)),
+        bits=asymptotic_bits(recipe, artifact.fingerprint.geometry),
+        start=Sizes(recipe, artifact.fingerprint.geometry).smaller_from(),
+        caution=verdict.thinness(artifact.provenance),
+        model=model,
+        revision=revision,
+        recipe=recipe,
+        source=_source(model, "loader" in artifact.provenance),
+        pinned=f', revision="{revision}"' if revision else "",
+        ours=recipe.needs & OURS,
+        stages=sections.recipe(artifact),
+        sizes=sizes,
+        least=least,
+        provenance=sections.provenance(artifact, license),
+        layers=sections.fit(artifact),
+        budget=artifact.fit.get("budget"),
+        evaluations=sections.evaluations(measured),
+        unmeasured=UNMEASURED,
+        gate=measured[0].result.gate if measured else None,
+        spoken=SPOKEN,
+        beside=[*answered.sections(records), *greedy.sections(records)],
+        held_out=artifact.provenance.get("held_out"),
+        plots=plots,
+        queries=QUERIES,
+        few=sorted(count for count in parameters if count is not None and count < SMALL),
+        texts=list(dict.fromkeys(sources)),
     )
-    caution = verdict.thinness(artifact.provenance)
-    said = f"**{found.word.upper()}**: {asymptotic_bits(artifact.recipe, geometry):.3g} bits, {found.why}; {pays}."
-    return said + (f" Caution: {caution}." if caution else "")
+
+
+@cache
+def _template() -> Template:
+    """The text around what sections say: Markdown, of which nothing is escaped."""
+    found = Environment(
+        loader=PackageLoader("kvq_calib.report", "page"), undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    found.filters |= {one.__name__: one for one in (in_bold, markdown_table, size_of)}
+    return found.get_template("card.md")
 
 
 def _is_of(artifact: Artifact, record: Record) -> bool:
@@ -125,83 +141,19 @@ def _front(artifact: Artifact, name: str, records: Sequence[Record], license: Ma
     return f"---\n{ModelCardData(**given).to_yaml()}\n---"
 
 
-def _lead(artifact: Artifact) -> str:
-    row, (model, revision) = recipe_row(artifact.recipe, artifact.fingerprint.geometry), sections.model_of(artifact)
-    at = f" at revision `{revision}`" if revision else ""
-    return (
-        f"A fitted key/value-cache quantizer for `{model}`{at}: {artifact.recipe.summary or artifact.recipe.name}. It "
-        f"stores a key or value element in {row['bits']:.3g} bits, not counting sinks and recent window, and holds no "
-        "model weights: load it beside the model."
-    )
-
-
-def _snippet(artifact: Artifact, reference: str) -> str:
-    model, revision = sections.model_of(artifact)
-    loader = "AutoModelForImageTextToText" if "loader" in artifact.provenance else "AutoModelForCausalLM"
-    options, imported, extras = "", f"{loader}, AutoTokenizer", "hf"
+def _source(model: str, images: bool) -> dict[str, Any]:
+    """Where transformers finds a model, in the words of the snippet: extra, classes, and what loads it."""
+    classes = ["AutoModelForImageTextToText" if images else "AutoModelForCausalLM", "AutoTokenizer"]
+    found = {"extra": "hf", "classes": classes, "finder": "", "options": "", "load": "model_id"}
     if model.endswith(".gguf"):
-        head, load, where = "", '".", gguf_file=gguf_file', f'gguf_file = "{model}"  # in this folder'
-        options, extras = ", quantization_config=GgufConfig(dequantize=True)", "gguf"
-        imported += ", GgufConfig"
-    elif model == "demo":
-        extras = "calib"
-        head, where = "from kvq_calib.model.find import resolve\n", 'folder = resolve("demo").path'
-        load = "folder"
-    else:
-        head, load = "", "model_id"
-        made = entry(model).package is not None and not _HUB.fullmatch(model)
-        beside = "build/" + model if made else model
-        about = "  # make real-model" if made else "" if _HUB.fullmatch(model) else "  # the folder of the model"
-        where = f'model_id = "{beside}"{about}'
-    ours = 'model.set_attn_implementation("kvq")\n' if artifact.recipe.needs & OURS else ""
-    pinned = f', revision="{revision}"' if revision else ""
-    return f"""\
-```sh
-pip install -e '.[{extras}]'    # in a checkout of kvq, of which there is no release yet
-```
-
-```python
-from transformers import {imported}
-
-{head}from kvq_runtime import KVQCache
-
-{where}
-tokenizer = AutoTokenizer.from_pretrained({load}{pinned})
-model = {loader}.from_pretrained({load}{pinned}{options}, dtype="auto")
-{ours}cache = KVQCache.from_pretrained("{reference}", model=model)
-
-inputs = tokenizer("The cache of a language model", return_tensors="pt").to(model.device)
-output = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
-print(tokenizer.decode(output[0]))
-print(cache.memory_report())
-```"""
-
-
-def _queries(artifact: Artifact) -> str:
-    held = artifact.provenance.get("held_out")
-    return (
-        "Keys are rounded so that the error stays out of the directions of queries. The part of a query that sticks "
-        "out of the leading directions of its layer, over the query's length: root mean square over heads and the "
-        f"queries of {held} held-out sequences.\n\n![{_spoken(QUERIES)}]({QUERIES})"
-    )
-
-
-def _limits(artifact: Artifact, records: Sequence[Record]) -> str:
-    lines = ["It belongs to the weights it was fitted to: the runtime compares, and refuses others unless it is told."]
-    sizes = {record.protocol.model.parameters for record in records}
-    if few := sorted(size for size in sizes if size is not None and size < SMALL):
-        small = ", ".join(map(size_of, few))
-        lines.append(
-            f"Every figure above is of a small model ({small} parameters). Such models have no massive outliers, and "
-            "these say nothing about larger models, long contexts or tasks."
-        )
-    names = [record.protocol.text.source for record in of_text(records)] + texts(of_text(records))
-    where = "one text" if len(set(names)) < 2 else ", ".join(dict.fromkeys(names))
-    lines.append(f"Perplexity was measured on {where}. Where the use is another, measure there: `kvq eval --also`.")
-    if artifact.recipe.cross_layer:
-        lines.append("Layers are predicted from layers below: all must attend to all tokens, none may be skipped.")
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _spoken(file: str) -> str:
-    return file.rpartition(".")[0].replace("-", " ")
+        found |= {"where": f'gguf_file = "{model}"  # in this folder', "load": '".", gguf_file=gguf_file'}
+        found |= {"options": ", quantization_config=GgufConfig(dequantize=True)", "extra": "gguf"}
+        return found | {"classes": [*classes, "GgufConfig"]}
+    if model == "demo":
+        finder = "from kvq_calib.model.find import resolve"
+        return found | {"extra": "calib", "finder": finder, "where": 'folder = resolve("demo").path', "load": "folder"}
+    if _HUB.fullmatch(model):
+        return found | {"where": f'model_id = "{model}"'}
+    if entry(model).package is not None:
+        return found | {"where": f'model_id = "build/{model}"  # make real-model'}
+    return found | {"where": f'model_id = "{model}"  # the folder of the model'}

@@ -1,4 +1,4 @@
-"""Write the sections of a card on the origin of an artifact and on its measurements: tables in Markdown.
+"""Gather what a card says of the origin of an artifact and of its measurements: rows of tables, and some in Markdown.
 
 Licences are stated where they are known, and nothing is guessed from a name. A model's is in the front matter of its
 README.md, or in its GGUF file. Of corpora, only those of embedded ones are known here: a dataset of the Hub states its
@@ -13,14 +13,13 @@ from huggingface_hub.repocard import metadata_load
 
 from kvq_calib.report import tables
 from kvq_calib.report.tables import by_layer
-from kvq_calib.report.words import escaped, in_bold, markdown_table
+from kvq_calib.report.words import escaped, markdown_table
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import artifact_record, recipe_row, stages
 from kvq_runtime.disk import gguf
 from kvq_runtime.recipe import ROLES, Recipe
-from kvq_runtime.registry.card import UNMEASURED
-from kvq_runtime.registry.measured import PROTOCOLS, SPOKEN, TextRecord
+from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import human
 
@@ -31,15 +30,8 @@ CORPORA = {  # licences of embedded ones
     "recall": "Apache-2.0 (made by kvq)",
 }
 LONG = 240  # characters of the stages of single layers from which they are folded away
-_CHOSEN = (
-    " Keys, values: bits per element of the settings that were chosen, on the same sequences, for the least sum of "
-    "errors within {bits:g} bits in all. Attention: the squared error that they put into the model's stream, over its "
-    "energy."
-)
-
-_SPOKEN = "Full encode: one forward pass in which every token but the sinks is encoded before it is read. "
-_DECODED = "Decoded: the share of attention's weight, and of what queries read, that came out of encoded blocks. "
-_HEADS = {"vs 16 bit": "against 16 bit", "KL": "KL, nats", "top-1": "top-1 agreement"}
+_HEADS = {"recipe": "cache", "at 4096": "bits at 4096 tokens", "vs 16 bit": "against 16 bit", "KL": "KL, nats",
+          "top-1": "top-1 agreement"}  # fmt: skip
 
 
 def model_of(artifact: Artifact) -> tuple[str, str | None]:
@@ -111,18 +103,13 @@ def _exceptions(recipe: Recipe) -> list[tuple[str, str, str]]:
     return [(", ".join(map(str, layers)), *pair) for pair, layers in same.items()]
 
 
-def size(artifact: Artifact) -> str:
-    """All bytes of a cache of one row at a few lengths, beside 16 bit."""
-    sizes = Sizes(artifact.recipe, artifact.fingerprint.geometry, sliding=artifact.fingerprint.sliding)
-    found = [sizes.at(count) for count in folder.LENGTHS]
+def sizes(artifact: Artifact) -> tuple[list[dict[str, str]], int | None]:
+    """All bytes of a cache of one row at a few lengths, beside 16 bit; and from how many tokens on they are fewer."""
+    counted = Sizes(artifact.recipe, artifact.fingerprint.geometry, sliding=artifact.fingerprint.sliding)
+    found = [counted.at(tokens) for tokens in folder.LENGTHS]
     rows = [{"tokens": f"{one.tokens:,}", "all bytes": human(one.total), "16 bit": human(one.exact),
              "share": f"{one.total / one.exact:.0%}"} for one in found]  # fmt: skip
-    least = sizes.smaller_from()
-    begins = "is never smaller than 16 bit" if least is None else f"is smaller than 16 bit from {least:,} tokens on"
-    return (
-        "Computed from shapes, for one sequence: encoded blocks, sinks, recent window, and what is held once for all "
-        f"requests (predictors, bases, codebooks). Such a cache {begins}.\n\n{markdown_table(rows)}"
-    )
+    return rows, counted.smaller_from()
 
 
 def provenance(artifact: Artifact, license: Mapping[str, str]) -> str:
@@ -159,61 +146,27 @@ def machine_of(given: Mapping[str, Any]) -> str:
     return ", ".join(said)
 
 
-def fit(artifact: Artifact) -> str:
-    """Write what the fit itself measured, by layer."""
-    layers = artifact.fit.get("layers") or []
-    if not layers:
-        return "Nothing was measured during the fit."
-    rows = by_layer(artifact)
+def fit(artifact: Artifact) -> list[dict[str, Any]]:
+    """The measurements of the fit itself, a row a layer; bits where those of layers differ."""
+    rows = by_layer(artifact) if artifact.fit.get("layers") else []
     if len({row[f"{role}s"] for row in rows for role in ROLES}) == 1:
         rows = [{name: row[name] for name in row if name not in ("keys", "values")} for row in rows]
-    chosen = artifact.fit.get("budget")
-    held = artifact.provenance.get("held_out")
-    where = f"on {held} held-out sequences" if held else "on the sequences of the fit itself"
-    return (
-        "Explained: the share of the variance about the mean that the prediction takes away. Error: what is left of it "
-        f"after rounding. Measured {where}.{_CHOSEN.format(**chosen) if chosen else ''}\n\n{markdown_table(rows)}"
-    )
+    return rows
 
 
-def evaluation(records: Sequence[TextRecord]) -> str:
-    """Write what was measured since, in a table for each protocol."""
-    if not records:
-        return UNMEASURED
-    blocks = []
+def evaluations(records: Sequence[TextRecord]) -> list[dict[str, Any]]:
+    """What was measured since, texts of other kinds too: of records that can be compared the protocol, the text in
+    words, a row a recipe and protocol, and what their windows promise of others."""
     elsewhere = [one for record in records for one in record.elsewhere().values()]
+    found = []
     for group in _groups([*records, *elsewhere]):
         given = group[0].protocol
-        known = (tables.reference(group, name) for name in PROTOCOLS)
-        rows: list[dict[str, Any]] = [
-            {"cache": "16 bit", "bits": 16.0, "bits at 4096 tokens": 16.0, "protocol": None,
-             "perplexity": next((f"{one:.3f}" for one in known if one), None)}
-        ]  # fmt: skip
-        for record in group:
-            bits = record.result.bits
-            for name, part in record.result.protocols.items():
-                rows.append({
-                    "cache": record.name,
-                    "bits": bits["asymptotic"],
-                    "bits at 4096 tokens": bits["at_4096"],
-                    "protocol": SPOKEN[name],
-                    **{_HEADS.get(head, head): cell for head, cell in tables.measures(part).items()},
-                })  # fmt: skip
-        recent = "as in use" if given.recent is None else f"of {given.recent} tokens"
-        recent += "" if given.sinks is None else f", {given.sinks} exact first tokens"
-        blocks.append(
-            f"{in_bold(given.model)}; {tables.about_text(given)} {_SPOKEN}"
-            f"In use: in steps of {given.step} tokens with the compressed cache, recent window {recent}. {_DECODED}"
-            f"± is a standard error over windows.\n\n{markdown_table(rows)}"
-        )
-        blocks += [bound] if (bound := tables.kl_bounds(group)) else []
-    verdict = records[0].result.gate
-    if verdict:
-        bounds = ", ".join(f"{name} {bound:g}" for name, bound in verdict.bounds.items())
-        kept = "; ".join(verdict.failed) or "kept"
-        where = SPOKEN.get(verdict.protocol or "", "")
-        blocks.append(f"Bounds for publication{where and f', {where}'}: {bounds}. {kept[0].upper()}{kept[1:]}.")
-    return "\n\n".join(blocks)
+        rows = [{_HEADS.get(head, head): cell for head, cell in row.items()} for row in tables.by_protocol(group)]
+        for row in rows:
+            row.pop(f"at {given.length}", None)
+        text = tables.about_text(given)
+        found.append({"given": given, "text": text, "rows": rows, "bound": tables.kl_bounds(group)})
+    return found
 
 
 def _groups(records: Sequence[TextRecord]) -> list[list[TextRecord]]:

@@ -102,11 +102,12 @@ def table(records: Records) -> list[dict[str, Any]]:
     """The rows that `kvq eval` prints: one a recipe and protocol, the 16-bit model first, and so for each text."""
     groups, source = _by_text(records), records[0].protocol.text.source
     if len(groups) == 1:
-        return _table(records)
-    return [{"text": text or source, **row} for text, group in groups.items() for row in _table(group)]
+        return by_protocol(records)
+    return [{"text": text or source, **row} for text, group in groups.items() for row in by_protocol(group)]
 
 
-def _table(records: Records) -> list[dict[str, Any]]:
+def by_protocol(records: Records) -> list[dict[str, Any]]:
+    """The rows of one text."""
     length = records[0].protocol.length
     known = next((one for name in _protocols(records) if (one := reference(records, name))), None)
     rows = [_bits("16 bit", EXACT, length) | {"protocol": None, "perplexity": known and f"{known:.3f}"}]

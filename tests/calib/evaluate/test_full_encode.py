@@ -377,7 +377,7 @@ def test_nothing_encoded_is_said_and_no_zero_is_printed(small):
     assert "128 recent tokens, a block of 128 tokens and a step of 32" in parts["in-use"]["reason"]
     assert parts["full"]["decoded"]["reads"] == 0 and "kl" not in parts["full"]
     texts = [json.dumps(make([told])) for make in (tables.table, tables.comparison, tables.notes)]
-    texts.append(sections.evaluation([told]))
+    texts.append(json.dumps([one["rows"] for one in sections.evaluations([told])]))
     for text in texts:
         assert "0.00%" not in text and "100.0" not in text
     assert all("nothing was encoded" in text for text in (texts[0], texts[2], texts[3]))

@@ -197,7 +197,7 @@ def test_stages_by_layer_are_folded_away(fitted):
 
 def test_the_card_says_sizes_and_the_machine_in_words(fitted):
     sizes = Sizes(fitted.recipe, fitted.fingerprint.geometry)
-    text = sections.size(fitted)
+    text = report.card(fitted)
     assert f"smaller than 16 bit from {sizes.smaller_from():,} tokens on" in text
     assert f"| {sizes.at(32768).total / sizes.at(32768).exact:.0%} |" in text and "| 131,072 |" in text
     about = {"torch": "2.13", "machine": "x86_64", "dtype": "bfloat16", "threads": 1, "device": "cpu", "cpu": "AVX512"}
