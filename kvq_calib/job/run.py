@@ -19,7 +19,7 @@ from kvq_calib.job.token import publishing
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import card as report
 from kvq_calib.report import plots, sections, tables
-from kvq_calib.report.published import Place, Published, figures
+from kvq_calib.report.published import Place, Published
 from kvq_calib.run import calibrate
 from kvq_calib.run.run import Executor, Listener, Run, silent
 from kvq_runtime.artifact import ARTIFACT_FILE, artifact, fingerprint
@@ -146,10 +146,10 @@ def publish(
         measures = made.fit["layers"]
         errors = [sum(layer[role]["relative_error"] for layer in measures) / len(measures) for role in ("key", "value")]
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
-        version = places[0].reference.rpartition("@")[2] if places else ""
-        made_of = (recipe, name, version, hashlib.sha256(data).hexdigest(), bits, errors[0], errors[1])
-        found = figures(named[number]) if own else {}
-        done.append(Published(*made_of, failed=failed, layers=layers, places=places, folder=str(folder), **found))
+        measured = named[number] if own else None
+        sha256 = hashlib.sha256(data).hexdigest()
+        costs = (bits, errors[0], errors[1], measured)
+        done.append(Published(recipe, name, sha256, *costs, failed, layers, places, str(folder)))
     return done
 
 

@@ -1,6 +1,6 @@
 """The outcome of a calibration's artifacts: what was measured, where they were published, where files are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,9 +29,7 @@ class Place:
 class Published:
     """One artifact as fitted and measured, and published if it keeps the bounds.
 
-    version      in the first of `places`, or "" if it was not published
-    perplexity   and relative, what it is over that of 16 bit, less 1, under `protocol`: a full encode where that was
-                 measured; or `unmeasured`, the reason why there is no figure. kl: nats per token
+    measured     the record of what it costs, of which full encode counts where it was measured; None: not asked for
     failed       the bounds that it does not keep
     layers       of a recipe with a budget: what was chosen
     places       the registries that have it
@@ -40,16 +38,11 @@ class Published:
 
     recipe: str
     name: str
-    version: str
     sha256: str
     bits: float
     key_error: float
     value_error: float
-    perplexity: float | None = None
-    relative: float | None = None
-    kl: float | None = None
-    protocol: str = ""
-    unmeasured: str = ""
+    measured: TextRecord | None = None
     failed: Sequence[str] = ()
     layers: list[dict] = field(default_factory=list)
     places: tuple[Place, ...] = ()
@@ -70,7 +63,7 @@ class Published:
             "key error": round(self.key_error, 5),
             "value error": round(self.value_error, 5),
         }
-        return row | _cells(vars(self))
+        return row | _cells(self.measured)
 
     def record(self) -> dict[str, Any]:
         """All of it as JSON: plain numbers, whose units are in their names.
@@ -84,20 +77,12 @@ class Published:
             "bits_per_element": self.bits,
             "key_error": self.key_error,
             "value_error": self.value_error,
-            **_numbers(vars(self)),
+            **_numbers(self.measured),
             "published": [asdict(place) for place in self.places],
             "folder": self.folder,
             "exceeds": list(self.failed),
         }
         return found | ({"layers": self.layers} if self.layers else {})
-
-
-def figures(record: TextRecord) -> dict[str, Any]:
-    """Return a record's figures as fields of `Published`."""
-    if record.decisive is None:
-        return {"unmeasured": "; ".join(record.reasons())}
-    protocol, found = record.decisive
-    return {"perplexity": found.perplexity, "relative": found.relative, "kl": found.kl, "protocol": SPOKEN[protocol]}
 
 
 def reference_row(records: Sequence[TextRecord]) -> dict[str, Any]:
@@ -112,31 +97,28 @@ def baseline_row(record: TextRecord) -> dict[str, Any]:
     """The line of a baseline in the result table."""
     result = record.result
     row = {"recipe": result.recipe, "artifact": "(baseline)", "bits": result.bits["asymptotic"]}
-    return row | _cells(figures(record))
+    return row | _cells(record)
 
 
 def baseline_record(record: TextRecord) -> dict[str, Any]:
     """The same as JSON, with the names of `Published.record`."""
     row = {"recipe": record.result.recipe, "artifact": record.artifact}
-    return row | {"bits_per_element": record.result.bits["asymptotic"]} | _numbers(figures(record))
+    return row | {"bits_per_element": record.result.bits["asymptotic"]} | _numbers(record)
 
 
-def _cells(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures for people, or the reason why there are none."""
-    if found.get("relative") is None:
-        return {"vs 16 bit": found["unmeasured"]} if found["unmeasured"] else {}
-    perplexity = None if found["perplexity"] is None else f"{found['perplexity']:.3f}"
-    return {
-        "protocol": found["protocol"],
-        "perplexity": perplexity,
-        "vs 16 bit": percent(found["relative"]),
-        "KL": found["kl"],
-    }
+def _cells(record: TextRecord | None) -> dict[str, Any]:
+    """Figures for people, or the reason why there are none; nothing of what was not to be measured."""
+    if record is None or record.decisive is None:
+        return {} if record is None else {"vs 16 bit": "; ".join(record.reasons())}
+    protocol, found = record.decisive
+    row = {"protocol": SPOKEN[protocol], "perplexity": f"{found.perplexity:.3f}"}
+    return row | {"vs 16 bit": percent(found.relative), "KL": found.kl}
 
 
-def _numbers(found: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(record: TextRecord | None) -> dict[str, Any]:
     """Figures by names with their units, or the reason why there are none."""
-    if found.get("relative") is None:
-        return {"unmeasured": found["unmeasured"]} if found["unmeasured"] else {}
-    ratio = {"perplexity_over_16_bit": 1 + found["relative"], "kl_nats_per_token": found["kl"]}
-    return {"protocol": found["protocol"], "perplexity": found["perplexity"], **ratio}
+    if record is None or record.decisive is None:
+        return {} if record is None else {"unmeasured": "; ".join(record.reasons())}
+    protocol, found = record.decisive
+    ratio = {"perplexity_over_16_bit": 1 + found.relative, "kl_nats_per_token": found.kl}
+    return {"protocol": SPOKEN[protocol], "perplexity": found.perplexity, **ratio}

@@ -18,10 +18,6 @@ from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.reference import registry_url
 from kvq_runtime.registry.sound import read
 
-MADE = Published(
-    "aqua-2bit", "m-aqua-2bit", "1.2.0", "ab" * 32, 2.4583, 0.026, 0.0072, 11.5, -2e-6, 7e-3, "full encode"
-)
-
 
 def record(name: str, relative: float) -> TextRecord:
     figures = {"perplexity": 12 * (1 + relative), "reference_perplexity": 12.0, "relative": relative, "kl": 0.02}
@@ -29,6 +25,9 @@ def record(name: str, relative: float) -> TextRecord:
     about = {"windows": 4, "length": 64, "text": {"source": "demo"}}
     result = {"recipe": name, "bits": bits, "protocols": {"full": figures}}
     return read({"artifact": name, "corpus": "c", "protocol": about, "result": result})
+
+
+MADE = Published("aqua-2bit", "m-aqua-2bit", "ab" * 32, 2.4583, 0.026, 0.0072, record("ab" * 32, -2e-6))
 
 
 @pytest.fixture
@@ -63,10 +62,10 @@ def test_another_registry_and_a_run_folder_are_named_where_one_loads_from(made, 
     shown = capsys.readouterr().out
     assert 'from_pretrained("m-aqua-2bit@1.0.0", model=model, registry="file:///other")' in shown
     assert "kvq promote m-aqua-2bit@1.0.0 --registry file:///other" in shown
-    outcome.show([replace(made, places=(), version="")], [], as_json=False)
+    outcome.show([replace(made, places=())], [], as_json=False)
     shown = capsys.readouterr().out
     assert f'from_pretrained("{made.folder}/kvq.safetensors", model=model)' in shown and "kvq promote" not in shown
-    outcome.show([replace(made, places=(), version="", failed=["KL"])], [], as_json=False)
+    outcome.show([replace(made, places=(), failed=["KL"])], [], as_json=False)
     shown = capsys.readouterr().out
     assert "not published        it exceeds the bounds" in shown and "from_pretrained" not in shown
 
@@ -74,8 +73,8 @@ def test_another_registry_and_a_run_folder_are_named_where_one_loads_from(made, 
 def test_json_is_numbers_with_their_units_in_the_names(made, capsys):
     outcome.show([made], [record("ab" * 32, -2e-6), record("higgs-2bit", 0.0312)], as_json=True)
     (found,) = json.loads(capsys.readouterr().out)
-    assert found["perplexity_over_16_bit"] == 1 - 2e-6 and found["kl_nats_per_token"] == 7e-3
-    assert found["perplexity"] == 11.5 and found["bits_per_element"] == 2.4583 and found["exceeds"] == []
+    assert found["perplexity_over_16_bit"] == 1 - 2e-6 and found["kl_nats_per_token"] == 0.02
+    assert found["perplexity"] == 12 * (1 - 2e-6) and found["bits_per_element"] == 2.4583 and found["exceeds"] == []
     assert [place["path"] for place in found["published"]] == ["/blobs/ab", "/other/blobs/ab"]
     (beside,) = found["baselines"]
     assert beside["recipe"] == "higgs-2bit" and beside["perplexity_over_16_bit"] == pytest.approx(1.0312)

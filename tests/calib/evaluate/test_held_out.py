@@ -61,7 +61,8 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     first, second = (read(one).figures("full") for one in (kept, again[0]))
     assert second.kl == pytest.approx(first.kl, rel=1e-6)
     assert kept["protocol"]["text"]["split"] == "held-out" and kept["protocol"]["windows"] == 2
-    assert done[0].kl == first.kl > 0 and done[0].protocol == "full encode" and spent["evaluation"] > 0
+    told = done[0].record()
+    assert told["kl_nats_per_token"] == first.kl > 0 and told["protocol"] == "full encode" and spent["evaluation"] > 0
 
 
 def test_card_and_plots_carry_the_results(model, tmp_path):
