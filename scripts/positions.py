@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvq_calib.evaluate.caches import attending
-from kvq_calib.evaluate.perplexity import Score
-from kvq_calib.model.attention import passes
+from kvq_calib.evaluate.perplexity import Score, logits
 
 SLICE = 128  # tokens whose logits are in memory
 DIGITS = 6  # of a mean that a record keeps
@@ -73,14 +71,8 @@ def states(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache, step: int | 
 
     step   tokens of a forward pass; None: all in one
     """
-    tokens_BT, found = tokens_BT.to(model.device).long(), []
-    length = tokens_BT.shape[1]
     with _headless(model):
-        for one in passes(length, step or length):
-            given = tokens_BT[:, one.start : one.stop]
-            with attending(model, cache):
-                found.append(model(given, past_key_values=cache, use_cache=True).logits.cpu())
-    return torch.cat(found, 1)
+        return torch.cat([part.cpu() for part in logits(model, tokens_BT, cache, step or tokens_BT.shape[1])], 1)
 
 
 @torch.inference_mode()

@@ -101,7 +101,7 @@ def _kept(args: argparse.Namespace, subjects: Sequence[Subject], records: Sequen
 
 def _greedy(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
     """Run `kvq eval --protocol decode`: follow the 16-bit model's greedy text with each cache."""
-    subjects = _as_asked(_protocol(args, None), files, subjects)
+    subjects = [_protocol(args, None).subject(one, files.geometry) for one in subjects]
     plan = decode.Plan(args.length or min(decode.LENGTH, files.context))
     source, prompt = args.corpus or files.entry.corpus, args.prompt or decode.PROMPT
     batch = corpus.select(source, files.path, args.windows, prompt, args.seed, "held-out")
@@ -114,15 +114,10 @@ def _greedy(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subj
     return 0
 
 
-def _as_asked(protocol: record.Protocol, files: ModelFiles, subjects: Sequence[Subject]) -> list[Subject]:
-    """The subjects with the window that the protocol asks for."""
-    return [replace(one, recipe=protocol.recipe(one.recipe, files.geometry, one.tensors)) for one in subjects]
-
-
 def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
     """Run `kvq eval --tasks`: names that kvq does not know are lm-eval's."""
     protocol = _protocol(args, None)
-    subjects = _as_asked(protocol, files, subjects)
+    subjects = [protocol.subject(one, files.geometry) for one in subjects]
     asked = args.tasks.split(",")
     own = [task for task in asked if task in synthetic.TASKS or task in ruler.TASKS]
     foreign = [task for task in asked if task not in own]

@@ -63,11 +63,15 @@ class Ledger:
     def _path(self, unit: Mapping[str, Any]) -> Path | None:
         if self.folder is None:
             return None
-        name = json.dumps({**self.about, **unit}, sort_keys=True)
-        return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
+        return self.folder / f"{digest_of({**self.about, **unit})}.json"
 
 
 NOWHERE = Ledger()
+
+
+def digest_of(value: Any) -> str:
+    """sha256 of what JSON can hold, whatever the order of its names."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @cache

@@ -18,7 +18,7 @@ Source: Shutova et al., 2025 (AQUA-KV), section 4: sequences encoded auto-regres
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -89,11 +89,8 @@ class Score:
     def against(self, reference: "Score") -> tuple[float, float | None]:
         """perplexity / the reference's - 1, and the standard error of that over windows; None for one window."""
         gaps = [own - other for own, other in zip(self.losses, reference.losses, strict=True)]
-        mean = sum(gaps) / len(gaps)
-        if len(gaps) < 2:
-            return math.expm1(mean), None
-        spread = sum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)
-        return math.expm1(mean), math.exp(mean) * math.sqrt(spread / len(gaps))
+        mean, error = mean_and_error(gaps)
+        return math.expm1(mean), None if error is None else math.exp(mean) * error
 
     def figures(self, reference: "Score") -> dict[str, Any]:
         """The figures of records."""
@@ -106,6 +103,13 @@ class Score:
             "top1": self.top1,
             "windows": {"loss": self.losses, "reference_loss": reference.losses, "kl": self.kls},
         }
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean, and its standard error; None of one value."""
+    count, mean = len(values), sum(values) / len(values)
+    squares = sum((one - mean) ** 2 for one in values)
+    return mean, math.sqrt(squares / (count - 1) / count) if count > 1 else None
 
 
 class Windows:
@@ -194,14 +198,14 @@ def scores(
     found = {name: Score() for name in (REFERENCE, *caches)}
     rows = rows or rows_of(length, model.config.get_text_config(decoder=True).vocab_size)
     for some in tokens_BT.split(rows):
-        exact = partial(_logits, model, some, None, step, prompt)
+        exact = partial(logits, model, some, None, step, prompt)
         windows = Windows(some, model.device, exact, prompt)
         for name, score in found.items():
             unit = {"score": name, "tokens": digest(some), "step": step} | ({"prompt": prompt} if prompt else {})
             kept = ledger.read(**unit)
             if kept is None:
                 cache = None if name == REFERENCE else caches[name]()
-                given = windows.expected if cache is None else _logits(model, some, cache, step, prompt)
+                given = windows.expected if cache is None else logits(model, some, cache, step, prompt)
                 made = windows.score(given, progress)
                 made.reads = cache.reads if isinstance(cache, CountedCache) else None
                 kept = asdict(made)
@@ -222,13 +226,15 @@ def digest(tokens_BT: Tensor) -> str:
     return hashlib.sha256(tokens_BT.cpu().numpy().astype("<i4").tobytes()).hexdigest()
 
 
-def _logits(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, step: int, prompt: int) -> Iterator[Tensor]:
+def logits(
+    model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, step: int, prompt: int = 0
+) -> Iterator[Tensor]:
     """The logits of each pass, PART tokens at a time: [B, tokens, vocabulary]. None: transformers' own cache."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     for one in passes(tokens_BT.shape[1], step, prompt):
         given = tokens_BT[:, one.start : one.stop].to(model.device).long()
         with attending(model, cache):
-            logits = model(given, past_key_values=cache, use_cache=True).logits
+            found = model(given, past_key_values=cache, use_cache=True).logits
         if one.stop == prompt and isinstance(cache, CountedCache) and cache.reads is not None:
             cache.reads = Reads()  # what is scored is counted
-        yield from logits.split(PART, 1)
+        yield from found.split(PART, 1)

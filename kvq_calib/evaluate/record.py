@@ -14,7 +14,6 @@ All subjects are evaluated in one pass over the text. A registry keeps the recor
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,7 +27,7 @@ from transformers import PreTrainedModel
 from kvq_calib.evaluate import errors, perplexity
 from kvq_calib.evaluate.caches import CountedCache, FullCache, fit_tokens, refusal
 from kvq_calib.evaluate.layered import layered
-from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code
+from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code, digest_of
 from kvq_calib.evaluate.perplexity import REFERENCE, Score
 from kvq_calib.evaluate.subject import Subject, costs
 from kvq_calib.model.files import ModelFiles
@@ -45,7 +44,7 @@ ERROR_WINDOWS = 4
 ERROR_SUBJECTS = 16  # whose errors by layer are measured in one pass: each holds what it decoded in the layer below
 
 Progress = Callable[[int], object]
-Pairs = Mapping[str, tuple[Recipe, Mapping[str, Tensor]]]  # what is measured, by its digest
+Subjects = Mapping[str, Subject]  # what is measured, by its digest
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,10 @@ class Protocol:
             raise ValueError(f"protocols={self.protocols!r}; use some of {PROTOCOLS}")
         if self.by_layer and FULL not in self.protocols:
             raise ValueError(f"protocols={self.protocols!r}: {perplexity.ONLY_FULL}; use --protocol full")
+
+    def subject(self, given: Subject, geometry: Geometry) -> Subject:
+        """The subject as it is measured: see `recipe`."""
+        return replace(given, recipe=self.recipe(given.recipe, geometry, given.tensors))
 
     def recipe(self, recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> Recipe:
         """The recipe as it is measured. Raises ValueError where its fit does not allow another block."""
@@ -166,32 +169,16 @@ def evaluate(
     used, ledger = setting(files, device, dtype or _kind(files, device), ledger)
     way = {"by_layer": True} if protocol.by_layer else {}  # which has no figures in use
     own = ledger.within(protocol=_protocol(files, batch, protocol, others), **way)
-    recipes = [protocol.recipe(subject.recipe, files.geometry, subject.tensors) for subject in subjects]
-    digests = [_digest(subject, recipe) for subject, recipe in zip(subjects, recipes, strict=True)]
+    asked = [protocol.subject(subject, files.geometry) for subject in subjects]
+    digests = [digest_of([one.sha256, one.recipe.to_json()]) for one in asked]
     records: dict[str, Any] = {digest: own.read(record=digest) for digest in digests}
-    left = {
-        digest: (recipe, subject.tensors)
-        for digest, recipe, subject in zip(digests, recipes, subjects, strict=True)
-        if records[digest] is None
-    }
+    left = {digest: one for digest, one in zip(digests, asked, strict=True) if records[digest] is None}
     progress(work(files, batch, len(subjects), protocol, others) - work(files, batch, len(left), protocol, others))
     at_work = _Work(files, protocol, device, dtype, progress, ledger)
-    for digest, result in at_work.results(batch.tokens_BT, left, others).items() if left else ():
-        about = _protocol(files, batch, protocol, others)
-        about["model"]["parameters"] = result.pop("parameters")
-        records[digest] = {
-            "artifact": subjects[digests.index(digest)].sha256 or result["recipe"],
-            "corpus": batch.description["corpus_digest"],
-            "protocol": about,
-            "environment": used,
-            "result": result,
-        }
-        own.write(records[digest], record=digest)
+    for digest, made in at_work.records(batch, left, others, used).items() if left else ():
+        own.write(made, record=digest)
+        records[digest] = made
     return [records[digest] for digest in digests]
-
-
-def _digest(subject: Subject, recipe: Recipe) -> str:
-    return hashlib.sha256(json.dumps([subject.sha256, recipe.to_json()], sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -205,42 +192,42 @@ class _Work:
     progress: Progress
     ledger: Ledger
 
-    def results(self, tokens_BT: Tensor, pairs: Pairs, others: Mapping[str, Batch]) -> dict[str, dict[str, Any]]:
-        """Measure each (recipe, tensors); return the results by digest."""
-        found, parameters, kind = self._scores(tokens_BT, pairs, self.protocol.protocols)
-        layers = self._errors(Stream(self.files, self.device, kind), tokens_BT, pairs)
-        results = {}
-        for digest, (recipe, _) in pairs.items():
-            results[digest] = {
-                "recipe": recipe.name,
-                "parameters": parameters,
-                "protocols": {name: self._part(name, recipe, tokens_BT, found[name], digest) for name in found},
-                "window": asdict(recipe.window),
-                "bits": costs(recipe, self.files.geometry, self.files.sliding, tokens_BT.shape[1]),
-                "layers": layers.get(digest, []),
-            }
+    def records(
+        self, batch: Batch, left: Subjects, others: Mapping[str, Batch], used: Mapping[str, Any]
+    ) -> dict[str, dict[str, Any]]:
+        """Measure each subject; return the records by digest."""
+        tokens_BT, files = batch.tokens_BT, self.files
+        found, parameters, kind = self._scores(tokens_BT, left, self.protocol.protocols)
+        layers = self._errors(Stream(files, self.device, kind), tokens_BT, left)
+        about, corpus = _protocol(files, batch, self.protocol, others), batch.description["corpus_digest"]
+        about["model"]["parameters"] = parameters
+        records = {}
+        for digest, subject in left.items():
+            parts = {name: self._part(name, subject.recipe, tokens_BT, found[name], digest) for name in found}
+            records[digest] = of_subject(files, subject, parts, tokens_BT.shape[1], corpus, about, used)
+            records[digest]["result"]["layers"] = layers.get(digest, [])
         for text, other in others.items():
-            for name, some in self._elsewhere(pairs).items():
+            for name, some in self._elsewhere(left).items():
                 found, *_ = self._scores(other.tokens_BT, some, (name,))
-                for digest, (recipe, _) in some.items():
-                    part = self._part(name, recipe, other.tokens_BT, found[name], digest)
-                    results[digest].setdefault("texts", {})[text] = {"protocols": {name: part}}
-        return results
+                for digest, subject in some.items():
+                    part = self._part(name, subject.recipe, other.tokens_BT, found[name], digest)
+                    records[digest]["result"].setdefault("texts", {})[text] = {"protocols": {name: part}}
+        return records
 
-    def _elsewhere(self, pairs: Pairs) -> dict[str, Pairs]:
+    def _elsewhere(self, subjects: Subjects) -> dict[str, Subjects]:
         """Return what to measure on a text of another kind, by protocol."""
         if self.protocol.by_layer:
-            return {FULL: pairs}
+            return {FULL: subjects}
         if len(set(self.protocol.protocols)) < len(PROTOCOLS):
-            return {name: pairs for name in self.protocol.protocols}
-        without = {digest: pair for digest, pair in pairs.items() if refusal(pair[0]) is not None}
-        return {FULL: {digest: pair for digest, pair in pairs.items() if digest not in without}, IN_USE: without}
+            return {name: subjects for name in self.protocol.protocols}
+        without = {digest: one for digest, one in subjects.items() if refusal(one.recipe) is not None}
+        return {FULL: {digest: one for digest, one in subjects.items() if digest not in without}, IN_USE: without}
 
     def _scores(
-        self, tokens_BT: Tensor, pairs: Pairs, protocols: Sequence[str]
+        self, tokens_BT: Tensor, subjects: Subjects, protocols: Sequence[str]
     ) -> tuple[dict[str, dict[str, Score]], int, torch.dtype | None]:
         """Scores by protocol and digest, the model's parameters and its dtype; the model is gone when this returns."""
-        if not pairs:
+        if not subjects:
             self.progress(tokens_BT.numel() * len(protocols))
             return {name: {} for name in protocols}, 0, None
         length, protocol, stream = tokens_BT.shape[1], self.protocol, None
@@ -249,10 +236,10 @@ class _Work:
         model = load_model(self.files, self.device, self.dtype) if stream is None else stream.blank
         found: dict[str, dict[str, Score]] = {}
         for name in (one for one in PROTOCOLS if one in protocols):
-            left = {digest: pair for digest, pair in pairs.items() if self._refusal(name, pair[0]) is None}
-            self.progress(tokens_BT.numel() * (len(pairs) - len(left) + (not left)))
+            left = {digest: one for digest, one in subjects.items() if self._refusal(name, one.recipe) is None}
+            self.progress(tokens_BT.numel() * (len(subjects) - len(left) + (not left)))
             empty = partial(FullCache, length=length) if name == FULL else CountedCache
-            caches = {digest: partial(empty, recipe, model, tensors) for digest, (recipe, tensors) in left.items()}
+            caches = {digest: partial(empty, one.recipe, model, one.tensors) for digest, one in left.items()}
             common, kept = (protocol.rows, self.progress), self.ledger.within(encoded=name)
             if not left:
                 found[name] = {}
@@ -269,17 +256,17 @@ class _Work:
             return refusal(recipe)
         return perplexity.ONLY_FULL if self.protocol.by_layer else None
 
-    def _errors(self, stream: Stream, tokens_BT: Tensor, pairs: Pairs) -> dict[str, list[dict[str, Any]]]:
+    def _errors(self, stream: Stream, tokens_BT: Tensor, subjects: Subjects) -> dict[str, list[dict[str, Any]]]:
         """Errors by layer, of a few subjects in a pass over the model."""
         step, prompt, some = self.protocol.step, self.protocol.prompt, tokens_BT[: self.protocol.error_windows]
         if not len(some):
             return {}
         unit = {"tokens": some.tolist(), "step": step, "prompt": prompt}
-        found: dict[str, Any] = {digest: self.ledger.read(errors=digest, **unit) for digest in pairs}
+        found: dict[str, Any] = {digest: self.ledger.read(errors=digest, **unit) for digest in subjects}
         left = [digest for digest, rows in found.items() if rows is None]
-        self.progress(_error_work(self.files, some, len(pairs)) - _error_work(self.files, some, len(left)))
+        self.progress(_error_work(self.files, some, len(subjects)) - _error_work(self.files, some, len(left)))
         for start in range(0, len(left), ERROR_SUBJECTS):
-            group = {digest: pairs[digest] for digest in left[start : start + ERROR_SUBJECTS]}
+            group = {one: (subjects[one].recipe, subjects[one].tensors) for one in left[start : start + ERROR_SUBJECTS]}
             for digest, rows in errors.by_layer(stream, some, group, step, self.progress, prompt).items():
                 self.ledger.write(rows, errors=digest, **unit)
                 found[digest] = rows

@@ -12,9 +12,6 @@ right, or of RULER's references that the answer contains. Texts are of symbols f
 are in words, as RULER's.
 """
 
-import hashlib
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
@@ -28,8 +25,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.caches import CountedCache, FullCache, Reads, attending, refusal
-from kvq_calib.evaluate.ledger import NOWHERE, Ledger
-from kvq_calib.evaluate.perplexity import REFERENCE, ROW_TOKENS
+from kvq_calib.evaluate.ledger import NOWHERE, Ledger, digest_of
+from kvq_calib.evaluate.perplexity import REFERENCE, ROW_TOKENS, mean_and_error
 from kvq_calib.evaluate.record import load_model, of_subject, setting
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
@@ -124,7 +121,9 @@ def evaluate(
     used, ledger = setting(files, device, model.dtype, ledger)
     about = {"name": "tasks", "version": 1, "model": {"id": files.id, "revision": files.revision}} | plan.to_json()
     about["model"]["parameters"] = model.num_parameters()
-    digest, found, at_work = _digest(plan), list[dict[str, Any]](), _Work(model, files, plan, texts, progress, ledger)
+    # of all that the texts follow from, but for the tokenizer of a model that is asked in words
+    digest = digest_of({name: value for name, value in plan.to_json().items() if name != "protocols"})
+    found, at_work = list[dict[str, Any]](), _Work(model, files, plan, texts, progress, ledger)
     for subject in (None, *subjects):
         if subject is None:  # it has no cache to encode: one measurement stands under each protocol
             parts = dict.fromkeys(plan.protocols, at_work.part(None, IN_USE))
@@ -141,12 +140,6 @@ def work(plan: Plan, subjects: int) -> int:
     """Return the tokens that `evaluate` reports to `progress`, in all."""
     texts = len(plan.tasks) * len(plan.depths) * plan.samples * sum(plan.lengths)
     return texts * (1 + subjects) * len(plan.protocols)
-
-
-def _digest(plan: Plan) -> str:
-    """Return a digest of all that the texts follow from, but for the tokenizer of a model that is asked in words."""
-    texts = {name: value for name, value in plan.to_json().items() if name != "protocols"}
-    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
 
 
 def cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tuple[float, Case]]:
@@ -224,9 +217,8 @@ class _Work:
 
 def summary(scores: Sequence[float]) -> dict[str, Any]:
     """Mean of scores, its standard error over texts (None of one), and how many they are."""
-    count, mean = len(scores), sum(scores) / len(scores)
-    error = math.sqrt(sum((one - mean) ** 2 for one in scores) / (count - 1) / count) if count > 1 else None
-    return {"accuracy": mean, "se": error, "texts": count}
+    mean, error = mean_and_error(scores)
+    return {"accuracy": mean, "se": error, "texts": len(scores)}
 
 
 def stepped(model: PreTrainedModel, cache: Cache, some: Sequence[Case]) -> list[list[list[int]]]:

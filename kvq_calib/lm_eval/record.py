@@ -5,8 +5,6 @@ prompts, metrics and seeds. A record is in the form of `evaluate/tasks.py`; a ta
 ("acc,none", "exact_match,strict-match"), or the reason why it has no figures.
 """
 
-import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -18,6 +16,7 @@ import torch
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
+from kvq_calib.evaluate.ledger import digest_of
 from kvq_calib.evaluate.perplexity import STEP
 from kvq_calib.evaluate.record import load_model, of_subject
 from kvq_calib.evaluate.subject import Subject
@@ -83,7 +82,7 @@ def evaluate(
             part["through_the_cache"] = lm.through
             part["reference"] = records[0]["result"]["protocols"][IN_USE]["tasks"]
         # prompts do not depend on the recipe, and the 16-bit model, asked first, is never refused
-        corpus = records[0]["corpus"] if records else _digest(prompts)
+        corpus = records[0]["corpus"] if records else digest_of(prompts)
         records.append(of_subject(files, subject, {IN_USE: part}, AT_LENGTH, corpus, about, used))
     return records
 
@@ -102,14 +101,10 @@ def _answered(lm: CompressedLM, manager: Any, task: str, asked: Asked) -> tuple[
     counted = {name: one["effective"] for name, one in found["n-samples"].items()}
     figures = {name: _figures(row, counted.get(name)) for name, row in found["results"].items()}
     prompts = {
-        name: _digest([[one["prompt_hash"], one["target_hash"]] for one in samples])
+        name: digest_of([[one["prompt_hash"], one["target_hash"]] for one in samples])
         for name, samples in found["samples"].items()
     }
     return {name: one for name, one in figures.items() if one["metrics"]}, prompts
-
-
-def _digest(given: Any) -> str:
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
 
 def _figures(row: dict[str, Any], texts: int | None) -> dict[str, Any]:

@@ -134,8 +134,8 @@ MUTANTS = [
         "perplexity-spread",
         "the standard error is too small",
         "kvq_calib/evaluate/perplexity.py",
-        "for gap in gaps) / (len(gaps) - 1)",
-        "for gap in gaps) / len(gaps)",
+        "math.sqrt(squares / (count - 1) / count)",
+        "math.sqrt(squares / count / count)",
         ("calib/evaluate/test_evaluate.py",),
     ),
     Mutant(
@@ -168,8 +168,8 @@ MUTANTS = [
         "ledger-settings",
         "numbers of another setting of a recipe are taken again",
         "kvq_calib/evaluate/record.py",
-        "json.dumps([subject.sha256, recipe.to_json()], sort_keys=True)",
-        "json.dumps([subject.sha256, recipe.name], sort_keys=True)",
+        "digest_of([one.sha256, one.recipe.to_json()])",
+        "digest_of([one.sha256, one.recipe.name])",
         ("calib/evaluate/test_full_encode.py", "calib/evaluate/test_compare.py"),
     ),
     # ---- evaluate
