@@ -18,7 +18,7 @@ from kvq_calib.model import catalog
 from kvq_calib.run.device import keep_memory
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
-from kvq_runtime.cli.options import EXPLAINED, Parser, add_settings, count, seconds
+from kvq_runtime.cli.options import EXPLAINED, Parser, add_settings, count, registry, seconds
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.sound import read
@@ -230,11 +230,6 @@ def _here(asked, work, quiet: bool):
         return run.complete(asked, replace(work, listener=bar))
 
 
-def _pair(text: str) -> int:
-    """The type of --seq-len: a token, and one to be foretold by it."""
-    return count(text, least=2)
-
-
 def _wants_prefect(args: argparse.Namespace) -> bool:
     return args.prefect or bool(os.environ.get("PREFECT_API_URL"))
 
@@ -271,10 +266,11 @@ def parser() -> argparse.ArgumentParser:
         help="with --recipe auto-vocab or --for: a text of another kind whose fit part settings are measured on, too; "
         "or none (default: demo-code, or demo beside that)")  # fmt: skip
     add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")
-    add("--seq-len", type=_pair, metavar="L", help="tokens per sequence")
+    add("--seq-len", type=partial(count, least=2), metavar="L", help="tokens per sequence")  # one, and one to foretell
     add("--held-out", type=int, metavar="N", help="sequences that only measure the fit (default: an eighth)")
     add("--seed", type=int, default=0, metavar="S", help="of the choice of text (default 0)")
-    add = top.add_argument_group("where").add_argument
+    where = top.add_argument_group("where")
+    add = where.add_argument
     add("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the forward pass (default: the model's)")
     add("--threads", type=count, metavar="N",
@@ -285,10 +281,7 @@ def parser() -> argparse.ArgumentParser:
         help="what a killed run loses beside the layer at work, as in 90s or 1h (default: 5m; more where writing takes "
         "over a twentieth of it); 0s, and with --workers: nothing, by way of files")  # fmt: skip
     add("--run", metavar="DIR", help="folder of the run's files (default: $KVQ_HOME/runs/PLAN)")
-    add("--registry", metavar="URL",
-        help="file:///folder, s3://bucket/prefix, oci://host/repository or hf://org (default: $KVQ_REGISTRY, else "
-        "$KVQ_HOME/registry)"
-    )  # fmt: skip
+    registry(where)
     add("--push", metavar="URL",
         help="publish to this registry as well, as in hf://org or s3://bucket; checked before the work")  # fmt: skip
     add("--name", metavar="NAME", help="of the artifact (default: MODEL-RECIPE)")

@@ -14,6 +14,7 @@ from kvq_runtime.cli import options
 from kvq_runtime.cli.options import add_settings, count, png
 from kvq_runtime.errors import extra
 
+MODEL = "a name of the catalog (demo, recall, qwen2.5-7b), folder, .gguf file, or Hub id"
 _TEXT = """\
 Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
 part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
@@ -159,7 +160,7 @@ def add_import(subparsers: Any) -> None:
     add("form", choices=["oscar"], help="OSCAR's rotation files")
     add("--keys", required=True, metavar="FILE", help="k_rotation_*.pt")
     add("--values", required=True, metavar="FILE", help="v_rotation_*.pt")
-    add("--model", required=True, help="a name of the catalog, folder, .gguf file, or Hub id: what they were made for")
+    add("--model", required=True, help=f"{MODEL}: what they were made for")
     add("--recipe", default="oscar-2bit", metavar="NAME", help="a recipe of oscar (default: oscar-2bit)")
     add("--name", help="of the artifact (default: MODEL-RECIPE)")
     options.registry(command)
@@ -235,7 +236,7 @@ def add_bench(subparsers: Any) -> None:
     add = command.add_argument
     add("subjects", metavar="REF|RECIPE", nargs="+", help="references, .safetensors files, recipes")
     add_settings(command, "of every recipe named")
-    add("--model", required=True, help="a name of the catalog (demo, qwen2.5-7b), folder, .gguf file, or Hub id")
+    _machine(command, "as stored; bfloat16 where that has 32 bits", "prompts")
     add("--context", type=counts, metavar="L,L",
         help="tokens of a prompt (default: 1024,4096 as far as the model goes)")  # fmt: skip
     add("--batch", type=counts, metavar="B,B", default=(1,), help="rows (default: 1)")
@@ -246,10 +247,6 @@ def add_bench(subparsers: Any) -> None:
     )  # fmt: skip
     add("--memory", metavar="SIZE",
         help="that weights and rows are to fit into, as in 80GB (default: the device's own)")  # fmt: skip
-    add("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    kinds = ("bfloat16", "float16", "float32")
-    add("--dtype", choices=kinds, help="default: as stored; bfloat16 where that has 32 bits")
-    add("--seed", type=int, default=0, help="chooses the prompts (default: 0)")
     add("--out", metavar="FILE", help="keep finished rounds here, and go on with what it has")
     add("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
     options.registry(command)
@@ -351,12 +348,16 @@ def _missing(error: BaseException) -> str:
 
 
 def _source(command: argparse.ArgumentParser) -> None:
+    _machine(command, "float32 on a CPU, else as stored", "sequences")
     add = command.add_argument
-    add("--model", required=True,
-        help="a name of the catalog (demo, recall, qwen2.5-7b), folder, .gguf file, or Hub id")  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help="text, measured on its held-out part (default: model's)")
     add("--length", type=count, metavar="L", help="tokens of a sequence (default: the model's)")
-    add("--seed", type=int, default=0, help="chooses the sequences (default: 0)")
+
+
+def _machine(command: argparse.ArgumentParser, stored: str, chosen: str) -> None:
+    """Add the model and where it runs: in the dtype `stored` by default; what the seed chooses."""
+    add = command.add_argument
+    add("--model", required=True, help=MODEL)
     add("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    kinds = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=kinds, help="default: float32 on a CPU, else as stored")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help=f"default: {stored}")
+    add("--seed", type=int, default=0, help=f"chooses the {chosen} (default: 0)")

@@ -86,7 +86,7 @@ def png(text: str) -> str:
     return text
 
 
-def registry(command: argparse.ArgumentParser) -> None:
+def registry(command: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add `--registry`."""
     text = "file:///folder, s3://bucket/prefix, oci://host/repository or hf://org"
     default = "(default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
