@@ -47,36 +47,27 @@ class Status:
             print(CLEAR, end="", file=sys.stderr, flush=True)
 
 
-class Left:
-    """Estimate the time that is left, from the time of the part since the first call; units of any kind."""
-
-    def __init__(self, clock: Callable[[], float] | None = None):
-        self._clock = clock or time.monotonic
-        self._first: tuple[float, float] | None = None
-
-    def __call__(self, done: float, total: float) -> str:
-        """In words; nothing, as long as that is not known."""
-        now = self._clock()
-        if self._first is None:
-            self._first = now, done
-        begun, before = self._first
-        return f"{spoken((now - begun) * (total - done) / (done - before))} left" if done > before else ""
-
-
 class Lines:
     """Progress as plain lines on a standard error that is no terminal, one every 30 seconds at most; else silent."""
 
     def __init__(self, program: str, quiet: bool = False, clock: Callable[[], float] | None = None):
         self._program, self._on, self._clock = program, not quiet and not sys.stderr.isatty(), clock or time.monotonic
-        self._left, self._said = Left(self._clock), self._clock()
+        self._said = self._clock()
+        self._first: tuple[float, float] | None = None
 
-    def __call__(self, text: str, done: float, total: float) -> None:
-        """Report what is at work, the share of all that is done, and about how long the rest takes."""
-        left = self._left(done, total)
-        if self._on and self._clock() - self._said >= EVERY:
-            self._said = self._clock()
+    def __call__(self, text: str, done: float, total: float) -> str:
+        """Report what is at work, the share of all that is done, and about how long the rest takes, as since the first
+        call. Returns that in words; nothing, as long as it is not known."""
+        now = self._clock()
+        if self._first is None:
+            self._first = now, done
+        begun, before = self._first
+        left = f"{spoken((now - begun) * (total - done) / (done - before))} left" if done > before else ""
+        if self._on and now - self._said >= EVERY:
+            self._said = now
             parts = [text, f"{done / total:.0%} done", *([f"about {left}"] if left else [])]
             print(f"{self._program}: {printable(', '.join(filter(None, parts)))}", file=sys.stderr, flush=True)
+        return left
 
 
 def spoken(seconds: float) -> str:
@@ -125,7 +116,7 @@ class Bar:
         self._status = Status("kvq-calibrate", quiet)
         self._all = self._before(budget.most_rounds(plan), 0)
         self._at: tuple[int, int] | None = None
-        self._done, self._left, self._lines = 0, Left(), Lines("kvq-calibrate", quiet)
+        self._done, self._lines = 0, Lines("kvq-calibrate", quiet)
         self._evaluated = Lines("kvq-calibrate", quiet)
         self._bar = self._drawn("choosing the text", self._work(0, 0))
 
@@ -144,12 +135,11 @@ class Bar:
                 self._status("drawing the plots, writing the cards")
             return
         tokens = progress.tokens or len(self._plan.chunks[progress.done - 1]) * self._plan.seq_len
-        left = self._left(self._done, self._all)
         self._done += tokens
+        where = f"{again}layer {progress.layer + 1} of {progress.layers}, {progress.stage}"
+        left = self._lines(where, min(self._done, self._all), self._all)
         self._bar.set_postfix_str(", ".join(filter(None, (progress.stage, left and f"{left} in all"))), refresh=False)
         self._bar.update(tokens)
-        where = f"{again}layer {progress.layer + 1} of {progress.layers}, {progress.stage}"
-        self._lines(where, min(self._done, self._all), self._all)
 
     def _next(self, said: str, total: int) -> None:
         """Go on with a new bar; the one that stood there before the first report becomes it."""

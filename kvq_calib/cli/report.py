@@ -39,9 +39,8 @@ def report(args: argparse.Namespace) -> int:
         damaged += [f"{row['name']} {row['version']}: {row['damage']}" for row in found["versions"] if row["damage"]]
         return _give(args, found, wall.page, "registry.html", damaged)
     found = _version(args)
-    damaged = [f"{row['check']}: {row['what']}" for row in found["health"] if _is_fault(row)]
     name = f"{found['name']}-v{found['version']}.html" if found["version"] else f"{found['name']}.html"
-    return _give(args, found, version.page, name, damaged)
+    return _give(args, found, version.page, name, version.faults(found))
 
 
 def _all_pages(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
@@ -53,10 +52,6 @@ def _all_pages(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
         known_of_it = known.of_version(registry, row["name"], row["version"])
         files.save(folder / row["page"], version.page(known_of_it).encode())
     args.out = str(folder / "index.html")
-
-
-def _is_fault(row: Mapping[str, Any]) -> bool:
-    return row["result"] == "failed" and row["check"] != "yanked"
 
 
 def _version(args: argparse.Namespace) -> dict[str, Any]:

@@ -32,24 +32,14 @@ def in_bold(model: Model) -> str:
     return f"`{model.id}`, **{size_of(model.parameters)} parameters**"
 
 
-def figure(value: float | None) -> str:
-    """Three digits that count."""
-    return "" if value is None else f"{value:.3g}"
-
-
-def fixed(value: float | None) -> str:
-    """Three decimals."""
-    return "" if value is None else f"{value:.3f}"
+def figure(value: float | None, form: str = ".3g") -> str:
+    """A number: three digits that count, or in another form."""
+    return "" if value is None else f"{value:{form}}"
 
 
 def exact(value: float | None) -> str:
     """All digits, for a program."""
     return "" if value is None else repr(value)
-
-
-def share(value: float | None, form: str = ".0%") -> str:
-    """A share in per cent."""
-    return "" if value is None else f"{value:{form}}"
 
 
 def spread(said: str, error: float | None, form: str) -> str:

@@ -46,9 +46,9 @@ def passed(registry: bool = True) -> list[dict[str, Any]]:
 def _failed(message: str) -> list[dict[str, Any]]:
     """The rows of a file that did not load: the first check that the message names failed."""
     place = CHECKS.index(next((part for part in message.split(": ") if part in CHECKS), CHECKS[0]))
-    before, after = ([_row(one, said, MEANINGS[one]) for one in checks]
-                     for checks, said in ((CHECKS[:place], OK), (CHECKS[place + 1 :], NOT_REACHED)))  # fmt: skip
-    return [*before, _row(CHECKS[place], FAILED, message), *after]
+    rows = [_row(check, OK if number < place else NOT_REACHED, MEANINGS[check]) for number, check in enumerate(CHECKS)]
+    rows[place] = _row(CHECKS[place], FAILED, message)
+    return rows
 
 
 def beside(registry: Registry, name: str, version: Version) -> list[dict[str, Any]]:

@@ -9,12 +9,11 @@ from typing import Any
 
 from kvq_calib.report import card, greedy
 from kvq_calib.report.answered import cell
-from kvq_calib.report.page import html
-from kvq_calib.report.page.evidence import deciding
+from kvq_calib.report.page import evidence, html
 from kvq_calib.report.panels import Point, not_drawn
 from kvq_calib.report.panels import frontier as frontier_of
 from kvq_calib.report.sections import machine_of
-from kvq_calib.report.words import change, figure, fixed, named, share, size_of, spread
+from kvq_calib.report.words import change, figure, named, size_of, spread
 from kvq_runtime.cli.table import percent
 from kvq_runtime.disk.strict_json import flatten
 from kvq_runtime.registry.measured import SPOKEN
@@ -28,8 +27,7 @@ HEADS = ("text", "against 16 bit", "KL, nats", "protocol", "domain", "16 bit", "
 def page(known: Known) -> str:
     """The whole page."""
     badges = [*known["aliases"], *(["yanked"] if known["yanked"] is not None else [])]
-    if any(row["result"] == "failed" for row in known["health"] if row["check"] != "yanked"):
-        badges.append("damaged")
+    badges += ["damaged"] if faults(known) else []
     model = (known.get("model") or {}).get("id")
     size = (known["evaluation"] or {}).get("parameters")
     about = [str(model or "unknown model"), size and f"{size_of(size)} parameters", known["published"]]
@@ -45,9 +43,15 @@ def page(known: Known) -> str:
     )  # fmt: skip
 
 
+def faults(known: Known) -> list[str]:
+    """What checks found damaged, a sentence each."""
+    failed = (row for row in known["health"] if row["result"] == evidence.FAILED and row["check"] != "yanked")
+    return [f"{row['check']}: {row['what']}" for row in failed]
+
+
 def figures(known: Known) -> list[tuple[str, str]]:
     """The tiles: a figure, and what it is."""
-    recipe, decisive = known["recipe"] or {}, deciding(known["losses"])
+    recipe, decisive = known["recipe"] or {}, evidence.deciding(known["losses"])
     found = [(recipe.get("name", "unknown"), "recipe")]
     if recipe:
         found.append((f"{recipe['bits']:.3g}", "bits per element, of one more token"))
@@ -69,10 +73,10 @@ def losses(known: Known) -> Rows:
         if "reason" in one:
             rows.append(row | {"decoded": one["reason"]})
             continue
-        row |= {"16 bit": fixed(one["reference_perplexity"]), "perplexity": fixed(one["perplexity"])}
+        row |= {"16 bit": figure(one["reference_perplexity"], ".3f"), "perplexity": figure(one["perplexity"], ".3f")}
         row |= {"against 16 bit": spread(percent(one["relative"]), one["relative_se"], ".2%")}
         row |= {"KL, nats": spread(figure(one["kl"]), one["kl_se"], ".2g")}
-        rows.append(row | {"top-1": share(one["top1"], ".2%"), "decoded": share(one["decoded"])})
+        rows.append(row | {"top-1": figure(one["top1"], ".2%"), "decoded": figure(one["decoded"], ".0%")})
     return rows
 
 
