@@ -55,17 +55,17 @@ def _ends(boundaries: Tensor) -> Tensor:
     return torch.cat([-infinity, boundaries, infinity])
 
 
-def _mass(boundaries: Tensor) -> Tensor:
-    """The share of a standard Gaussian in each cell; from the nearer tail, so that no digits are lost."""
-    ends = -_ends(boundaries).abs()
-    tails = torch.special.ndtr(ends)
-    crosses = (_ends(boundaries)[:-1] < 0) & (_ends(boundaries)[1:] > 0)
+def _mass(ends: Tensor) -> Tensor:
+    """The share of a standard Gaussian between ends; from the nearer tail, so that no digits are lost."""
+    tails, below = torch.special.ndtr(-ends.abs()), ends < 0
+    crosses = below[:-1] & (ends[1:] > 0)
     return torch.where(crosses, 1 - tails[:-1] - tails[1:], tails.diff().abs())
 
 
 def _means(boundaries: Tensor) -> Tensor:
-    density = torch.exp(-_ends(boundaries).square() / 2) / math.sqrt(2 * math.pi)
-    means = -density.diff() / _mass(boundaries)
+    ends = _ends(boundaries)
+    density = torch.exp(-ends.square() / 2) / math.sqrt(2 * math.pi)
+    means = -density.diff() / _mass(ends)
     return (means - means.flip(0)) / 2
 
 
@@ -73,7 +73,7 @@ def _means(boundaries: Tensor) -> Tensor:
 def distortion(bits: int) -> float:
     """The mean squared error of the Gaussian codebook at unit variance: 1 - E[c²], as centroids are cells' means."""
     boundaries, centroids = gaussian(bits)
-    return 1 - float((_mass(boundaries) * centroids.square()).sum())
+    return 1 - float((_mass(_ends(boundaries)) * centroids.square()).sum())
 
 
 @dispatch.paired("latent.encode_gaussian")

@@ -44,7 +44,7 @@ DIGESTS: dict[tuple[int, int], str] = {
 }
 BITS = (1, 2, 3, 4)
 
-_STEP, _PATHS = 1 << 18, 1 << 26  # numbers that one step of the search works on, and bytes that all steps of it keep
+_STEP, _PATHS = 1 << 19, 1 << 26  # numbers that one step of the search works on, and bytes that all steps of it keep
 _UNREACHED = 2.0**60  # the cost of states that no path has reached
 _FAINTEST = 2.0**-10  # of the loudest group's size: the least that a group is weighed with
 
