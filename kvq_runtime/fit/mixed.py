@@ -25,6 +25,7 @@ DEVIATIONS = tuple(0.7 + 0.05 * step for step in range(19))  # times the deviati
 REACHES = tuple(0.5 + 0.1 * step for step in range(36))  # ends at the sample's quantiles of so many deviations
 ROOM = 2.0  # times the largest gain that the sample needs
 RESCALED = 2
+SOME = 1024  # tokens that gains are found with, before the last time
 COARSE = 3  # of the candidates for a scale one of so many is tried, and then the last time those beside the best
 TRIMMED = 1024  # one token of so many is left out: an outlier must not stretch the ranges of all
 
@@ -52,7 +53,7 @@ def with_gain(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) ->
 
     The ends are those of the tokens' sizes, the outer hundredths left out, and above them ROOM for tokens of other
     text. A token's size is the norm of its latents over their root mean square; the gains that leave the least error
-    follow from the scales, and the scales from those: RESCALED times.
+    follow from the scales, and the scales from those: RESCALED times, the last time with all tokens, before with some.
     """
     norm_N = z_NR.float().square().mean(1).sqrt()
     whole = deviation_R.square().mean().sqrt().float()
@@ -63,11 +64,13 @@ def with_gain(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) ->
     gain_N = levels[(size_N.log()[:, None] - levels.log()).abs().argmin(1)]
     found = {"gain_ends": ends_2}
     for step in range(RESCALED + 1):
+        some = slice(None, None, 1 if step == RESCALED else max(1, len(z_NR) // SOME))
+        z_MR, gain_M = z_NR[some].float(), gain_N[some]
         if step:
-            gain_N = levels[quantize.best_gain(z_NR.mT.float()[None], found, width)[0].long()]
-        over_NR = z_NR.float() / gain_N[:, None]
-        deviation_R = over_NR.double().square().mean(0).sqrt()
-        found |= scales(quantize, over_NR, deviation_R, width, fine=step == RESCALED)
+            gain_M = levels[quantize.best_gain(z_MR.mT[None], found, width)[0].long()]
+        over_MR = z_MR / gain_M[:, None]
+        deviation_R = over_MR.double().square().mean(0).sqrt()
+        found |= scales(quantize, over_MR, deviation_R, width, fine=step == RESCALED)
     return found
 
 
