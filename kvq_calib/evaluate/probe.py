@@ -186,7 +186,7 @@ def _joint(total: Centred, inputs: Tensor, target: Tensor) -> Centred:
         mean_y_O=total.mean_x_I[target],
         xx_II=total.xx_II[inputs][:, inputs],
         xy_IO=total.xx_II[inputs][:, target],
-        yy_O=total.xx_II.diagonal()[target],
+        yy_OO=total.xx_II[target][:, target],
     )
 
 

@@ -18,21 +18,24 @@ Tensors = dict[str, Tensor]
 
 
 def gptq(weight_IO: Tensor, covariance_II: Tensor) -> Tensors:
-    """Round W against the (damped) covariance of its inputs: codes uint8 [O, I/group, packed], step and low float16.
+    """Round W against the (damped) covariance of its inputs: codes uint8 [O, I/group, packed], step and low float16."""
+    return rounded(weight_IO, inverse_root(covariance_II))
 
-    After input i is rounded with error e, the inputs j > i move by -e · U_ij / U_ii, where UᵀU is the inverse of the
-    covariance: the move that makes up best for the error. A group's ends are taken when its first input is reached.
+
+def rounded(weight_IO: Tensor, upper_II: Tensor) -> Tensors:
+    """The same, given the upper triangular U, UᵀU the inverse of the covariance.
+
+    After input i is rounded with error e, the inputs j > i move by -e · U_ij / U_ii: the move that makes up best for
+    the error. A group's ends are taken when its first input is reached.
     """
     inputs, weight = len(weight_IO), weight_IO.double().clone()
     group = min(MATRIX_GROUP, inputs)
-    inverse = torch.cholesky_inverse(cholesky(covariance_II.double()))
-    upper = cholesky(inverse).mT
     found: dict[str, list[Tensor]] = {"codes": [], "step": [], "low": []}
     for start in range(0, inputs, group):
         end = min(start + group, inputs)
         _, step, low = rtn.encode(weight[start:end].mT, MATRIX_BITS)
-        codes_OK, errors_KO = _round_group(weight[start:end], upper[start:end, start:end], step, low)
-        weight[end:] -= upper[start:end, end:].mT @ errors_KO
+        codes_OK, errors_KO = _round_group(weight[start:end], upper_II[start:end, start:end], step, low)
+        weight[end:] -= upper_II[start:end, end:].mT @ errors_KO
         codes_OK = functional.pad(codes_OK, (0, group - codes_OK.shape[1]))
         for name, part in (("codes", pack.pack(codes_OK, MATRIX_BITS)), ("step", step), ("low", low)):
             found[name].append(part)
@@ -42,14 +45,22 @@ def gptq(weight_IO: Tensor, covariance_II: Tensor) -> Tensors:
 def _round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Round the inputs of one group in turn: codes [O, K], and each input's error over its U_ii, [K, O]."""
     rest, step, low = weight_KO.clone(), step.double(), low.double()
-    codes, errors = [], []
-    for i in range(len(rest)):
-        code = ((rest[i] - low) / step.where(step > 0, 1.0)).round_().clamp_(0, 2**MATRIX_BITS - 1)
-        error = (rest[i] - (low + step * code)) / upper_KK[i, i]
-        rest[i + 1 :] -= torch.outer(upper_KK[i, i + 1 :], error)
-        codes.append(code.to(torch.uint8))
-        errors.append(error)
-    return torch.stack(codes, 1), torch.stack(errors)
+    unit, diagonal = step.where(step > 0, 1.0), upper_KK.diagonal().tolist()
+    codes_KO, errors_KO = torch.empty_like(rest), torch.empty_like(rest)
+    for i, (code, error) in enumerate(zip(codes_KO, errors_KO, strict=True)):
+        torch.sub(rest[i], low, out=code).div_(unit).round_().clamp_(0, 2**MATRIX_BITS - 1)
+        torch.sub(rest[i], torch.addcmul(low, step, code), out=error).div_(diagonal[i])
+        rest[i + 1 :].addr_(upper_KK[i, i + 1 :], error, alpha=-1)
+    return codes_KO.mT.to(torch.uint8), errors_KO
+
+
+def inverse_root(covariance_II: Tensor, count: int = 0) -> Tensor:
+    """The upper triangular U with UᵀU the inverse, float64: of a Cholesky factor from the last input to the first.
+
+    count   samples that the covariance is of, as `cholesky` has it
+    """
+    factor_II = cholesky(covariance_II.double().flip(0, 1), count)
+    return torch.linalg.solve_triangular(factor_II, torch.eye(len(factor_II)).to(factor_II), upper=False).flip(0, 1)
 
 
 def damped(covariance_II: Tensor, ridge: float) -> Tensor:

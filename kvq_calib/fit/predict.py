@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq_calib.fit.gptq import cholesky, damped, gptq
-from kvq_calib.fit.scheme import Chunk, Empty, Given, SchemeFit, Source, Summed
-from kvq_calib.fit.statistics import Centred, CrossMoments, Sample
+from kvq_calib.fit.gptq import cholesky, damped, inverse_root, rounded
+from kvq_calib.fit.scheme import Chunk, Empty, Given, Inputs, SchemeFit, Source, Summed
+from kvq_calib.fit.statistics import Centred, Sample
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import SAMPLE_ROWS, Statistic, Statistics, fixed_sign
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
@@ -45,19 +45,6 @@ Kind = Linear | MLP
 
 
 @dataclass(frozen=True)
-class Inputs(Summed[Centred]):
-    """Joint covariances of a prediction's inputs and its target."""
-
-    passes = ("inputs",)
-
-    def empty(self, fit: SchemeFit, source: Source) -> Empty:
-        return partial(CrossMoments, fit.zeros(_inputs(fit)), fit.zeros(fit.codec.geometry.width))
-
-    def add(self, sums: CrossMoments, chunk: Chunk) -> None:
-        sums.update(*chunk.joint, chunk.data.mask_NT)
-
-
-@dataclass(frozen=True)
 class InputRows(Summed[Tensor]):
     """A sample of inputs and target, side by side: float32 [rows, I + C]."""
 
@@ -68,7 +55,8 @@ class InputRows(Summed[Tensor]):
         return partial(Sample, self.rows, _inputs(fit) + fit.codec.geometry.width)
 
     def add(self, sums: Sample, chunk: Chunk) -> None:
-        chunk.offer(sums, torch.cat(chunk.joint, -1))
+        rows_KW = torch.cat(chunk.joint, -1).flatten(0, 1)
+        chunk.offer(sums, rows_KW.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -128,7 +116,8 @@ def fit_low_rank(joint: Centred, rank: int, ridge: float) -> Tensors:
 
 def fit_gptq(joint: Centred, ridge: float) -> Tensors:
     """Centred ridge regression, stored in 4 bits: {"codes", "step", "low", "bias"}."""
-    found = gptq(ridge_map(joint, ridge), damped(joint.xx_II, ridge))
+    upper_II = inverse_root(damped(joint.xx_II, ridge), int(joint.count))
+    found = rounded(upper_II.mT @ (upper_II @ joint.xy_IO), upper_II)
     return found | {"bias": _bias(joint, Linear(storage="gptq4").matrix(found, len(joint.xx_II)))}
 
 

@@ -16,7 +16,7 @@ have, would otherwise take with it the digits that the covariance is in.
 O = outputs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -46,14 +46,26 @@ class MeanVariance:
 
 @dataclass(frozen=True)
 class Centred:
-    """Covariances (divided by count) of inputs x and outputs y, float64; yy is by channel."""
+    """Covariances (divided by count) of inputs x and outputs y, float64."""
 
     count: float
     mean_x_I: Tensor
     mean_y_O: Tensor
     xx_II: Tensor
     xy_IO: Tensor
-    yy_O: Tensor
+    yy_OO: Tensor
+
+    @property
+    def yy_O(self) -> Tensor:
+        """The variances of outputs."""
+        return self.yy_OO.diagonal()
+
+    def left(self, weight_IO: Tensor, bias_O: Tensor) -> Tensor:
+        """The second moment about zero of y - x W - b, float64 [O, O]."""
+        weight_IO, mean_O = weight_IO.double(), self.mean_y_O - bias_O.double()
+        mean_O = mean_O - self.mean_x_I @ weight_IO
+        crossed_OO = weight_IO.mT @ (self.xx_II @ weight_IO / 2 - self.xy_IO)
+        return self.yy_OO + crossed_OO + crossed_OO.mT + torch.outer(mean_O, mean_O)
 
 
 class _Sums:
@@ -96,44 +108,44 @@ class Moments(_Sums):
 
 
 class CrossMoments(_Sums):
-    """Sum the products of inputs x with themselves and with outputs y.
+    """Sum the products of inputs x with themselves and with outputs y, and of those with themselves.
 
     shift_x_I, shift_y_O   vectors near the means: products are float32, where those of large means would not fit
+    known                  so many of the last inputs are not multiplied with each other: their products are known
     """
 
-    def __init__(self, shift_x_I: Tensor, shift_y_O: Tensor):
-        inputs, outputs, device = len(shift_x_I), len(shift_y_O), shift_x_I.device
-        both = inputs + outputs  # x and y side by side; of xx only what is on and above the diagonal counts
-        shapes = {"sum": (both,), "products": (inputs, both), "yy": (outputs,)}
+    def __init__(self, shift_x_I: Tensor, shift_y_O: Tensor, known: int = 0):
+        both, device = len(shift_x_I) + len(shift_y_O), shift_x_I.device
         shifts = {"shift_x": shift_x_I.float(), "shift_y": shift_y_O.to(device).float()}
-        super().__init__(shifts, _zeros(device, count=(), **shapes))
+        # x and y side by side; only what is on and above the diagonal counts
+        super().__init__(shifts, _zeros(device, count=(), sum=(both,), products=(both, both)))
+        self.known = known
 
     def update(self, x_NTI: Tensor, y_NTO: Tensor, mask_NT: Tensor | None = None) -> None:
         """Add the rows where the mask is true."""
         inputs, shift = len(self.settings["shift_x"]), torch.cat([*self.settings.values()])
+        fresh = inputs - self.known
         for parts in _tiles(mask_NT, x_NTI, y_NTO):
             xy = torch.cat(parts, 1).float().sub_(shift)
             self.sums["count"] += len(xy)
-            self.sums["sum"] += xy.sum(0, dtype=torch.float64)
-            self.sums["yy"] += xy[:, inputs:].square().sum(0, dtype=torch.float64)
+            self.sums["sum"] += xy.sum(0)
             panel = PANEL if xy.device.type == "cpu" else WIDE_PANEL
-            for first in range(0, inputs, panel):
-                last = min(first + panel, inputs)
-                self.sums["products"][first:last, first:] += xy[:, first:last].mT @ xy[:, first:]
+            for start, end, skipped in ((0, fresh, 0), (fresh, inputs, self.known), (inputs, len(shift), 0)):
+                for first in range(start, end, panel):
+                    last, columns = min(first + panel, end), max(first, start + skipped)
+                    self.sums["products"][first:last, columns:] += xy[:, first:last].mT @ xy[:, columns:]
 
-    def value(self) -> Centred:
+    def value(self, known_KK: Tensor | None = None) -> Centred:
+        """Means and covariances; `known`: the second moment about zero of the inputs that are known, about no shift."""
         count = _count(self.sums)
         inputs = len(self.settings["shift_x"])
-        x, y = (self.sums["sum"] / count).tensor_split([inputs])
-        xx, xy = (self.sums["products"] / count).tensor_split([inputs], 1)
-        return Centred(
-            count=count,
-            mean_x_I=x + self.settings["shift_x"],
-            mean_y_O=y + self.settings["shift_y"],
-            xx_II=xx.triu() + xx.triu(1).mT - torch.outer(x, x),
-            xy_IO=xy - torch.outer(x, y),
-            yy_O=(self.sums["yy"] / count - y.square()).clamp_min(0),
-        )
+        moment, mean = self.sums["products"] / count, self.sums["sum"] / count
+        if known_KK is not None:
+            moment[inputs - self.known : inputs, inputs - self.known : inputs] = known_KK
+        covariance = moment.triu() + moment.triu(1).mT - torch.outer(mean, mean)
+        x, y = (mean + torch.cat([*self.settings.values()])).tensor_split([inputs])
+        (xx, xy), (_, yy) = (rows.tensor_split([inputs], 1) for rows in covariance.tensor_split([inputs]))
+        return Centred(count=count, mean_x_I=x, mean_y_O=y, xx_II=xx, xy_IO=xy, yy_OO=yy)
 
 
 class QueryMoments(_Sums):
@@ -249,10 +261,15 @@ class Attended(_Sums):
 
 
 class Sample:
-    """Keep the rows whose hash of (seed, sequence, position) is among the `rows` smallest."""
+    """Keep the rows whose hash of (seed, sequence, position) is among the `rows` smallest.
 
-    def __init__(self, rows: int, width: int, seed: int = 0):
+    among   so many rows are offered in all: those whose hash is too large for them are not looked at. 0: unknown
+    """
+
+    def __init__(self, rows: int, width: int, seed: int = 0, among: int = 0):
         self.rows, self.seed, self.merged = rows, seed, 0
+        share = rows / max(among, 1) * (1 + 8 / rows**0.5)  # eight deviations more than are kept
+        self._most = int(2**64 * share) - 2**63 if among and share < 1 else 2**63 - 1
         self._hash_R = torch.empty(0, dtype=torch.int64)
         self._sequence_R, self._position_R = self._hash_R.clone(), self._hash_R.clone()
         self._rows_RC = torch.empty(0, width)
@@ -263,14 +280,22 @@ class Sample:
         sequences_N   the sequences' numbers in the whole corpus
         start         the position of the first token
         """
-        N, T, _ = x_NTC.shape
+        rows_RC = x_NTC.flatten(0, 1)
+        self.choose(lambda places_K: rows_RC[places_K], sequences_N, x_NTC.shape[1], start, mask_NT, x_NTC.device)
+
+    def choose(
+        self, rows: Callable[[Tensor], Tensor], sequences_N: Tensor, tokens: int, start: int = 0,
+        mask_NT: Tensor | None = None, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        """The same of rows that are made of their places in [N · tokens] first, on a device."""
+        N, T = len(sequences_N), tokens
         sequence = sequences_N.cpu().long()[:, None].expand(N, T).flatten()
         position = torch.arange(start, start + T).expand(N, T).flatten()
         hashes = _mix(_mix(_mix(torch.tensor(self.seed)) ^ sequence) ^ position)
-        kept = torch.arange(N * T) if mask_NT is None else mask_NT.cpu().flatten().nonzero()[:, 0]
+        open_R = hashes <= self._most
+        kept = (open_R if mask_NT is None else open_R & mask_NT.cpu().flatten()).nonzero()[:, 0]
         kept = kept[torch.argsort(hashes[kept], stable=True)[: self.rows]]
-        rows = x_NTC.flatten(0, 1)[kept.to(x_NTC.device)].to("cpu", torch.float32)
-        self._keep(hashes[kept], sequence[kept], position[kept], rows)
+        self._keep(hashes[kept], sequence[kept], position[kept], rows(kept.to(device)).to("cpu", torch.float32))
 
     def merge(self, index: int, partial: Self) -> None:
         """Take in the partial of chunk `index`: 0 first, then each next one."""

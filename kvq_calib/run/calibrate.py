@@ -199,6 +199,7 @@ def _fit_recipe(
     measures: dict = {}
     for role, moments in zip(ROLES, collected.moments[recipe.window.sinks], strict=True):
         fit = SchemeFit(recipe, layer, role, plan.geometry, Statistics(moments.mean_C.float(), seed=plan.seed))
+        fit.known, fit.rows = work.known(role), share.ROWS if plan.draft else 0
         fit.fit(_source(work, role, collected.queries))
         errors = Errors()
         decoded = run.executor(passes.decode, passes.Pass(work, fit), range(len(plan.chunks)))
@@ -212,6 +213,7 @@ def _fit_recipe(
         if fit.scheme.feedback is not None and collected.queries is not None and collected.held is not None:
             found = deviations(fit.scheme.feedback, collected.queries, collected.held)
             measures[role]["query_deviation"] = found
+    work.leave()
     return tensors, measures, work
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.scheme import Asked, Blocks, Chunk, Errors, SchemeFit, Sums, blocks, summed
+from kvq_calib.fit.scheme import Asked, Blocks, Chunk, Errors, Known, SchemeFit, Sums, blocks, summed
 from kvq_calib.fit.statistics import Moments, QueryMoments, QuerySums
 from kvq_calib.model.attention import Projected, joined
 from kvq_calib.model.streamed import Layer, Stream
@@ -22,7 +22,7 @@ from kvq_calib.run.device import settle
 from kvq_calib.run.run import Run
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
-from kvq_runtime.stages.stage import Inputs
+from kvq_runtime.stages.stage import Inputs, Place
 
 Pair = tuple[Tensor, Tensor]
 
@@ -132,6 +132,32 @@ class RecipeWork:
         below = (n - max(self._inputs(n, role).below, default=0) <= self.layer for n in above for role in ROLES)
         return any(below) or (role == "key" and self._inputs(self.layer, "value").keys)
 
+    def known(self, role: Role) -> Known | None:
+        """What other fits have summed of what keys, or values, of this layer are predicted from."""
+        if clean(self.recipe.scheme(self.layer, role)) or not self.layer:
+            return None
+        if role == "value":
+            known = self.fits["key"].left
+            return known and known.among(self._inputs(self.layer, role).places(role), self.run.plan.geometry.width)
+        path = checkpoint.folder_of(self.run.folder, self.layer - 1) / file(f"{self.recipe.name}-moment", 0)
+        moment_KK = self.run.activations.load(path, str(self.stream.device))["moment"]
+        return Known(self._passed(self.layer), moment_KK) if len(moment_KK) else None
+
+    def leave(self) -> None:
+        """Keep what the fit of the keys of the layer above is to know, once values are fitted."""
+        if self.layer + 1 < self.run.plan.geometry.layers:
+            known, width = self.fits["value"].left, self.run.plan.geometry.width
+            places: list[Place] = [(depth - 1, role) for depth, role in self._passed(self.layer + 1)]
+            moment_KK = known.among(places, width).moment_KK if known else torch.empty(0, 0)
+            path = self.folder / file(f"{self.recipe.name}-moment", 0)
+            self.run.activations.save({"moment": moment_KK}, path)
+
+    def _passed(self, layer: int) -> list[Place]:
+        """What the keys of a layer are predicted from that the values of the layer below were predicted from, too."""
+        below = self._inputs(layer - 1, "value").places("value")
+        passed: list[Place] = [(depth + 1, role) for depth, role in below]
+        return [place for place in passed if place in self._inputs(layer, "key").places("key")]
+
     def _inputs(self, layer: int, role: Role) -> Inputs:
         return self.recipe.scheme(layer, role).inputs(layer, role)
 
@@ -189,7 +215,7 @@ def collect(shared: Pass, index: int) -> list[Sums]:
     work, codec = shared.work, shared.fit.codec
     exact_below = clean(shared.fit.scheme) and any("inputs" in one.passes for one, _ in shared.asked)
     data, context = work.data(index, codec.role, exact_below)
-    return summed(shared.asked, Chunk(codec, data, context, partial(work.keys, index)))
+    return summed(shared.asked, Chunk(codec, data, context, partial(work.keys, index), shared.fit.order))
 
 
 def decode(shared: Pass, index: int) -> Errors:

@@ -24,7 +24,7 @@ from kvq_runtime.ops import dispatch, product, rope
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens
-from kvq_runtime.stages.stage import SLOTS, Site, Specs
+from kvq_runtime.stages.stage import SLOTS, Place, Site, Specs
 
 _CPU = torch.device("cpu")
 
@@ -292,12 +292,17 @@ class Codec:
         cos, sin = (part.float() for part in context.rope)
         return rope.rotate(mean_HD.expand(*cos.shape[:2], -1, -1), cos, sin).flatten(-2)
 
-    def inputs(self, context: Context) -> Tensor:
-        """The inputs of the prediction, side by side: [N, T, I]."""
-        which = ROLES.index(self.role)
-        parts = [context.keys] if self.reads_keys else []
-        parts += [context.below[depth - 1][which] for depth in self.below]
-        parts += [context.below[depth - 1][1 - which] for depth in self.below if self.reads_both]
+    @property
+    def places(self) -> list[Place]:
+        """What the prediction reads."""
+        return self.scheme.inputs(self.layer, self.role).places(self.role)
+
+    def inputs(self, context: Context, places: Sequence[Place] | None = None) -> Tensor:
+        """The inputs of the prediction, side by side, in their order or another one: [N, T, I]."""
+        parts = [
+            context.below[depth - 1][ROLES.index(role)] if depth else context.keys
+            for depth, role in (self.places if places is None else places)
+        ]
         assert all(part is not None for part in parts), "a prediction without what it reads"
         return torch.cat([part.to(torch.bfloat16) for part in parts], -1)  # type: ignore[union-attr]
 

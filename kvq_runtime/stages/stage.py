@@ -23,7 +23,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import Geometry, Role, Window
+from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.ops import product
 from kvq_runtime.ops import rotation as rotations
 
@@ -69,6 +69,9 @@ class Stage(ABC):
             raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")
 
 
+Place = tuple[int, Role]
+
+
 class Inputs(NamedTuple):
     """The inputs of the prediction of a layer's keys, or of its values.
 
@@ -85,6 +88,13 @@ class Inputs(NamedTuple):
     def tokens(self) -> int:
         """The number of tensors, each as wide as a token, side by side."""
         return self.keys + len(self.below) * (1 + self.both)
+
+    def places(self, role: Role) -> list[Place]:
+        """How many layers below each of them is, 0 for this one, and its role; in order."""
+        other: Role = ROLES[1 - ROLES.index(role)]
+        roles = (role, other) if self.both else (role,)
+        own: list[Place] = [(0, "key")] if self.keys else []
+        return own + [(depth, one) for one in roles for depth in self.below]
 
 
 class Predictor(Stage):

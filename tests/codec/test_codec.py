@@ -207,7 +207,7 @@ def moments(z: Tensor, y: Tensor) -> Centred:
     z, y = z.flatten(0, -2).double(), y.flatten(0, -2).double()
     centred = z - z.mean(0), y - y.mean(0)
     gram, cross = (centred[0].mT @ part / len(z) for part in centred)
-    return Centred(len(z), z.mean(0), y.mean(0), gram, cross, y.var(0, correction=0))
+    return Centred(len(z), z.mean(0), y.mean(0), gram, cross, y.mT.cov(correction=0))
 
 
 def chain(noise: float = 0.2):

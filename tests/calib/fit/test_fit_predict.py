@@ -9,6 +9,7 @@ from sklearn.linear_model import Ridge
 from torch import Tensor
 
 from kvq_calib.fit import predict
+from kvq_calib.fit.gptq import gptq
 from kvq_calib.fit.predict import fit_mlp
 from kvq_calib.fit.statistics import Centred
 from kvq_runtime.ops import pack, rtn
@@ -42,7 +43,7 @@ def joint(z: Tensor, y: Tensor) -> Centred:
         xy_IO=torch.from_numpy(together[:inputs, inputs:].copy()),
         mean_x_I=z.mean(0),
         mean_y_O=y.mean(0),
-        yy_O=y.var(0, correction=0),
+        yy_OO=torch.from_numpy(together[inputs:, inputs:].copy()),
         count=len(z),
     )
 
@@ -148,7 +149,7 @@ def loss(covariance: Tensor, difference: Tensor) -> float:
 @pytest.mark.parametrize("inputs", [16, 64, 100, 192])
 def test_gptq_beats_rounding_and_fits_the_stored_layout(inputs):
     covariance, weight = gptq_case(inputs, 12)
-    found = predict.gptq(weight, covariance)
+    found = gptq(weight, covariance)
     predictor = Linear(storage="gptq4")
     specs = predictor.specs(inputs, 12)
     assert {n: (tuple(t.shape), t.dtype) for n, t in found.items()} == {n: specs[n] for n in ("codes", "step", "low")}
@@ -162,7 +163,7 @@ def test_gptq_beats_rounding_and_fits_the_stored_layout(inputs):
 def test_gptq_is_optimal_brain_quantization_in_a_fixed_order():
     """The textbook form: after each input, remove it and update all others by the inverse of what remains."""
     covariance, weight = gptq_case(16, 5)
-    found = predict.gptq(weight, covariance)
+    found = gptq(weight, covariance)
     step, low = found["step"].double()[:, 0], found["low"].double()[:, 0]
     rest, expected = weight.clone(), []
     for i in range(16):

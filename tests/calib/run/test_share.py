@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvq_calib.fit import rotate
+from kvq_calib.fit.scheme import Known
 from kvq_calib.fit.statistics import LayerQueries
 from kvq_calib.model import find as models
 from kvq_calib.run import budget, checkpoint, passes, share
@@ -20,7 +21,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.prefix import block_file
-from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
+from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme, preset
 from kvq_runtime.stages.latent import DeadZone, Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
@@ -123,6 +124,39 @@ def test_one_step_is_everyone_s_where_files_are_entropy_coded():
     with pytest.raises(ValueError, match="this model can have 2 to 8"):
         many = [{role: note | {"rates": [rate + 2 for rate in rates]} for role, note in notes[0].items()}] * 2
         share.shared_out(recipe, geometry, many)
+
+
+def test_recipes_of_enough_bits_have_one_draft(model, tmp_path):
+    """What a recipe is fitted to depends on no other: a run of both gives the bytes of either alone."""
+    two, three, one = (preset(f"aqua-fisher-{bits}bit") for bits in (2, 3, 1))
+    drafts = share.drafts([two, preset("aqua-2bit"), three, one])
+    assert [(name, own.name) for name, own in drafts.items()] == [
+        (two.name, two.name), (three.name, two.name), (one.name, one.name)
+    ]  # fmt: skip
+    assert drafts[three.name].scheme(1, "key").quantize.target == share.ENOUGH
+    both = runs.calibrate(a_run(model, tmp_path / "both", two, three))
+    alone = runs.calibrate(a_run(model, tmp_path / "alone", three))
+    assert artifact.to_bytes(both[three.name]) == artifact.to_bytes(alone[three.name])
+
+
+def test_what_another_fit_has_summed_changes_nothing(model, tmp_path, monkeypatch):
+    recipe, known = preset("aqua-fisher-2bit"), []
+    moment = passes.RecipeWork.known
+
+    def seen(work: passes.RecipeWork, role: Role) -> Known | None:
+        known.append(moment(work, role))
+        return known[-1]
+
+    monkeypatch.setattr(passes.RecipeWork, "known", seen)
+    found = runs.calibrate(a_run(model, tmp_path / "known", recipe))[recipe.name]
+    places = [[] if one is None else [*one.places] for one in known[len(known) // 2 :]]
+    assert places[:4] == [[], [], [], [(1, "key"), (1, "value")]]  # layers 0 and 1
+    assert places[4] == [(1, "key"), (2, "value"), (2, "key")] and len(places[5]) == 4  # values 1 below are new
+    monkeypatch.setattr(passes.RecipeWork, "known", lambda work, role: None)
+    expected = runs.calibrate(a_run(model, tmp_path / "summed", recipe))[recipe.name]
+    assert found.recipe == expected.recipe and found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        torch.testing.assert_close(found.tensors[name].float(), tensor.float(), rtol=1e-2, atol=1e-3)
 
 
 def test_the_draft_is_fitted_to_a_few_sequences_and_by_what_shares_alone(model, tmp_path, monkeypatch):
