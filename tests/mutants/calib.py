@@ -77,8 +77,8 @@ MUTANTS = [
         "gptq",
         "the error of a rounded group is added where it should be taken away",
         "kvq_calib/fit/gptq.py",
-        "weight[end:] -= upper[start:end, end:].mT @ errors_KO",
-        "weight[end:] += upper[start:end, end:].mT @ errors_KO",
+        "weight[end:] -= upper_II[start:end, end:].mT @ errors_KO",
+        "weight[end:] += upper_II[start:end, end:].mT @ errors_KO",
         ("calib/fit/test_fit_predict.py",),
     ),
     Mutant(

@@ -125,8 +125,8 @@ MUTANTS = [
         "codec-below",
         "a prediction reads the nearest layer in place of each one it names",
         "kvq_runtime/codec/codec.py",
-        "context.below[depth - 1][which]",
-        "context.below[0][which]",
+        "context.below[depth - 1][ROLES.index(role)]",
+        "context.below[0][ROLES.index(role)]",
         ("codec/test_codec.py",),
     ),
     # ---- store
