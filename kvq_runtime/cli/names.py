@@ -60,14 +60,15 @@ def _tagged(registry: Registry, state: State, tag: str | None) -> dict[str, Any]
 
 
 def search_names(args: Namespace) -> int:
-    """Print every version whose name, recipe, model, revision and corpus match."""
+    """Print every version whose name, recipe, model, revision and corpus match; 1 if one cannot be read."""
     registry = open_registry(args.where or args.registry)
     query = {field: getattr(args, field) for field in SEARCHED}
     rows = list(search(registry, query))
+    code = int(any("sha256" not in row for row in rows))
     if not args.json:
-        rows = [{name: row[name] for name in ("name", "version", *SEARCHED[1:], "yanked")} for row in rows]
+        rows = [{name: row.get(name) for name in ("name", "version", *SEARCHED[1:], "yanked")} for row in rows]
     print_table(rows, args.json)
-    return 0
+    return code
 
 
 def search(registry: Registry, query: Mapping[str, str | None]) -> Iterator[dict[str, Any]]:
@@ -75,13 +76,25 @@ def search(registry: Registry, query: Mapping[str, str | None]) -> Iterator[dict
 
     query   {field: pattern}, fields of SEARCHED; None matches all. A pattern with * ? [ must match the whole field,
             another a part of it; case is ignored. `corpus` is compared with the name of the corpus and its digest
+    What cannot be read, and so may match, is a row without a digest that says why.
     """
     patterns = {field: pattern.lower() for field, pattern in query.items() if pattern}
     for name in registry.names():
         if "name" in patterns and not _matches(patterns["name"], name):
             continue
-        for version in registry.state(name).versions.values():
-            row = {"name": name, "version": version.version} | registry.about(name, version)
+        row: dict[str, Any] = {"name": name}
+        try:
+            versions = registry.state(name).versions.values()
+        except (ArtifactError, PermissionError) as error:
+            yield row | {"recipe": f"cannot be read: {error}"}
+            continue
+        for version in versions:
+            row = {"name": name, "version": version.version}
+            try:
+                row |= registry.about(name, version)
+            except (ArtifactError, PermissionError) as error:
+                yield row | {"recipe": f"cannot be read: {error}"}
+                continue
             if all(_matches(pattern, row[f]) or _matches_digest(f, pattern, row) for f, pattern in patterns.items()):
                 yield row | {"sha256": version.sha256, "published": version.at, "yanked": version.yanked}
 
@@ -141,12 +154,20 @@ def _print_moved(registry: Registry, state: State, version: Version, args: Names
     record = {"name": state.name, "alias": args.alias, "version": state.at(args.alias)}
     proposed = proposals(found, state, alias=args.alias, version=version.version)
     print_record(record | ({"proposed": proposed} if args.json else {}), args.json)
+    which = f"{state.name}@{version.version} --alias {args.alias}"
     for one in proposed if not args.json else []:
         approved = "".join(f", {name} approved" for name in one["approved"])
         missing = one["needed"] - len(one["approved"])
-        more = "1 other name approves" if missing == 1 else f"{missing} other names approve"
-        said = f"{args.alias} is protected and did not move: {one['by']} proposed it at {one['at']}{approved}; {more}"
-        say("kvq", f"{said} it with `kvq approve {state.name}@{version.version} --alias {args.alias}`")
+        more = f"1 other name has to approve: `kvq approve {which}`"
+        if missing > 1:
+            more = f"{missing} other names have to approve: `kvq approve {which}`"
+        elif missing < 1:  # approvals, or the protection's end, came meanwhile
+            more = f"nobody else has to approve: `kvq promote {which}` moves it"
+        said = f"{args.alias} is protected and did not move: {one['by']} proposed it at {one['at']}{approved}"
+        say("kvq", f"{said}; {more}")
+    if not proposed and not args.json:
+        text = f"{args.alias} did not move, and no proposal is open: it was moved meanwhile"
+        say("kvq", f"{text}; look at `kvq history {state.name}`, then `kvq promote {which}`")
     return PROPOSED
 
 

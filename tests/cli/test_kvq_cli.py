@@ -12,6 +12,7 @@ import pytest
 import tiny_artifact as tiny
 
 from kvq_calib.cli import subcommands
+from kvq_runtime.artifact import header
 from kvq_runtime.cli import main, names, table
 from kvq_runtime.geometry import MODELS
 from kvq_runtime.registry import resolve
@@ -56,6 +57,22 @@ def test_list_goes_on_after_a_damaged_name(store, kvq):
     (store.events_folder(NAME) / "00000003.json").write_text("torn")
     code, out, _ = kvq("list")
     assert code == 1 and "cannot be read" in out and "whole" in out
+
+
+def test_search_goes_on_after_what_cannot_be_read(store, kvq, monkeypatch):
+    """A header that an older kvq wrote, or another program; and a damaged name."""
+    with monkeypatch.context() as older:
+        older.setattr(header, "summary", lambda about: {})
+        store.publish("odd", tiny.resealed(provenance={"model": ["x"]}))
+    store.publish("whole", tiny.data())
+    (store.events_folder(NAME) / "00000003.json").write_text("torn")
+    code, out, _ = kvq("search", "--model", "tiny-model", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 1 and set(rows) == {"odd", "whole", NAME} and rows["whole"]["sha256"]
+    assert rows["odd"]["version"] == "1.0.0" and "cannot be read: " in rows["odd"]["recipe"]
+    assert "provenance: model ['x']" in rows["odd"]["recipe"] and "cannot be read: " in rows[NAME]["recipe"]
+    code, out, _ = kvq("search")
+    assert code == 1 and out.count("cannot be read") == 2 and kvq("search", "--name", "whole")[0] == 0
 
 
 def test_show_has_everything_about_a_version(store, as_json, kvq):

@@ -1,6 +1,7 @@
 """Notes, tags and approvals stand beside events: none conflicts, and a kvq that knows only events reads on."""
 
 import json
+import re
 import tracemalloc
 from hashlib import sha256
 
@@ -124,8 +125,8 @@ def test_a_protected_alias_waits_for_another_name(store: Registry, kvq, monkeypa
     assert kvq("protect", NAME, "--approvals", "1")[0] == 0
     code, out, error = kvq("promote", f"{NAME}@1.0.1")
     (proposal,) = remarks.read(resolve.open_registry(store.url), NAME, "propose").all
-    said = f"production is protected and did not move: alice proposed it at {proposal.at}; 1 other name approves it"
-    assert code == 6 and error.splitlines()[-1] == f"kvq: {said} with `kvq approve {NAME}@1.0.1 --alias production`"
+    said = f"production is protected and did not move: alice proposed it at {proposal.at}; 1 other name has to"
+    assert code == 6 and error.splitlines()[-1] == f"kvq: {said} approve: `kvq approve {NAME}@1.0.1 --alias production`"
     assert [line.split() for line in out.splitlines()] == [
         ["name", NAME], ["alias", "production"], ["version", "1.0.0"],
     ]  # fmt: skip
@@ -148,6 +149,34 @@ def test_a_protected_alias_waits_for_another_name(store: Registry, kvq, monkeypa
     assert kvq("rollback", NAME)[0] == 0 and production() == "1.0.0", "what was approved before needs nobody"
     assert kvq("protect", NAME, "--approvals", "0")[0] == 0
     assert kvq("promote", f"{NAME}@1.0.1")[0] == 0 and production() == "1.0.1"
+
+
+@pytest.mark.parametrize("needed, said", [
+    (2, "alice proposed it at .*, bob approved; 1 other name has to approve: `kvq approve NAME"),
+    (3, "alice proposed it at .*, bob approved; 2 other names have to approve: `kvq approve NAME"),
+    (1, "alice proposed it at .*, bob approved; nobody else has to approve: `kvq promote NAME.* moves it"),
+    (0, "alice proposed it at .*, bob approved; nobody else has to approve: `kvq promote NAME.* moves it"),
+    (None, "no proposal is open: it was moved meanwhile; look at `kvq history .*`, then `kvq promote NAME"),
+])  # fmt: skip
+def test_what_is_said_of_what_came_meanwhile(needed, said, folder: LocalRegistry, kvq, monkeypatch):
+    """Between a promote that only proposed, and what is read to tell of it."""
+    monkeypatch.setenv("KVQ_REGISTRY", folder.url)
+    folder.publish(NAME, tiny.data(1))
+    remarks.protect(folder, NAME, "production", 1)
+    real = remarks.propose
+
+    def overtaken(store: Registry, state, alias: str, version: str) -> None:
+        if needed is not None:
+            real(store, state, alias, version)
+            (proposal,) = remarks.read(store, NAME, "propose").all
+            monkeypatch.setenv("KVQ_USER", "bob")
+            remarks.add(store, NAME, "approve", [], proposal=proposal.digest)
+            remarks.protect(store, NAME, "production", needed)
+
+    monkeypatch.setattr(remarks, "propose", overtaken)
+    code, _, error = kvq("promote", f"{NAME}@1.0.1")
+    said = said.replace("NAME", f"{NAME}@1.0.1 --alias production")
+    assert code == 6 and re.search(f"^kvq: production .*did not move.* {said}", error, re.MULTILINE), error
 
 
 def test_other_aliases_are_free_and_a_copy_is_proposed(store: Registry, tmp_path):
