@@ -24,6 +24,14 @@ def copy(source: Registry, name: str, version: Version, target: Registry, dry_ru
     Raises Conflict if the target has other bytes under this number, or these bytes under another one; ArtifactError if
     the source is damaged.
     """
+    row = _copied(source, name, version, target, dry_run)
+    if not dry_run:
+        remarks.copy(source, name, [version.version], target)
+    return row
+
+
+def _copied(source: Registry, name: str, version: Version, target: Registry, dry_run: bool) -> dict[str, Any]:
+    """`copy` without remarks, which are those of a name."""
     state = target.current_state(name)
     _check_number(state, version, target.url)
     exists = state.with_digest(version.sha256) is not None
@@ -48,7 +56,6 @@ def copy(source: Registry, name: str, version: Version, target: Registry, dry_ru
         for _, data in source.records(kind, version.sha256, name):
             if data not in known:
                 target.add_record(kind, version.sha256, data, name)
-    remarks.copy(source, name, version.version, target)
     return row | {"result": "was there already" if exists else "published"}
 
 
@@ -60,7 +67,9 @@ def mirror(source: Registry, name: str, target: Registry, dry_run: bool = False)
     """
     state = source.existing(name)
     for version in state.versions.values():
-        yield copy(source, name, version, target, dry_run)
+        yield _copied(source, name, version, target, dry_run)
+    if not dry_run:
+        remarks.copy(source, name, state.versions, target)
     before = target.current_state(name)
     guarded = remarks.read(target, name, *remarks.OF_ALIASES) if before.events else remarks.Remarks(())
     after = {alias: before.at(alias) for alias in before.aliases}

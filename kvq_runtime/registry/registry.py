@@ -26,7 +26,8 @@ TRIES = 200
 FIRST = "1.0.0"
 _NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
 Kind = Literal["evaluations", "signatures", "remarks"]
-MAX_RECORDS = 1 << 16  # records of an artifact or a name, of one kind, that are in memory at once
+MAX_RECORDS = 1 << 12  # records of an artifact, of one kind, that are in memory at once
+MAX_REMARKS = 1 << 16  # on a name, likewise
 BYTES = 1 << 26  # of all of them
 
 
@@ -214,13 +215,14 @@ class Registry(ABC):
         A record of which it makes None is let go, and not counted. RuntimeError for too many others.
         """
         folder, found, left = f"{kind}/{reference.check_sha256(sha256)}", [], BYTES
+        most = MAX_REMARKS if kind == "remarks" else MAX_RECORDS
         for path, data in self.listed(name, folder):
             made = of(path, data)
             if made is not None:
                 found.append(made)
                 left -= len(data)
-            if left < 0 or len(found) > MAX_RECORDS:
-                text = f"more than {MAX_RECORDS} records or {BYTES} bytes of them; remove some there"
+            if left < 0 or len(found) > most:
+                text = f"more than {most} records or {BYTES} bytes of them; remove some there"
                 raise RuntimeError(f"{self.url}, {name} {folder}: {text}, but no remark that protects")
         return found
 

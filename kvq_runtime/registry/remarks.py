@@ -27,7 +27,7 @@ import getpass
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256 as hash_of
@@ -133,7 +133,7 @@ def read(registry: Any, name: str, *kinds: str, **said: Any) -> Remarks:
     """Remarks on a name, of these kinds, else of all that are known here; ArtifactError for damage of any.
 
     said   only those that say this, or nothing about it; what one of them may replace says the same
-    The others are read and let go: however many there are, they take no memory.
+    The others are read and let go: however many there are, they take no memory but that of their names.
     """
 
     def wanted(path: PurePath, data: bytes) -> Remark | None:
@@ -261,12 +261,21 @@ def tag(registry: Any, name: str, version: str, tag: str, remove: bool = False) 
     return found.tags(version)
 
 
-def copy(source: Any, name: str, version: str, target: Any) -> None:
-    """Copy notes and tags of a version, as they were made, to another registry."""
-    known = {one.digest for one in read(target, name, *OF_VERSIONS, version=version).all}
-    for one in read(source, name, *OF_VERSIONS, version=version).all:
-        if one.digest not in known:
-            target.add_record("remarks", _folder(name), one.data, name)
+def copy(source: Any, name: str, versions: Iterable[str], target: Any) -> None:
+    """Copy notes and tags of versions, as they were made, to another registry; each is read once, and let go."""
+    known, wanted = set[str](), set(versions)
+
+    def know(path: PurePath, data: bytes) -> None:
+        from_bytes(data, path, name)
+        known.add(path.stem)
+
+    def give(path: PurePath, data: bytes) -> None:
+        one = from_bytes(data, path, name)
+        if one and one.what in OF_VERSIONS and one.said["version"] in wanted and one.digest not in known:
+            target.add_record("remarks", _folder(name), data, name)
+
+    target.records("remarks", _folder(name), name, know)
+    source.records("remarks", _folder(name), name, give)
 
 
 # ---- aliases ---------------------------------------------------------------------------------------------------------

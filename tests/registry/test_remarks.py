@@ -4,6 +4,7 @@ import json
 import re
 import tracemalloc
 from hashlib import sha256
+from pathlib import PurePath
 
 import pytest
 import tiny_artifact as tiny
@@ -413,7 +414,7 @@ def test_a_damaged_remark_on_a_hub_is_told(store: Registry, monkeypatch):
     assert "a newer kvq may have written it" in finding.what and "restore it from a backup" in finding.advice
 
 
-@pytest.mark.parametrize("limit, most", [("MAX_RECORDS", 2), ("BYTES", 400)])
+@pytest.mark.parametrize("limit, most", [("MAX_REMARKS", 2), ("BYTES", 400)])
 def test_protections_without_end_are_left_and_notes_are_not_counted(limit, most, store: Registry, monkeypatch):
     for number in range(3):
         remarks.note(store, NAME, "1.0.0", f"note {number}")
@@ -423,6 +424,38 @@ def test_protections_without_end_are_left_and_notes_are_not_counted(limit, most,
         remarks.add(store, NAME, "protect", [], alias="production", approvals=number)
     with pytest.raises(RuntimeError, match=f"remarks/{FOLDER}: more than .* records or .* bytes of them; remove some"):
         store.promote(NAME, "1.0.1")
+
+
+def test_records_that_are_kept_have_a_smaller_limit(folder: LocalRegistry, monkeypatch):
+    """An evaluation takes more memory than a remark, and all of an artifact's are read at once."""
+    monkeypatch.setattr(folder, "listed", lambda *given: ((PurePath(f"{n}.json"), b"{}") for n in range(4097)))
+    with pytest.raises(RuntimeError, match="more than 4096 records"):
+        folder.records("evaluations", "0" * 64, NAME)
+    assert len(folder.records("remarks", "0" * 64, NAME)) == 4097
+
+
+def test_a_mirror_reads_all_remarks_once(folder: LocalRegistry, tmp_path, monkeypatch):
+    """Not once for each version, of which there may be a hundred."""
+    for seed in (1, 2):
+        folder.publish(NAME, tiny.data(seed))
+    for version in ("1.0.0", "1.0.1", "1.0.2"):
+        remarks.note(folder, NAME, version, "a note")
+    remarks.tag(folder, NAME, "1.0.2", "good")
+    remarks.note(folder, NAME, "1.0.2", "another note")
+    read, listed = list[str](), LocalRegistry.listed
+
+    def counted(self: LocalRegistry, name: str, of: str):
+        read.extend([self.root.name] if of.startswith("remarks/") else [])
+        return listed(self, name, of)
+
+    monkeypatch.setattr(LocalRegistry, "listed", counted)
+    other = LocalRegistry(tmp_path / "other")
+    mirror.copy(folder, NAME, folder.state(NAME).get("1.0.0"), other)
+    assert [one.said["version"] for one in remarks.read(other, NAME).all] == ["1.0.0"]
+    read.clear()
+    list(mirror.mirror(folder, NAME, other))
+    assert read.count("registry") == 1 and read.count("other") == 2, "what is there, and what is protected"
+    assert remarks.read(other, NAME).all == remarks.read(folder, NAME).all
 
 
 def test_thousands_of_remarks_of_others_are_read_one_by_one(folder: LocalRegistry, monkeypatch):
