@@ -252,14 +252,28 @@ def test_a_copy_at_hand_that_is_damaged_is_refused_and_mended(store: Registry):
     assert artifact.to_bytes(resolve.load_artifact(NAME, store.url)) == data and store.examine() == []
 
 
-@pytest.mark.parametrize("any_registry", ["bucket", "oci"], indirect=True)
-@pytest.mark.parametrize("change, said", [
+ODD_HEADERS = [
     (lambda data: data.replace(rb"\"tiny-model\"", b"12345678901234"), "provenance: model 12345678901234; expected"),
     (lambda data: data.replace(rb"\"tiny-model\"", rb"[{\"id\":\"\"}]"), r"provenance: model \[\{'id'"),
     (lambda data: data.replace(rb'"schema\":1', rb'"schema\":9'), "schema: the file has 9"),
     (lambda data: data[:40], "header: the file became shorter"),
     (lambda data: b"\xff" * 8 + data[8:], "header: 18446744073709551615 bytes long; at most"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, said", ODD_HEADERS)
+def test_a_header_that_is_read_alone_is_checked_without_a_server(change, said, monkeypatch):
+    store, sent = resolve.open_registry("oci://localhost:9/x"), tiny.data()
+    monkeypatch.setattr(store, "first", lambda digest, count: sent[:count])
+    version = events.Version("1.0.0", sha256(sent).hexdigest(), len(sent), {}, "2026-01-31T12:00:00Z")
+    assert store.about(NAME, version)["model"] == "tiny-model"
+    sent = change(sent)
+    with pytest.raises(ArtifactError, match=rf"{store.url}/blobs/sha256/{version.sha256}: {said}"):
+        store.about(NAME, version)
+
+
+@pytest.mark.parametrize("any_registry", ["bucket", "oci"], indirect=True)
+@pytest.mark.parametrize("change, said", ODD_HEADERS)
 def test_a_header_that_is_read_alone_is_checked(change, said, store: Registry, monkeypatch):
     """A promote chooses by it which measurement counts."""
     version = store.publish(NAME, tiny.data())
