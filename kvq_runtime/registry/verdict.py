@@ -48,15 +48,16 @@ def of_record(record: TextRecord | None) -> Verdict:
     return Verdict(LOSSY, f"{said}; {' and '.join(over)}") if over else Verdict(USABLE, said)
 
 
-def of_records(records: Iterable[Record], fitted: str | None = None) -> Verdict:
-    """Judge by the record that counts."""
-    return of_record(main(records, fitted))
+def of_records(records: Iterable[Record], fitted: str | None = None, digest: str | None = None) -> Verdict:
+    """Judge by the record that counts, `main`."""
+    return of_record(main(records, fitted, digest))
 
 
 def of_version(registry: Any, name: str, version: Any) -> Verdict:
     """Judge a version by what its registry has of it."""
     about = registry.about(name, version)
-    return of_records(sound(registry.evaluations(version.sha256, name)), about.get("corpus"))
+    records = sound(registry.evaluations(version.sha256, name))
+    return of_records(records, about.get("corpus"), about.get("corpus_digest"))
 
 
 def require(registry: Any, name: str, version: Any) -> None:
@@ -85,16 +86,19 @@ def thinness(provenance: Mapping[str, Any]) -> str | None:
     return thin(samples, held) if type(samples) is int and type(held) is int else None
 
 
-def main(records: Iterable[Record], fitted: str | None = None) -> TextRecord | None:
+def main(records: Iterable[Record], fitted: str | None = None, digest: str | None = None) -> TextRecord | None:
     """The record that counts for a version: with figures, of no drift check, on the text of the fit, by full encode, on
     the most tokens, in this order. None: it was not measured.
 
     fitted   the text of the fit; None: not known
+    digest   of its corpus, which decides where the record has one too; None: not known
     """
 
     def rank(record: TextRecord) -> tuple[bool, bool, bool, bool, int]:
         given, decisive = record.protocol, record.decisive
         own = fitted is not None and given.text.source[: header.TOLD] == fitted[: header.TOLD]
+        if digest is not None and given.text.corpus_digest is not None:
+            own = digest == given.text.corpus_digest
         usual, full = week(record) is None, record.figures(FULL) is not None
         return decisive is not None, usual, own, full, given.windows * given.length
 

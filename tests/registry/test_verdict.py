@@ -12,9 +12,9 @@ from kvq_runtime.registry.sound import read
 NAME = "tiny-2bit"
 
 
-def record(relative, kl=0.01, sha256="ab" * 32, seed=0, source="book.txt", windows=4, **result):
+def record(relative, kl=0.01, sha256="ab" * 32, seed=0, source="book.txt", windows=4, digest=None, **result):
     figures = {"perplexity": 12 * (1 + relative), "reference_perplexity": 12.0, "relative": relative, "kl": kl}
-    about = {"windows": windows, "length": 512, "text": {"source": source, "seed": seed}}
+    about = {"windows": windows, "length": 512, "text": {"source": source, "seed": seed, "corpus_digest": digest}}
     found = {"recipe": "tiny", "protocols": {"full": figures}} | result
     return {"artifact": sha256, "corpus": "c" * 64, "protocol": about, "environment": {}, "result": found}
 
@@ -41,6 +41,17 @@ def test_what_counts_is_the_longest_record_of_the_fits_own_text_and_no_weekly_on
     judged = record(0.5, windows=99, gate={"bounds": {"kl": 1.0}, "failed": [7]})
     with pytest.raises(ArtifactError, match="gate.failed.0: 7 is not text"):
         read(judged)
+
+
+def test_the_fits_own_text_is_known_by_its_digest():
+    """A summary has 200 characters of a name, which may be a list of corpora; two may begin alike."""
+    long = "x" * 200
+    own, other = (read(record(relative, source=long + name, windows=count, digest=name * 64))
+                  for relative, name, count in ((0.01, "a", 4), (2.0, "b", 400)))  # fmt: skip
+    assert verdict.of_records([other, own], long, "a" * 64).word == verdict.USABLE
+    assert verdict.of_records([other, own], long, "b" * 64).word == verdict.LOSSY
+    unknown = read(record(2.0, source=long + "b", windows=400))
+    assert verdict.of_records([unknown, own], long, "a" * 64).word == verdict.LOSSY, "by name where one has no digest"
 
 
 def test_a_lossy_version_is_promoted_only_by_force(kvq, as_json):

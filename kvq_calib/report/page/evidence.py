@@ -97,12 +97,21 @@ def _row(check: str, result: str, what: str) -> dict[str, Any]:
 
 def main(records: Iterable[Record], made: Artifact | None) -> TextRecord | None:
     """The record that stands for a version. None: it was not measured."""
-    return verdict.main(records, source(made))
+    return verdict.main(records, source(made), digest(made))
 
 
 def source(made: Artifact | None) -> str | None:
     """The text that an artifact was fitted to; None where that is not known."""
-    given = corpus_of(made).get("source") if made else None
+    return _of_corpus(made, "source")
+
+
+def digest(made: Artifact | None) -> str | None:
+    """The digest of that corpus; None where it is not known."""
+    return _of_corpus(made, "corpus_digest")
+
+
+def _of_corpus(made: Artifact | None, field: str) -> str | None:
+    given = corpus_of(made).get(field) if made else None
     return given if isinstance(given, str) else None
 
 

@@ -108,7 +108,7 @@ def _measured(records: Sequence[Record], made: Artifact | None) -> dict[str, Any
         "evaluation": evidence.about(main) if main else None,
     }
     found["errors"] = list(main.result.layers) if main else []
-    judged = verdict.of_records(records, evidence.source(made))
+    judged = verdict.of_records(records, evidence.source(made), evidence.digest(made))
     found["verdict"] = {"word": judged.word, "why": judged.why, "caution": made and verdict.thinness(made.provenance)}
     found |= {"gate": evidence.gate(records), "drift": evidence.weekly(records), "records": evidence.brief(records)}
     return found | {"tasks": answered.answers(records), "greedy": greedy.found(records)}

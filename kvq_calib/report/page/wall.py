@@ -56,7 +56,7 @@ def _versions(registry: Registry, state: State, now: datetime) -> Iterator[dict[
         row |= {"production": version.version == production, "newest": newest is not None and version == newest}
         row |= {"aliases": aliases(state, version)}
         row |= _about(registry, state.name, version)
-        row |= _loss(registry, state.name, version, row["corpus"])
+        row |= _loss(registry, state.name, version, row["corpus"], row.pop("corpus_digest"))
         row["losses"] = [one["kl"] for one in rows] + [row["kl"]]
         rows.append(row | {"needs": _needs(row)})
     yield from reversed(rows)
@@ -65,12 +65,12 @@ def _versions(registry: Registry, state: State, now: datetime) -> Iterator[dict[
 def _about(registry: Registry, name: str, version: Version) -> dict[str, Any]:
     try:
         about = registry.about(name, version)
-        return {field: about[field] for field in ("recipe", "model", "corpus")} | {"damage": None}
+        return {field: about[field] for field in ("recipe", "model", "corpus", "corpus_digest")} | {"damage": None}
     except UNREADABLE as error:
-        return {"recipe": None, "model": None, "corpus": None, "damage": str(error)}
+        return dict.fromkeys(("recipe", "model", "corpus", "corpus_digest")) | {"damage": str(error)}
 
 
-def _loss(registry: Registry, name: str, version: Version, fitted: str | None) -> dict[str, Any]:
+def _loss(registry: Registry, name: str, version: Version, fitted: str | None, digest: str | None) -> dict[str, Any]:
     """Bits, the loss that counts, the last verdict on bounds, and the loss of the last weekly check."""
     found: dict[str, Any] = dict.fromkeys(("bits", "kl", "relative", "protocol", "parameters", "week", "drift", "why"))
     found["verdict"] = verdict.NOT_MEASURED
@@ -78,10 +78,10 @@ def _loss(registry: Registry, name: str, version: Version, fitted: str | None) -
         records = sound(registry.evaluations(version.sha256, name))
     except UNREADABLE as error:
         return found | {"failed": [], "damage": str(error)}
-    main = verdict.main(records, fitted)
+    main = verdict.main(records, fitted, digest)
     verdicts = evidence.gate(records)
     found["failed"] = verdicts[-1]["failed"] if verdicts else []
-    judged = verdict.of_records(records, fitted)
+    judged = verdict.of_records(records, fitted, digest)
     found |= {"verdict": judged.word, "why": judged.why}
     if main is None:
         return found
