@@ -1,6 +1,9 @@
 """A registry on a Hub that was edited by hand: refused, found, and left alone where it is not ours."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 import tiny_artifact as tiny
@@ -11,6 +14,7 @@ from huggingface_hub import HfApi
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import resolve
+from kvq_runtime.registry.hub import cache
 from kvq_runtime.registry.hub import index as hub_index
 from kvq_runtime.registry.hub.registry import HubRegistry
 
@@ -126,3 +130,36 @@ def test_gc_removes_only_what_is_old_and_unnamed(hub, store):
     assert store.collect(grace=0) == unnamed
     assert tidy(hub) == ["1.0.0"] and "notes.md" in hub.repos[REPO].at("main").tree
     assert store.collect(grace=0) == []
+
+
+def test_threads_that_point_a_link_at_once_each_succeed(hub, tmp_path, monkeypatch):
+    """Both have their drafts before either takes its place."""
+    gate, replace, kept = threading.Barrier(2), Path.replace, tmp_path / "blob"
+    kept.write_bytes(b"x")
+    link = cache._link(REPO, "versions/1.0.0/kvq.safetensors", "a" * 40)
+
+    def together(self: Path, target):
+        gate.wait(60)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", together)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(cache._point, link, kept) for _ in range(2)]:
+            done.result(60)
+    assert link.resolve() == kept and list(link.parent.iterdir()) == [link]
+
+
+def test_gc_sweeps_drafts_of_links(hub, store, monkeypatch):
+    """Of a process that was killed before one took its place; a file of the repository is left, whatever its name."""
+    store.publish(NAME, tiny.data(), attachments=CARD)
+    path = store.fetch(NAME, store.state(NAME).get("1.0.0"))
+    folder = cache._link(REPO, "versions/1.0.0/kvq.safetensors", store.last_commit(NAME)).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    theirs = folder / ".notes.tmp"
+    theirs.symlink_to(path)
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "replace", lambda self, target: None)
+        cache._point(folder / "kvq.safetensors", path)
+    (draft,) = [one for one in folder.iterdir() if one.name.startswith(".kvq.safetensors.")]
+    assert store.collect() == [] and draft.is_symlink()
+    assert store.collect(grace=0) == [str(draft)] and not draft.is_symlink() and theirs.is_symlink() and path.exists()

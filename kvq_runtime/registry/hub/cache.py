@@ -7,6 +7,7 @@ whose bytes are not those of its name is received again. Only files and links of
 
 import hashlib
 import os
+import re
 import secrets
 import time
 from contextlib import suppress
@@ -18,6 +19,8 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.hub import ask, client
 from kvq_runtime.registry.reference import check_commit
+
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")  # of a link; a repository's own file may be hidden, and a .tmp
 
 
 def _store(repo: str) -> Path:
@@ -123,9 +126,10 @@ def note_head(repo: str, commit: str) -> None:
 
 
 def unfinished(repo: str, older: float) -> list[Path]:
-    """Files that a killed process left half written, at least `older` seconds ago: downloads, and drafts of refs."""
+    """What a killed process left half done, at least `older` seconds ago: downloads, and drafts of refs and links."""
     store, paths = _store(repo), []
-    for path in [*store.glob("blobs/.*.tmp"), *store.glob("refs/.*.tmp"), *store.glob("blobs/*.incomplete")]:
+    links = [path for path in store.glob("snapshots/*/**/.*.tmp") if _DRAFT.fullmatch(path.name) and path.is_symlink()]
+    for path in [*store.glob("blobs/.*.tmp"), *store.glob("refs/.*.tmp"), *store.glob("blobs/*.incomplete"), *links]:
         with suppress(FileNotFoundError):  # finished meanwhile
             if path.lstat().st_mtime <= time.time() - older:
                 paths.append(path)
