@@ -30,6 +30,7 @@ from kvq_runtime.store.memory import MemoryReport, human
 from kvq_runtime.store.promise import Check, Health
 from kvq_runtime.store.storage import storage_bytes
 
+_begin, _Announce = announced.begin, announced._Announce  # by which names models were pickled before, with their hooks
 HELD = ("keys", "values", "conv_states", "recurrent_states")  # by transformers' own layers
 
 
