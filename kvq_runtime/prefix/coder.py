@@ -55,7 +55,11 @@ class Coder:
         self._depth = max(1, *map(_reads, self._codecs))  # of layers below that are read
 
     def encode(self, number: int, rows: Rows) -> Block:
-        """Encode the tokens of block `number` of a text. ValueError for NaN or infinity among them."""
+        """Encode the tokens of block `number` of a text. ValueError for more than a block, and for NaN or infinity."""
+        size = self.recipe.window.block
+        most = max(len(rows[layer][0]) for layer in self.held)
+        if most > size:
+            raise ValueError(f"{most} tokens; a block has {size}: give one, or use encode_run")
         return self.encode_run(number, rows)[0]
 
     def encode_run(self, first: int, rows: Rows) -> list[Block]:
@@ -158,8 +162,8 @@ class Coder:
                 count = count or max(1, len(x_TC) // size)
                 if x_TC.shape != (count * size, self.geometry.width):
                     raise ValueError(
-                        f"layer {layer}: {role}s of shape {list(x_TC.shape)}; a block is "
-                        f"[{size}, {self.geometry.width}]"
+                        f"layer {layer}: {role}s of shape {list(x_TC.shape)}; {count} "
+                        f"{'block is' if count == 1 else 'blocks are'} [{count * size}, {self.geometry.width}]"
                     )
         for layer in self.held:
             for role, x_TC in zip(ROLES, rows[layer], strict=True):

@@ -100,6 +100,16 @@ def test_a_block_does_not_depend_on_those_it_is_encoded_with(name):
                 assert one.keys() == other.keys() and all(torch.equal(x, other[field]) for field, x in one.items())
 
 
+def test_one_block_is_not_several():
+    kept, (keys, values) = store(), rows(2 * store().block)
+    pairs = dict(enumerate((k.flatten(1), v.flatten(1)) for k, v in zip(keys, values, strict=True)))
+    with pytest.raises(ValueError, match=f"{2 * kept.block} tokens; a block has {kept.block}"):
+        kept.coder.encode(0, pairs)
+    short = {layer: (k[:-1], v[:-1]) for layer, (k, v) in pairs.items()}
+    with pytest.raises(ValueError, match=rf"1 block is \[{kept.block}, "):
+        kept.coder.encode_run(0, short)
+
+
 def test_blocks_before_one_with_nan_are_kept_and_runs_end_where_a_block_is_kept():
     kept, (keys, values) = store(name="rest-1bit"), rows(1200)
     size, whole = kept.block, [layer.clone() for layer in keys]

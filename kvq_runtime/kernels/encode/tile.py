@@ -127,7 +127,7 @@ def rotated(b_x, p_signs, p_matrix, RUN: tl.constexpr, LOG: tl.constexpr):
         b_x = hadamard_runs(b_x, p_signs, RUN, LOG)
     if p_matrix is not None:
         i_run = tl.arange(0, RUN)
-        b_matrix = tl.load(p_matrix + i_run[:, None] * RUN + i_run[None, :])
+        b_matrix = tl.load(p_matrix + i_run[:, None] * RUN + i_run[None, :]).to(tl.float32)
         b_runs = tl.reshape(b_x, (b_x.shape[0] * (b_x.shape[1] // RUN), RUN))
         b_x = tl.reshape(tl.dot(b_runs, b_matrix, input_precision="tf32x3"), (b_x.shape[0], b_x.shape[1]))
     return b_x
