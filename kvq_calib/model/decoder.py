@@ -234,7 +234,11 @@ class Under:
 def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
     """The settings of text that are read, with transformers' defaults for those that a file leaves out."""
     with _explained(f"{id}: config.json is none of its model_type", "download it again"):
-        return read().get_text_config(decoder=True).to_dict()
+        text = read().get_text_config(decoder=True)
+        own = text.to_dict()  # where a type calls a setting otherwise, it has the common name too
+        return own | {
+            name: own[other] for name, other in text.attribute_map.items() if other in own and name not in own
+        }
 
 
 def attentions(layers: Iterable[tuple[int, Any]], config: Any) -> Iterator[tuple[int, nn.Module]]:

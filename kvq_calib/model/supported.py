@@ -114,6 +114,11 @@ def _slides(files: ModelFiles) -> bool:
 def _check_weights(files: ModelFiles) -> None:
     if files.headers is None:
         files.check_files()
+    if files.latents and not any(".self_attn.kv_a_proj_with_mqa." in name for name in files.names):
+        raise ValueError(
+            f"{files.id}: its files have no self_attn.kv_a_proj_with_mqa, by which an artifact knows its model; use a "
+            "recipe that needs no fit, or another model (docs/models.md)"
+        )
     count = files.config["num_hidden_layers"]
     missing = [i for i in range(count) if not files.layer_names(i)]
     if missing:

@@ -75,6 +75,9 @@ OWN = {
     "qwen3_5_moe_text": EXPERTS | SHARED | RECURRENT,
     "minimax": EXPERTS | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1"), EXPERTS | ROUTED | LATENT),
+    **dict.fromkeys(("kimi_linear",), EXPERTS | ROUTED | LATENT | {
+        "layer_types": ["linear_attention", "full_attention", "full_attention"], "linear_head_dim": 16,
+        "linear_num_heads": 4, "n_routed_experts": 4}),
     "minicpm3": LATENT | {"scale_emb": 1.0, "dim_model_base": 64},
     "youtu": LATENT | {"pad_token_id": None},  # whose row transformers sets to 0 when it loads
     "gemma3n_text": SHARING | {"head_dim": 16, "altup_num_inputs": 2, "laurel_rank": 8, "intermediate_size": [128] * 6,
