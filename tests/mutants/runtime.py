@@ -465,8 +465,8 @@ MUTANTS = [
         "zone-rung",
         "a rung beyond the ladder is looked up",
         "kvq_runtime/ops/ladder.py",
-        "rung_R.long().clamp(max=RUNGS - 1)",
-        "rung_R.long()",
+        "rung_R.int().clamp_(max=RUNGS - 1)",
+        "rung_R.int()",
         ("stages/test_dead_zone.py",),
     ),
     Mutant(
