@@ -9,6 +9,7 @@ import torch
 from architectures import E2B, random
 from generating import generate, padded, stock
 from models import prompt
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
 from kvq_calib.evaluate import errors, perplexity
@@ -195,3 +196,13 @@ def test_what_cannot_be_fitted_or_served_is_refused(model, files):
         recipe = budget.recipe(4, files.geometry, files.vocabulary)
         with pytest.raises(ValueError, match="is fitted to queries or outputs of heads, but .* use a recipe"):
             plans.make(files, [recipe], "demo", budgets={recipe.name: 4.0})
+
+
+def test_latents_whose_files_name_the_projection_otherwise(tmp_path):
+    """An artifact would not know its model: refused before work."""
+    random("minicpm3").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("kv_a_proj_with_mqa", "kv_down"): x for name, x in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="no self_attn.kv_a_proj_with_mqa, by which an artifact knows its model"):
+        plans.make(models.resolve(tmp_path), [preset("aqua-2bit")], "demo", samples=10, seq_len=256)
