@@ -5,8 +5,8 @@
 
 What takes the same pass is collected in one, so that a chunk is read once, however many stages ask. What is multiplied
 once is not multiplied again: values are predicted from what their keys were, and keys from what the values of the layer
-below were, but for one (`Known`); and what a linear prediction leaves has a moment that follows from theirs. On
-SmolLM2-135M that is half of the products, and the moment is the same to a thousandth.
+below were, but for one (`Known`); and what a linear prediction leaves has a moment that follows from theirs. That is
+half of the products; in the first 8 layers of SmolLM2-135M, at 4 bits, the moment is the same to a thousandth.
 
     Summed   added up over chunks: the sums of each chunk, a partial, are merged in ascending order
     Given    known of a layer without another pass, from its queries, its weights or its gradients

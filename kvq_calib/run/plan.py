@@ -23,6 +23,7 @@ from kvq_runtime.ops import product
 from kvq_runtime.recipe import Recipe, attends
 
 CHUNK_TOKENS = 8192
+FITS = 2  # raised with what changes the numbers of a fit: runs that began before are not gone on with
 BEGINNING = 4096  # tokens of each corpus, of the fit part, that a draft is fitted to, and that gradients are of
 MEASURED = 4  # chunks of a text that the settings of a budget are measured on
 
@@ -270,7 +271,7 @@ def make(
         device=device,
         dtype=kind,
         threads=threads,
-        environment=environment(device, kind, threads),
+        environment=environment(device, kind, threads) | {"fits": FITS},
         budgets=budgets or {},
         vocabularies=vocabularies or {},
         transfer=corpus.pin(transfer) if transfer else None,

@@ -66,10 +66,14 @@ def mirror(source: Registry, name: str, target: Registry, dry_run: bool = False)
     to is not yanked there, which its row says.
     """
     state = source.existing(name)
-    for version in state.versions.values():
-        yield _copied(source, name, version, target, dry_run)
-    if not dry_run:
-        remarks.copy(source, name, state.versions, target)
+    copied = dict[str, Version]()
+    try:
+        for number, version in state.versions.items():
+            yield _copied(source, name, version, target, dry_run)
+            copied[number] = version
+    finally:  # also of those before one that is refused
+        if copied and not dry_run:
+            remarks.copy(source, name, copied, target)
     before = target.current_state(name)
     guarded = remarks.read(target, name, *remarks.OF_ALIASES) if before.events else remarks.Remarks(())
     after = {alias: before.at(alias) for alias in before.aliases}

@@ -223,7 +223,8 @@ class Registry(ABC):
                 left -= len(data)
             if left < 0 or len(found) > most:
                 text = f"more than {most} records or {BYTES} bytes of them; remove some there"
-                raise RuntimeError(f"{self.url}, {name} {folder}: {text}, but no remark that protects")
+                text += ", but no remark that protects" if kind == "remarks" else ""
+                raise RuntimeError(f"{self.url}, {name} {folder}: {text}")
         return found
 
     def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:

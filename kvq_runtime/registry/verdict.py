@@ -91,14 +91,14 @@ def main(records: Iterable[Record], fitted: str | None = None, digest: str | Non
     the most tokens, in this order. None: it was not measured.
 
     fitted   the text of the fit; None: not known
-    digest   of its corpus, which decides where the record has one too; None: not known
+    digest   of its corpus, which decides of a name that is cut where the record has one too; None: not known
     """
 
     def rank(record: TextRecord) -> tuple[bool, bool, bool, bool, int]:
         given, decisive = record.protocol, record.decisive
         own = fitted is not None and given.text.source[: header.TOLD] == fitted[: header.TOLD]
-        if digest is not None and given.text.corpus_digest is not None:
-            own = digest == given.text.corpus_digest
+        if own and len(fitted or "") >= header.TOLD and None not in (digest, given.text.corpus_digest):
+            own = digest == given.text.corpus_digest  # of a name that is cut
         usual, full = week(record) is None, record.figures(FULL) is not None
         return decisive is not None, usual, own, full, given.windows * given.length
 

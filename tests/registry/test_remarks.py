@@ -191,6 +191,18 @@ def test_other_aliases_are_free_and_a_copy_is_proposed(store: Registry, tmp_path
     assert row["result"] == "is proposed as production, which is protected" and production() == "1.0.0"
 
 
+def test_notes_of_versions_before_one_that_a_mirror_refuses(store: Registry, tmp_path):
+    remarks.note(store, NAME, "1.0.0", "a note")
+    remarks.note(store, NAME, "1.0.1", "another")
+    other = LocalRegistry(tmp_path / "mirror")
+    for seed in (0, 2):  # its 1.0.1 is another file
+        other.publish(NAME, tiny.data(seed))
+    with pytest.raises(Conflict):
+        list(mirror.mirror(store, NAME, other))
+    found = remarks.read(other, NAME)
+    assert [one.said["version"] for one in found.holding("note")] == ["1.0.0"]
+
+
 @pytest.mark.parametrize("kind", ["note", "tag", "untag"])
 def test_what_a_mirror_copies_lifts_no_protection(kind, store: Registry, tmp_path):
     """Of whatever kind: a remark replaces only those about the same."""
