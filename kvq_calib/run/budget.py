@@ -352,8 +352,7 @@ def given(run: Run, recipe: Recipe, layer: int) -> Recipe:
         return Recipe.from_json((checkpoint.record(run.folder, layer - 1) or {})["recipes"][recipe.name])
     taken = [(checkpoint.record(run.folder, n) or {})["taken"][recipe.name] for n in range(layer)]
     draft = replace(run, folder=run.folder / DRAFT)
-    name = share.drafts(run.plan.recipes)[recipe.name].name
-    return share.shared_out(recipe, run.plan.geometry, _notes(draft, name, "variances"), taken)
+    return share.shared_out(recipe, run.plan.geometry, _notes(draft, recipe.name, "variances"), taken)
 
 
 def settled(run: Run, name: str) -> tuple[Run, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Share the bits of a recipe out among layers, keys and values, by the variances that were measured in all of them.
 
-    draft   fit the recipe with its target in every place, 2 bits at the most, to a part of the text; note the latent
-            variances λ of each, by what errors cost; recipes that differ by more bits alone have one
+    draft   fit the recipe with its target in every place, to a part of the text; note the latent variances λ of each,
+            by what errors cost
     then    fill all latent channels of all places in one order, and fit with the targets that this gives each
 
 Water-filling wants costs in one unit. An error e of one token, read with weight a, adds to the stream h
@@ -54,7 +54,6 @@ from kvq_runtime.recipe import Recipe, Role, Scheme, with_each
 STEPS = tuple(2.0 ** (place / 2) for place in range(-28, 3))
 MOST = 4.0
 ROWS = 1024  # residuals that a draft is fitted to
-ENOUGH = 2.0  # bits per element of a draft
 
 Curve = Sequence[float]  # bits per element at each of STEPS
 
@@ -75,33 +74,21 @@ def coded(recipe: Recipe) -> bool:
 
 
 def draft(plan: Plan) -> Plan:
-    """The plan of the draft: of the recipes that share, to the first sequences; what is alike of several is one."""
-    recipes = tuple({one.name: one for one in drafts(plan.recipes).values()}.values())
+    """The plan of the draft: of the recipes that share, to the first sequences."""
+    recipes = tuple(map(drafted, filter(wanted, plan.recipes)))
     return replace(plan.beginning(), recipes=recipes, draft=True, budgets={}, vocabularies={})
-
-
-def drafts(recipes: Sequence[Recipe]) -> dict[str, Recipe]:
-    """The draft of each recipe that shares, by the recipe's name."""
-    found: dict[str, Recipe] = {}
-    for recipe in filter(wanted, recipes):
-        own = drafted(recipe)
-        alike = (one for one in found.values() if replace(own, name=one.name, summary=one.summary) == one)
-        found[recipe.name] = next(alike, own)
-    return found
 
 
 def drafted(recipe: Recipe) -> Recipe:
     """The recipe as it is fitted for its variances alone: without gains to choose or predictors in 4 bits, which cost
-    more to fit than all else, and change what is left by less than bits are shared by; and with at most ENOUGH bits,
-    beyond which what layers are predicted from is as good as exact."""
+    more to fit than all else, and change what is left by less than bits are shared by."""
 
     def plain(scheme: Scheme) -> Scheme:
         if not shares(scheme):
             return scheme
         predict = scheme.predict and scheme.predict.in_full()
         quantize: Any = scheme.quantize
-        if not quantize.at_rest:
-            quantize = replace(quantize, gain=0, target=min(quantize.target, ENOUGH))
+        quantize = quantize if quantize.at_rest else replace(quantize, gain=0)
         return replace(scheme, quantize=quantize, predict=predict)
 
     return with_each(recipe, plain)

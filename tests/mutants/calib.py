@@ -452,8 +452,8 @@ MUTANTS = [
         "step-taken",
         "what layers have taken changes no step above them",
         "kvq_calib/run/budget.py",
-        '_notes(draft, name, "variances"), taken)',
-        '_notes(draft, name, "variances"))',
+        '_notes(draft, recipe.name, "variances"), taken)',
+        '_notes(draft, recipe.name, "variances"))',
         ("calib/run/test_gradients.py",),
     ),
     Mutant(

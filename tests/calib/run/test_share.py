@@ -126,14 +126,8 @@ def test_one_step_is_everyone_s_where_files_are_entropy_coded():
         share.shared_out(recipe, geometry, many)
 
 
-def test_recipes_of_enough_bits_have_one_draft(model, tmp_path):
-    """What a recipe is fitted to depends on no other: a run of both gives the bytes of either alone."""
-    two, three, one = (preset(f"aqua-fisher-{bits}bit") for bits in (2, 3, 1))
-    drafts = share.drafts([two, preset("aqua-2bit"), three, one])
-    assert [(name, own.name) for name, own in drafts.items()] == [
-        (two.name, two.name), (three.name, two.name), (one.name, one.name)
-    ]  # fmt: skip
-    assert drafts[three.name].scheme(1, "key").quantize.target == share.ENOUGH
+def test_a_recipe_is_fitted_beside_another_as_alone(model, tmp_path):
+    two, three = (preset(f"aqua-fisher-{bits}bit") for bits in (2, 3))
     both = runs.calibrate(a_run(model, tmp_path / "both", two, three))
     alone = runs.calibrate(a_run(model, tmp_path / "alone", three))
     assert artifact.to_bytes(both[three.name]) == artifact.to_bytes(alone[three.name])
