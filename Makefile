@@ -160,7 +160,7 @@ test-sglang: build/sglang/.installed ## keep pages of SGLang's own host pool, an
 	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_sglang.py
 
 # what every registry does
-BEHAVIOURS := tests/registry/test_contract.py tests/registry/test_remarks.py
+BEHAVIOURS := tests/registry/test_every_registry.py tests/registry/test_remarks.py
 
 build/s3/.installed: Makefile $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade --target build/s3 -c constraints.txt 's3fs>=2025.3' 'moto[server]==5.2.5'

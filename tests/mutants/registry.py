@@ -64,7 +64,7 @@ MUTANTS = [
         "kvq_runtime/registry/events.py",
         "for version in self.versions.values() if version.yanked is None]\n        return max",
         "for version in self.versions.values()]\n        return max",
-        ("registry/test_contract.py",),
+        ("registry/test_every_registry.py",),
     ),
     Mutant(
         "version-model",
