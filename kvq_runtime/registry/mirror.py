@@ -69,8 +69,9 @@ def mirror(source: Registry, name: str, target: Registry, dry_run: bool = False)
     copied = dict[str, Version]()
     try:
         for number, version in state.versions.items():
-            yield _copied(source, name, version, target, dry_run)
+            row = _copied(source, name, version, target, dry_run)
             copied[number] = version
+            yield row
     finally:  # also of those before one that is refused
         if copied and not dry_run:
             remarks.copy(source, name, copied, target)
