@@ -74,8 +74,9 @@ def _check_numbers(files: ModelFiles, config: Mapping[str, Any], optional: Seque
         value = config.get(name)
         if value is None and name in optional:
             continue
-        by_layer = name == "intermediate_size" and isinstance(value, list)
-        each = value if by_layer and len(value) == config.get("num_hidden_layers") else [value]
+        each = [value]
+        if name == "intermediate_size" and isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
+            each = value  # of each layer
         if any(type(one) is not int or not 1 <= one <= most for one in each):
             raise ValueError(
                 f"{files.id}: {files.described} has {name}={value!r:.60}; a whole number from 1 to {most} is needed"
