@@ -371,8 +371,7 @@ def measure(home: Home, model, unit: Unit, batch: Batch) -> dict[str, Any]:
     """Measure one unit; return a line's figures, or the reason why there are none."""
     files, tokens_BT = home.files, batch.tokens_BT
     bins = BINS if unit.text == positional() and unit.length == max(home.args.lengths) else 0
-    about = {"model": {"id": files.id, "revision": files.revision, "parameters": model.num_parameters()}}
-    about |= {"sinks": SINKS, "recent": RECENT, "step": unit.step}
+    about = {"model": files.about, "sinks": SINKS, "recent": RECENT, "step": unit.step}
     exact, reference = home.exact(model, batch)
     if unit.recipe == REFERENCE:
         own = reference.score

@@ -150,7 +150,7 @@ def about(files: ModelFiles, model: PreTrainedModel, contenders: Sequence[Conten
     return {
         "name": "bench",
         "version": 1,
-        "model": {"id": files.id, "revision": files.revision, "parameters": model.num_parameters()},
+        "model": files.about,
         "weights_bytes": sum(x.nbytes for x in model.parameters()),
         "tokens": plan.tokens,
         "seed": plan.seed,

@@ -88,7 +88,7 @@ def probe(
             rows += _rows(layer, parts[0].value(), parts[1].value(), given.ridge)
     kind = str(stream.dtype).removeprefix("torch.")
     return {
-        "model": {"id": files.id, "revision": files.revision, "parameters": files.parameters},
+        "model": files.about,
         "settings": asdict(given) | {"text": fit.description, "held_out_text": held.description},
         "environment": environment(device, kind, torch.get_num_threads()),
         "rows": rows,

@@ -164,9 +164,10 @@ def evaluate(
         raise ValueError(f"a prompt of {protocol.prompt} tokens in windows of {length}; use 0 to {length - 2}")
     if len({subject.name for subject in subjects}) < len(subjects):
         raise ValueError(f"{[subject.name for subject in subjects]}; name each once")
+    dtype = dtype or _kind(files, device)
     if protocol.by_layer is None:
         protocol = replace(protocol, by_layer=not fits(files, device, dtype))
-    used, ledger = setting(files, device, dtype or _kind(files, device), ledger)
+    used, ledger = setting(files, device, dtype, ledger)
     way = {"by_layer": True} if protocol.by_layer else {}  # which has no figures in use
     own = ledger.within(protocol=_protocol(files, batch, protocol, others), **way)
     asked = [protocol.subject(subject, files.geometry) for subject in subjects]
@@ -188,7 +189,7 @@ class _Work:
     files: ModelFiles
     protocol: Protocol
     device: str
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     progress: Progress
     ledger: Ledger
 
@@ -197,10 +198,9 @@ class _Work:
     ) -> dict[str, dict[str, Any]]:
         """Measure each subject; return the records by digest."""
         tokens_BT, files = batch.tokens_BT, self.files
-        found, parameters, kind = self._scores(tokens_BT, left, self.protocol.protocols)
-        layers = self._errors(Stream(files, self.device, kind), tokens_BT, left)
+        found = self._scores(tokens_BT, left, self.protocol.protocols)
+        layers = self._errors(Stream(files, self.device, self.dtype), tokens_BT, left)
         about, corpus = _protocol(files, batch, self.protocol, others), batch.description["corpus_digest"]
-        about["model"]["parameters"] = parameters
         records = {}
         for digest, subject in left.items():
             parts = {name: self._part(name, subject.recipe, tokens_BT, found[name], digest) for name in found}
@@ -208,7 +208,7 @@ class _Work:
             records[digest]["result"]["layers"] = layers.get(digest, [])
         for text, other in others.items():
             for name, some in self._elsewhere(left).items():
-                found, *_ = self._scores(other.tokens_BT, some, (name,))
+                found = self._scores(other.tokens_BT, some, (name,))
                 for digest, subject in some.items():
                     part = self._part(name, subject.recipe, other.tokens_BT, found[name], digest)
                     records[digest]["result"].setdefault("texts", {})[text] = {"protocols": {name: part}}
@@ -223,16 +223,13 @@ class _Work:
         without = {digest: one for digest, one in subjects.items() if refusal(one.recipe) is not None}
         return {FULL: {digest: one for digest, one in subjects.items() if digest not in without}, IN_USE: without}
 
-    def _scores(
-        self, tokens_BT: Tensor, subjects: Subjects, protocols: Sequence[str]
-    ) -> tuple[dict[str, dict[str, Score]], int, torch.dtype | None]:
-        """Scores by protocol and digest, the model's parameters and its dtype; the model is gone when this returns."""
+    def _scores(self, tokens_BT: Tensor, subjects: Subjects, protocols: Sequence[str]) -> dict[str, dict[str, Score]]:
+        """Scores by protocol and digest; the model is gone when this returns."""
         if not subjects:
             self.progress(tokens_BT.numel() * len(protocols))
-            return {name: {} for name in protocols}, 0, None
-        length, protocol, stream = tokens_BT.shape[1], self.protocol, None
-        if protocol.by_layer:
-            stream = Stream(self.files, self.device, self.dtype or _kind(self.files, self.device))
+            return {name: {} for name in protocols}
+        length, protocol = tokens_BT.shape[1], self.protocol
+        stream = Stream(self.files, self.device, self.dtype) if protocol.by_layer else None
         model = load_model(self.files, self.device, self.dtype) if stream is None else stream.blank
         found: dict[str, dict[str, Score]] = {}
         for name in (one for one in PROTOCOLS if one in protocols):
@@ -248,7 +245,7 @@ class _Work:
             else:
                 step, prompt = (protocol.step, protocol.prompt) if name == IN_USE else (length, 0)
                 found[name] = perplexity.scores(model, tokens_BT, caches, step, *common, kept, prompt)
-        return found, model.num_parameters(), model.dtype if stream is None else stream.dtype
+        return found
 
     def _refusal(self, name: str, recipe: Recipe) -> str | None:
         """The reason why a recipe has no figures under a protocol, or None."""
@@ -327,7 +324,7 @@ def _protocol(files: ModelFiles, batch: Batch, protocol: Protocol, others: Mappi
         "name": "perplexity",
         "version": 2,
         "protocols": [name for name in PROTOCOLS if name in protocol.protocols],
-        "model": {"id": files.id, "revision": files.revision},
+        "model": files.about,
         "step": protocol.step,
         "recent": protocol.recent,
         "error_windows": min(protocol.error_windows, windows),

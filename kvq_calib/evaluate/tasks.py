@@ -119,8 +119,7 @@ def evaluate(
     }  # before any work: one that is too short for its task is refused
     model = load_model(files, device, dtype)
     used, ledger = setting(files, device, model.dtype, ledger)
-    about = {"name": "tasks", "version": 1, "model": {"id": files.id, "revision": files.revision}} | plan.to_json()
-    about["model"]["parameters"] = model.num_parameters()
+    about = {"name": "tasks", "version": 1, "model": files.about} | plan.to_json()
     # of all that the texts follow from, but for the tokenizer of a model that is asked in words
     digest = digest_of({name: value for name, value in plan.to_json().items() if name != "protocols"})
     found, at_work = list[dict[str, Any]](), _Work(model, files, plan, texts, progress, ledger)

@@ -66,8 +66,8 @@ def evaluate(
         _check(manager, task)
     model = load_model(files, device, dtype)
     used = environment(device, str(model.dtype).removeprefix("torch."), torch.get_num_threads())
-    about = {"name": "lm-eval", "version": 1, "lm_eval": version("lm_eval"), "protocols": [IN_USE]} | asdict(asked)
-    about["model"] = {"id": files.id, "revision": files.revision, "parameters": model.num_parameters()}
+    about = {"name": "lm-eval", "version": 1, "lm_eval": version("lm_eval"), "protocols": [IN_USE]}
+    about |= {"model": files.about, **asdict(asked)}
     records = []
     for subject in (None, *subjects):
         lm = CompressedLM(str(files.path), NONE, asked.step, asked.batch_size, subject=subject, loaded=model,

@@ -268,6 +268,11 @@ class ModelFiles:
         return sum(map(math.prod, shapes))
 
     @property
+    def about(self) -> dict[str, Any]:
+        """The model, as records state it."""
+        return {"id": self.id, "revision": self.revision, "parameters": self.parameters}
+
+    @property
     def quantization(self) -> str | None:
         """The types of ggml that the weights are, or were before they were written out; None of others."""
         return self.config.get(fingerprint.DEQUANTIZED)
