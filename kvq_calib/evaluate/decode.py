@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.caches import WitnessCache, attending
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
-from kvq_calib.evaluate.perplexity import ROW_TOKENS, digest
+from kvq_calib.evaluate.perplexity import ROW_TOKENS, digest, mean_and_error
 from kvq_calib.evaluate.record import load_model, of_subject, setting
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
@@ -79,8 +79,7 @@ def evaluate(
     found = [_kept(model, some_BT, subjects, count, progress, ledger.within(decode=count)) for some_BT in some]
     about = {
         "name": DECODE, "version": 1, "protocols": [DECODE], "prompt": prompt, **asdict(plan), "windows": windows,
-        "text": batch.description,
-        "model": {"id": files.id, "revision": files.revision, "parameters": model.num_parameters()},
+        "text": batch.description, "model": files.about,
     }  # fmt: skip
     corpus = batch.description["corpus_digest"]
     return [
@@ -175,8 +174,9 @@ def figures(subject: Subject, found: Sequence[Mapping[str, Any]], bins: int, pro
             "reason": f"nothing was encoded: texts of {prompt + count} tokens are shorter than {window.recent} recent "
             f"tokens and a block of {window.block}"
         }
-    mean, spread = _over_windows(kl_WT.mean(1))
+    mean, spread = mean_and_error(kl_WT.mean(1).tolist())
     begins = int(decoded_WT.any(0).int().argmax())
+    slopes = 1000 * _slopes(kl_WT[:, begins:])
     return {
         "kl": mean,
         "kl_se": spread,
@@ -184,7 +184,7 @@ def figures(subject: Subject, found: Sequence[Mapping[str, Any]], bins: int, pro
         "entropy": float(entropy_WT.mean()),
         "accepted": _accepted(agreed_WT),
         "encoded_from": begins,
-        "trend": dict(zip(("kl_per_1000", "se"), _over_windows(_slopes(kl_WT[:, begins:]) * 1000), strict=True)),
+        "trend": dict(zip(("kl_per_1000", "se"), mean_and_error(slopes.tolist()), strict=True)),
         "windows": [_window(*row) for row in zip(kl_WT, agreed_WT, strict=True)],
         "bins": [
             {"from": start, "to": stop}
@@ -220,7 +220,7 @@ def _window(kl_T: Tensor, agreed_T: Tensor) -> dict[str, Any]:
 
 def _bin(kl_WT: Tensor, agreed_WT: Tensor, entropy_WT: Tensor, decoded_WT: Tensor) -> dict[str, float | None]:
     """A part of the continuation; kl_worst: of the window with the highest."""
-    mean, spread = _over_windows(kl_WT.mean(1))
+    mean, spread = mean_and_error(kl_WT.mean(1).tolist())
     return {
         "kl": mean,
         "kl_se": spread,
@@ -230,12 +230,6 @@ def _bin(kl_WT: Tensor, agreed_WT: Tensor, entropy_WT: Tensor, decoded_WT: Tenso
         "entropy": float(entropy_WT.mean()),
         "decoded": float(decoded_WT.mean()),
     }
-
-
-def _over_windows(values_W: Tensor) -> tuple[float, float | None]:
-    """Mean and standard error; None of one window."""
-    count = len(values_W)
-    return float(values_W.mean()), float(values_W.std() / math.sqrt(count)) if count > 1 else None
 
 
 def _slopes(values_WT: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, TypeVar
 
+from kvq_calib.evaluate.perplexity import mean_and_error
 from kvq_calib.report.words import spread
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.table import percent
@@ -229,10 +230,7 @@ def standard_error(part: Figures) -> float | None:
 def kl_error(part: Figures) -> float | None:
     """The standard error of a divergence; None for fewer than three windows, or where they were not kept."""
     kls = () if part.windows is None else part.windows.kl
-    if len(kls) < 3:
-        return None
-    mean = sum(kls) / len(kls)
-    return math.sqrt(sum((one - mean) ** 2 for one in kls) / (len(kls) - 1) / len(kls))
+    return mean_and_error(kls)[1] if len(kls) > 2 else None
 
 
 def by_layer(artifact: Artifact) -> list[dict[str, Any]]:
