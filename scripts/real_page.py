@@ -94,11 +94,16 @@ def append(folder: Path, line: Line) -> None:
 def keep_text(folder: Path, batch: Batch) -> None:
     """Describe windows in texts.json, once."""
     path = folder / "texts.json"
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    if batch.digest not in known:
+    known, (windows, length) = _read(path), batch.tokens_BT.shape
+    if (key := _text(batch.digest, length)) not in known:
         disk.make_folder(folder)
-        known[batch.digest] = batch.description | {"windows": len(batch.tokens_BT)}
+        known[key] = batch.description | {"windows": windows}
         disk.save(path, (json.dumps(known, indent=1, sort_keys=True) + "\n").encode())
+
+
+def _text(tokens: str, length: int) -> str:
+    """The key of windows in texts.json: their digest is that of the same tokens in windows of another length, too."""
+    return f"{tokens}-{length}"
 
 
 def records(folder: Path, on: str, length: int) -> list[TextRecord]:
@@ -106,8 +111,7 @@ def records(folder: Path, on: str, length: int) -> list[TextRecord]:
 
     Recipes without figures in domain are left out; of lines on the same measurement, the newest counts.
     """
-    path = folder / "texts.json"
-    described = json.loads(path.read_text()) if path.is_file() else {}
+    described = _read(folder / "texts.json")
     found: dict[str, dict[str, dict[str, Line]]] = {}
     for line in read(folder).values():
         if line["length"] == length and line["on"] in (on, None) and line["recipe"] != REFERENCE:
@@ -143,7 +147,7 @@ def _record(own: Mapping[str, Mapping[str, Line]], on: str, texts: Sequence[str]
 def _windows(lines: Mapping[str, Line], described: Line) -> dict[str, Any]:
     """Return windows and text, in a record's form, of the full encode if it was measured."""
     line = lines.get(FULL) or next(iter(lines.values()))
-    text = dict(described[line["tokens"]])
+    text = dict(described[_text(line["tokens"], line["length"])])
     return {"windows": text.pop("windows"), "length": line["length"], "text": text}
 
 
@@ -238,7 +242,8 @@ def _positions(lines: Sequence[Mapping[str, Any]], docs: Path) -> list[str]:
     if not exact:
         return []
     reference = max(reversed(exact), key=lambda one: one["length"])  # the newest of the longest windows
-    known = {(one["recipe"], one["protocol"]): one for one in some if one["tokens"] == reference["tokens"]}
+    windows = _text(reference["tokens"], reference["length"])
+    known = {(one["recipe"], one["protocol"]): one for one in some if _text(one["tokens"], one["length"]) == windows}
     drawn = [known[name, protocol] for name in DRAWN for protocol in (FULL, IN_USE) if (name, protocol) in known]
     if not drawn:
         return []

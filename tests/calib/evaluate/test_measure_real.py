@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
 from kvq_calib.report import plots, tables
+from kvq_calib.text.corpus import Batch
 from kvq_runtime.artifact import artifact
 from kvq_runtime.recipe import presets
 from scripts import compare_page, measure_real, positions, real_page, real_use
@@ -112,6 +114,20 @@ def test_lines_make_a_page(results, tmp_path):
     assert sum(one["processor_seconds"] for one in lines) > 0 and "processor hours" in head
 
 
+def test_the_same_tokens_in_windows_of_two_lengths_are_two_texts(tmp_path):
+    tokens, figures = torch.arange(512, dtype=torch.int32), {"perplexity": 9.0, "relative": 0.01, "kl": 0.1}
+    for length in (256, 128):
+        batch = Batch(tokens.view(-1, length), "same", {"source": "demo", "corpus_digest": "c", "seq_len": length})
+        real_page.keep_text(tmp_path, batch)
+        line = {"key": str(length), "recipe": "rtn-4bit", "on": None, "text": "docs", "length": length, "step": None,
+                "tokens": batch.digest, "protocol": "full", "bits": {"asymptotic": 4.25}, "part": figures, "sinks": 4,
+                "recent": 0, "model": {"id": "tiny"}, "artifact": None, "window": {}, "environment": {}, "machine": {},
+                }  # fmt: skip
+        real_page.append(tmp_path, line)
+    found = [real_page.records(tmp_path, "docs", length)[0].protocol for length in (256, 128)]
+    assert [(one.windows, one.length) for one in found] == [(2, 256), (4, 128)]
+
+
 def test_a_mixture_is_of_all_texts_that_are_at_hand_or_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVQ_TEST_DATA", str(tmp_path))
     assert measure_real.at_hand(["mix"]) == [] and "mix is left out: one of its parts" in capsys.readouterr().err
@@ -144,7 +160,7 @@ def test_the_picture_by_position_is_of_the_longest_windows(tmp_path, monkeypatch
     for key, length in enumerate((8192, 1024)):
         for recipe in ("16 bit", "rtn-4bit"):
             line = {"key": f"{key}{recipe}", "recipe": recipe, "on": None, "text": "book", "length": length,
-                    "tokens": str(length), "protocol": "full", "part": {"bins": [length]}}  # fmt: skip
+                    "tokens": "the same", "protocol": "full", "part": {"bins": [length]}}  # fmt: skip
             real_page.append(tmp_path, line)
     assert real_page._positions(list(real_page.read(tmp_path).values()), tmp_path)
     ((exact, recipes, _),) = drawn
