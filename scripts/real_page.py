@@ -1,19 +1,18 @@
 """Keep what scripts.measure_real finds as lines, and write them: as records of `kvq compare`, sections and pictures of
 records/compare.md, and a table for README.md."""
 
-import hashlib
 import json
 import os
 import platform
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvq_calib.evaluate.ledger import code
+from kvq_calib.evaluate.ledger import code, digest_of
 from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.report import plots
 from kvq_calib.report.answered import heat
@@ -45,7 +44,7 @@ OPEN, CLOSE = "<!-- real table -->", "<!-- end of real table -->"
 
 def digest(found: Any) -> str:
     """A digest of JSON."""
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:24]
+    return digest_of(found)[:24]
 
 
 def machine() -> dict[str, Any]:
@@ -175,13 +174,22 @@ def brief(folder: Path) -> str:
     if not lines:
         raise ValueError(f"{folder / MIXED} has no lines of {', '.join(BRIEF)}: README's table is made of them")
     some = [one for one in lines if (one["protocol"], one["length"]) == (FULL, LENGTH) and one["on"] in (MIX, None)]
-    texts = list(dict.fromkeys(one["text"] for one in sorted(some, key=lambda one: one["text"] != ON)))
+    texts = dict.fromkeys(one["text"] for one in sorted(some, key=lambda one: one["text"] != ON))
+    return _by_recipe(some, texts, lambda one: one["text"])
+
+
+def _by_recipe(lines: Sequence[Line], heads: Iterable[str], head: Callable[[Line], str], bits: bool = True) -> str:
+    """A table of losses: a row a recipe, with its bits, and each line's loss in the column of its head."""
     rows: dict[str, dict[str, str]] = {}
-    for one in some:
-        bits = f"{one['bits']['asymptotic']:.2f}"
-        row = rows.setdefault(one["recipe"], {"recipe": f"`{one['recipe']}`", "bits": bits} | dict.fromkeys(texts, ""))
-        row[one["text"]] = _said(one)
+    for one in lines:
+        named = {"recipe": f"`{one['recipe']}`"} | ({"bits": _bits(one)} if bits else {})
+        row = rows.setdefault(one["recipe"], named | dict.fromkeys(heads, ""))
+        row[head(one)] = f"{relative(of_json(Figures, one['part'], 'part'))}, {short(one['part']['kl'])}"
     return table(list(rows.values()))
+
+
+def _bits(found: Line) -> str:
+    return f"{found['bits']['asymptotic']:.2f}"
 
 
 def _ordered(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -192,47 +200,29 @@ def _ordered(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(some, key=lambda one: (one["bits"]["asymptotic"], one["recipe"]))
 
 
-def _said(one: Mapping[str, Any]) -> str:
-    return f"{relative(of_json(Figures, one['part'], 'part'))}, {short(one['part']['kl'])}"
-
-
-def _lengths(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+def _lengths(lines: Sequence[Line]) -> list[str]:
     """A row a recipe, a column a length and protocol, in domain."""
     some = [one for one in _ordered(lines) if one["text"] == ON and one["on"] in (ON, None)]
-    heads = sorted({(one["protocol"], one["length"]) for one in some})
-    if not heads:
-        return []
-    rows: dict[str, dict[str, str]] = {}
-    for one in some:
-        row = rows.setdefault(
-            one["recipe"], {"recipe": f"`{one['recipe']}`", "bits": f"{one['bits']['asymptotic']:.2f}"}
-        )
-        row |= {_head(*head): "" for head in heads if _head(*head) not in row}
-        row[_head(one["protocol"], one["length"])] = _said(one)
-    return [
-        f"**By length.** {NAME}, {ON}, in domain: perplexity against 16 bit, KL divergence in nats.",
-        table(list(rows.values())),
-    ]
+
+    def head(one: Line) -> str:
+        return f"{SPOKEN[one['protocol']]}, {one['length']:,}"
+
+    heads = dict.fromkeys(map(head, sorted(some, key=lambda one: (one["protocol"], one["length"]))))
+    said = f"**By length.** {NAME}, {ON}, in domain: perplexity against 16 bit, KL divergence in nats."
+    return [said, _by_recipe(some, heads, head)] if some else []
 
 
-def _head(protocol: str, length: int) -> str:
-    return f"{SPOKEN[protocol]}, {length:,}"
-
-
-def _crossed(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+def _crossed(lines: Sequence[Line]) -> list[str]:
     """Write a table of fitted recipes: fitted on each text, measured on each, by full encode at the first length."""
     some = [one for one in _ordered(lines) if one["on"] and one["protocol"] == FULL and one["length"] == LENGTH]
     if len({one["on"] for one in some}) < 2:
         return []
-    rows: dict[str, dict[str, str]] = {}
-    heads = list(dict.fromkeys(f"fitted on {one['on']}: {one['text']}" for one in some))
-    for one in some:
-        row = rows.setdefault(one["recipe"], {"recipe": f"`{one['recipe']}`"} | dict.fromkeys(heads, ""))
-        row[f"fitted on {one['on']}: {one['text']}"] = _said(one)
-    return [
-        f"**In domain and out of it, both ways.** {NAME}, full encode of windows of {LENGTH:,} tokens.",
-        table(list(rows.values())),
-    ]
+
+    def head(one: Line) -> str:
+        return f"fitted on {one['on']}: {one['text']}"
+
+    said = f"**In domain and out of it, both ways.** {NAME}, full encode of windows of {LENGTH:,} tokens."
+    return [said, _by_recipe(some, dict.fromkeys(map(head, some)), head, bits=False)]
 
 
 def _positions(lines: Sequence[Mapping[str, Any]], docs: Path) -> list[str]:
@@ -309,7 +299,7 @@ def joined(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def talk(folder: Path) -> list[str]:
     rows = []
     for one in (row["found"] for row in _read(folder / "conversation.json").values()):
-        row = {"recipe": f"`{one['recipe']}`", "bits": f"{one['bits']['asymptotic']:.2f}"}
+        row = {"recipe": f"`{one['recipe']}`", "bits": _bits(one)}
         for number, some in enumerate(zip(*one["conversations"], strict=True), 1):
             firsts = ", ".join("never" if turn["first"] is None else str(turn["first"]) for turn in some)
             row[f"turn {number}"] = f"{short(sum(turn['kl'] for turn in some) / len(some))} ({firsts})"
@@ -325,7 +315,7 @@ def greedy(folder: Path) -> list[str]:
     rows = []
     for one in (row["found"] for row in _read(folder / "greedy.json").values()):
         part = one["result"]["protocols"]["decode"]
-        row = {"recipe": f"`{one['result']['recipe']}`", "bits": f"{one['result']['bits']['asymptotic']:.2f}"}
+        row = {"recipe": f"`{one['result']['recipe']}`", "bits": _bits(one["result"])}
         about = one["protocol"]
         if "reason" in part:
             rows.append(row | {"first other token": part["reason"]})
@@ -344,7 +334,7 @@ def greedy(folder: Path) -> list[str]:
     return [said, table(rows)]
 
 
-def _machine(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+def _machine(lines: Sequence[Line]) -> list[str]:
     kinds = {json.dumps(one["machine"], sort_keys=True): one["machine"] for one in lines}
     said = [f"{one['processors']} processors {one['processor']}, {one['memory_gb']:g} GB" for one in kinds.values()]
     seconds = sum(one["processor_seconds"] for one in lines)
