@@ -35,9 +35,9 @@ TITLES = {
 _UNITS = {KL: "nats", PERPLEXITY: "%", ATTENTION: "of its energy"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Point:
-    """A recipe's cost at its bits.
+    """A recipe's cost at its bits; another with the same figures is another point.
 
     spread   standard error of the cost over windows; None: not known
     tail     bits of a whole cache of 4096 tokens; None: not asked for
@@ -118,12 +118,9 @@ class Panel:
     points: Sequence[Point]
     front: Sequence[Point]
     rings: Sequence[Point]
-    looks: Mapping[int, Look]
+    looks: Mapping[Point, Look]
     left_out: Sequence[str]
     zero: bool
-
-    def look(self, point: Point) -> Look:
-        return self.looks[id(point)]
 
 
 def scatter(
@@ -136,7 +133,7 @@ def scatter(
     log = measure != PERPLEXITY
     drawn = [one for one in given if one.bits < EXACT and (not log or one.cost > LEAST)]
     beside = [one for one in beside if one.bits < EXACT and (not log or one.cost > LEAST)]
-    chosen = {id(one): look for one, look in zip(drawn, looks([one.recipe for one in drawn]), strict=True)}
+    chosen = dict(zip(drawn, looks([one.recipe for one in drawn]), strict=True))
     _limits(axis, [*drawn, *beside], log)
     if not log:
         axis.axhline(0, color="0.35", linewidth=1, linestyle="--", zorder=1)
@@ -146,8 +143,7 @@ def scatter(
         axis.plot([*(one.bits for one in best), edge], [*(one.cost for one in best), best[-1].cost], color="0.72",
                   linewidth=3.2, alpha=0.7, drawstyle="steps-post", solid_capstyle="butt", zorder=1.5,
                   label="frontier")  # fmt: skip
-    for one in drawn:
-        look = chosen[id(one)]
+    for one, look in chosen.items():
         if one.tail is not None:
             axis.plot([one.bits, one.tail], [one.cost, one.cost], color=look.colour, linewidth=1, alpha=0.45, zorder=2)
             axis.plot(one.tail, one.cost, "|", color=look.colour, markersize=7, alpha=0.8, zorder=2)
@@ -207,13 +203,13 @@ def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0, 
     """
     ringed = _ringed(panel.points)
     first = [*ringed, *panel.front]
-    must = {id(one) for one in (panel.points if which is None else which)}
-    wanted = list({id(one): one for one in [*first, *panel.points] if others or id(one) in must}.values())
+    must = panel.points if which is None else which
+    wanted = dict.fromkeys(one for one in [*first, *panel.points] if others or one in must)
+    roles = {one: " (this version)" if one.here else " (recommended)" for one in ringed}
     labels = [
-        Label(one.bits, one.cost, one.name + _role(one, ringed), panel.look(one).ink,
-              any(one is given for given in first), id(one) not in must)
-        for one in sorted(wanted, key=lambda one: id(one) not in must)
-    ]  # fmt: skip
+        Label(one.bits, one.cost, one.name + roles.get(one, ""), panel.looks[one].ink, one in first, one not in must)
+        for one in sorted(wanted, key=lambda one: one not in must)
+    ]
     if panel.zero:
         labels.insert(0, Label(panel.axis.get_xlim()[1], 0.0, "16 bit", INK))
     lines = [*_dense(panel), *(at for one in panel.points for at in _whiskers(one))]
@@ -222,28 +218,21 @@ def name(panel: Panel, which: Sequence[Point] | None = None, size: float = 8.0, 
 
 def _reach(panel: Panel, one: Point) -> float:
     """The points that its mark reaches from its middle: the marker, or the ring around it."""
-    ringed = any(one is given for given in panel.rings)
-    return (RING + 1.4 if ringed else panel.look(one).point["markersize"]) / 2
-
-
-def _role(one: Point, ringed: Sequence[Point]) -> str:
-    if not any(one is given for given in ringed):
-        return ""
-    return " (this version)" if one.here else " (recommended)"
+    return (RING + 1.4 if one in panel.rings else panel.looks[one].point["markersize"]) / 2
 
 
 def speakers(panel: Panel) -> list[Point]:
     """The points to name where there are too many for all: those of the frontier, ours, and of each other family the
     one that comes nearest to the frontier."""
-    best = {id(one): one for one in [*panel.front, *_ringed(panel.points)]}
-    heard = {family(one.recipe) for one in best.values()}
+    best = dict.fromkeys([*panel.front, *_ringed(panel.points)])
+    heard = {family(one.recipe) for one in best}
     nearest: dict[str, tuple[float, Point]] = {}
     for one in panel.points:
         floor = min((other.cost for other in panel.front if other.bits <= one.bits), default=one.cost)
         gap, kind = math.log(one.cost / floor) if floor > 0 and one.cost > 0 else 0.0, family(one.recipe)
         if kind not in heard and (kind not in nearest or gap < nearest[kind][0]):
             nearest[kind] = gap, one
-    return [*best.values(), *(one for _, one in nearest.values())]
+    return [*best, *(one for _, one in nearest.values())]
 
 
 def _dense(panel: Panel) -> list[tuple[float, float]]:

@@ -176,7 +176,7 @@ def scatter(given: Sequence[Point], front: bool = True, named: Sequence[Point] |
 
 def _finish(figure: Figure, drawn: Sequence[Panel], most: int, named: Sequence[Point] | None = None) -> Figure:
     """Add the key of families, fix the layout, and write names where they are free, or of those alone in `named`."""
-    shown = {family(one.recipe): panel.look(one) for panel in drawn for one in panel.points}
+    shown = {family(one.recipe): look for panel in drawn for one, look in panel.looks.items()}
     many = any(len(panel.points) > most for panel in drawn)
     if many and len(shown) > 1:
         figure.legend(*_key(shown), loc="outside right upper", frameon=False, fontsize=8.5, title="family")
