@@ -113,7 +113,7 @@ def not_alone(job: Job, work: Run) -> Job:
 def preflight(job: Job, work: Run) -> list[str]:
     """Check before hours of work what would stop them at their end; returns notes.
 
-    Raises ValueError for settings that cannot be, RuntimeError for a machine that cannot do it.
+    Raises ValueError for invalid settings, RuntimeError for a machine that cannot do it.
     """
     notes = [*_check_settings(job, work), *_check_machine(job, work)]
     for target in job.publication.targets:

@@ -227,7 +227,7 @@ def make(
     """Complete a plan with the model's defaults; a Hub corpus is pinned to a revision here.
 
     Of the transfer text there are as many sequences as settings are measured on of the corpus.
-    Raises ValueError for settings that cannot be, RuntimeError for a device that is not here or a Hub without answer.
+    Raises ValueError for invalid settings, RuntimeError for a device that is not here or a Hub without answer.
     """
     from kvq_calib.model.streamed import default_dtype
 

@@ -14,7 +14,7 @@ MEANINGS = {  # README.md has the same table, which a test compares
     0: "done; also if the very same bytes are published already",
     1: "a check failed (a damaged file, a model that does not match, a fault that doctor found), or the machine did: "
     "disk, memory, device, network; standard error says what to do",
-    2: "wrong command line: an unknown command or option, no valid name or reference, settings that cannot be",
+    2: "wrong command line: an unknown command or option, no valid name or reference, invalid settings",
     3: "not found: no such artifact, version, alias, registry, recipe, model, corpus or file",
     4: "conflict: a concurrent change came first, a change contradicts the registry's state, or the same plan is "
     "already running",
