@@ -17,7 +17,6 @@ under KVQ_TEST_DATA and Python's documentation and code; what is not there is le
 """
 
 import argparse
-import hashlib
 import os
 import sys
 import time
@@ -155,13 +154,9 @@ class Home:
     def batch(self, text: str, length: int) -> Batch:
         """The windows of a text, chosen once: the same whichever text was fitted on."""
         windows = self.args.windows or WINDOWS.get(length, 2)
-        ledger, unit = Ledger(self.folder / "texts"), {"text": [TEXTS[text], length, windows]}
-        kept = ledger.read(**unit)
-        if kept is None:
-            made = (_whole if text in WHOLE else _held_out)(text, self.files, length, windows)
-            kept = [made.tokens_BT.tolist(), made.digest, made.description]
-            ledger.write(kept, **unit)
-        return Batch(torch.tensor(kept[0], dtype=torch.int32), *kept[1:])
+        choose = _whole if text in WHOLE else _held_out
+        ledger, unit = Ledger(self.folder / "texts"), {"windows": [TEXTS[text], length, windows]}
+        return Batch.of_json(ledger.kept(lambda: choose(text, self.files, length, windows).to_json(), **unit))
 
     def exact(self, model, batch: Batch) -> tuple[Tensor, positions.Trace]:
         """The 16-bit model's last hidden states and what its tokens cost, from a file once they were computed."""
@@ -217,12 +212,7 @@ def _held_out(text: str, files: ModelFiles, length: int, windows: int) -> Batch:
     """Windows of a held-out part that repeat no fit part of any text that is fitted on; fewer, if it has fewer."""
     given, beside = source(text), [found for one in MIXED if (found := source(one))]
     assert given is not None, "what is not at hand is not asked for"
-    try:
-        return corpus.select(given, files.path, windows, length, 0, "held-out", beside=beside)
-    except corpus.TooLittle as error:
-        if error.found < 2:
-            raise
-        return corpus.select(given, files.path, error.found, length, 0, "held-out", beside=beside)
+    return corpus.select_fewer(given, files.path, windows, length, 0, 2, beside)
 
 
 def _whole(text: str, files: ModelFiles, length: int, windows: int) -> Batch:
@@ -237,7 +227,7 @@ def _whole(text: str, files: ModelFiles, length: int, windows: int) -> Batch:
         raise ValueError(f"{text} has {len(ids)} tokens; give fewer than {windows} windows of {length}")
     rows = [ids[start : start + length] for start in (gap + place * (length + gap) for place in range(windows))]
     tokens_BT = torch.tensor(rows, dtype=torch.int32)
-    digest = hashlib.sha256(tokens_BT.numpy().astype("<i4").tobytes()).hexdigest()
+    digest = corpus.digest_of(tokens_BT)
     about = {"source": found.name, "corpus_digest": found.digest, "split": "whole", "mode": "contiguous",
              "samples": windows, "seq_len": length, "tokenizer_sha256": encoder.digest,
              "token_digest": digest}  # fmt: skip

@@ -29,11 +29,11 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.caches import WitnessCache, attending
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
-from kvq_calib.evaluate.perplexity import ROW_TOKENS, digest, mean_and_error
+from kvq_calib.evaluate.perplexity import ROW_TOKENS, mean_and_error
 from kvq_calib.evaluate.record import load_model, of_subject, setting
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.text.corpus import Batch
+from kvq_calib.text.corpus import Batch, digest_of
 from kvq_runtime.registry.measured import DECODE
 
 PROMPT, LENGTH, BINS = 256, 4096, 8
@@ -96,7 +96,7 @@ def work(batch: Batch, subjects: int, plan: Plan) -> int:
 
 def _kept(model, tokens_BT: Tensor, subjects: Sequence[Subject], count: int, progress, ledger: Ledger):
     """The trace of each subject on a few windows, of which only those that are not known are followed."""
-    units = [{"prompts": digest(tokens_BT), "subject": [one.sha256, one.recipe.to_json()]} for one in subjects]
+    units = [{"prompts": digest_of(tokens_BT), "subject": one.identity} for one in subjects]
     found: list[Any] = [ledger.read(**unit) for unit in units]
     left = [number for number, one in enumerate(found) if one is None]
     progress(len(tokens_BT) * count * (len(subjects) - len(left)))

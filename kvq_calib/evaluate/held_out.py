@@ -6,7 +6,6 @@ Finished units of the evaluation are kept in the run folder: a run that was stop
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,31 +44,18 @@ def choose(run: Run, also: Sequence[str] = (), asked: int | None = None) -> tupl
 
     def beside() -> dict[str, Any]:
         chosen = corpus.select_others(also, plan.corpus, files.path, count, length, plan.seed)
-        return {name: _kept(batch) for name, batch in chosen.items()}
+        return {name: batch.to_json() for name, batch in chosen.items()}
 
-    text = [plan.corpus, files.id, asked, count, length, plan.seed]
-    own = ledger.kept(lambda: _kept(_select(plan, files.path, count, length, at_least=asked or 1)), text=text)
+    def chosen() -> dict[str, Any]:
+        try:
+            return corpus.select_fewer(plan.corpus, files.path, count, length, plan.seed, asked or 1).to_json()
+        except corpus.TooLittle as error:
+            raise ValueError(f"{error}; --no-eval leaves the evaluation out") from None
+
+    own = ledger.kept(chosen, text=[plan.corpus, files.id, asked, count, length, plan.seed])
     texts = [list(also), plan.corpus, files.id, count, length, plan.seed]
     others = ledger.kept(beside, texts=texts) if corpus.others(also) else {}
-    return _batch(own), {name: _batch(one) for name, one in others.items()}
-
-
-def _kept(batch: Batch) -> dict[str, Any]:
-    return {"tokens": batch.tokens_BT.tolist(), "digest": batch.digest, "description": batch.description}
-
-
-def _batch(kept: Mapping[str, Any]) -> Batch:
-    return Batch(torch.tensor(kept["tokens"], dtype=torch.int32), kept["digest"], kept["description"])
-
-
-def _select(plan: Plan, tokenizer: Path, count: int, length: int, at_least: int) -> Batch:
-    while True:
-        try:
-            return corpus.select(plan.corpus, tokenizer, count, length, plan.seed, "held-out")
-        except corpus.TooLittle as error:
-            if error.found < at_least:
-                raise ValueError(f"{error}; --no-eval leaves the evaluation out") from None
-            count = error.found
+    return Batch.of_json(own), {name: Batch.of_json(one) for name, one in others.items()}
 
 
 def subjects(fitted: Mapping[str, Artifact]) -> list[Subject]:

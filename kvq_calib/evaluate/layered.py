@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kvq_calib.evaluate.caches import CountedCache, answering
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
-from kvq_calib.evaluate.perplexity import PART, REFERENCE, Score, Windows, digest, rows_of
+from kvq_calib.evaluate.perplexity import PART, REFERENCE, Score, Windows, rows_of
 from kvq_calib.model.streamed import Stream
+from kvq_calib.text.corpus import digest_of
 
 
 @torch.inference_mode()
@@ -37,7 +38,9 @@ def layered(
     """
     length, names = tokens_BT.shape[1], (REFERENCE, *caches)
     groups = tokens_BT.split(rows or rows_of(length, stream.files.vocabulary))
-    units = [{name: {"layered": name, "tokens": digest(group), "step": length} for name in names} for group in groups]
+    units = [
+        {name: {"layered": name, "tokens": digest_of(group), "step": length} for name in names} for group in groups
+    ]
     kept: list[dict[str, Any]] = [{name: ledger.read(**unit) for name, unit in own.items()} for own in units]
     left = [name for name in names if any(own[name] is None for own in kept)]
     progress(tokens_BT.numel() * (len(names) - len(left)))

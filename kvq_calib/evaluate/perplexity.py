@@ -16,7 +16,6 @@ compared.
 Source: Shutova et al., 2025 (AQUA-KV), section 4: sequences encoded auto-regressively with the compressed cache.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,6 +30,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvq_calib.evaluate.caches import CountedCache, Reads, attending
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
 from kvq_calib.model.attention import passes
+from kvq_calib.text.corpus import digest_of
 
 REFERENCE = "16 bit"
 STEP = 32
@@ -201,7 +201,7 @@ def scores(
         exact = partial(logits, model, some, None, step, prompt)
         windows = Windows(some, model.device, exact, prompt)
         for name, score in found.items():
-            unit = {"score": name, "tokens": digest(some), "step": step} | ({"prompt": prompt} if prompt else {})
+            unit = {"score": name, "tokens": digest_of(some), "step": step} | ({"prompt": prompt} if prompt else {})
             kept = ledger.read(**unit)
             if kept is None:
                 cache = None if name == REFERENCE else caches[name]()
@@ -219,11 +219,6 @@ def scores(
 def rows_of(length: int, vocabulary: int) -> int:
     """Return how many windows go through a model side by side."""
     return max(1, min(ROW_TOKENS // length, ROW_LOGITS // (length * vocabulary)))
-
-
-def digest(tokens_BT: Tensor) -> str:
-    """sha256 of windows."""
-    return hashlib.sha256(tokens_BT.cpu().numpy().astype("<i4").tobytes()).hexdigest()
 
 
 def logits(

@@ -171,7 +171,7 @@ def evaluate(
     way = {"by_layer": True} if protocol.by_layer else {}  # which has no figures in use
     own = ledger.within(protocol=_protocol(files, batch, protocol, others), **way)
     asked = [protocol.subject(subject, files.geometry) for subject in subjects]
-    digests = [digest_of([one.sha256, one.recipe.to_json()]) for one in asked]
+    digests = [digest_of(one.identity) for one in asked]
     records: dict[str, Any] = {digest: own.read(record=digest) for digest in digests}
     left = {digest: one for digest, one in zip(digests, asked, strict=True) if records[digest] is None}
     progress(work(files, batch, len(subjects), protocol, others) - work(files, batch, len(left), protocol, others))

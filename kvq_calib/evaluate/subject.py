@@ -39,6 +39,11 @@ class Subject:
         """An artifact at hand."""
         return Subject(name or artifact.recipe.name, artifact.recipe, artifact.tensors, sha256, published)
 
+    @property
+    def identity(self) -> list[Any]:
+        """All that its measurements depend on, whatever it is called: JSON."""
+        return [self.sha256, self.recipe.to_json()]
+
 
 def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subject:
     """A recipe that needs no calibration, as `recipe_text.read` takes it; else an artifact: a reference or a path.

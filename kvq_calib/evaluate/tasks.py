@@ -169,7 +169,7 @@ class _Work:
         shares: dict[str, float] = {}
         for length, task in ((length, task) for length in plan.lengths for task in plan.tasks):
             unit = {"task": task, "length": length, "plan": plan.to_json(), "tasks": protocol if subject else REFERENCE}
-            unit |= {"subject": [subject.sha256, subject.recipe.to_json()] if subject else None}
+            unit |= {"subject": subject and subject.identity}
             find = partial(self._scores, subject, self.texts[length, task], length, protocol)
             kept: dict[str, Any] = self.ledger.kept(find, **unit)
             self.progress(len(plan.depths) * plan.samples * length)

@@ -104,7 +104,7 @@ class CompressedLM(HFLM):
         self.subject, self.step, self._quiet = subject, step, quiet
         self.through: dict[str, dict[str, float]] = {}
         self._shares: list[float] = []
-        about = [subject.sha256, subject.recipe.to_json()] if subject else REFERENCE
+        about = subject.identity if subject else REFERENCE
         _, kept = setting(files, str(loaded.device), loaded.dtype, Ledger(home() / "evaluated"))
         self._ledger = kept.within(lm_eval=about)
 

@@ -40,7 +40,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -88,6 +88,20 @@ class Batch:
     digest: str
     description: dict[str, Any]
 
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {"tokens": self.tokens_BT.tolist(), "digest": self.digest, "description": self.description}
+
+    @staticmethod
+    def of_json(kept: Mapping[str, Any]) -> "Batch":
+        """What `to_json` gave."""
+        return Batch(torch.tensor(kept["tokens"], dtype=torch.int32), kept["digest"], kept["description"])
+
+
+def digest_of(tokens_BT: Tensor) -> str:
+    """sha256 of token ids, as little-endian int32."""
+    return hashlib.sha256(tokens_BT.cpu().numpy().astype("<i4").tobytes()).hexdigest()
+
 
 def select(
     source: str,
@@ -132,13 +146,13 @@ def select(
         less = f", {len(unseen.dropped)} documents that repeat the fit part left out," if unseen.dropped else ""
         made = f"{where}{less} gives {len(rows)} sequences of {seq_len} tokens (mode {used}), not {samples or 1}"
         raise TooLittle(f"{made}; ask for fewer or shorter ones, or give more text", len(rows))
-    tokens = np.asarray(rows, dtype="<i4")
-    if encoder.size is not None and tokens.max() >= encoder.size:
+    tokens_BT = torch.from_numpy(np.asarray(rows, dtype=np.int32))
+    if encoder.size is not None and (most := int(tokens_BT.max())) >= encoder.size:
         raise ValueError(
-            f"the tokenizer in {tokenizer} makes token {tokens.max()}, and the model knows {encoder.size}; they are "
+            f"the tokenizer in {tokenizer} makes token {most}, and the model knows {encoder.size}; they are "
             "not of one model: download it again"
         )
-    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+    digest = digest_of(tokens_BT)
     description = {
         "source": corpus.name,
         "corpus_digest": corpus.digest,
@@ -154,7 +168,21 @@ def select(
     }
     if fits:
         description["overlap"] = _overlap(unseen, encoder, rows)
-    return Batch(torch.from_numpy(tokens.astype(np.int32)), digest, description)
+    return Batch(tokens_BT, digest, description)
+
+
+def select_fewer(
+    source: str, tokenizer: str | Path, samples: int, seq_len: int, seed: int, least: int, beside: Sequence[str] = ()
+) -> Batch:
+    """`select` of the held-out part: as many sequences as there are, at most `samples`. TooLittle of fewer than
+    `least`."""
+    while True:
+        try:
+            return select(source, tokenizer, samples, seq_len, seed, "held-out", beside=beside)
+        except TooLittle as error:
+            if error.found < least:
+                raise
+            samples = error.found
 
 
 def sources_of(source: str) -> list[str]:
@@ -179,7 +207,7 @@ def _mixed(source: str, samples: int | None, select_one: Callable[[str, int | No
     turns = zip_longest(*(batch.tokens_BT for batch in batches))
     tokens_BT = torch.stack([row for turn in turns for row in turn if row is not None])
     parts = [batch.description for batch in batches]
-    digest = hashlib.sha256(tokens_BT.numpy().astype("<i4").tobytes()).hexdigest()
+    digest = digest_of(tokens_BT)
     modes, boundaries = (dict.fromkeys(part[name] for part in parts) for name in ("mode", "boundary"))
     description = parts[0] | {
         "source": MIX.join(part["source"] for part in parts),

@@ -167,9 +167,9 @@ MUTANTS = [
     Mutant(
         "ledger-settings",
         "numbers of another setting of a recipe are taken again",
-        "kvq_calib/evaluate/record.py",
-        "digest_of([one.sha256, one.recipe.to_json()])",
-        "digest_of([one.sha256, one.recipe.name])",
+        "kvq_calib/evaluate/subject.py",
+        "return [self.sha256, self.recipe.to_json()]",
+        "return [self.sha256, self.recipe.name]",
         ("calib/evaluate/test_full_encode.py", "calib/evaluate/test_compare.py"),
     ),
     # ---- evaluate
