@@ -78,26 +78,22 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     given = sys.argv[1:] if argv is None else argv
     if not given:
-        return _short()
-    if given[0] == "calibrate":
-        return _calibrate(given[1:])
-    return exit_codes.run("kvq", lambda: _run(_parsed(given)), interrupted="interrupted")
-
-
-def _short() -> int:
-    """Print how to begin, for `kvq` without a command."""
-    print(SHORT, file=sys.stderr)
-    return 2
-
-
-def _calibrate(given: list[str]) -> int:
-    """`kvq calibrate` is `kvq-calibrate`."""
-    try:
-        calibrate = import_module("kvq_calib.cli.calibrate")
-    except ModuleNotFoundError:
+        print(SHORT, file=sys.stderr)
+        return 2
+    if given[0] != "calibrate":
+        return exit_codes.run("kvq", lambda: _run(_parsed(given)), interrupted="interrupted")
+    if (calibrate := _calibrate()) is None:
         exit_codes.say("kvq", f"calibrate: {extra('calib')}")
         return 1
-    return calibrate.main(given)
+    return calibrate.main(given[1:])
+
+
+def _calibrate() -> Any:
+    """The module of `kvq-calibrate`, which `kvq calibrate` is; None where it is not installed."""
+    try:
+        return import_module("kvq_calib.cli.calibrate")
+    except ModuleNotFoundError:
+        return None
 
 
 def _parsed(given: list[str]) -> argparse.Namespace:
@@ -366,9 +362,7 @@ def completion(args: argparse.Namespace) -> int:
 def _parsers() -> list[argparse.ArgumentParser]:
     """The command lines: `calibrate` is one of the commands, and a command of its own."""
     top = parser()
-    try:
-        calibrate = import_module("kvq_calib.cli.calibrate")
-    except ModuleNotFoundError:
+    if (calibrate := _calibrate()) is None:
         return [top]
     commands(top)["calibrate"] = calibrate.parser()
     return [top, calibrate.parser()]
