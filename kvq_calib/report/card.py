@@ -25,7 +25,6 @@ from kvq_runtime.recipe import OURS
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.card import UNMEASURED, eval_results
 from kvq_runtime.registry.measured import SPOKEN, Record, of_text, texts
-from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
@@ -86,7 +85,6 @@ def card(
         name=name,
         verdict=verdict.of_record(next((one for one in measured if _is_of(artifact, one)), None)),
         bits=asymptotic_bits(recipe, artifact.fingerprint.geometry),
-        start=Sizes(recipe, artifact.fingerprint.geometry).smaller_from(),
         caution=verdict.thinness(artifact.provenance),
         model=model,
         revision=revision,
@@ -133,8 +131,8 @@ def _front(artifact: Artifact, name: str, records: Sequence[Record], license: Ma
     given: dict[str, Any] = folder.metadata(artifact) | dict(license)
     if _HUB.fullmatch(model):
         given |= {"base_model": model, "base_model_relation": "quantized"}
-    corpus = _HUB.match(str(sections.corpus_of(artifact).get("source")))
-    if corpus and "/" in corpus[0] and not str(sections.corpus_of(artifact).get("source")).endswith(SUFFIXES):
+    source = str(sections.corpus_of(artifact).get("source"))
+    if (corpus := _HUB.match(source)) and not source.endswith(SUFFIXES):
         given["datasets"] = [corpus[0]]
     if results := eval_results([record for record in records if _is_of(artifact, record)]):
         given |= {"model_name": name, "eval_results": results}
