@@ -110,15 +110,21 @@ def _matches_digest(field: str, pattern: str, row: Mapping[str, Any]) -> bool:
 
 def history(args: Namespace) -> int:
     """Print every change of a name, remarks among them."""
-    rows = []
     registry, name = named(args)
-    for event in registry.existing(name).events:
-        row = {"number": event.number, "at": event.at, "change": event.change.kind}
-        row |= {name: getattr(event.change, name, None) for name in ("version", "alias", "reason", "sha256")}
-        rows.append(row)
+    rows = changes(registry.existing(name))
     said = [{"at": one.at, "change": one.what, "by": one.by, **one.said} for one in remarks.read(registry, name).all]
     print_table(list(merge(said, rows, key=lambda row: row["at"])), args.json)
     return 0
+
+
+def changes(state: State) -> list[dict[str, Any]]:
+    """A row a change of a name, in their order."""
+    fields = ("version", "alias", "reason", "sha256")
+    return [
+        {"number": one.number, "at": one.at, "change": one.change.kind}
+        | {field: getattr(one.change, field, None) for field in fields}
+        for one in state.events
+    ]
 
 
 def promote(args: Namespace) -> int:

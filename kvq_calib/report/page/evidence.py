@@ -97,22 +97,14 @@ def _row(check: str, result: str, what: str) -> dict[str, Any]:
 
 def main(records: Iterable[Record], made: Artifact | None) -> TextRecord | None:
     """The record that stands for a version. None: it was not measured."""
-    return verdict.main(records, source(made), digest(made))
+    return verdict.main(records, *fitted_on(made))
 
 
-def source(made: Artifact | None) -> str | None:
-    """The text that an artifact was fitted to; None where that is not known."""
-    return _of_corpus(made, "source")
-
-
-def digest(made: Artifact | None) -> str | None:
-    """The digest of that corpus; None where it is not known."""
-    return _of_corpus(made, "corpus_digest")
-
-
-def _of_corpus(made: Artifact | None, field: str) -> str | None:
-    given = corpus_of(made).get(field) if made else None
-    return given if isinstance(given, str) else None
+def fitted_on(made: Artifact | None) -> tuple[str | None, str | None]:
+    """The text that an artifact was fitted to, and the digest of that corpus; None for what is not known."""
+    known = corpus_of(made) if made else {}
+    text, digest = (one if isinstance(one := known.get(name), str) else None for name in ("source", "corpus_digest"))
+    return text, digest
 
 
 def losses(record: TextRecord, fitted: str | None = None) -> list[dict[str, Any]]:
@@ -155,13 +147,11 @@ def about(record: TextRecord) -> dict[str, Any]:
 
 def gate(records: Sequence[Record]) -> list[dict[str, Any]]:
     """The verdicts on bounds that records hold, the latest week last."""
-    found = []
-    for record in sorted(of_text(records), key=lambda one: week(one) or 0):
-        verdict = record.result.gate
-        if verdict is not None:
-            row = {"bounds": dict(verdict.bounds), "failed": list(verdict.failed), "protocol": verdict.protocol}
-            found.append(row | {"week": week(record)})
-    return found
+    return [
+        {"bounds": dict(one.bounds), "failed": list(one.failed), "protocol": one.protocol, "week": week(record)}
+        for record in sorted(of_text(records), key=lambda one: week(one) or 0)
+        if (one := record.result.gate) is not None
+    ]
 
 
 def weekly(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -175,11 +165,9 @@ def weekly(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def brief(records: Sequence[Record]) -> list[dict[str, Any]]:
     """A line a record and text and protocol, of all that the registry has of the version."""
-    found = []
-    for record in of_text(records):
-        for row in losses(record):
-            found.append({"week": week(record)} | {name: row.get(name) for name in _BRIEF})
-    return found
-
-
-_BRIEF = ("text", "protocol", "windows", "length", "perplexity", "relative", "relative_se", "kl", "top1", "reason")
+    names = ("text", "protocol", "windows", "length", "perplexity", "relative", "relative_se", "kl", "top1", "reason")
+    return [
+        {"week": week(record)} | {name: row.get(name) for name in names}
+        for record in of_text(records)
+        for row in losses(record)
+    ]

@@ -18,6 +18,7 @@ from kvq_runtime import __version__
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import diff, recipe_row
+from kvq_runtime.cli.names import changes
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.events import State, Version
@@ -43,7 +44,7 @@ def of_version(registry: Registry, name: str, number: str, compared: Sequence[Te
     known = {"kvq": __version__, "name": name, "version": number, "registry": registry.url}
     known |= _published(state, version) | {"health": checks + whole + evidence.beside(registry, name, version)}
     known |= of_artifact(made) if made else {"recipe": None}
-    known |= _measured(records, made) | {"history": history(state)}
+    known |= _measured(records, made) | {"history": changes(state)[::-1]}
     known["compared"] = _neighbours(registry, name, version, evidence.main(records, made), compared)
     known["before"] = _before(registry, state, version, made, records)
     known["card"] = _card(registry, name, version)
@@ -104,23 +105,14 @@ def layers(made: Artifact) -> list[dict[str, Any]]:
 def _measured(records: Sequence[Record], made: Artifact | None) -> dict[str, Any]:
     main = evidence.main(records, made)
     found: dict[str, Any] = {
-        "losses": evidence.losses(main, evidence.source(made)) if main else [],
+        "losses": evidence.losses(main, evidence.fitted_on(made)[0]) if main else [],
         "evaluation": evidence.about(main) if main else None,
+        "errors": list(main.result.layers) if main else [],
     }
-    found["errors"] = list(main.result.layers) if main else []
-    judged = verdict.of_records(records, evidence.source(made), evidence.digest(made))
+    judged = verdict.of_record(main)
     found["verdict"] = {"word": judged.word, "why": judged.why, "caution": made and verdict.thinness(made.provenance)}
     found |= {"gate": evidence.gate(records), "drift": evidence.weekly(records), "records": evidence.brief(records)}
     return found | {"tasks": answered.answers(records), "greedy": greedy.found(records)}
-
-
-def history(state: State) -> list[dict[str, Any]]:
-    """Every change of the name, the newest first."""
-    rows = []
-    for event in reversed(state.events):
-        fields = {field: getattr(event.change, field, None) for field in ("version", "alias", "reason", "sha256")}
-        rows.append({"number": event.number, "at": event.at, "change": event.change.kind} | fields)
-    return rows
 
 
 def _card(registry: Registry, name: str, version: Version) -> str | None:

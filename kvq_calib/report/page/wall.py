@@ -79,9 +79,8 @@ def _loss(registry: Registry, name: str, version: Version, fitted: str | None, d
     except UNREADABLE as error:
         return found | {"failed": [], "damage": str(error)}
     main = verdict.main(records, fitted, digest)
-    verdicts = evidence.gate(records)
+    verdicts, judged = evidence.gate(records), verdict.of_record(main)
     found["failed"] = verdicts[-1]["failed"] if verdicts else []
-    judged = verdict.of_records(records, fitted, digest)
     found |= {"verdict": judged.word, "why": judged.why}
     if main is None:
         return found
