@@ -5,11 +5,11 @@
     python benchmarks/calibration.py memory --device cuda --samples 32 --seq-len 8192
     python benchmarks/calibration.py encode aqua-1bit aqua-metric-1bit aqua-metric-1bit-vocab [--rounds 5]
 
-time    against the model's own forward pass over the same tokens, in one run. The plain pass is transformers' whole
-        model, logits included, in the same dtype, threads and batches as the capture. It takes turns with the
-        calibration: after each layer, the next few chunks. The text is read and tokenized by neither; gradients and a
-        draft, where a recipe asks for them, count. Bound: the capture is one forward pass without the last layer's
-        attention and MLP and without the output head.
+time    against the model's own forward pass over the same tokens, in one run. The plain pass is transformers' own
+        model without its output head, which a calibration does not run either but for gradients, in the same dtype,
+        threads and batches as the capture. It takes turns with the calibration: after each layer, the next few chunks.
+        The text is read and tokenized by neither; gradients and a draft, where a recipe asks for them, count. Bound:
+        the capture is one such pass without the last layer's attention and MLP.
 memory  of a model of the given geometry, with random weights and the embedded model's tokenizer, which is calibrated as
         `kvq-calibrate --no-eval` does it, in a process of its own that has calibrated one such layer before, so that
         libraries and their buffers are there. On a CPU, peak memory is how far resident anonymous memory then rises
@@ -141,11 +141,11 @@ def time_of(args: argparse.Namespace) -> int:
 
 
 class Plain:
-    """transformers' model, and tokens of the run's batches."""
+    """transformers' model without its output head, and tokens of the run's batches."""
 
     def __init__(self, work: Run):
         plan = work.plan
-        self.model = load_model(work.files, plan.device, getattr(torch, plan.dtype))
+        self.model = load_model(work.files, plan.device, getattr(torch, plan.dtype)).base_model
         shape = plan.samples, plan.seq_len
         tokens = torch.randint(work.files.vocabulary, shape, generator=torch.Generator().manual_seed(0))
         self.batches = [tokens[rows.start : rows.stop] for rows in plan.chunks]
