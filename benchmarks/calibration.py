@@ -60,6 +60,7 @@ from kvq_calib.run.run import InFiles, InMemory, Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.cli.table import print_table
+from kvq_runtime.hf.model import CACHE
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.store.decode import Pair
 
@@ -323,7 +324,7 @@ def encoding(
         for name, (recipe, tensors) in made.items():
             cache = TimedCache(recipe, model, tensors, length, clock)
             with attending(model, cache), torch.inference_mode():
-                model(tokens_T[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                model(tokens_T[None], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
             for what, spent in cache.spent.items():
                 if turn:  # the first round warms up
                     times.setdefault(name, {}).setdefault(f"{what} us", []).append(1e6 * spent / length)

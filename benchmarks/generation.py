@@ -50,6 +50,7 @@ from benchmarks.compiling import Job
 from benchmarks.gpu import Task, each
 from benchmarks.report import RESULTS, Line, gpu_name, keep, known, name_of, place
 from kvq_runtime.hf import KVQCache
+from kvq_runtime.hf.model import CACHE
 
 CONFIGS = {
     "llama-3.1-8b": LlamaConfig(
@@ -155,14 +156,14 @@ def generate(model: PreTrainedModel, way: Way, batch: int, prompt: int, new: int
     ids = torch.randint(model.config.vocab_size, (1, prompt), device=device, generator=generator)
     whole = Marks(device)
     whole.set()
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    logits = model(ids, **{CACHE: cache}, logits_to_keep=1).logits
     whole.set()
     repeat(cache, batch)
     token = logits[:, -1:].argmax(-1).expand(batch, 1).clone()
     place = torch.full((batch, 1), prompt, device=device)
 
     def step() -> torch.Tensor:
-        out = model(token, position_ids=place, past_key_values=cache, logits_to_keep=1).logits
+        out = model(token, position_ids=place, **{CACHE: cache}, logits_to_keep=1).logits
         return out[:, -1:].argmax(-1)
 
     for _ in range(WARM):

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvq_runtime.hf import CudaGraphs, KVQCache
+from kvq_runtime.hf.model import CACHE
 from kvq_runtime.ops import dispatch
 
 RECIPE, PROMPT = "rtn-2bit", 140  # at most 255 tokens are exact: no step here encodes a block
@@ -115,7 +116,7 @@ def generated(layers: int, replayed: bool, rows: int, padded: bool, new: int) ->
         cache = KVQCache.from_recipe(RECIPE, model)
         graphs = CudaGraphs(model, lambda step: (step(), lambda: None)) if replayed else nullcontext()
         with graphs:
-            model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, do_sample=False)
+            model.generate(ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=new, do_sample=False)
         assert not isinstance(graphs, CudaGraphs) or graphs.replayed == new - 1, graphs
 
     return run

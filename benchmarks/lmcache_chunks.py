@@ -30,6 +30,8 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from kvq_runtime.hf.model import CACHE
+
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "artifacts" / "demo-model"
 CHUNK, KEPT, TOKENS, GREEDY = 256, 1024, 512, 32
@@ -126,7 +128,7 @@ def main() -> None:
     text = args.text.read_text(encoding="utf-8")
     ids = AutoTokenizer.from_pretrained(MODEL)(text, return_tensors="pt").input_ids[:, : KEPT + TOKENS]
     cache = DynamicCache(config=model.config)
-    model(ids[:, :KEPT], past_key_values=cache)
+    model(ids[:, :KEPT], **{CACHE: cache})
     chunks = _chunks(cache)
     head = model.config.head_dim
     serdes: dict[str, Serde] = {"none": None, "fp8": {"type": "fp8"}}
@@ -199,7 +201,7 @@ def _round_trip(serde: Serde, chunks: list[Tensor], size: int) -> list[Tensor]:
 
 def _logits(model, loaded: Sequence[Tensor], ids: Tensor) -> Tensor:
     """Log-probabilities of the tokens after the kept ones, the first of them aside: nothing loaded predicts it."""
-    logits = model(ids[:, KEPT:], past_key_values=_cache(model, loaded)).logits[0, :-1]
+    logits = model(ids[:, KEPT:], **{CACHE: _cache(model, loaded)}).logits[0, :-1]
     return logits.float().log_softmax(-1)
 
 
@@ -207,7 +209,7 @@ def _greedy(model, loaded: Sequence[Tensor], ids: Tensor) -> Tensor:
     """The answer to the kept tokens and one more."""
     settings = {"max_new_tokens": GREEDY, "do_sample": False, "pad_token_id": 0}
     prompt = ids[:, : KEPT + 1]
-    return model.generate(prompt, past_key_values=_cache(model, loaded), **settings)[0, KEPT + 1 :]
+    return model.generate(prompt, **{CACHE: _cache(model, loaded)}, **settings)[0, KEPT + 1 :]
 
 
 def _times(serde: dict[str, Any], chunks: Sequence[Tensor]) -> dict[str, float]:

@@ -3,7 +3,7 @@
     from kvq_runtime import KVQCache
 
     cache = KVQCache.from_pretrained("qwen2.5-7b-aqua-2bit", model=model)
-    output = model.generate(**inputs, past_key_values=cache)
+    output = model.generate(**inputs, cache=cache)
     print(cache.memory_report())
 
     artifact = load_artifact("my-org/qwen2.5-7b-aqua-2bit", revision="v1.2.0")    # without transformers

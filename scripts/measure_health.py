@@ -28,6 +28,7 @@ from kvq_calib.report.words import markdown_table
 from kvq_calib.text import corpus, tokenizer
 from kvq_runtime import KVQCache, load_artifact, preset
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.hf.model import CACHE
 
 LENGTH, TOKEN, ROUNDS, UNFITTED = 1024, 300, 7, ("kivi-4bit", "higgs-2bit")
 GERMAN = (
@@ -111,8 +112,8 @@ def cache_of(artifact: Artifact, model: PreTrainedModel) -> KVQCache:
 def _last(model: PreTrainedModel, row: Tensor, cache: Cache) -> Tensor:
     """log-probabilities of the last quarter of a window, [tokens, vocabulary]."""
     first = len(row) * 3 // 4
-    model(row[None, :first], past_key_values=cache)
-    return model(row[None, first:], past_key_values=cache).logits[0].double().log_softmax(-1)
+    model(row[None, :first], **{CACHE: cache})
+    return model(row[None, first:], **{CACHE: cache}).logits[0].double().log_softmax(-1)
 
 
 def findings(artifact: Artifact, model: PreTrainedModel, windows: dict[str, Tensor]) -> Iterator[dict]:
@@ -139,7 +140,7 @@ def cost(make: Callable[[], KVQCache], model: PreTrainedModel, tokens: Tensor) -
             cache = make()
             cache.blocks.check = cache.blocks.check if checked else None
             begun = time.process_time()
-            model(tokens, past_key_values=cache)
+            model(tokens, **{CACHE: cache})
             spent.append(time.process_time() - begun)
         ratios.append(spent[1] / spent[0])
     return median(ratios)

@@ -47,7 +47,7 @@ from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
-from kvq_runtime.hf.model import rotary_of_config
+from kvq_runtime.hf.model import CACHE, rotary_of_config
 from kvq_runtime.hf.prefix import PrefixStore
 from kvq_runtime.ops import rope
 from kvq_runtime.prefix import chain
@@ -195,7 +195,7 @@ def _greedy(model: Any, pair: Pair, tokens_T: Tensor, count: int) -> list[int]:
     if not count:
         return []
     cache = _cache(model, (pair[0][:, :-1], pair[1][:, :-1]))
-    made = model.generate(tokens_T[None], past_key_values=cache, max_new_tokens=count, min_new_tokens=count,
+    made = model.generate(tokens_T[None], **{CACHE: cache}, max_new_tokens=count, min_new_tokens=count,
                           do_sample=False, pad_token_id=0)  # fmt: skip
     return made[0, len(tokens_T) :].tolist()
 
@@ -245,7 +245,7 @@ def _seconds(store: PrefixStore, model: Any, prompt_BT: Tensor, exact: Pair, rou
     held = [_cache(model, exact) for _ in range(rounds)]
 
     def first(cache: Cache) -> None:
-        model(prompt_BT[:, cache.get_seq_length() :], past_key_values=cache)
+        model(prompt_BT[:, cache.get_seq_length() :], **{CACHE: cache})
 
     ways: dict[str, Callable[[], Any]] = {
         "load": lambda: store.load(prompt_BT, recent=0),

@@ -31,6 +31,7 @@ from kvq_runtime import PrefixStore
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files as disk
+from kvq_runtime.hf.model import CACHE
 from kvq_runtime.recipe import Recipe
 from scripts import conversation, measure_real, real_page
 
@@ -156,7 +157,7 @@ def prefix(args: argparse.Namespace, files: ModelFiles) -> int:
     def first(cache) -> tuple[float, int]:
         begun = time.perf_counter()
         with torch.no_grad():
-            logits = model(ids[:, cache.get_seq_length() :], past_key_values=cache, logits_to_keep=1).logits
+            logits = model(ids[:, cache.get_seq_length() :], **{CACHE: cache}, logits_to_keep=1).logits
         return time.perf_counter() - begun, int(logits.argmax())
 
     def fitted(subject: Subject) -> Artifact | Recipe:

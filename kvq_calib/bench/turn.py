@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvq_calib.bench.contenders import Contender
 from kvq_calib.run.device import give_memory_back
 from kvq_runtime.hf import CudaGraphs, KVQCache
+from kvq_runtime.hf.model import CACHE
 from kvq_runtime.store.storage import storage_bytes
 
 WARM = 2  # steps before those that are timed: in the first a graph is recorded, and memory is taken
@@ -86,7 +87,7 @@ def take(model: PreTrainedModel, contender: Contender, ids_BT: Tensor, tokens: i
     with _graphs(model, cache) as graphs:
         began = time.perf_counter()
         model.generate(  # type: ignore[operator]
-            ids_BT, attention_mask=torch.ones_like(ids_BT), past_key_values=cache, do_sample=False, streamer=watch,
+            ids_BT, attention_mask=torch.ones_like(ids_BT), **{CACHE: cache}, do_sample=False, streamer=watch,
             max_new_tokens=1 + WARM + tokens,
         )  # fmt: skip
     first, *later = watch.at[1:]

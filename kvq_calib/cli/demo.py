@@ -159,13 +159,14 @@ def _generate(files, reference: str, prompt_T, write: int) -> None:
 
     from kvq_calib.evaluate.record import load_model
     from kvq_runtime.hf import KVQCache
+    from kvq_runtime.hf.model import CACHE
 
     model, tokenizer = load_model(files, dtype=files.dtype), AutoTokenizer.from_pretrained(files.path)
     settings = {"do_sample": True, "top_k": 20, "max_new_tokens": write, "pad_token_id": 0}
 
     def written(cache=None) -> str:
         torch.manual_seed(0)  # small models repeat themselves where the likeliest token is taken
-        out = model.generate(prompt_T[None].long(), past_key_values=cache, **settings)  # type: ignore[operator]
+        out = model.generate(prompt_T[None].long(), **{CACHE: cache}, **settings)  # type: ignore[operator]
         return " ".join(tokenizer.decode(out[0, len(prompt_T) :]).split())
 
     print(f"   given      ... {' '.join(tokenizer.decode(prompt_T).split())[-150:]}")

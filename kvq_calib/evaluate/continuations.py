@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvq_calib.evaluate.caches import attending
+from kvq_runtime.hf.model import CACHE
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def loglikelihoods(
         with attending(model, cache):
             mask = mask_BT[:, :stop].long() if padded else None
             given = tokens_BT[:, start:stop]
-            logits = model(given, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+            logits = model(given, attention_mask=mask, **{CACHE: cache}, use_cache=True).logits
         for number, (one, tokens) in enumerate(zip(asked, wanted, strict=True)):
             first = lengths[one.row] - len(tokens)
             begin, end = max(first, start), min(lengths[one.row], stop)

@@ -34,6 +34,7 @@ from kvq_calib.evaluate.record import load_model, of_subject, setting
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.text.corpus import Batch, digest_of
+from kvq_runtime.hf.model import CACHE
 from kvq_runtime.registry.measured import DECODE
 
 PROMPT, LENGTH, BINS = 256, 4096, 8
@@ -145,7 +146,7 @@ def traces(
 def next_tokens(model: PreTrainedModel, cache: Cache, given_BT: Tensor) -> Tensor:
     """log of the distribution of the next token, [B, V], float64: float32's rounding is as large as a small kl."""
     with attending(model, cache):
-        out = model(given_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = model(given_BT, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1].double().log_softmax(-1)
 
 

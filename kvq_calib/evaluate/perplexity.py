@@ -31,6 +31,7 @@ from kvq_calib.evaluate.caches import CountedCache, Reads, attending
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
 from kvq_calib.model.attention import passes
 from kvq_calib.text.corpus import digest_of
+from kvq_runtime.hf.model import CACHE
 
 REFERENCE = "16 bit"
 STEP = 32
@@ -229,7 +230,7 @@ def logits(
     for one in passes(tokens_BT.shape[1], step, prompt):
         given = tokens_BT[:, one.start : one.stop].to(model.device).long()
         with attending(model, cache):
-            found = model(given, past_key_values=cache, use_cache=True).logits
+            found = model(given, **{CACHE: cache}, use_cache=True).logits
         if one.stop == prompt and isinstance(cache, CountedCache) and cache.reads is not None:
             cache.reads = Reads()  # what is scored is counted
         yield from found.split(PART, 1)

@@ -34,6 +34,7 @@ from kvq_calib.tasks import ruler, synthetic
 from kvq_calib.tasks.ruler import Haystack
 from kvq_calib.text import corpus, tokenizer
 from kvq_runtime.disk.gguf import is_gguf
+from kvq_runtime.hf.model import CACHE
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
 
@@ -225,7 +226,7 @@ def stepped(model: PreTrainedModel, cache: Cache, some: Sequence[Case]) -> list[
 
     def passed(ids_BT: Tensor) -> Tensor:
         with attending(model, cache):
-            logits = model(ids_BT.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(ids_BT.to(model.device), **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].argmax(-1, keepdim=True).cpu()
 
     passed(torch.tensor([case.context for case in some]))
@@ -255,7 +256,7 @@ def encoded(model: PreTrainedModel, subject: Subject, some: Sequence[Case]) -> t
     cache.reads = None  # counting would repeat attention; what was encoded is asked of the cache
     tail = length - len(some[0].context)
     with attending(model, cache):
-        logits = model(tokens_BT, past_key_values=cache, use_cache=True, logits_to_keep=tail + 1).logits
+        logits = model(tokens_BT, **{CACHE: cache}, use_cache=True, logits_to_keep=tail + 1).logits
     likeliest = logits.argmax(-1).cpu()
     answers: list[list[list[int]]] = [[] for _ in some]
     place = 0

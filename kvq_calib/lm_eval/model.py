@@ -32,6 +32,7 @@ from kvq_calib.model import find as models
 from kvq_calib.run.device import usable
 from kvq_calib.text import tokenizer
 from kvq_runtime.disk.gguf import is_gguf
+from kvq_runtime.hf.model import CACHE
 from kvq_runtime.registry.reference import home
 
 NONE = "none"  # as recipe: the 16-bit model, in the same steps
@@ -212,7 +213,7 @@ class CompressedLM(HFLM):
         def generated() -> dict[str, Any]:
             cache = self._cache()
             with attending(self.model, cache), torch.inference_mode():
-                given = {"past_key_values": cache, **generation_kwargs}
+                given = {CACHE: cache, **generation_kwargs}
                 tokens = HFLM._model_generate(self, context, max_length, stop, **given)
             made = tokens[:, context.shape[1] :].tolist()
             # the first token comes of the prompt's own pass; what follows the end of an answer is no part of it

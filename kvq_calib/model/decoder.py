@@ -36,7 +36,7 @@ from kvq_calib.model.carried import ENTRY, EXIT, TABLE, Carried, blank
 from kvq_runtime.artifact.fingerprint import LATENT_PROJECTIONS
 from kvq_runtime.geometry import attending, owners, stretches
 from kvq_runtime.hf.attention import dense
-from kvq_runtime.hf.model import FULL, LISTED, attention_modules, check_model, rope_refusal, rotary_module, turns
+from kvq_runtime.hf.model import CACHE, FULL, LISTED, attention_modules, check_model, rope_refusal, rotary_module, turns
 from kvq_runtime.ops.dense import Softmax
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def _check_cache(under: "Under", id: str) -> None:
     muted = under._carried.muted(under.core)
     with torch.no_grad(), muted, _explained(f"{id}: it does not run with transformers' own cache", LISTED):
         nothing = torch.zeros(1, 4, config.hidden_size)
-        under.core(inputs_embeds=nothing, past_key_values=DynamicCache(config=config), use_cache=True)
+        under.core(inputs_embeds=nothing, **{CACHE: DynamicCache(config=config)}, use_cache=True)
 
 
 def _check_config(config: "PreTrainedConfig", id: str) -> None:

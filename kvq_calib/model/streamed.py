@@ -35,7 +35,7 @@ from kvq_calib.model.carried import TABLE, Carried, blank
 from kvq_calib.model.decoder import Decoder, Seen, attentions
 from kvq_calib.model.files import HEAD, ModelFiles
 from kvq_runtime.geometry import stretches
-from kvq_runtime.hf.model import rotary_module, rotary_name
+from kvq_runtime.hf.model import CACHE, rotary_module, rotary_name
 from kvq_runtime.ops import product, rope
 
 TILE = 2048  # tokens
@@ -211,7 +211,7 @@ class Layer:
                 # the hook knows `seen`, not `self`: a cycle would keep the weights until the next garbage collection
                 tap.register_forward_hook(lambda _module, _inputs, out, name=name: seen.__setitem__(name, out))
         self._seen = seen
-        self._rows = {"past_key_values": Rows(seen)} if stream.files.latents else {}
+        self._rows = {CACHE: Rows(seen)} if stream.files.latents else {}
 
     @torch.no_grad()
     def forward(self, h_BTE: Tensor, queries: bool = False) -> Captured:
@@ -247,7 +247,7 @@ class Layer:
             batch, tokens, _ = h_BTE.shape
             calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)[self._index]
             with answered(self._attention, calls, rotary_module(stream._under.core), 0 in self._modules) as cache:
-                out_BTE = self._run(h_BTE, past_key_values=cache, use_cache=True)
+                out_BTE = self._run(h_BTE, **{CACHE: cache}, use_cache=True)
         self._seen.clear()
         return out_BTE
 

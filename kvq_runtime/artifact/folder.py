@@ -109,7 +109,7 @@ A fitted key/value-cache quantizer. It holds no model weights: load it beside th
 from kvq_runtime import KVQCache
 
 cache = KVQCache.from_pretrained("{place}", model=model)
-output = model.generate(**inputs, past_key_values=cache)
+output = model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
 ```
 
 | | |

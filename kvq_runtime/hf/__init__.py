@@ -2,7 +2,7 @@
 
 transformers hands a cache keys (after RoPE), values and the layer's number, nothing else. What a recipe needs beside
 them, padding, positions, the cos and sin in use, comes through forward pre-hooks that `KVQCache(model=...)` puts on the
-model once. They act only when `past_key_values` is a KVQCache. No model file is touched.
+model once. They act only when the cache is a KVQCache. No model file is touched.
 
 Under `model.set_attn_implementation("kvq")` a step attends to the packed codes directly where possible, and queries and
 weights are there for recipes that need them. Under any other attention the cache hands out decoded tensors.

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf.attention import Pass
-from kvq_runtime.hf.model import looks_ahead, numbered, real_tokens, rotary_module, rotary_of
+from kvq_runtime.hf.model import cache_in, looks_ahead, numbered, real_tokens, rotary_module, rotary_of
 from kvq_runtime.recipe import OURS, attends
 
 DECODING = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -112,7 +112,7 @@ def unhook(model: nn.Module) -> None:
 
 def begin(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Announce the decoder's start to the cache: a step without padding needs no mask."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if isinstance(cache, Announced):
         if module.config._attn_implementation == "kvq" and cache._is_whole(kwargs):
             kwargs["attention_mask"] = None
@@ -128,7 +128,7 @@ class _Announce:
         self.decoder = decoder
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if isinstance(cache, Announced):
             config: Any = getattr(module, "config", self.decoder.config)
             positions = kwargs.get("position_ids")

@@ -38,7 +38,7 @@ class KVQCache(Announced, Cache):
     """A transformers cache that holds packed codes: one batch of sequences, of one model.
 
         cache = KVQCache.from_pretrained("qwen2.5-7b-aqua-2bit@1.2.0", model=model)
-        out = model.generate(**inputs, past_key_values=cache)
+        out = model.generate(**inputs, cache=cache)
         print(cache.memory_report())
 
     Make one with `from_pretrained`, `from_recipe` or `from_artifact`; `reset` it for the next request, or make another.

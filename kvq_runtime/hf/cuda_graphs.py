@@ -23,17 +23,18 @@ from transformers.utils import ModelOutput
 
 from kvq_runtime.attention.cuda_graph import Record, captured, graph, not_yet, refused
 from kvq_runtime.hf.cache import KVQCache
-from kvq_runtime.hf.model import check_model
+from kvq_runtime.hf.model import CACHE, cache_in, check_model
 
 _log = logging.getLogger(__name__)
 
 ASKED = ("_valid_auto_compile_criteria", "get_compiled_call")  # what generate asks its model
 FILLED = ("input_ids", "position_ids")  # what is new in each step
-TAKEN = {*FILLED, "attention_mask", "past_key_values"}
+TAKEN = {*FILLED, "attention_mask", CACHE}
 DIRECT = (
     "the model was called by itself: beam search, assisted decoding, generate with disable_compile and loops of one's "
     "own do so"
 )
+DRAFTED = "assisted decoding reads several tokens in a pass; a graph is of one"
 
 
 class Asked:
@@ -77,15 +78,15 @@ class RecordedStep:
     """
 
     def __init__(self, model: PreTrainedModel, asked: Asked, given: dict[str, Any], record: Record):
-        cache, self.asked = given["past_key_values"], asked
+        cache, self.asked = given[CACHE], asked
         with torch.inference_mode(False):
             self.inputs = {name: given[name].clone() for name in FILLED}
         self.kind: type[ModelOutput] = ModelOutput
         inputs = self.inputs
 
         def step() -> Tensor:
-            out = model(**inputs, past_key_values=cache, **asked.settings)
-            others = [name for name in out if name not in ("logits", "past_key_values")]
+            out = model(**inputs, **{CACHE: cache}, **asked.settings)
+            others = [name for name in out if name not in ("logits", CACHE)]
             if others:
                 raise RuntimeError(f"the model gives {' and '.join(others)} beside logits")
             self.kind = type(out)
@@ -102,7 +103,7 @@ class RecordedStep:
         for name, held in self.inputs.items():
             held.copy_(given[name])
         logits = self.recorded.replay().clone()
-        return self.kind(logits=logits, past_key_values=given["past_key_values"])
+        return self.kind(logits=logits, **{CACHE: given[CACHE]})
 
 
 class CudaGraphs:
@@ -110,7 +111,7 @@ class CudaGraphs:
 
         model.set_attn_implementation("kvq")
         with CudaGraphs(model) as graphs:
-            out = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+            out = model.generate(**inputs, cache=cache, max_new_tokens=64)
         print(graphs)
 
     A recorded step is launched at once, where an eager one asks the host for some dozens of launches in each layer. It
@@ -121,7 +122,8 @@ class CudaGraphs:
 
     Every other step is eager, as without this; `reason` and the log say why: no CUDA device, another attention than
     "kvq", a recipe without a kernel or with a policy that asks the host, layers that transformers holds, padding
-    elsewhere than on the left, autocast, attentions or hidden states in the output, beam search, assisted decoding.
+    elsewhere than on the left, autocast, attentions or hidden states in the output, beam search, and of assisted
+    decoding passes of several tokens, before transformers 5.24 all.
 
     replayed   steps that were replays
     recorded   graphs recorded for them
@@ -176,7 +178,7 @@ class CudaGraphs:
 
     def _may_compile(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Answer generate, before it reads the prompt or a chunk of it."""
-        ours = isinstance(model_kwargs.get("past_key_values"), KVQCache) and not generation_config.disable_compile
+        ours = isinstance(model_kwargs.get(CACHE), KVQCache) and not generation_config.disable_compile
         self._given = self._next = ours
         self._chunked = generation_config.prefill_chunk_size is not None
         return ours or self._stock[0](model_kwargs, generation_config)
@@ -186,7 +188,7 @@ class CudaGraphs:
 
     def _called(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Hear of a pass; count it if it is not ours, nor a prompt."""
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         if self._busy or not isinstance(cache, KVQCache):
             return
         prompt, self._given = self._given or not cache.get_seq_length(), False
@@ -217,7 +219,9 @@ class _Steps:
         graphs._given, graphs._busy = False, True
         try:
             ids = given.get("input_ids")
-            if ids is None or ids.shape[-1] != 1:  # a part of a prompt
+            if ids is None or ids.shape[-1] != 1:
+                if not self.chunked:  # a part of a prompt is no step
+                    graphs._note(DRAFTED)
                 return graphs.model(**given)
             step, reason = self._find(given)
             if step is None:
@@ -238,7 +242,7 @@ class _Steps:
             return None, self.refused
         if self.step is not None and self.step.ready():
             return self.step, ""
-        graphs, cache = self.graphs, given["past_key_values"]
+        graphs, cache = self.graphs, given[CACHE]
         asked = Asked(graphs.model, given)
         held = graphs._steps.pop(cache, None)
         if held is None or held.asked != asked or not held.ready():

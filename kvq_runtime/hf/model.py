@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.geometry import Geometry, attending
@@ -25,6 +25,13 @@ from kvq_runtime.ops.rope import Rotary
 
 FULL = "full_attention"  # the type of layers that attend to all tokens, where a model has several
 LISTED = "docs/models.md lists the architectures that work"
+# the argument by which models and `generate` take a cache; transformers 5.24 renamed it
+CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"
+
+
+def cache_in(given: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a call, whose caller may use the old name; None: there is none."""
+    return given.get(CACHE, given.get("past_key_values"))
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -238,13 +245,8 @@ def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> list[nn.
     name, geometry, found = type(model).__name__, geometry_of(model), []
     for layer in layers:
         module = getattr(model.get_decoder().layers[layer], "self_attn", None)  # type: ignore[union-attr,index]
-        if (
-            not isinstance(module, nn.Module)
-            or "past_key_values" not in inspect.signature(type(module).forward).parameters
-        ):
-            raise ValueError(
-                f"layer {layer} of {name} has no self_attn that takes past_key_values, as Llama's; {LISTED}"
-            )
+        if not isinstance(module, nn.Module) or CACHE not in inspect.signature(type(module).forward).parameters:
+            raise ValueError(f"layer {layer} of {name} has no self_attn that takes {CACHE}, as Llama's; {LISTED}")
         if getattr(module, "kv_lora_rank", None) and not hasattr(module, "expand_kv"):
             raise ValueError(
                 f"layer {layer} of {name} has a latent, but no expand_kv that makes keys of cached ones, as DeepSeek "

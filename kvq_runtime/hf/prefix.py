@@ -15,7 +15,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.hf.attention import KVQLayer, LatentLayer
 from kvq_runtime.hf.cache import KVQCache
-from kvq_runtime.hf.model import fingerprint_of, frequencies, geometry_of, rotary_module
+from kvq_runtime.hf.model import CACHE, fingerprint_of, frequencies, geometry_of, rotary_module
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain, coder, rate
 from kvq_runtime.prefix.block_file import Block
@@ -33,7 +33,7 @@ class PrefixStore:
         store = PrefixStore("prefixes", "qwen2.5-7b-aqua-2bit", model=model, budget="20GB")
         out = store.generate(**inputs, max_new_tokens=100)    # the second time, and after a restart, from the store
 
-    or, in steps, `cache = store.load(input_ids)`, `model.generate(input_ids, past_key_values=cache)`,
+    or, in steps, `cache = store.load(input_ids)`, `model.generate(input_ids, cache=cache)`,
     `store.put(cache, output[0])`. What is kept are whole blocks of 128 tokens, packed as the cache holds them; what a
     prompt shares with another is kept once. docs/prefix.md has the guarantees.
 
@@ -161,7 +161,7 @@ class PrefixStore:
         if cache.blocks.rows and rows > 1:
             cache.batch_repeat_interleave(rows)
         generate: Any = self.model.generate
-        out = generate(input_ids, past_key_values=cache, **settings)
+        out = generate(input_ids, **{CACHE: cache}, **settings)
         text = out if isinstance(out, Tensor) else out.sequences
         try:
             # of several rows, beams or samples, the prompt is what all have

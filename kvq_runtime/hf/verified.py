@@ -25,12 +25,13 @@ from transformers import (
     SynthIDTextWatermarkLogitsProcessor,
     __version__,
 )
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 
 from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
+from kvq_runtime.hf.model import CACHE
 
-MADE = {"past_key_values", "use_cache", "position_ids", "cache_position", "logits_to_keep"}  # by `generate` itself
+MADE = {CACHE, "use_cache", "position_ids", "cache_position", "logits_to_keep"}  # by `generate` itself
 OTHER = (  # ways of generating, and of reading a prompt
     "assistant_model", "prompt_lookup_num_tokens", "prefill_chunk_size", "use_mtp", "penalty_alpha", "dola_layers",
 )  # fmt: skip
@@ -69,7 +70,13 @@ class Verified:
 
 
 def verified_generate(
-    model: PreTrainedModel, cache: KVQCache, input_ids: Tensor, *, draft: int = 8, **settings: Any
+    model: PreTrainedModel,
+    cache: KVQCache,
+    input_ids: Tensor,
+    *,
+    draft: int = 8,
+    exact: Cache | None = None,
+    **settings: Any,
 ) -> Verified:
     """Generate what the model writes with its 16-bit cache, drafted with a compressed one.
 
@@ -80,8 +87,8 @@ def verified_generate(
     cache      drafts; empty, or with the prompt's first tokens, as `PrefixStore.load` gives it
     input_ids  one prompt, int64 [1, T], without padding
     draft      tokens that are drafted before each pass of the 16-bit cache, at least 1
-    settings   of `model.generate`. `cache_implementation="offloaded"` keeps the 16-bit cache in host memory (on CUDA),
-               `past_key_values` is a 16-bit cache to use, such as `PrefixStore(path, "exact", model=model).load(ids)`
+    exact      a 16-bit cache to use, such as `PrefixStore(path, "exact", model=model).load(ids)`; None: a new one
+    settings   of `model.generate`. `cache_implementation="offloaded"` keeps the 16-bit cache in host memory (on CUDA)
 
     Greedy search gives the tokens of `model.generate(**inputs)`, but for ties: passes of several tokens round otherwise
     than those of one. Sampling draws from the same distribution, not the same tokens. Processors and criteria must
@@ -102,7 +109,7 @@ def verified_generate(
     ) -> Tensor:  # fmt: skip
         others = [name for name in OTHER if settings.get(name) or getattr(generation_config, name, None)]
         _check(input_ids, cache, generation_config, kwargs, others, logits_processor)
-        exact, sample = kwargs["past_key_values"], bool(generation_config.do_sample)
+        exact, sample = kwargs[CACHE], bool(generation_config.do_sample)
         rounds = _Rounds(model, cache, exact, logits_processor, stopping_criteria, sample)
         tokens = input_ids.to(model.device)
         ended = False
@@ -124,7 +131,8 @@ def verified_generate(
         return tokens
 
     generate: Any = model.generate
-    sequences = generate(input_ids, custom_generate=decode, **settings)
+    given = {} if exact is None else {CACHE: exact}
+    sequences = generate(input_ids, custom_generate=decode, **given, **settings)
     drafted, accepted = zip(*counts, strict=True)
     return Verified(sequences, drafted, accepted)
 
@@ -134,7 +142,7 @@ def _check(
     processors: LogitsProcessorList,
 ) -> None:  # fmt: skip
     """Refuse what is not generated in this way."""
-    exact = given.get("past_key_values")
+    exact = given.get(CACHE)
     mask = given.get("attention_mask")
     others = [name for name, value in given.items() if value is not None and name not in MADE]
     if mask is not None and bool(mask.all()):
@@ -155,8 +163,8 @@ def _check(
     elif any(isinstance(one, SynthIDTextWatermarkLogitsProcessor) for one in processors):
         what = "SynthID's watermark, which counts what is only drafted; use WatermarkingConfig, or generate"
     elif not isinstance(exact, Cache) or exact is cache:
-        what = "no 16-bit cache of its own; leave out use_cache, or give another cache as past_key_values"
-    elif any(not layer.is_croppable or hasattr(layer, "_quantize") for layer in exact.layers):
+        what = "no 16-bit cache of its own; leave out use_cache, or give another cache as exact"
+    elif any(isinstance(one, StaticLayer) or not one.is_croppable or hasattr(one, "_quantize") for one in exact.layers):
         what = (
             f"a {type(exact).__name__}, whose layers are quantized or cannot go back; leave out cache_implementation, "
             'or use "offloaded"'
@@ -235,7 +243,7 @@ class _Rounds:
     def _logits(self, held: Cache, tokens_1T: Tensor, count: int) -> Tensor:
         """Read the tokens that a cache does not hold; the logits after the newest `count`, float32 [count, V]."""
         given = tokens_1T[:, held.get_seq_length() :]
-        out = self.model(given, past_key_values=held, use_cache=True, logits_to_keep=count)
+        out = self.model(given, **{CACHE: held}, use_cache=True, logits_to_keep=count)
         return out.logits[0, -count:].to(torch.float32, copy=True)
 
     def _chances(self, tokens_1T: Tensor, logits_1V: Tensor) -> Tensor:

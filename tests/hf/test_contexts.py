@@ -37,9 +37,9 @@ def test_blocks_of_autocast_are_those_of_the_same_keys_and_values(name, attentio
     cache, plain, taken = kvq(name, model), kvq(name, model), []
     update = cache.layers[0].update
 
-    def note(keys, values, *rest):
+    def note(keys, values, *rest, **settings):
         taken.append((keys.to(values.dtype), values))
-        return update(keys, values, *rest)
+        return update(keys, values, *rest, **settings)
 
     cache.layers[0].update = note
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):

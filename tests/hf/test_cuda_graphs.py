@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from kvq_runtime import CudaGraphs, KVQCache
+from kvq_runtime.hf.model import CACHE
 from kvq_runtime.ops import dispatch
 
 pytest.importorskip("triton")
@@ -109,7 +110,7 @@ def test_tokens_and_logits_are_those_of_eager_steps(way, lengths, quick):
     ids, mask = padded(prompt(2, 40), *lengths)
     graphs, found = compared(model_of(), ids, attention_mask=mask, **way)
     assert (graphs.replayed, graphs.recorded, dict(graphs.eager)) == (NEW - 1, 1, {})
-    assert found.past_key_values.blocks.layers[0].blocks == 3  # two of them in replayed steps
+    assert found[CACHE].blocks.layers[0].blocks == 3  # two of them in replayed steps
     assert "23 steps replayed, 1 graphs recorded" in repr(graphs)
 
 
@@ -131,7 +132,7 @@ def test_logits_are_the_callers_to_keep(quick):
     cache = KVQCache(RECIPE, model)
     with graphs_of(model, cache) as graphs, torch.no_grad():
         generate(model, prompt(1, 40), cache, max_new_tokens=3)
-        given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1, "return_dict": True}
+        given = {CACHE: cache, "use_cache": True, "logits_to_keep": 1, "return_dict": True}
         graphs._may_compile(given, model.generation_config)
         call, found, copies = model.get_compiled_call(None), [], []
         for token in (5, 6):
@@ -266,7 +267,7 @@ def test_tables_that_are_outgrown_are_recorded_anew(quick):
     """Room for 32 blocks of 16 tokens: the 33rd comes in a replayed step."""
     model = model_of(max_position_embeddings=512)
     graphs, found = compared(model, prompt(1, 530), max_new_tokens=20)
-    store = found.past_key_values.blocks.layers[0]
+    store = found[CACHE].blocks.layers[0]
     assert store.blocks == 33 and len(store.index.tables[0]) == 4
     assert (graphs.replayed, graphs.recorded) == (19, 2)
 
@@ -341,7 +342,6 @@ def test_recipes_that_are_not_recorded_say_why(name, says, quick):
         ({"output_hidden_states": True}, "the model gives hidden_states beside logits"),
         ({"output_attentions": True}, "the model gives attentions beside logits"),
         ({"num_beams": 2}, "beam search"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted decoding"),
         ({"disable_compile": True}, "disable_compile"),
     ],
 )
@@ -359,6 +359,18 @@ def test_ways_of_generating_that_are_not_replayed_say_why(settings, says, quick)
             assert says in reason and graphs.reason == reason
             assert graphs.replayed == graphs.recorded == 0 < graphs.eager[reason] < NEW
     assert torch.equal(*found)
+
+
+def test_passes_of_drafted_tokens_say_so(quick):
+    """transformers 5.24 takes those of assisted decoding with our call, too; of one token they are replays."""
+    model = model_of()
+    cache, other = KVQCache(RECIPE, model), KVQCache(RECIPE, model)
+    with graphs_of(model, cache) as graphs:
+        found = generate(model, prompt(1, 40), cache, prompt_lookup_num_tokens=3)
+    wanted = generate(model, prompt(1, 40), other, prompt_lookup_num_tokens=3)
+    assert torch.equal(found.sequences, wanted.sequences)
+    (reason,) = graphs.eager
+    assert "assisted decoding" in reason and 0 < graphs.eager[reason] < NEW
 
 
 def test_another_attention_says_so(quick):
@@ -417,7 +429,7 @@ def test_tensors_that_a_replay_would_not_take_say_so(quick):
         generate(model, prompt(1, 40), cache, max_new_tokens=3)
         ids = torch.tensor([[5]])
         seen = cache.get_seq_length()
-        given = {"input_ids": ids, "position_ids": torch.tensor([[seen]]), "past_key_values": cache}
+        given = {"input_ids": ids, "position_ids": torch.tensor([[seen]]), CACHE: cache}
         for more, says in (
             ({"cache_position": torch.tensor([seen])}, "cache_position"),
             ({"attention_mask": torch.ones(1, 1, 1, seen + 1, dtype=torch.bool)}, "a mask of the caller's own"),
@@ -455,7 +467,7 @@ def test_other_caches_are_transformers_business(quick):
     wanted = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)
     with graphs_of(model) as graphs:
         found = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)
-        assert model._valid_auto_compile_criteria({"past_key_values": None}, model.generation_config) is False
+        assert model._valid_auto_compile_criteria({CACHE: None}, model.generation_config) is False
     assert torch.equal(found, wanted) and not graphs.eager
 
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, QuantizedLayer
 
 from kvq_runtime import KVQCache, PrefixStore, preset, verified_generate
 from kvq_runtime.hf import geometry_of
+from kvq_runtime.hf.model import CACHE
 from kvq_runtime.hf.verified import Verified, _Rounds
 
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 1}
@@ -37,11 +38,11 @@ def check(result: Verified, expected: torch.Tensor, first: int, draft: int) -> N
 def test_greedy_text_is_that_of_the_16_bit_cache(model, name):
     ids, cache, exact = prompt(1, 60), kvq(name, model), stock(model)
     expected = model.generate(ids, **GREEDY)
-    result = verified_generate(model, cache, ids, draft=5, past_key_values=exact, **GREEDY)
+    result = verified_generate(model, cache, ids, draft=5, exact=exact, **GREEDY)
     check(result, expected, 60, 5)
     assert {cache.get_seq_length(), exact.get_seq_length()} == {60 + NEW - 1}, "both hold the text but its newest token"
     longer = torch.cat([result.sequences, prompt(1, 9)], 1)  # and go on with the next turn
-    again = verified_generate(model, cache, longer, draft=5, past_key_values=exact, **GREEDY)
+    again = verified_generate(model, cache, longer, draft=5, exact=exact, **GREEDY)
     check(again, model.generate(longer, **GREEDY), longer.shape[1], 5)
     if name == "exact":
         assert result.histogram == {4: 1, 5: 6}
@@ -107,7 +108,7 @@ def test_a_prompt_is_read_once_and_prefixes_are_taken_from_stores(model, tmp_pat
         store.generate(ids, **GREEDY)
     for exact in (stores[0].load(ids), stores[0].load_decoded(ids)):
         read.clear()
-        result = verified_generate(model, stores[1].load(ids), ids, past_key_values=exact, **GREEDY)
+        result = verified_generate(model, stores[1].load(ids), ids, exact=exact, **GREEDY)
         check(result, expected, 90, 8)
         assert max(read) <= 90 - 64 + 8, "kept tokens are read again"
     handle.remove()
@@ -141,12 +142,12 @@ def test_a_round_that_stops_midway_leaves_the_text_before_it(at, settings, atten
     streamer = SimpleNamespace(put=lambda tokens: heard.extend(tokens.flatten().tolist()), end=lambda: None)
     handle = model.get_decoder().layers[1].mlp.register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        verified_generate(model, cache, ids, draft=4, past_key_values=exact, streamer=streamer, **GREEDY)
+        verified_generate(model, cache, ids, draft=4, exact=exact, streamer=streamer, **GREEDY)
     handle.remove()
     lengths = {cache.get_seq_length(), *(layer.get_seq_length() for layer in exact.layers)}
     assert max(lengths) <= len(heard) - 1, "a token that was only drafted is held"
     left = GREEDY | {"max_new_tokens": 60 + NEW - len(heard)}
-    result = verified_generate(model, cache, torch.tensor([heard]), draft=4, past_key_values=exact, **left)
+    result = verified_generate(model, cache, torch.tensor([heard]), draft=4, exact=exact, **left)
     assert torch.equal(result.sequences, expected)
 
 
@@ -180,9 +181,9 @@ def test_sampled_text_has_the_distribution_of_the_16_bit_cache():
     chances = {"draft": torch.rand(3, 3).log() * 2, "exact": torch.rand(3, 3).log() * 2}
     caches = {name: Told() for name in chances}
 
-    def forward(given, past_key_values, use_cache, logits_to_keep):
-        name = next(name for name, cache in caches.items() if cache is past_key_values)
-        past_key_values.length += given.shape[1]
+    def forward(given, use_cache, logits_to_keep, **cache):
+        name = next(name for name, own in caches.items() if own is cache[CACHE])
+        caches[name].length += given.shape[1]
         return SimpleNamespace(logits=chances[name][given[:, -logits_to_keep:]])
 
     def plain(tokens, scores):
@@ -218,7 +219,7 @@ def test_what_is_refused(model):
         ("return_dict_in_generate or guidance_scale", {}, {"return_dict_in_generate": True}),
         ("return_dict_in_generate or guidance_scale", {}, {"guidance_scale": 1.5}),
         ("no 16-bit cache of its own", {}, {"use_cache": False}),
-        ("no 16-bit cache of its own", {}, {"past_key_values": cache}),
+        ("no 16-bit cache of its own", {}, {"exact": cache}),
         ("assistant_model; it reads the prompt", {}, {"assistant_model": model}),
         ("prompt_lookup_num_tokens; it reads", {}, {"prompt_lookup_num_tokens": 3}),
         ("prefill_chunk_size; it reads the prompt", {}, {"prefill_chunk_size": 8}),
@@ -231,7 +232,7 @@ def test_what_is_refused(model):
         (
             "a Cache, whose layers are quantized or cannot",
             {},
-            {"past_key_values": Cache([Rounded() for _ in range(3)])},
+            {"exact": Cache([Rounded() for _ in range(3)])},
         ),
         ("a cache with more tokens than precede the newest of the prompt's 20", {"cache": full}, {}),
     ]:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from benchmarks import cases, clock, generation, gpu, measure, report
 from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.hf.model import CACHE
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.host import Layout, constants, layout
 from kvq_runtime.recipe import preset
@@ -289,7 +290,7 @@ def test_the_unmasked_buffer_is_read_whole(monkeypatch):
         cache = generation.Way(name, attention, False).make(model, room)
         with torch.inference_mode():
             model(ids, past_key_values=cache)
-            step = {"position_ids": torch.full((1, 1), 300), "past_key_values": cache}
+            step = {"position_ids": torch.full((1, 1), 300), CACHE: cache}
             last.append(model(torch.full((1, 1), 5), **step).logits)
     assert torch.allclose(last[0], last[1], atol=1e-5) and not torch.allclose(last[0], last[2], atol=1e-5)
 

@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 from kvq_runtime.attention import long_query
 from kvq_runtime.attention.cuda_graph import captured
 from kvq_runtime.attention.fused import reads, refusal
+from kvq_runtime.hf.model import CACHE
 
 # one of each layout for `make test`; beside whole rows, padded ones for every other family
 WHOLE = ("kivi-2-post-32", "kivi-2-pre-16", "higgs-head-2bit", "mean-higgs-head-2bit-post")
@@ -348,7 +349,7 @@ def test_models_generate_as_with_torch(beams):
         model.set_attn_implementation("kvq")
         with dispatch.forced(kernels), torch.no_grad():
             cache = KVQCache(FAMILIES["rtn-2bit"], model)
-            given = {"past_key_values": cache, "return_dict_in_generate": True, "output_logits": True}
+            given = {CACHE: cache, "return_dict_in_generate": True, "output_logits": True}
             found.append(torch.stack(model.generate(ids, attention_mask=mask, **settings, **given).logits))
             model.set_attn_implementation("sdpa")  # any other attention is served decoded tensors
             after.append(model(ids[:1, :1].expand(2 * beams, 1), past_key_values=cache).logits)

@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.hf import KVQCache, geometry_of
+from kvq_runtime.hf.model import CACHE
 
 NEW = 40  # tokens
 WAYS = {
@@ -50,7 +51,7 @@ def replayed(model: PreTrainedModel, ids: torch.Tensor, cache, again, way: str) 
     """
     starts = []
     handle = model.register_forward_pre_hook(
-        lambda module, args, given: starts.append(given["past_key_values"].get_seq_length()), with_kwargs=True
+        lambda module, args, given: starts.append(given[CACHE].get_seq_length()), with_kwargs=True
     )
     found = generate(model, ids, cache, way, return_dict_in_generate=True, output_scores=True)
     handle.remove()
