@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.attention.fused import Fused, refusal
+from kvq_runtime.attention.path import Query
 from kvq_runtime.attention.paths import Paths
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
@@ -94,7 +95,8 @@ class BlockCache:
         self.policies = Policies(parts)
         self.encoder.extra = self.policies.extra_fields
         weigh = self.policies.weighed if self.policies.newest else None
-        self.paths = Paths(self.decoder, self.fused, self.policies, weigh)
+        own = [policy.path for policy in self.policies if policy.path is not None]
+        self.paths = Paths(self.decoder, self.fused, own, weigh)
         self.reencoded = 0
         self.step: Step | None = None  # the forward pass under way
         self._tried = False  # whether it is undone when it has ended
@@ -186,7 +188,7 @@ class BlockCache:
         softmax   a cap on scores, and a logit of no token, which must not be where the recipe `weighs` tokens
         """
         assert softmax.logit_H is None or not self.weighs, "weights of which a logit takes a share"
-        return self.paths.attend(self.layers[layer], layer, q_BHTD, mask, scale, softmax)
+        return self.paths.attend(Query(self.layers[layer], q_BHTD, mask, scale, softmax.cap), softmax.logit_H)
 
     @property
     def weighs(self) -> bool:

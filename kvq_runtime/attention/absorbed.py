@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvq_runtime.attention.path import Attended, Observer, Reference
+from kvq_runtime.attention.path import Attended, Observer, Query, Reference
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.packed import PackedReader, packed_reader
 from kvq_runtime.geometry import ROLES, Geometry, Role
@@ -54,7 +54,7 @@ def bits_read(recipe: Recipe, geometry: Geometry) -> float:
 
 def reads(recipe: Recipe, geometry: Geometry) -> str | None:
     """Say what a decode step reads where every layer can be attended to without rebuilding; None for other recipes."""
-    if any(_reason(recipe, layer) is not None for layer in range(geometry.layers)):
+    if any(refusal(recipe, layer) is not None for layer in range(geometry.layers)):
         return None
     bits = bits_read(recipe, geometry)
     return (
@@ -62,13 +62,8 @@ def reads(recipe: Recipe, geometry: Geometry) -> str | None:
     )
 
 
-def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
-    """Return the reason for rebuilding this layer before attention, with its cost; None: residuals are read."""
-    reason = _reason(recipe, layer)
-    return reason and f"{recipe.name}, layer {layer}: {reason}; its history is decoded at every step"
-
-
-def _reason(recipe: Recipe, layer: int) -> str | None:
+def refusal(recipe: Recipe, layer: int) -> str | None:
+    """Return the reason for rebuilding this layer before attention; None: residuals are read."""
     if not recipe.cross_layer:
         return "no layer is predicted from another"
     if recipe.position == "pre":
@@ -88,22 +83,20 @@ class Absorbed(Reference):
     """For the layers of recipes that predict linearly, keys after RoPE from keys and values from values; few queries.
 
     observer   takes the weights, as in `Reference`
+    any        whether there are such layers
     """
 
     def __init__(self, decoder: Decoder, positions: Positions, observer: Observer | None = None):
         super().__init__(decoder, positions, observer)
-        recipe, self._layers = decoder.recipe, range(decoder.geometry.layers)
-        self._taken = [_reason(recipe, layer) is None for layer in self._layers]
-        self._chains = [{role: chain(recipe, role, layer) for role in ROLES} for layer in self._layers]
+        recipe, layers = decoder.recipe, range(decoder.geometry.layers)
+        self._taken = [refusal(recipe, layer) is None for layer in layers]
+        self.any = any(self._taken)
+        self._chains = [{role: chain(recipe, role, layer) for role in ROLES} for layer in layers]
         self._readers: dict[tuple[int, int, torch.device], PackedReader | None] = {}
 
     def __getstate__(self) -> dict:
         """Without the readers, which are made again."""
         return self.__dict__ | {"_readers": {}}
-
-    @staticmethod
-    def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
-        return refusal(recipe, geometry, layer)
 
     @property
     def shared(self) -> list[Tensor]:
@@ -120,46 +113,46 @@ class Absorbed(Reference):
         below = max(len(layers) for layers in self._chains[layer].values()) - 1
         return q_BHTD.shape[1] * q_BHTD.shape[2] * below <= self.decoder.geometry.width
 
-    def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
-    ) -> Attended | None:
+    def attend(self, query: Query) -> Attended | None:
         """As `Path.attend`."""
-        exact = store.watch is not None and any(store.watch.exact)
-        taken = self.takes(layer, q_BHTD) and not exact
-        return super().attend(store, layer, q_BHTD, mask, scale, cap) if taken else None
+        watch = query.store.watch
+        exact = watch is not None and any(watch.exact)
+        return super().attend(query) if self.takes(query.store.layer, query.q_BHTD) and not exact else None
 
-    def _scores(self, store: LayerStore, layer: int, q_YND: Tensor, hidden: int) -> Tensor:
+    def _scores(self, store: LayerStore, q_YND: Tensor, hidden: int) -> Tensor:
         """q · k by column: [Y, N, X]."""
         if not store.blocks:
-            return super()._scores(store, layer, q_YND, hidden)
+            return super()._scores(store, q_YND, hidden)
         wide_BMC = _wide(q_YND, self._heads)
-        below, bias_BM1 = self._lowered(layer, wide_BMC)
+        below, bias_BM1 = self._lowered(store.layer, wide_BMC)
         parts = []
         for run in store.runs():
             first = 0 if run[0] else hidden
-            s_BMS = bias_BM1 + self._of_mean(store, layer, q_YND, run, first)
+            s_BMS = bias_BM1 + self._of_mean(store, q_YND, run, first)
             for one, q_BMC in below.items():
                 s_BMS = s_BMS + self._residual_scores(one, q_BMC, run, first)
             parts.append(s_BMS.view(*q_YND.shape[:2], -1))
         return torch.cat([*parts, torch.bmm(q_YND, store.exact_YTD(0).mT)], -1)
 
-    def _mix(self, store: LayerStore, layer: int, p_YNX: Tensor, hidden: int) -> Tensor:
+    def _mix(self, store: LayerStore, p_YNX: Tensor, hidden: int) -> Tensor:
         """The sum of values with the weights of their columns: [Y, N, D]."""
         if not store.blocks:
-            return super()._mix(store, layer, p_YNX, hidden)
+            return super()._mix(store, p_YNX, hidden)
         first, *rest = store.sizes
         sizes = [first - hidden, *rest, p_YNX.shape[2] - store.encoded + hidden]
         *parts, exact = p_YNX.split_with_sizes(sizes, -1)
         sums: dict[int, Tensor] = {}
         for run, p_YNS in zip(store.runs(), parts, strict=True):
             p_BMS = p_YNS.reshape(store.rows, -1, p_YNS.shape[2])
-            for one in self._chains[layer]["value"]:
+            for one in self._chains[store.layer]["value"]:
                 x_BMC = self._residual_sum(one, p_BMS, run, 0 if run[0] else hidden)
                 sums[one] = x_BMC if one not in sums else sums[one].add_(x_BMC)
         total_YN1 = sum(part.sum(-1, True) for part in parts)
         assert isinstance(total_YN1, Tensor)
-        mixed_YND = _own(self._raised(layer, sums, total_YN1.view(store.rows, -1, 1)), self._heads, p_YNX.shape[1])
-        codec = self._codec(layer, 1)
+        mixed_YND = _own(
+            self._raised(store.layer, sums, total_YN1.view(store.rows, -1, 1)), self._heads, p_YNX.shape[1]
+        )
+        codec = self._codec(store.layer, 1)
         if codec.predictor is not None:
             mean_HD = codec.centre.view(self._heads, -1)
             mixed_YND = mixed_YND + total_YN1 * mean_HD.repeat(store.rows, 1)[:, None]
@@ -191,9 +184,9 @@ class Absorbed(Reference):
                 found[one] = found[one] + inputs_BMI @ weight_IC + total_BM1 * bias_C
         return found[layer]
 
-    def _of_mean(self, store: LayerStore, layer: int, q_YND: Tensor, run: Run, first: int) -> Tensor:
+    def _of_mean(self, store: LayerStore, q_YND: Tensor, run: Run, first: int) -> Tensor:
         """q · R_t μ for the tokens of a run from the place `first` on: [B, M, S], or 0 where no mean was removed."""
-        codec = self._codec(layer, 0)
+        codec = self._codec(store.layer, 0)
         start, stop = store.tokens(run)
         if codec.predictor is None:
             return q_YND.new_zeros(store.rows, self._heads * q_YND.shape[1], stop - start - first)

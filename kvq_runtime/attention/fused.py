@@ -1,7 +1,7 @@
 """Attend to the layers of a cache with the decode kernel, which reads their blocks packed: one launch and a merge.
 
 A step asks the device nothing: blocks are in the slabs of `store/layer.py`, which a table on the device finds; blocks
-and tokens are counted on the device too (`store/storage.py`). So it can be recorded as one graph (`cuda_graph.py`).
+and tokens are counted on the device too (`store/storage.py`). So it can be recorded as one graph (`hf/recorded.py`).
 A block is encoded eagerly, at a step that the host knows; the device learns of it at the next.
 
 Imports the kernels, and with them triton, when the first layer is kept so: see ops/dispatch.py.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.attention.path import Attended, Path
+from kvq_runtime.attention.path import Attended, Path, Query
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.errors import extra
 from kvq_runtime.geometry import ROLES, SLAB, Geometry
@@ -184,10 +184,6 @@ class Fused(Path):
         """Copied and pickled without what is on the device: a cache has each layer's index made again."""
         return Fused, (self.recipe, self.geometry, self.positions, self.max_tokens)
 
-    @staticmethod
-    def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
-        return refusal(recipe, geometry, layer)
-
     def forget(self) -> None:
         """Look at padding and positions again: rows or tokens are others."""
         self.padding.forget()
@@ -213,9 +209,7 @@ class Fused(Path):
             self._counts_L4 = torch.zeros(self.geometry.layers, 4, dtype=torch.int32, device=device)
         return self._counts_L4
 
-    def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
-    ) -> Attended | None:
+    def attend(self, query: Query) -> Attended | None:
         """As `Path.attend`.
 
         A mask is taken to be that of the padding announced with this pass; one that was not announced is not for the
@@ -223,10 +217,8 @@ class Fused(Path):
         first real one, or, before RoPE or with a mean, keys that RoPE rotates in part, or not by their place after the
         padding; nor more query tokens than are worth it.
         """
-        index = self._found(store, q_BHTD, mask)
-        if index is None:
-            return None
-        if not self.fits(q_BHTD) or not self.regular:
+        (store, q_BHTD, _, scale, cap), layer, index = query, query.store.layer, query.store.index
+        if index is None or not self.takes(query) or not self.fits(q_BHTD) or not self.regular:
             return None
         host = kernels()
         self.publish({layer: store})
@@ -239,9 +231,15 @@ class Fused(Path):
             self._splits[shape] = host.choose_splits(*given, self.max_tokens // store.window.block, rope, None, cap)
         return Attended(*host.attend(*given, scale, self._splits[shape], rope, None, cap))
 
-    def takes(self, store: LayerStore, q_BHTD: Tensor, mask: Tensor | None) -> bool:
+    def takes(self, query: Query) -> bool:
         """True if the kernel reads the layer and can read its padding, whatever the number of queries."""
-        return self._found(store, q_BHTD, mask) is not None
+        if query.store.index is None or not query.q_BHTD.numel():
+            return False
+        if query.mask is not None and not (self.positions.told or self.positions.recorded):
+            return False
+        batch, _, count, _ = query.q_BHTD.shape
+        self.look(batch, count, query.q_BHTD.device)
+        return self.padding.real
 
     def fits(self, q_BHTD: Tensor) -> bool:
         """True if the kernel takes this number of query rows."""
@@ -307,15 +305,6 @@ class Fused(Path):
         rope, counts = self._rope or (), () if self._counts_L4 is None else (self._counts_L4,)
         tables = storage_bytes([self.padding.starts_B, *counts, *rope[:5]])
         return {"tables": tables} if tables else {}
-
-    def _found(self, store: LayerStore, q_BHTD: Tensor, mask: Tensor | None) -> DeviceIndex | None:
-        if store.index is None or not q_BHTD.numel():
-            return None
-        if mask is not None and not (self.positions.told or self.positions.recorded):
-            return None
-        batch, _, count, _ = q_BHTD.shape
-        self.look(batch, count, q_BHTD.device)
-        return store.index if self.padding.real else None
 
     def _read(self, layer: int, index: DeviceIndex) -> list[Any]:
         """Return the readers of a layer's keys and values, with the present addresses of its tables."""

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq_runtime.attention.fused import Fused, refusal
-from kvq_runtime.attention.path import SCORES, Attended, Path
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.attention.fused import Fused
+from kvq_runtime.attention.path import SCORES, Attended, Path, Query
 from kvq_runtime.ops.dense import capped
-from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
-from kvq_runtime.store.layer import LayerStore
 
 _WIDE = "dtype" in torch.ops.aten.baddbmm.overloads()
 
@@ -63,15 +60,10 @@ class LongQuery(Path):
     def __init__(self, decoder: Decoder, fused: Fused):
         self.decoder, self.fused = decoder, fused
 
-    @staticmethod
-    def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
-        return refusal(recipe, geometry, layer)
-
-    def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
-    ) -> Attended | None:
+    def attend(self, query: Query) -> Attended | None:
         """As `Path.attend`, causal, of rows that are padded on the left, or not at all."""
-        if not self.fused.takes(store, q_BHTD, mask) or self.fused.fits(q_BHTD):
+        store, q_BHTD, _, scale, cap = query
+        if not self.fused.takes(query) or self.fused.fits(q_BHTD):
             return None
         starts_B, decoder = self.fused.padding.starts_B, self.decoder
         (batch, _, count, size), heads = q_BHTD.shape, decoder.geometry.kv_heads
@@ -97,7 +89,7 @@ class LongQuery(Path):
             slots_1T = torch.arange(*store.tokens(run), device=device)[None]
             whole = self.fused.positions.real_BT is None and store.tokens(run)[0] >= store.front  # all queries see all
             seen_BT = None if whole else slots_1T >= first_B1
-            add((decoder.run(layer, 0, run), decoder.run(layer, 1, run)), slots_1T, seen_BT)
+            add((decoder.run(store.layer, 0, run), decoder.run(store.layer, 1, run)), slots_1T, seen_BT)
         slots_1T = torch.arange(store.encoded, store.length, device=device)[None]
         add(store.window_2BTC, slots_1T, slots_1T >= starts_B[:, None])
         if store.front:

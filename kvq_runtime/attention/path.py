@@ -22,9 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.dense import capped
-from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
@@ -32,9 +30,24 @@ from kvq_runtime.store.positions import Positions
 SCORES = 1 << 25  # scores held at once
 _LEAST = torch.finfo(torch.float32).min
 _PACKED = 64  # rows of queries per KV head up to which blocks are not decoded
-# takes the layer, its weights [B, H, G, queries, tokens], slice after slice, and the slots of these queries; it may
-# keep none of the tensors
-Observer = Callable[[int, Tensor, range], None]
+# takes a layer's weights [B, H, G, queries, tokens], slice after slice, and the slots of these queries; it may keep none
+# of the tensors
+Observer = Callable[[LayerStore, Tensor, range], None]
+
+
+class Query(NamedTuple):
+    """What a layer is asked: queries [B, query heads, T, D], those of the newest T tokens, to attend to all it holds.
+
+    mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
+    scale   what scores are multiplied with
+    cap     bound of a score, which is cap · tanh(score / cap); None: there is none
+    """
+
+    store: LayerStore
+    q_BHTD: Tensor
+    mask: Tensor | None
+    scale: float
+    cap: float | None = None
 
 
 class Attended(NamedTuple):
@@ -52,33 +65,17 @@ class Path(ABC):
     """One way to attend."""
 
     @abstractmethod
-    def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
-    ) -> Attended | None:
-        """Attend with queries [B, query heads, T, D], those of the newest T tokens, to all that the layer holds.
-
-        mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
-        scale   what scores are multiplied with
-        cap     bound of a score, which is cap · tanh(score / cap); None: there is none
-        None: these queries, or this layer, are not for this path.
-        """
-
-    @staticmethod
-    def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
-        """Return the reason why this path takes no query to this layer, with its cost; None: it takes some."""
-        return None
+    def attend(self, query: Query) -> Attended | None:
+        """Attend; None: these queries, or this layer, are not for this path."""
 
 
-def newest_weights(
-    attended: Attended, store: LayerStore, q_BHTD: Tensor, scale: float, cap: float | None = None
-) -> Tensor:
+def newest_weights(query: Query, lse_BHT: Tensor) -> Tensor:
     """Return the newest query's weights over the window, for a path that reports `lse`: [B, H, G, 1, W]."""
-    assert attended.lse_BHT is not None
-    heads = store.codecs[0].geometry.kv_heads
-    k_BH1WD = store.window_2BTC[0].float().unflatten(2, (heads, -1)).transpose(1, 2)[:, :, None]
-    q_BHG1D, lse_BHG1 = (x[:, :, -1:].float().unflatten(1, (heads, -1)) for x in (q_BHTD, attended.lse_BHT))
-    bound = None if cap is None else cap / math.log(2)
-    return (capped(q_BHG1D @ k_BH1WD.mT * (scale / math.log(2)), bound) - lse_BHG1[..., None]).exp2()
+    heads = query.store.codecs[0].geometry.kv_heads
+    k_BH1WD = by_head(query.store.window_2BTC[0], heads)[:, :, None]
+    q_BHG1D, lse_BHG1 = (x[:, :, -1:].float().unflatten(1, (heads, -1)) for x in (query.q_BHTD, lse_BHT))
+    bound = None if query.cap is None else query.cap / math.log(2)
+    return (capped(q_BHG1D @ k_BH1WD.mT * (query.scale / math.log(2)), bound) - lse_BHG1[..., None]).exp2()
 
 
 class Reference(Path):
@@ -94,13 +91,12 @@ class Reference(Path):
         self.decoder, self.positions, self.observer = decoder, positions, observer
         self._heads = decoder.geometry.kv_heads
 
-    def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
-    ) -> Attended:
+    def attend(self, query: Query) -> Attended | None:
+        q_BHTD, mask = query.q_BHTD, query.mask
         batch, heads, count, _ = q_BHTD.shape
         if not batch or not count:
             return Attended(torch.empty_like(q_BHTD), None)
-        length = store.length
+        length = query.store.length
         step = max(1, SCORES // (batch * heads * length))
         if mask is None and count > 1:
             mask = causal(count, length, q_BHTD.device)
@@ -109,35 +105,33 @@ class Reference(Path):
             mask = mask.expand(batch, -1, -1, -1).gather(-1, held.expand(-1, 1, count, -1))
         slots = range(length - count, length)
         if count <= step:
-            return self._attend(store, layer, q_BHTD, mask, (scale, cap), slots)
+            return self._attend(query._replace(mask=mask), slots)
         out: list[Attended] = []
         for start in range(0, count, step):
             part = slice(start, start + step)
             seen = None if mask is None else mask[:, :, part]
-            out.append(self._attend(store, layer, q_BHTD[:, :, part], seen, (scale, cap), slots[part]))
+            out.append(self._attend(query._replace(q_BHTD=q_BHTD[:, :, part], mask=seen), slots[part]))
         levels = [part.lse_BHT for part in out if part.lse_BHT is not None]
         return Attended(torch.cat([part.out_BHTD for part in out], 2), torch.cat(levels, 2) if levels else None)
 
-    def _attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, how: tuple[float, float | None],
-        slots: range,
-    ) -> Attended:  # fmt: skip
+    def _attend(self, query: Query, slots: range) -> Attended:
+        store, q_BHTD, mask, scale, cap = query
         batch, heads, count, size = q_BHTD.shape
         held, hidden = self._heads, self._hidden(store)
-        q_YND = (q_BHTD.float() * _factor(how[0])).reshape(batch * held, heads // held * count, size)
-        s_YNX = capped(self._scores(store, layer, q_YND, hidden), how[1])
+        q_YND = (q_BHTD.float() * _factor(scale)).reshape(batch * held, heads // held * count, size)
+        s_YNX = capped(self._scores(store, q_YND, hidden), cap)
         by_query = (batch, held, heads // held, count, -1)
         if mask is not None or self.positions.real_BT is not None or store.front != hidden:
             s_YNX.view(by_query).masked_fill_(~self._seen(store, mask)[:, :, None], _LEAST)
         p_YNX = s_YNX.softmax(-1)
         if self.observer is not None:
-            self.observer(layer, self._by_token(store, p_YNX.view(by_query)), slots)
+            self.observer(store, self._by_token(store, p_YNX.view(by_query)), slots)
         level = None
         if self.levels:  # the largest weight is e^(largest score - log Σ e^s)
             level = ((s_YNX.amax(-1) - p_YNX.amax(-1).log()) / math.log(2)).view(q_BHTD.shape[:3])
-        return Attended(self._mix(store, layer, p_YNX, hidden).view(q_BHTD.shape).to(q_BHTD.dtype), level)
+        return Attended(self._mix(store, p_YNX, hidden).view(q_BHTD.shape).to(q_BHTD.dtype), level)
 
-    def _scores(self, store: LayerStore, layer: int, q_YND: Tensor, hidden: int) -> Tensor:
+    def _scores(self, store: LayerStore, q_YND: Tensor, hidden: int) -> Tensor:
         """q · k by column: [Y, N, X]."""
         if not store.blocks:
             return torch.bmm(q_YND, store.exact_YTD(0).mT)
@@ -145,10 +139,10 @@ class Reference(Path):
         if reader is not None and q_YND.shape[1] <= _PACKED:
             parts = [reader.scores(q_YND, blocks) for blocks in store.packed(0, hidden)]
         else:
-            parts = [torch.bmm(q_YND, k_YTD.mT) for k_YTD in self._decoded(store, layer, 0, hidden)]
+            parts = [torch.bmm(q_YND, k_YTD.mT) for k_YTD in self._decoded(store, 0, hidden)]
         return torch.cat([*parts, torch.bmm(q_YND, store.exact_YTD(0).mT)], -1)
 
-    def _mix(self, store: LayerStore, layer: int, p_YNX: Tensor, hidden: int) -> Tensor:
+    def _mix(self, store: LayerStore, p_YNX: Tensor, hidden: int) -> Tensor:
         """The sum of values with the weights of their columns: [Y, N, D]."""
         if not store.blocks:
             return torch.bmm(p_YNX, store.exact_YTD(1))
@@ -159,13 +153,15 @@ class Reference(Path):
         if reader is not None and p_YNX.shape[1] <= _PACKED:
             mixed = [reader.mix(*part) for part in zip(parts, store.packed(1, hidden), strict=True)]
         else:
-            mixed = [torch.bmm(*part) for part in zip(parts, self._decoded(store, layer, 1, hidden), strict=True)]
+            mixed = [torch.bmm(*part) for part in zip(parts, self._decoded(store, 1, hidden), strict=True)]
         return torch.baddbmm(sum(mixed[1:], mixed[0]), exact, store.exact_YTD(1))
 
-    def _decoded(self, store: LayerStore, layer: int, role: int, hidden: int) -> Iterator[Tensor]:
+    def _decoded(self, store: LayerStore, role: int, hidden: int) -> Iterator[Tensor]:
         """Keys (0) or values (1) that have columns in blocks, slab by slab, [Y, T, D]; good until the next."""
         for run in store.runs():
-            yield by_head(self.decoder.run(layer, role, run)[:, 0 if run[0] else hidden :], self._heads).flatten(0, 1)
+            yield by_head(self.decoder.run(store.layer, role, run)[:, 0 if run[0] else hidden :], self._heads).flatten(
+                0, 1
+            )
 
     def _hidden(self, store: LayerStore) -> int:
         """Count the first tokens that have no column in their block: all sinks if their place is known, else 0."""

@@ -124,11 +124,10 @@ class DynamicWindowPolicy(Policy):
         leaving = store.due if self.setting.per == "cache" else store.beyond(self._most)
         return (store.blocks + leaving) * store.window.block
 
-    def observe(self, layer: int, p_BHGTW: Tensor, slots: range) -> None:
+    def observe(self, store: LayerStore, p_BHGTW: Tensor, slots: range) -> None:
         """The edge is that of the window as this pass leaves it."""
-        store = self.cache.stores[layer]
         p_BHGW, edge, real_BT = p_BHGTW[..., -1, :], self._edge(store), self.positions.real_BT
-        self._gaps[layer] = gaps(p_BHGW, edge, store.window.sinks, real_BT, store.encoded)
+        self._gaps[store.layer] = gaps(p_BHGW, edge, store.window.sinks, real_BT, store.encoded)
 
     def crop(self, length: int) -> None:
         if length < self._seen:

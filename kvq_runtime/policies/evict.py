@@ -18,6 +18,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.policies.policy import ALL, CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
+from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
 
@@ -92,7 +93,7 @@ class Eviction(Policy):
             self.got_2BW = torch.zeros(2, step.batch, 0, device=step.device)
         self.fresh_BW = torch.zeros(step.batch, self.got_2BW.shape[2] + step.count, device=step.device)
 
-    def observe(self, layer: int, p_BHGTW: Tensor, slots: range) -> None:
+    def observe(self, store: LayerStore, p_BHGTW: Tensor, slots: range) -> None:
         if self.fresh_BW.shape[1]:
             self.fresh_BW += p_BHGTW.sum((1, 2)).sum(1)
 

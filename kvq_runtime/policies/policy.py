@@ -5,7 +5,7 @@ pass by pass and layer by layer, and asks what may be done. A new policy is a fi
 its `kind`, as recipes and stages are; the cache names none. One that evicts tokens is a setting alone, with a score and
 a budget: `policies/evict.py`.
 
-    begin → (per layer: attend, observe → queried → may_encode → extra_fields) → end       one forward pass
+    begin → (per layer: path, observe → queried → may_encode → extra_fields) → end       one forward pass
     check_crop → crop, reorder                                                             between two of them
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq_runtime.attention.path import Attended
+from kvq_runtime.attention.path import Path
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
@@ -79,21 +79,17 @@ class Policy:
     """A policy at work in one cache. All hooks do nothing here; a policy has those that it needs.
 
     newest   the number of newest queries of each forward pass whose weights `observe` gets; 0: none
+    path     answers queries in place of the cache's own; None: there is none
     """
 
     newest: int = 0
+    path: Path | None = None
 
     def begin(self, step: Step) -> None:
         """A forward pass begins; nothing of it has been taken in. What the policy changes during it, it has the step
         restore if the pass is undone: `step.on_undo`."""
 
-    def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
-    ) -> Attended | None:
-        """Answer queries in place of the cache's own paths, as `Path.attend`; None: not these."""
-        return None
-
-    def observe(self, layer: int, p_BHGTW: Tensor, slots: range) -> None:
+    def observe(self, store: LayerStore, p_BHGTW: Tensor, slots: range) -> None:
         """Take the weights of a layer's newest queries in these slots over its window, slice after slice.
 
         They are [B, H, G, queries, window], zero for a query that is padding. No tensor may be kept.
@@ -108,7 +104,7 @@ class Policy:
         """True if a layer may encode the blocks that are due, now that it has attended."""
         return True
 
-    def extra_fields(self, layer: int, store: LayerStore) -> Slab:
+    def extra_fields(self, store: LayerStore) -> Slab:
         """Return fields to store beside the oldest block of the window, which is about to be encoded, [B, ...] each.
 
         They are the same for every block of the layer. Memory reports count them under the name of the field.
@@ -143,24 +139,24 @@ class Policies(list[Policy]):
         self._cache = cache
         self.newest = max((policy.newest for policy in self), default=0)
 
-    def weighed(self, layer: int, p_BHGTT: Tensor, slots: range) -> None:
+    def weighed(self, store: LayerStore, p_BHGTT: Tensor, slots: range) -> None:
         """Have each observe what queries attend to the window, of the newest that it wants.
 
         p_BHGTT   weights of the queries in these slots over all tokens
         """
-        store, real_BT = self._cache.stores[layer], self._cache.positions.real_BT
+        real_BT = self._cache.positions.real_BT
         p_BHGTW = p_BHGTT[..., p_BHGTT.shape[-1] - store.window_2BTC.shape[2] :]
         if real_BT is not None:
             p_BHGTW = p_BHGTW * real_BT[:, None, None, slots.start : slots.stop, None]
         for policy in self:
             late = slots[max(0, store.length - policy.newest - slots.start) :]
             if late:
-                policy.observe(layer, p_BHGTW[..., len(slots) - len(late) :, :], late)
+                policy.observe(store, p_BHGTW[..., len(slots) - len(late) :, :], late)
 
     def may_encode(self, layer: int) -> bool:
         """True if all let the layer encode; each is asked."""
         return all([policy.may_encode(layer) for policy in self])
 
-    def extra_fields(self, layer: int, store: LayerStore) -> Slab:
+    def extra_fields(self, store: LayerStore) -> Slab:
         """Return the fields that they store beside the oldest block of the window."""
-        return {name: x for policy in self for name, x in policy.extra_fields(layer, store).items()}
+        return {name: x for policy in self for name, x in policy.extra_fields(store).items()}

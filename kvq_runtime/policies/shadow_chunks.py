@@ -26,13 +26,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.attention.path import SCORES, Attended, Path, by_head, causal, visible
+from kvq_runtime.attention.path import SCORES, Attended, Path, Query, by_head, causal, visible
 from kvq_runtime.geometry import SLAB, Geometry, Role, Window
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.dense import capped
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
-from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.abilities import SingleTokens
 from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.decode import Decoder
@@ -135,19 +134,12 @@ class Selected(Path):
         self.decoder, self.positions, self.outliers, self.chunk, self.count = decoder, positions, outliers, chunk, count
         self._heads = decoder.geometry.kv_heads
 
-    @staticmethod
-    def refusal(recipe: Recipe, geometry: Geometry, layer: int = 0) -> str | None:
-        if any(policy.chooses_by_query for policy in recipe.policies):
-            return None
-        return f"{recipe.name}: no policy of it chooses chunks by the queries"
-
-    def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
-    ) -> Attended | None:
+    def attend(self, query: Query) -> Attended | None:
         """As `Path.attend`; the queries of one call share their chunks."""
-        if layer not in self.outliers:
+        store, q_BHTD, mask, scale, cap = query
+        if store.layer not in self.outliers:
             return None
-        outliers = self.outliers[layer]
+        outliers = self.outliers[store.layer]
         batch, heads, count, _ = q_BHTD.shape
         mask = causal(count, store.length, q_BHTD.device) if mask is None else mask
         mask = mask.expand(batch, 1, count, -1)
@@ -257,12 +249,7 @@ class ShadowChunksPolicy(Policy):
     def begin(self, step: Step) -> None:
         step.on_undo(self._restore, dict(self.outliers))
 
-    def attend(
-        self, store: LayerStore, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
-    ) -> Attended | None:
-        return self.path.attend(store, layer, q_BHTD, mask, scale, cap)
-
-    def extra_fields(self, layer: int, store: LayerStore) -> Slab:
+    def extra_fields(self, store: LayerStore) -> Slab:
         """The block's landmarks [B, chunks, C], zero where no token of a chunk counts; its outliers are kept."""
         size, start = store.window.block, store.encoded
         x_BTC = store.window_2BTC[0, :, :size]
@@ -276,7 +263,7 @@ class ShadowChunksPolicy(Policy):
         cosine_BHN = cosine.masked_fill(~valid[..., 0], torch.inf).amin(-1)
         number = torch.arange(store.blocks * count, (store.blocks + 1) * count, dtype=torch.int32, device=x_BTC.device)
         number_BHN = number.expand_as(cosine_BHN).masked_fill(cosine_BHN == torch.inf, -1)
-        self._keep_lowest(layer, OutlierChunks(number_BHN, cosine_BHN, k_BHNKD))
+        self._keep_lowest(store.layer, OutlierChunks(number_BHN, cosine_BHN, k_BHNKD))
         return {LANDMARKS: mark_BHND.transpose(1, 2).flatten(2).to(x_BTC.dtype)}
 
     def _keep_lowest(self, layer: int, new: OutlierChunks) -> None:

@@ -16,8 +16,8 @@ from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.storage import Slab
 
-# (layer, its store) → what is stored beside the window's oldest block: the same fields for every block of the layer
-Extra = Callable[[int, LayerStore], Slab]
+# a layer → what is stored beside its window's oldest block: the same fields for every block of the layer
+Extra = Callable[[LayerStore], Slab]
 
 
 class Encoder:
@@ -59,7 +59,7 @@ class Encoder:
         while store.blocks < target:
             some = min(together, target - store.blocks, SLAB - store.blocks % SLAB)
             keys, values, errors = self._encoded(layer, store, codecs, some)
-            extra = {name: field[:, None] for name, field in self.extra(layer, store).items()}
+            extra = {name: field[:, None] for name, field in self.extra(store).items()}
             if store.watch is not None:
                 window = store.window_2BTC, store.window.block
                 self.beyond |= store.watch.add(torch.stack(errors), store.blocks, *window)

@@ -33,6 +33,7 @@ class LayerStore:
     """Keys and values of one layer, in the model's dtype where they are exact.
 
     codecs   of keys and of values
+    layer    its number
     recent   newest tokens that are not due to be encoded; a policy may keep more than the recipe's window
     slabs    of keys, of values, and of what policies store beside each block: [B, blocks, ...] a field
     index    where a kernel on the device finds all that; None: no kernel reads this layer
@@ -51,6 +52,7 @@ class LayerStore:
         watch: Watch | None = None,
     ):
         self.codecs: tuple[Codec | RowCodec, Codec | RowCodec] = codecs
+        self.layer = codecs[0].layer
         self.window, self.positions, self.index, self.watch = window, positions, index, watch
         self.orders = (None, None, None) if index is None else (*index.orders, None)
         self.recent = window.recent

@@ -8,7 +8,7 @@ from models import prompt, random_model
 from representative import REPRESENTATIVE
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvq_runtime.attention.path import Reference, newest_weights
+from kvq_runtime.attention.path import Query, Reference, newest_weights
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.ops.dense import Softmax
@@ -76,10 +76,11 @@ def test_the_newest_weights_are_those_of_attention():
     cache = make(recipe)
     feed_in(cache, tensors(90, 2), [90])
     q_BHTD = torch.randn(2, GROUP * GEOMETRY.kv_heads, 1, GEOMETRY.head_size)
-    road = Reference(cache.decoder, cache.positions, lambda layer, p_BHGTT, slots: seen.append(p_BHGTT))
+    road = Reference(cache.decoder, cache.positions, lambda store, p_BHGTT, slots: seen.append(p_BHGTT))
     road.levels = True
-    attended = road.attend(cache.layers[0], 0, q_BHTD, None, 0.2, cap)
-    told = newest_weights(attended, cache.layers[0], q_BHTD, 0.2, cap)
+    query = Query(cache.layers[0], q_BHTD, None, 0.2, cap)
+    attended = road.attend(query)
+    told = newest_weights(query, attended.lse_BHT)
     torch.testing.assert_close(told, seen[0][..., -told.shape[-1] :])
 
 

@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 from kvq_runtime.attention import long_query
 from kvq_runtime.attention.cuda_graph import captured
 from kvq_runtime.attention.fused import reads, refusal
+from kvq_runtime.attention.path import Query
 from kvq_runtime.hf.model import CACHE
 
 # one of each layout for `make test`; beside whole rows, padded ones for every other family
@@ -181,7 +182,7 @@ def test_a_recipe_without_a_kernel_takes_the_torch_path():
 def answered(driver: Driver, count: int, mask: Tensor | None) -> Tensor | None:
     """What the kernel, if it is asked, answers to the newest `count` queries."""
     q_BHTD = driver.q[:, :, driver.at - count : driver.at]
-    found = driver.cache.fused.attend(driver.cache.layers[0], 0, q_BHTD, mask, SCALE)
+    found = driver.cache.fused.attend(Query(driver.cache.layers[0], q_BHTD, mask, SCALE))
     return None if found is None else found[0]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvq_runtime import recipe as recipes
 from kvq_runtime.attention.fused import refusal
+from kvq_runtime.attention import path
 from kvq_runtime.hf import KVQCache, geometry_of
 from kvq_runtime.policies import evict
 from kvq_runtime.policies.policy import CacheParts, Policy
@@ -56,7 +57,7 @@ class PatiencePolicy(Policy):
     def may_encode(self, layer: int) -> bool:
         return bool((self.waited >= self.setting.passes).all())
 
-    def extra_fields(self, layer: int, store: LayerStore) -> Slab:
+    def extra_fields(self, store: LayerStore) -> Slab:
         return {"largest": store.window_2BTC[0, :, : store.window.block].amax((1, 2))[:, None]}
 
     def end(self, step: Step) -> None:
@@ -159,19 +160,21 @@ def test_a_model_calls_the_hooks_in_the_order_that_is_documented():
     """Under kvq attention, a prompt and a step: of each pass as many of the newest queries are told as are wanted."""
     calls = []
 
+    class Asked(path.Path):
+        def attend(self, query):
+            calls.append((query.store.layer, "attend"))
+
     class Listening(PatiencePolicy):
-        newest = 2
+        newest, path = 2, Asked()
 
         def begin(self, step):
             calls.append(("begin", step.count))
 
-        def attend(self, store, layer, q_BHTD, mask, scale, cap):
-            calls.append((layer, "attend"))
-
-        def observe(self, layer, p_BHGTW, slots):
-            calls.append((layer, "observe", slots))
-            width = self.cache.stores[layer].window_2BTC.shape[2]
-            assert p_BHGTW.shape[-2:] == (len(slots), width) and (p_BHGTW.sum(-1) <= 1 + 1e-5).all()
+        def observe(self, store, p_BHGTW, slots):
+            calls.append((store.layer, "observe", slots))
+            assert (
+                p_BHGTW.shape[-2:] == (len(slots), store.window_2BTC.shape[2]) and (p_BHGTW.sum(-1) <= 1 + 1e-5).all()
+            )
 
         def queried(self, layer, q_BHTD):
             calls.append((layer, "queried", q_BHTD.shape[2]))

@@ -10,6 +10,7 @@ from feeding import RECIPES, rotary, tensors, turned
 from parity import DEVICE, error
 from torch import Tensor
 
+from kvq_runtime.attention.path import Query
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
@@ -103,7 +104,7 @@ class Driver:
         if expected:
             with dispatch.forced(False):
                 road = cache.paths.reference
-                wanted = road.attend(cache.layers[0], 0, self.q[:, :, part], mask, SCALE, self.cap)[0]
+                wanted = road.attend(Query(cache.layers[0], self.q[:, :, part], mask, SCALE, self.cap))[0]
         cache.finish(0)
         self.at += count
         return out, wanted
