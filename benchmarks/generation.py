@@ -200,12 +200,12 @@ def warm(model: PreTrainedModel, prompt: int) -> None:
 def recorded(cache: Cache, step: Step, token: torch.Tensor, place: torch.Tensor) -> Step:
     """The step as a CUDA graph; of ours eager steps come first, until the next can be recorded."""
     if isinstance(cache, KVQCache):
-        from kvq_runtime.attention import cuda_graph
+        from kvq_runtime.hf import recorded as steps
 
-        while cuda_graph.not_yet(cache.blocks):
+        while steps.not_yet(cache.blocks):
             token.copy_(step())
             place += 1
-        return cuda_graph.captured(cache.blocks, step)
+        return steps.captured(cache.blocks, step)
     with unsynchronized():
         token.copy_(step())
     place += 1

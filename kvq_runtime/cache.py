@@ -10,8 +10,8 @@ Knows nothing of transformers: see `hf/`. Tensors are [B, T, C], all heads side 
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from kvq_runtime.attention.fused import Fused, refusal
 from kvq_runtime.attention.path import Query
 from kvq_runtime.attention.paths import Paths
-from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dense, dispatch
@@ -32,8 +31,8 @@ from kvq_runtime.store.held import Sizes, smaller_from
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.promise import Check, Health, Watch
-from kvq_runtime.store.step import Step
+from kvq_runtime.store.promise import Check, Exact, Health, Watch
+from kvq_runtime.store.step import Step, undoing
 from kvq_runtime.store.storage import Slab, storage_bytes
 
 _log = logging.getLogger(__name__)
@@ -67,17 +66,12 @@ class BlockCache:
         check: Check | None = None,
     ):
         self.recipe = recipe.check(geometry)
-        if recipe.fitted and not tensors and codecs.all_specs(recipe, geometry):
-            raise ValueError(
-                f"recipe {recipe.name} has fitted stages: load an artifact with from_pretrained, "
-                f"or make one with kvq-calibrate --recipe {recipe.name}"
-            )
         self.geometry = geometry
         self.held = frozenset(range(geometry.layers) if held is None else held)
         self.codecs = shared.build(recipe, geometry, tensors or {})
         self._last, self._max_tokens = max(self.held), max_tokens
         self.dtype, self.made_for, self.check = dtype, made_for, check
-        self._smaller: dict[tuple[int, torch.dtype], int | None] = {}  # by rows and dtype, what 16 bit is compared with
+        self._sizes: dict[torch.dtype, Sizes] = {}  # what 16 bit is compared with
         self._warned = False  # whether the log has said that blocks are beyond
         self.reset()
 
@@ -87,19 +81,15 @@ class BlockCache:
         self.positions = Positions()
         self.decoder = Decoder(recipe, geometry, self.codecs, self.positions)
         self.layers = self.decoder.stores
-        self.encoder = Encoder(recipe, self.positions, self.decoder)
+        self.encoder = Encoder(self.decoder)
         self.fused = Fused(recipe, geometry, self.positions, self._max_tokens)
-        parts = CacheParts(
-            recipe, geometry, sorted(self.held), self.layers, self.codecs, self.positions, self.decoder, self.encoder
-        )
-        self.policies = Policies(parts)
+        self.policies = Policies(CacheParts(sorted(self.held), self.codecs, self.encoder))
         self.encoder.extra = self.policies.extra_fields
         weigh = self.policies.weighed if self.policies.newest else None
         own = [policy.path for policy in self.policies if policy.path is not None]
         self.paths = Paths(self.decoder, self.fused, own, weigh)
         self.reencoded = 0
         self.step: Step | None = None  # the forward pass under way
-        self._tried = False  # whether it is undone when it has ended
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is held between two forward passes; a pass that stopped midway is undone."""
@@ -115,6 +105,7 @@ class BlockCache:
 
     # ---- one layer of one forward pass -------------------------------------------------------------------------
 
+    @undoing
     def update(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> Pair:
         """Take in a layer's new keys (after RoPE) and values; return all of them, history decoded, as 16-bit would.
 
@@ -128,35 +119,30 @@ class BlockCache:
                 f"{self.recipe.name} needs {' and '.join(sorted(unseen))}, which update() does not see; "
                 "use take(), attend() and finish(), with take_queries() for queries"
             )
-        first = self.take(layer, k_BTC, v_BTC)
-        with self._undoing():
-            out = (k_BTC, v_BTC) if first else self.decoder.whole(layer)
+        out = (k_BTC, v_BTC) if self.take(layer, k_BTC, v_BTC) else self.decoder.whole(layer)
         self.finish(layer)
         return out
 
+    @undoing
     def take(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> bool:
-        """Take in a layer's new keys (after RoPE) and values, to be attended to and then encoded by `finish`.
-
-        Returns whether they are the layer's first.
-        """
-        with self._undoing():
-            store = self._arrive(layer, k_BTC)
-            if not dispatch.is_waited_for(k_BTC) and not _finite(k_BTC, v_BTC):
-                self.encoder.watch(layer, torch.stack([k_BTC, v_BTC]), store.length)
-                self.encoder.refuse_nan()
-            first = store.length == 0
-            store.append(k_BTC, v_BTC)
-            return first
+        """Take in a layer's new keys (after RoPE) and values, which `finish` encodes; True if they are its first."""
+        store = self._arrive(layer, k_BTC)
+        length = store.length
+        if not dispatch.is_waited_for(k_BTC) and not _finite(k_BTC, v_BTC):
+            self.encoder.watch(layer, torch.stack([k_BTC, v_BTC]), length)
+            self.encoder.refuse_nan()
+        store.append(k_BTC, v_BTC)
+        return length == 0
 
     def adopt(
         self, count: int, fields: Mapping[int, tuple[Slab, Slab]], sinks: Mapping[int, Tensor],
-        exact: Mapping[int, tuple[dict[int, Tensor], dict[int, Tensor]]] | None = None,
+        exact: Mapping[int, Exact],
     ) -> None:  # fmt: skip
         """Begin with `count` blocks that were encoded elsewhere, of a text's first tokens; the cache is empty.
 
         fields   by layer, of keys and of values, as codecs encode them, [B, count, ...] a field
         sinks    by layer, the exact tokens among them, [2, B, sinks, C], in the model's dtype and on its device
-        exact    by layer, of keys and of values, the tokens of blocks that are kept exact, by number, [B, block, C]
+        exact    by layer, the tokens of blocks that are kept exact
         RuntimeError where a policy would have had to see the tokens arrive.
         """
         if self.layers or self.policies:
@@ -164,12 +150,7 @@ class BlockCache:
             raise RuntimeError(f"blocks that were encoded elsewhere cannot be taken in; {what}")
         for layer in sorted(self.held):
             store = self.layers[layer] = self._store(layer, sinks[layer][0])
-            found = ({}, {}) if exact is None else exact[layer]
-            if store.watch is None and any(found):
-                store.watch = Watch(Check(), layer, keeps=True)
-            if store.watch is not None:
-                store.watch.adopt(count, found, store.rows)
-            store.adopt(count, *fields[layer], sinks[layer])
+            store.adopt(count, *fields[layer], sinks[layer], exact[layer])
         first = self.layers[min(self.held)]
         self.positions.extend(first.rows, count * self.recipe.window.block, first.buffer_2BTC.device)
 
@@ -181,10 +162,8 @@ class BlockCache:
     def attend(
         self, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, softmax: dense.Softmax = dense.PLAIN
     ) -> Tensor:
-        """Attend to all that the layer holds, for queries [B, query heads, T, D] of the newest tokens: the same shape.
+        """Answer a `Query` of the layer: in the shape of the queries.
 
-        mask      bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
-        scale     what scores are multiplied with
         softmax   a cap on scores, and a logit of no token, which must not be where the recipe `weighs` tokens
         """
         assert softmax.logit_H is None or not self.weighs, "weights of which a logit takes a share"
@@ -195,29 +174,20 @@ class BlockCache:
         """True if a policy of the recipe holds, keeps exact or reads tokens by the weight that attention gives them."""
         return bool(self.policies.newest) or any(policy.chooses_by_query for policy in self.recipe.policies)
 
-    def weighed_first(self, count: int) -> int:
-        """Return how many of a first pass's `count` queries, the newest, have to go through `attend` for a policy.
-
-        The others may attend to the pass's own keys and values, which are exact.
-        """
-        return min(count, self.policies.newest)
-
+    @undoing
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
-        with self._undoing():
-            self._finish(layer, self.layers[layer], self.step)
-
-    def _finish(self, layer: int, store: LayerStore, step: Step | None) -> None:
+        step = self.step
         if self.policies.may_encode(layer):
             self.encoder.flush(layer)
-        store.trim()
+        self.layers[layer].trim()
         self.decoder.forget(layer, layer == self._last)
         if layer == self._last:
             self.positions.forget_factors()
         if step is None:
             return
         step.done.add(layer)
-        if len(step.done) == len(self.held) and not self._tried:
+        if len(step.done) == len(self.held) and not self.positions.recorded:
             self.encoder.refuse_nan()
             for policy in self.policies:
                 policy.end(step)
@@ -226,43 +196,6 @@ class BlockCache:
             self.step = None
             if self.encoder.beyond and not self._warned:
                 self._warn()
-
-    def advance(self) -> None:
-        """Count the token that a replayed step has taken in, in every layer, and encode what is due."""
-        stores = self.layers.values()
-        first = next(iter(stores))
-        if not any(store.beyond(store.recent, 1) for store in stores):  # nothing that could fail, and be undone
-            self.positions.extend(first.rows, 1, first.buffer_2BTC.device)
-            for store in stores:
-                store.arrived(1)
-            return
-        step = self._begin(1, first.rows, first.buffer_2BTC.device)
-        for layer in sorted(self.layers):
-            self.layers[layer].begin(step)
-            self.layers[layer].arrived(1)
-            step.taken.add(layer)
-        for layer in sorted(self.layers):
-            self.finish(layer)
-
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Undo the forward pass that is made inside when it has ended; the host counts its tokens, and does no more."""
-        self._tried = self.positions.recorded = True
-        try:
-            yield
-        finally:
-            self._tried = self.positions.recorded = False
-            if self.step is not None:
-                self._undo(self.step)
-
-    @contextmanager
-    def _undoing(self) -> Iterator[None]:
-        """Undo the forward pass that an error comes from."""
-        try:
-            yield
-        except Exception:
-            self.settle()
-            raise
 
     def _arrive(self, layer: int, k_BTC: Tensor) -> LayerStore:
         """Begin a forward pass with its first layer; one that stopped midway is undone first."""
@@ -286,7 +219,7 @@ class BlockCache:
         if store is not None and batch != store.rows:
             raise ValueError(f"{batch} rows; the cache holds {store.rows}: reset() it, or make one for each batch")
         if step is None and count:
-            step = self._begin(count, batch, k_BTC.device)
+            step = self.begin(count, batch, k_BTC.device)
         if store is None:
             store = self.layers[layer] = self._store(layer, k_BTC)
             if step is not None:
@@ -299,7 +232,7 @@ class BlockCache:
             step.taken.add(layer)
         return store
 
-    def _begin(self, count: int, batch: int, device: torch.device) -> Step:
+    def begin(self, count: int, batch: int, device: torch.device) -> Step:
         """Begin a forward pass of so many tokens a row."""
         self.decoder.clear()
         step = self.step = Step(self.positions.seen, count, batch, device)
@@ -324,14 +257,16 @@ class BlockCache:
     def settle(self) -> None:
         """Undo a forward pass that has not ended."""
         if self.step is not None:
-            self._undo(self.step)
+            self.undo()
             self.fused.forget()
 
-    def _undo(self, step: Step) -> None:
-        self.step = None
-        step.undo()
-        self.encoder.forget()
-        self.decoder.clear()
+    def undo(self) -> None:
+        """The same where padding is as it was."""
+        step, self.step = self.step, None
+        if step is not None:
+            step.undo()
+            self.encoder.forget()
+            self.decoder.clear()
 
     # ---- the whole cache ---------------------------------------------------------------------------------------
 
@@ -344,11 +279,6 @@ class BlockCache:
     def rows(self) -> int:
         """Rows of the batch; 0 for an empty cache."""
         return next((store.rows for store in self.layers.values()), 0)
-
-    @property
-    def scratch_peak(self) -> int:
-        """Most bytes of decoded tensors alive at once so far."""
-        return self.decoder.scratch_peak
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens. The survivors of a block that is cut return to the window, decoded.
@@ -401,18 +331,15 @@ class BlockCache:
         others = [self.fused.bytes(), *(policy.bytes() for policy in self.policies)]
         if self.step is not None:
             others.append({"undo": storage_bytes(self.step.tensors)})
-        shared = shared_bytes([codec for pair in self.codecs for codec in pair], self.paths.shared)
-        stores, dtype = self.layers.values(), self.dtype
-        if stores:
-            dtype = next(iter(stores)).buffer_2BTC.dtype
-        case = max(1, self.rows), dtype
-        if case not in self._smaller:
-            sizes = Sizes(self.recipe, self.geometry, dtype, tuple(sorted(self.held)))
-            self._smaller[case] = sizes.smaller_from(case[0])
+        shared, stores = shared_bytes(chain.from_iterable(self.codecs), self.paths.shared), self.layers.values()
+        dtype = next((store.buffer_2BTC.dtype for store in stores), self.dtype)
+        if dtype not in self._sizes:
+            self._sizes[dtype] = Sizes(self.recipe, self.geometry, dtype, tuple(sorted(self.held)))
         return report(
             self.recipe, self.geometry, stores, self.positions, others, shared, dtype, tokens=self.length,
-            scratch_peak=self.scratch_peak, smaller_than_16bit_from=self._smaller[case],
-            smaller_than_higgs_from=smaller_from(self.recipe, self.geometry, shared), positions=self.made_for,
+            scratch_peak=self.decoder.scratch_peak, positions=self.made_for,
+            smaller_than_16bit_from=self._sizes[dtype].smaller_from(max(1, self.rows)),
+            smaller_than_higgs_from=smaller_from(self.recipe, self.geometry, shared),
         )  # fmt: skip
 
 

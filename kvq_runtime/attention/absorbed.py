@@ -30,7 +30,6 @@ from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.abilities import LinearPrediction
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore, Run
-from kvq_runtime.store.positions import Positions
 
 
 def chain(recipe: Recipe, role: Role, layer: int) -> list[int]:
@@ -86,8 +85,8 @@ class Absorbed(Reference):
     any        whether there are such layers
     """
 
-    def __init__(self, decoder: Decoder, positions: Positions, observer: Observer | None = None):
-        super().__init__(decoder, positions, observer)
+    def __init__(self, decoder: Decoder, observer: Observer | None = None):
+        super().__init__(decoder, observer)
         recipe, layers = decoder.recipe, range(decoder.geometry.layers)
         self._taken = [refusal(recipe, layer) is None for layer in layers]
         self.any = any(self._taken)

@@ -25,7 +25,6 @@ from torch import Tensor
 from kvq_runtime.ops.dense import capped
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore
-from kvq_runtime.store.positions import Positions
 
 SCORES = 1 << 25  # scores held at once
 _LEAST = torch.finfo(torch.float32).min
@@ -87,8 +86,8 @@ class Reference(Path):
 
     levels = False
 
-    def __init__(self, decoder: Decoder, positions: Positions, observer: Observer | None = None):
-        self.decoder, self.positions, self.observer = decoder, positions, observer
+    def __init__(self, decoder: Decoder, observer: Observer | None = None):
+        self.decoder, self.positions, self.observer = decoder, decoder.positions, observer
         self._heads = decoder.geometry.kv_heads
 
     def attend(self, query: Query) -> Attended | None:

@@ -28,8 +28,8 @@ class Paths:
 
     def __init__(self, decoder: Decoder, fused: Fused, own: Sequence[Path], observer: Observer | None):
         self.fused, self.positions, self._observer = fused, fused.positions, observer
-        self.absorbed = Absorbed(decoder, fused.positions, observer)
-        self.reference = Reference(decoder, fused.positions, observer)
+        self.absorbed = Absorbed(decoder, observer)
+        self.reference = Reference(decoder, observer)
         plain = (self.absorbed, self.reference) if self.absorbed.any else (self.reference,)
         self._plain = (*own, *plain)  # of layers that no kernel reads
         self._indexed = (*own, fused, LongQuery(decoder, fused), *plain)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec.codec import Codec, Context, specs
+from kvq_runtime.codec.codec import Codec, Context, all_specs, specs
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Role
 
@@ -33,7 +33,12 @@ class Fitted(dict[str, Tensor]):
 
 def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> list[tuple[Codec, Codec]]:
     """The codecs of all layers, (keys, values) each, from the tensors of an artifact: a list of its own, of codecs that
-    are the same for everyone who asks with the same `Fitted`."""
+    are the same for everyone who asks with the same `Fitted`. ValueError: a fitted recipe without tensors."""
+    if recipe.fitted and not tensors and all_specs(recipe, geometry):
+        raise ValueError(
+            f"recipe {recipe.name} has fitted stages: load an artifact with from_pretrained, "
+            f"or make one with kvq-calibrate --recipe {recipe.name}"
+        )
     if not isinstance(tensors, Fitted):
         return [_pair(recipe, layer, geometry, tensors) for layer in range(geometry.layers)]
     with _lock:

@@ -196,7 +196,8 @@ def attention(
             return attention(module, query, key, value, attention_mask, scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     count = query.shape[2]
-    weighed = 0 if mark is None else mark.blocks.weighed_first(count) if mark.first else count
+    # of a prompt those that policies weigh: the others may attend to the pass's own keys and values, which are exact
+    weighed = 0 if mark is None else min(count, mark.blocks.policies.newest) if mark.first else count
     if mark is None or weighed < count:
         out = dense(module, query, key, value, attention_mask, scaling, **kwargs)[0]
         if mark is not None and weighed:

@@ -7,7 +7,7 @@ is answered for a KVQCache. Their mask grows by ones alone, so that no step has 
 Why not what transformers does there by itself, for a cache that `is_compileable`: it builds a 4-D mask as long as the
 cache for each step, which our kernel does not read and which hides from the cache where padding is; and torch.compile
 traces what the host counts, another number at each step. What is recorded here is what the device is told to do, which
-depends on none of these counts (`attention/cuda_graph.py`): what it was asked for, and what is filled in before each
+depends on none of these counts (`hf/recorded.py`): what it was asked for, and what is filled in before each
 replay.
 """
 
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from kvq_runtime.attention.cuda_graph import Record, captured, graph, not_yet, refused
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import CACHE, cache_in, check_model
+from kvq_runtime.hf.recorded import Record, captured, graph, not_yet, refused
 
 _log = logging.getLogger(__name__)
 

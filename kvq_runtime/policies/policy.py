@@ -10,43 +10,34 @@ a budget: `policies/evict.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.attention.path import Path
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
-from kvq_runtime.recipe import Recipe
-from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.encode import Encoder
 from kvq_runtime.store.layer import LayerStore
-from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import Slab
 
 ALL = 1 << 30  # queries, as many as a forward pass has
 
 
-@dataclass(frozen=True)
 class CacheParts:
     """The cache that a policy works in.
 
     layers   those that it holds, in rising order
-    stores   by layer, those that have taken in tokens; empty for an empty cache
     codecs   of keys and of values, by layer, as the recipe and its artifact have them
+    stores   by layer, those that have taken in tokens; empty for an empty cache
     """
 
-    recipe: Recipe
-    geometry: Geometry
-    layers: Sequence[int]
-    stores: Mapping[int, LayerStore]
-    codecs: Sequence[tuple[Codec, Codec]]
-    positions: Positions
-    decoder: Decoder
-    encoder: Encoder
+    def __init__(self, layers: Sequence[int], codecs: Sequence[tuple[Codec, Codec]], encoder: Encoder):
+        self.layers, self.codecs, self.encoder, self.decoder = layers, codecs, encoder, encoder.decoder
+        self.recipe, self.geometry = self.decoder.recipe, self.decoder.geometry
+        self.positions = self.decoder.positions
+        self.stores: Mapping[int, LayerStore] = self.decoder.stores
 
     def evict(self, kept_BK: Tensor) -> None:
         """Keep these tokens of the window of all layers, in rising order; it comes back if the pass is undone.

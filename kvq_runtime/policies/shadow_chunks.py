@@ -36,7 +36,6 @@ from kvq_runtime.stages.abilities import SingleTokens
 from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import EXTRA, LayerStore
-from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import Slab, storage_bytes
 
@@ -128,10 +127,9 @@ class Selected(Path):
     outliers   by layer, those that are always read; a layer that is not there has no chunks yet
     """
 
-    def __init__(
-        self, decoder: Decoder, positions: Positions, outliers: dict[int, OutlierChunks], chunk: int, count: int
-    ):
-        self.decoder, self.positions, self.outliers, self.chunk, self.count = decoder, positions, outliers, chunk, count
+    def __init__(self, decoder: Decoder, outliers: dict[int, OutlierChunks], chunk: int, count: int):
+        self.decoder, self.positions = decoder, decoder.positions
+        self.outliers, self.chunk, self.count = outliers, chunk, count
         self._heads = decoder.geometry.kv_heads
 
     def attend(self, query: Query) -> Attended | None:
@@ -244,7 +242,7 @@ class ShadowChunksPolicy(Policy):
     def __init__(self, setting: ShadowChunks, cache: CacheParts):
         self.setting, self.cache = setting, cache
         self.outliers: dict[int, OutlierChunks] = {}
-        self.path = Selected(cache.decoder, cache.positions, self.outliers, setting.chunk, setting.count)
+        self.path = Selected(cache.decoder, self.outliers, setting.chunk, setting.count)
 
     def begin(self, step: Step) -> None:
         step.on_undo(self._restore, dict(self.outliers))

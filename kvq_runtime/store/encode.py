@@ -10,10 +10,8 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.geometry import ROLES, SLAB
 from kvq_runtime.ops import dispatch
-from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore
-from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.storage import Slab
 
 # a layer → what is stored beside its window's oldest block: the same fields for every block of the layer
@@ -31,9 +29,9 @@ class Encoder:
     together = 1
     extra: Extra
 
-    def __init__(self, recipe: Recipe, positions: Positions, decoder: Decoder):
-        self.recipe, self.positions, self.decoder = recipe, positions, decoder
-        self.stores = decoder.stores
+    def __init__(self, decoder: Decoder):
+        self.decoder, self.stores = decoder, decoder.stores
+        self.recipe, self.positions = decoder.recipe, decoder.positions
         self.beyond = False  # whether any block has been beyond its promise
         self._watched: list[tuple[int, int, Tensor]] = []  # (layer, first slot, largest |x| of each token, [2, B, T])
 

@@ -195,7 +195,7 @@ def escapes(store: LayerStore) -> tuple[int, int]:
     return sum(served for served, _ in counts), sum(wanted for _, wanted in counts)
 
 
-def shared_bytes(codecs: list[Codec], others: Sequence[Tensor] = ()) -> int:
+def shared_bytes(codecs: Iterable[Codec], others: Sequence[Tensor] = ()) -> int:
     """Bytes of fitted tensors and rotations, and of others, each storage once."""
     return storage_bytes([*others, *(tensor for codec in codecs for tensor in codec.shared)])
 

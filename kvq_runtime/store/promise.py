@@ -210,17 +210,20 @@ def _spoken(found: tuple[float, ...]) -> str:
     return f"{found[0]:.3g} to {found[-1]:.3g}" if found else "not known"
 
 
+Exact = tuple[dict[int, Tensor], dict[int, Tensor]]  # tokens of blocks by number, of keys and of values, [B, block, C]
+
+
 class Watch:
     """The errors of one layer's blocks, and the exact tokens of those that are beyond.
 
     keeps   whether these are kept: not where a kernel or a policy reads codes alone
-    exact   by block, of keys and of values, [B, block, C]; of all rows, if one is beyond
+    exact   of all rows, if one is beyond
     """
 
     def __init__(self, check: Check, layer: int, keeps: bool):
         self.layer, self.keeps, self.strict = layer, keeps, check.strict
         self.promises = tuple(check.promises.get((layer, role)) for role in (0, 1))
-        self.exact: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
+        self.exact: Exact = ({}, {})
         self._errors: list[Tensor] = []  # of each block [2, B]: NaN if it was encoded elsewhere, infinite if beyond
 
     def errors(
@@ -261,7 +264,7 @@ class Watch:
             self.exact[role][number] = window_2BTC[role, :, start : start + block].clone()
         return bool(beyond)
 
-    def adopt(self, count: int, exact: tuple[dict[int, Tensor], dict[int, Tensor]], rows: int) -> None:
+    def adopt(self, count: int, exact: Exact, rows: int) -> None:
         """Begin with blocks that were encoded elsewhere, some of them with their exact tokens; told, where codes alone
         are read, and not held."""
         self.exact = exact if self.keeps else ({}, {})

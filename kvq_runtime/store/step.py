@@ -1,10 +1,28 @@
 """Undo a forward pass that fails, or stops midway: the cache is as if it had never been."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def undoing(method: F) -> F:
+    """Have an error that a method of a cache raises undo the forward pass."""
+
+    @wraps(method)
+    def guarded(cache: Any, *args: Any, **settings: Any) -> Any:
+        try:
+            return method(cache, *args, **settings)
+        except Exception:
+            cache.settle()
+            raise
+
+    return cast(F, guarded)
 
 
 class Step:

@@ -76,7 +76,7 @@ def test_the_newest_weights_are_those_of_attention():
     cache = make(recipe)
     feed_in(cache, tensors(90, 2), [90])
     q_BHTD = torch.randn(2, GROUP * GEOMETRY.kv_heads, 1, GEOMETRY.head_size)
-    road = Reference(cache.decoder, cache.positions, lambda store, p_BHGTT, slots: seen.append(p_BHGTT))
+    road = Reference(cache.decoder, lambda store, p_BHGTT, slots: seen.append(p_BHGTT))
     road.levels = True
     query = Query(cache.layers[0], q_BHTD, None, 0.2, cap)
     attended = road.attend(query)
@@ -120,7 +120,7 @@ def test_plain_codes_are_never_decoded(name):
         cache.finish(layer)
     assert cache.layers[0].blocks > 0
     cache.attend(0, torch.randn(2, 4, 1, GEOMETRY.head_size), None, 0.1)
-    assert cache.scratch_peak == 0
+    assert cache.decoder.scratch_peak == 0
     assert all(codec.packed_reader for codec in cache.layers[0].codecs)
 
 

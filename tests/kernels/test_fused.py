@@ -23,7 +23,7 @@ from kvq_runtime.recipe import preset, presets
 
 pytest.importorskip("triton")
 from kvq_runtime.attention import long_query
-from kvq_runtime.attention.cuda_graph import captured
+from kvq_runtime.hf.recorded import captured
 from kvq_runtime.attention.fused import reads, refusal
 from kvq_runtime.attention.path import Query
 from kvq_runtime.hf.model import CACHE

@@ -18,7 +18,7 @@ from kvq_runtime.hf import KVQCache
 
 pytest.importorskip("triton")
 from benchmarks import host_work
-from kvq_runtime.attention.cuda_graph import captured
+from kvq_runtime.hf.recorded import captured
 
 
 def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 4, masked: bool = False) -> None:

@@ -5,6 +5,8 @@ import torch
 from fused_driver import FAMILIES, SCALE, Driver, with_kernels  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvq_runtime.hf.recorded import trial
+
 pytest.importorskip("triton")
 
 FREE = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.detach", "aten._unsafe_view", "aten.lift_fresh")
@@ -41,7 +43,7 @@ def test_a_step_is_three_launches(name, monkeypatch):
     q_BHTD = driver.q[:, :, :1].to(torch.bfloat16).contiguous()
     monkeypatch.setattr("kvq_runtime.cache._finite", lambda *args: True)  # asked on a CPU alone
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **given: launched.append(self.fn.__name__))
-    with driver.cache.trial(), torch.autocast("cpu", torch.bfloat16), Computed() as computed:
+    with trial(driver.cache), torch.autocast("cpu", torch.bfloat16), Computed() as computed:
         driver.cache.take(0, *new)
         driver.cache.attend(0, q_BHTD, None, SCALE)
         driver.cache.finish(0)

@@ -271,7 +271,7 @@ MUTANTS = [
     Mutant(
         "graph-padding",
         "a step that was recorded before rows changed places reads their old padding",
-        "kvq_runtime/attention/cuda_graph.py",
+        "kvq_runtime/hf/recorded.py",
         "        cache.fused.look(first.rows, 1, first.buffer_2BTC.device)\n        return",
         "        return",
         ("kernels/test_recorded_step.py",),
@@ -279,7 +279,7 @@ MUTANTS = [
     Mutant(
         "graph-tables",
         "a step that was recorded before tables grew reads the old ones",
-        "kvq_runtime/attention/cuda_graph.py",
+        "kvq_runtime/hf/recorded.py",
         "and self._where() == self._places",
         "",
         ("hf/test_cuda_graphs.py",),

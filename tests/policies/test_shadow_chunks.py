@@ -178,7 +178,7 @@ def test_only_what_is_chosen_is_decoded(monkeypatch):
         cache.take(0, *x[0, :, :, -1:].unbind(0))
         cache.attend(0, queries(1)[0], None, SCALE)
         found.append(sum(counted))
-        assert cache.scratch_peak < 2 * 2 * HEADS * D * 4 * (32 + 8 + 4 + 40)
+        assert cache.decoder.scratch_peak < 2 * 2 * HEADS * D * 4 * (32 + 8 + 4 + 40)
     assert found == [2 * HEADS * (32 + 32 + 8)] * 2  # rows and heads; keys of chosen, values of chosen and outliers
 
 

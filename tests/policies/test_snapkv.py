@@ -30,7 +30,7 @@ def drive(cache: BlockCache, x: Tensor, q: Tensor, stop: int, real: Tensor | Non
     start, out = cache.length, []
     positions = None if real is None else (real.cumsum(1) - 1).clamp(min=0)[:, start:stop]
     cache.positions.announce(None if real is None else real[:, start:stop], positions, rotary(cache.geometry))
-    count = stop - start if start else cache.weighed_first(stop)
+    count = stop - start if start else min(stop, cache.policies.newest)
     mask = torch.ones(stop, stop, dtype=torch.bool).tril()[-count:]
     for layer in range(layers):
         cache.take(layer, *x[layer, :, :, start:stop].unbind(0))

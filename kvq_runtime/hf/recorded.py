@@ -6,47 +6,16 @@ that it can be replayed; what the host counts is counted after each replay (`adv
 `model.generate` does this by `CudaGraphs` (hf/cuda_graphs.py); a loop of one's own by `captured`.
 """
 
-from collections.abc import Callable, Mapping, Set
-from contextlib import AbstractContextManager
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from kvq_runtime.attention.fused import Fused
-from kvq_runtime.recipe import Recipe
-from kvq_runtime.store.layer import LayerStore
-from kvq_runtime.store.positions import Positions
+from kvq_runtime.cache import BlockCache
 
 T = TypeVar("T")
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
-
-
-class RecordableCache(Protocol):
-    """The part of a `BlockCache` that recording uses."""
-
-    @property
-    def recipe(self) -> Recipe: ...
-    @property
-    def refusal(self) -> str | None: ...
-    @property
-    def held(self) -> Set[int]: ...
-    @property
-    def layers(self) -> Mapping[int, LayerStore]: ...
-    @property
-    def positions(self) -> Positions: ...
-    @property
-    def fused(self) -> Fused: ...
-    def trial(self) -> AbstractContextManager[None]:
-        """Undo the pass made inside."""
-        ...
-
-    def settle(self) -> None:
-        """Undo a pass that stopped midway."""
-        ...
-
-    def advance(self) -> None:
-        """Count the token of a replayed step, and encode what is due."""
-        ...
 
 
 def graph(step: Callable[[], T]) -> tuple[T, Callable[[], None]]:
@@ -57,7 +26,7 @@ def graph(step: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     return out, recorded.replay
 
 
-def refused(cache: RecordableCache) -> str | None:
+def refused(cache: BlockCache) -> str | None:
     """Return the reason why no step of this cache can be recorded while it holds these rows; None: one can."""
     stores = list(cache.layers.values())
     if len(stores) < len(cache.held):
@@ -73,7 +42,7 @@ def refused(cache: RecordableCache) -> str | None:
     return None
 
 
-def not_yet(cache: RecordableCache) -> str | None:
+def not_yet(cache: BlockCache) -> str | None:
     """Return the reason why the very next step cannot be recorded, though a later one can; None: it can."""
     first = next(iter(cache.layers.values()))
     if any(store.beyond(store.recent, 1) for store in cache.layers.values()):
@@ -84,7 +53,7 @@ def not_yet(cache: RecordableCache) -> str | None:
     return None
 
 
-def captured(cache: RecordableCache, step: Callable[[], T], record: Record = graph) -> "Recorded[T]":
+def captured(cache: BlockCache, step: Callable[[], T], record: Record = graph) -> "Recorded[T]":
     """Record a decode step of one token as a CUDA graph; return what takes that step, again and again.
 
     step     a forward pass from tensors to tensors that stay where they are: fill in the token, and its position,
@@ -97,12 +66,41 @@ def captured(cache: RecordableCache, step: Callable[[], T], record: Record = gra
     reason = refused(cache) or not_yet(cache)
     if reason:
         raise RuntimeError(f"a step of this cache is no graph: {reason}")
-    with cache.trial():
+    with trial(cache):
         step()
     cache.fused.publish(cache.layers)
-    with cache.trial():
+    with trial(cache):
         out, replay = record(step)
     return Recorded(cache, out, replay)
+
+
+@contextmanager
+def trial(cache: BlockCache) -> Iterator[None]:
+    """Undo the forward pass that is made inside when it has ended; the host counts its tokens, and does no more."""
+    cache.positions.recorded = True
+    try:
+        yield
+    finally:
+        cache.positions.recorded = False
+        cache.undo()
+
+
+def advance(cache: BlockCache) -> None:
+    """Count the token that a replayed step has taken in, in every layer, and encode what is due."""
+    stores = cache.layers.values()
+    first = next(iter(stores))
+    if not any(store.beyond(store.recent, 1) for store in stores):  # nothing that could fail, and be undone
+        cache.positions.extend(first.rows, 1, first.buffer_2BTC.device)
+        for store in stores:
+            store.arrived(1)
+        return
+    step = cache.begin(1, first.rows, first.buffer_2BTC.device)
+    for store in stores:
+        store.begin(step)
+        store.arrived(1)
+        step.taken.add(store.layer)
+    for layer in sorted(cache.layers):
+        cache.finish(layer)
 
 
 class Recorded(Generic[T]):
@@ -112,7 +110,7 @@ class Recorded(Generic[T]):
     tokens than the tables have room for it is not: `ready` says so.
     """
 
-    def __init__(self, cache: RecordableCache, out: T, replay: Callable[[], None]):
+    def __init__(self, cache: BlockCache, out: T, replay: Callable[[], None]):
         self._cache, self._out, self._replay = cache, out, replay
         self._stores = dict(cache.layers)
         self._first = next(iter(self._stores.items()))
@@ -144,7 +142,7 @@ class Recorded(Generic[T]):
     def replay(self) -> T:
         """As called, where `ready` has just said that it is."""
         self._replay()
-        self._cache.advance()
+        advance(self._cache)
         self._seen += 1
         return self._out
 
