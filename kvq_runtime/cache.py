@@ -178,7 +178,7 @@ class BlockCache:
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
         step = self.step
-        if self.policies.may_encode(layer):
+        if not self.policies or self.policies.may_encode(layer):
             self.encoder.flush(layer)
         self.layers[layer].trim()
         self.decoder.forget(layer, layer == self._last)

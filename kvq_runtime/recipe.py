@@ -23,7 +23,6 @@ from typing import Any, Literal
 from kvq_runtime.errors import NotFound
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.policy_setting import POLICY_SLOTS, PolicySetting, policy_kinds
-from kvq_runtime.stages.abilities import OfVocabulary
 from kvq_runtime.stages.kinds import check_keys, kinds, named_settings, stage_from, stage_json
 from kvq_runtime.stages.stage import SLOTS, Scheme, Site, Stage
 
@@ -127,12 +126,7 @@ class Recipe:
 
     def of_vocabulary(self, tokens: int) -> "Recipe":
         """The recipe with tables for a vocabulary of so many tokens, which otherwise a fit sets."""
-
-        def sized(scheme: Scheme) -> Scheme:
-            own = scheme.quantize
-            return replace(scheme, quantize=own.of_vocabulary(tokens)) if isinstance(own, OfVocabulary) else scheme
-
-        return with_each(self, sized)
+        return with_each(self, lambda one: replace(one, quantize=one.quantize.of_vocabulary(tokens)))
 
     def with_exact(self, sinks: int | None = None, recent: int | None = None) -> "Recipe":
         """The recipe with so many exact tokens at the start of every row (`sinks`), and at its end; None: unchanged."""

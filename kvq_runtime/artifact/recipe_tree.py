@@ -17,8 +17,8 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES
 from kvq_runtime.policy_setting import policy_kinds
 from kvq_runtime.recipe import WINDOW, Recipe
-from kvq_runtime.stages.kinds import fits_type, kinds, setting_types
-from kvq_runtime.stages.stage import SLOTS, Scheme
+from kvq_runtime.stages.kinds import fits_type, kinds
+from kvq_runtime.stages.stage import SLOTS, Scheme, setting_types
 
 Tree = dict[str, Any]
 

@@ -29,8 +29,8 @@ from kvq_runtime.store.layer import LayerStore
 SCORES = 1 << 25  # scores held at once
 _LEAST = torch.finfo(torch.float32).min
 _PACKED = 64  # rows of queries per KV head up to which blocks are not decoded
-# takes a layer's weights [B, H, G, queries, tokens], slice after slice, and the slots of these queries; it may keep none
-# of the tensors
+# takes a layer's weights [B, H, G, queries, tokens], slice after slice, and the slots of these queries; it may keep no
+# tensor of them
 Observer = Callable[[LayerStore, Tensor, range], None]
 
 

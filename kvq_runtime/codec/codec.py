@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec.matrices import by_runs, matrices, places
+from kvq_runtime.codec.matrices import matrices, places
 from kvq_runtime.codec.packed import packed_reader
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch, product, rope
-from kvq_runtime.ops.rotation import Rotation, SignedHadamard, rotate
+from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens
-from kvq_runtime.stages.stage import SLOTS, Place, Site, Specs
+from kvq_runtime.stages.inputs import Place
+from kvq_runtime.stages.stage import SLOTS, Site, Specs
 
 _CPU = torch.device("cpu")
 
@@ -182,7 +183,7 @@ class Codec:
             return self.encode_decode(x_NTC, context)[1]
         predicted = self.predicted(context)
         x = self.residual(x_NTC, replace(context, predicted=predicted))
-        x = self._turned_back(quantize.approximated(x, self._rotation, self._own["quantize"], self.geometry))
+        x = self._turned_back(quantize.approximated(x, self._rotation, self._own["quantize"], self.geometry), self.back)
         return x if predicted is None else predicted.add_(x.to(torch.bfloat16))
 
     def decode(self, fields: Mapping[str, Tensor], context: Context, out: Tensor | None = None) -> Tensor:
@@ -204,22 +205,21 @@ class Codec:
 
         For schemes per token that predict nothing but a mean; keys stay before RoPE if they are encoded so.
         """
-        quantize, own = self.scheme.quantize, self._own["quantize"]
+        quantize, own, back = self.scheme.quantize, self._own["quantize"], self.back
         if isinstance(quantize, SingleTokens):
-            x = quantize.at(fields, block_N, place_N, self.block, self.geometry, own)
+            x = quantize.at(fields, block_N, place_N, self.block, self._width, own)
         else:
             tokens = {name: field[block_N, place_N][None] for name, field in fields.items()}
             if self._scale_last:  # as `decode` does: scaled after the rotation back, not rounded in between
-                x = self._unround(tokens)[0, :, channels]
-                return x if self.predictor is None else x + self.centre[channels]
-            x = quantize.decode(tokens, self._width, self.geometry, own)[0]
-        back = self.back
-        if back is not None and back.ndim == 2 and len(back) == x.shape[1]:
-            x = product.matmul(x.to(torch.bfloat16), back[:, channels]).float()
-        elif back is not None:
-            x = by_runs(x.to(torch.bfloat16), back)[:, channels].float()
-        else:
+                x, back = self._unround(tokens)[0], None
+            else:
+                x = quantize.decode(tokens, self._width, self.geometry, own)[0]
+        if back is None:
             x = x[:, channels]
+        elif back.ndim == 2 and len(back) == x.shape[1]:
+            x = product.matmul(x.to(torch.bfloat16), back[:, channels]).float()
+        else:
+            x = by_runs(x.to(torch.bfloat16), back)[:, channels].float()
         return x if self.predictor is None else x + self.centre[channels]
 
     def rounded(self, x_NTC: Tensor) -> Tensor:
@@ -256,17 +256,13 @@ class Codec:
     def _unround(self, fields: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         quantize: Any = self.scheme.quantize
         width, back = self._width, self.back
-        if self._scale_last:
-            assert back is not None
+        if self._scale_last and back is not None:
             return product.scaled(by_runs(quantize.lookup(fields, width, self.geometry), back), fields["scale"], out)
-        as_stored = back is None and self.scheme.axis == "token"
-        return self._turned_back(
-            quantize.decode(fields, width, self.geometry, self._own["quantize"], out if as_stored else None)
-        )
+        room = out if back is None and self.scheme.axis == "token" else None
+        return self._turned_back(quantize.decode(fields, width, self.geometry, self._own["quantize"], room), back)
 
-    def _turned_back(self, x_NRV: Tensor) -> Tensor:
+    def _turned_back(self, x_NRV: Tensor, back: Tensor | None) -> Tensor:
         """Decoded rows turned back, as tokens."""
-        back = self.back
         x = x_NRV if back is None else by_runs(x_NRV.to(torch.bfloat16), back).float()
         return x if self.scheme.axis == "token" else x.mT
 

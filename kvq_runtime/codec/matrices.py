@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import product
-from kvq_runtime.ops.rotation import Rotation, by_run
+from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages import stage as contract
 from kvq_runtime.stages.stage import Quantizer
 
@@ -81,12 +80,3 @@ def _period(order: Tensor) -> int:
         ):
             return size
     return width
-
-
-def by_runs(x_NRW: Tensor, matrix_WV: Tensor) -> Tensor:
-    """Each run of W elements times the matrix, or times its own of [H, W, V]: V elements in its place."""
-    if matrix_WV.ndim == 3:
-        return by_run(x_NRW, matrix_WV)
-    taken, given = matrix_WV.shape
-    found = product.matmul(x_NRW.reshape(-1, taken), matrix_WV)
-    return found.view(*x_NRW.shape[:-1], x_NRW.shape[-1] // taken * given)

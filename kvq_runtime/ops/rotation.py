@@ -58,17 +58,17 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         return x.float()
     if isinstance(rotation, SignedHadamard):
         return hadamard(x, rotation.size, rotation.seed)
-    if rotation.ndim == 3:
-        return by_run(x.float(), rotation.float())
-    run, out = rotation.shape
-    return (x.float().reshape(-1, run) @ rotation.float()).view(*x.shape[:-1], x.shape[-1] * out // run)
+    return by_runs(x.float(), rotation.float())
 
 
-def by_run(x: Tensor, matrices_HSV: Tensor) -> Tensor:
-    """Multiply run h of each H in a row with its own matrix; x is [..., H · S], or [..., groups, K] of as many."""
-    heads, run, out = matrices_HSV.shape
-    rows_HNS = x.reshape(-1, heads, run).transpose(0, 1)
-    return product.matmul(rows_HNS, matrices_HSV).transpose(0, 1).reshape(*x.shape[:-1], x.shape[-1] * out // run)
+def by_runs(x: Tensor, matrix: Tensor) -> Tensor:
+    """Multiply every run of S elements with the matrix, or run h of each H with its own; V elements in its place."""
+    run, out = matrix.shape[-2:]
+    if matrix.ndim == 2:
+        found = product.matmul(x.reshape(-1, run), matrix)
+    else:
+        found = product.matmul(x.reshape(-1, len(matrix), run).transpose(0, 1), matrix).transpose(0, 1)
+    return found.reshape(*x.shape[:-1], x.shape[-1] * out // run)
 
 
 def in_tile(rotation: Rotation, size: int) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rotation import Rotation
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Tensors
+from kvq_runtime.stages.stage import Fields, Tensors
 
 
 @runtime_checkable
@@ -60,15 +60,7 @@ class ReadPacked(Protocol):
 class SingleTokens(Protocol):
     """A quantizer that decodes single tokens of a scheme per token out of fields that do not begin with the token."""
 
-    def at(
-        self,
-        fields: Fields,
-        block_N: Tensor,
-        token_N: Tensor,
-        block: int,
-        geometry: Geometry,
-        tensors: Tensors = NOTHING,
-    ) -> Tensor:
+    def at(self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, width: int, tensors: Tensors) -> Tensor:
         """One token in each of these blocks, of `block` tokens, from fields [blocks, ...]: [N, V], as `decode`."""
         ...
 
@@ -84,22 +76,4 @@ class Approximated(Protocol):
 
     def approximated(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> Tensor:
         """Return other numbers than encoding and decoding would give, with errors of the same moments: [N, R, V]."""
-        ...
-
-
-@runtime_checkable
-class OfVocabulary(Protocol):
-    """A quantizer that depends on how many tokens a model's vocabulary has."""
-
-    def of_vocabulary(self, tokens: int) -> Quantizer:
-        """The stage for so many, before a fit says that."""
-        ...
-
-
-@runtime_checkable
-class CountedTokens(Protocol):
-    """A correction that chooses tokens."""
-
-    def count(self, fields: Fields) -> tuple[int, int]:
-        """(tokens that it stores, tokens that asked for it) in these blocks."""
         ...

@@ -98,11 +98,10 @@ class Points(Codebook):
 
     def _reader(self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Read:
         """One gather gives the elements of a code, or of all codes of a byte where they fill it."""
-        size = self.group_size(width, geometry)
+        size, bits = self.group_size(width, geometry), self.bits
         count = size // self.dim
         read = partial(pack.take, _table(self, size, dtype, device), dtype=dtype)
-        together = pack.codes_together(count, self.bits) > 1
-        return read if together else lambda codes: read(pack.unpack(codes, self.bits, count))
+        return read if pack.codes_together(count, bits) > 1 else lambda codes: read(pack.unpack(codes, bits, count))
 
 
 @lru_cache(maxsize=64)
@@ -175,11 +174,10 @@ class Lloyd(Points):
     scale: Literal["norm", "least_squares", "plain"] = "norm"
 
     def __post_init__(self):
+        super().__post_init__()
         check_group(self.group)
         if self.bits not in lloyd.BITS:
             raise ValueError(f"bits={self.bits}; use 1, 2, 3 or 4")
-        if self.scale not in ("norm", "least_squares", "plain"):
-            raise ValueError(f'scale={self.scale!r}; use "norm", "least_squares" or "plain"')
 
     def group_size(self, width: int, geometry: Geometry) -> int:
         size = super().group_size(width, geometry)

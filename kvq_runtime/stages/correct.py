@@ -14,9 +14,8 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack, rtn
-from kvq_runtime.stages.stage import Correction, Fields, Site, Specs, Tensors, check_choices
+from kvq_runtime.stages.stage import Correction, Fields, Site, Specs, Tensors
 
-GROUPS = ("token", "channel", "block")
 ESCAPE_BITS = 8
 
 
@@ -48,9 +47,9 @@ class Sparse(Correction):
     group: Literal["token", "channel", "block"] = "token"
 
     def __post_init__(self):
+        super().__post_init__()
         if not 0 < self.share <= 0.25:
             raise ValueError(f"share={self.share}; use more than 0 and at most 0.25 of the elements")
-        check_choices(self, group=GROUPS)
 
     def memory_kind(self, field: str) -> str:
         return "outliers"

@@ -10,14 +10,14 @@ one recipe suits every head size: the paper's g = 64 and 32 of 128 channels are 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
-from kvq_runtime.stages.stage import Feedback, Queries, Scheme, Site, Specs, Tensors, check_choices, check_queries
+from kvq_runtime.stages.stage import Feedback, Queries, Scheme, Site, Specs, Tensors, check_queries
 
 Axis = Literal["token", "channel"]
 Normalize = Literal["paper", "length-invariant"]
@@ -47,13 +47,13 @@ class QueryOrthogonal(Feedback):
     queries: Queries = "after"
 
     def __post_init__(self):
+        super().__post_init__()
         if not 2 <= self.blocks <= MAX_BLOCKS:
             raise ValueError(f"blocks={self.blocks}; use 2 to {MAX_BLOCKS}: the last block has nothing to move")
         if not 0 <= self.lam <= 1e6:
             raise ValueError(f"lam={self.lam}; use 0 to 1000000")
         if self.rank < 0:
             raise ValueError(f"rank={self.rank}; use 0 for all directions, or how many")
-        check_choices(self, normalize=get_args(Normalize), queries=get_args(Queries))
 
     def check(self, site: Site) -> None:
         if site.role == "value":

@@ -6,7 +6,7 @@ vocabulary   the keys or values of every token of the vocabulary, for the first 
 """
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -52,12 +52,11 @@ class Coupled(Quantizer):
     means: Means = "euclidean"
 
     def __post_init__(self):
+        super().__post_init__()
         if self.channels < 1:
             raise ValueError(f"channels={self.channels}; use 1 or more that divide the head size, such as 2, 4 or 8")
         if self.bits not in range(1, 9):
             raise ValueError(f"bits={self.bits}; use 1 to 8")
-        if self.means not in get_args(Means):
-            raise ValueError(f'means="{self.means}"; use "euclidean" or "gain-shape"')
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The centroids m of each group of channels."""
@@ -112,10 +111,9 @@ class Nuq(Quantizer):
     covered: float = 0.99
 
     def __post_init__(self):
+        super().__post_init__()
         if self.bits not in range(1, 9):
             raise ValueError(f"bits={self.bits}; use 1 to 8")
-        if self.scale not in ("channel", "token"):
-            raise ValueError(f'scale={self.scale!r}; use "channel" or "token"')
         if not 0.5 <= self.covered <= 1:
             raise ValueError(f"covered={self.covered}; use 0.5 to 1")
 
@@ -198,8 +196,7 @@ class Vocabulary(Quantizer):
     storage: Literal["bf16", "rtn4"] = "bf16"
 
     def __post_init__(self):
-        if self.storage not in ("bf16", "rtn4"):
-            raise ValueError(f'storage={self.storage!r}; use "bf16" or "rtn4"')
+        super().__post_init__()
         if self.size != 0 and not 2 <= self.size <= 1 << MAX_BITS:
             raise ValueError(f"size={self.size}; use 2 to {1 << MAX_BITS} tokens, or 0, which the fit fills in")
 
@@ -254,15 +251,7 @@ class Vocabulary(Quantizer):
         ids_NR = pack.unpack_places(packed, self.bits, 8 * packed.shape[-1] // self.bits)
         return self.rows(tensors, width, ids_NR)
 
-    def at(
-        self,
-        fields: Fields,
-        block_N: Tensor,
-        token_N: Tensor,
-        block: int,
-        geometry: Geometry,
-        tensors: Tensors = NOTHING,
-    ) -> Tensor:
+    def at(self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, width: int, tensors: Tensors) -> Tensor:
         """Decode single tokens to bfloat16 [N, C]."""
         packed, start = fields["ids"].flatten(), block_N * fields["ids"].shape[1]
         ids_N = torch.zeros_like(token_N)
@@ -270,7 +259,7 @@ class Vocabulary(Quantizer):
             bits = min(8, self.bits - shift)
             ids_N |= pack.pick(packed, start, token_N, bits, block).long() << shift
             start = start + pack.packed_size(block, bits)
-        return self.rows(tensors, geometry.width, ids_N)
+        return self.rows(tensors, width, ids_N)
 
     def memory_kind(self, field: str) -> str:
         return "codes"

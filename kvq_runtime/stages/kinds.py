@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence, Set
 from functools import cache
 from importlib import import_module
 from inspect import isabstract
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
-from kvq_runtime.stages.stage import SLOTS, Stage
+from kvq_runtime.stages.stage import SLOTS, Stage, setting_types
 
 
 @cache
@@ -62,13 +62,6 @@ def stage_from(name: str, stated: Any, known: Mapping[str, type]) -> Any:
             default = next(field.default for field in dataclasses.fields(cls) if field.name == key)
             raise ValueError(f"{name} {cls.kind}: {key}={value!r:.200}; expected a value like {default!r}")
     return cls(**settings)
-
-
-@cache
-def setting_types(cls: type) -> dict[str, Any]:
-    """The settings of a stage and their annotated types."""
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def fits_type(value: Any, expected: Any) -> bool:

@@ -14,9 +14,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import ladder, latent, pack
 from kvq_runtime.ops.rotation import Rotation, rotate
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors, check_choices
-
-CODEBOOKS = ("gaussian", "uniform", "block", "trellis")
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,9 @@ class Mixed(Quantizer):
     shared: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("bits", "counts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        check_choices(self, codebook=CODEBOOKS)
         falling = list(self.bits) == sorted(self.bits, reverse=True)
         if not self.bits or not falling or self.bits[0] == 0 or any(not 0 <= b <= latent.MAX_BITS for b in self.bits):
             raise ValueError(f"bits={list(self.bits)}; use falling numbers from {latent.MAX_BITS} to 0, not only 0")
@@ -170,15 +168,7 @@ class Mixed(Quantizer):
             start = stop
         return torch.cat(found, 1).mT
 
-    def at(
-        self,
-        fields: Fields,
-        block_N: Tensor,
-        token_N: Tensor,
-        block: int,
-        geometry: Geometry,
-        tensors: Tensors = NOTHING,
-    ) -> Tensor:
+    def at(self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, width: int, tensors: Tensors) -> Tensor:
         """Decode single tokens to bfloat16 [N, R]; codes are stored by channel, so each is read alone."""
         packed, start, found = fields["codes"].flatten(), block_N[:, None] * fields["codes"].shape[1], []
         ends = _of_channels(tensors) or {name: fields[name][block_N].float() for name in ("low", "high")}
@@ -187,7 +177,7 @@ class Mixed(Quantizer):
             gains = fields["gain"]
             codes_N = pack.pick(gains.flatten(), block_N * gains.shape[1], token_N, self.gain, block)
             gain_N1 = self._gains(codes_N, tensors)[:, None]
-        for part, bits, own in self._parts(geometry.width, ends):
+        for part, bits, own in self._parts(width, ends):
             size, count = pack.packed_size(block, bits), part.stop - part.start
             first = start + size * torch.arange(count, device=packed.device)
             codes = [self._picked(packed, first, token_N - past, bits, block) for past in self._past(bits)]

@@ -9,13 +9,13 @@ H = heads that are cached.
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages.stage import Rotation, Site, Specs, Tensors, check_choices
+from kvq_runtime.stages.stage import Rotation, Site, Specs, Tensors
 
 Metric = Literal["queries", "output", "attended"]
 
@@ -30,9 +30,6 @@ class MetricRotation(Rotation):
 
     fitted = True
     metric: Metric = "queries"
-
-    def __post_init__(self):
-        check_choices(self, metric=get_args(Metric))
 
     def size(self, width: int, geometry: Geometry) -> int:
         if width != geometry.width:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import pack, polar
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors, check_choices
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 # quantized radii: 2^(-code/16) of the vector's norm, so from 1 down to 2^-15.9, each to 2.2%
 RADII = 2.0 ** (-torch.arange(256, dtype=torch.float64) / 16)
@@ -48,6 +48,7 @@ class Polar(Quantizer):
     points: Literal["unit", "mean"] = "unit"
 
     def __post_init__(self):
+        super().__post_init__()
         check_group(self.group)
         object.__setattr__(self, "bits", tuple(self.bits))
         if not 0 <= self.levels <= 10 or not 1 <= len(self.bits) <= (self.levels or 10):
@@ -55,7 +56,6 @@ class Polar(Quantizer):
             raise ValueError(f"{given}; use 0 to 10 levels, and at least one width but no more than levels")
         for level, width in enumerate((*self.bits, self.bits[-1])[: self.levels or None], start=1):
             polar.check(level, width)
-        check_choices(self, radius=("fp16", "log8"), points=("unit", "mean"))
 
     def sizes(self, width: int, geometry: Geometry) -> tuple[int, tuple[int, ...]]:
         """Elements of a vector, and the bits of each level."""

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Role
 from kvq_runtime.ops import product, rtn
-from kvq_runtime.stages.stage import Inputs, Predictor, Specs, Tensors, check_choices
+from kvq_runtime.stages.inputs import Inputs
+from kvq_runtime.stages.stage import Predictor, Specs, Tensors
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Neighbours(Predictor):
     reads: Literal["below", "anchor"] = "below"
 
     def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "below", tuple(self.below))
         if len(set(self.below)) != len(self.below) or any(depth not in (1, 2, 3) for depth in self.below):
             raise ValueError(f"below={list(self.below)}; inputs come from 1, 2 or 3 layers below, each once")
@@ -87,7 +89,6 @@ class Neighbours(Predictor):
                 f'reads="anchor" with below={list(self.below)}, anchor_every={self.anchor_every}; leave below at [1], '
                 "and say by anchor_every, 2 to 64, which layers are anchors"
             )
-        check_choices(self, storage=("bf16", "gptq4"), fit=("decoded", "clean"), reads=("below", "anchor"))
         if not 0 <= self.ridge < 1:
             raise ValueError(f"ridge={self.ridge}; use at least 0 and less than 1")
 
@@ -192,11 +193,8 @@ class MLP(Neighbours):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choices(self, hidden=("inputs", "width"), tokens=("sample", "all"))
-        if self.norm not in ("layer", "none") or self.storage != "bf16":
-            raise ValueError(
-                f'norm={self.norm!r}, storage={self.storage!r}; use norm "layer" or "none", stored in "bf16"'
-            )
+        if self.storage != "bf16":
+            raise ValueError(f'storage={self.storage!r}; this prediction is stored in "bf16"')
 
     def hidden_size(self, inputs: int, width: int) -> int:
         """Channels between the two layers."""

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from kvq_runtime.ops import rotation as rotations
 from kvq_runtime.ops import rtn
 from kvq_runtime.ops.rotation import SignedHadamard, hadamard_matrix, random_matrix
 from kvq_runtime.ops.rtn import Storage
-from kvq_runtime.stages.stage import Queries, Rotation, Site, Specs, Tensors, check_choices, check_queries
+from kvq_runtime.stages.stage import Queries, Rotation, Site, Specs, Tensors, check_queries
 
 
 class Fixed(Rotation):
@@ -141,9 +141,6 @@ class Weighted(Basis):
     _: KW_ONLY  # younger than the file format
     storage: Storage = "bf16"
 
-    def __post_init__(self):
-        check_choices(self, storage=get_args(Storage))
-
     @property
     def packs_matrices(self) -> bool:
         return self.storage != "bf16"
@@ -191,10 +188,6 @@ class QueryBasis(Weighted):
 
     kind: ClassVar[str] = "query_basis"
     queries: Queries = "before"
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_choices(self, queries=get_args(Queries))
 
     def check(self, site: Site) -> None:
         if site.role == "value":

@@ -36,11 +36,10 @@ class Rtn(Quantizer):
     range: Literal["minmax", "absmax"] = "minmax"
 
     def __post_init__(self):
+        super().__post_init__()
         check_group(self.group)
         if self.bits not in (1, 2, 3, 4, 8):
             raise ValueError(f"bits={self.bits}; use 1, 2, 3, 4 or 8")
-        if self.range not in ("minmax", "absmax"):
-            raise ValueError(f'range={self.range!r}; use "minmax" or "absmax"')
 
     def papers_in(self, scheme: Scheme) -> tuple[str, ...]:
         """By channel it is KIVI's, after a Hadamard QuaRot's; else it is general knowledge."""

@@ -16,22 +16,31 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import ROLES, Geometry, Role, Window
+from kvq_runtime.geometry import Geometry, Role, Window
 from kvq_runtime.ops import product
 from kvq_runtime.ops import rotation as rotations
+from kvq_runtime.stages.inputs import Inputs
 
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name → shape and dtype
 Tensors = Mapping[str, Tensor]
 Fields = Mapping[str, Tensor]
 Queries = Literal["after", "before", "averaged"]  # RoPE; or over all distances between query and key
 NOTHING: Tensors = MappingProxyType({})
+
+
+@cache
+def setting_types(cls: Any) -> dict[str, Any]:
+    """The settings of a stage and their annotated types."""
+    hints = get_type_hints(cls)
+    return {setting.name: hints[setting.name] for setting in fields(cls)}
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,12 @@ class Stage(ABC):
     papers: ClassVar[tuple[str, ...]] = ()
     fitted: ClassVar[bool] = False
 
+    def __post_init__(self):
+        """Raise a ValueError where a setting is none of the choices that its type, a Literal, names."""
+        for name, kind in setting_types(type(self)).items():
+            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name}={getattr(self, name)!r}; use one of {get_args(kind)}")
+
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The tensors of a fit at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
         return {}
@@ -67,34 +82,6 @@ class Stage(ABC):
         """Raise a ValueError unless the tokens of one row are enough to fit the stage to."""
         if self.fitted:
             raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")
-
-
-Place = tuple[int, Role]
-
-
-class Inputs(NamedTuple):
-    """The inputs of the prediction of a layer's keys, or of its values.
-
-    keys    this layer's decoded keys; for values
-    below   the depths of the layers below whose decoded keys, for keys, or values, for values, it reads
-    both    whether it reads the other of the two there, too
-    """
-
-    keys: bool = False
-    below: tuple[int, ...] = ()
-    both: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """The number of tensors, each as wide as a token, side by side."""
-        return self.keys + len(self.below) * (1 + self.both)
-
-    def places(self, role: Role) -> list[Place]:
-        """How many layers below each of them is, 0 for this one, and its role; in order."""
-        other: Role = ROLES[1 - ROLES.index(role)]
-        roles = (role, other) if self.both else (role,)
-        own: list[Place] = [(0, "key")] if self.keys else []
-        return own + [(depth, one) for one in roles for depth in self.below]
 
 
 class Predictor(Stage):
@@ -246,6 +233,10 @@ class Quantizer(Stage):
         """The kind of a field in a memory report: "codes" or "scales"."""
         return "codes" if field in ("codes", "x") else "scales"
 
+    def of_vocabulary(self, tokens: int) -> Quantizer:
+        """The stage for a model whose vocabulary has so many tokens, before a fit says that."""
+        return self
+
 
 class Feedback(Stage):
     """Error feedback: moves the rounding error of some channels into those that follow; of keys alone.
@@ -298,6 +289,10 @@ class Correction(Stage):
     def memory_kind(self, field: str) -> str:
         """The kind of a field in a memory report."""
         return "scales"
+
+    def count(self, fields: Fields) -> tuple[int, int]:
+        """(tokens that it stores, tokens that asked for it) in these blocks, of one that chooses tokens."""
+        return 0, 0
 
 
 @dataclass(frozen=True)
@@ -356,12 +351,9 @@ class Scheme:
 
     def memory_kinds(self, block: int, geometry: Geometry) -> dict[str, str]:
         """The kind of each field of an encoded block in a memory report."""
-        rows, width = (block, geometry.width) if self.axis == "token" else (geometry.width, block)
-        rounded = self.quantize.fields(rows, width, geometry, torch.bfloat16)
-        kinds = {name: self.quantize.memory_kind(name) for name in rounded}
-        if self.correct is not None:
-            kinds |= {name: self.correct.memory_kind(name) for name in self.correct.fields(block, geometry)}
-        return kinds
+        correct, kinds = self.correct, {name: self.quantize.memory_kind(name) for name in self.fields(block, geometry)}
+        own = {} if correct is None else {name: correct.memory_kind(name) for name in correct.fields(block, geometry)}
+        return kinds | own
 
     def bits(self, block: int, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
         """Return the bits of a stored element: codes and everything stored beside them, without fitted tensors."""
@@ -378,13 +370,6 @@ class Scheme:
             for slot, stage in stages.items()
             for name, spec in stage.tensors(site, geometry).items()
         }
-
-
-def check_choices(stage: Stage, **allowed: tuple) -> None:
-    """Raise a ValueError where a setting is none of those that are allowed for it."""
-    for name, values in allowed.items():
-        if getattr(stage, name) not in values:
-            raise ValueError(f"{name}={getattr(stage, name)!r}; use one of {values}")
 
 
 def check_queries(queries: Queries, site: Site) -> None:

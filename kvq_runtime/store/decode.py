@@ -123,8 +123,7 @@ class Decoder:
         """Drop what no layer above this one will read in this forward pass."""
         if last:
             self.clear()
-            return
-        for kept in (self._carried, self._fresh):
+        for kept in (self._carried, self._fresh) if self._depth else ():
             for key in [key for key in kept if key[0] <= layer - self._depth]:
                 del kept[key]
 

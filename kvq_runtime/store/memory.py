@@ -14,7 +14,6 @@ from torch import Tensor
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.stages.abilities import CountedTokens
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.storage import storage_bytes
@@ -187,9 +186,9 @@ def layer_bytes(store: LayerStore) -> dict[str, int]:
 def escapes(store: LayerStore) -> tuple[int, int]:
     """(tokens of keys or values stored by the escape, tokens that asked for it)."""
     counts = [
-        correct.count(store.fields(role, *run))
+        codec.scheme.correct.count(store.fields(role, *run))
         for role, codec in enumerate(store.codecs)
-        if isinstance(correct := codec.scheme.correct, CountedTokens)
+        if codec.scheme.correct is not None
         for run in store.runs()
     ]
     return sum(served for served, _ in counts), sum(wanted for _, wanted in counts)

@@ -7,7 +7,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

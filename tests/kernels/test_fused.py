@@ -23,10 +23,10 @@ from kvq_runtime.recipe import preset, presets
 
 pytest.importorskip("triton")
 from kvq_runtime.attention import long_query
-from kvq_runtime.hf.recorded import captured
 from kvq_runtime.attention.fused import reads, refusal
 from kvq_runtime.attention.path import Query
 from kvq_runtime.hf.model import CACHE
+from kvq_runtime.hf.recorded import captured
 
 # one of each layout for `make test`; beside whole rows, padded ones for every other family
 WHOLE = ("kivi-2-post-32", "kivi-2-pre-16", "higgs-head-2bit", "mean-higgs-head-2bit-post")

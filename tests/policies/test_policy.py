@@ -13,8 +13,8 @@ from owned_bytes import owned
 from torch import Tensor
 
 from kvq_runtime import recipe as recipes
-from kvq_runtime.attention.fused import refusal
 from kvq_runtime.attention import path
+from kvq_runtime.attention.fused import refusal
 from kvq_runtime.hf import KVQCache, geometry_of
 from kvq_runtime.policies import evict
 from kvq_runtime.policies.policy import CacheParts, Policy

@@ -11,10 +11,10 @@ from kvq_runtime.policies.evict import Evicting
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset, presets
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.exact import Exact
+from kvq_runtime.stages.inputs import Inputs
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.stage import Inputs
 
 PRESETS = presets()
 GEOMETRY = Geometry(layers=4, kv_heads=2, head_size=64)
@@ -96,10 +96,10 @@ UNKNOWN = [
     ("key/predict/keys", 1, "predict linear: keys=1; expected a value like True"),
     ("key/predict/storage", "gptq7", "storage='gptq7'; use one of ('bf16', 'gptq4')"),
     ("key/predict/fit", "guessed", "fit='guessed'; use one of ('decoded', 'clean')"),
-    ("value/predict", {"kind": "mlp", "norm": "most"}, "norm='most', storage='bf16'; use norm \"layer\" or \"none\", "),
+    ("value/predict", {"kind": "mlp", "norm": "most"}, "norm='most'; use one of ('layer', 'none')"),
     ("value/predict", {"kind": "low_rank", "rank": 0}, "rank=0; use at least 1"),
     ("value/quantize", {"kind": "rtn", "bits": 5}, "bits=5; use 1, 2, 3, 4 or 8"),
-    ("value/quantize", {"kind": "rtn", "range": "most"}, 'range=\'most\'; use "minmax" or "absmax"'),
+    ("value/quantize", {"kind": "rtn", "range": "most"}, "range='most'; use one of ('minmax', 'absmax')"),
     ("key/axis", "diagonal", 'aqua-2bit: axis=\'diagonal\'; use "token" or "channel"'),
     ("key/sinks", -1, "sinks=-1; use a whole number from 0 to 1048576"),
     ("key/sinks", True, "sinks=True; use a whole number from 0 to 1048576"),

@@ -9,7 +9,8 @@ from representative import REPRESENTATIVE, classes, first_of_each
 from written import EVERY
 
 from kvq_runtime.policy_setting import policy_kinds
-from kvq_runtime.stages.kinds import kinds, setting_types
+from kvq_runtime.stages.kinds import kinds
+from kvq_runtime.stages.stage import setting_types
 
 
 def missing(names: frozenset[str]) -> list[str]:

@@ -81,7 +81,7 @@ def test_single_tokens_are_decoded_alone(codebook):
     fields = stage.encode(z, None, TENSORS, GEOMETRY)
     whole = stage.decode(fields, 16, GEOMETRY, TENSORS)
     block, token = torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 23, 7, 12, 2])
-    assert torch.equal(stage.at(fields, block, token, 24, GEOMETRY, TENSORS), whole[block, token])
+    assert torch.equal(stage.at(fields, block, token, 24, 16, TENSORS), whole[block, token])
     assert isinstance(stage, SingleTokens)
 
 
