@@ -12,7 +12,7 @@ What a stage is, and a Scheme, is in `stages/stage.py`; each says itself what it
 
 import dataclasses
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -58,6 +58,12 @@ class Recipe:
     def scheme(self, layer: int, role: Role) -> Scheme:
         """One of the two Schemes of this layer."""
         return self.at(layer)[ROLES.index(role)]
+
+    def sites(self, geometry: Geometry, layers: Iterable[int] | None = None) -> Iterator[Site]:
+        """Where its Schemes are used: keys, then values, of each of these layers; None: of all."""
+        for layer in range(geometry.layers) if layers is None else layers:
+            for role, scheme in zip(ROLES, self.at(layer), strict=True):
+                yield Site(scheme, role, layer, self.position, self.window, geometry)
 
     def policy(self, slot: str) -> PolicySetting | None:
         """The policy of this slot, "window", "select" or "online"; None if the recipe has none."""
@@ -142,22 +148,22 @@ class Recipe:
             raise ValueError(f'{self.name}: position={self.position!r}; use "pre" or "post"')
         for pair in self.pairs:
             for role, scheme in zip(ROLES, pair, strict=True):
-                self._check_scheme(scheme, role, 0, None)
+                self._check_site(Site(scheme, role, 0, self.position, self.window))
         self._check_policies()
         if geometry is None:
             return self
         beyond = [layer for layer in self.layers if not 0 <= layer < geometry.layers]
         if beyond:
             raise ValueError(f"{self.name}: settings for layers {beyond}, but the model has {geometry.layers}")
-        for layer in range(geometry.layers):
-            for role in ROLES:
-                self._check_scheme(self.scheme(layer, role), role, layer, geometry)
+        for site in self.sites(geometry):
+            self._check_site(site)
         for policy in self.policies:
             _asked(self.name, policy.check, self, geometry)
         return self
 
-    def _check_scheme(self, scheme: Scheme, role: Role, layer: int, geometry: Geometry | None) -> None:
-        where = self.name if geometry is None else f"{self.name}, layer {layer} {role}"
+    def _check_site(self, site: Site) -> None:
+        scheme = site.scheme
+        where = self.name if site.geometry is None else f"{self.name}, layer {site.layer} {site.role}"
         if scheme.axis not in ("token", "channel"):
             raise ValueError(f'{where}: axis={scheme.axis!r}; use "token" or "channel"')
         for slot in SLOTS:
@@ -165,7 +171,6 @@ class Recipe:
             fits = stage.slot == slot if isinstance(stage, Stage) else stage is None and slot != "quantize"
             if not fits:
                 raise ValueError(f"{where}: {slot}={stage!r}; use one of {sorted(kinds()[slot])}")
-        site = Site(scheme, role, layer, self.position, self.window, geometry)
         for _, stage in scheme.stages:
             _asked(where, stage.check, site)
 

@@ -26,7 +26,7 @@ SECTIONS = {
 }
 # Methods without an underscore that a public object has for other rooms of kvq, and for transformers.
 INTERNAL = {
-    "Recipe": {"at", "fits", "needs", "pairs", "policy", "schemes", "widest", "with_schemes"},
+    "Recipe": {"at", "fits", "needs", "pairs", "policy", "schemes", "sites", "widest", "with_schemes"},
 }
 LINKS = {"arXiv": "https://arxiv.org/abs/", "doi": "https://doi.org/"}
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")

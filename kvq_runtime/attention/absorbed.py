@@ -45,9 +45,9 @@ def chain(recipe: Recipe, role: Role, layer: int) -> list[int]:
 def bits_read(recipe: Recipe, geometry: Geometry) -> float:
     """Bits of packed residuals read per element of keys and values and decode step, on average over the layers."""
     block, bits = recipe.window.block, 0.0
-    for layer in range(geometry.layers):
-        for role in ROLES:
-            bits += sum(recipe.scheme(one, role).bits(block, geometry) for one in chain(recipe, role, layer))
+    for site in recipe.sites(geometry):
+        read = chain(recipe, site.role, site.layer)
+        bits += sum(recipe.scheme(one, site.role).bits(block, geometry) for one in read)
     return bits / (2 * geometry.layers)
 
 

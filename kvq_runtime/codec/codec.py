@@ -25,7 +25,7 @@ from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens
 from kvq_runtime.stages.inputs import Place
-from kvq_runtime.stages.stage import SLOTS, Site, Specs
+from kvq_runtime.stages.stage import SLOTS, Specs
 
 _CPU = torch.device("cpu")
 
@@ -327,17 +327,14 @@ class Codec:
 
 def specs(recipe: Recipe, layer: int, role: Role, geometry: Geometry) -> Specs:
     """The tensors an artifact holds for one scheme of one layer: {"predict.weight": (shape, dtype), ...}."""
-    if recipe.fits_prompt:
-        return {}
-    scheme = recipe.scheme(layer, role)
-    return scheme.tensors(Site(scheme, role, layer, recipe.position, recipe.window, geometry), geometry)
+    site = [*recipe.sites(geometry, (layer,))][ROLES.index(role)]
+    return {} if recipe.fits_prompt else site.scheme.tensors(site, geometry)
 
 
 def all_specs(recipe: Recipe, geometry: Geometry) -> Specs:
     """Every tensor of a fitted recipe under its name in the artifact, `layers.{i}.{key|value}.{stage}.{field}`."""
     return {
-        f"layers.{layer}.{role}.{name}": spec
-        for layer in range(geometry.layers)
-        for role in ROLES
-        for name, spec in specs(recipe, layer, role, geometry).items()
+        f"layers.{site.layer}.{site.role}.{name}": spec
+        for site in recipe.sites(geometry)
+        for name, spec in specs(recipe, site.layer, site.role, geometry).items()
     }

@@ -71,13 +71,25 @@ def encode(codes: Sequence[Tensor], rungs: Sequence[Tensor]) -> Tensor:
             coder.encode_reverse(part, _model(rung))
     if len(offs):
         coder.encode_reverse(offs, _bell())
+    return framed(coder, b"", b"".join(one.numpy().tobytes() for one in codes))
+
+
+def framed(coder: Any, before: bytes, flat: bytes) -> Tensor:
+    """The stream, uint8, of what a coder holds, behind other bytes; of what is coded as it is, if that is shorter."""
     words = coder.get_compressed()
-    if sys.byteorder == "big":
-        words = words.byteswap()
-    coded, flat = words.tobytes(), b"".join(one.numpy().tobytes() for one in codes)
+    coded = before + (words.byteswap() if sys.byteorder == "big" else words).tobytes()
     kind, data = (1, coded) if len(coded) < len(flat) else (0, flat)
-    head = bytes([kind]) + zlib.crc32(flat).to_bytes(4, "little")
-    return torch.frombuffer(bytearray(head + data), dtype=torch.uint8)
+    return torch.frombuffer(bytearray([kind, *zlib.crc32(flat).to_bytes(4, "little")]) + data, dtype=torch.uint8)
+
+
+def coder_of(data: bytes, what: str) -> Any:
+    """A coder that holds these words. ArtifactError, which begins with `what`: none can."""
+    if len(data) % 4:
+        raise ArtifactError(f"{what}: {len(data)} bytes are no words")
+    try:
+        return stack().AnsCoder(np.frombuffer(data, "<u4").astype(np.uint32))
+    except ValueError as error:
+        raise ArtifactError(f"{what}: {error}") from None
 
 
 def decode(stream_X: Tensor, shapes: Sequence[tuple[int, int]], rungs: Sequence[Tensor]) -> list[Tensor]:
@@ -94,12 +106,7 @@ def decode(stream_X: Tensor, shapes: Sequence[tuple[int, int]], rungs: Sequence[
 
 
 def _decoded(data: bytes, shapes: Sequence[tuple[int, int]], rungs: Sequence[Tensor]) -> np.ndarray:
-    if len(data) % 4:
-        raise ArtifactError(f"coded: {len(data)} bytes are no words")
-    try:
-        coder = stack().AnsCoder(np.frombuffer(data, "<u4").astype(np.uint32))
-    except ValueError as error:
-        raise ArtifactError(f"coded: {error}") from None
+    coder = coder_of(data, "coded")
     offs = torch.from_numpy(coder.decode(_bell(), sum(rows for rows, _ in shapes)))
     order, ends = _order(offs.split([rows for rows, _ in shapes]), rungs)
     seated_X = np.empty(ends[-1], np.int8)

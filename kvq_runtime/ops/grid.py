@@ -50,17 +50,12 @@ def pinned(kind: str, name: str, table: Tensor, digest: str) -> Tensor:
     return table
 
 
-def sizes() -> list[tuple[int, int]]:
-    """The (dimension, points) pairs there is a grid for."""
-    return sorted(tuple(int(part[1:]) for part in name.split("_")) for name in tables("grids"))  # type: ignore[misc]
-
-
 @lru_cache(maxsize=16)
 def points(dim: int, size: int) -> Tensor:
     """The grid, float32 [size, dim], checked against its pinned digest."""
     name = f"d{dim}_n{size}"
-    if name not in tables("grids"):
-        raise ValueError(f"no grid with dim={dim} size={size}; there are {sizes()}")
+    if (dim, size) not in DIGESTS:
+        raise ValueError(f"no grid with dim={dim} size={size}; there are {sorted(DIGESTS)}")
     return pinned("grid", name, tables("grids")[name], DIGESTS[dim, size])
 
 
@@ -146,7 +141,7 @@ def nearest(x: Tensor, dim: int, size: int) -> Tensor:
 def encode(x: Tensor, dim: int, size: int, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
     """Rotate groups [..., K] of any float dtype, and encode their K/d vectors by points of a grid.
 
-    dim, size   one of `sizes()`: d elements of a vector, n points; K is a multiple of d. Other ones are a ValueError
+    dim, size   one of `DIGESTS`: d elements of a vector, n points; K is a multiple of d. Other ones are a ValueError
 
     Returns packed codes of log2(n) bits, uint8 [..., bytes], and scale float16 [...].
     """

@@ -15,7 +15,6 @@ Source: Duda, 2013 (asymmetric numeral systems); Hershcovitch et al., 2024 (ZipN
 """
 
 import math
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -90,15 +89,8 @@ def encode(rows: Sequence[Tensor]) -> Tensor:
     if len(words_CT):
         coder.encode_reverse((2 * mean_C + negative_C).astype(np.int32), _means())
         coder.encode_reverse(np.diff(deviation_C, prepend=0).astype(np.int32) + REACH, _steps())
-    found = coder.get_compressed()
-    if sys.byteorder == "big":
-        found = found.byteswap()
     packed = pack.pack_places(torch.from_numpy(rest_CT.ravel()), kind.mantissa - TOP)
-    coded = packed.numpy().tobytes() + found.tobytes()
-    plain_CT = _stored(words_CT)
-    shorter = len(coded) < plain_CT.nbytes
-    head = bytes([shorter]) + zlib.crc32(plain_CT.data).to_bytes(4, "little")
-    return torch.frombuffer(bytearray(head + (coded if shorter else plain_CT.tobytes())), dtype=torch.uint8)
+    return entropy.framed(coder, packed.numpy().tobytes(), _stored(words_CT).tobytes())
 
 
 def decode(stream_X: Tensor, tokens: int, widths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
@@ -122,12 +114,9 @@ def decode(stream_X: Tensor, tokens: int, widths: Sequence[int], dtype: torch.dt
 def _decoded(data: bytes, tokens: int, width: int, kind: _Kind) -> np.ndarray:
     rest = kind.mantissa - TOP
     size = pack.places_size(tokens * width, rest)
-    if len(data) < size or (len(data) - size) % 4:
-        raise ArtifactError(f"lossless: {len(data)} bytes are no words after {size} of mantissas")
-    try:
-        coder = entropy.stack().AnsCoder(np.frombuffer(data[size:], "<u4").astype(np.uint32))
-    except ValueError as error:
-        raise ArtifactError(f"lossless: {error}") from None
+    if len(data) < size:
+        raise ArtifactError(f"lossless: {len(data)} bytes are less than {size} of mantissas")
+    coder = entropy.coder_of(data[size:], "lossless")
     deviation_C = (coder.decode(_steps(), width).astype(np.int64) - REACH).cumsum()
     mean_C, negative_C = np.divmod(coder.decode(_means(), width).astype(np.int64), 2)
     order_C, ends = _order(deviation_C, mean_C)

@@ -15,7 +15,7 @@ channels count.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.geometry import NONE_SLIDE, ROLES, SLAB, Geometry, Role, Sliding
+from kvq_runtime.geometry import NONE_SLIDE, ROLES, SLAB, Geometry, Sliding
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.stages.stage import Site
 from kvq_runtime.store.memory import asymptotic_bits
@@ -88,79 +88,58 @@ class Sizes:
         found: Counter[str] = Counter()
         for name, spec in codecs.all_specs(self.recipe, self.geometry).items():
             found[NAMES[name.split(".")[3]]] += _bytes(spec)
-        layers = {0, *self.recipe.layers, self._plain}
-        made = [
-            Codec(self.recipe, layer, role, self.geometry, {})
-            for layer in sorted(layers)
-            for role in ROLES
-            if not self._rotation(layer, role)
-        ]
-        found["rotations"] += storage_bytes(x for codec in made for x in codec.shared)
-        found["rotations"] += sum(self._of_fitted_rotation)
+        layers = range(self.geometry.layers)
+        plain = next((n for n in layers if n not in self.recipe.layers), 0)  # one with the schemes that most have
+        fixed = list[Tensor]()
+        for site in self.recipe.sites(self.geometry):
+            tensors = self._rotation(site)
+            if tensors or site.layer in {0, *self.recipe.layers, plain}:
+                held = Codec(self.recipe, site.layer, site.role, self.geometry, tensors).shared
+                if tensors:  # beside it the codec holds the matrix back
+                    found["rotations"] += storage_bytes(held) - storage_bytes(tensors.values())
+                else:
+                    fixed += held
+        found["rotations"] += storage_bytes(fixed)
         return dict(+found)
 
-    def _rotation(self, layer: int, role: Role) -> dict[str, Tensor]:
+    def _rotation(self, site: Site) -> dict[str, Tensor]:
         """Tensors of the rotation's shapes, if calibration fits one there."""
-        scheme = self.recipe.scheme(layer, role)
-        if scheme.rotate is None or not scheme.rotate.fitted or self.recipe.fits(scheme):
+        rotate = site.scheme.rotate
+        if rotate is None or not rotate.fitted or self.recipe.fits(site.scheme):
             return {}
-        site = Site(scheme, role, layer, self.recipe.position, self.recipe.window, self.geometry)
-        specs = scheme.rotate.tensors(site, self.geometry)
+        specs = rotate.tensors(site, self.geometry)
         return {f"rotate.{name}": torch.zeros(*shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
 
     @property
-    def _of_fitted_rotation(self) -> Iterator[int]:
-        """Bytes of the matrix back that a codec makes of each fitted rotation, and holds beside it."""
-        for layer in range(self.geometry.layers):
-            for role in ROLES:
-                tensors = self._rotation(layer, role)
-                if tensors:
-                    held = Codec(self.recipe, layer, role, self.geometry, tensors).shared
-                    yield storage_bytes(held) - storage_bytes(tensors.values())
-
-    @cached_property
-    def _plain(self) -> int:
-        """A layer with the schemes that all have but those of `layers`; the first if there is none."""
-        return next((n for n in range(self.geometry.layers) if n not in self.recipe.layers), 0)
-
-    @property
-    def _layers(self) -> Iterable[int]:
+    def _layers(self) -> Collection[int]:
         return range(self.geometry.layers) if self.held is None else self.held
 
     @cached_property
     def _block(self) -> dict[str, int]:
         """Bytes of one block of one row in all layers, by kind, what policies store beside it included."""
         window, found = self.recipe.window, Counter[str]()
-        for layer in self._layers:
-            for role in ROLES:
-                scheme = self.recipe.scheme(layer, role)
-                kinds = scheme.memory_kinds(window.block, self.geometry)
-                for name, spec in scheme.fields(window.block, self.geometry, self.dtype).items():
-                    found[kinds[name]] += _bytes(spec)
+        for site in self.recipe.sites(self.geometry, self._layers):
+            kinds = site.scheme.memory_kinds(window.block, self.geometry)
+            for name, spec in site.scheme.fields(window.block, self.geometry, self.dtype).items():
+                found[kinds[name]] += _bytes(spec)
         for role in ROLES:
             extra = sum(policy.extra_bits(role, self.dtype) for policy in self.recipe.policies)
             each = round(extra * window.block * self.geometry.width / 8)
-            found["beside blocks"] += len([*self._layers]) * each
+            found["beside blocks"] += len(self._layers) * each
         return dict(+found)
 
     @cached_property
     def _fitted_by_row(self) -> int:
         """Bytes of what a cache fits to each row."""
-        recipe, found = self.recipe, 0
-        for layer in self._layers:
-            for role in ROLES:
-                scheme = recipe.scheme(layer, role)
-                if recipe.fits(scheme):
-                    site = Site(scheme, role, layer, recipe.position, recipe.window, self.geometry)
-                    found += sum(map(_bytes, scheme.tensors(site, self.geometry).values()))
-        return found
+        sites = [one for one in self.recipe.sites(self.geometry, self._layers) if self.recipe.fits(one.scheme)]
+        return sum(_bytes(spec) for one in sites for spec in one.scheme.tensors(one, self.geometry).values())
 
     def at(self, tokens: int, batch: int = 1) -> HeldBytes:
         """Return the bytes that a cache of `batch` rows of `tokens` tokens holds in a step, by kind."""
         window = self.recipe.widest.window
         blocks, exact = max(0, tokens - window.recent) // window.block, window.recent + window.block
         found: Counter[str] = Counter()
-        geometry = replace(self.geometry, layers=len([*self._layers]))
+        geometry = replace(self.geometry, layers=len(self._layers))
         for policy in self.recipe.policies:
             chosen = policy.chosen(tokens, window)
             if chosen is not None:

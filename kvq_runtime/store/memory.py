@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
@@ -201,10 +201,8 @@ def shared_bytes(codecs: Iterable[Codec], others: Sequence[Tensor] = ()) -> int:
 
 def asymptotic_bits(recipe: Recipe, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
     """Return the bits of one more element seen once it is encoded, averaged over layers, keys and values."""
-    bits, share = 0.0, math.prod(policy.held_share() for policy in recipe.policies)
-    for layer in range(geometry.layers):
-        for role in ROLES:
-            bits += scheme_bits(recipe, layer, role, geometry, dtype)
+    share = math.prod(policy.held_share() for policy in recipe.policies)
+    bits = sum(scheme_bits(recipe, site.layer, site.role, geometry, dtype) for site in recipe.sites(geometry))
     return share * bits / (2 * geometry.layers)
 
 
