@@ -29,7 +29,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import dispatch, lloyd, trellis
+from kvq_runtime.ops import dispatch, lloyd, product, rtn, trellis
 
 MAX_BITS = 8  # bits of a code
 FEW = 2  # up to so many bits comparing with every boundary is the faster way
@@ -79,8 +79,7 @@ def distortion(bits: int) -> float:
 @dispatch.paired("latent.encode_gaussian")
 def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, R, T] of float32 channels with these standard deviations [R]; one of 0 is coded as zeros."""
-    scale = torch.where(deviation_R > 0, 1 / deviation_R.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
-    x_NRT = z_NRT * scale[:, None]
+    x_NRT = z_NRT * product.inverse(deviation_R)[:, None]
     return _compared(x_NRT, bits) if bits <= FEW else _looked_up(x_NRT, bits)
 
 
@@ -141,9 +140,7 @@ def decode_gaussian(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor
 @dispatch.paired("latent.encode_uniform")
 def encode_uniform(z_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, R, T] of float32 channels between ends [R] or [N, R]; what is outside them is clipped."""
-    step = (high - low) / (2**bits - 1)
-    inverse = torch.where(step > 0, 1 / step.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
-    return ((z_NRT - low[..., None]) * inverse[..., None]).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+    return rtn.coded(z_NRT, low, (high - low) / (2**bits - 1), bits)
 
 
 @dispatch.paired("latent.decode_uniform")
@@ -166,8 +163,7 @@ def encode_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_NT: Tensor |
     gain_NT   what errors of a token are multiplied with when it is decoded; None: 1
     """
     N, R, T = z_NRT.shape
-    scale_R = torch.where(deviation_R > 0, 1 / deviation_R.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
-    rows = (z_NRT * scale_R[:, None]).reshape(N * R, T)
+    rows = (z_NRT * product.inverse(deviation_R)[:, None]).reshape(N * R, T)
     values = trellis.table(bits, MEMORY).to(rows.device, torch.float32)
     if gain_NT is None:
         path = trellis.best_path(rows[:, None], rows.new_ones(N * R, 1), values, bits)

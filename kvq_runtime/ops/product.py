@@ -54,6 +54,11 @@ def addmm(bias: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.addmm(bias, x, y.to(x.dtype))
 
 
+def inverse(x: Tensor) -> Tensor:
+    """1 / x, and 0 where x is not above 0: of what scales numbers that may all be 0."""
+    return torch.where(x > 0, 1 / x.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
+
+
 def scaled(x_NRW: Tensor, scale_NRG: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply each of the G groups by its scale, in float32 (on a CPU several times faster than in bfloat16)."""
     x = x_NRW.to(torch.float32, copy=True) if out is None else out.copy_(x_NRW)

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import dispatch
+from kvq_runtime.ops import dispatch, product
 from kvq_runtime.ops.pack import pack, packed_size, unpack
 from kvq_runtime.ops.rotation import Rotation, rotate
 
@@ -42,17 +42,16 @@ def encode(x: Tensor, bits: int, range: Range = "minmax", rotation: Rotation = N
     x = rotate(x, rotation)
     if range == "absmax":
         step = (x.abs().amax(-1) * (2 / (2**bits - 1))).half()
-        return pack(_codes(x, step.float() * (-(2**bits - 1) / 2), step.float(), bits), bits), step
+        return pack(coded(x, step.float() * (-(2**bits - 1) / 2), step.float(), bits), bits), step
     low, high = x.aminmax(dim=-1)
     low = low.half()
     step = ((high - low.float()).clamp_min_(0) / (2**bits - 1)).half()
-    return pack(_codes(x, low.float(), step.float(), bits), bits), step, low
+    return pack(coded(x, low.float(), step.float(), bits), bits), step, low
 
 
-def _codes(x: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [..., K] of groups with these ends, float32 [...]."""
-    inverse = torch.where(step > 0, 1 / step.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
-    return ((x - low[..., None]) * inverse[..., None]).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+def coded(x: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [..., K] of groups with these ends, float32 [...]; what is outside them is clipped."""
+    return ((x - low[..., None]) * product.inverse(step)[..., None]).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
 @dispatch.paired("groups.decode_rtn")

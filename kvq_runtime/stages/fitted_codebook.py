@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import grid, pack, rtn
+from kvq_runtime.ops import grid, pack, product, rtn
 from kvq_runtime.ops.rotation import Rotation, rotate
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
@@ -164,8 +164,7 @@ def ends(x_NRW: Tensor) -> tuple[Tensor, Tensor]:
 
 def normalized(x: Tensor, middle: Tensor, half: Tensor) -> Tensor:
     """Elements as multiples of the half range about its middle; 0 where there is no range."""
-    inverse = torch.where(half > 0, 1 / half.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
-    return (x - middle) * inverse
+    return (x - middle) * product.inverse(half)
 
 
 def _ends(given: Tensors, scale: str) -> list[Tensor]:

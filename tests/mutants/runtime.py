@@ -78,12 +78,12 @@ MUTANTS = [
         ("stages/test_feedback.py",),
     ),
     Mutant(
-        "latent-floor",
-        "uniform codes of latent channels are cut off, not rounded",
-        "kvq_runtime/ops/latent.py",
+        "rtn-floor",
+        "uniform codes are cut off, not rounded",
+        "kvq_runtime/ops/rtn.py",
         ".round_().clamp_(0, 2**bits - 1)",
         ".floor_().clamp_(0, 2**bits - 1)",
-        ("ops/test_latent.py", "calib/fit/test_basis.py"),
+        ("ops/test_latent.py", "ops/test_rtn.py"),
     ),
     Mutant(
         "grid-scale",
