@@ -8,7 +8,7 @@ Imports the kernels, and with them triton, when the first layer is kept so: see 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -144,26 +144,6 @@ class LeftPadding:
         return True
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """A sentence on which path attends to a layer and why the kernel does not; the text is made when it is printed."""
-
-    path: Any
-    fused: "Fused"
-    layer: int
-    q_BHTD: Tensor
-
-    def __str__(self) -> str:
-        name, fused, device = type(self.path).__name__, self.fused, self.q_BHTD.device.type
-        if self.path is fused:
-            return f"{name} attends"
-        why = refusal(fused.recipe, fused.geometry, self.layer)
-        if why is None:
-            cuda = dispatch.runs_kernel(self.q_BHTD)
-            why = "these queries or their padding are not for it" if cuda else f"tensors are on {device}, not on CUDA"
-        return f"{name} attends; Fused refuses: {why}"
-
-
 class Fused(Path):
     """The kernel's path, and what its layers in a cache share.
 
@@ -187,6 +167,13 @@ class Fused(Path):
     def forget(self) -> None:
         """Look at padding and positions again: rows or tokens are others."""
         self.padding.forget()
+
+    def declined(self, query: Query) -> str:
+        """Why another path attends."""
+        why, q_BHTD = refusal(self.recipe, self.geometry, query.store.layer), query.q_BHTD
+        if why is None and dispatch.runs_kernel(q_BHTD):
+            return "these queries or their padding are not for it"
+        return why or f"tensors are on {q_BHTD.device.type}, not on CUDA"
 
     def index(self, layer: int, codecs: tuple[Codec, Codec], k_BTC: Tensor) -> DeviceIndex | None:
         """Make the index by which the kernel finds a new layer, for keys like these; None if it reads none."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvq_runtime.attention.absorbed import Absorbed
-from kvq_runtime.attention.fused import Explanation, Fused
+from kvq_runtime.attention.fused import Fused
 from kvq_runtime.attention.long_query import LongQuery
 from kvq_runtime.attention.path import Observer, Path, Query, Reference, newest_weights
 from kvq_runtime.ops import dense
@@ -49,9 +49,10 @@ class Paths:
                     f"a step of {q_BHTD.shape[1]} query heads and {q_BHTD.shape[2]} tokens cannot be recorded: "
                     "it is not the kernel that attends, and what torch does is fixed to the tokens of this moment"
                 )
-            if layer not in self._told:
+            if layer not in self._told and _log.isEnabledFor(logging.DEBUG):
                 self._told.add(layer)
-                _log.debug("layer %d: %s", layer, Explanation(path, self.fused, layer, q_BHTD))
+                why = "" if path is self.fused else f"; Fused refuses: {self.fused.declined(query)}"
+                _log.debug("layer %d: %s attends%s", layer, type(path).__name__, why)
             if attended.lse_BHT is not None and self._observer is not None:
                 self._observer(store, newest_weights(query, attended.lse_BHT), range(store.length)[-1:])
             if logit_H is None or not q_BHTD.numel():
