@@ -8,7 +8,6 @@ Differs: the moment of the queries is calibrated, once; the paper takes it from 
 one recipe suits every head size: the paper's g = 64 and 32 of 128 channels are 2 and 4 blocks.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -17,9 +16,8 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
-from kvq_runtime.stages.stage import Feedback, Queries, Scheme, Site, Specs, Tensors, check_queries
+from kvq_runtime.stages.stage import Axis, Feedback, Queries, Rounded, Scheme, Site, Specs, Tensors, check_queries
 
-Axis = Literal["token", "channel"]
 Normalize = Literal["paper", "length-invariant"]
 MAX_BLOCKS = 256  # blocks of a head
 
@@ -103,14 +101,7 @@ class QueryOrthogonal(Feedback):
         matrix = rotate.matrix(geometry.width, geometry)
         return torch.block_diag(*[matrix] * (geometry.head_size // len(matrix)))
 
-    def apply(
-        self,
-        x_NRW: Tensor,
-        axis: Axis,
-        geometry: Geometry,
-        tensors: Tensors,
-        rounded: Callable[[Tensor], Tensor],
-    ) -> Tensor:
+    def apply(self, x_NRW: Tensor, axis: Axis, geometry: Geometry, tensors: Tensors, rounded: Rounded) -> Tensor:
         """Return what to round in place of `x`, whose rows are tokens, or channels if `axis` is "channel"."""
         heads = geometry.kv_heads
         moves = [tensors[f"update_{block}"].to(x_NRW.dtype) for block in range(1, self.blocks)]

@@ -26,13 +26,15 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, Role, Window
 from kvq_runtime.ops import product
-from kvq_runtime.ops import rotation as rotations
+from kvq_runtime.ops.rotation import Rotation as Turn
 from kvq_runtime.stages.inputs import Inputs
 
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name → shape and dtype
 Tensors = Mapping[str, Tensor]
 Fields = Mapping[str, Tensor]
 Queries = Literal["after", "before", "averaged"]  # RoPE; or over all distances between query and key
+Axis = Literal["token", "channel"]
+Rounded = Callable[[Tensor], Tensor]  # rows encoded and decoded
 NOTHING: Tensors = MappingProxyType({})
 
 
@@ -151,7 +153,7 @@ class Rotation(Stage):
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
         """(forward [size, V], back [V, size]); None as long as the tensors of a fitted one are not there."""
 
-    def forward(self, width: int, geometry: Geometry) -> rotations.Rotation:
+    def forward(self, width: int, geometry: Geometry) -> Turn:
         """Return the rotation for encoding, of one that is not fitted: its matrix, or a faster form."""
         pair = self.pair(width, geometry, NOTHING)
         return None if pair is None else pair[0]
@@ -196,15 +198,13 @@ class Quantizer(Stage):
         ValueError: rows of this width cannot be encoded."""
 
     @abstractmethod
-    def encode(
-        self, x_NRW: Tensor, rotation: rotations.Rotation, tensors: Tensors, geometry: Geometry
-    ) -> dict[str, Tensor]:
+    def encode(self, x_NRW: Tensor, rotation: Turn, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
         """Rotate and encode rows of any float dtype: the fields, [N, ...] each; where `one_launch`, in one kernel.
 
         rotation   None, a signed Hadamard, or a matrix: see `ops/rotation.py`
         """
 
-    def one_launch(self, rotation: rotations.Rotation, width: int, geometry: Geometry) -> bool:
+    def one_launch(self, rotation: Turn, width: int, geometry: Geometry) -> bool:
         """True if a kernel rotates, rounds and packs rows of `width` in one launch, each as it would alone."""
         return False
 
@@ -249,19 +249,12 @@ class Feedback(Stage):
     queries: Queries
 
     @abstractmethod
-    def turn(self, axis: Literal["token", "channel"], rotate: Rotation | None, geometry: Geometry) -> Tensor | None:
+    def turn(self, axis: Axis, rotate: Rotation | None, geometry: Geometry) -> Tensor | None:
         """The rotation [D, D] of a head's channels between keys and rounding; None: there is none."""
 
     @abstractmethod
-    def apply(
-        self,
-        x_NRW: Tensor,
-        axis: Literal["token", "channel"],
-        geometry: Geometry,
-        tensors: Tensors,
-        rounded: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Return what to round in place of x; `rounded` encodes and decodes rows."""
+    def apply(self, x_NRW: Tensor, axis: Axis, geometry: Geometry, tensors: Tensors, rounded: Rounded) -> Tensor:
+        """Return what to round in place of x."""
 
 
 class Correction(Stage):
@@ -312,7 +305,7 @@ class Scheme:
     rotate: Rotation | None = None
     feedback: Feedback | None = field(default=None, kw_only=True)  # younger than the file format
     correct: Correction | None = field(default=None, kw_only=True)
-    axis: Literal["token", "channel"] = "token"
+    axis: Axis = "token"
 
     @property
     def stages(self) -> Iterator[tuple[str, Stage]]:

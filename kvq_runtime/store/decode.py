@@ -19,7 +19,6 @@ from kvq_runtime.ops import rope
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import LayerStore, Run
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.storage import Slab
 
 Pair = tuple[Tensor, Tensor]
 
@@ -85,10 +84,8 @@ class Decoder:
     def block(self, layer: int, block: int) -> Pair:
         """One decoded block of a layer: at hand from this forward pass, or decoded again."""
         if (layer, block) not in self._fresh:
-            below = self.below(layer, (block, block + 1))
-            store = self.stores[layer]
-            parts = [{n: f[:, 0] for n, f in store.fields(role, block, block + 1).items()} for role in (0, 1)]
-            self._fresh[layer, block] = self._decode_pair(layer, parts, below)
+            run = block, block + 1
+            self._fresh[layer, block] = self._decode_pair(layer, run, self.below(layer, run))
         return self._fresh[layer, block]
 
     def add(self, layer: int, run: Run, pair: Pair) -> None:
@@ -163,18 +160,18 @@ class Decoder:
     def _pair(self, layer: int, run: Run) -> Pair:
         """The decoded, centred blocks of a run in this layer, [B·n, block, C] each; carried for the layers above."""
         first, stop = run
-        store = self.stores[layer]
         pair = self._carried.get((layer, first))
-        if pair is not None and len(pair[0]) == (stop - first) * store.rows:
+        if pair is not None and len(pair[0]) == (stop - first) * self.stores[layer].rows:
             return pair
         below = [self._pair(layer - depth, run) for depth in range(1, self._reads[layer] + 1)]
-        parts = [{n: f.flatten(0, 1) for n, f in store.fields(role, first, stop).items()} for role in (0, 1)]
-        pair = self._decode_pair(layer, parts, below)
+        pair = self._decode_pair(layer, run, below)
         self._carried[layer, first] = (pair[0].to(torch.bfloat16), pair[1].to(torch.bfloat16))
         return pair
 
-    def _decode_pair(self, layer: int, parts: list[Slab], below: list[Pair]) -> Pair:
-        keys, values = self.stores[layer].codecs
+    def _decode_pair(self, layer: int, run: Run, below: list[Pair]) -> Pair:
+        store = self.stores[layer]
+        parts = [{n: f.flatten(0, 1) for n, f in store.fields(role, *run).items()} for role in (0, 1)]
+        keys, values = store.codecs
         decoded = keys.decode(parts[0], Context(below=below))
         return decoded, values.decode(parts[1], Context(below=below, keys=decoded))
 

@@ -56,7 +56,7 @@ class Encoder:
             codecs = [codec.unpacked() for codec in codecs if isinstance(codec, Codec)]  # none is fitted to a prompt
         while store.blocks < target:
             some = min(together, target - store.blocks, SLAB - store.blocks % SLAB)
-            keys, values, errors = self._encoded(layer, store, codecs, some)
+            keys, values, errors = self._encoded(store, codecs, some)
             extra = {name: field[:, None] for name, field in self.extra(store).items()}
             if store.watch is not None:
                 window = store.window_2BTC, store.window.block
@@ -96,13 +96,13 @@ class Encoder:
                     )
 
     def _encoded(
-        self, layer: int, store: LayerStore, codecs: Sequence[Codec | RowCodec], count: int
+        self, store: LayerStore, codecs: Sequence[Codec | RowCodec], count: int
     ) -> tuple[Slab, Slab, list[Tensor]]:
         """The fields of the window's oldest blocks of keys and of values, [B, count, ...] each, and their errors,
         [B, count], if they are measured; those of a recipe that predicts from the decoded blocks of layers below."""
         run, predicted = (store.blocks, store.blocks + count), self.recipe.cross_layer
-        below = self.decoder.below(layer, run) if predicted else ()
-        read_above = count > 1 or layer + 1 < self.decoder.geometry.layers
+        below = self.decoder.below(store.layer, run) if predicted else ()
+        read_above = count > 1 or store.layer + 1 < self.decoder.geometry.layers
         found, decoded, errors = list[Slab](), list[Tensor](), list[Tensor]()
         for role, codec in enumerate(codecs):
             x_NTC, context = self._inputs(store, role, count)
@@ -119,7 +119,7 @@ class Encoder:
                 errors.append(self._error(store, role, count, x_NTC, context, decoded_NTC))
             found.append({name: field.unflatten(0, (-1, count)) for name, field in fields.items()})
         if len(decoded) == 2:
-            self.decoder.add(layer, run, (decoded[0], decoded[1]))
+            self.decoder.add(store.layer, run, (decoded[0], decoded[1]))
         return found[0], found[1], errors
 
     def _error(
