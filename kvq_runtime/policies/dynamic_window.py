@@ -17,7 +17,6 @@ A pass that is undone and made again, or cropped away, decides as it did, or has
 Source: Zeng et al., 2025 (SubKV), sections 3.3 and 3.5; algorithm 1 stands inside one attention layer.
 """
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -77,7 +76,9 @@ class DynamicWindow(PolicySetting):
 
 
 class DynamicWindowPolicy(Policy):
-    """The dynamic window of one cache: A_new - A_edge of every layer in the newest pass, [B] each.
+    """The dynamic window of one cache.
+
+    gaps   A_new - A_edge by layer, of the newest pass, [B]; NaN for a row that is not counted
 
     It decides at the beginning of a pass for the cache, or when a layer may encode for that layer.
     """
@@ -86,19 +87,19 @@ class DynamicWindowPolicy(Policy):
 
     def __init__(self, setting: DynamicWindow, cache: CacheParts):
         self.setting, self.cache, self.positions = setting, cache, cache.positions
-        self._seen, self._gaps = 0, dict[int, Tensor]()  # tokens at the end of that pass; by layer
+        self._seen, self.gaps = 0, dict[int, Tensor]()  # tokens at the end of that pass; by layer
 
     def begin(self, step: Step) -> None:
         if self.setting.per == "cache":
             self._decide(step)
-        step.on_undo(self._restore, self._seen, self._gaps)
+        step.on_undo(self._restore, self._seen, self.gaps)
         self._restore(step.before + step.count, {})
 
     def _decide(self, step: Step) -> None:
         """For all layers."""
         stores, window = self.cache.stores.values(), self.cache.recipe.window
         due = any(store.beyond(window.recent, step.count) for store in stores)
-        gaps_LB = [gap_B for _, gap_B in sorted(self._gaps.items())]
+        gaps_LB = [gap_B for _, gap_B in sorted(self.gaps.items())]
         # unless a block is due, and every layer has been weighed, nothing is asked of the device
         weighed = due and len(gaps_LB) == len(self.cache.layers)
         keep = weighed and keep_edge(torch.stack([gap_B.to(gaps_LB[-1].device) for gap_B in gaps_LB]))
@@ -108,7 +109,7 @@ class DynamicWindowPolicy(Policy):
     def may_encode(self, layer: int) -> bool:
         """Allow what is due to be encoded; if layers decide, set how much that is."""
         if self.setting.per == "layer":
-            store, recent, gap_B = self.cache.stores[layer], self.cache.recipe.window.recent, self._gaps.get(layer)
+            store, recent, gap_B = self.cache.stores[layer], self.cache.recipe.window.recent, self.gaps.get(layer)
             keep = gap_B is not None and store.beyond(recent) > 0 and keep_edge(gap_B[None])
             store.recent = self._most if keep else recent
         return True
@@ -127,25 +128,20 @@ class DynamicWindowPolicy(Policy):
     def observe(self, store: LayerStore, p_BHGTW: Tensor, slots: range) -> None:
         """The edge is that of the window as this pass leaves it."""
         p_BHGW, edge, real_BT = p_BHGTW[..., -1, :], self._edge(store), self.positions.real_BT
-        self._gaps[store.layer] = gaps(p_BHGW, edge, store.window.sinks, real_BT, store.encoded)
+        self.gaps[store.layer] = gaps(p_BHGW, edge, store.window.sinks, real_BT, store.encoded)
 
     def crop(self, length: int) -> None:
         if length < self._seen:
             self._restore(length, {})
 
     def reorder(self, rows: Tensor) -> None:
-        self._gaps = {layer: gap_B[rows.to(gap_B.device)] for layer, gap_B in self._gaps.items()}
+        self.gaps = {layer: gap_B[rows.to(gap_B.device)] for layer, gap_B in self.gaps.items()}
 
     def bytes(self) -> dict[str, int]:
-        return {"timeline": storage_bytes(self._gaps.values())}
-
-    @property
-    def gaps(self) -> Mapping[int, Tensor]:
-        """A_new - A_edge by layer, [B], NaN for a row that is not counted."""
-        return self._gaps
+        return {"timeline": storage_bytes(self.gaps.values())}
 
     def _restore(self, seen: int, gaps: dict[int, Tensor]) -> None:
-        self._seen, self._gaps = seen, gaps
+        self._seen, self.gaps = seen, gaps
 
 
 def gaps(p_BHGW: Tensor, edge: int, sinks: int, real_BT: Tensor | None, encoded: int = 0) -> Tensor:

@@ -122,10 +122,9 @@ class Linear(Neighbours):
     kind: ClassVar[str] = "linear"
 
     def specs(self, inputs: int, width: int) -> Specs:
-        fields: Specs = {"mean": ((width,), torch.float32), "bias": ((width,), torch.float32)}
         if self.storage == "bf16":
-            return fields | {"weight": ((inputs, width), torch.bfloat16)}
-        return fields | rtn.matrix_specs(inputs, width)
+            return _means(width) | {"weight": ((inputs, width), torch.bfloat16)}
+        return _means(width) | rtn.matrix_specs(inputs, width)
 
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
         """The centred prediction, in the dtype of the inputs."""
@@ -160,12 +159,7 @@ class LowRank(Linear):
 
     def specs(self, inputs: int, width: int) -> Specs:
         rank = min(self.rank, inputs, width)
-        return {
-            "mean": ((width,), torch.float32),
-            "bias": ((width,), torch.float32),
-            "down": ((inputs, rank), torch.bfloat16),
-            "up": ((rank, width), torch.bfloat16),
-        }
+        return _means(width) | {"down": ((inputs, rank), torch.bfloat16), "up": ((rank, width), torch.bfloat16)}
 
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
         inner = product.matmul(z_NTI, tensors["down"])
@@ -202,9 +196,7 @@ class MLP(Neighbours):
 
     def specs(self, inputs: int, width: int) -> Specs:
         wide = self.hidden_size(inputs, width)
-        return {
-            "mean": ((width,), torch.float32),
-            "bias": ((width,), torch.float32),
+        return _means(width) | {
             "hidden": ((inputs, wide), torch.bfloat16),
             "hidden_bias": ((wide,), torch.float32),
             "out": ((wide, width), torch.bfloat16),
@@ -216,6 +208,11 @@ class MLP(Neighbours):
         hidden = _affine(z_NTI, tensors["hidden"], tensors["hidden_bias"])
         hidden = torch.nn.functional.gelu(hidden)
         return _affine(hidden, tensors["out"], tensors["bias"])
+
+
+def _means(width: int) -> Specs:
+    """Of what is predicted, and of what is left: their tensors."""
+    return {"mean": ((width,), torch.float32), "bias": ((width,), torch.float32)}
 
 
 def _affine(z_NTI: Tensor, weight_IO: Tensor, bias_O: Tensor) -> Tensor:
