@@ -71,7 +71,7 @@ def eval_results(records: Sequence[Record]) -> list[Any]:
         args = {"corpus": record.corpus, "model": given.model.id, "length": given.length}
         for protocol, part in record.result.protocols.items():
             about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": _dataset(source)}
-            about |= {"dataset_name": source}
+            about |= {"dataset_name": source, "dataset_config": source}  # by which the Hub tells texts apart
             about |= {"dataset_split": given.text.split, "metric_args": args | {"protocol": protocol}}
             for field, (kind, title) in _METRICS.items():
                 value = getattr(part, field, None)
