@@ -192,8 +192,10 @@ def show(done: Sequence[Published], records: Sequence[TextRecord], as_json: bool
         told = zip(done, verdicts, strict=True)
         print(json.dumps([made.record() | {"verdict": asdict(one)} | compared for made, one in told], indent=2))
         return
-    rows = [made.row() for made in done] + [published.baseline_row(one) for one in beside]
+    rows = [row for made in done for row in made.rows()]
+    rows += [row for one in beside for row in published.baseline_rows(one)]
     first = published.reference_row(records)
+    first |= {"text": rows[0]["text"]} if first and "text" in rows[0] else {}
     print_table([dict.fromkeys(rows[0]) | first, *rows] if first else rows, json=False)
     if records:
         print("\nvs 16 bit: perplexity over that of the 16-bit model, less 1. KL: from it, nats per token.")
@@ -209,6 +211,7 @@ def show(done: Sequence[Published], records: Sequence[TextRecord], as_json: bool
 def _paragraph(made: Published, found: Verdict, caution: str | None) -> list[str]:
     """Describe an artifact: whether it can be used, where it is, and what to do with it."""
     folder, said = Path(made.folder), [made.name, _line("VERDICT", f"{found.word.upper()}: {found.why}")]
+    said += [_line(f"on {text}", lost) for text, lost in published.lines(made.measured).items()]
     said += [_line("CAUTION", caution)] if caution else []
     for place in made.places:
         said.append(_line("published" if place.new else "was there", f"{place.reference} in {place.registry}"))

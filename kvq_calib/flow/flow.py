@@ -251,7 +251,7 @@ class ProgressArtifact:
 
 def _show_results(asked: Job, done: Sequence[Published], folder: Path) -> None:
     """Show the results of a run: the table, the plots if it was evaluated, a link to each version."""
-    rows = [artifact.row() | {"not published": "; ".join(artifact.failed)} for artifact in done]
+    rows = [row | {"not published": "; ".join(artifact.failed)} for artifact in done for row in artifact.rows()]
     create_table_artifact(rows, key="kvq-artifacts", description=f"Artifacts of {asked.what.model}")
     if (folder / "evaluation.json").exists() and asked.evaluation.evaluate:
         records = [read(one, TextRecord) for one in json.loads((folder / "evaluation.json").read_text())]

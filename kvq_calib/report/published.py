@@ -53,8 +53,8 @@ class Published:
         """The reference that loads it from the first of its registries; its name if none has it."""
         return self.places[0].reference if self.places else self.name
 
-    def row(self) -> dict[str, Any]:
-        """A line of the result table."""
+    def rows(self) -> list[dict[str, Any]]:
+        """Its lines of the result table."""
         row: dict[str, Any] = {
             "recipe": self.recipe,
             "artifact": self.reference,
@@ -63,7 +63,7 @@ class Published:
             "key error": round(self.key_error, 5),
             "value error": round(self.value_error, 5),
         }
-        return row | _cells(self.measured)
+        return _by_text(row, self.measured)
 
     def record(self) -> dict[str, Any]:
         """All of it as JSON: plain numbers, whose units are in their names.
@@ -78,6 +78,7 @@ class Published:
             "key_error": self.key_error,
             "value_error": self.value_error,
             **_numbers(self.measured),
+            **_texts(self.measured),
             "published": [asdict(place) for place in self.places],
             "folder": self.folder,
             "exceeds": list(self.failed),
@@ -93,17 +94,35 @@ def reference_row(records: Sequence[TextRecord]) -> dict[str, Any]:
     return {} if known is None else row | {"perplexity": f"{known:.3f}"}
 
 
-def baseline_row(record: TextRecord) -> dict[str, Any]:
-    """The line of a baseline in the result table."""
+def baseline_rows(record: TextRecord) -> list[dict[str, Any]]:
+    """The lines of a baseline in the result table."""
     result = record.result
     row = {"recipe": result.recipe, "artifact": "(baseline)", "bits": result.bits["asymptotic"]}
-    return row | _cells(record)
+    return _by_text(row, record)
 
 
 def baseline_record(record: TextRecord) -> dict[str, Any]:
     """The same as JSON, with the names of `Published.record`."""
     row = {"recipe": record.result.recipe, "artifact": record.artifact}
-    return row | {"bits_per_element": record.result.bits["asymptotic"]} | _numbers(record)
+    return row | {"bits_per_element": record.result.bits["asymptotic"]} | _numbers(record) | _texts(record)
+
+
+def lines(record: TextRecord | None) -> dict[str, str]:
+    """What was lost on each text of another kind, in words, by its name."""
+    found = {name: _cells(one) for name, one in (record.elsewhere() if record else {}).items()}
+    return {
+        name: f"perplexity {row['vs 16 bit']}, KL {row['KL']:.2g} nats, {row['protocol']}"
+        if row.get("KL") is not None else row["vs 16 bit"] for name, row in found.items()
+    }  # fmt: skip
+
+
+def _by_text(row: dict[str, Any], record: TextRecord | None) -> list[dict[str, Any]]:
+    """A line with its figures, and one for each text of another kind; texts are named where there are several."""
+    others = {} if record is None else record.elsewhere()
+    if record is None or not others:
+        return [row | _cells(record)]
+    named = {"recipe": row["recipe"], "text": record.protocol.text.source}
+    return [named | row | _cells(record), *(named | {"text": name} | _cells(one) for name, one in others.items())]
 
 
 def _cells(record: TextRecord | None) -> dict[str, Any]:
@@ -113,6 +132,12 @@ def _cells(record: TextRecord | None) -> dict[str, Any]:
     protocol, found = record.decisive
     row = {"protocol": SPOKEN[protocol], "perplexity": f"{found.perplexity:.3f}"}
     return row | {"vs 16 bit": percent(found.relative), "KL": found.kl}
+
+
+def _texts(record: TextRecord | None) -> dict[str, Any]:
+    """The same for each text of another kind, by its name; nothing where there is none."""
+    others = {} if record is None else record.elsewhere()
+    return {"texts": {name: _numbers(one) for name, one in others.items()}} if others else {}
 
 
 def _numbers(record: TextRecord | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from kvq_runtime.disk.strict_json import flatten
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import lock, reference, remarks, verdict
 from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.measured import Record, TasksRecord, of_tasks
+from kvq_runtime.registry.measured import Record, TasksRecord, TextRecord, of_tasks
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.resolve import Resolved, accepted, open_registry, resolve, resolve_name
 from kvq_runtime.registry.sound import sound
@@ -94,12 +94,19 @@ def _shown(column: str, value: Any) -> Any:
 
 
 def evaluation_tables(records: Sequence[Record]) -> dict[str, list[dict[str, Any]]]:
-    """{title: rows}: a row a record, of tasks a row a protocol and task."""
-    stated = [flatten(one.raw) for one in records if not isinstance(one, TasksRecord)]
+    """{title: rows}: a row a text of a record, of tasks a row a protocol and task."""
+    stated = [flatten(raw) for one in records if not isinstance(one, TasksRecord) for raw in _by_text(one)]
     measured = [{name: flat[key] for name, key in MEASURED.items() if key in flat} for flat in stated]
     answered = [row for one in of_tasks(records) for row in _answered(one)]
     titled = {"evaluations (--json has all of each)": measured, "tasks": answered}
     return {title: rows for title, rows in titled.items() if rows}
+
+
+def _by_text(record: Record) -> list[dict[str, Any]]:
+    """A record's JSON, and again with the figures of each text of another kind in place of the first one's."""
+    raw, others = record.raw, record.elsewhere() if isinstance(record, TextRecord) else ()
+    about, found = raw["protocol"], raw["result"]
+    return [raw, *({"protocol": about | about["texts"][name], "result": found["texts"][name]} for name in others)]
 
 
 def _answered(record: TasksRecord) -> list[dict[str, Any]]:

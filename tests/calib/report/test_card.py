@@ -1,5 +1,6 @@
 """The card says what the records say, and its snippet runs."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -8,11 +9,13 @@ import torch
 import yaml
 from PIL import Image
 
+from kvq_calib.cli import outcome
 from kvq_calib.evaluate import gate
 from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.model import find as models
 from kvq_calib.report import card as report
 from kvq_calib.report import plots, sections, tables
+from kvq_calib.report.published import Published
 from kvq_calib.report.words import size_of
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
@@ -160,6 +163,45 @@ def test_the_card_has_both_protocols_and_what_was_decoded(fitted):
         (one["type"], one["name"].rsplit(", ")[-1]): one["value"] for r in index["results"] for one in r["metrics"]
     }
     assert named["kl_divergence", "full encode"] == 0.1 and named["kl_divergence", "in use"] == 0.00345
+
+
+def of_two_texts() -> TextRecord:
+    """A record of demo, and of demo-code with a tenth more loss."""
+    raw, code = of_both("aqua-2bit").raw, of_both("aqua-2bit", 0.2).raw
+    about = {"text": {"source": "demo-code", "split": "held-out"}, "windows": 4, "length": 512}
+    raw["protocol"]["texts"] = {"demo-code": about}
+    raw["result"]["texts"] = {"demo-code": {"protocols": code["result"]["protocols"]}}
+    return read(raw)
+
+
+def test_figures_of_each_text_are_a_result_of_their_own(fitted):
+    (index,) = yaml.safe_load(report.card(fitted, [of_two_texts()]).split("---")[1])["model-index"]
+    kl = {one["dataset"]["name"]: [m["value"] for m in one["metrics"] if m["type"] == "kl_divergence"]
+          for one in index["results"]}  # fmt: skip
+    assert kl == {"demo": [0.1, 0.00345], "demo-code": [0.2, 0.00345]}
+
+
+def test_what_was_measured_on_another_text_is_shown(capsys):
+    both = of_two_texts()
+    (rows,) = evaluation_tables([both]).values()
+    assert [(row["text"], row["windows"], row["full: kl"]) for row in rows] == [
+        ("demo", 16, 0.1),
+        ("demo-code", 4, 0.2),
+    ]
+    done = Published("aqua-2bit", "x", "0" * 64, 2.1, 0.1, 0.1, both)
+    outcome.show([done], [both, both], as_json=False)
+    said = capsys.readouterr().out
+    assert [line.split()[1] for line in said.splitlines() if "+20.00%" in line and "perplexity" not in line] == [
+        "demo-code", "demo-code",
+    ], "of the artifact and of a baseline"  # fmt: skip
+    assert "on demo-code         perplexity +20.00%, KL 0.2 nats, full encode" in said
+    outcome.show([done], [both], as_json=True)
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["kl_nats_per_token"] == 0.1 and row["texts"]["demo-code"]["kl_nats_per_token"] == 0.2
+
+
+def test_what_was_not_reused_is_not_told(fitted):
+    assert "reused" not in report.card(fitted, [made("aqua-2bit")])
 
 
 def test_records_of_either_version_are_read():
