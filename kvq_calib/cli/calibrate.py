@@ -67,10 +67,10 @@ def _ended(command: Callable[[], int]) -> int:
 
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
-    if args.version == PROGRAM:
+    if args.program == PROGRAM:
         print(f"kvq-runtime {__version__}")
         return 0
-    if args.version is not None:
+    if args.program is not None:
         _renamed(args)
     if args.quiet or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too; read at import
@@ -105,10 +105,10 @@ def _each(args: argparse.Namespace, argv: list[str]) -> int:
 
 def _renamed(args: argparse.Namespace) -> None:
     """Take --version V as --artifact-version V, its name until kvq 0.1."""
-    if args.artifact_version is not None:
+    if args.version is not None:
         raise ValueError("--version V is the older name of --artifact-version; give only that")
     exit_codes.say("kvq-calibrate", "--version V is called --artifact-version V now; --version prints the program's")
-    args.artifact_version = args.version
+    args.version = args.program
 
 
 def _calibrate(args: argparse.Namespace) -> int:
@@ -160,7 +160,7 @@ def _prepared(args: argparse.Namespace):
         show(f"looking for the model {asked.what.model} and the text")
         files = models.look_up(asked.what.model, asked.what.revision) if args.dry_run else None
         work = prepare.prepare(asked, files=files)
-        if args.baseline is None:
+        if args.baselines is None:
             asked = prepare.not_alone(asked, work)
         notes, caution = prepare.preflight(asked, work), verdict.thin(work.plan.samples, work.plan.held_out)
         notes += [f"CAUTION: {caution}; use more --samples"] if caution else []
@@ -184,7 +184,7 @@ def _list_models(as_json: bool) -> int:
 def _job(args: argparse.Namespace):
     import torch
 
-    from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
+    from kvq_calib.job.job import Job, What
     from kvq_runtime.artifact import recipe_text
 
     if args.workers and _wants_prefect(args):
@@ -193,16 +193,10 @@ def _job(args: argparse.Namespace):
         raise ValueError("--model is missing: a name of --list-models, a folder, a .gguf file, or a Hub id")
     if args.reuse is not None and _wants_prefect(args):
         raise ValueError("--reuse is measured in this process; leave out --prefect and $PREFECT_API_URL")
-    recipes = recipe_text.with_settings(args.recipe or [_like(args)], args.set)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    baselines, also = tuple(args.baseline or ()), None if args.also is None else tuple(args.also)
-    return Job(
-        What(args.model, tuple(recipes), tuple(args.bits or ()), args.engine, args.revision, args.reuse),
-        Text(args.corpus, args.samples, args.seq_len, args.held_out, args.transfer, args.seed),
-        Machine(device, args.dtype, args.threads, args.workers, args.run, args.checkpoint_every),
-        Evaluation(not args.no_eval, args.eval_windows, baselines, also, args.max_perplexity_ratio, args.max_kl),
-        Publication(not args.no_publish, args.registry, args.push, args.name, args.artifact_version),
-    )
+    known = Job(What(args.model)).settings  # which options are called by
+    given = {name: value for name, value in vars(args).items() if name in known and value is not None}
+    given["recipes"] = recipe_text.with_settings(args.recipes or [_like(args)], args.set)
+    return Job.from_settings(**{"device": "cuda" if torch.cuda.is_available() else "cpu"} | given)
 
 
 def _like(args: argparse.Namespace) -> str:
@@ -249,7 +243,7 @@ def parser() -> argparse.ArgumentParser:
     add("--models", type=Path, metavar="FILE.yaml",
         help="a list of models, each a name or options of its own, one after the other")  # fmt: skip
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
-    add("--recipe", action="append", metavar="RECIPE",
+    add("--recipe", dest="recipes", action="append", metavar="RECIPE",
         help="a name or FILE.json, either with +PATH=VALUE; or auto, or auto-vocab, whose first layer may be stored "
         "by token; repeat for several (default aqua-2bit)")  # fmt: skip
     add("--reuse", metavar="REF", help="an artifact of the model that this one was fine-tuned from: if it keeps "
@@ -285,15 +279,20 @@ def parser() -> argparse.ArgumentParser:
     add("--push", metavar="URL",
         help="publish to this registry as well, as in hf://org or s3://bucket; checked before the work")  # fmt: skip
     add("--name", metavar="NAME", help="of the artifact (default: MODEL-RECIPE)")
-    add("--artifact-version", metavar="V", help="number of the artifact, as in 1.2.0 (default: the next one)")
-    add("--no-publish", action="store_true", help="leave artifact, card and plots in the run folder")
+    add(
+        "--artifact-version",
+        dest="version",
+        metavar="V",
+        help="number of the artifact, as in 1.2.0 (default: the next one)",
+    )
+    add("--no-publish", dest="publish", action="store_false", help="leave artifact, card and plots in the run folder")
     add = top.add_argument_group("evaluation").add_argument
-    add("--no-eval", action="store_true", help="publish without measuring on held-out text")
+    add("--no-eval", dest="evaluate", action="store_false", help="publish without measuring on held-out text")
     add("--eval-windows", type=count, metavar="N", help="windows of it, as long as the sequences (default: few)")
     add("--also", metavar="NAME=SOURCE", nargs="+",
         help="texts of other kinds to measure on too: demo-code (Python's library), a corpus as above; or none "
         "(default: the model's, demo-code beside a --corpus)")  # fmt: skip
-    add("--baseline", action="append", metavar="NAME",
+    add("--baseline", dest="baselines", action="append", metavar="NAME",
         help="measure this beside: an unfitted recipe or a REF (default: higgs-2bit beside a recipe that is alone)"
     )  # fmt: skip
     add("--max-perplexity-ratio", type=float, metavar="X",
@@ -308,7 +307,7 @@ def parser() -> argparse.ArgumentParser:
     add("--list-models", action="store_true", help="print the catalog")
     add("--json", action="store_true", help="print JSON")
     add("--quiet", action="store_true", help="no progress bar")
-    add("--version", nargs="?", const=PROGRAM, metavar="V",
+    add("--version", dest="program", nargs="?", const=PROGRAM, metavar="V",
         help="print the program's version; with a number, the older name of --artifact-version")  # fmt: skip
     return top
 
