@@ -293,6 +293,14 @@ def encodes(recipe: Recipe, length: int) -> bool:
     return length // window.block * window.block > window.sinks
 
 
+def nothing(recipe: Recipe, length: int, full: bool = False) -> str:
+    """The sentence for texts in which nothing was encoded that was read afterwards, in use or in a full encode."""
+    window = recipe.window
+    exact = 0 if full else window.recent
+    return (f"nothing was encoded: texts of {length} tokens are shorter than {exact} recent tokens and a block of "
+            f"{window.block}, or all sinks; use longer ones")  # fmt: skip
+
+
 def fit_tokens(recipe: Recipe, length: int) -> int | None:
     """Return how many first tokens of a window a recipe is fitted to, if it is fitted to its prompt; else None."""
     online: Any = recipe.policy("online")

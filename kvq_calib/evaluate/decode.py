@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvq_calib.evaluate.caches import WitnessCache, attending
+from kvq_calib.evaluate.caches import WitnessCache, attending, nothing
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
 from kvq_calib.evaluate.perplexity import ROW_TOKENS, mean_and_error
 from kvq_calib.evaluate.record import load_model, of_subject, setting
@@ -169,12 +169,9 @@ def figures(subject: Subject, found: Sequence[Mapping[str, Any]], bins: int, pro
         for name in ("kl", "agreed", "entropy", "decoded")
     )
     decoded_WT = torch.nn.functional.pad(decoded_WT, (1, 0))  # the first token is the prompt's own pass's
-    count, window = kl_WT.shape[1], subject.recipe.window
+    count = kl_WT.shape[1]
     if not bool(decoded_WT.any()):
-        return {
-            "reason": f"nothing was encoded: texts of {prompt + count} tokens are shorter than {window.recent} recent "
-            f"tokens and a block of {window.block}"
-        }
+        return {"reason": nothing(subject.recipe, prompt + count)}
     mean, spread = mean_and_error(kl_WT.mean(1).tolist())
     begins = int(decoded_WT.any(0).int().argmax())
     slopes = 1000 * _slopes(kl_WT[:, begins:])

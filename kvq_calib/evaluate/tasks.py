@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvq_calib.evaluate.caches import CountedCache, FullCache, Reads, attending, refusal
+from kvq_calib.evaluate.caches import CountedCache, FullCache, Reads, attending, nothing, refusal
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger, digest_of
 from kvq_calib.evaluate.perplexity import REFERENCE, ROW_TOKENS, mean_and_error
 from kvq_calib.evaluate.record import load_model, of_subject, setting
@@ -35,11 +35,11 @@ from kvq_calib.tasks.ruler import Haystack
 from kvq_calib.text import corpus, tokenizer
 from kvq_runtime.disk.gguf import is_gguf
 from kvq_runtime.hf.model import CACHE
-from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
 
 Progress = Callable[[int], object]
 Texts = Mapping[tuple[int, str], Sequence[tuple[float, "Case"]]]  # by length and task: (depth, text)
+Answers = Sequence[Sequence[int]]  # tokens by question of a text
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 LENGTHS = (1024, 4096)
 
@@ -54,7 +54,7 @@ class Case:
     context: tuple[int, ...]
     asked: tuple[tuple[int, ...], ...]
     steps: tuple[int, ...]
-    score: Callable[[Sequence[Sequence[int]]], float]
+    score: Callable[[Answers], float]
     right: tuple[tuple[int, ...], ...] | None = None
 
     @property
@@ -208,7 +208,7 @@ class _Work:
                 answers, share = encoded(model, subject, some)
             if share is not None:
                 if subject is not None and share <= 0:
-                    return {"reason": _nothing(subject.recipe, length, protocol)}
+                    return {"reason": nothing(subject.recipe, length, full=protocol == FULL)}
                 decoded = share if decoded is None else min(decoded, share)
             for (depth, case), given in zip(group, answers, strict=True):
                 found[str(depth)].append(case.score(given))
@@ -221,7 +221,7 @@ def summary(scores: Sequence[float]) -> dict[str, Any]:
     return {"accuracy": mean, "se": error, "texts": len(scores)}
 
 
-def stepped(model: PreTrainedModel, cache: Cache, some: Sequence[Case]) -> list[list[list[int]]]:
+def stepped(model: PreTrainedModel, cache: Cache, some: Sequence[Case]) -> list[Answers]:
     """Put texts of one shape into a cache, and have their questions answered greedily: tokens by text and question."""
 
     def passed(ids_BT: Tensor) -> Tensor:
@@ -232,19 +232,18 @@ def stepped(model: PreTrainedModel, cache: Cache, some: Sequence[Case]) -> list[
     passed(torch.tensor([case.context for case in some]))
     if isinstance(cache, CountedCache) and cache.reads is not None:
         cache.reads = Reads()  # what the questions and answers read is counted
-    answers: list[list[list[int]]] = [[] for _ in some]
+    answers = []  # by question
     last = torch.zeros(len(some), 0, dtype=torch.long)
     for number, steps in enumerate(some[0].steps):
         given = [passed(torch.cat([last, torch.tensor([case.asked[number] for case in some])], 1))]
         for _ in range(steps - 1):
             given.append(passed(given[-1]))
         last = given[-1]
-        for row, tokens in enumerate(torch.cat(given, 1).tolist()):
-            answers[row].append(tokens)
-    return answers
+        answers.append(torch.cat(given, 1).tolist())
+    return list(zip(*answers, strict=True))
 
 
-def encoded(model: PreTrainedModel, subject: Subject, some: Sequence[Case]) -> tuple[list[list[list[int]]], float]:
+def encoded(model: PreTrainedModel, subject: Subject, some: Sequence[Case]) -> tuple[list[Answers], float]:
     """Full encode of texts with their right answers: the likeliest tokens in their places, and the share encoded."""
     rows = []
     for case in some:
@@ -258,14 +257,12 @@ def encoded(model: PreTrainedModel, subject: Subject, some: Sequence[Case]) -> t
     with attending(model, cache):
         logits = model(tokens_BT, **{CACHE: cache}, use_cache=True, logits_to_keep=tail + 1).logits
     likeliest = logits.argmax(-1).cpu()
-    answers: list[list[list[int]]] = [[] for _ in some]
-    place = 0
+    answers, place = [], 0
     for asked, steps in zip(some[0].asked, some[0].steps, strict=True):
         place += len(asked)
-        for row, tokens in enumerate(likeliest[:, place : place + steps].tolist()):
-            answers[row].append(tokens)
+        answers.append(likeliest[:, place : place + steps].tolist())
         place += steps
-    return answers, cache.held_share
+    return list(zip(*answers, strict=True)), cache.held_share
 
 
 def _groups(given: Sequence[tuple[float, Case]], rows: int) -> Iterator[list[tuple[float, Case]]]:
@@ -277,14 +274,6 @@ def _groups(given: Sequence[tuple[float, Case]], rows: int) -> Iterator[list[tup
             group = []
         group.append(one)
     yield group
-
-
-def _nothing(recipe: Recipe, length: int, protocol: str) -> str:
-    """The sentence for a run in which nothing was encoded that a question read."""
-    window = recipe.window
-    exact = window.recent if protocol == IN_USE else 0
-    return (f"nothing was encoded: texts of {length} tokens are shorter than {exact} recent tokens and a block of "
-            f"{window.block}, or all sinks; use longer ones")  # fmt: skip
 
 
 def known(files: ModelFiles) -> Sequence[str]:
@@ -354,7 +343,7 @@ def _symbolic(task: str, seed: int, length: int, depth: float) -> Case:
     made = synthetic.TASKS[task](seed, length, depth)
     asked, right = zip(*made.questions, strict=True)
 
-    def score(answers: Sequence[Sequence[int]]) -> float:
+    def score(answers: Answers) -> float:
         return sum(tuple(one) == other for one, other in zip(answers, right, strict=True)) / len(right)
 
     return Case(made.context, asked, tuple(map(len, right)), score, right)
@@ -376,7 +365,7 @@ def _worded(
     # the question begins with the token that its first character is in: the prompt is tokenized as one text
     cut = next(place for place, (_, end) in enumerate(whole.offsets) if end > len(context))
 
-    def score(answers: Sequence[Sequence[int]]) -> float:
+    def score(answers: Answers) -> float:
         return ruler.score(tokenizer.decode(list(answers[0])), made.references)
 
     return Case(tuple(whole.ids[:cut]), (tuple(whole.ids[cut:]),), (made.steps,), score)

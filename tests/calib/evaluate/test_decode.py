@@ -127,6 +127,6 @@ def test_a_text_that_stays_exact_gives_a_reason_and_a_length_must_leave_room(tra
     still = {**traces[1], "decoded": [[0.0] * (COUNT - 1)] * 2}
     found = decode.figures(subject(NAMES[1]), [still], 4, PROMPT)
     assert found == {"reason": "nothing was encoded: texts of 180 tokens are shorter than 0 recent tokens and a block "
-                               "of 128"}  # fmt: skip
+                               "of 128, or all sinks; use longer ones"}  # fmt: skip
     with pytest.raises(ValueError, match=r"prompts of 140 tokens, followed to 145; use at least 148, and at most 8192"):
         decode.evaluate(FILES, batch(1), [], replace(decode.Plan(), length=145))
