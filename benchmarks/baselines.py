@@ -12,7 +12,6 @@ it copies keys and values for every query head.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -194,7 +193,7 @@ def measured(case: Case, device: torch.device, time: Callable[[Call], Timing] = 
     for make in FOUND:
         try:
             for name, call in make(case, device):
-                with quiet():
+                with warnings.catch_warnings(action="ignore"):  # of each reason for a refusal; the error says so too
                     try:
                         found[name] = time(call)
                     except Exception as error:  # torch's, a library's, out of memory
@@ -211,11 +210,3 @@ def fastest(found: dict[str, Any]) -> tuple[str, Timing] | None:
     """(name, time) of the fastest that ran."""
     ran = [(timing.median, name) for name, timing in found.items() if isinstance(timing, Timing)]
     return (min(ran)[1], found[min(ran)[1]]) if ran else None
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Backends that refuse a shape warn of each reason; the error says so too."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -104,8 +104,7 @@ def found(artifact: Artifact, model: PreTrainedModel, tokens: Tensor, of: Callab
 
 
 def cache_of(artifact: Artifact, model: PreTrainedModel) -> KVQCache:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other weights
+    with warnings.catch_warnings(action="ignore"):  # of other weights
         return KVQCache.from_artifact(artifact, model, allow_other_weights=True)
 
 

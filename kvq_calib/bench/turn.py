@@ -4,7 +4,7 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -84,7 +84,9 @@ def take(model: PreTrainedModel, contender: Contender, ids_BT: Tensor, tokens: i
     model.set_attn_implementation(contender.attention)
     cache, watch = contender.make(model), Stopwatch()
     most = watch_peak(ids_BT.device)
-    with _graphs(model, cache) as graphs:
+    # on a GPU, ours with its steps as CUDA graphs: how it is meant to be used there
+    ours = ids_BT.device.type == "cuda" and isinstance(cache, KVQCache)
+    with CudaGraphs(model) if ours else nullcontext() as graphs:
         began = time.perf_counter()
         model.generate(  # type: ignore[operator]
             ids_BT, attention_mask=torch.ones_like(ids_BT), **{CACHE: cache}, do_sample=False, streamer=watch,
@@ -100,16 +102,6 @@ def take(model: PreTrainedModel, contender: Contender, ids_BT: Tensor, tokens: i
         peak_bytes=most(),
         graphs="" if graphs is None else repr(graphs).removeprefix("CudaGraphs(").removesuffix(")"),
     )
-
-
-@contextmanager
-def _graphs(model: PreTrainedModel, cache: Cache) -> Iterator[CudaGraphs | None]:
-    """On a GPU, ours with its steps as CUDA graphs: how it is meant to be used there."""
-    if model.device.type != "cuda" or not isinstance(cache, KVQCache):
-        yield None
-        return
-    with CudaGraphs(model) as graphs:
-        yield graphs
 
 
 def held(cache: Cache) -> int:

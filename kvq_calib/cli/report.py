@@ -17,7 +17,7 @@ from kvq_runtime.cli.table import print_record
 from kvq_runtime.disk import files
 from kvq_runtime.errors import NotFound
 from kvq_runtime.registry.measured import TextRecord, of_text
-from kvq_runtime.registry.reference import Reference, parse
+from kvq_runtime.registry.reference import parse
 from kvq_runtime.registry.resolve import choose, open_registry, resolve
 from kvq_runtime.registry.sound import sound
 
@@ -56,7 +56,8 @@ def _all_pages(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
 
 def _version(args: argparse.Namespace) -> dict[str, Any]:
     """Gather what is known of the version that the reference means."""
-    given, compared = parse_folder(args.reference), _records(args.compare)
+    folder, compared = Path(args.reference), _records(args.compare)
+    given = folder if folder.is_dir() else parse(args.reference)
     if isinstance(given, Path):
         resolved = resolve(args.reference, args.registry or None)
         made = artifact.load(resolved.path, resolved.sha256, resolved.size)
@@ -64,11 +65,6 @@ def _version(args: argparse.Namespace) -> dict[str, Any]:
     registry = open_registry(given.registry or args.registry or None)
     chosen, _ = choose(registry.existing(given.name), given)
     return known.of_version(registry, given.name, chosen.version, compared)
-
-
-def parse_folder(text: str) -> Reference | Path:
-    """The reference, or the path of a file or of a folder that holds one."""
-    return Path(text) if Path(text).is_dir() else parse(text)
 
 
 def _records(file: str | None) -> list[TextRecord]:
