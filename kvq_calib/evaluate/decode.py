@@ -172,14 +172,9 @@ def figures(subject: Subject, found: Sequence[Mapping[str, Any]], bins: int, pro
     count = kl_WT.shape[1]
     if not bool(decoded_WT.any()):
         return {"reason": nothing(subject.recipe, prompt + count)}
-    mean, spread = mean_and_error(kl_WT.mean(1).tolist())
     begins = int(decoded_WT.any(0).int().argmax())
     slopes = 1000 * _slopes(kl_WT[:, begins:])
-    return {
-        "kl": mean,
-        "kl_se": spread,
-        "top1": float(agreed_WT.mean()),
-        "entropy": float(entropy_WT.mean()),
+    return _means(kl_WT, agreed_WT, entropy_WT) | {
         "accepted": _accepted(agreed_WT),
         "encoded_from": begins,
         "trend": dict(zip(("kl_per_1000", "se"), mean_and_error(slopes.tolist()), strict=True)),
@@ -218,16 +213,16 @@ def _window(kl_T: Tensor, agreed_T: Tensor) -> dict[str, Any]:
 
 def _bin(kl_WT: Tensor, agreed_WT: Tensor, entropy_WT: Tensor, decoded_WT: Tensor) -> dict[str, float | None]:
     """A part of the continuation; kl_worst: of the window with the highest."""
-    mean, spread = mean_and_error(kl_WT.mean(1).tolist())
-    return {
-        "kl": mean,
-        "kl_se": spread,
+    return _means(kl_WT, agreed_WT, entropy_WT) | {
         "kl_worst": float(kl_WT.mean(1).max()),
         "kl_max": float(kl_WT.max()),
-        "top1": float(agreed_WT.mean()),
-        "entropy": float(entropy_WT.mean()),
         "decoded": float(decoded_WT.mean()),
     }
+
+
+def _means(kl_WT: Tensor, agreed_WT: Tensor, entropy_WT: Tensor) -> dict[str, Any]:
+    mean, spread = mean_and_error(kl_WT.mean(1).tolist())
+    return {"kl": mean, "kl_se": spread, "top1": float(agreed_WT.mean()), "entropy": float(entropy_WT.mean())}
 
 
 def _slopes(values_WT: Tensor) -> Tensor:
