@@ -12,7 +12,7 @@ from kvq_calib.report.tables import about_text, kl_error, standard_error
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.header import CHECKS
-from kvq_runtime.cli.version import MEANINGS
+from kvq_runtime.cli.version import MEANINGS, compared
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.events import Version
@@ -37,10 +37,8 @@ def checked(registry: Registry, name: str, version: Version) -> tuple[list[dict[
 
 def passed(registry: bool = True) -> list[dict[str, Any]]:
     """The rows of a file that loaded; without a registry there was no size and digest to compare."""
-    return [
-        _row(check, OK if registry or check not in ("size", "sha256") else NOT_COMPARED, MEANINGS[check])
-        for check in CHECKS
-    ]
+    done = compared(registry).items()
+    return [_row(check, OK if known else NOT_COMPARED, MEANINGS[check]) for check, known in done]
 
 
 def _failed(message: str) -> list[dict[str, Any]]:
