@@ -54,7 +54,7 @@ def needles(args: argparse.Namespace, files: ModelFiles) -> int:
     essays = tasks.haystack(measure_real.source("book") or "demo")
     subjects = [None] if args.first else _subjects(args, files)
     for chat in _forms(files) if args.first else (args.chat,):
-        for length in (length for length in _lengths(args) if length <= files.context):
+        for length in (length for length in _lengths(args, LENGTHS) if length <= files.context):
             plan = tasks.Plan(
                 tuple(chosen), (length,), samples=args.windows or TEXTS.get(length, 2), protocols=("in-use",),
                 haystack=essays, chat=chat, steps=ANSWER,
@@ -197,7 +197,7 @@ def bench(args: argparse.Namespace, files: ModelFiles) -> int:
     """`kvq bench`: time to the first token, tokens per second and memory, beside 16 bit and transformers' own."""
     top = argparse.ArgumentParser()
     commands.add_bench(top.add_subparsers())
-    lengths = [length for length in _contexts(args) if length + 40 < files.context]
+    lengths = [length for length in _lengths(args, CONTEXTS) if length + 40 < files.context]
     args.results.mkdir(parents=True, exist_ok=True)
     given = ["bench", *(args.recipes or IN_USE), "--model", args.model, "--context", ",".join(map(str, lengths))]
     given += ["--dtype", "float32", "--device", args.device, "--out", args.results / "bench.jsonl", "--json"]
@@ -254,10 +254,6 @@ def _ledger(files: ModelFiles) -> Ledger:
     return Ledger(Path(os.environ["KVQ_HOME"]) / "real" / weights(files)[:16] / "answers")
 
 
-def _lengths(args: argparse.Namespace) -> Sequence[int]:
-    """Return the lengths that are asked for: all of LENGTHS, if none are."""
-    return LENGTHS if list(args.lengths) == [*measure_real.WINDOWS] else args.lengths
-
-
-def _contexts(args: argparse.Namespace) -> Sequence[int]:
-    return CONTEXTS if list(args.lengths) == [*measure_real.WINDOWS] else args.lengths
+def _lengths(args: argparse.Namespace, usual: Sequence[int]) -> Sequence[int]:
+    """The lengths that are asked for; the usual ones, if none are."""
+    return usual if list(args.lengths) == [*measure_real.WINDOWS] else args.lengths
