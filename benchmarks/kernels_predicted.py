@@ -38,12 +38,11 @@ if __name__ == "__main__":  # before triton is imported
     os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import sass
 from benchmarks.cases import MODELS, Case
 from benchmarks.compiled import Recorded, compiled, programs, recorded
-from benchmarks.host_work import is_view
+from benchmarks.host_work import Operations
 from benchmarks.kernels_aot import FAMILIES, attends, main_pass
 from benchmarks.report import RESULTS
 from benchmarks.simulate import BANDWIDTH, CLOCK, MULTIPROCESSORS, Run, Step, simulate, steps
@@ -55,7 +54,6 @@ TABLE = RESULTS / "kernels_predicted.jsonl"
 BATCHES, LENGTHS = (1, 8, 32), (4096, 16384, 32768, 131072)
 LAUNCH, BF16_LAUNCH = 1.5, 4.0  # microseconds
 BINDS = 0.6
-NO_KERNEL = ("empty", "new_empty", "_unsafe_view")  # beginnings of names
 ARCH = 90
 START = 1500  # cycles of a program beside its blocks: it reads lengths, starts and queries in turn, and stores
 WINDOW = 2000  # cycles that a share of the window takes, beside
@@ -187,12 +185,12 @@ def splits(case: Case, room: int) -> int:
 
 
 def launches(case: Case, cut: int) -> tuple[list[Recorded], int]:
-    """(Triton's launches of one step, how many kernels of torch are between them)."""
+    """(Triton's launches of one step, how many kernels of torch are between them, reading a value included)."""
     model = case.model
     call = attends(
         case.schemes(), model.head_size, model.kv_heads, model.q_heads // model.kv_heads, batch=case.batch, splits=cut
     )
-    seen, inner = Kernels(), attention.attend
+    seen, inner = Operations(), attention.attend
 
     def watched(*args: Any) -> Any:
         with seen:
@@ -200,19 +198,7 @@ def launches(case: Case, cut: int) -> tuple[list[Recorded], int]:
 
     with dispatch.forced(True), recorded() as made, patch.object(attention, "attend", watched):
         call()
-    return made, seen.count
-
-
-class Kernels(TorchDispatchMode):
-    """Counts what torch is asked to do that a GPU would have a kernel for, reading a value included."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.count += not (is_view(func) or func.overloadpacket.__name__.startswith(NO_KERNEL))
-        return func(*args, **kwargs or {})
+    return made, seen.counts["launches"] + seen.counts["waits"]
 
 
 def main_loop(recipe: str) -> Loop:

@@ -100,18 +100,17 @@ def test_kernels_of_a_step_are_counted_as_the_host_launches_them(monkeypatch):
     monkeypatch.setattr(host, "merge_parts", lambda *given: None)
     seen = {name: predicted.launches(Case(MODELS[0], name, 4096, 1), 8)[1] for name in ("rtn-2bit", "higgs-head-2bit")}
     assert seen == {"rtn-2bit": 0, "higgs-head-2bit": 0}  # the query is rotated in the kernel
-    kernels = predicted.Kernels()
-    with kernels:
+    with predicted.Operations() as kernels:
         x = torch.ones(2, 3)
         torch.empty_like(x)
         torch.empty_strided((2, 3), (1, 2))
         x.new_empty_strided((2, 3), (1, 2))
         y = x.view(3, 2).mT
-        assert kernels.count == 1
+        assert kernels.counts["launches"] == 1
         (y @ y.mT).add_(1)
-        assert kernels.count == 3
+        assert kernels.counts["launches"] == 3
         assert torch.equal(x, x) and x.nonzero().shape == (6, 2)
-    assert kernels.count == 5
+    assert (kernels.counts["launches"], kernels.counts["waits"]) == (3, 2)
 
 
 def test_splits_are_those_of_an_h200():
