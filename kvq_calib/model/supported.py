@@ -12,18 +12,22 @@ from kvq_calib.model.files import ARCHITECTURES, ModelFiles
 from kvq_runtime.ops import rope
 
 PROPORTIONAL = "proportional"  # RoPE of a part of the frequencies, the others of angle 0
-SIZES = {  # {setting: the most that any model has, with room}
-    "num_hidden_layers": 1 << 12,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "head_dim": 1 << 14,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "vocab_size": 1 << 26,
-    "max_position_embeddings": 1 << 28,
-    "altup_num_inputs": 1 << 6,
+SIZES = {  # {setting: the least, and the most that any model has, with room}
+    "num_hidden_layers": (1, 1 << 12),
+    "num_attention_heads": (1, 1 << 12),
+    "num_key_value_heads": (1, 1 << 12),
+    "head_dim": (1, 1 << 14),
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 22),
+    "vocab_size": (1, 1 << 26),
+    "max_position_embeddings": (1, 1 << 28),
+    "altup_num_inputs": (1, 1 << 6),
+    "altup_active_idx": (0, (1 << 6) - 1),
+    "hidden_size_per_layer_input": (0, 1 << 16),
 }
-OPTIONAL = ("num_key_value_heads", "head_dim", "altup_num_inputs")
+OPTIONAL = (
+    "num_key_value_heads", "head_dim", "altup_num_inputs", "altup_active_idx", "hidden_size_per_layer_input",
+)  # fmt: skip
 Files = TypeVar("Files", bound=ModelFiles)
 
 
@@ -70,24 +74,31 @@ def _other(files: Files, architecture: Any) -> Files:
 
 def _check_numbers(files: ModelFiles, config: Mapping[str, Any], optional: Sequence[str]) -> None:
     """Refuse numbers that are missing, or that no model has: loops and memory are as large as they say."""
-    for name, most in SIZES.items():
+    for name, (least, most) in SIZES.items():
         value = config.get(name)
         if value is None and name in optional:
             continue
         each = [value]
         if name == "intermediate_size" and isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
             each = value  # of each layer
-        if any(type(one) is not int or not 1 <= one <= most for one in each):
+        if any(type(one) is not int or not least <= one <= most for one in each):
             raise ValueError(
-                f"{files.id}: {files.described} has {name}={value!r:.60}; a whole number from 1 to {most} is needed"
+                f"{files.id}: {files.described} has {name}={value!r:.60}; a whole number from {least} to {most} is "
+                "needed; download it again"
             )
 
 
 def _check_sizes(files: ModelFiles) -> None:
     """The same, and that heads can share, and RoPE be undone."""
     _check_numbers(files, files.config, OPTIONAL)
+    streams, active = files.config.get("altup_num_inputs") or 1, files.config.get("altup_active_idx") or 0
+    if active >= streams:
+        raise ValueError(
+            f"{files.id}: {files.described} has altup_active_idx={active} and altup_num_inputs={streams}; a whole "
+            f"number from 0 to {streams - 1} is needed; download it again"
+        )
     heads, of = files.config["num_attention_heads"], files.geometry.kv_heads
-    if files.geometry.head_size > SIZES["head_dim"]:
+    if files.geometry.head_size > SIZES["head_dim"][1]:
         raise ValueError(f"{files.id}: {files.described} has heads of {files.geometry.head_size}; no model has")
     if heads % of:
         raise ValueError(
