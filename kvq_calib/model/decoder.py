@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicCache
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -280,10 +282,17 @@ def check(config: "PreTrainedConfig", id: str) -> None:
         )
     for n in attending(text.to_dict()):
         named = ("qkv_proj",), ("k_proj", "v_proj"), LATENT_PROJECTIONS.values()
-        if not any(all(hasattr(attend[n], name) for name in names) for names in named):
+        told = next((names for names in named if all(hasattr(attend[n], name) for name in names)), None)
+        if told is None:
             raise ValueError(
                 f"{id}: {type(attend[n]).__name__} has no k_proj and v_proj, and no qkv_proj, by which an artifact "
                 f"knows its model; use a recipe that needs no fit; {LISTED}"
+            )
+        wanted = [f"layers.{n}.self_attn.{name}.weight" for name in told]
+        if (stored := _stored(model, wanted)) != wanted:
+            raise ValueError(
+                f"{id}: its files have {stored[0]}, and no {wanted[0]}, by which an artifact knows its model; use a "
+                f"recipe that needs no fit, or another model; {LISTED}"
             )
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
@@ -310,6 +319,14 @@ def check(config: "PreTrainedConfig", id: str) -> None:
             f"{id}: by its configuration layers {_numbers(list(decoder.attending))} attend to every token, by its "
             f"masks {_numbers(whole) or 'none'}; {LISTED}"
         )
+
+
+def _stored(model: Any, names: Iterable[str]) -> list[str]:
+    """The names that parameters have in the files that transformers writes of such a model."""
+    rules = [rule.reverse_transform() for rule in reversed(get_model_conversion_mapping(model, add_legacy=False))]
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming) and not isinstance(rule, PrefixChange)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    return [rename_source_key(name, renamings, converters, reverse=True)[0] for name in names]
 
 
 def _check_cache(under: "Under", id: str) -> None:

@@ -51,7 +51,7 @@ E2B = SHARING | {  # of Gemma 4
     "per_layer_config": {str(n): {"head_dim": 64, "num_key_value_heads": 1} for n in (1, 3, 5)},
     "enable_moe_block": False,
 }  # fmt: skip
-LATER = ("internlm3", "iquestcoder", "kolibri1", "flint", "lfm3")  # than the oldest transformers
+LATER = ("internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "bailing_hybrid")  # than the oldest transformers
 OWN = {
     "glm4_moe": EXPERTS | ROUTED,
     "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2}, "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
@@ -78,6 +78,8 @@ OWN = {
     **dict.fromkeys(("kimi_linear",), EXPERTS | ROUTED | LATENT | {
         "layer_types": ["linear_attention", "full_attention", "full_attention"], "linear_head_dim": 16,
         "linear_num_heads": 4, "n_routed_experts": 4}),
+    "bailing_hybrid": EXPERTS | ROUTED | LATENT | {
+        "layer_types": ["linear_attention", "full_attention", "full_attention"]},
     "minicpm3": LATENT | {"scale_emb": 1.0, "dim_model_base": 64},
     "youtu": LATENT | {"pad_token_id": None},  # whose row transformers sets to 0 when it loads
     "gemma3n_text": SHARING | {"head_dim": 16, "altup_num_inputs": 2, "laurel_rank": 8, "intermediate_size": [128] * 6,

@@ -39,6 +39,7 @@ TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
 UNLISTED = {
     "minimax": "it does not run with transformers' own cache: MiniMax uses cache of its own",
     "falcon_h1": "layers 0, 1, 2 of 3 are of type hybrid; calibration takes models whose layers attend to every",
+    "bailing_hybrid": "its files have layers.1.attention.kv_a_proj_with_mqa.weight, and no layers.1.self_attn.kv_a",
     "doge": r"its attention has parameters of its own \(A\)",
     "persimmon": "PersimmonAttention has no k_proj and v_proj, and no qkv_proj",
 }  # fmt: skip
