@@ -198,12 +198,11 @@ def _columns(paragraph: str) -> str:
 def served() -> list[list[str]]:
     """A row a family: what it is, its recipes, bits and fit, and how many of the recipes each engine serves."""
     from kvq_runtime.cli.recipes import by_family
-    from kvq_runtime.geometry import MODELS
     from kvq_runtime.lmcache.settings import LMCACHE
     from kvq_runtime.recipe import families
     from kvq_runtime.vllm.served import VLLM
 
-    engines, shape = {"vLLM": VLLM, "LMCache": LMCACHE}, MODELS["qwen2.5-7b"]
+    engines = {"vLLM": VLLM, "LMCache": LMCACHE}
     rows: list[list[str]] = [["family", "method", "recipes", "bits", "fitted", *engines]]
     known = {name.replace("_", "-"): found for name, found in families().items()}
     for row in sorted(by_family(), key=lambda row: row["family"]):
@@ -211,7 +210,7 @@ def served() -> list[list[str]]:
         bits = least if least == most else f"{least} to {most}"
         fitted = {True: "yes", False: "no"}.get(row["fitted"], "some")
         recipes = known[row["family"]]
-        kept = [sum(one.refusal(recipe, shape) is None for recipe in recipes) for one in engines.values()]
+        kept = [sum(one.refusal(recipe) is None for recipe in recipes) for one in engines.values()]
         shares = ["all" if count == len(recipes) else str(count or "no") for count in kept]
         rows.append([f"`{row['family']}`", row["what"], str(row["recipes"]), bits, fitted, *shares])
     return rows

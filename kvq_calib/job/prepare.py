@@ -58,7 +58,7 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
         )
     recipes = [recipe_text.read(asked) for asked in what.recipes if asked not in automatic]
     for recipe in recipes if what.engine else ():
-        served.check(recipe, files.geometry)
+        served.VLLM.check(recipe, files.geometry)
     budgets, vocabularies = {}, {}
     for asked, bits in itertools.product(automatic, what.bits):
         if not budget.measured(asked, what.engine):
@@ -143,7 +143,7 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
         base = base_of(job, files)
         job.artifact_name(files, base.recipe.name)
         if job.what.engine:
-            served.check(base.recipe, files.geometry)
+            served.VLLM.check(base.recipe, files.geometry)
         if not encodes(base.recipe, length):
             raise ValueError(f"--reuse {job.what.reuse}: a bound on it could not be judged; use a longer --seq-len")
     for recipe in plan.recipes if evaluation.bounds.given else ():

@@ -115,7 +115,7 @@ def served_options(geometry: Geometry, role: Role) -> list[Scheme]:
     found = [higgs.scheme(bits, "head", MEAN) for bits in GRIDS]
     found += [turboquant.scheme(bits, predict=MEAN) for bits in turboquant.BITS]
     found += [Scheme(Rtn(bits, "head"), rotate=Hadamard("head"), predict=MEAN) for bits in SERVED]
-    return _allowed(found, lambda scheme: served.check(Recipe("option", scheme, scheme), geometry), geometry)
+    return _allowed(found, lambda scheme: served.VLLM.check(Recipe("option", scheme, scheme), geometry), geometry)
 
 
 def _allowed(

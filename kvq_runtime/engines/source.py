@@ -14,7 +14,6 @@ is right where neither a rotation nor a group of rounding reaches over heads; ot
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -137,39 +136,44 @@ def _weights(files: Path | None) -> Callable[[int, str], Tensor | None]:
 class Engine:
     """An engine that takes some recipes.
 
-    refusal  why it cannot take a recipe on a model of this shape, a clause; None: it can
     cannot   begins the sentence of a refusal, before the recipe's name: "vLLM cannot serve"
     can      ends "the nearest recipe that it can ..."
+    decides  what is the engine's to decide, and so no policy's, a clause
+    reason   why it cannot take a recipe without policies, a clause; None: it can
     """
 
     cannot: str
     can: str
-    refusal: Callable[[Recipe, Geometry], str | None]
+    decides: str
+    reason: Callable[[Recipe], str | None]
 
+    def refusal(self, recipe: Recipe) -> str | None:
+        """Return why the engine cannot take a recipe, a clause; None: it can."""
+        if recipe.policies:
+            kinds = ", ".join(policy.kind for policy in recipe.policies)
+            return f"it chooses among tokens, or waits for a prompt ({kinds}), and {self.decides}"
+        return self.reason(recipe)
 
-def check(engine: Engine, recipe: Recipe, geometry: Geometry) -> None:
-    """Raise ValueError, a sentence that names the nearest recipe that it takes, unless it takes this one."""
-    reason = engine.refusal(recipe, geometry)
-    if reason is not None:
-        near = nearest(engine, recipe, geometry)
-        raise ValueError(
-            f"{engine.cannot} {recipe.name}: {reason}; the nearest recipe that it can {engine.can} is {near.name}, "
-            f"{bits(near, geometry):.3g} bits (docs/serve-vllm.md lists all)"
-        )
-    recipe.check(geometry)
+    def check(self, recipe: Recipe, geometry: Geometry) -> None:
+        """Raise ValueError, a sentence that names the nearest recipe that it takes, unless it takes this one."""
+        reason = self.refusal(recipe)
+        if reason is not None:
+            near = self.nearest(recipe, geometry)
+            raise ValueError(
+                f"{self.cannot} {recipe.name}: {reason}; the nearest recipe that it can {self.can} is {near.name}, "
+                f"{bits(near, geometry):.3g} bits (docs/serve-vllm.md lists all)"
+            )
+        recipe.check(geometry)
 
+    def nearest(self, recipe: Recipe, geometry: Geometry) -> Recipe:
+        """The recipe without calibration that it takes and whose bits are nearest."""
+        wanted = bits(recipe.of_vocabulary(1 << 17), geometry)  # of a large model; a token's number costs 17 bits
+        return min(self.plain(geometry), key=lambda one: abs(bits(one, geometry) - wanted))
 
-def nearest(engine: Engine, recipe: Recipe, geometry: Geometry) -> Recipe:
-    """The recipe without calibration that it takes and whose bits are nearest."""
-    wanted = bits(recipe.of_vocabulary(1 << 17), geometry)  # of a large model; a token's number costs 17 bits
-    return min(plain(engine, geometry), key=lambda one: abs(bits(one, geometry) - wanted))
-
-
-@lru_cache(maxsize=16)
-def plain(engine: Engine, geometry: Geometry) -> tuple[Recipe, ...]:
-    """The recipes that need no artifact and that it takes on this shape."""
-    found = (recipe for recipe in presets().values() if not recipe.fitted and engine.refusal(recipe, geometry) is None)
-    return tuple(recipe for recipe in found if serves(recipe, geometry))
+    def plain(self, geometry: Geometry) -> list[Recipe]:
+        """The recipes that need no artifact and that it takes on this shape."""
+        found = (recipe for recipe in presets().values() if not recipe.fitted and self.refusal(recipe) is None)
+        return [recipe for recipe in found if serves(recipe, geometry)]
 
 
 def bits(recipe: Recipe, geometry: Geometry) -> float:

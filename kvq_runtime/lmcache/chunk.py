@@ -58,7 +58,7 @@ class Field:
 class ChunkCodec:
     """Encode and decode chunks of one shape.
 
-    recipe    that LMCache's chunks can be kept by (`settings.check`)
+    recipe    that LMCache's chunks can be kept by (`settings.LMCACHE`)
     tensors   of its fit, {} where there is none
     tokens    of a chunk
     dtype     of its keys and values

@@ -31,11 +31,7 @@ from kvq_runtime.recipe import Recipe
 NAMES = ("cache", "model", "revision", "head_size", "workers")
 
 
-def refusal(recipe: Recipe, geometry: Geometry) -> str | None:
-    """Return why the recipe cannot keep LMCache's chunks on a model of this shape: a clause; None: it can."""
-    if recipe.policies:
-        kinds = ", ".join(policy.kind for policy in recipe.policies)
-        return f"it chooses among tokens, or waits for a prompt ({kinds}), and LMCache decides which chunks are held"
+def _reason(recipe: Recipe) -> str | None:
     if recipe.position == "pre":
         return "keys are encoded before RoPE, and LMCache does not say at which position a chunk begins"
     if "positions" in recipe.needs:
@@ -45,12 +41,7 @@ def refusal(recipe: Recipe, geometry: Geometry) -> str | None:
     return None
 
 
-LMCACHE = Engine("LMCache's chunks cannot be kept by", "keep them by", refusal)
-
-
-def check(recipe: Recipe, geometry: Geometry) -> None:
-    """Raise ValueError, a sentence that names the nearest recipe that can be served, unless this one can."""
-    source.check(LMCACHE, recipe, geometry)
+LMCACHE = Engine("LMCache's chunks cannot be kept by", "keep them by", "LMCache decides which chunks are held", _reason)
 
 
 @dataclass(frozen=True)
@@ -100,7 +91,7 @@ def _read(given: Mapping[str, Any]) -> Settings:
         raise ValueError('an artifact is of one model; give "model", so that it can be compared')
     else:
         head_size = given["head_size"]
-    check(found.recipe, geometry or typical(head_size))
+    LMCACHE.check(found.recipe, geometry or typical(head_size))
     return Settings(found, geometry, head_size, given.get("workers", 1))
 
 

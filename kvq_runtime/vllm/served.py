@@ -23,14 +23,13 @@ VARIABLE = "KVQ_CACHE"
 TYPICAL = MODELS["qwen2.5-7b"]  # asked before the model is known; it is asked again for the model itself
 
 
-def refusal(recipe: Recipe, geometry: Geometry) -> str | None:
-    """Return the reason why vLLM cannot serve the recipe on a model of this shape: a clause; None: it can."""
-    if recipe.policies:
-        kinds = ", ".join(policy.kind for policy in recipe.policies)
-        return f"it chooses among tokens, or waits for a prompt ({kinds}), and vLLM decides which pages are held"
+def _reason(recipe: Recipe) -> str | None:
     if recipe.cross_layer:
         return "each layer is predicted from the decoded layer below, and vLLM's layers see their own pages alone"
     return None
+
+
+VLLM = Engine("vLLM cannot serve", "serve", "vLLM decides which pages are held", _reason)
 
 
 def by_block(recipe: Recipe, geometry: Geometry) -> bool:
@@ -43,14 +42,6 @@ def _by_token(scheme: Scheme, geometry: Geometry) -> bool:
         return False
     few, more = (scheme.fields(tokens, geometry, torch.bfloat16) for tokens in (64, 128))
     return all(few[name][0] == (64, *more[name][0][1:]) and more[name][0][0] == 128 for name in few)
-
-
-VLLM = Engine("vLLM cannot serve", "serve", refusal)
-
-
-def check(recipe: Recipe, geometry: Geometry) -> None:
-    """Raise ValueError, a sentence that names the nearest recipe that can be served, unless this one can."""
-    source.check(VLLM, recipe, geometry)
 
 
 def paged(recipe: Recipe, geometry: Geometry, tokens: int) -> Recipe:
@@ -83,7 +74,7 @@ def load(reference: str) -> Source:
     """Load it, once a process. Raises what `load_artifact` does, and ValueError, with the variable's name."""
     with named(reference):
         found = source.read(reference)
-        check(found.recipe, TYPICAL if found.artifact is None else found.artifact.fingerprint.geometry)
+        VLLM.check(found.recipe, TYPICAL if found.artifact is None else found.artifact.fingerprint.geometry)
     return found
 
 
@@ -95,5 +86,5 @@ def check_model(found: Source, config: Mapping[str, Any], model: str, revision: 
     """
     with named(found.reference):
         geometry = source.match(found, config, model, revision)
-        check(found.recipe, geometry)
+        VLLM.check(found.recipe, geometry)
     return geometry

@@ -45,7 +45,7 @@ def _tensors(name: str, size: Geometry, seed: int = 0) -> Mapping[str, Tensor]:
 
 def _codec(name: str, tokens: int = TOKENS, size: Geometry = SIZE, seed: int = 0, dtype=torch.bfloat16) -> ChunkCodec:
     recipe = recipe_text.read(name)
-    settings.check(recipe, size)
+    settings.LMCACHE.check(recipe, size)
     return ChunkCodec(recipe, size, _tensors(name, size, seed), tokens, dtype)
 
 
@@ -188,10 +188,10 @@ def test_what_is_not_finite_is_not_kept():
 )  # fmt: skip
 def test_what_needs_positions_is_refused_with_the_nearest_that_does_not(name: str, reason: str):
     with pytest.raises(ValueError, match=reason) as refused:
-        settings.check(recipe := recipe_text.read(name), Geometry(28, 4, 128))
+        settings.LMCACHE.check(recipe := recipe_text.read(name), Geometry(28, 4, 128))
     assert f"LMCache's chunks cannot be kept by {recipe.name}: " in str(refused.value)
     near = str(refused.value).partition("keep them by is ")[2].partition(",")[0]
-    settings.check(preset(near), Geometry(28, 4, 128))
+    settings.LMCACHE.check(preset(near), Geometry(28, 4, 128))
 
 
 def test_chunks_of_any_length_where_tokens_are_rounded_alone():

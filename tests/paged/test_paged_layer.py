@@ -80,7 +80,7 @@ def test_a_first_page_keeps_its_entry_until_it_is_written_as_another():
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_the_nearest_that_can(name: str, reason: str):
     with pytest.raises(ValueError, match=reason) as refused:
-        served.check(preset(name), Geometry(28, 4, 128))
+        served.VLLM.check(preset(name), Geometry(28, 4, 128))
     assert "nearest recipe that it can serve is" in str(refused.value)
 
 

@@ -163,11 +163,11 @@ def test_what_is_chosen_for_an_engine_can_be_served_by_it(asked):
     first = budget.recipe(asked, GEOMETRY, engine="vllm")
     chosen, promised = budget.allocated(first, asked, GEOMETRY, curves([1, 3, 0.1, 1], "vllm"))
     for recipe in (first, chosen):
-        assert served.refusal(recipe.check(GEOMETRY), GEOMETRY) is None
+        assert served.VLLM.refusal(recipe.check(GEOMETRY)) is None
         assert asymptotic_bits(recipe, GEOMETRY) <= asked
     assert asymptotic_bits(chosen, GEOMETRY) > asked - 0.6  # a step between two settings of a layer
     assert promised > 0 and chosen.name == f"auto-{asked:g}bit-vllm" and sorted(chosen.layers) == [0, 1, 2, 3]
-    assert served.refusal(budget.recipe(asked, GEOMETRY), GEOMETRY) is not None
+    assert served.VLLM.refusal(budget.recipe(asked, GEOMETRY)) is not None
 
 
 def test_a_budget_that_an_engine_cannot_have_is_refused():
