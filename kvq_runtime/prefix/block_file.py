@@ -19,12 +19,12 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -37,7 +37,6 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import entropy, lossless
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.storage import Slab
 
 CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded", "lossless")
@@ -78,6 +77,23 @@ class Block:
         return Block(fields, self.sinks_2LSC.cpu(), {site: x.cpu() for site, x in self.exact.items()})
 
 
+class _Site(NamedTuple):
+    """A field of one layer's keys, or values, in a stream."""
+
+    layer: int
+    role: int
+    field: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Stream(NamedTuple):
+    """Fields that are coded together, in this order, in at most `longest` bytes."""
+
+    sites: Sequence[_Site]
+    longest: int
+
+
 @dataclass(frozen=True)
 class BlockFormat:
     """The contents of a block's file.
@@ -110,41 +126,31 @@ class BlockFormat:
             for specs, run in groupby(self.held, fields.__getitem__):
                 layers = tuple(run)
                 stage = self.recipe.scheme(layers[0], name).quantize
-                coded = (*stage.at_rest, *stage.lossless)
-                for field, shape, dtype in (spec for spec in specs if spec[0] not in coded):
-                    found.append((f"{name}.{layers[0]}.{field}", role, field, layers, shape, dtype))
+                for field, shape, dtype in specs:
+                    if field not in (*stage.at_rest, *stage.lossless):
+                        found.append((f"{name}.{layers[0]}.{field}", role, field, layers, shape, dtype))
         return found
 
     @cached_property
-    def _coded(self) -> list[tuple[int, int, str, tuple[int, int]]]:
-        """(layer, role, field, shape) of the fields that are coded, in their order in the stream."""
-        return self._places(lambda stage: stage.at_rest)
-
-    @cached_property
-    def _lossless(self) -> list[tuple[int, int, str, tuple[int, int]]]:
-        """The same of those that are coded without loss."""
-        return self._places(lambda stage: stage.lossless)
-
-    def _places(self, named: Callable[[Quantizer], tuple[str, ...]]) -> list[tuple[int, int, str, tuple[int, int]]]:
-        return [
-            (layer, role, field, (shape[0], shape[1]))
-            for layer in self.held
-            for role, name in enumerate(ROLES)
-            for field, shape, _ in self._fields(layer, role)
-            if field in named(self.recipe.scheme(layer, name).quantize)
-        ]
+    def _streams(self) -> dict[str, _Stream]:
+        """The streams that a block has, by the names of their tensors."""
+        found: dict[str, list[_Site]] = {CODED: [], LOSSLESS: []}
+        for layer in self.held:
+            for role, name in enumerate(ROLES):
+                stage = self.recipe.scheme(layer, name).quantize
+                for stream, named in ((CODED, stage.at_rest), (LOSSLESS, stage.lossless)):
+                    own = (spec for spec in self._fields(layer, role) if spec[0] in named)
+                    found[stream] += [_Site(layer, role, *spec) for spec in own]
+        most = {CODED: entropy.most, LOSSLESS: lambda count: lossless.most(count, self.dtype)}
+        counts = {name: sum(math.prod(site.shape) for site in sites) for name, sites in found.items()}
+        return {name: _Stream(sites, most[name](counts[name])) for name, sites in found.items() if sites}
 
     @cached_property
     def _rungs(self) -> list[Tensor]:
+        """What the fit knows of the channels of entropy-coded fields."""
         assert self.tensors is not None, "coded fields without the tensors of a fit"
-        return [self.tensors[f"layers.{layer}.{ROLES[role]}.quantize.rung"].cpu() for layer, role, _, _ in self._coded]
-
-    @cached_property
-    def _longest(self) -> dict[str, int]:
-        """Bytes that coded fields have at the most, by the name of their stream."""
-        codes, numbers = (sum(math.prod(shape) for *_, shape in some) for some in (self._coded, self._lossless))
-        found = {CODED: entropy.most(codes), LOSSLESS: lossless.most(numbers, self.dtype)}
-        return {name: size for name, size in found.items() if (self._coded if name == CODED else self._lossless)}
+        sites = self._streams[CODED].sites
+        return [self.tensors[f"layers.{one.layer}.{ROLES[one.role]}.quantize.rung"].cpu() for one in sites]
 
     def _fields(self, layer: int, role: int) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
         scheme = self.recipe.scheme(layer, ROLES[role])
@@ -166,13 +172,12 @@ class BlockFormat:
     @property
     def coded(self) -> bool:
         """True if any fields are entropy-coded."""
-        return bool(self._longest)
+        return bool(self._streams)
 
     def data_bytes(self, number: int) -> int:
         """Bytes of a block's tensors, as many as there can be."""
-        return sum(self._longest.values()) + sum(
-            math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(number).values()
-        )
+        plain = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(number).values())
+        return plain + sum(stream.longest for stream in self._streams.values())
 
     def usual(self) -> int:
         """Bytes that no block's file exceeds which keeps nothing exact."""
@@ -196,17 +201,15 @@ class BlockFormat:
                 tensors[name] = block.exact[site].detach().to("cpu", self.dtype).contiguous()
         if self.sinks(link.number):
             tensors["sinks"] = block.sinks_2LSC.detach().to("cpu", self.dtype).contiguous()
-        if self._coded:
-            codes = [block.fields[layer][role][name].detach().cpu() for layer, role, name, _ in self._coded]
-            for one, (layer, _, name, shape) in zip(codes, self._coded, strict=True):
-                if tuple(one.shape) != shape or one.dtype != torch.int8:
+        for name, stream in self._streams.items():
+            parts = [block.fields[site.layer][site.role][site.field].detach().cpu() for site in stream.sites]
+            for part, site in zip(parts, stream.sites, strict=True):
+                if tuple(part.shape) != site.shape or part.dtype != site.dtype:
                     raise ValueError(
-                        f"{name} of layer {layer}: {one.dtype} {list(one.shape)}; a block has {list(shape)}"
+                        f"{site.field} of layer {site.layer}: {part.dtype} {list(part.shape)}; a block has "
+                        f"{site.dtype} {list(site.shape)}"
                     )
-            tensors[CODED] = entropy.encode(codes, self._rungs)
-        if self._lossless:
-            numbers = [block.fields[layer][role][name].detach().cpu() for layer, role, name, _ in self._lossless]
-            tensors[LOSSLESS] = lossless.encode(numbers)
+            tensors[name] = entropy.encode(parts, self._rungs) if name == CODED else lossless.encode(parts)
         about = _about(link)
         about["content"] = _content(about, tensors)
         return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(about)})
@@ -233,10 +236,10 @@ class BlockFormat:
         expected, listed = self.specs(link.number), head.specs()
         shape = (self.recipe.window.block, self.geometry.width)
         expected |= {name: (shape, self.dtype) for name in self._exact if name in listed}
-        for name, longest in self._longest.items():
+        for name, stream in self._streams.items():
             shape, dtype = listed.get(name, ((), None))
-            if dtype != torch.uint8 or len(shape) != 1 or shape[0] > longest:
-                raise ArtifactError(f"tensors: {name} is not at most {longest} bytes of codes")
+            if dtype != torch.uint8 or len(shape) != 1 or shape[0] > stream.longest:
+                raise ArtifactError(f"tensors: {name} is not at most {stream.longest} bytes of codes")
             expected[name] = listed[name]
         if listed != expected:
             differ = sorted(name for name in {*listed, *expected} if listed.get(name) != expected.get(name))
@@ -254,20 +257,24 @@ class BlockFormat:
         for name, role, field, layers, _, _ in self._runs:
             for place, layer in enumerate(layers):
                 fields[layer][role][field] = tensors[name][place]
-        if self._coded and self.tensors is not None:
-            codes = entropy.decode(tensors[CODED], [shape for *_, shape in self._coded], self._rungs)
-            for (layer, role, field, _), x in zip(self._coded, codes, strict=True):
-                fields[layer][role][field] = x
-        if self._lossless and (self.tensors is not None or entropy.found()):
-            widths = [shape[1] for *_, shape in self._lossless]
-            numbers = lossless.decode(tensors[LOSSLESS], self.recipe.window.block, widths, self.dtype)
-            if not all(bool(torch.isfinite(x).all()) for x in numbers):
-                raise ArtifactError(f"finite: {LOSSLESS} has NaN or infinity")
-            for (layer, role, field, _), x in zip(self._lossless, numbers, strict=True):
-                fields[layer][role][field] = x
+        for name, stream in self._streams.items():
+            for site, x in zip(stream.sites, self._decoded(name, tensors[name]), strict=False):
+                fields[site.layer][site.role][site.field] = x
         nothing = torch.empty(2, len(self.held), 0, self.geometry.width, dtype=self.dtype)
         exact = {site: tensors[name] for name, site in self._exact.items() if name in tensors}
         return Block(fields, tensors.get("sinks", nothing), exact)
+
+    def _decoded(self, name: str, stream_X: Tensor) -> list[Tensor]:
+        """The fields of a stream; none where they are not decoded."""
+        shapes = [(site.shape[0], site.shape[1]) for site in self._streams[name].sites]
+        if name == CODED:
+            return [] if self.tensors is None else entropy.decode(stream_X, shapes, self._rungs)
+        if self.tensors is None and not entropy.found():
+            return []
+        numbers = lossless.decode(stream_X, self.recipe.window.block, [width for _, width in shapes], self.dtype)
+        if not all(bool(torch.isfinite(x).all()) for x in numbers):
+            raise ArtifactError(f"finite: {LOSSLESS} has NaN or infinity")
+        return numbers
 
 
 def beside(recipe: Recipe, geometry: Geometry, tokens: int = LENGTH) -> float:
