@@ -54,14 +54,6 @@ class Coder:
         self._codecs = shared.build(recipe, geometry, self.tensors)
         self._depth = max(1, *map(_reads, self._codecs))  # of layers below that are read
 
-    def encode(self, number: int, rows: Rows) -> Block:
-        """Encode the tokens of block `number` of a text. ValueError for more than a block, and for NaN or infinity."""
-        size = self.recipe.window.block
-        most = max(len(rows[layer][0]) for layer in self.held)
-        if most > size:
-            raise ValueError(f"{most} tokens; a block has {size}: give one, or use encode_run")
-        return self.encode_run(number, rows)[0]
-
     def encode_run(self, first: int, rows: Rows) -> list[Block]:
         """Encode blocks in a row, from block `first` of a text on, each as it would be alone.
 
@@ -81,7 +73,8 @@ class Coder:
         return [Block(one.fields, torch.stack(one.exact, 1), one.beyond) for one in begun]
 
     def _begun(self, number: int) -> "_Begun":
-        window, positions = self.recipe.window, self._positions()
+        window, positions = self.recipe.window, Positions()
+        positions.announce(None, None, self.rotary)
         start, stop = number * window.block, (number + 1) * window.block
         sinks = min(max(window.sinks - start, 0), window.block)
         return _Begun(
@@ -148,11 +141,6 @@ class Coder:
             near = Rotary(self.rotary.frequencies_K.to(device), self.rotary.scaling, self.rotary.dtype)
         cache.positions.announce(None, torch.arange(start, stop, device=device)[None] if start else None, near)
         return cache
-
-    def _positions(self) -> Positions:
-        positions = Positions()
-        positions.announce(None, None, self.rotary)
-        return positions
 
     def _finite(self, first: int, rows: Rows) -> int:
         """Return how many of these blocks are before one with NaN or infinity, all if there is none."""
@@ -223,6 +211,15 @@ def held(cache: BlockCache, number: int, row: int = 0) -> Block:
                 exact[layer, role] = store.watch.exact[role][number][row].cpu()
     sinks_2LSC = torch.stack([cache.layers[layer].sinks_2BSC[:, row] for layer in layers], 1)
     return Block(fields, sinks_2LSC[:, :, number * size : (number + 1) * size], exact)
+
+
+def window_rows(cache: BlockCache, number: int, end: int, row: int) -> Rows:
+    """Exact keys and values [T, C] of blocks that are still in the window."""
+    size, found = cache.recipe.window.block, {}
+    for layer in sorted(cache.held):
+        store = cache.layers[layer]
+        found[layer] = tuple(store.window_2BTC[:, row, number * size - store.encoded : end * size - store.encoded])
+    return found
 
 
 def _stacked(parts: list[Slab], device: torch.device | str) -> Slab:

@@ -19,7 +19,7 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -128,7 +128,9 @@ class Folder:
         self.place, self.drafts = root / digest, root / digest / "tmp"
         for folder in (self.place, self.drafts):
             files.make_folder(folder, 0o700)
-            check_private(folder)
+            check_owner(folder)
+            if stat.S_IMODE(folder.lstat().st_mode) != 0o700:
+                folder.chmod(0o700)
         if not (self.place / "about.json").exists():
             files.replace(self.place / "about.json", strict_json.dumps(about).encode(), self.drafts, 0o600)
         files.sync(self.place)  # a process may have died between naming a block and this
@@ -185,7 +187,12 @@ class Folder:
 
 def blocks(folder: Path) -> Iterator[Kept]:
     """Every block of a set; files of other names, links and folders are none."""
-    for path in folder.glob(f"{_DIGEST}{SUFFIX}"):
+    return _files(folder.glob(f"{_DIGEST}{SUFFIX}"))
+
+
+def _files(paths: Iterable[Path]) -> Iterator[Kept]:
+    """Those that are files, and still there."""
+    for path in paths:
         with suppress(FileNotFoundError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode):
@@ -216,13 +223,8 @@ def oldest(kept: list[Kept], budget: int) -> list[Kept]:
 
 def old_drafts(folder: Path, grace: float) -> list[Kept]:
     """The drafts of dead processes in a set that are older than `grace` seconds."""
-    found = []
-    for path in () if (folder / "tmp").is_symlink() else files.orphans(folder / "tmp"):
-        with suppress(FileNotFoundError):
-            status = path.lstat()
-            if status.st_mtime <= time.time() - grace:
-                found.append(Kept(status.st_mtime, status.st_size, path))
-    return found
+    drafts = [] if (folder / "tmp").is_symlink() else files.orphans(folder / "tmp")
+    return [one for one in _files(drafts) if one.used <= time.time() - grace]
 
 
 def remove(one: Kept) -> None:
@@ -230,15 +232,6 @@ def remove(one: Kept) -> None:
     with suppress(FileNotFoundError):
         one.path.unlink()
         faults.point("prefix.removed")
-
-
-def read_about(folder: Path) -> dict[str, Any]:
-    """Return the description of a set of blocks; ArtifactError if the file is damaged."""
-    path = folder / "about.json"
-    about = strict_json.loads(files.read(path, 1 << 22), str(path))
-    if not isinstance(about, dict):
-        raise ArtifactError(f"{path}: expected an object; remove the folder {folder}")
-    return about
 
 
 def check_owner(root: Path) -> None:
@@ -251,10 +244,3 @@ def check_owner(root: Path) -> None:
             f"{root}: others can write to it (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):03o}); "
             f"use a folder of your own: chmod go-w {root}"
         )
-
-
-def check_private(folder: Path) -> None:
-    """Make a folder of blocks its owner's alone."""
-    check_owner(folder)
-    if stat.S_IMODE(folder.lstat().st_mode) != 0o700:
-        folder.chmod(0o700)

@@ -12,31 +12,26 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import asdict
 from functools import partial
-from hashlib import sha256
 from itertools import count as counting
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.artifact.artifact import MAX_LAYERS, MAX_WIDTH
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import entropy
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import chain, coder
+from kvq_runtime.prefix import about, chain, coder
 from kvq_runtime.prefix.block_file import Block, BlockFormat, Link
-from kvq_runtime.prefix.coder import Coder, Rows
+from kvq_runtime.prefix.coder import Coder
 from kvq_runtime.prefix.shelf import Folder, Memory, Shelf, parse_bytes
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.promise import Check
 
-FORMAT = 1  # of names, folders and files; another one finds nothing of it
 LARGEST_BLOCK = 1 << 14  # tokens, whose ids stand in the header of a file
 MOST_THREADS = 8  # each holds a block, and works on one
 TOGETHER = 8  # blocks that are encoded as one run, and held until files are made of them
@@ -94,11 +89,11 @@ class PrefixBlocks:
         self.budget = parse_bytes(budget)
         if self.format.usual() > self.budget:
             raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.usual()} bytes")
-        about = describe(self.format, model, tensors or {})
-        digest = set_digest(about)
+        described = about.of(self.format, model, tensors or {})
+        digest = about.digest(described)
         self.root = chain.root(digest, salt)
         self.shelf: Shelf = (
-            Memory(self.budget) if path is None else Folder(Path(path).expanduser(), about, digest, self.budget)
+            Memory(self.budget) if path is None else Folder(Path(path).expanduser(), described, digest, self.budget)
         )
         # read, written: bytes of blocks; damaged, unreadable: blocks; beyond: keys or values, of a layer, kept exact
         self.tally: Counter[str] = Counter()
@@ -169,7 +164,7 @@ class PrefixBlocks:
         def some(number: int, end: int) -> list[Block]:
             if number < encoded:
                 return [coder.held(cache, number, row)]
-            return self.coder.encode_run(number, _window_rows(cache, number, end, row))
+            return self.coder.encode_run(number, coder.window_rows(cache, number, end, row))
 
         return self._keep(token_T, some, 0)
 
@@ -320,56 +315,3 @@ def check(recipe: Recipe) -> None:
         why = f"encodes {recipe.window.block} tokens together; at most {LARGEST_BLOCK} are kept as one block"
     if why is not None:
         raise ValueError(f"{recipe.name} {why}")
-
-
-def describe(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return all that decides how tokens become bytes, as JSON; its digest is the name of a set of blocks."""
-    fit = None
-    if tensors:
-        digest = sha256()
-        chain.add_tensors(digest, tensors)
-        fit = digest.hexdigest()
-    return {
-        "format": FORMAT,
-        "model": model,
-        "recipe": form.recipe.to_json(),
-        "fit": fit,
-        "geometry": asdict(form.geometry),
-        "layers": list(form.held),
-        "dtype": str(form.dtype).removeprefix("torch."),
-    } | ({"promised": True} if form.promised else {})  # else as older versions have it
-
-
-def set_digest(about: Mapping[str, Any]) -> str:
-    """sha256 of the JSON of `describe`."""
-    return sha256(strict_json.dumps(dict(about)).encode()).hexdigest()
-
-
-def format_of(about: Any) -> BlockFormat:
-    """The format of the blocks of a set, of its about.json. ArtifactError for anything but what `describe` gives."""
-    names = {"format", "model", "recipe", "fit", "geometry", "layers", "dtype"}
-    promised = isinstance(about, dict) and about.get("promised") is True
-    strict_json.keys(about, names | {"promised"} if promised else names, "about")
-    if about["format"] != FORMAT:
-        raise ArtifactError(f"about: format {about['format']!r:.40}; this version reads {FORMAT}")
-    try:
-        geometry = Geometry(**strict_json.keys(about["geometry"], {"layers", "kv_heads", "head_size"}, "about"))
-        if geometry.layers > MAX_LAYERS or geometry.width > MAX_WIDTH:
-            raise ValueError(f"{geometry}; at most {MAX_LAYERS} layers and {MAX_WIDTH} channels are read")
-        recipe = Recipe.from_json(about["recipe"]).check(geometry)
-        dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[about["dtype"]]
-        layers = tuple(about["layers"])
-        if list(layers) != sorted(set(layers)) or not layers or not set(layers) <= set(range(geometry.layers)):
-            raise ValueError(f"layers {layers}")
-    except (ValueError, TypeError, KeyError) as error:
-        raise ArtifactError(f"about: {error}") from None
-    return BlockFormat(recipe, geometry, layers, dtype, promised=promised)
-
-
-def _window_rows(cache: BlockCache, number: int, end: int, row: int) -> Rows:
-    """Exact keys and values [T, C] of blocks that are still in the window."""
-    size, found = cache.recipe.window.block, {}
-    for layer in sorted(cache.held):
-        store = cache.layers[layer]
-        found[layer] = tuple(store.window_2BTC[:, row, number * size - store.encoded : end * size - store.encoded])
-    return found

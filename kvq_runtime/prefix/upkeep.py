@@ -8,7 +8,7 @@ from typing import Any
 
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.prefix import chain, shelf, store
+from kvq_runtime.prefix import about, chain, shelf
 from kvq_runtime.prefix.shelf import GRACE, SUFFIX, Kept
 
 
@@ -35,9 +35,8 @@ def listed(root: Path) -> list[dict[str, Any]]:
         kept = [*shelf.blocks(place)]
         row: dict[str, Any] = {"set": place.name[:12]}
         try:
-            about = shelf.read_about(place)
-            form = store.format_of(about)
-            row |= {"recipe": form.recipe.name, "model": str(about["model"])[:12], "dtype": about["dtype"]}
+            described, form = about.read(place)
+            row |= {"recipe": form.recipe.name, "model": str(described["model"])[:12], "dtype": described["dtype"]}
             row |= {"blocks": len(kept), "tokens": len(kept) * form.recipe.window.block}
         except ArtifactError as error:
             row |= {"recipe": f"cannot be read: {error}", "blocks": len(kept)}
@@ -51,9 +50,8 @@ def damaged(root: Path) -> Iterator[Damage]:
     """Read every block of every set with every check that a load makes; yields those that fail one."""
     for place in shelf.sets(existing(root)):
         try:
-            about = shelf.read_about(place)
-            form = store.format_of(about)
-            if store.set_digest(about) != place.name:
+            described, form = about.read(place)
+            if about.digest(described) != place.name:
                 raise ArtifactError("about: its digest is not the folder's name")
         except ArtifactError as error:
             yield Damage(place / "about.json", str(error))

@@ -123,7 +123,8 @@ class KVQStorage(HiCacheStorage):
                     continue
                 rows = page[:, :, place * store.block : (place + 1) * store.block].flatten(3)
                 link = self._link(key, number * len(names) + place)
-                block = store.coder.encode(link.number, {layer: (k, v) for layer, (k, v) in enumerate(rows.unbind(1))})
+                pairs = {layer: (k, v) for layer, (k, v) in enumerate(rows.unbind(1))}
+                (block,) = store.coder.encode_run(link.number, pairs)
                 store.write(name, block, link)
         except (OSError, ValueError, RuntimeError) as error:  # a full disk, NaN
             _log.warning("a page is not kept: %s", error)

@@ -116,8 +116,8 @@ def test_nothing_is_encoded_after_a_block_that_is_gone(tmp_path, monkeypatch):
     tokens, half, encoded = ids(1200), 3 * kept.block, []
     kept.put(tokens[:half], keys, values)
     kept.shelf.drop(chain.names(kept.root, chain.token_row(tokens), kept.block)[2])
-    encode = kept.coder.encode
-    monkeypatch.setattr(kept.coder, "encode", lambda *given: encoded.append(given[0]) or encode(*given))
+    encode = kept.coder.encode_run
+    monkeypatch.setattr(kept.coder, "encode_run", lambda *given: encoded.append(given[0]) or encode(*given))
     assert kept.put(tokens, [one[half:] for one in keys], [one[half:] for one in values], half) == 2 * kept.block
     assert not encoded
 

@@ -93,18 +93,16 @@ def test_a_block_does_not_depend_on_those_it_is_encoded_with(name):
     assert len(run) == 5
     for number, ours in enumerate(run):
         span = slice(number * kept.block, (number + 1) * kept.block)
-        alone = kept.coder.encode(number, {layer: (k[span], v[span]) for layer, (k, v) in enumerate(pairs)})
+        (alone,) = kept.coder.encode_run(number, {layer: (k[span], v[span]) for layer, (k, v) in enumerate(pairs)})
         assert torch.equal(ours.sinks_2LSC, alone.sinks_2LSC) and ours.exact.keys() == alone.exact.keys()
         for layer in range(GEOMETRY.layers):
             for one, other in zip(ours.fields[layer], alone.fields[layer], strict=True):
                 assert one.keys() == other.keys() and all(torch.equal(x, other[field]) for field, x in one.items())
 
 
-def test_one_block_is_not_several():
+def test_a_run_is_whole_blocks():
     kept, (keys, values) = store(), rows(2 * store().block)
     pairs = dict(enumerate((k.flatten(1), v.flatten(1)) for k, v in zip(keys, values, strict=True)))
-    with pytest.raises(ValueError, match=f"{2 * kept.block} tokens; a block has {kept.block}"):
-        kept.coder.encode(0, pairs)
     short = {layer: (k[:-1], v[:-1]) for layer, (k, v) in pairs.items()}
     with pytest.raises(ValueError, match=rf"1 block is \[{kept.block}, "):
         kept.coder.encode_run(0, short)
