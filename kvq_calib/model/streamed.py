@@ -4,22 +4,20 @@ Layers are those that a cache compresses, which attend to all tokens. Those that
 with the next one above them, or else with the last.
 
 The layers are transformers' own classes, built without memory and filled from the safetensors files when their turn
-comes, called as their model calls them (`decoder.py`). Files name tensors as the model's authors did: transformers
-knows by type of model how they are renamed, and which are put together, as experts are, which files have one by one.
-Its own rules are applied here, to the tensors of one module at a time.
+comes (`weights.py`), called as their model calls them (`decoder.py`).
 
 Attention is a function of ours, which sees keys, values and queries by head; what it sees after RoPE is turned back, as
 a cache does. Of the models in `files.ARCHITECTURES` keys and queries are taken where the projection, or the QK-norm
 after it, puts them out, before any rounding of RoPE. Hidden states are those of the uncompressed model: a quantizer's
 error never enters the residual stream.
 
-E = hidden width · V = vocabulary.
+E = hidden width.
 """
 
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -27,79 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from kvq_calib.model.attention import Captured, Projected, Rows, expanded
-from kvq_calib.model.carried import TABLE, Carried, blank
+from kvq_calib.model.carried import TABLE, blank
 from kvq_calib.model.decoder import Decoder, Seen, attentions
-from kvq_calib.model.files import HEAD, ModelFiles
+from kvq_calib.model.files import ModelFiles
+from kvq_calib.model.head import Head
+from kvq_calib.model.weights import Weights
 from kvq_runtime.geometry import stretches
 from kvq_runtime.hf.model import CACHE, rotary_module, rotary_name
 from kvq_runtime.ops import product, rope
 
 TILE = 2048  # tokens
-
-
-class Weights:
-    """The tensors of a model's files, by the parameters of transformers' model."""
-
-    def __init__(self, files: ModelFiles, decoder: Decoder):
-        self.files, self._decoder = files, decoder
-        rules = get_model_conversion_mapping(decoder.whole)
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        self._converter = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        known, prefix = dict.fromkeys(decoder.parameters, True), decoder.whole.base_model_prefix
-        # {parameter: the tensors that it is made of, each with the pattern of the rule that put it here, if one did}
-        self._sources: dict[str, list[tuple[str, str | None]]] = {}
-        for name in sorted(files.names, key=dot_natural_key):
-            target, pattern = name, None
-            if name not in known:
-                target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-            self._sources.setdefault(target, []).append((name, pattern))
-        own = any(HEAD in name for name in files.names)
-        if decoder.output not in self._sources and decoder.table in self._sources and not own:
-            self._sources[decoder.output] = self._sources[decoder.table]  # tied
-
-    def filled(self, empty: nn.Module, prefix: str, device: torch.device) -> nn.Module:
-        """A copy of a module with weights of its own. `prefix`: what its parameters' names begin with in the model."""
-        module = copy.deepcopy(empty)
-        wanted = {name: parameter.dtype for name, parameter in module.state_dict().items()}
-        tensors: dict[str, Tensor] = {}
-        for name, dtype in wanted.items():
-            if name not in tensors:
-                tensors |= self._made(prefix, name, device, dtype)
-        try:
-            module.load_state_dict({name: tensors[name] for name in wanted if name in tensors}, assign=True)
-        except RuntimeError as error:
-            raise ValueError(f"the weights of {self.files.id} do not fit its config.json: {error}") from error
-        return self._decoder.settled(module.requires_grad_(False), device)
-
-    def stored(self, target: str) -> str:
-        """The one tensor of the files that a parameter is. ValueError if there is none, or it is made of several."""
-        parts = self._sources.get(target, [])
-        if len(parts) != 1:
-            raise ValueError(f"{self.files.id} has {len(parts)} tensors for {target}, not one; is the folder complete?")
-        return parts[0][0]
-
-    def _made(self, prefix: str, name: str, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """A parameter of a module, and what its rule makes beside it, by their names; nothing if no file has it."""
-        target = prefix + name
-        parts = self._sources.get(target)
-        if parts is None:
-            return {}
-        tensors = [self.files.copied(stored, device, dtype) for stored, _ in parts]
-        found = self._converter.get(parts[0][1] or "")
-        if found is None:
-            return {name: tensors[0]}
-        rule: Any = copy.deepcopy(found)
-        for (stored, pattern), tensor in zip(parts, tensors, strict=True):
-            rule.add_tensor(target, stored, pattern, tensor)
-        del tensors
-        made = rule.convert(target, model=self._decoder.whole, config=self._decoder.config)
-        first = {key: one[0] if isinstance(one, list) else one for key, one in made.items()}
-        return {key.removeprefix(prefix): tensor for key, tensor in first.items()}
 
 
 class Stream:
@@ -163,7 +100,7 @@ class Stream:
     def __reduce__(self):
         return opened, (self.files, self.device, self.dtype)
 
-    def head(self) -> "Head":
+    def head(self) -> Head:
         """Load the last norm and the output head."""
         around: Any = copy.deepcopy(self._decoder.around)
         for name, module in self._decoder.top().items():
@@ -320,63 +257,6 @@ class Tiled(nn.Module):
         for tile, out in zip(h_BTE.flatten(0, 1).split(TILE), out_BTE.flatten(0, 1).split(TILE), strict=True):
             out.copy_(self.mlp(tile))
         return out_BTE
-
-
-class Head:
-    """The last norm and the output head on the device, as the model itself runs them."""
-
-    def __init__(self, around: Any, carried: Carried):
-        self._around, self._carried = around, carried
-
-    @property
-    def device(self) -> torch.device:
-        return self._around.get_output_embeddings().weight.device
-
-    @torch.no_grad()
-    def __call__(self, h_BTE: Tensor) -> Tensor:
-        """Logits, [B, T, V], in the dtype of the stream."""
-        return self._logits(h_BTE)
-
-    def gradient(self, h_TE: Tensor, uniform_T2: Tensor) -> Tensor:
-        """∂/∂h Σ (log p(y) - log p(y')) / √2, y and y' the tokens at which the running sum of p passes `uniform`.
-
-        With respect to the logits that is 1 at y and -1 at y', over √2: p cancels. No graph goes through the logits but
-        what the model does to each of them (a multiplier, a soft cap).
-        """
-        seen: list[Tensor] = []
-
-        def cut(_module: Any, inputs: tuple, out: Tensor) -> Tensor:
-            seen.extend((inputs[0], out.detach().requires_grad_()))
-            return seen[1]
-
-        h_TE, output = h_TE.detach().requires_grad_(), self._around.get_output_embeddings()
-        handle = output.register_forward_hook(cut)
-        try:
-            with torch.enable_grad():
-                logits_TV = self._logits(h_TE[None])[0]
-                normed_TE, projected_TV = seen
-                slope_TV = None
-                if logits_TV.data_ptr() != projected_TV.data_ptr():
-                    (slope_TV,) = torch.autograd.grad(logits_TV.sum(), projected_TV)
-        finally:
-            handle.remove()
-        running_TV = logits_TV.detach().float().softmax(-1).cumsum(-1)
-        rows_VE = output.get_parameter("weight")
-        drawn_T2 = torch.searchsorted(running_TV, uniform_T2 * running_TV[:, -1:]).clamp(max=len(rows_VE) - 1)
-        drawn_T2E = rows_VE[drawn_T2]
-        if slope_TV is not None:
-            drawn_T2E = drawn_T2E * slope_TV.view_as(logits_TV).gather(1, drawn_T2)[..., None]
-        first_TE, second_TE = drawn_T2E.unbind(1)
-        return torch.autograd.grad(normed_TE, h_TE, ((first_TE - second_TE) / 2**0.5).view_as(normed_TE))[0]
-
-    def _logits(self, h_BTE: Tensor) -> Tensor:
-        last = self._around.get_decoder().layers[-1]
-        last.out, _ = self._carried.unpack(h_BTE)
-        try:
-            nothing = h_BTE.new_zeros(()).expand(*h_BTE.shape[:-1], self._carried.hidden)
-            return self._around(inputs_embeds=nothing, use_cache=False).logits
-        finally:
-            last.out = last.under = None
 
 
 _opened: dict[tuple, Stream] = {}

@@ -1,7 +1,7 @@
 """Refuse models that cannot be captured faithfully, and settings that no model has.
 
 Of the architectures that `files.py` lists the settings in their file are enough; of any other transformers is asked
-what it makes of them, and its modules whether they can be run one layer at a time (`decoder.py`).
+what it makes of them, and its modules whether they can be run one layer at a time (`architecture.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,24 +50,24 @@ def check(files: Files) -> Files:
     return files
 
 
-def _other(files: Files, architecture: Any) -> Files:
+def _other(files: Files, named: Any) -> Files:
     """Check a model of another type, by what transformers makes of its settings; return it with all of them."""
     text = files.config.get("text_config")
     for given in (files.config, text if isinstance(text, dict) else {}):
         _check_numbers(files, given, tuple(SIZES))
-    from kvq_calib.model import decoder  # transformers and all that comes with it
+    from kvq_calib.model import architecture  # transformers and all that comes with it
 
-    if not decoder.known(files.config):
+    if not architecture.known(files.config):
         raise ValueError(
-            f"{files.id} has architecture {architecture!s:.60}; supported are {', '.join(ARCHITECTURES)}, and other "
+            f"{files.id} has architecture {named!s:.60}; supported are {', '.join(ARCHITECTURES)}, and other "
             "decoders of transformers of which some layers attend to every token, and towers of text of models "
             "of images (docs/models.md)"
         )
-    found = decoder.settings(files.transformers_config, files.id)
+    found = architecture.settings(files.transformers_config, files.id)
     own = {name: files.config[name] for name in ("architectures", "quantization_config") if name in files.config}
     whole = replace(files, config=found | own)
     _check_sizes(whole)
-    decoder.check(whole.transformers_config(), whole.id)
+    architecture.check(whole.transformers_config(), whole.id)
     _check_weights(whole)
     return whole
 

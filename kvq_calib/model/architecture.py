@@ -1,0 +1,154 @@
+"""Refuse a model of an architecture that cannot be run one layer at a time, by what transformers makes of its settings.
+
+Asked are the configuration and the modules, not the name.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from kvq_calib.model.carried import EXIT, Carried
+from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty
+from kvq_calib.model.weights import in_files
+from kvq_runtime.artifact.fingerprint import LATENT_PROJECTIONS
+from kvq_runtime.geometry import attending, owners, stretches
+from kvq_runtime.hf.model import CACHE, FULL, LISTED, attention_modules, check_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+GIVEN = {"attention_mask", "position_ids", "position_embeddings", "per_layer_input"}  # tensors that layers are given
+LEARNED = {"sinks"}  # parameters of attention itself that it hands to the function that attends
+
+
+def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
+    """The settings of text that are read, with transformers' defaults for those that a file leaves out."""
+    with _explained(f"{id}: config.json is none of its model_type", "download it again"):
+        text = read().get_text_config(decoder=True)
+        own = text.to_dict()  # where a type calls a setting otherwise, it has the common name too
+        return own | {
+            name: own[other] for name, other in text.attribute_map.items() if other in own and name not in own
+        }
+
+
+def known(config: Mapping[str, Any]) -> bool:
+    """True if the architecture is what transformers makes of its type: a model of text, or of text and images."""
+    named, kind = config.get("architectures"), str(config.get("model_type"))
+    made = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind))
+    return isinstance(named, list) and len(named) == 1 and named[0] in made
+
+
+def check(config: "PreTrainedConfig", id: str) -> None:
+    """Raise ValueError, a sentence, for a model that cannot be run a layer at a time, and compressed in some layers."""
+    text = config.get_text_config(decoder=True)
+    _check_config(text, id)
+    with torch.device("meta"), _explained(f"{id}: transformers makes no model of config.json", "check it"):
+        model: Any = empty(config, None)
+    check_model(model)
+    attention_modules(model, attending(text.to_dict()))
+    attend = dict(attentions(enumerate(model.get_decoder().layers), text))
+    _check_attention(model, attend, attending(text.to_dict()), id)
+    _check_run(copy.deepcopy(config), attend, id)
+
+
+def _check_attention(model: Any, attend: Mapping[int, Any], layers: Sequence[int], id: str) -> None:
+    """Refuse attention that a fit, or a fingerprint, does not know."""
+    learned = {name for module in attend.values() for name, _ in module.named_parameters(recurse=False)}
+    if learned - LEARNED:
+        raise ValueError(
+            f"{id}: its attention has parameters of its own ({', '.join(sorted(learned))}), which calibration does not "
+            f"know; use a recipe that needs no fit, or another model; {LISTED}"
+        )
+    for n in layers:
+        named = ("qkv_proj",), ("k_proj", "v_proj"), LATENT_PROJECTIONS.values()
+        told = next((names for names in named if all(hasattr(attend[n], name) for name in names)), None)
+        if told is None:
+            raise ValueError(
+                f"{id}: {type(attend[n]).__name__} has no k_proj and v_proj, and no qkv_proj, by which an artifact "
+                f"knows its model; use a recipe that needs no fit; {LISTED}"
+            )
+        wanted = [f"layers.{n}.self_attn.{name}.weight" for name in told]
+        if (stored := in_files(model, wanted)) != wanted:
+            raise ValueError(
+                f"{id}: its files have {stored[0]}, and no {wanted[0]}, by which an artifact knows its model; use a "
+                f"recipe that needs no fit, or another model; {LISTED}"
+            )
+
+
+def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> None:
+    """Refuse a decoder that, without memory, does not run as its layers alone are run."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = 2
+    decoder = Decoder(config, torch.float32)
+    above = [name for name in decoder.top() if not name.endswith(EXIT)]
+    if len(above) > 2:
+        raise ValueError(
+            f"{id}: {', '.join(above)} stand beside its layers; a last norm and an output head can; {LISTED}"
+        )
+    under = decoder.under(torch.device("cpu"))
+    _check_cache(decoder.carried, under, id)
+    calls = under.calls(1, 4, torch.float32, torch.device("cpu"))
+    unknown = {key for given in calls for key, value in given.items() if isinstance(value, Tensor)} - GIVEN
+    if unknown:
+        what = ", ".join(sorted(unknown))
+        raise ValueError(f"{id}: its layers are given {what}, which is known of the whole model alone; {LISTED}")
+    masks: list[Any] = [given.get("attention_mask") for given in calls]
+    caching = [n for n in attend if n < owners(text.to_dict())]
+    whole = [n for n in caching if masks[n] is None or bool(masks[n][..., -1, 0].all())]
+    if whole != list(decoder.attending):
+        raise ValueError(
+            f"{id}: by its configuration layers {_numbers(list(decoder.attending))} attend to every token, by its "
+            f"masks {_numbers(whole) or 'none'}; {LISTED}"
+        )
+
+
+def _check_cache(carried: Carried, under: Under, id: str) -> None:
+    """Refuse a decoder that does not go with transformers' own cache, in whose place ours stands."""
+    config, said = under.core.config, f"{id}: it does not run with transformers' own cache"
+    with torch.no_grad(), carried.muted(under.core), _explained(said, LISTED):
+        nothing = torch.zeros(1, 4, config.hidden_size)
+        under.core(inputs_embeds=nothing, **{CACHE: DynamicCache(config=config)}, use_cache=True)
+
+
+def _check_config(config: "PreTrainedConfig", id: str) -> None:
+    """Refuse what the configuration says that calibration does not know."""
+    kinds = getattr(config, "layer_types", None) or []
+    other = [n for n, kind in enumerate(kinds) if kind not in (FULL, "sliding_attention", *RECURRENT)]
+    if other:
+        raise ValueError(
+            f"{id}: layers {_numbers(other)} of {len(kinds)} are of type {kinds[other[0]]!s:.40}; calibration takes "
+            f"models whose layers attend to every token, slide over a window, or recur; {LISTED}"
+        )
+    if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
+        raise ValueError(f"{id}: some of its layers slide, and config.json has no sliding_window; {LISTED}")
+    first, count = stretches(config.to_dict())[-1].start, owners(config.to_dict())
+    apart = [kind for kind in dict.fromkeys(kinds[count:]) if kind not in kinds[first:count]]
+    if apart:
+        raise ValueError(
+            f"{id}: its last layers share keys and values of a layer of type {apart[0]!s:.40} below layer {first}, "
+            f"with which they are not run; use a recipe that needs no fit; {LISTED}"
+        )
+
+
+@contextmanager
+def _explained(said: str, advice: str) -> Iterator[None]:
+    """Make a sentence of what transformers raises, whatever class it has."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{said}: {' '.join(str(error).split()):.200}; {advice}") from error
+
+
+def _numbers(layers: list[int]) -> str:
+    """The first few of them."""
+    return ", ".join(map(str, layers[:6])) + (", ..." if len(layers) > 6 else "")

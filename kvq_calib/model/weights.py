@@ -1,0 +1,92 @@
+"""Fill modules of transformers with the tensors of a model's files.
+
+Files name tensors as the model's authors did: transformers knows by type of model how they are renamed, and which are
+put together, as experts are, which files have one by one. Its own rules are applied, to one module at a time.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from kvq_calib.model.decoder import Decoder
+from kvq_calib.model.files import HEAD, ModelFiles
+
+
+class Weights:
+    """The tensors of a model's files, by the parameters of transformers' model."""
+
+    def __init__(self, files: ModelFiles, decoder: Decoder):
+        self.files, self._decoder = files, decoder
+        rules = get_model_conversion_mapping(decoder.whole)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._converter = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        known, prefix = dict.fromkeys(decoder.parameters, True), decoder.whole.base_model_prefix
+        # {parameter: the tensors that it is made of, each with the pattern of the rule that put it here, if one did}
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}
+        for name in sorted(files.names, key=dot_natural_key):
+            target, pattern = name, None
+            if name not in known:
+                target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+            self._sources.setdefault(target, []).append((name, pattern))
+        own = any(HEAD in name for name in files.names)
+        if decoder.output not in self._sources and decoder.table in self._sources and not own:
+            self._sources[decoder.output] = self._sources[decoder.table]  # tied
+
+    def filled(self, empty: nn.Module, prefix: str, device: torch.device) -> nn.Module:
+        """A copy of a module with weights of its own. `prefix`: what its parameters' names begin with in the model."""
+        module = copy.deepcopy(empty)
+        wanted = {name: parameter.dtype for name, parameter in module.state_dict().items()}
+        tensors: dict[str, Tensor] = {}
+        for name, dtype in wanted.items():
+            if name not in tensors:
+                tensors |= self._made(prefix, name, device, dtype)
+        try:
+            module.load_state_dict({name: tensors[name] for name in wanted if name in tensors}, assign=True)
+        except RuntimeError as error:
+            raise ValueError(f"the weights of {self.files.id} do not fit its config.json: {error}") from error
+        return self._decoder.settled(module.requires_grad_(False), device)
+
+    def stored(self, target: str) -> str:
+        """The one tensor of the files that a parameter is. ValueError if there is none, or it is made of several."""
+        parts = self._sources.get(target, [])
+        if len(parts) != 1:
+            raise ValueError(f"{self.files.id} has {len(parts)} tensors for {target}, not one; is the folder complete?")
+        return parts[0][0]
+
+    def _made(self, prefix: str, name: str, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """A parameter of a module, and what its rule makes beside it, by their names; nothing if no file has it."""
+        target = prefix + name
+        parts = self._sources.get(target)
+        if parts is None:
+            return {}
+        tensors = [self.files.copied(stored, device, dtype) for stored, _ in parts]
+        found = self._converter.get(parts[0][1] or "")
+        if found is None:
+            return {name: tensors[0]}
+        rule: Any = copy.deepcopy(found)
+        for (stored, pattern), tensor in zip(parts, tensors, strict=True):
+            rule.add_tensor(target, stored, pattern, tensor)
+        del tensors
+        made = rule.convert(target, model=self._decoder.whole, config=self._decoder.config)
+        first = {key: one[0] if isinstance(one, list) else one for key, one in made.items()}
+        return {key.removeprefix(prefix): tensor for key, tensor in first.items()}
+
+
+def in_files(model: Any, names: Iterable[str]) -> list[str]:
+    """The names that parameters have in the files that transformers writes of such a model."""
+    rules = [rule.reverse_transform() for rule in reversed(get_model_conversion_mapping(model, add_legacy=False))]
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming) and not isinstance(rule, PrefixChange)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    return [rename_source_key(name, renamings, converters, reverse=True)[0] for name in names]
