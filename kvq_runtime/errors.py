@@ -1,5 +1,8 @@
 """Exceptions about artifacts and registries; `kvq_runtime.cli.exit_codes` maps each to an exit code."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def extra(name: str) -> str:
     """Return the command that installs an extra from source: on an index anybody may take the name."""
@@ -16,3 +19,13 @@ class NotFound(ArtifactError):
 
 class Conflict(ArtifactError):
     """Another change came first, or a change contradicts the present state."""
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Begin messages of errors with what was asked for."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        error.args = (f"{what}: {error}",)
+        raise

@@ -9,7 +9,7 @@ import torch
 
 from kvq_runtime.engines import source
 from kvq_runtime.engines.source import Share
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.errors import ArtifactError, named
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain
 from kvq_runtime.prefix.shelf import parse_bytes
@@ -75,39 +75,32 @@ def opened(given: Settings, model: Served, who: str, ranks: int, rank: int | Non
 
     who     begins messages: the engine's part that asks
     ranks   workers of tensor parallelism
-    Raises ValueError or ArtifactError, with the reference, for what cannot be kept, or is not of this model.
+    Raises ValueError or ArtifactError for what cannot be kept, or is not of this model, OSError if the disk refuses,
+    each with the reference.
     """
-    try:
-        return _opened(given, model, ranks, rank)
-    except ArtifactError as error:
-        raise ArtifactError(f"{who}, recipe {given.recipe}: {error}") from None
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{who}, recipe {given.recipe}: {error}") from None
-
-
-def _opened(given: Settings, model: Served, ranks: int, rank: int | None) -> list[PrefixBlocks]:
-    found = source.read(given.recipe)
-    recipe = found.recipe
-    check(recipe)
-    whole = source.match(found, model.config, model.name, model.revision)
-    folder = source.folder(model.name, model.revision)
-    if folder is None:
-        raise ArtifactError(f"the files of {model.name} are not on this machine; give its folder as the model")
-    digest = chain.model_digest(folder, model.config, model.quantization or "")
-    rotary = model.rotary() if "positions" in recipe.needs else None
-    first = source.share_of(whole, rank or 0, ranks)
-    shares = [first] if rank is not None else [Share(part, first.parts) for part in range(first.parts)]
-    # what is promised is of all heads together
-    promised = Check.of(found.artifact.fit) if found.artifact is not None and first.parts == 1 else None
-    stores = []
-    for share in shares:
-        geometry, tensors = source.narrower(whole, share), {}
-        if recipe.fitted:
-            geometry, tensors = source.narrowed(recipe, whole, found.tensors, share)
-        name = f"{digest} {share.part}/{share.parts}"
-        stores.append(PrefixBlocks(
-            given.path, recipe, geometry, tensors, model=name, dtype=model.dtype, rotary=rotary,
-            salt=os.environ.get(SALT, ""), budget=given.budget, promised=promised,
-            threads=given.threads,
-        ))  # fmt: skip
-    return stores
+    with named(f"{who}, recipe {given.recipe}"):
+        found = source.read(given.recipe)
+        recipe = found.recipe
+        check(recipe)
+        whole = source.match(found, model.config, model.name, model.revision)
+        folder = source.folder(model.name, model.revision)
+        if folder is None:
+            raise ArtifactError(f"the files of {model.name} are not on this machine; give its folder as the model")
+        digest = chain.model_digest(folder, model.config, model.quantization or "")
+        rotary = model.rotary() if "positions" in recipe.needs else None
+        first = source.share_of(whole, rank or 0, ranks)
+        shares = [first] if rank is not None else [Share(part, first.parts) for part in range(first.parts)]
+        # what is promised is of all heads together
+        promised = Check.of(found.artifact.fit) if found.artifact is not None and first.parts == 1 else None
+        stores = []
+        for share in shares:
+            geometry, tensors = source.narrower(whole, share), {}
+            if recipe.fitted:
+                geometry, tensors = source.narrowed(recipe, whole, found.tensors, share)
+            name = f"{digest} {share.part}/{share.parts}"
+            stores.append(PrefixBlocks(
+                given.path, recipe, geometry, tensors, model=name, dtype=model.dtype, rotary=rotary,
+                salt=os.environ.get(SALT, ""), budget=given.budget, promised=promised,
+                threads=given.threads,
+            ))  # fmt: skip
+        return stores

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvq_runtime.engines import source
 from kvq_runtime.engines.source import Engine, Source
+from kvq_runtime.errors import named
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.lmcache import chunk
 from kvq_runtime.lmcache.chunk import ChunkCodec
@@ -57,17 +58,10 @@ class Settings:
     workers: int
 
 
+@named('serde "kvq"')
 def read(given: Mapping[str, Any]) -> Settings:
     """Load and check what the settings name. Raises ValueError, ArtifactError, NotFound, OSError, RuntimeError, whose
     messages begin with the serde's name."""
-    try:
-        return _read(given)
-    except (ValueError, OSError, RuntimeError) as error:
-        error.args = (f'serde "kvq": {error}',)
-        raise
-
-
-def _read(given: Mapping[str, Any]) -> Settings:
     unknown = sorted(set(given) - set(NAMES))
     if unknown:
         raise ValueError(f"unknown settings {unknown}; there are {', '.join(NAMES)}")

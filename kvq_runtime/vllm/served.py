@@ -6,14 +6,15 @@ where codes belong to a whole block, when the page is full.
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from kvq_runtime import errors
 from kvq_runtime.engines import source
 from kvq_runtime.engines.source import Engine, Source
 from kvq_runtime.geometry import MODELS, Geometry
@@ -59,14 +60,9 @@ def asked() -> str | None:
     return os.environ.get(VARIABLE) or None
 
 
-@contextmanager
-def named(reference: str) -> Iterator[None]:
+def named(reference: str) -> AbstractContextManager[None]:
     """Begin messages of errors with the variable and its value."""
-    try:
-        yield
-    except (ValueError, OSError, RuntimeError) as error:
-        error.args = (f"{VARIABLE}={reference}: {error}",)
-        raise
+    return errors.named(f"{VARIABLE}={reference}")
 
 
 @lru_cache(maxsize=4)
