@@ -144,25 +144,23 @@ class Coder:
 
     def _finite(self, first: int, rows: Rows) -> int:
         """Return how many of these blocks are before one with NaN or infinity, all if there is none."""
-        size, count = self.recipe.window.block, 0
+        size, width = self.recipe.window.block, self.geometry.width
+        count = good = max(1, len(rows[self.held[0]][0]) // size)
         for layer in self.held:
             for role, x_TC in zip(ROLES, rows[layer], strict=True):
-                count = count or max(1, len(x_TC) // size)
-                if x_TC.shape != (count * size, self.geometry.width):
+                if x_TC.shape != (count * size, width):
                     raise ValueError(
                         f"layer {layer}: {role}s of shape {list(x_TC.shape)}; {count} "
-                        f"{'block is' if count == 1 else 'blocks are'} [{count * size}, {self.geometry.width}]"
+                        f"{'block is' if count == 1 else 'blocks are'} [{count * size}, {width}]"
                     )
-        for layer in self.held:
-            for role, x_TC in zip(ROLES, rows[layer], strict=True):
-                good_T = torch.linalg.vector_norm(x_TC[: count * size], torch.inf, 1).isfinite()  # NaN where one is
-                if not bool(good_T.all()):
-                    count = int(good_T.int().argmin()) // size
-                if not count:
+                finite_T = torch.linalg.vector_norm(x_TC[: good * size], torch.inf, 1).isfinite()  # NaN where one is
+                if not bool(finite_T.all()):
+                    good = int(finite_T.int().argmin()) // size
+                if not good:
                     raise ValueError(
                         f"layer {layer}, block {first}: NaN or infinity in the {role}s; nothing is kept of it"
                     )
-        return count
+        return good
 
 
 @dataclass(frozen=True)
