@@ -8,7 +8,8 @@ known ahead. `made by` is a digest of all that decides how numbers become bytes;
 everything before it and everything after it. So a chunk that was changed, moved to another key, or written by another
 recipe, artifact or shape is an ArtifactError, and nothing is decoded.
 
-A chunk is encoded as keys and values [2, L, T, C]; LMCache has it in one of these layouts:
+A chunk is keys and values of all layers, [2, L, T, C]; LMCache has it in one of these layouts, all read and written
+where they are:
 
     [2, L, T, C]                   engines that hold keys and values apart
     [L, T, 2C] or [1, L, T, 2C]    those that hold them fused, as vLLM does: each head's key, then its value;
@@ -20,9 +21,8 @@ them apart, a chunk does not. Source: `compute_kv_layout` and `get_kernel_group_
 N = blocks of a chunk · T tokens of a block · X bytes.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 
 import torch
@@ -31,28 +31,17 @@ from torch import Tensor
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.disk import strict_json
+from kvq_runtime.engines.fields import Field, laid_out
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.prefix import chain
 from kvq_runtime.recipe import Recipe
 
 HEADER = 64
+WIDEST = 8  # bytes of an element
 _MAGIC = b"kvqchunk" + (1).to_bytes(4, "little") + bytes(4)
 _MADE_BY = slice(16, 32)
 _SUM = slice(32, 64)
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field of a layer's keys or values, [N, ...], in bytes `start` to `stop` of a chunk."""
-
-    layer: int
-    role: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    stop: int
 
 
 class ChunkCodec:
@@ -71,19 +60,20 @@ class ChunkCodec:
         self.recipe, self.geometry = cut(recipe, tokens).check(geometry), geometry
         self.dtype, self.shape_2LTC = dtype, (2, geometry.layers, tokens, geometry.width)
         self._codecs = shared.build(self.recipe, geometry, tensors)
-        self._fields = _laid_out(self.recipe, geometry, tokens // self.recipe.window.block, dtype)
+        self._fields = laid_out(_fields(self.recipe, geometry, tokens // self.recipe.window.block, dtype), HEADER)
         self.bytes = self._fields[-1].stop  # of an encoded chunk
         self._made_by = _digest(self.recipe, tensors, self.shape_2LTC, dtype)
 
-    def encode(self, x_2LTC: Tensor, key: bytes, out_X: Tensor) -> int:
+    def encode(self, chunk: Tensor, key: bytes, out_X: Tensor) -> int:
         """Write a chunk into uint8 memory on the CPU; the bytes written. ValueError: NaN or infinity, another shape."""
-        self._check(x_2LTC)
+        x_2LTHD = self._by_head(chunk)
         if out_X.numel() < self.bytes:
             raise ValueError(f"{out_X.numel()} bytes for a chunk that takes {self.bytes}")
-        if not bool(torch.isfinite(x_2LTC).all()):
+        if not bool(torch.isfinite(chunk).all()):
             raise ValueError("NaN or infinity among the keys or values; nothing is kept of the chunk")
+        block = self.recipe.window.block
         encoded = {
-            (layer, role): codec.encode(self._blocks(x_2LTC[role, layer]), Context())
+            (layer, role): codec.encode(x_2LTHD[role, layer].flatten(1).unflatten(0, (-1, block)), Context())
             for layer, role, codec in self._each()
         }
         for field in self._fields:
@@ -96,27 +86,28 @@ class ChunkCodec:
         out_X[_SUM] = _bytes(_sum(header, key, out_X[HEADER : self.bytes]))
         return self.bytes
 
-    def decode(self, data_X: Tensor, key: bytes, out_2LTC: Tensor) -> None:
+    def decode(self, data_X: Tensor, key: bytes, out: Tensor) -> None:
         """Read a chunk from uint8 memory on the CPU. ArtifactError, before anything is written, unless it is this one.
 
         data_X   may be longer than the chunk
         """
-        self._check(out_2LTC)
+        out_2LTHD = self._by_head(out)
         data_X = data_X.contiguous().view(-1)
         if data_X.numel() < self.bytes:
             raise ArtifactError(f"size: {data_X.numel()} bytes of a chunk that takes {self.bytes}; it was cut off")
+        data_X = data_X[: self.bytes]
+        if data_X.storage_offset() % WIDEST:
+            data_X = data_X.clone()  # so that a field may begin where it does
         header = data_X[: _SUM.start].numpy().tobytes()
         if header[: _MADE_BY.start] != _MAGIC:
             raise ArtifactError("header: this is no chunk of kvq's, or one of another version; it is computed again")
         if header[_MADE_BY] != self._made_by:
             raise ArtifactError("made by: another recipe, artifact or shape wrote this chunk; it is computed again")
-        if data_X[_SUM].numpy().tobytes() != _sum(header, key, data_X[HEADER : self.bytes]):
+        if data_X[_SUM].numpy().tobytes() != _sum(header, key, data_X[HEADER:]):
             raise ArtifactError("sha256: the chunk was damaged, or is of another key; it is computed again")
         parts: dict[tuple[int, int], dict[str, Tensor]] = {}
         for field in self._fields:
-            part = data_X[field.start : field.stop]
-            part = part if part.storage_offset() % field.dtype.itemsize == 0 else part.clone()
-            part = part.view(field.dtype).view(field.shape)
+            part = field.of(data_X)
             if field.dtype.is_floating_point and not bool(torch.isfinite(part).all()):
                 text = f"finite: {field.name} of layer {field.layer} has NaN or infinity; the chunk is computed again"
                 raise ArtifactError(text)
@@ -128,7 +119,7 @@ class ChunkCodec:
             if not bool(torch.isfinite(found[role, layer]).all()):  # a large scale overflows, above all in float16
                 raise ArtifactError(f"finite: layer {layer} decodes to NaN or infinity; the chunk is computed again")
         for place, x_TC in found.items():
-            out_2LTC[place] = x_TC
+            out_2LTHD[place] = x_TC.unflatten(-1, out_2LTHD.shape[-2:])
 
     def _each(self):
         for layer, pair in enumerate(self._codecs):
@@ -136,14 +127,17 @@ class ChunkCodec:
                 assert isinstance(codec, Codec)
                 yield layer, role, codec
 
-    def _blocks(self, x_TC: Tensor) -> Tensor:
-        return x_TC.unflatten(0, (-1, self.recipe.window.block))
-
-    def _check(self, x_2LTC: Tensor) -> None:
-        if tuple(x_2LTC.shape) != self.shape_2LTC or x_2LTC.dtype != self.dtype:
+    def _by_head(self, chunk: Tensor) -> Tensor:
+        """A view of a chunk in any layout, [2, L, T, H, D]. ValueError for another shape or dtype."""
+        size, same = self.geometry.head_size, chunk.dtype == self.dtype
+        if not same or apart(chunk.shape, size) != self.shape_2LTC:
             raise ValueError(
-                f"a chunk of {x_2LTC.dtype} {list(x_2LTC.shape)} for a codec of {self.dtype} {list(self.shape_2LTC)}"
+                f"a chunk of {chunk.dtype} {list(chunk.shape)} for a codec of {self.dtype} {list(self.shape_2LTC)}"
             )
+        if not fused(chunk.shape):
+            return chunk.unflatten(-1, (-1, size))
+        rows_LTW = chunk[0] if chunk.dim() == 4 else chunk
+        return torch.movedim(rows_LTW.unflatten(-1, (-1, 2, size)), -2, 0)
 
 
 def cut(recipe: Recipe, tokens: int) -> Recipe:
@@ -185,44 +179,14 @@ def apart(shape: Sequence[int], size: int) -> tuple[int, int, int, int]:
     return 2, layers, tokens, channels
 
 
-def keys_and_values(x: Tensor, size: int) -> Tensor:
-    """[2, L, T, C] of a chunk: itself, or a copy of what is fused."""
-    if not fused(x.shape):
-        return x
-    return _fused_2LTHD(x, size).flatten(-2).contiguous()
-
-
-def room(x: Tensor, size: int) -> Tensor:
-    """[2, L, T, C] to write a chunk's keys and values to: itself, or a place from which `fill` takes them."""
-    return x.new_empty(apart(x.shape, size), dtype=x.dtype) if fused(x.shape) else x
-
-
-def fill(x: Tensor, x_2LTC: Tensor, size: int) -> None:
-    """Write keys and values into a chunk, unless they are in it already."""
-    if fused(x.shape):
-        _fused_2LTHD(x, size).copy_(x_2LTC.unflatten(-1, (-1, size)))
-
-
-def _fused_2LTHD(x: Tensor, size: int) -> Tensor:
-    """A view of fused keys and values."""
-    rows_LTW = x[0] if x.dim() == 4 else x
-    return torch.movedim(rows_LTW.unflatten(-1, (-1, 2, size)), -2, 0)
-
-
-def _laid_out(recipe: Recipe, geometry: Geometry, blocks: int, dtype: torch.dtype) -> list[Field]:
-    """The fields of all layers one after another; wide elements first, so that each is where its dtype may begin."""
-    listed = [
-        (layer, role, name, (blocks, *shape), kind)
+def _fields(recipe: Recipe, geometry: Geometry, blocks: int, dtype: torch.dtype) -> list[Field]:
+    """The fields of all layers, [blocks, ...] each."""
+    return [
+        Field(layer, role, name, (blocks, *shape), kind)
         for layer in range(geometry.layers)
         for role, scheme in enumerate(recipe.at(layer))
         for name, (shape, kind) in scheme.fields(recipe.window.block, geometry, dtype).items()
     ]
-    found, start = [], HEADER
-    for layer, role, name, shape, kind in sorted(listed, key=lambda each: -each[4].itemsize):
-        stop = start + math.prod(shape) * kind.itemsize
-        found.append(Field(layer, role, name, shape, kind, start, stop))
-        start = stop
-    return found
 
 
 def _digest(recipe: Recipe, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> bytes:

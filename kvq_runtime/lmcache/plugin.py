@@ -35,7 +35,7 @@ from lmcache.v1.memory_management import MemoryObj
 
 from kvq_runtime.engines import source
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.lmcache import chunk, settings
+from kvq_runtime.lmcache import settings
 from kvq_runtime.lmcache.chunk import ChunkCodec
 from kvq_runtime.lmcache.settings import Chunks
 
@@ -66,11 +66,10 @@ class KVQSerializer(Serializer):
         self.chunks = chunks
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        size, room = self.chunks.settings.head_size, _tensor(dst).view(-1)
+        room = _tensor(dst).view(-1)
         try:
             given = _tensor(src)
-            codec = _codec(self.chunks, given, key)
-            return codec.encode(chunk.keys_and_values(given, size), key_bytes(key), room)
+            return _codec(self.chunks, given, key).encode(given, key_bytes(key), room)
         except ValueError as error:
             _say(f"{error}; such chunks are not kept")
             raise
@@ -96,17 +95,15 @@ class KVQDeserializer(Deserializer):
         self.chunks, self.adapter = chunks, adapter
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
-        data, out, size = _tensor(src), _tensor(dst), self.chunks.settings.head_size
+        data, out = _tensor(src), _tensor(dst)
         codec = _codec(self.chunks, out, key)
-        x_2LTC = chunk.room(out, size)
         try:
-            codec.decode(data, key_bytes(key), x_2LTC)
+            codec.decode(data, key_bytes(key), out)
         except ArtifactError as error:
             adapter = self.adapter()
             if adapter is not None:
                 adapter.delete([key])
             raise ArtifactError(f"chunk {key.chunk_hash.hex()} of {key.model_name}: {error}") from None
-        chunk.fill(out, x_2LTC, size)
 
 
 def key_bytes(key: ObjectKey) -> bytes:

@@ -10,7 +10,6 @@ kernels, and with them triton, are imported when a layer is made that they read:
 B = pages of the cache · N = tokens of a page.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 from kvq_runtime.attention import fused
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.kernel_order import KernelOrder
+from kvq_runtime.engines.fields import Field, laid_out
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.rope import Rotary
@@ -29,21 +29,6 @@ from kvq_runtime.store.storage import lasting
 
 Fields = dict[str, Tensor]
 ALIGNED = 16  # tokens of a page, of which its fields begin at multiples of 16 bytes
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field of a page: it begins at byte `start`."""
-
-    role: Role
-    name: str
-    start: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -64,8 +49,7 @@ class Page:
         """The fields of all pages, [B, ...] each, in the memory of `raw`, uint8 [B, bytes of a page]."""
         found: dict[Role, Fields] = {role: {} for role in ROLES}
         for one in self.fields:
-            part = raw_BX[:, one.start : one.start + one.bytes].view(one.dtype)
-            found[one.role][one.name] = part.unflatten(-1, one.shape)
+            found[ROLES[one.role]][one.name] = one.of(raw_BX)
         return found
 
     def arranged(self, role: Role, fields_P: Fields) -> Fields:
@@ -91,16 +75,12 @@ def page_of(
     """The layout of a layer's pages of `recipe.window.block` tokens; `dtype` is the model's, `orders` as in Page."""
     tokens, orders = recipe.window.block, orders or {}
     listed: list[Field] = []
-    for role in ROLES:
+    for place, role in enumerate(ROLES):
         encoded, order = recipe.scheme(layer, role).fields(tokens, geometry, dtype), orders.get(role)
         stored = encoded if order is None else order.specs(encoded)
-        listed.extend(Field(role, name, 0, tuple(shape), kind) for name, (shape, kind) in stored.items())
-    fields, start = [], 0
-    for one in sorted(listed, key=lambda one: -one.dtype.itemsize):  # wide ones first: all aligned
-        fields.append(replace(one, start=start))
-        start += one.bytes
-    word = dtype.itemsize
-    return Page(tokens, -(-start // (tokens * word)) * word, tuple(fields), orders)
+        listed.extend(Field(layer, place, name, tuple(shape), kind) for name, (shape, kind) in stored.items())
+    fields, word = laid_out(listed), dtype.itemsize
+    return Page(tokens, -(-fields[-1].stop // (tokens * word)) * word, tuple(fields), orders)
 
 
 def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: int = 0) -> str | None:

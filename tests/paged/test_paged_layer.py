@@ -55,7 +55,7 @@ def test_bytes_of_a_page_are_the_bits_of_the_recipe():
         page = page_of(recipe, 0, size, torch.bfloat16)
         billed = sum(scheme.bits(128, size) for scheme in recipe.at(0)) * size.width / 8
         assert billed <= page.per_token < billed + 2
-        assert sum(one.bytes for one in page.fields) == billed * 128
+        assert sum(one.stop - one.start for one in page.fields) == billed * 128
 
 
 def test_a_first_page_keeps_its_entry_until_it_is_written_as_another():
