@@ -51,7 +51,7 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     """Raise ValueError, a sentence, for a model that cannot be run a layer at a time, and compressed in some layers."""
     text = config.get_text_config(decoder=True)
     _check_config(text, id)
-    with torch.device("meta"), _explained(f"{id}: transformers makes no model of config.json", "check it"):
+    with _explained(f"{id}: transformers makes no model of config.json", "check it"):
         model: Any = empty(config, None)
     check_model(model)
     attention_modules(model, attending(text.to_dict()))

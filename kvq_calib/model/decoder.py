@@ -87,17 +87,18 @@ class Place(nn.Module):
 
 
 def empty(config: "PreTrainedConfig", dtype: torch.dtype | None) -> Any:
-    return maker(config).from_config(config, attn_implementation=CAPTURED, dtype=dtype).eval()
+    """The whole model, as transformers makes it, without memory; its attention notes what it gets."""
+    with torch.device("meta"):
+        return maker(config).from_config(config, attn_implementation=CAPTURED, dtype=dtype).eval()
 
 
 class Decoder:
     """A model without weights: its layers, and all around them with a Place for each."""
 
     def __init__(self, config: "PreTrainedConfig", dtype: torch.dtype):
-        with torch.device("meta"):
-            made = empty(config, dtype)
+        made = empty(config, dtype)
         _keep_float32(made, dtype)
-        self.whole, self.dtype = made, dtype
+        self.whole = made
         self.config = made.config.get_text_config(decoder=True)
         self.carried = Carried.of(self.config.to_dict())
         self.parameters = list(made.state_dict())
@@ -109,21 +110,15 @@ class Decoder:
         self.layers = list(core.layers)
         self.attending = attending(self.config.to_dict())  # of the layers
         core.layers = nn.ModuleList(map(Place, self.layers))
-        self.around = made
-
-    def blank(self) -> PreTrainedModel:
-        """The whole model, as transformers makes it, without memory."""
-        with torch.device("meta"):
-            return empty(self.whole.config, self.dtype)
 
     def top(self) -> dict[str, nn.Module]:
         """The modules with parameters above the layers, by name: the last norm, and the output head."""
-        core: Any = self.around.get_decoder()
-        table = self.around.get_input_embeddings()
+        core: Any = self.whole.get_decoder()
+        table = self.whole.get_input_embeddings()
         children = [(name, module) for name, module in core.named_children() if name not in (TABLE, *ENTRY)]
         within = {f"{self.core_name}.{name}": module for name, module in children}
-        holds = {id(module) for module in self.around.children() if any(part is core for part in module.modules())}
-        beside = {name: module for name, module in self.around.named_children() if id(module) not in holds}
+        holds = {id(module) for module in self.whole.children() if any(part is core for part in module.modules())}
+        beside = {name: module for name, module in self.whole.named_children() if id(module) not in holds}
         return {
             name: module
             for name, module in (within | beside).items()
@@ -132,18 +127,18 @@ class Decoder:
 
     def under(self, device: torch.device) -> "Under":
         """The decoder without what stands above its layers, on a device."""
-        bare: Any = copy.deepcopy(self.around.get_decoder())
+        bare: Any = copy.deepcopy(self.whole.get_decoder())
         for name in (*self.top(), *self.entry()):
             parent, _, child = name.rpartition(".")
             if parent == self.core_name:
                 setattr(bare, child, blank(getattr(bare, child)))
         core = self.settled(bare, device)
         refusal = rope_refusal(core, [self.layers[n].self_attn for n in self.attending])
-        return Under(core, self.config, self.carried, refusal)
+        return Under(core, self.carried, refusal)
 
     def entry(self) -> dict[str, nn.Module]:
         """The modules that make streams and inputs by layer of embeddings, by name."""
-        core: Any = self.around.get_decoder()
+        core: Any = self.whole.get_decoder()
         return {f"{self.core_name}.{name}": getattr(core, name) for name in ENTRY if hasattr(core, name)}
 
     def settled(self, module: Any, device: torch.device) -> Any:
@@ -151,11 +146,11 @@ class Decoder:
         for parameter in module.parameters():
             parameter._is_hf_initialized = True
         for part in module.modules():
-            empty = {name: buffer for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta}
-            for name, buffer in empty.items():
+            unset = {name: buffer for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta}
+            for name, buffer in unset.items():
                 part._buffers[name] = torch.empty_like(buffer, device=device)
-            if empty:
-                owner: Any = part if isinstance(part, PreTrainedModel) else self.around
+            if unset:
+                owner: Any = part if isinstance(part, PreTrainedModel) else self.whole
                 with torch.no_grad():
                     owner._init_weights(part)
         return module
@@ -180,10 +175,9 @@ class Under:
     refusal   the reason why RoPE cannot be undone; None if it can
     """
 
-    def __init__(self, core: Any, config: Any, carried: Carried, refusal: str | None):
-        self.core, self._config, self._carried = core, config, carried
+    def __init__(self, core: Any, carried: Carried, refusal: str | None):
+        self.core, self._carried, self.refusal = core, carried, refusal
         self._last: tuple[Any, list[Call]] = None, []
-        self.refusal = refusal
 
     def embed(self, tokens_BT: Tensor, *rows: Tensor) -> Tensor:
         """What is carried under the first layer, of tokens that are numbers of these rows: of the table, and of that of
@@ -204,7 +198,7 @@ class Under:
         """The arguments of each layer beside hidden states, for whole sequences from position 0."""
         key = batch, tokens, dtype, device
         if self._last[0] != key:
-            nothing = torch.zeros((), dtype=dtype, device=device).expand(batch, tokens, self._config.hidden_size)
+            nothing = torch.zeros((), dtype=dtype, device=device).expand(batch, tokens, self._carried.hidden)
             with torch.no_grad(), self._carried.muted(self.core):
                 self.core(inputs_embeds=nothing, use_cache=False)
             self._last = key, [place.call for place in self.core.layers]

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from kvq_calib.model.attention import Captured, Projected, Rows, expanded
 from kvq_calib.model.carried import TABLE, blank
-from kvq_calib.model.decoder import Decoder, Seen, attentions
+from kvq_calib.model.decoder import Decoder, Seen, attentions, empty
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.head import Head
 from kvq_calib.model.weights import Weights
@@ -77,13 +77,13 @@ class Stream:
         """The names of the tables of tokens; the modules that make more of their rows have weights from now on."""
         core, start = self._under.core, f"{self._decoder.core_name}."
         for name, module in self._decoder.entry().items():
-            core.set_submodule(name.removeprefix(start), self._weights.filled(module, f"{name}.", self.device))
+            core.set_submodule(name.removeprefix(start), self._weights.filled(module, name, self.device))
         return [self._decoder.table, *([f"{start}{TABLE}.weight"] if self._decoder.carried.inputs else [])]
 
     def layer(self, index: int) -> "Layer":
         """Load one decoder layer, and those that are run with it. Drop it before the next is loaded."""
         modules = {
-            n: self._weights.filled(self._decoder.layers[n], f"{self._decoder.core_name}.layers.{n}.", self.device)
+            n: self._weights.filled(self._decoder.layers[n], f"{self._decoder.core_name}.layers.{n}", self.device)
             for n in self._stretches[index]
         }
         return Layer(modules, self, self._decoder.attending[index])
@@ -91,7 +91,7 @@ class Stream:
     @cached_property
     def blank(self) -> PreTrainedModel:
         """The model without weights, but for what turns keys: what a cache that is made for a model asks of it."""
-        made = self._decoder.blank()
+        made = empty(self._decoder.whole.config, self.dtype)
         core = made.get_decoder()
         if (name := rotary_name(core)) is not None:
             setattr(core, name, getattr(self._under.core, name))
@@ -102,9 +102,9 @@ class Stream:
 
     def head(self) -> Head:
         """Load the last norm and the output head."""
-        around: Any = copy.deepcopy(self._decoder.around)
+        around: Any = copy.deepcopy(self._decoder.whole)
         for name, module in self._decoder.top().items():
-            around.set_submodule(name, self._weights.filled(module, f"{name}.", self.device))
+            around.set_submodule(name, self._weights.filled(module, name, self.device))
         for name, module in self._decoder.entry().items():
             around.set_submodule(name, blank(module))
         around.set_input_embeddings(nn.Identity())

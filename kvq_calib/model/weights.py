@@ -44,16 +44,16 @@ class Weights:
         if decoder.output not in self._sources and decoder.table in self._sources and not own:
             self._sources[decoder.output] = self._sources[decoder.table]  # tied
 
-    def filled(self, empty: nn.Module, prefix: str, device: torch.device) -> nn.Module:
-        """A copy of a module with weights of its own. `prefix`: what its parameters' names begin with in the model."""
+    def filled(self, empty: nn.Module, name: str, device: torch.device) -> nn.Module:
+        """A copy of a module, by its name in the model, with weights of its own."""
         module = copy.deepcopy(empty)
         wanted = {name: parameter.dtype for name, parameter in module.state_dict().items()}
         tensors: dict[str, Tensor] = {}
-        for name, dtype in wanted.items():
-            if name not in tensors:
-                tensors |= self._made(prefix, name, device, dtype)
+        for own, dtype in wanted.items():
+            if own not in tensors:
+                tensors |= self._made(f"{name}.", own, device, dtype)
         try:
-            module.load_state_dict({name: tensors[name] for name in wanted if name in tensors}, assign=True)
+            module.load_state_dict({own: tensors[own] for own in wanted if own in tensors}, assign=True)
         except RuntimeError as error:
             raise ValueError(f"the weights of {self.files.id} do not fit its config.json: {error}") from error
         return self._decoder.settled(module.requires_grad_(False), device)
