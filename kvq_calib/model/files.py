@@ -277,9 +277,8 @@ class ModelFiles:
         """The types of ggml that the weights are, or were before they were written out; None of others."""
         return self.config.get(fingerprint.DEQUANTIZED)
 
-    def fingerprint(self) -> fingerprint.Fingerprint:
-        """Return the identity of the model, which an artifact fitted to it stores."""
-
+    @cached_property
+    def _fingerprint(self) -> fingerprint.Fingerprint:
         def weight(layer: int, name: str) -> Tensor:
             start = f"{self.stem}layers.{layer}.self_attn."
             if f"{start}{FUSED}.weight" in self.names:
@@ -291,6 +290,10 @@ class ModelFiles:
             return self.tensor(f"{start}{name}.weight")
 
         return fingerprint.from_config(self.config, weight)
+
+    def fingerprint(self) -> fingerprint.Fingerprint:
+        """Return the identity of the model, which an artifact fitted to it stores."""
+        return self._fingerprint
 
     def output_projection(self, layer: int) -> Tensor:
         """The matrix of a layer of the geometry behind attention, [hidden width, query heads · head size]."""

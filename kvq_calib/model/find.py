@@ -69,10 +69,9 @@ def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str,
     settings = disk.json_object(config, CONFIG_LIMIT)
     text = settings.get("text_config")
     quantized = settings.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
-    if quantized:
-        settings["quantization_config"] = quantized
-        return supported.check(PackedFiles(path, id, revision, settings, headers))
-    return supported.check(ModelFiles(path, id, revision, settings, headers))
+    settings |= {"quantization_config": quantized} if quantized else {}
+    kind = PackedFiles if quantized else ModelFiles
+    return supported.check(kind(path, id, revision, settings, headers))
 
 
 def _local(name: str, revision: str | None) -> ModelFiles | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from kvq_calib.model import supported
 from kvq_calib.model.files import DTYPES, PIECE, ModelFiles, Stored
 from kvq_runtime.artifact import gguf_mean
-from kvq_runtime.artifact.fingerprint import DEQUANTIZED, Fingerprint
+from kvq_runtime.artifact.fingerprint import DEQUANTIZED
 from kvq_runtime.disk import gguf
 from kvq_runtime.errors import ArtifactError, extra
 
@@ -123,13 +123,6 @@ class GgufFiles(ModelFiles):
         held, rows = self._rows(name)
         asked, places = places.unique(return_inverse=True)
         return self._dequantized(rows[asked.numpy()], held)[places]
-
-    def fingerprint(self) -> Fingerprint:
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> Fingerprint:
-        return super().fingerprint()
 
     def transformers_config(self) -> "PreTrainedConfig":
         from transformers import CONFIG_MAPPING

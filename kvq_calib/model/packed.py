@@ -192,11 +192,6 @@ class PackedFiles(ModelFiles):
                 shape = rows, words * WORD // _bits(self.config["quantization_config"])
         return Stored(codes.file, "BF16", shape)
 
-    def _bytes(self, name: str) -> int:
-        if not self._is_packed(name):
-            return super()._bytes(name)
-        return 2 * math.prod(self._stored(name).shape)
-
     def transformers_config(self) -> "PreTrainedConfig":
         """That of the model of dequantized weights."""
         config: Any = super().transformers_config()

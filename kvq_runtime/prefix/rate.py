@@ -116,7 +116,8 @@ class _Model:
             layer, role = place
             codec = self.codecs[layer][ROLES.index(role)]
             own_R = self.artifact.tensors[f"layers.{layer}.{role}.quantize.cell"].double()
-            cell_R = own_R.clamp_min(factor * self._stage(place).step)
+            stage: Any = self.artifact.recipe.scheme(*place).quantize
+            cell_R = own_R.clamp_min(factor * stage.step)
             noises[place] = torch.zeros_like(own_R)
             if codec.below or codec.reads_keys:
                 read = [sent[layer, "key"]] if codec.reads_keys else []
@@ -159,9 +160,6 @@ class _Model:
 
     def _bits(self, place: Place, energy_R: Tensor) -> float:
         return float(_between(ladder.ladder().mean, energy_R).sum()) / self.geometry.width
-
-    def _stage(self, place: Place) -> Any:
-        return self.artifact.recipe.scheme(*place).quantize
 
 
 def _turns(role: Role, both: bool) -> list[Role]:

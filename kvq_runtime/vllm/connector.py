@@ -15,6 +15,7 @@ computed from there on. Pinned to vLLM 0.32 and 0.33, which call this interface 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,23 +175,16 @@ class KVQConnector(KVConnectorBase_V1):
 
 
 def _served(config: VllmConfig) -> kept.Served:
-    model = config.model_config
-    text = model.hf_text_config
-
-    def rotary():
-        return rotary_of_config(text, model.dtype)
-
+    model, text = config.model_config, config.model_config.hf_text_config
+    rotary = partial(rotary_of_config, text, model.dtype)
     return kept.Served(text.to_dict(), model.model, model.revision, model.dtype, model.quantization, rotary)
 
 
 def _places(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:
     """Where a layer's attention puts the elements of a page."""
-
-    def write(k_THD: Tensor, v_THD: Tensor, cache_BHNC: Tensor, slots_T: Tensor) -> None:
-        module.impl.do_kv_cache_update(module, k_THD, v_THD, cache_BHNC, slots_T)
-
     try:
         with torch.inference_mode():
+            write = partial(module.impl.do_kv_cache_update, module)
             return keeper.asked(cache, geometry.kv_heads, geometry.head_size, write)
     except (ValueError, AttributeError) as error:
         raise ValueError(
