@@ -26,6 +26,8 @@ def named(what: str) -> Iterator[None]:
     """Begin messages of errors with what was asked for."""
     try:
         yield
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:
         error.args = (f"{what}: {error}",)
         raise
+    except OSError as error:  # whose text is of its number and file, whatever its args
+        raise OSError(f"{what}: {error}") from error

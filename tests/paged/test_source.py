@@ -78,3 +78,10 @@ def test_what_is_not_there_or_cannot_be_served_is_said_before_a_model_is_read(tm
         with pytest.raises(ValueError, match=message) as refused:
             served.load(reference)
         assert str(refused.value).startswith(f"KVQ_CACHE={reference}: ")
+
+
+def test_what_the_machine_refuses_is_named_too():
+    """An OSError says its number and file, not what its args are made."""
+    said = r"^KVQ_CACHE=mine: \[Errno 13\] Permission denied: 'kvq.safetensors'"
+    with pytest.raises(OSError, match=said), served.named("mine"):
+        raise PermissionError(13, "Permission denied", "kvq.safetensors")
