@@ -37,6 +37,7 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import entropy, lossless
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.storage import Slab
 
 CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded", "lossless")
@@ -134,16 +135,18 @@ class BlockFormat:
     @cached_property
     def _streams(self) -> dict[str, _Stream]:
         """The streams that a block has, by the names of their tensors."""
-        found: dict[str, list[_Site]] = {CODED: [], LOSSLESS: []}
-        for layer in self.held:
-            for role, name in enumerate(ROLES):
-                stage = self.recipe.scheme(layer, name).quantize
-                for stream, named in ((CODED, stage.at_rest), (LOSSLESS, stage.lossless)):
-                    own = (spec for spec in self._fields(layer, role) if spec[0] in named)
-                    found[stream] += [_Site(layer, role, *spec) for spec in own]
-        most = {CODED: entropy.most, LOSSLESS: lambda count: lossless.most(count, self.dtype)}
-        counts = {name: sum(math.prod(site.shape) for site in sites) for name, sites in found.items()}
-        return {name: _Stream(sites, most[name](counts[name])) for name, sites in found.items() if sites}
+        sites = [
+            _Site(layer, role, *spec) for layer in self.held for role in (0, 1) for spec in self._fields(layer, role)
+        ]
+        codes = [one for one in sites if one.field in self._stage(one).at_rest]
+        numbers = [one for one in sites if one.field in self._stage(one).lossless]
+        most = entropy.most(sum(math.prod(one.shape) for one in codes))
+        found = {CODED: _Stream(codes, most)} if codes else {}
+        most = lossless.most(sum(math.prod(one.shape) for one in numbers), self.dtype)
+        return found | ({LOSSLESS: _Stream(numbers, most)} if numbers else {})
+
+    def _stage(self, site: _Site) -> Quantizer:
+        return self.recipe.scheme(site.layer, ROLES[site.role]).quantize
 
     @cached_property
     def _rungs(self) -> list[Tensor]:
