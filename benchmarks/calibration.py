@@ -8,8 +8,9 @@
 time    against the model's own forward pass over the same tokens, in one run. The plain pass is transformers' own
         model without its output head, which a calibration does not run either but for gradients, in the same dtype,
         threads and batches as the capture. It takes turns with the calibration: after each layer, the next few chunks.
-        The text is read and tokenized by neither; gradients and a draft, where a recipe asks for them, count. Bound:
-        the capture is one such pass without the last layer's attention and MLP.
+        The text is read and tokenized by neither; gradients and a draft, where a recipe asks for them, count (in
+        processor time with the reading of the text). Bound: the capture is one such pass without the last layer's
+        attention and MLP.
 memory  of a model of the given geometry, with random weights and the embedded model's tokenizer, which is calibrated as
         `kvq-calibrate --no-eval` does it, in a process of its own that has calibrated one such layer before, so that
         libraries and their buffers are there. On a CPU, peak memory is how far resident anonymous memory then rises
@@ -38,6 +39,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -118,25 +120,30 @@ def time_of(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         work = Run(made, files, Path(folder), activations=InFiles() if args.files else InMemory())
         with checkpoint.claimed(work.folder):
+            begun = time.process_time()
             calibrate.start(work)
-            plain, layers, unit = Plain(work), made.geometry.layers, 0.0
-            wall = sum((checkpoint.record(work.folder, -1) or {})["seconds"].values())  # of gradients
+            descent = time.process_time() - begun if made.descends else 0.0
+            plain, layers, unit = Plain(work), made.geometry.layers, Spent()
+            of_gradients = sum((checkpoint.record(work.folder, -1) or {})["seconds"].values())
+            spent = Spent(of_gradients, descent)
             for part in budget.rounds(work):
                 stream = calibrate.start(part)
                 for layer in range(layers):
-                    wall += _seconds(calibrate.fit_layer, part, stream, layer)
+                    spent += Spent.by(calibrate.fit_layer, part, stream, layer)
                     if not part.plan.draft:
-                        unit += _seconds(plain.forward, layer, layers)
-            wall += _seconds(calibrate.artifacts, work)
-        spent = calibrate.seconds(work)
-    rows = {"plain forward": unit, "calibration": wall} | spent
+                        unit += Spent.by(plain.forward, layer, layers)
+            spent += Spent.by(calibrate.artifacts, work)
+        parts = calibrate.seconds(work)
+    rows = {"plain forward": unit.wall, "calibration": spent.wall} | parts
     print(f"{files.id}, {made.tokens} tokens, {made.dtype}, {made.threads} threads, chunks of {made.chunk} sequences")
     for name, seconds in rows.items():
-        print(f"  {name:20} {seconds:8.2f} s {seconds / unit:8.2f} x")
+        print(f"  {name:20} {seconds:8.2f} s {seconds / unit.wall:8.2f} x")
+    print(f"  in processor time the calibration takes {spent.processor / unit.processor:.2f} x")
     if args.json:
         about = {"benchmark": "calibration", "activations_in": "files" if args.files else "memory", "model": files.id,
                  "tokens": made.tokens, "recipes": [one.name for one in recipes]}  # fmt: skip
-        record = about | {"environment": made.environment, "seconds": rows, "ratio": wall / unit}
+        ratios = {"ratio": spent.wall / unit.wall, "processor_ratio": spent.processor / unit.processor}
+        record = about | {"environment": made.environment, "seconds": rows} | ratios
         args.json.write_text(json.dumps(record) + "\n")
     return 0
 
@@ -160,10 +167,21 @@ class Plain:
             self.model(tokens, use_cache=False)
 
 
-def _seconds(work: Callable[..., object], *given: object) -> float:
-    begun = time.perf_counter()
-    work(*given)
-    return time.perf_counter() - begun
+@dataclass(frozen=True)
+class Spent:
+    """Seconds, and those of the processor, of all threads, which other processes disturb less."""
+
+    wall: float = 0.0
+    processor: float = 0.0
+
+    @classmethod
+    def by(cls, work: Callable[..., object], *given: object) -> "Spent":
+        begun = time.perf_counter(), time.process_time()
+        work(*given)
+        return cls(time.perf_counter() - begun[0], time.process_time() - begun[1])
+
+    def __add__(self, other: "Spent") -> "Spent":
+        return Spent(self.wall + other.wall, self.processor + other.processor)
 
 
 def memory_of(args: argparse.Namespace) -> int:
