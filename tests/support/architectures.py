@@ -51,9 +51,11 @@ E2B = SHARING | {  # of Gemma 4
     "per_layer_config": {str(n): {"head_dim": 64, "num_key_value_heads": 1} for n in (1, 3, 5)},
     "enable_moe_block": False,
 }  # fmt: skip
-LATER = ("internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "bailing_hybrid")  # than the oldest transformers
+LATER = (  # than the oldest transformers
+    "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
+)  # fmt: skip
 OWN = {
-    "glm4_moe": EXPERTS | ROUTED,
+    "glm4_moe": EXPERTS | ROUTED, "sarvam_moe": EXPERTS | ROUTED,
     "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2}, "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
     "dots1": EXPERTS | FULL | ROUTED | {"n_shared_experts": 1},
     "minimax_m2": EXPERTS, "afmoe": EXPERTS | {"num_dense_layers": 1},
@@ -74,7 +76,7 @@ OWN = {
     "qwen3_next": EXPERTS | SHARED | RECURRENT, "qwen3_5_text": RECURRENT, "olmo_hybrid": RECURRENT,
     "qwen3_5_moe_text": EXPERTS | SHARED | RECURRENT,
     "minimax": EXPERTS | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1"), EXPERTS | ROUTED | LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "sarvam_mla"), EXPERTS | ROUTED | LATENT),
     **dict.fromkeys(("kimi_linear",), EXPERTS | ROUTED | LATENT | {
         "layer_types": ["linear_attention", "full_attention", "full_attention"], "linear_head_dim": 16,
         "linear_num_heads": 4, "n_routed_experts": 4}),

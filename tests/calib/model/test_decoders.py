@@ -45,6 +45,7 @@ UNLISTED = {
 }  # fmt: skip
 REFUSED = {
     "opt": "embed_positions, .* stand beside its layers",
+    "sarvam_moe": "by which an artifact",
 }  # fmt: skip
 
 
