@@ -93,19 +93,21 @@ def claim(path: Path, data: bytes, temporary: Path) -> bool:
     Of several processes that claim one name, exactly one gets True. Raises RuntimeError without hard links.
     """
     sync(path.parent)  # an earlier name in this folder must be durable before this one
-    draft, claimed = _draft(data, temporary), True
-    try:
-        faults.point("claim.drafted")
-        os.link(draft, path)
-        faults.point("claim.linked")
-    except FileExistsError:
-        claimed = False
-    except OSError as error:
-        if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK):
-            raise RuntimeError(f"{path.parent}: the file system has no hard links; use a registry elsewhere") from error
-        raise
-    finally:
-        draft.unlink()
+    with draft(temporary) as (drafted, file):
+        file.write(data)
+        _finish(file)
+        try:
+            faults.point("claim.drafted")
+            os.link(drafted, path)
+            faults.point("claim.linked")
+            claimed = True
+        except FileExistsError:
+            claimed = False
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK):
+                text = f"{path.parent}: the file system has no hard links; use a registry elsewhere"
+                raise RuntimeError(text) from error
+            raise
     faults.point("claim.unlinked")
     sync(path.parent)  # also if another process claimed it: it may have died before this
     faults.point("claim.synced")
@@ -114,16 +116,9 @@ def claim(path: Path, data: bytes, temporary: Path) -> bool:
 
 def replace(path: Path, data: bytes, temporary: Path, mode: int = 0o444) -> None:
     """Write a file, replacing one of that name; readers see the old bytes or the new ones."""
-    draft = _draft(data, temporary, mode)
-    try:
-        faults.point("replace.drafted")
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink()
-        raise
-    faults.point("replace.renamed")
-    sync(path.parent)
-    faults.point("replace.synced")
+    with draft(temporary) as (drafted, file):
+        file.write(data)
+        settle(drafted, file, path, mode)
 
 
 def save(path: Path, data: bytes) -> None:
@@ -149,45 +144,39 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def _draft(data: bytes, temporary: Path, mode: int = 0o444) -> Path:
-    """Write and fsync a temporary file; the process id in its name tells `save` whose it is."""
-    faults.point("draft.begun")
-    draft = temporary / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            faults.point("draft.opened")
-            file.write(data)
-            file.flush()
-            faults.point("draft.written")
-            os.fchmod(descriptor, mode)
-            os.fsync(descriptor)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            draft.unlink()
-        raise
-    return draft
-
-
 @contextmanager
 def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file of this process in a folder, to write and read; removed at the end unless `settle` named it."""
+    """A new file in a folder, to write and read; removed at the end unless `settle` named it.
+
+    The process id in its name tells `save` whose it is.
+    """
+    faults.point("draft.begun")
     path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "w+b") as file:
+            faults.point("draft.opened")
             yield path, file
     finally:
-        path.unlink(missing_ok=True)
+        if path.exists():
+            path.unlink()
 
 
-def settle(path: Path, file: BinaryIO, name: Path) -> None:
-    """Give a draft its name, in the same folder, whatever has that name."""
-    file.flush()
-    os.fchmod(file.fileno(), 0o444)
-    os.fsync(file.fileno())
+def settle(path: Path, file: BinaryIO, name: Path, mode: int = 0o444) -> None:
+    """Give a draft its name, on the same file system, whatever has that name."""
+    _finish(file, mode)
+    faults.point("replace.drafted")
     os.replace(path, name)
+    faults.point("replace.renamed")
     sync(name.parent)
+    faults.point("replace.synced")
+
+
+def _finish(file: BinaryIO, mode: int = 0o444) -> None:
+    file.flush()
+    faults.point("draft.written")
+    os.fchmod(file.fileno(), mode)
+    os.fsync(file.fileno())
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:

@@ -103,7 +103,7 @@ MUTANTS = [
         "replace-sync",
         "a renamed file is not lasting before the next step",
         "kvq_runtime/disk/files.py",
-        '    sync(path.parent)\n    faults.point("replace.synced")',
+        '    sync(name.parent)\n    faults.point("replace.synced")',
         '    faults.point("replace.synced")',
         ("registry/test_faults.py",),
     ),
