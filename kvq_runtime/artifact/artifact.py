@@ -172,7 +172,7 @@ def _load(file: BinaryIO, length: int, sha256: str | None, size: int | None) -> 
         raise ArtifactError(
             f"content: the digest is {content}, stated is {stated!r:.80}; the file was changed, fetch it again"
         )
-    artifact = _without_tensors(about, head)
+    artifact, fitted = _without_tensors(about, head)
     try:
         tensors = safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
@@ -182,14 +182,13 @@ def _load(file: BinaryIO, length: int, sha256: str | None, size: int | None) -> 
             most = min(LARGEST, torch.finfo(tensor.dtype).max)  # as a float16, LARGEST would be infinity
             if not bool((tensor.abs() <= most).all()):
                 raise ArtifactError(f"finite: {name} has NaN, infinity, or more than {most:g}; fit the recipe again")
-    geometry = artifact.fingerprint.geometry
-    probes = {name: tensors[name] for name in fingerprint.specs(geometry)}
-    fitted = {name: tensors[name] for name in codec.all_specs(artifact.recipe, geometry)}
-    return replace(artifact, tensors=fitted, fingerprint=replace(artifact.fingerprint, probes=probes)), data
+    probes = {name: tensors[name] for name in fingerprint.specs(artifact.fingerprint.geometry)}
+    model = replace(artifact.fingerprint, probes=probes)
+    return replace(artifact, tensors={name: tensors[name] for name in fitted}, fingerprint=model), data
 
 
-def _without_tensors(about: dict[str, Any], head: header.Header) -> Artifact:
-    """The artifact without its tensors; those listed in the header must be the ones its recipe and geometry need."""
+def _without_tensors(about: dict[str, Any], head: header.Header) -> tuple[Artifact, list[str]]:
+    """The artifact without its tensors, and the names of those that are fitted; the header must list what it needs."""
     model = fingerprint.from_json(about["fingerprint"], {})
     geometry, listed = model.geometry, head.specs()
     if 2 * geometry.layers > len(listed) or geometry.width > MAX_WIDTH:
@@ -200,14 +199,15 @@ def _without_tensors(about: dict[str, Any], head: header.Header) -> Artifact:
             raise ValueError(f"name {recipe.name!r:.80}; use 1 to 128 of A-Z a-z 0-9 . _ + = , -")
     except (ValueError, TypeError) as error:
         raise ArtifactError(f"recipe: {error}") from None
-    expected = codec.all_specs(recipe, geometry) | fingerprint.specs(geometry)
+    fitted = codec.all_specs(recipe, geometry)
+    expected = fitted | fingerprint.specs(geometry)
     foreign, missing = sorted(set(listed) - set(expected)), sorted(set(expected) - set(listed))
     if foreign or missing:
         raise ArtifactError(f"tensors: foreign {foreign[:3]}, missing {missing[:3]}, for recipe {recipe.name}")
     for name, (shape, dtype) in expected.items():
         if listed[name] != (tuple(shape), dtype):
             raise ArtifactError(f"tensors: {name} is {_spec(*listed[name])}, expected {_spec(shape, dtype)}")
-    return Artifact(recipe, model, {}, about["provenance"], about["fit"], about["schema"])
+    return Artifact(recipe, model, {}, about["provenance"], about["fit"], about["schema"]), list(fitted)
 
 
 def _spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
