@@ -276,4 +276,4 @@ def _link(place: Place) -> str:
 
     version = reference.parse(place.reference)
     assert isinstance(version, reference.Reference), "what is published on a Hub has a reference"
-    return f"{constants.ENDPOINT}/{reference.hub_org(place.registry)}/{version.name}/tree/v{version.value}"
+    return f"{constants.ENDPOINT}/{reference.kind_and_root(place.registry)[1]}/{version.name}/tree/v{version.value}"

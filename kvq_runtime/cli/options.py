@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvq_runtime.cli.exit_codes import EXIT_CODES
@@ -110,10 +111,6 @@ def check_named(args: argparse.Namespace) -> None:
 
 def check_there(url: str) -> None:
     """Raise NotFound for the address of a folder that is not there."""
-    if (
-        reference.hub_org(url) is None
-        and reference.bucket_root(url) is None
-        and reference.oci_root(url) is None
-        and not (root := reference.local_root(url)).is_dir()
-    ):
+    kind, root = reference.kind_and_root(url)
+    if kind == reference.FOLDER and not Path(root).is_dir():
         raise NotFound(f"no registry {url}: there is no folder {root}; what publishes into it makes it")

@@ -13,7 +13,7 @@ from kvq_runtime.registry import card, remarks
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.hub.client import Access, using
 from kvq_runtime.registry.hub.registry import HubRegistry
-from kvq_runtime.registry.reference import HUB, Reference, hub_org, parse
+from kvq_runtime.registry.reference import HUB, Reference, parse
 from kvq_runtime.registry.registry import Kind, Registry
 from kvq_runtime.registry.sound import sound
 
@@ -126,7 +126,7 @@ def push_to_hub(
     target = parse(repo_id)
     if not isinstance(target, Reference) or target.by != "default" or not target.registry.startswith(HUB):
         raise ValueError(f"push_to_hub to {repo_id!r:.160}; use ORG/NAME, as in my-org/qwen2.5-7b-aqua-2bit")
-    org, data = hub_org(target.registry) or "", artifact.to_bytes(made)
+    org, data = target.registry.removeprefix(HUB), artifact.to_bytes(made)
     place = f"{org}/{target.name}"
     files = folder.beside(made, data, f"{HUB}{place}")
     with using(Access(token)):

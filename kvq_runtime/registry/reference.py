@@ -22,9 +22,12 @@ from kvq_runtime.artifact import ARTIFACT_FILE as ARTIFACT_FILE
 
 SUFFIX = ".safetensors"
 PRODUCTION = "production"
-HUB = "hf://"
-BUCKET = "s3://"
-OCI = "oci://"
+FOLDER, HUB, BUCKET, OCI = "file://", "hf://", "s3://", "oci://"  # kinds of registries
+_REFERENCES = {
+    HUB: "hf://org/name, hf://org/name@1.2.0 or hf://org/name@alias",
+    BUCKET: "s3://bucket/prefix/name, or .../name@1.2.0",
+    OCI: "oci://host/repository/name, or .../name@1.2.0",
+}
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,8}")
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _OCI = re.compile(
@@ -143,22 +146,14 @@ class Reference:
 
 def parse(text: str | Path) -> Reference | Path:
     """A reference, or the path of a .safetensors file; ValueError for any other text."""
-    if isinstance(text, str) and text.startswith(HUB):
-        org, _, rest = text.removeprefix(HUB).partition("/")
-        inner = parse(rest) if rest else None
+    kind = next((kind for kind in _REFERENCES if isinstance(text, str) and text.startswith(kind)), None)
+    if isinstance(text, str) and kind is not None:
+        place = text.removeprefix(kind)
+        root, _, rest = place.partition("/") if kind == HUB else place.rpartition("/")
+        inner = parse(rest) if root and rest else None
         if not isinstance(inner, Reference) or inner.registry:
-            raise ValueError(
-                f"reference {without_secrets(text)!r:.160}; use hf://org/name, hf://org/name@1.2.0 or hf://org/name@alias"
-            )
-        return replace(inner, registry=f"{HUB}{check_org(org)}")
-    if isinstance(text, str) and text.startswith((BUCKET, OCI)):
-        root, _, rest = text.rpartition("/")
-        inner = parse(rest) if rest and root.startswith((BUCKET, OCI)) else None
-        if not isinstance(inner, Reference):
-            use = "s3://bucket/prefix/name" if text.startswith(BUCKET) else "oci://host/repository/name"
-            raise ValueError(f"reference {without_secrets(text)!r:.160}; use {use}, or .../name@1.2.0")
-        bucket = bucket_root(root)
-        return replace(inner, registry=f"{OCI}{oci_root(root)}" if bucket is None else f"{BUCKET}{bucket}")
+            raise ValueError(f"reference {without_secrets(text)!r:.160}; use {_REFERENCES[kind]}")
+        return replace(inner, registry="".join(kind_and_root(kind + root)))
     if isinstance(text, Path) or text.endswith(SUFFIX):
         return Path(text)
     name, at, value = text.partition("@")
@@ -216,36 +211,24 @@ def without_secrets(text: str) -> str:
     return _SECRET.sub("***", text)
 
 
-def hub_org(url: str) -> str | None:
-    """The organization of an hf:// registry; None for another kind of address."""
-    return check_org(url.removeprefix(HUB).rstrip("/")) if url.startswith(HUB) else None
+def kind_and_root(url: str) -> tuple[str, str]:
+    """What a registry is, FOLDER, HUB, BUCKET or OCI, and the rest of its address; ValueError if it is none.
 
-
-def bucket_root(url: str) -> str | None:
-    """Bucket and prefix of an s3:// registry; None for another kind of address."""
-    if not url.startswith(BUCKET):
-        return None
-    root = url.removeprefix(BUCKET).rstrip("/")
-    if not _BUCKET.fullmatch(root):
-        raise ValueError(f"registry {without_secrets(url)!r:.160}; use s3://bucket or s3://bucket/prefix")
-    return root
-
-
-def oci_root(url: str) -> str | None:
-    """Host and repository of an oci:// registry; None for another kind of address."""
-    if not url.startswith(OCI):
-        return None
-    root = url.removeprefix(OCI).rstrip("/")
-    if not _OCI.fullmatch(root):
-        raise ValueError(f"registry {without_secrets(url)!r:.160}; use oci://host/repository, of a-z 0-9 . _ -")
-    return root
-
-
-def local_root(url: str) -> Path:
-    """The folder of a registry at file:///folder or a path; ValueError for another kind of address.
-
-    A single word that is no folder yet is refused: it may be the name of an organization.
+    The rest is a path, an organization, bucket/prefix or host/repository. A single word that is no folder yet is
+    refused: it may be the name of an organization.
     """
+    kind = next((kind for kind in _REFERENCES if url.startswith(kind)), FOLDER)
+    root, said = url.removeprefix(kind).rstrip("/"), f"registry {without_secrets(url)!r:.160}; use"
+    if kind == HUB:
+        check_org(root)
+    if kind == BUCKET and not _BUCKET.fullmatch(root):
+        raise ValueError(f"{said} s3://bucket or s3://bucket/prefix")
+    if kind == OCI and not _OCI.fullmatch(root):
+        raise ValueError(f"{said} oci://host/repository, of a-z 0-9 . _ -")
+    return kind, str(_folder(url)) if kind == FOLDER else root
+
+
+def _folder(url: str) -> Path:
     parts = urlsplit(url)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
         return Path(unquote(parts.path))

@@ -30,14 +30,14 @@ from kvq_runtime.registry.lock import Lock, enforce, read_lock
 from kvq_runtime.registry.oci.registry import OciRegistry
 from kvq_runtime.registry.reference import (
     ARTIFACT_FILE,
+    BUCKET,
+    FOLDER,
     HUB,
+    OCI,
     PRODUCTION,
     Reference,
     at_revision,
-    bucket_root,
-    hub_org,
-    local_root,
-    oci_root,
+    kind_and_root,
     parse,
     registry_url,
 )
@@ -77,13 +77,8 @@ def open_registry(url: str | Path | None = None) -> Registry:
     None is $KVQ_REGISTRY, else $KVQ_HOME/registry. Nothing is read or created. Raises ValueError for another kind of
     address.
     """
-    address = registry_url(url)
-    if (bucket := bucket_root(address)) is not None:
-        return BucketRegistry(bucket)
-    if (repository := oci_root(address)) is not None:
-        return OciRegistry(repository)
-    org = hub_org(address)
-    return LocalRegistry(local_root(address)) if org is None else HubRegistry(org)
+    kind, root = kind_and_root(registry_url(url))
+    return {FOLDER: LocalRegistry, BUCKET: BucketRegistry, OCI: OciRegistry, HUB: HubRegistry}[kind](root)
 
 
 def choose(state: State, reference: Reference) -> tuple[Version, str]:
