@@ -32,23 +32,8 @@ class BucketRegistry(CachedTree):
     Every request may raise PermissionError, or RuntimeError where the store does not answer or s3fs is missing.
     """
 
+    kind = reference.BUCKET
     restore = "restore the event from a version of the bucket, or a copy; later ones are kept, and nothing was removed"
-
-    def __init__(self, root: str):
-        self.root = root
-
-    @property
-    def url(self) -> str:
-        """Its address, s3://bucket/prefix."""
-        return f"{reference.BUCKET}{self.root}"
-
-    def at(self, path: str) -> str:
-        """The file's key."""
-        return f"{self.root}/{path}"
-
-    def address(self, path: str) -> str:
-        """A path as messages name it."""
-        return f"{self.url}/{path}"
 
     # ---- reading
 

@@ -13,12 +13,29 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.events import Version
-from kvq_runtime.registry.reference import ARTIFACT_FILE
 from kvq_runtime.registry.tree import BLOBS, TreeRegistry
 
 
 class CachedTree(TreeRegistry):
     """A registry whose blobs are fetched into a cache."""
+
+    kind: str  # what its address begins with
+
+    def __init__(self, root: str):
+        self.root = root
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"{self.kind}{self.root}"
+
+    def at(self, path: str) -> str:
+        """The file's key, or address without its kind."""
+        return f"{self.root}/{path}"
+
+    def address(self, path: str) -> str:
+        """A path as messages name it."""
+        return f"{self.url}/{path}"
 
     @abstractmethod
     def first(self, sha256: str, count: int) -> bytes:
@@ -36,32 +53,26 @@ class CachedTree(TreeRegistry):
         except ArtifactError as error:
             raise ArtifactError(f"{self.address(f'{BLOBS}/{version.sha256}')}: {error}") from None
 
-    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
-        """A file's blob, from the cache or fetched; only what is fetched now is compared with the digest."""
-        sha256, size = version.file(file)
+    def cached(self, name: str, sha256: str, size: int) -> Path | None:
+        """A blob in the cache."""
         path = cached(sha256)
-        return path if path.is_file() and path.stat().st_size == size else self._download(sha256, size)
+        return path if path.is_file() and path.stat().st_size == size else None
 
-    def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
-        """`fetch`, with the digest of a cached file checked; a damaged one is fetched again."""
+    def download(self, name: str, version: Version, file: str) -> Path:
+        """Fetch a blob into the cache."""
         sha256, size = version.file(file)
-        path = cached(sha256)
-        return path if path.is_file() and files.digest(path) == (sha256, size) else self._download(sha256, size)
-
-    def _download(self, sha256: str, size: int) -> Path:
-        """Fetch a blob into the cache; ArtifactError, and nothing is kept, if its bytes are not those of its name."""
         kept = cached(sha256)
         files.make_folder(kept.parent)
-        with files.draft(kept.parent) as (draft, file):
-            self.receive(sha256, size, file)
-            file.flush()
+        with files.draft(kept.parent) as (draft, data):
+            self.receive(sha256, size, data)
+            data.flush()
             found = files.digest(draft)
             if found != (sha256, size):
                 raise ArtifactError(
                     f"{self.address(f'{BLOBS}/{sha256}')}: sha256: the store sent {found[0]}, {found[1]} bytes, for "
                     f"{size}; nothing was kept, kvq doctor checks the registry"
                 )
-            files.settle(draft, file, kept)
+            files.settle(draft, data, kept)
         return kept
 
 

@@ -114,13 +114,13 @@ class Registry(ABC):
         """Do what an interrupted change, or publish of a version, may have left undone; content: its files."""
         return None
 
-    @abstractmethod
-    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
-        """A file of a version; whoever reads it checks its digest."""
+    def cached(self, name: str, sha256: str, size: int) -> Path | None:
+        """The file with this digest and size in the cache of a place that is elsewhere, unread; None: there is none."""
+        raise NotImplementedError
 
-    def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
-        """`fetch`; a file from a cache is compared with the digest, and downloaded again if it is damaged."""
-        return self.fetch(name, version, file)
+    def download(self, name: str, version: Version, file: str) -> Path:
+        """Receive a file of a version into that cache; ArtifactError, and nothing is kept, for another digest."""
+        raise NotImplementedError
 
     @abstractmethod
     def about(self, name: str, version: Version) -> dict[str, Any]:
@@ -194,6 +194,16 @@ class Registry(ABC):
         for file, entry in version.files.items():
             path = self.fetch_verified(name, version, file)
             contents[file] = files.read(path, entry["size"])
+    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """A file of a version, from the cache or downloaded; whoever reads it checks its digest."""
+        return self.cached(name, *version.file(file)) or self.download(name, version, file)
+
+    def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """`fetch`, with the digest of a cached file checked; a damaged one is downloaded again."""
+        path = self.cached(name, *version.file(file))
+        whole = path is not None and files.digest(path) == version.file(file)
+        return path if path is not None and whole else self.download(name, version, file)
+
             digest = hash_of(contents[file]).hexdigest()
             if digest != entry["sha256"]:
                 raise ArtifactError(f"{path}: sha256: the file has {digest}; kvq doctor says what to do")

@@ -19,13 +19,13 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvq_runtime.disk import faults, files
+from kvq_runtime.disk import faults
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.registry import card, reference, remarks
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub import ask, cache, client, index
 from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
+from kvq_runtime.registry.reference import GRACE
 from kvq_runtime.registry.registry import Finding, Head, Registry, limit
 
 _INITIAL_FILES = {".gitattributes", "README.md", "LICENSE"}  # the Hub's form for a new repository may create these
@@ -109,19 +109,14 @@ class HubRegistry(Registry):
 
     def pinned_file(self, lock: Lock) -> Path | None:
         """The file that a lock pins if the cache has it, without a request; else None."""
-        return cache.blob(self.repo(lock.name), lock.sha256, lock.size)
+        return self.cached(lock.name, lock.sha256, lock.size)
 
-    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
-        """A version's file, from the cache or downloaded; only a download's digest is checked here."""
-        return cache.blob(self.repo(name), *version.file(file)) or self._download(name, version, file)
+    def cached(self, name: str, sha256: str, size: int) -> Path | None:
+        """A file in the cache, of whatever commit."""
+        return cache.blob(self.repo(name), sha256, size)
 
-    def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
-        """`fetch`, with the digest of a cached file checked; a damaged one is downloaded again."""
-        path = cache.blob(self.repo(name), *version.file(file))
-        whole = path is not None and files.digest(path) == version.file(file)
-        return path if path is not None and whole else self._download(name, version, file)
-
-    def _download(self, name: str, version: Version, file: str) -> Path:
+    def download(self, name: str, version: Version, file: str) -> Path:
+        """Receive a file at the commit that was last read."""
         sha256, size = version.file(file)
         with client.translate_errors(self.repo(name)):
             path = f"{index.folder(version.version)}/{file}"

@@ -61,25 +61,14 @@ class OciRegistry(CachedTree):
     Every request may raise PermissionError, or RuntimeError where the registry does not answer.
     """
 
+    kind = reference.OCI
     restore = "ask who runs the registry for a copy; later events are kept, and nothing was removed"
 
     def __init__(self, root: str):
-        self.root, self._repository = root, Repository(root)
+        super().__init__(root)
+        self._repository = Repository(root)
         self._paths: dict[str, str] = {}  # digests by path, as last listed
         self._seen: dict[str, float] = {}  # when a try of another publisher was seen first
-
-    @property
-    def url(self) -> str:
-        """Its address, oci://host/repository."""
-        return f"{reference.OCI}{self.root}"
-
-    def at(self, path: str) -> str:
-        """The file's address, without its kind."""
-        return f"{self.root}/{path}"
-
-    def address(self, path: str) -> str:
-        """A path as messages name it."""
-        return f"{self.url}/{path}"
 
     # ---- reading
 
