@@ -128,9 +128,13 @@ class HubRegistry(Registry):
     def listed(self, name: str, folder: str) -> Iterator[tuple[PurePath, bytes]]:
         """(path, content) of every record of a folder on main; offline, of those in the cache."""
         repo = self.repo(name)
-        if client.is_offline():
-            return _contents(repo, folder, cache.json_files(repo, folder))
-        return _records(repo, folder, self._commit(name))
+        with client.translate_errors(repo):
+            offline = client.is_offline()
+            found = cache.json_files(repo, folder) if offline else _json_files(repo, folder, self._commit(name))
+            for file in sorted(found):
+                sha256, path = file.removesuffix(".json"), f"{folder}/{file}"
+                if reference.is_sha256(sha256):  # else it is no record
+                    yield PurePath(path), cache.content(repo, path, found[file], limit(path), sha256)
 
     # ---- changing
 
@@ -138,11 +142,28 @@ class HubRegistry(Registry):
         self, head: Head, after: State, content: Mapping[str, bytes], about: Mapping[str, Any], unanswered: list[Event]
     ) -> Head | None:
         """Commit an event, and with a publish its files and card, on top of the commit that was read."""
-        repo = self.repo(after.name)
-        written = _write(repo, head, after, content, about, unanswered, self.private)
-        if written is not None:
-            self._heads[after.name] = written
-        return written
+        repo, event = self.repo(after.name), after.events[-1]
+        if head.commit is None:
+            with client.translate_errors(repo):
+                client.retry(lambda: client.api().create_repo(repo, private=self.private, exist_ok=True))
+            faults.point("hub.created")
+            return None
+        if not head.state.events:
+            _check_unused(repo, head.commit)
+        try:
+            self._heads[after.name] = written = _commit(repo, head, after, content, about)
+            return written
+        except Exception as error:
+            delay = client.retry_delay(error)
+            if client.http_status(error) in (409, 412):
+                time.sleep(random.uniform(0.05, 0.5))
+            elif delay is not None and delay <= client.MAX_WAIT and len(unanswered) < client.TRIES - 1:
+                client.back_off(len(unanswered), delay)
+                unanswered.append(event)
+            else:
+                with client.translate_errors(repo):
+                    raise
+        return None
 
     def finish(self, name: str, version: Version | None = None, content: Mapping[str, bytes] | None = None) -> None:
         """Set the tag of a published version if it is missing."""
@@ -154,8 +175,19 @@ class HubRegistry(Registry):
         faults.point("hub.tagged")
 
     def add(self, name: str, path: str, data: bytes) -> None:
-        """Add a record in a commit."""
-        _add(self.repo(name), path, data)
+        """Add a record in a commit. It contradicts nothing, so the commit names no parent."""
+        from huggingface_hub import CommitOperationAdd
+
+        repo, (kind, sha256, _) = self.repo(name), path.split("/")
+        message = f"add {kind[:-1]} of {sha256[:12]}"
+
+        def commit() -> None:
+            client.api().create_commit(repo, [CommitOperationAdd(path, data)], commit_message=message)
+
+        with client.translate_errors(repo):
+            client.check_online(repo)
+            client.retry(commit)
+        faults.point("hub.recorded")
         self._heads.pop(name, None)  # main has moved
 
     # ---- upkeep
@@ -196,39 +228,6 @@ class HubRegistry(Registry):
         return findings
 
 
-def _write(
-    repo: str,
-    head: Head,
-    after: State,
-    content: Mapping[str, bytes],
-    about: Mapping[str, Any],
-    unanswered: list[Event],
-    private: bool | None,
-) -> Head | None:
-    """`Registry.write`; `private` is of a repository that has to be created, None the Hub's default."""
-    if head.commit is None:
-        with client.translate_errors(repo):
-            client.retry(lambda: client.api().create_repo(repo, private=private, exist_ok=True))
-        faults.point("hub.created")
-        return None
-    if not head.state.events:
-        _check_unused(repo, head.commit)
-    event = after.events[-1]
-    try:
-        return _commit(repo, head, after, content, about)
-    except Exception as error:
-        delay = client.retry_delay(error)
-        if client.http_status(error) in (409, 412):
-            time.sleep(random.uniform(0.05, 0.5))
-        elif delay is not None and delay <= client.MAX_WAIT and len(unanswered) < client.TRIES - 1:
-            client.back_off(len(unanswered), delay)
-            unanswered.append(event)
-        else:
-            with client.translate_errors(repo):
-                raise
-    return None
-
-
 def _check_unused(repo: str, commit: str) -> None:
     """Raise Conflict for a repository without kvq.json that holds anything but a new repository's files."""
     with client.translate_errors(repo):
@@ -263,37 +262,12 @@ def _commit(repo: str, head: Head, after: State, content: Mapping[str, bytes], a
     return replace(written, commit=reference.check_commit(commit.oid))
 
 
-def _add(repo: str, path: str, data: bytes) -> None:
-    """Add a record in a commit. It contradicts nothing, so the commit names no parent."""
-    from huggingface_hub import CommitOperationAdd
-
-    kind, sha256, _ = path.split("/")
-    message = f"add {kind[:-1]} of {sha256[:12]}"
-
-    def commit() -> None:
-        client.api().create_commit(repo, [CommitOperationAdd(path, data)], commit_message=message)
-
-    with client.translate_errors(repo):
-        client.check_online(repo)
-        client.retry(commit)
-    faults.point("hub.recorded")
-
-
-def _records(repo: str, folder: str, commit: str) -> Iterator[tuple[PurePath, bytes]]:
-    """(path, content) of every record in a folder at a commit."""
+def _json_files(repo: str, folder: str, commit: str) -> dict[str, str]:
+    """{name: the commit} of the .json files of a folder at a commit."""
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    with client.translate_errors(repo):
-        try:
-            found = ask.tree(repo, commit, folder)
-        except RemoteEntryNotFoundError:
-            return
-        yield from _contents(repo, folder, {PurePath(path).name: commit for path in found if path.endswith(".json")})
-
-
-def _contents(repo: str, folder: str, names: Mapping[str, str]) -> Iterator[tuple[PurePath, bytes]]:
-    """Records by {file name: a commit that has it}; a file that is not named by a digest is none."""
-    for name in sorted(names):
-        sha256, path = name.removesuffix(".json"), f"{folder}/{name}"
-        if reference.is_sha256(sha256):
-            yield PurePath(path), cache.content(repo, path, names[name], limit(path), sha256)
+    try:
+        found = ask.tree(repo, commit, folder)
+    except RemoteEntryNotFoundError:
+        return {}
+    return {PurePath(path).name: commit for path in found if path.endswith(".json")}
