@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
@@ -19,12 +19,7 @@ from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollbac
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE, PRODUCTION
 
-if TYPE_CHECKING:  # kvq list and promote should not wait for torch
-    from kvq_runtime.artifact.artifact import Artifact
-
 TRIES = 200
-FIRST = "1.0.0"
-_NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
 Kind = Literal["evaluations", "signatures", "remarks"]
 MAX_RECORDS = 1 << 12  # records of an artifact, of one kind, that are in memory at once
 MAX_REMARKS = 1 << 16  # on a name, likewise
@@ -194,6 +189,11 @@ class Registry(ABC):
         for file, entry in version.files.items():
             path = self.fetch_verified(name, version, file)
             contents[file] = files.read(path, entry["size"])
+            digest = hash_of(contents[file]).hexdigest()
+            if digest != entry["sha256"]:
+                raise ArtifactError(f"{path}: sha256: the file has {digest}; kvq doctor says what to do")
+        return contents
+
     def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
         """A file of a version, from the cache or downloaded; whoever reads it checks its digest."""
         return self.cached(name, *version.file(file)) or self.download(name, version, file)
@@ -203,11 +203,6 @@ class Registry(ABC):
         path = self.cached(name, *version.file(file))
         whole = path is not None and files.digest(path) == version.file(file)
         return path if path is not None and whole else self.download(name, version, file)
-
-            digest = hash_of(contents[file]).hexdigest()
-            if digest != entry["sha256"]:
-                raise ArtifactError(f"{path}: sha256: the file has {digest}; kvq doctor says what to do")
-        return contents
 
     # ---- records
 
@@ -296,7 +291,8 @@ class Registry(ABC):
         attachments   {"README.md": ..., plots}: files stored with the version
         Raises ArtifactError for bytes that do not load, Conflict if the number is taken.
         """
-        from kvq_runtime.artifact import artifact
+        from kvq_runtime.artifact import artifact  # kvq list and promote should not wait for torch
+        from kvq_runtime.registry import number
 
         self.check_name(name)
         if version is not None:
@@ -309,7 +305,7 @@ class Registry(ABC):
         def decide(state: State) -> Change | None:
             if state.with_digest(sha256):
                 return None
-            return Publish(version or self.next_version(state, new), sha256, len(data), entries)
+            return Publish(version or number.following(state, new, self.fetch), sha256, len(data), entries)
 
         about = header.summary({"recipe": {"name": new.recipe.name}, "provenance": new.provenance})
         self.store(name, content)
@@ -317,21 +313,6 @@ class Registry(ABC):
         assert published is not None, "the change that was written is in the state"
         self.finish(name, published, content)
         return published
-
-    def next_version(self, state: State, new: "Artifact") -> str:
-        """The number of the next version of a name; fetches the highest version to compare it with `new`."""
-        from kvq_runtime.artifact import artifact
-
-        # yanked or not: numbers are never reused
-        highest = max(state.versions.values(), key=lambda version: reference.order(version.version), default=None)
-        if highest is None:
-            return FIRST
-        try:
-            old = artifact.load(self.fetch(state.name, highest), highest.sha256, highest.size)
-        except ArtifactError as error:
-            text = f"{error}; it is needed to choose the number after {highest.version}: give one, --artifact-version"
-            raise ArtifactError(text) from None
-        return following(highest.version, old, new)
 
     def promote(
         self, name: str, version: str, alias: str = PRODUCTION, expect: str | None = None, force: bool = False
@@ -403,29 +384,3 @@ def _check_unmoved(state: State, alias: str, before: str | None) -> None:
             f"{state.name}@{alias} points to {now or 'none'}, expected {before or 'none'}: somebody moved it; "
             f"look at kvq history {state.name}, then retry with --expect {now or 'none'}"
         )
-
-
-def following(version: str, old: "Artifact", new: "Artifact") -> str:
-    """The number of `new`, which follows `version`, the number of `old`."""
-    major, minor, patch = reference.order(version)
-    numbers = {"major": (major + 1, 0, 0), "minor": (major, minor + 1, 0), "patch": (major, minor, patch + 1)}
-    return ".".join(map(str, numbers[changed(old, new)]))
-
-
-def changed(old: "Artifact", new: "Artifact") -> Literal["major", "minor", "patch"]:
-    """Return the part of the version that changes from `old` to `new`.
-
-    patch   a recalibration: the same recipe and provenance, except for model id, revision and environment
-    minor   another setting, or another corpus or choice of it
-    major   another schema, or a model with another fingerprint
-    """
-    from kvq_runtime.artifact import fingerprint
-
-    distances = fingerprint.distances(old.fingerprint, new.fingerprint).values()
-    other_model = fingerprint.mismatches(old.fingerprint, new.fingerprint) or any(
-        distance > fingerprint.TOLERANCE for distance in distances
-    )
-    if old.schema != new.schema or other_model:
-        return "major"
-    settings = [{k: v for k, v in artifact.provenance.items() if k not in _NOT_SETTINGS} for artifact in (old, new)]
-    return "minor" if old.recipe != new.recipe or settings[0] != settings[1] else "patch"

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,8 @@ from local_store import NAME, event_files, three
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import resolve
+from kvq_runtime.registry import number, resolve
 from kvq_runtime.registry.local import LocalRegistry
-from kvq_runtime.registry.registry import changed
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def test_the_next_version_says_what_changed(store):
     assert publish(corpus="b" * 64, bits=3) == "1.2.0"
     assert publish(corpus="b" * 64, bits=3, model=1) == "2.0.0"
     assert publish(corpus="b" * 64, bits=3, model=1, seed=1) == "2.0.1"
-    old = tiny.tiny()
-    assert changed(old, artifact.Artifact(**{**vars(old), "schema": 0})) == "major"
+    other_schema = replace(tiny.tiny(corpus="b" * 64, bits=3, model=1, seed=1), schema=0)
+    assert number.following(store.state(NAME), other_schema, store.fetch) == "3.0.0"
 
 
 # ---- order of writing
