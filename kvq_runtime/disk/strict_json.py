@@ -6,6 +6,7 @@ Canonical form: keys sorted, no spaces, ASCII only, floats as Python's `repr`. T
 import json
 import math
 import re
+from collections.abc import Callable, Mapping, Set
 from hashlib import sha256
 from itertools import accumulate
 from typing import Any
@@ -56,14 +57,26 @@ def _finite(text: str) -> float:
     return value
 
 
-def keys(value: Any, names: set[str], label: str) -> dict[str, Any]:
-    """The value, if it is an object with exactly these keys; else an ArtifactError, beginning with `label`."""
+def keys(
+    value: Any, names: Set[str], label: str, optional: Set[str] = frozenset(),
+    checks: Mapping[str, Callable[[Any], object]] = {},
+) -> dict[str, Any]:  # fmt: skip
+    """The value, if it is an object with exactly these keys; else an ArtifactError, beginning with `label`.
+
+    optional   keys that may be left out
+    checks     what raises a ValueError for a value that the key of this name must not have
+    """
     if not isinstance(value, dict):
         raise ArtifactError(f"{label}: expected an object, got {value!r:.80}")
-    if set(value) != names:
-        unknown, missing = sorted(set(value) - names), sorted(names - set(value))
+    unknown, missing = sorted(value.keys() - names - optional), sorted(names - value.keys())
+    if unknown or missing:
         said = [f"unknown keys {unknown!r:.200}"] * bool(unknown) + [f"missing keys {missing}"] * bool(missing)
         raise ArtifactError(f"{label}: {', '.join(said)}")
+    try:
+        for name in checks.keys() & value.keys():
+            checks[name](value[name])
+    except ValueError as error:
+        raise ArtifactError(f"{label}: {error}") from None
     return value
 
 

@@ -104,15 +104,10 @@ def from_json(fields: Any, number: int, name: str) -> Event:
     if kind is None:
         raise ArtifactError(f"event: kind {fields.get('kind')!r:.80}; use one of {sorted(KINDS)}")
     names = set(kind.__dataclass_fields__) - {"kind"}
-    strict_json.keys(fields, {"schema", "number", "name", "at", "kind"} | names, "event")
+    strict_json.keys(fields, {"schema", "number", "name", "at", "kind"} | names, "event", checks=_CHECKS)
     if type(fields["number"]) is not int or fields["number"] != number or fields["name"] != name:
         stated = f"{fields['name']!r:.120} number {fields['number']!r:.40}"
         raise ArtifactError(f"event: expected {name} number {number}, got {stated}")
-    try:
-        for key in names | {"at"}:
-            _CHECKS[key](fields[key])
-    except ValueError as error:
-        raise ArtifactError(f"event: {error}") from None
     return Event(number, name, fields["at"], kind(**{key: fields[key] for key in names}))
 
 
@@ -143,11 +138,6 @@ def check_at(at: Any) -> None:
         raise ValueError(f"at {at!r:.80}; use a UTC time, as in 2026-01-31T12:00:00Z")
 
 
-def check_reason(reason: Any) -> None:
-    """Raise ValueError unless the reason for yanking a version is one printable line that is not blank."""
-    check_line("reason", reason)
-
-
 def check_line(what: str, text: Any) -> None:
     """Raise ValueError, beginning with `what`, unless a text is one printable line that is not blank."""
     if not isinstance(text, str) or not text.strip() or len(text) > 500 or not text.isprintable():
@@ -160,7 +150,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "sha256": reference.check_sha256,
     "size": _check_size,
     "files": check_files,
-    "reason": check_reason,
+    "reason": lambda reason: check_line("reason", reason),
     "at": check_at,
 }
 

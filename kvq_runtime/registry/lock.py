@@ -71,8 +71,7 @@ def read_lock(path: Path | str) -> Lock:
     except NotFound:
         raise NotFound(f"{label}: no such file; kvq pull REFERENCE --lock {path} writes it") from None
     fields = strict_json.loads(data, label, depth=32)
-    present = _OPTIONAL & set(fields) if isinstance(fields, dict) else set()
-    strict_json.keys(fields, set(Lock.__dataclass_fields__) - _OPTIONAL | present, label)
+    strict_json.keys(fields, Lock.__dataclass_fields__.keys() - _OPTIONAL, label, _OPTIONAL)
     lock = Lock(**fields)
     try:
         _check(lock)
@@ -146,9 +145,7 @@ def find_signature(records: Iterable[bytes], name: str, version: str, sha256: st
 
 def read_signature(data: bytes) -> dict[str, Any]:
     """Parse a signature record from a registry; raises ArtifactError if it is malformed."""
-    record = strict_json.loads(data, "signature", depth=32)
-    files = {"files"} if isinstance(record, dict) and "files" in record else set()
-    return strict_json.keys(record, _SIGNATURE | files, "signature")
+    return strict_json.keys(strict_json.loads(data, "signature", depth=32), _SIGNATURE, "signature", {"files"})
 
 
 def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key: str) -> None:

@@ -367,7 +367,7 @@ class Registry(ABC):
         Raises NotFound for an unknown version, Conflict if an alias points to it or it is yanked already.
         """
         reference.check_version(version)
-        events.check_reason(reason)
+        events.check_line("reason", reason)
         self.existing(name)
         return self.change(name, lambda state: Yank(version, reason))
 

@@ -159,12 +159,7 @@ def from_bytes(data: bytes, path: PurePath, name: str = "") -> Remark | None:
     if fields["kind"] not in FIELDS:
         return None
     said = FIELDS[fields["kind"]]
-    strict_json.keys(fields, _HEAD | said, label)
-    try:
-        for key in (said | _HEAD) - {"schema", "kind"}:
-            _CHECKS[key](fields[key])
-    except ValueError as error:
-        raise ArtifactError(f"{label}: {error}") from None
+    strict_json.keys(fields, _HEAD | said, label, checks=_CHECKS)
     if fields["name"] != name != "" or _folder(fields["name"]) != path.parent.name:
         raise ArtifactError(f"{label}: is about {fields['name']!r:.120}, but stored with another name")
     what, replaces = fields["kind"], tuple(fields["replaces"])

@@ -94,7 +94,7 @@ MUTANTS = [
         "yank-reason",
         "an event's reason may be anything",
         "kvq_runtime/registry/events.py",
-        '"reason": check_reason,',
+        '"reason": lambda reason: check_line("reason", reason),',
         '"reason": str,',
         ("registry/test_damage.py",),
     ),
