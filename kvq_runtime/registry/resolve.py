@@ -158,25 +158,22 @@ def resolve_name(
             raise ValueError(
                 f"name {reference!r:.160} is one of {target.registry}, but registry is {registry}: use the name alone"
             )
-    pinned = read_lock(lock) if lock is not None else None
-    policy = pinned.policy if pinned is not None else None
-    if pinned is not None and policy is not None and not policy["follow"]:
+    if lock is None:
+        return _at(target) if isinstance(target, Path) else _find(open_registry(target.registry or registry), target)
+    pinned = read_lock(lock)
+    policy, follow = pinned.policy or {}, bool(pinned.policy and pinned.policy["follow"])
+    if policy and not follow:
         stored = strict_json.dumps(pinned.signature).encode()
         enforce(policy, [stored], pinned.name, pinned.version, pinned.sha256)
     if isinstance(target, Path):
-        if policy is not None and policy["follow"]:
+        if follow:
             raise ArtifactError(f"lock: {lock} follows a reference, and {target} is a path; pull without --follow")
-        sha256, size = files.digest(target)
-        resolved = Resolved(target.stem, "", sha256, size, target, "asked for by path")
-        return resolved if pinned is None else _check_pinned(resolved, pinned, lock)
-    address = target.registry or registry
-    if pinned is None:
-        return _find(open_registry(address), target)
+        return _check_pinned(_at(target), pinned, lock)
     if revision is not None or str(reference) != pinned.reference:
         text = f"{lock} pins {pinned.reference}, not {reference}{f' at {revision}' if revision else ''}"
         raise ArtifactError(f"lock: {text}; pull {reference} with a lock file of its own")
-    source = open_registry(address or os.environ.get("KVQ_REGISTRY") or pinned.registry)
-    if policy is not None and policy["follow"]:
+    source = open_registry(target.registry or registry or os.environ.get("KVQ_REGISTRY") or pinned.registry)
+    if follow:
         found = _find(source, target)
         accepted(source, found, policy)
         return replace(found, chosen_because=f"{found.chosen_because}; signed, as the lock file demands")
@@ -185,6 +182,10 @@ def resolve_name(
         fields = pinned.name, pinned.version, pinned.sha256, pinned.size, path, f"pinned by {lock}", source.url
         return Resolved(*fields, commit=pinned.commit)
     return _check_pinned(_find(source, Reference(pinned.name, "sha256", pinned.sha256)), pinned, lock)
+
+
+def _at(path: Path) -> Resolved:
+    return Resolved(path.stem, "", *files.digest(path), path, "asked for by path")
 
 
 def _find(registry: Registry, reference: Reference) -> Resolved:
@@ -221,7 +222,7 @@ def accepted(registry: Registry, resolved: Resolved, policy: Mapping[str, Any]) 
     return enforce(policy, records, resolved.name, resolved.version, resolved.sha256)
 
 
-def _check_pinned(resolved: Resolved, pinned: Lock, lock: str | Path | None) -> Resolved:
+def _check_pinned(resolved: Resolved, pinned: Lock, lock: str | Path) -> Resolved:
     """Raise ArtifactError unless the file is the one that the lock pins."""
     if (resolved.sha256, resolved.size) != (pinned.sha256, pinned.size):
         raise ArtifactError(
