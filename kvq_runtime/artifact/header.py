@@ -28,6 +28,7 @@ DTYPES = {  # {dtype: (its bytes, its name in torch)}
     **{"BF16": (2, "bfloat16"), "F16": (2, "float16"), "F32": (4, "float32")},
     **{"U8": (1, "uint8"), "I16": (2, "int16"), "I32": (4, "int32")},
 }
+_SIZES = range(1 << 48)
 _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(key|value)\.[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*")
 
 
@@ -118,7 +119,7 @@ def _range(name: str, entry: Any) -> tuple[int, int]:
 
 def _sizes(value: Any) -> bool:
     """True if a value is a list of whole numbers that can be sizes in bytes."""
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int} and all(map(_SIZES.__contains__, value))
 
 
 # ---- what it states -------------------------------------------------------------------------------------------------
