@@ -51,11 +51,16 @@ def tell(registry: str, event: Mapping[str, Any]) -> None:
         except urllib.error.HTTPError as error:
             said = f"it answered {error.code}"
             error.close()
-        except (OSError, ValueError, HTTPException) as error:  # whose texts may quote the address
-            reason = getattr(error, "reason", error)
-            said = reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
+        except (OSError, ValueError, HTTPException) as error:
+            said = cause(error)
     _log.warning("%s (%s) was not told of the change, which stands: %s", ADDRESS, urlsplit(address).hostname, said)
     return None
+
+
+def cause(error: Exception) -> str:
+    """Why a request failed, in words that do not quote its address, as the error's own may."""
+    reason = getattr(error, "reason", error)
+    return reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
 
 
 def _is_address(text: str) -> bool:

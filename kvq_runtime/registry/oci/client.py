@@ -30,7 +30,7 @@ from urllib.parse import urlencode, urljoin, urlsplit
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import NotFound
 from kvq_runtime.registry.hub import ask
-from kvq_runtime.registry.webhook import Stay
+from kvq_runtime.registry.webhook import Stay, cause
 
 TRIES = 4
 PAGE = 1000  # tags that are asked for at once
@@ -111,8 +111,8 @@ class Repository:
         """A blob's bytes, as they come; RuntimeError for more than `limit`, or with `first` only the first ones."""
         head = {"Range": f"bytes=0-{limit - 1}"} if first else {}
         with self._answer("GET", self._address(f"blobs/sha256:{sha256}"), head=head, redirects=True) as response:
-            left, chunks = limit, iter(lambda: response.read1(1 << 16), b"")
-            for chunk in ask.paced(chunks, 1 << 62 if first else limit, f"oci://{self.root}", _ADVICE):
+            left = limit
+            for chunk in self._body(response, 1 << 62 if first else limit):
                 yield chunk[:left]
                 left -= len(chunk)
                 if left <= 0 and first:
@@ -175,8 +175,11 @@ class Repository:
     ) -> tuple[bytes, Message]:  # fmt: skip
         """All of an answer, and its headers."""
         with self._answer(method, address, data, head, redirects, may) as response:
-            chunks = iter(lambda: response.read1(1 << 16), b"")
-            return b"".join(ask.paced(chunks, limit, f"oci://{self.root}", _ADVICE)), response.headers
+            return b"".join(self._body(response, limit)), response.headers
+
+    def _body(self, response: Any, limit: int) -> Iterator[bytes]:
+        """The body as it comes, in pieces."""
+        return ask.paced(iter(lambda: response.read1(1 << 16), b""), limit, f"oci://{self.root}", _ADVICE)
 
     @contextmanager
     def _answer(
@@ -221,10 +224,8 @@ class Repository:
         try:  # as long as the bytes that are sent take at the least rate
             limit = 2 * SECONDS + len(data or b"") / ask.RATE
             return ask.within(limit, send, f"oci://{self.root}", _ADVICE)
-        except (OSError, HTTPException, ValueError) as error:  # whose texts may quote the address
-            reason = getattr(error, "reason", error)
-            said = reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
-            raise _Unanswered(f"oci://{self.root}: no answer from {_origin(address)} ({said})") from None
+        except (OSError, HTTPException, ValueError) as error:
+            raise _Unanswered(f"oci://{self.root}: no answer from {_origin(address)} ({cause(error)})") from None
 
     def _failure(self, method: str, code: int) -> Exception:
         what = f"oci://{self.root}: {method} was answered with {code}"
@@ -283,8 +284,7 @@ class Repository:
                 raise RuntimeError(f"oci://{self.root}: nothing is at {_origin(realm)} where it gives tokens (404)")
             if code >= 300:
                 raise self._failure("the request for a token", code)
-            chunks = iter(lambda: response.read1(1 << 16), b"")
-            found = strict_json.loads(b"".join(ask.paced(chunks, 1 << 20, f"oci://{self.root}", _ADVICE)), "token")
+            found = strict_json.loads(b"".join(self._body(response, 1 << 20)), "token")
         token = (found.get("token") or found.get("access_token")) if isinstance(found, dict) else None
         if not isinstance(token, str) or not re.fullmatch(r"[\x21-\x7e]+", token):
             raise RuntimeError(f"oci://{self.root}: {_origin(realm)} gave no token")
