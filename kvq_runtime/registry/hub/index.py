@@ -237,12 +237,8 @@ def collect(repo: str, head: Head, grace: float, dry_run: bool, removed: dict[st
     faults.point("hub.collected")
 
 
-def examine(repo: str, head: Head) -> list[Finding]:
-    """Everything wrong with the files and tags of a repository; unnamed files as notes."""
-    return _check_files(repo, head) + _check_tags(repo, head)
-
-
-def _check_files(repo: str, head: Head) -> list[Finding]:
+def check_files(repo: str, head: Head) -> list[Finding]:
+    """Everything wrong with the files of a repository; unnamed files as notes."""
     tree, findings = _tree(repo, head), []
     for path, (sha256, size) in _named(head).items():
         file = tree.get(path)
@@ -255,7 +251,8 @@ def _check_files(repo: str, head: Head) -> list[Finding]:
     return findings + [Finding("note", note, f"{repo}/{path}", advice) for path in _unnamed(tree, head)]
 
 
-def _check_tags(repo: str, head: Head) -> list[Finding]:
+def check_tags(repo: str, head: Head) -> list[Finding]:
+    """Everything wrong with its tags; those that are missing as notes."""
     findings = []
     with client.translate_errors(repo):
         targets = ask.tags(repo)

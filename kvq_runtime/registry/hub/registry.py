@@ -220,7 +220,7 @@ class HubRegistry(Registry):
                 advice = "restore it from an earlier commit; the artifacts are not affected"
                 findings.append(Finding("fault", str(error), f"{repo}/{index.FILE}", advice))
                 continue
-            findings += index.examine(repo, head)
+            findings += index.check_files(repo, head) + index.check_tags(repo, head)
             try:
                 remarks.read(self, name, "protect")  # the others are read, and let go
             except ArtifactError as error:
