@@ -152,8 +152,11 @@ class TreeRegistry(Registry):
         self, head: Head, after: State, content: Mapping[str, bytes], about: Mapping[str, Any], unanswered: list[Event]
     ) -> Head | None:
         """Claim the next number; None if another process took it."""
-        event = after.events[-1]
-        return Head(after) if self.claim(_event(after.name, event.number), event.to_bytes()) else None
+        return Head(after) if self.claim_event(after.events[-1]) else None
+
+    def claim_event(self, event: Event) -> bool:
+        """Write an event under its number; False if another one has it."""
+        return self.claim(_event(event.name, event.number), event.to_bytes())
 
     def put_blob(self, data: bytes) -> str:
         """Store bytes under their digest, and return it."""

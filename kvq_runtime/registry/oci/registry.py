@@ -39,9 +39,9 @@ from typing import BinaryIO
 
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import events, reference
+from kvq_runtime.registry import reference
 from kvq_runtime.registry.cached import CachedTree, cached
-from kvq_runtime.registry.events import Publish, Version
+from kvq_runtime.registry.events import Event, Publish, Version
 from kvq_runtime.registry.oci.client import EMPTY, Repository
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
 from kvq_runtime.registry.registry import Finding
@@ -138,12 +138,10 @@ class OciRegistry(CachedTree):
         self._repository.put_blob(data)
 
     def claim(self, path: str, data: bytes) -> bool:
-        """Write a record, or the event of a number; False if it is there, or another publisher was first."""
-        self._repository.put_blob(EMPTY)
-        if path.startswith("names/"):
-            return self._claim_event(events.from_bytes(data, int(path[-13:-5]), path.split("/")[1]), data)
+        """Write a record; False if it is there."""
         if self.has(path):
             return False
+        self._repository.put_blob(EMPTY)
         kind, about, _ = path.split("/")
         sha256 = hash_of(data).hexdigest()
         self._repository.put_blob(data)
@@ -151,8 +149,10 @@ class OciRegistry(CachedTree):
         self._repository.put_manifest(tag, {f"{sha256}.json": (sha256, len(data))})
         return True
 
-    def _claim_event(self, event: events.Event, data: bytes) -> bool:
-        repository, number = self._repository, event.number
+    def claim_event(self, event: Event) -> bool:
+        """Write the event of a number; False if another publisher was first."""
+        repository, number, data = self._repository, event.number, event.to_bytes()
+        repository.put_blob(EMPTY)
         of_name = _short(hash_of(event.name.encode()).hexdigest())
         if not self._free(event.name, of_name, number):
             return False
