@@ -60,7 +60,7 @@ class CachedTree(TreeRegistry):
 
     def download(self, name: str, version: Version, file: str) -> Path:
         """Fetch a blob into the cache."""
-        sha256, size = version.file(file)
+        sha256, size = version.content[file]
         kept = cached(sha256)
         files.make_folder(kept.parent)
         with files.draft(kept.parent) as (draft, data):

@@ -169,11 +169,16 @@ class Version:
     at: str
     yanked: str | None = None
 
-    def file(self, name: str) -> tuple[str, int]:
-        """Digest and size of the artifact, or of a file beside it."""
-        if name == reference.ARTIFACT_FILE:
-            return self.sha256, self.size
-        return self.files[name]["sha256"], self.files[name]["size"]
+    @classmethod
+    def of(cls, change: Publish, at: str) -> "Version":
+        """The version that a publish at this time makes."""
+        return cls(change.version, change.sha256, change.size, change.files, at)
+
+    @property
+    def content(self) -> dict[str, tuple[str, int]]:
+        """{name: (digest, size)} of the artifact and of the files beside it."""
+        beside = {name: (entry["sha256"], entry["size"]) for name, entry in self.files.items()}
+        return {reference.ARTIFACT_FILE: (self.sha256, self.size)} | beside
 
     @property
     def beside(self) -> str:
@@ -258,7 +263,7 @@ class Fold:
     def _publish(self, change: Publish, at: str) -> None:
         if change.version in self._versions:
             raise Conflict(f"{self._name} {change.version} is published with other bytes; a version never changes")
-        self._versions[change.version] = Version(change.version, change.sha256, change.size, change.files, at)
+        self._versions[change.version] = Version.of(change, at)
 
     def _yank(self, change: Yank) -> None:
         version = _get(self._name, change.version, self._versions)

@@ -97,7 +97,7 @@ class LocalRegistry(TreeRegistry):
 
     def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
         """The path of a file's blob."""
-        return self.blob(version.file(file)[0])
+        return self.blob(version.content[file][0])
 
     fetch_verified = fetch  # whoever reads it checks its digest
 

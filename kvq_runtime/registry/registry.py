@@ -196,12 +196,12 @@ class Registry(ABC):
 
     def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
         """A file of a version, from the cache or downloaded; whoever reads it checks its digest."""
-        return self.cached(name, *version.file(file)) or self.download(name, version, file)
+        return self.cached(name, *version.content[file]) or self.download(name, version, file)
 
     def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
         """`fetch`, with the digest of a cached file checked; a damaged one is downloaded again."""
-        path = self.cached(name, *version.file(file))
-        whole = path is not None and files.digest(path) == version.file(file)
+        path = self.cached(name, *version.content[file])
+        whole = path is not None and files.digest(path) == version.content[file]
         return path if path is not None and whole else self.download(name, version, file)
 
     # ---- records

@@ -208,7 +208,7 @@ class TreeRegistry(Registry):
     def named(self) -> set[str]:
         """The digest of every blob that an event names; raises for an event that is damaged or cannot be read."""
         versions = (version for name in self.names() for version in self.state(name).versions.values())
-        return {version.file(file)[0] for version in versions for file in (ARTIFACT_FILE, *version.files)}
+        return {sha256 for version in versions for sha256, _ in version.content.values()}
 
     def examine(self) -> list[Finding]:
         """Everything wrong with events, blobs (by content) and records; unnamed files as notes.
@@ -277,10 +277,9 @@ class TreeRegistry(Registry):
             findings.append(Finding("fault", "not an event's name", self.address(f"{folder}/{file}"), advice))
         if not findings:
             findings += self._attempt(lambda: events.fold(name, whole), folder, self.restore)
-        published = [(event.change, event.at) for event in whole if isinstance(event.change, Publish)]
-        versions = [Version(one.version, one.sha256, one.size, one.files, at) for one, at in published]
-        files = ((version, file) for version in versions for file in (*version.files, ARTIFACT_FILE))
-        return findings, {version.file(file)[0]: (name, version, file) for version, file in files}
+        versions = [Version.of(event.change, event.at) for event in whole if isinstance(event.change, Publish)]
+        files = ((version, *one) for version in versions for one in reversed(version.content.items()))
+        return findings, {sha256: (name, version, file) for version, file, (sha256, _) in files}
 
     def _examine_blobs(self, named: dict[str, tuple[str, Version, str]], readable: bool) -> list[Finding]:
         findings, blobs = [], self.changed()

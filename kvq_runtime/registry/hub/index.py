@@ -28,7 +28,6 @@ from kvq_runtime.registry import events
 from kvq_runtime.registry.events import Publish, State, Version
 from kvq_runtime.registry.hub import ask, cache, client
 from kvq_runtime.registry.hub.ask import File
-from kvq_runtime.registry.reference import ARTIFACT_FILE
 from kvq_runtime.registry.registry import Finding, Head
 
 FILE = "kvq.json"
@@ -198,9 +197,9 @@ def _ends_with(head: Head, version: Version) -> bool:
 def _named(head: Head) -> dict[str, tuple[str, int]]:
     """Every path that kvq.json names: {path: (sha256, size)}."""
     return {
-        f"{folder(version.version)}/{file}": version.file(file)
+        f"{folder(version.version)}/{file}": stated
         for version in head.state.versions.values()
-        for file in (ARTIFACT_FILE, *version.files)
+        for file, stated in version.content.items()
     }
 
 

@@ -117,7 +117,7 @@ class HubRegistry(Registry):
 
     def download(self, name: str, version: Version, file: str) -> Path:
         """Receive a file at the commit that was last read."""
-        sha256, size = version.file(file)
+        sha256, size = version.content[file]
         with client.translate_errors(self.repo(name)):
             path = f"{index.folder(version.version)}/{file}"
             return cache.download(self.repo(name), path, self._commit(name), size, sha256)

@@ -43,7 +43,7 @@ from kvq_runtime.registry import reference
 from kvq_runtime.registry.cached import CachedTree, cached
 from kvq_runtime.registry.events import Event, Publish, Version
 from kvq_runtime.registry.oci.client import EMPTY, Repository
-from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
+from kvq_runtime.registry.reference import GRACE
 from kvq_runtime.registry.registry import Finding
 from kvq_runtime.registry.tree import BLOBS
 
@@ -159,9 +159,7 @@ class OciRegistry(CachedTree):
         sha256 = hash_of(data).hexdigest()
         named = {"event.json": (sha256, len(data))}
         if isinstance(event.change, Publish):
-            change = event.change
-            version = Version(change.version, change.sha256, change.size, change.files, event.at)
-            named |= {file: version.file(file) for file in (ARTIFACT_FILE, *version.files)}
+            named |= Version.of(event.change, event.at).content
         repository.put_blob(data)
         own = f"e.{of_name}.{number:08}.{random.SystemRandom().getrandbits(32):08x}.{_short(sha256)}"
         began = _clock()
