@@ -18,7 +18,7 @@ from kvq_runtime.errors import ArtifactError, NotFound, extra
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.cached import CachedTree
 from kvq_runtime.registry.events import Event, State
-from kvq_runtime.registry.registry import Finding, Head
+from kvq_runtime.registry.place import Finding, Head
 from kvq_runtime.registry.tree import BLOBS
 
 TAKEN = re.compile("PreconditionFailed|ConditionalRequestConflict")  # is there, or is written by another one now

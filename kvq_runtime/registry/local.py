@@ -17,8 +17,8 @@ from kvq_runtime.artifact import header
 from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry.events import Version
+from kvq_runtime.registry.place import Finding
 from kvq_runtime.registry.reference import ARTIFACT_FILE
-from kvq_runtime.registry.registry import Finding
 from kvq_runtime.registry.tree import BLOBS, TreeRegistry
 
 

@@ -22,8 +22,9 @@ from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import events, reference, remarks, sound
 from kvq_runtime.registry.events import Event, Fold, Publish, State, Version
+from kvq_runtime.registry.place import Finding, Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
-from kvq_runtime.registry.registry import Finding, Head, Registry, limit
+from kvq_runtime.registry.registry import Registry, limit
 
 BLOBS = "blobs/sha256"
 _EVENT_LIMIT = 1 << 16

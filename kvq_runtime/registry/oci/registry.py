@@ -43,8 +43,8 @@ from kvq_runtime.registry import reference
 from kvq_runtime.registry.cached import CachedTree, cached
 from kvq_runtime.registry.events import Event, Publish, Version
 from kvq_runtime.registry.oci.client import EMPTY, Repository
+from kvq_runtime.registry.place import Finding
 from kvq_runtime.registry.reference import GRACE
-from kvq_runtime.registry.registry import Finding
 from kvq_runtime.registry.tree import BLOBS
 
 PATIENCE, LEASE = 30.0, 180.0  # seconds
