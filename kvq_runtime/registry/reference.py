@@ -55,11 +55,8 @@ def is_name(name: str) -> bool:
 
 def check_name(name: str) -> str:
     """The name of an artifact, if it is valid; else a ValueError."""
-    if not is_name(name):
-        raise ValueError(
-            f"name {name!r:.120}; use 1 to 96 of a-z 0-9 . _ -, the first a letter or digit, not ending in {SUFFIX}"
-        )
-    return name
+    use = f"1 to 96 of a-z 0-9 . _ -, the first a letter or digit, not ending in {SUFFIX}"
+    return _checked(name, is_name(name), "name", use)
 
 
 def check_hub_name(name: str) -> str:
@@ -73,7 +70,7 @@ def check_hub_name(name: str) -> str:
 
 def _checked(text: Any, valid: bool, what: str, use: str) -> str:
     if not valid:
-        raise ValueError(f"{what} {text!r:.80}; use {use}")
+        raise ValueError(f"{what} {text!r:.120}; use {use}")
     return text
 
 
@@ -109,17 +106,14 @@ def check_commit(commit: Any) -> str:
 
 def check_file(file: str) -> str:
     """The name of an attachment, if it is valid; else a ValueError."""
-    if file not in FILES and not _is(_PICTURE, file):
-        raise ValueError(f"file name {file!r:.120}; use {', '.join(FILES)}, or a picture.png or .svg of a-z 0-9 . _ -")
-    return file
+    use = f"{', '.join(FILES)}, or a picture.png or .svg of a-z 0-9 . _ -"
+    return _checked(file, file in FILES or _is(_PICTURE, file), "file name", use)
 
 
 def check_org(org: str) -> str:
     """The organization or user of a Hub, if it is valid; else a ValueError."""
-    if not _ORG.fullmatch(org):
-        raise ValueError(
-            f"organization {without_secrets(org)!r:.120}; use 1 to 96 of A-Z a-z 0-9 . _ -, as in hf://my-org"
-        )
+    use = "1 to 96 of A-Z a-z 0-9 . _ -, as in hf://my-org"
+    _checked(without_secrets(org), _is(_ORG, org), "organization", use)
     return org
 
 
