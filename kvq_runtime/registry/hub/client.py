@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvq_runtime.errors import NotFound
@@ -118,11 +118,8 @@ def check_online(what: str) -> None:
 
 def http_status(error: BaseException) -> int | None:
     """The HTTP status of the response that caused an error; None if there was no response."""
-    for cause in _chain(error):
-        response = getattr(cause, "response", None)
-        if response is not None:
-            return response.status_code
-    return None
+    response = _response(error)
+    return None if response is None else response.status_code
 
 
 def retry_delay(error: BaseException) -> float | None:
@@ -165,6 +162,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
+def _response(error: BaseException) -> Any:
+    """The response that caused an error; None if there was none."""
+    return next((found for one in _chain(error) if (found := getattr(one, "response", None)) is not None), None)
+
+
 def _is_unknown_host(error: BaseException | None) -> bool:
     """True if the address has an unknown host name, which another try will not change."""
     while error is not None:
@@ -182,9 +184,8 @@ def _is_network(error: BaseException) -> bool:
 
 
 def _retry_after(error: BaseException) -> float:
-    response = next(e.response for e in _chain(error) if getattr(e, "response", None) is not None)  # type: ignore
     try:
-        return float(response.headers.get("Retry-After", 0))
+        return float(_response(error).headers.get("Retry-After", 0))
     except ValueError:  # a date
         return 0.0
 
