@@ -206,9 +206,10 @@ def _without_tensors(about: dict[str, Any], head: header.Header) -> tuple[Artifa
         raise ArtifactError(f"tensors: foreign {foreign[:3]}, missing {missing[:3]}, for recipe {recipe.name}")
     for name, (shape, dtype) in expected.items():
         if listed[name] != (tuple(shape), dtype):
-            raise ArtifactError(f"tensors: {name} is {_spec(*listed[name])}, expected {_spec(shape, dtype)}")
+            raise ArtifactError(f"tensors: {name} is {spec(*listed[name])}, expected {spec(shape, dtype)}")
     return Artifact(recipe, model, {}, about["provenance"], about["fit"], about["schema"]), list(fitted)
 
 
-def _spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """A tensor's type and shape, as in `float16 [4, 128]`."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

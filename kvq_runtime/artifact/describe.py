@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.artifact.artifact import Artifact, spec
 from kvq_runtime.disk.strict_json import flatten
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import Recipe, Scheme
@@ -134,4 +134,4 @@ def _distance(a: Tensor, b: Tensor) -> float | None:
 
 
 def _shape(tensor: Tensor | None) -> str | None:
-    return None if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return None if tensor is None else spec(tuple(tensor.shape), tensor.dtype)
