@@ -44,7 +44,6 @@ from kvq_runtime.registry.cached import CachedTree, cached
 from kvq_runtime.registry.events import Event, Publish, Version
 from kvq_runtime.registry.oci.client import EMPTY, Repository
 from kvq_runtime.registry.place import Finding
-from kvq_runtime.registry.reference import GRACE
 from kvq_runtime.registry.tree import BLOBS
 
 PATIENCE, LEASE = 30.0, 180.0  # seconds
@@ -238,13 +237,8 @@ class OciRegistry(CachedTree):
         """Nothing: the blobs of a repository cannot be listed."""
         return {}
 
-    def collect(self, grace: float = GRACE, dry_run: bool = False) -> list[str]:
-        """Remove nothing: the registry itself removes blobs that no manifest names."""
-        self.named()
-        return []
-
     def remove_blobs(self, orphans: list[str], before: float) -> list[str]:
-        """Remove nothing."""
+        """Remove nothing: the registry itself removes blobs that no manifest names."""
         return []
 
     def _examine_blobs(self, named: Mapping[str, tuple[str, Version, str]], readable: bool) -> list[Finding]:
