@@ -55,15 +55,15 @@ class CachedTree(TreeRegistry):
 
     def cached(self, name: str, sha256: str, size: int) -> Path | None:
         """A blob in the cache."""
-        path = cached(sha256)
+        path = kept(sha256)
         return path if path.is_file() and path.stat().st_size == size else None
 
     def download(self, name: str, version: Version, file: str) -> Path:
         """Fetch a blob into the cache."""
         sha256, size = version.content[file]
-        kept = cached(sha256)
-        files.make_folder(kept.parent)
-        with files.draft(kept.parent) as (draft, data):
+        path = kept(sha256)
+        files.make_folder(path.parent)
+        with files.draft(path.parent) as (draft, data):
             self.receive(sha256, size, data)
             data.flush()
             found = files.digest(draft)
@@ -72,10 +72,10 @@ class CachedTree(TreeRegistry):
                     f"{self.address(f'{BLOBS}/{sha256}')}: sha256: the store sent {found[0]}, {found[1]} bytes, for "
                     f"{size}; nothing was kept, kvq doctor checks the registry"
                 )
-            files.settle(draft, data, kept)
-        return kept
+            files.settle(draft, data, path)
+        return path
 
 
-def cached(sha256: str) -> Path:
+def kept(sha256: str) -> Path:
     """Where a blob is in the cache, whether it is there or not."""
     return reference.home() / "cache" / "blobs" / reference.check_sha256(sha256)

@@ -40,7 +40,7 @@ from typing import BinaryIO
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import reference
-from kvq_runtime.registry.cached import CachedTree, cached
+from kvq_runtime.registry.cached import CachedTree, kept
 from kvq_runtime.registry.events import Event, Publish, Version
 from kvq_runtime.registry.oci.client import EMPTY, Repository
 from kvq_runtime.registry.place import Finding
@@ -95,7 +95,7 @@ class OciRegistry(CachedTree):
             raise NotFound(f"{self.address(path)}: no tag has it")
         sha256 = self._paths[path]
         with suppress(ArtifactError):
-            data = files.read(cached(sha256), limit)
+            data = files.read(kept(sha256), limit)
             if hash_of(data).hexdigest() == sha256:
                 return data
         try:
@@ -107,8 +107,9 @@ class OciRegistry(CachedTree):
         if hash_of(data).hexdigest() != sha256:
             raise ArtifactError(f"{self.address(path)}: sha256: the registry sent other bytes; nothing was kept")
         with suppress(OSError):  # a cache that cannot be written to is none
-            files.make_folder(cached(sha256).parent)
-            files.replace(cached(sha256), data, cached(sha256).parent)
+            folder = kept(sha256).parent
+            files.make_folder(folder)
+            files.replace(kept(sha256), data, folder)
         return data
 
     def first(self, sha256: str, count: int) -> bytes:
