@@ -54,7 +54,7 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     with _explained(f"{id}: transformers makes no model of config.json", "check it"):
         model: Any = empty(config, None)
     check_model(model)
-    attention_modules(model, attending(text.to_dict()))
+    attention_modules(model)
     attend = dict(attentions(enumerate(model.get_decoder().layers), text))
     _check_attention(model, attend, attending(text.to_dict()), id)
     _check_run(copy.deepcopy(config), attend, id)

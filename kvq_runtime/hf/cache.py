@@ -12,7 +12,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAt
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.geometry import attending
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
 from kvq_runtime.hf.attention import KVQLayer, LatentLayer, Pass
@@ -20,9 +19,9 @@ from kvq_runtime.hf.model import (
     LISTED,
     attention_modules,
     check_model,
-    check_rope,
     fingerprint_of,
     geometry_of,
+    rope_refusal,
 )
 from kvq_runtime.recipe import Recipe, attends
 from kvq_runtime.registry.resolve import load_artifact
@@ -74,18 +73,18 @@ class KVQCache(Announced, Cache):
             raise TypeError(f"recipe is of type {type(recipe).__name__}; give a Recipe, or its name to from_recipe")
         check_model(model)
         config = model.config.get_text_config(decoder=True)
-        geometry, held = geometry_of(model), attending(config.to_dict())
+        geometry, modules = geometry_of(model), attention_modules(model)
         stock = DynamicCache(config=config).layers
-        if [n for n, layer in enumerate(stock) if type(layer) is DynamicLayer] != list(held):
+        if [n for n, layer in enumerate(stock) if type(layer) is DynamicLayer] != list(modules):
             raise ValueError(
                 f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
             )
         made_for = getattr(config, "max_position_embeddings", None)
         self.blocks = BlockCache(recipe, geometry, tensors, None, made_for or 1 << 17, model.dtype, made_for, check)
-        self.places = {layer: place for place, layer in enumerate(held)}
-        modules = attention_modules(model, held)
-        if "positions" in recipe.needs:
-            check_rope(model, modules, recipe.name)
+        self.places = {layer: place for place, layer in enumerate(modules)}
+        attention = list(modules.values())
+        if "positions" in recipe.needs and (why := rope_refusal(model.get_decoder(), attention)):
+            raise ValueError(f"{recipe.name} undoes RoPE, but {why}; use a post-RoPE recipe")
         self._pass, self._decodes = Pass(), _decoding(config, type(model).__name__)
         if self._decodes and attends(recipe):
             raise ValueError(
@@ -95,7 +94,7 @@ class KVQCache(Announced, Cache):
         latent, shared = getattr(config, "kv_lora_rank", None), getattr(config, "num_kv_shared_layers", None)
         kind = LatentLayer if latent else KVQLayer
         layers = [
-            kind(self.blocks, self.places[n], self._pass, bool(latent or (shared and n == held[-1])))
+            kind(self.blocks, self.places[n], self._pass, bool(latent or (shared and n == max(modules))))
             if n in self.places else layer
             for n, layer in enumerate(stock)
         ]  # fmt: skip
@@ -103,7 +102,7 @@ class KVQCache(Announced, Cache):
         self._stock = [layer for layer in layers if isinstance(layer, DynamicLayer)]
         self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         self.artifact: Artifact | None = None  # which the cache was made of
-        announced.hook(model, modules[0])
+        announced.hook(model, attention[0])
 
     @classmethod
     def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel, health: bool = False) -> "KVQCache":

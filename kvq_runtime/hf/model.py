@@ -86,8 +86,7 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
     """
     check_model(model)
     config = model.config.get_text_config(decoder=True).to_dict()
-    geometry, layers = geometry_of(model), attending(config)
-    attention: dict[int, Any] = dict(zip(layers, attention_modules(model, layers), strict=True))
+    geometry, attention = geometry_of(model), attention_modules(model)
 
     def weight(layer: int, name: str) -> Tensor:
         own = fingerprint.LATENT_PROJECTIONS[name] if config.get("kv_lora_rank") else name
@@ -103,13 +102,6 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
         return projection.weight.detach()
 
     return fingerprint.from_config(config, weight)
-
-
-def check_rope(model: PreTrainedModel, attention: Sequence[nn.Module], recipe: str) -> None:
-    """Raise ValueError, a sentence, if a recipe that undoes RoPE cannot have that of this model's attention modules."""
-    why = rope_refusal(model.get_decoder(), attention)
-    if why:
-        raise ValueError(f"{recipe} undoes RoPE, but {why}; use a post-RoPE recipe")
 
 
 def rope_refusal(decoder: Any, attention: Sequence[nn.Module]) -> str | None:
@@ -240,10 +232,13 @@ def rotary_of(module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], position
     return turning
 
 
-def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> list[nn.Module]:
-    """The attention modules of some layers. Raises ValueError, a sentence, for a layer that a cache cannot hold."""
-    name, geometry, found = type(model).__name__, geometry_of(model), []
-    for layer in layers:
+def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
+    """{number of a layer: its attention module} of those that attend to all tokens.
+
+    Raises ValueError, a sentence, for a layer that a cache cannot hold.
+    """
+    name, geometry, found = type(model).__name__, geometry_of(model), {}
+    for layer in attending(model.config.get_text_config(decoder=True).to_dict()):
         module = getattr(model.get_decoder().layers[layer], "self_attn", None)  # type: ignore[union-attr,index]
         if not isinstance(module, nn.Module) or CACHE not in inspect.signature(type(module).forward).parameters:
             raise ValueError(f"layer {layer} of {name} has no self_attn that takes {CACHE}, as Llama's; {LISTED}")
@@ -261,7 +256,7 @@ def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> list[nn.
                     f"{projection} of layer {layer} of {name} is {width} wide, not {geometry.kv_heads} heads of "
                     f"{geometry.head_size} as its configuration says; kvq takes layers of one shape alone"
                 )
-        found.append(module)
+        found[layer] = module
     return found
 
 
