@@ -224,29 +224,26 @@ class TreeRegistry(Registry):
             findings += problems
             named |= blobs
         findings += self._examine_blobs(named, readable=not findings)
-        again = {
-            kind: f"delete it, and {do} again" for kind, do in (("evaluations", "evaluate"), ("signatures", "sign"))
-        }
-        for kind, advice in (again | {"remarks": remarks.RESTORE}).items():
+        for kind, (check, advice) in _RECORDS.items():
             for folder in (f"{kind}/{sha256}" for sha256 in self._below(findings, kind)):
                 for path in (f"{folder}/{file}" for file in self._below(findings, folder)):
-                    findings += self._attempt(lambda path=path: self._check_record(path), path, advice)
+                    findings += self._attempt(path, advice, self._check_record, path, check)
         return findings
 
     def _below(self, findings: list[Finding], folder: str) -> list[str]:
         """The names right below a folder; if it is none, that is added to the findings."""
         listed = list[str]()
-        findings += self._attempt(lambda: listed.extend(self._in_folder(folder)), folder, "move it out of the registry")
+        findings += self._attempt(folder, "move it out of the registry", lambda: listed.extend(self._in_folder(folder)))
         return listed
 
-    def _attempt(self, action: Callable[[], object], path: str, advice: str) -> list[Finding]:
+    def _attempt(self, path: str, advice: str, action: Callable[..., object], *given: Any) -> list[Finding]:
         """The damage that an action finds as a fault, with the advice; nothing if it succeeds.
 
         What cannot be read may be sound: to replace or remove it could only do harm, so that access is all the advice.
         """
         where = self.address(path)
         try:
-            action()
+            action(*given)
         except ArtifactError as error:
             return [Finding("fault", str(error).removeprefix(f"{where}: ").removesuffix(_ASK), where, advice)]
         except OSError as error:
@@ -262,7 +259,7 @@ class TreeRegistry(Registry):
         except ValueError as error:
             return [Finding("fault", f"no folder of events: {error}", self.address(top), foreign)], {}
         listed, whole = list[str](), list[Event]()
-        findings = self._attempt(lambda: listed.extend(self._in_folder(folder)), top, foreign)
+        findings = self._attempt(top, foreign, lambda: listed.extend(self._in_folder(folder)))
         numbers, others = _parted(listed)
         for first, last in _gaps(numbers):
             some, are = (f"event {first}", "is") if first == last else (f"events {first} to {last}", "are")
@@ -270,14 +267,14 @@ class TreeRegistry(Registry):
             findings.append(Finding("fault", what, self.address(_event(name, first)), self.restore))
         for number in numbers:
             path = _event(name, number)
-            findings += self._attempt(lambda n=number: whole.append(self.event(name, n)), path, self.restore)
+            findings += self._attempt(path, self.restore, lambda n: whole.append(self.event(name, n)), number)
         for file in others:
             advice = f"not an event; {foreign}"
             if file.endswith(".json"):
                 advice = f"if it is an event, give it its name, as in 00000042.json; else {foreign}"
             findings.append(Finding("fault", "not an event's name", self.address(f"{folder}/{file}"), advice))
         if not findings:
-            findings += self._attempt(lambda: events.fold(name, whole), folder, self.restore)
+            findings += self._attempt(folder, self.restore, events.fold, name, whole)
         versions = [Version.of(event.change, event.at) for event in whole if isinstance(event.change, Publish)]
         files = ((version, *one) for version in versions for one in reversed(version.content.items()))
         return findings, {sha256: (name, version, file) for version, file, (sha256, _) in files}
@@ -287,7 +284,7 @@ class TreeRegistry(Registry):
         advice = "publish the same bytes again, or copy the blob from elsewhere; until then yank the version"
         for sha256, version in sorted(named.items()):
             if sha256 in blobs:
-                findings += self._attempt(lambda s=sha256, v=version: self._check_blob(s, *v), _blob(sha256), advice)
+                findings += self._attempt(_blob(sha256), advice, self._check_blob, sha256, *version)
             else:
                 findings.append(Finding("fault", "blob is missing", self.address(_blob(sha256)), advice))
         unnamed = "kvq gc removes it when it is old" if readable else "a damaged event may name it; repair that first"
@@ -307,14 +304,8 @@ class TreeRegistry(Registry):
         else:
             _check_digest(files.digest(path)[0], sha256)
 
-    def _check_record(self, path: str) -> None:
-        data, where = self.content(path, limit(path)), PurePath(self.at(path))
-        if path.startswith("evaluations/"):
-            sound.from_bytes(data, where)
-        elif path.startswith("remarks/"):
-            remarks.from_bytes(data, where)
-        else:
-            _check_digest(hash_of(data).hexdigest(), where.stem)
+    def _check_record(self, path: str, check: Callable[[bytes, PurePath], object]) -> None:
+        check(self.content(path, limit(path)), PurePath(self.at(path)))
 
 
 def _blob(sha256: str) -> str:
@@ -345,3 +336,10 @@ def _gaps(numbers: list[int]) -> Iterator[tuple[int, int]]:
     for before, number in zip([0, *numbers], numbers, strict=False):
         if number > before + 1:
             yield before + 1, number - 1
+
+
+_RECORDS: dict[str, tuple[Callable[[bytes, PurePath], object], str]] = {  # {kind: its check, advice on a damaged one}
+    "evaluations": (sound.from_bytes, "delete it, and evaluate again"),
+    "signatures": (lambda data, path: _check_digest(hash_of(data).hexdigest(), path.stem), "delete it, and sign again"),
+    "remarks": (remarks.from_bytes, remarks.RESTORE),
+}

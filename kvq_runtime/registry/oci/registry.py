@@ -244,9 +244,10 @@ class OciRegistry(CachedTree):
 
     def _examine_blobs(self, named: Mapping[str, tuple[str, Version, str]], readable: bool) -> list[Finding]:
         advice = "publish the same bytes again, or yank the version"
-        found = [self._attempt(lambda s=sha256, v=version: self._check_blob(s, *v), f"{BLOBS}/{sha256}", advice)
-                 for sha256, version in sorted(named.items())]  # fmt: skip
-        return [finding for findings in found for finding in findings]
+        found = []
+        for sha256, version in sorted(named.items()):
+            found += self._attempt(f"{BLOBS}/{sha256}", advice, self._check_blob, sha256, *version)
+        return found
 
 
 def _paths(tags: set[str]) -> dict[str, str]:
