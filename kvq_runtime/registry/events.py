@@ -111,9 +111,10 @@ def from_json(fields: Any, number: int, name: str) -> Event:
     return Event(number, name, fields["at"], kind(**{key: fields[key] for key in names}))
 
 
-def _check_size(size: Any, most: int = MAX_SIZE) -> None:
-    if type(size) is not int or not 0 <= size <= most:
-        raise ValueError(f"size {size!r:.80}; use a whole number up to {most}")
+def check_count(what: str, count: Any, most: int) -> None:
+    """Raise ValueError, beginning with `what`, unless this is a whole number from 0 to `most`."""
+    if type(count) is not int or not 0 <= count <= most:
+        raise ValueError(f"{what} {count!r:.80}; use a whole number from 0 to {most}")
 
 
 def check_files(files: Any) -> None:
@@ -124,7 +125,7 @@ def check_files(files: Any) -> None:
         reference.check_file(name)
         strict_json.keys(entry, {"sha256", "size"}, f"files: {name}")
         reference.check_sha256(entry["sha256"])
-        _check_size(entry["size"], MAX_FILE)
+        check_count("size", entry["size"], MAX_FILE)
 
 
 def now() -> str:
@@ -138,17 +139,17 @@ def check_at(at: Any) -> None:
         raise ValueError(f"at {at!r:.80}; use a UTC time, as in 2026-01-31T12:00:00Z")
 
 
-def check_line(what: str, text: Any) -> None:
+def check_line(what: str, text: Any, most: int = 500) -> None:
     """Raise ValueError, beginning with `what`, unless a text is one printable line that is not blank."""
-    if not isinstance(text, str) or not text.strip() or len(text) > 500 or not text.isprintable():
-        raise ValueError(f"{what} {text!r:.80}; use one line of 1 to 500 characters")
+    if not isinstance(text, str) or not text.strip() or len(text) > most or not text.isprintable():
+        raise ValueError(f"{what} {text!r:.80}; use one line of 1 to {most} characters")
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "version": reference.check_version,
     "alias": reference.check_alias,
     "sha256": reference.check_sha256,
-    "size": _check_size,
+    "size": lambda size: check_count("size", size, MAX_SIZE),
     "files": check_files,
     "reason": lambda reason: check_line("reason", reason),
     "at": check_at,

@@ -186,7 +186,7 @@ def who() -> str:
         name = os.environ.get("KVQ_USER") or getpass.getuser()
     except (KeyError, OSError):
         raise RuntimeError("this login has no name; set KVQ_USER to yours") from None
-    _check_by(name)
+    _CHECKS["by"](name)
     return name.strip()
 
 
@@ -194,23 +194,10 @@ def _folder(name: str) -> str:
     return hash_of(reference.check_name(name).encode()).hexdigest()
 
 
-def _check_by(by: Any) -> None:
-    if not isinstance(by, str) or not by.strip() or len(by) > 96 or not by.isprintable():
-        raise ValueError(f"name of a person {by!r:.80}; use one line of 1 to 96 characters, in KVQ_USER")
-
-
 def check_tag(tag: Any) -> None:
     """Raise ValueError unless this is a tag of a version."""
     if not isinstance(tag, str) or not _TAG.fullmatch(tag):
         raise ValueError(f"tag {tag!r:.80}; use 1 to 32 of a-z 0-9 . _ -, the first a letter or digit")
-
-
-def _check_count(most: int) -> Callable[[Any], None]:
-    def check(count: Any) -> None:
-        if type(count) is not int or not 0 <= count <= most:
-            raise ValueError(f"{count!r:.40}; use a whole number from 0 to {most}")
-
-    return check
 
 
 def _check_replaces(digests: Any) -> None:
@@ -223,14 +210,14 @@ def _check_replaces(digests: Any) -> None:
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "name": reference.check_name,
     "at": events.check_at,
-    "by": _check_by,
+    "by": lambda by: events.check_line("name of a person, in KVQ_USER,", by, 96),
     "replaces": _check_replaces,
     "version": reference.check_version,
     "text": lambda text: events.check_line("note", text),
     "tag": check_tag,
     "alias": reference.check_alias,
-    "approvals": _check_count(16),
-    "after": _check_count(10**8),
+    "approvals": lambda count: events.check_count("approvals", count, 16),
+    "after": lambda count: events.check_count("after", count, 10**8),
     "proposal": reference.check_sha256,
 }
 

@@ -53,7 +53,7 @@ def test_only_names_of_a_short_list_stand_beside_an_artifact(name, store, kvq, t
 
 def test_a_file_beside_an_artifact_has_a_bound(store):
     edited(store, lambda files: files["error.png"].update(size=events.MAX_FILE + 1))
-    with pytest.raises(ArtifactError, match="size .*whole number up to 67108864"):
+    with pytest.raises(ArtifactError, match="size .*whole number from 0 to 67108864"):
         store.state(NAME)
 
 
