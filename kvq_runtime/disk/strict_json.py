@@ -24,6 +24,11 @@ def dumps(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
+def record(value: Any) -> bytes:
+    """The bytes of a file that holds a JSON value: its canonical text, and the end of the line."""
+    return (dumps(value) + "\n").encode()
+
+
 def loads(data: bytes | str, label: str, depth: int = DEPTH) -> Any:
     """Parse untrusted JSON.
 

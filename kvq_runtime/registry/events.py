@@ -88,7 +88,7 @@ class Event:
 
     def to_bytes(self) -> bytes:
         """The event's file."""
-        return (strict_json.dumps(self.to_json()) + "\n").encode()
+        return strict_json.record(self.to_json())
 
 
 def from_bytes(data: bytes, number: int, name: str) -> Event:

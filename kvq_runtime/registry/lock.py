@@ -124,7 +124,7 @@ def sign(name: str, version: str, sha256: str, key: Path, password: str | None =
             )
             raise ValueError(text) from None
         bundle = json.loads(bundle_path.read_bytes())
-    return (strict_json.dumps(stated | {"bundle": bundle}) + "\n").encode()
+    return strict_json.record(stated | {"bundle": bundle})
 
 
 def find_signature(records: Iterable[bytes], name: str, version: str, sha256: str, key: str) -> dict[str, Any]:

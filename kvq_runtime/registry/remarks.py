@@ -175,8 +175,7 @@ def add(registry: Any, name: str, kind: str, replaces: list[Remark], **said: Any
     head = {"schema": SCHEMA, "name": name, "at": events.now(), "by": who(), "kind": kind}
     for start in range(0, max(len(replaces), 1), REPLACES):
         fields = head | said | {"replaces": [one.digest for one in replaces[start : start + REPLACES]]}
-        data = (strict_json.dumps(fields) + "\n").encode()
-        registry.add_record("remarks", _folder(name), data, name)
+        registry.add_record("remarks", _folder(name), strict_json.record(fields), name)
         webhook.tell(registry.url, fields)
 
 

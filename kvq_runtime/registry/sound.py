@@ -35,7 +35,7 @@ KINDS: Mapping[str, type[Record]] = {
 
 def to_bytes(record: Mapping[str, Any]) -> bytes:
     """The record's file; raises ArtifactError if the record is malformed."""
-    return (strict_json.dumps(_check(dict(record), "evaluation")) + "\n").encode()
+    return strict_json.record(_check(dict(record), "evaluation"))
 
 
 def from_bytes(data: bytes, path: PurePath) -> dict[str, Any]:

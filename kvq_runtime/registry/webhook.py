@@ -36,7 +36,7 @@ def tell(registry: str, event: Mapping[str, Any]) -> None:
         return _log.warning("%s is no http:// or https:// address without a user; nothing is told", ADDRESS)
     if not secret:
         return _log.warning("%s is set without %s, by which it is signed; nothing is told", ADDRESS, SECRET)
-    body = (strict_json.dumps({"registry": registry, "event": event}) + "\n").encode()
+    body = strict_json.record({"registry": registry, "event": event})
     head = {
         "Content-Type": "application/json",
         "X-KVQ-Signature-256": f"sha256={signature(body, secret)}",

@@ -45,13 +45,13 @@ def folder(version: str) -> str:
 def to_bytes(head: Head) -> bytes:
     """The bytes of kvq.json."""
     state = head.state
-    return (strict_json.dumps({
+    return strict_json.record({
         "schema": SCHEMA,
         "name": state.name,
         "versions": _versions(state, head.about),
         "aliases": {alias: state.at(alias) for alias in state.aliases},
         "events": [event.to_json() for event in state.events],
-    }) + "\n").encode()  # fmt: skip
+    })  # fmt: skip
 
 
 def from_bytes(data: bytes, name: str, where: str) -> Head:
