@@ -85,13 +85,14 @@ class PrefixStore:
         check(found)
         self.model, self.recipe, self._artifact = model, found, artifact
         self._check = None if artifact is None else Check.of(artifact.fit)
-        others = [n for n, layer in enumerate(self._empty().layers) if not isinstance(layer, KVQLayer)]
+        layers = self._empty().layers
+        others = [n for n, layer in enumerate(layers) if not isinstance(layer, KVQLayer)]
         if others:
             raise ValueError(
                 f"layers {others} of {type(model).__name__} do not attend to all tokens: what they hold at the end of "
                 "a prefix is not kept, so that nothing could go on from it"
             )
-        if any(isinstance(layer, LatentLayer) for layer in self._empty().layers):
+        if any(isinstance(layer, LatentLayer) for layer in layers):
             raise ValueError(f"{type(model).__name__} caches latents, of which no prefix is kept")
         self._blocks = PrefixBlocks(
             path, found, geometry_of(model), artifact.tensors if artifact else None,
