@@ -23,9 +23,9 @@ from kvq_runtime.store.held import Sizes, smaller_from
 from kvq_runtime.store.memory import asymptotic_bits
 
 ADVICE = {  # which to take, as README.md has it
-    "higgs-4bit": "nothing to calibrate: begin here; kivi-4bit if single channels of the keys are large",
-    "aqua-2bit": "calibrated on your model, for 2 bits: saves memory, costs time; or auto with --bits 2.1",
-    "higgs-head-3bit": "nothing to calibrate: under kvq attention steps read packed codes, not decoded ones",
+    "kivi-4bit": "nothing to calibrate: begin here; smaller: higgs-4bit",
+    "aqua-fisher-2bit": "calibrated on your model: least loss at 2 bits, slow to fit and encode; or auto --bits 2.1",
+    "aqua-2bit": "calibrated, for 2 bits, and faster: saves memory, costs time",
 }
 MODEL = "Qwen2.5-7B (28 layers, 4 KV heads of 128)"
 BITS = f"""
