@@ -10,7 +10,7 @@ from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry.reference import without_secrets
 
 PROPOSED = 6
-MEANINGS = {  # README.md has the same table, which a test compares
+MEANINGS = {  # docs/commands.md has the same table, which a test compares
     0: "done; also if the very same bytes are published already",
     1: "a check failed (a damaged file, a model that does not match, a fault that doctor found), or the machine did: "
     "disk, memory, device, network; standard error says what to do",

@@ -10,7 +10,7 @@ FAMILY = Family(
 
 
 def recipes() -> list[Recipe]:
-    """`exact` keeps keys after RoPE, bit for bit, and so does `exact-coded`, in files of two thirds of the bytes;
+    """`exact` keeps keys after RoPE, bit for bit; so does `exact-coded`, in files of two thirds of bfloat16's bytes;
     `exact-pre` undoes RoPE and puts it back (within 2 ulp)."""
     scheme, coded = Scheme(quantize=Exact()), Scheme(quantize=Exact(coded=True))
     return [

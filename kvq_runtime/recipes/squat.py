@@ -6,14 +6,15 @@
     *-paper        the paper's r, λ and blocks
 
 What it took for long prompts is a setting, `squat-2bit-paper+key.feedback.rank=40`: r = 40 for Llama-2 and DeepSeek-R1,
-10 for Llama-3; before RoPE 60 for Llama-3, 40 for DeepSeek-R1, 20 for Mistral; λ = 5e-4 but for Llama-2; 4 blocks for
-Llama-2 and Llama-3 before RoPE. Its short window is `+window.recent=32+window.block=32`, as in `kivi-2bit-r32`.
+10 for Llama-3; before RoPE 60 for Llama-3, 40 for DeepSeek-R1, 20 for Mistral; λ = 5e-4, but 1e-3
+for Llama-2 and for Mistral after RoPE (r = 5); 4 blocks for Llama-2 and Llama-3 before RoPE. Its short window is
+`+window.recent=32+window.block=32`, as in `kivi-2bit-r32`.
 
 Source: Wang et al., 2025 (SQuat), algorithm 1; settings of appendix D.2.
 Differs: the subspace is calibrated, once, but for the online ones. A sequence of the calibration takes the place of the
 prompt in the paper's λ, which grows with the prompt; ours (`squat-2bit`) does not, and counts every direction by its
 weight instead of `rank` of them. The window is our KIVI's, at least 128 tokens, so that the two differ in the feedback
-alone; the paper gives both at most 32. Keys before RoPE are given queries before RoPE; the variants with the paper's
+alone; the paper's accuracies are with 32. Keys before RoPE are given queries before RoPE; the variants with the paper's
 settings have what the authors' code has, queries after RoPE. Blocks are a half of a head: 64 of the paper's 128.
 """
 

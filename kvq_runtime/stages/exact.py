@@ -15,7 +15,7 @@ from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Tensors
 class Exact(Quantizer):
     """Keep the model's own numbers, in the model's own dtype.
 
-    coded   whether files hold them coded without loss, in about two thirds of the bytes (`ops/lossless.py`)
+    coded   whether files hold them coded without loss, of bfloat16 in about two thirds of the bytes (`ops/lossless.py`)
     """
 
     kind: ClassVar[str] = "exact"
