@@ -287,7 +287,7 @@ def joined(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             place = one_cell["task"], one_cell["length"], one_cell["depth"]
             cells.setdefault(name, {})[place] = one_cell
     about = {**records[0]["protocol"], "lengths": sorted(lengths), "tasks": list(tasks), "samples": min(samples)}
-    names = sorted({*cells, *reasons}, key=lambda name: name != REFERENCE)
+    names = sorted({**cells, **reasons}, key=lambda name: name != REFERENCE)  # a set has an order of its own each run
     return [
         {**records[0], "protocol": about, "result": {"recipe": name, "protocols": {IN_USE: (
             {"cells": list(cells[name].values())} if name in cells else {"reason": reasons[name]}
