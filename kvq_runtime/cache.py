@@ -71,7 +71,7 @@ class BlockCache:
         self.codecs = shared.build(recipe, geometry, tensors or {})
         self._last, self._max_tokens = max(self.held), max_tokens
         self.dtype, self.made_for, self.check = dtype, made_for, check
-        self._sizes: dict[torch.dtype, Sizes] = {}  # what 16 bit is compared with
+        self._smaller: dict[tuple[int, torch.dtype], int | None] = {}  # than 16 bit, from so many tokens
         self._warned = False  # whether the log has said that blocks are beyond
         self.reset()
 
@@ -333,12 +333,14 @@ class BlockCache:
             others.append({"undo": storage_bytes(self.step.tensors)})
         shared, stores = shared_bytes(chain.from_iterable(self.codecs), self.paths.shared), self.layers.values()
         dtype = next((store.buffer_2BTC.dtype for store in stores), self.dtype)
-        if dtype not in self._sizes:
-            self._sizes[dtype] = Sizes(self.recipe, self.geometry, dtype, tuple(sorted(self.held)))
+        case = max(1, self.rows), dtype
+        if case not in self._smaller:
+            sizes = Sizes(self.recipe, self.geometry, dtype, tuple(sorted(self.held)))
+            self._smaller[case] = sizes.smaller_from(case[0])
         return report(
             self.recipe, self.geometry, stores, self.positions, others, shared, dtype, tokens=self.length,
             scratch_peak=self.decoder.scratch_peak, positions=self.made_for,
-            smaller_than_16bit_from=self._sizes[dtype].smaller_from(max(1, self.rows)),
+            smaller_than_16bit_from=self._smaller[case],
             smaller_than_higgs_from=smaller_from(self.recipe, self.geometry, shared),
         )  # fmt: skip
 

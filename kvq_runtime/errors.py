@@ -26,6 +26,8 @@ def named(what: str) -> Iterator[None]:
     """Begin messages of errors with what was asked for."""
     try:
         yield
+    except UnicodeError as error:  # whose text is of its parts
+        raise ValueError(f"{what}: {error}") from error
     except (ValueError, RuntimeError) as error:
         error.args = (f"{what}: {error}",)
         raise

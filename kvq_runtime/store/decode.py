@@ -120,7 +120,7 @@ class Decoder:
         """Drop what no layer above this one will read in this forward pass."""
         if last:
             self.clear()
-        for kept in (self._carried, self._fresh) if self._depth else ():
+        for kept in (self._carried, self._fresh):
             for key in [key for key in kept if key[0] <= layer - self._depth]:
                 del kept[key]
 

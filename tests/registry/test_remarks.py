@@ -13,10 +13,18 @@ from webhook import posted_to
 
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import mirror, registry, remarks, resolve
+from kvq_runtime.registry import events, mirror, registry, remarks, resolve
 from kvq_runtime.registry.hub import index
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.registry import Registry
+
+
+def test_every_field_of_events_and_remarks_has_a_check():
+    """A field without one would be read as anything that another publisher wrote."""
+    named = {field for kind in events.KINDS.values() for field in kind.__dataclass_fields__ if field != "kind"}
+    assert named | {"at"} == events._CHECKS.keys()
+    assert set().union(*remarks.FIELDS.values(), remarks._HEAD) - {"schema", "kind"} == remarks._CHECKS.keys()
+
 
 NAME = "tiny-2bit"
 FOLDER = sha256(NAME.encode()).hexdigest()

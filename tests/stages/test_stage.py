@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal, get_origin
 
 import pytest
 import torch
@@ -13,7 +13,17 @@ from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.kinds import kinds, stage_from, stage_json
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.stage import SLOTS, Correction, Feedback, Predictor, Quantizer, Rotation, Scheme, Site
+from kvq_runtime.stages.stage import (
+    SLOTS,
+    Correction,
+    Feedback,
+    Predictor,
+    Quantizer,
+    Rotation,
+    Scheme,
+    Site,
+    setting_types,
+)
 
 GEOMETRY = Geometry(2, 2, 64)
 BASES = dict(zip(SLOTS, (Predictor, Rotation, Quantizer, Feedback, Correction), strict=True))
@@ -28,6 +38,9 @@ def test_every_kind_keeps_the_contract(slot, cls):
     assert dataclasses.is_dataclass(stage) and stage_from(slot, stage_json(stage), kinds()[slot]) == stage
     with pytest.raises(dataclasses.FrozenInstanceError):
         stage.kind = "other"
+    for name in (name for name, kind in setting_types(cls).items() if get_origin(kind) is Literal):
+        with pytest.raises(ValueError, match=f"{name}='other'; use "):
+            replace(stage, **{name: "other"})
     for field in dataclasses.fields(cls):
         with pytest.raises(ValueError, match=rf"{slot} {cls.kind}: {field.name}=None; expected a value like"):
             stage_from(slot, stage_json(stage) | {field.name: None}, kinds()[slot])

@@ -1,5 +1,7 @@
 """Bits billed are bytes held: the report against the tensors that a cache really owns, found by walking it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from feeding import DTYPE_IDS, DTYPES, GEOMETRY, RECIPES, feed_in, make, tensors
@@ -10,6 +12,7 @@ from kvq_runtime.geometry import SLAB, Geometry
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import preset
 from kvq_runtime.store import memory
+from kvq_runtime.store.decode import Decoder
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
@@ -128,6 +131,23 @@ def test_scratch_is_no_more_than_two_decoded_layers():
     assert (
         1.5 * one_layer <= cache.memory_report().scratch_peak <= 2 * one_layer
     )  # its own, and blocks of the one below
+
+
+@pytest.mark.parametrize("below", [(), (1,), (1, 2)], ids=["keys of the layer", "one below", "two below"])
+def test_no_layer_is_held_decoded_that_none_above_reads(below, monkeypatch):
+    plain = RECIPES["aqua-2bit"]
+    key = replace(plain.key, predict=replace(plain.key.predict, below=below)) if below else RECIPES["higgs-2bit"].key
+    recipe = replace(plain, key=key, value=replace(plain.value, predict=replace(plain.value.predict, below=below)))
+    five, held, forget = replace(GEOMETRY, layers=5), [], Decoder.forget
+    cache = make(recipe, five)
+
+    def noted(decoder: Decoder, layer: int, last: bool) -> None:
+        forget(decoder, layer, last)
+        held.append(len({key[0] for kept in (decoder._carried, decoder._fresh) for key in kept}))
+
+    monkeypatch.setattr(Decoder, "forget", noted)
+    feed_in(cache, tensors(300, rows=1, geometry=five), [299, 1])
+    assert recipe.cross_layer and max(held) == len(below)
 
 
 @pytest.mark.parametrize("name, rows", [("higgs-2bit", 1), ("aqua-2bit", 1), ("kivi-2bit", 2), ("aqua-klt-1bit", 3)])
