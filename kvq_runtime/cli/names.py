@@ -256,5 +256,6 @@ def doctor(args: Namespace) -> int:
     if findings or args.json:
         print_table([dataclasses.asdict(finding) for finding in findings], args.json)
     else:
-        print(f"nothing is wrong with {registry.url}")
+        names = len(registry.names())
+        print(f"nothing is wrong with {registry.url}: {names} {'name' if names == 1 else 'names'}")
     return int(any(finding.level == "fault" for finding in findings))

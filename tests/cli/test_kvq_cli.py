@@ -196,7 +196,7 @@ def test_diff_shows_only_what_differs(store, as_json, kvq, tmp_path):
 
 
 def test_gc_and_doctor(store, as_json, kvq):
-    assert as_json("doctor") == [] and kvq("doctor")[1] == f"nothing is wrong with {store.url}\n"
+    assert as_json("doctor") == [] and kvq("doctor")[1] == f"nothing is wrong with {store.url}: 1 name\n"
     path = store.blob(store.put_blob(b"orphan"))
     assert [row["level"] for row in as_json("doctor")] == ["note"]
     assert as_json("gc") == []

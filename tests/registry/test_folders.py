@@ -72,6 +72,9 @@ def test_what_is_no_artifact_says_what_would_be_one(store, tmp_path):
     for given in ("./none", "/none/at/all", "a/b/c"):
         with pytest.raises(ValueError, match=r"there is no such folder; use the path of a folder that holds kvq\."):
             resolve.load_artifact(given)
+    (tmp_path / "lock.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"lock.json': a file, but no \.safetensors; use the path of a folder"):
+        resolve.resolve(f"{tmp_path}/lock.json")
     with pytest.raises(ValueError, match=r"is one of hf://org, but registry is file:"):
         resolve.load_artifact("org/name", store.url)
 
