@@ -114,11 +114,23 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     """Announce the decoder's start to the cache: a step without padding needs no mask."""
     cache = cache_in(kwargs)
     if isinstance(cache, Announced):
+        _refuse_nothing(cache.blocks.length, args, kwargs)
         if module.config._attn_implementation == "kvq" and cache._is_whole(kwargs):
             kwargs["attention_mask"] = None
         cache._begin(kwargs.get("attention_mask"))
         return args, kwargs
     return None
+
+
+def _refuse_nothing(length: int, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Refuse a pass of no token: `generate` leaves out of a prompt as many as the cache holds."""
+    given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+    given = args[0] if given is None and args else given
+    if length and isinstance(given, Tensor) and given.ndim > 1 and not given.shape[1]:
+        raise ValueError(
+            f"the cache holds {length:,} tokens, and the prompt has none beyond them: reset() the cache for another "
+            "text, or pass all of the text that it holds, and more"
+        )
 
 
 class _Announce:

@@ -195,3 +195,18 @@ def test_a_pass_over_recurrent_layers_that_stopped_midway_is_not_undone():
             held.reorder_cache(torch.tensor([1, 0]))
         one = model(ids[:, 40:], past_key_values=beams).logits
         assert torch.equal(one, model(ids[:, 40:], past_key_values=expected).logits)
+
+
+def test_a_shorter_prompt_into_a_full_cache_is_refused_and_changes_nothing():
+    model = random_model("llama")
+    cache = kvq("higgs-2bit", model)
+    model.generate(prompt(2, 40), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    held = cache.get_seq_length()
+    for short in (prompt(2, 10), prompt(2, held)):
+        with pytest.raises(ValueError, match=f"holds {held} tokens, and the prompt has none beyond them: reset"):
+            model.generate(short, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        assert cache.get_seq_length() == held
+    cache.reset()
+    again = model.generate(prompt(2, 10), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    fresh = model.generate(prompt(2, 10), past_key_values=kvq("higgs-2bit", model), max_new_tokens=4, do_sample=False)
+    assert torch.equal(again, fresh)
