@@ -170,7 +170,9 @@ class Health:
         said = f"{self.beyond:,} of {self.blocks:,} blocks are beyond what calibration promised"
         lines = [f"{self.recipe}: {said if self.promised else 'nothing is promised: no artifact says what to expect'}"]
         for one in self.layers:
-            promised = f", promised {_spoken(one.promised)}: {one.beyond} beyond" if one.promised else ""
+            promised = ""
+            if one.promised:
+                promised = f", promised {_spoken(one.promised)}: {one.beyond} beyond the limit of {one.bound:.3g}"
             lines.append(f"  layer {one.layer} {one.role}s: {one.blocks} blocks, error {_spoken(one.seen)}{promised}")
         return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.prefix import coder
 from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.store.promise import LEAST, MARGIN, Check, Promise, block_errors, quantiles
+from kvq_runtime.store.promise import AT, LEAST, MARGIN, Check, Promise, block_errors, quantiles
 
 NAMES = ("mean-higgs-2bit", "aqua-2bit", "aqua-absorbed-2bit-2", "kivi-2bit")
 PLANTED = 1  # the block, and the layer, of the outliers
@@ -191,13 +191,25 @@ def test_it_is_said_once(caplog):
     assert len(said) == 1 and "4 of 36 blocks are beyond" in said[0] and "layer 1, 2 of 6 blocks" in said[0]
 
 
+def test_the_limit_is_told_beside_what_was_promised():
+    name = "mean-higgs-2bit"
+    cache = cache_of(name, Check(measured(name, text(name, 4))))
+    feed(cache, text(name, 4, planted=True), 0, text(name, 4).shape[3])
+    health = cache.health()
+    lines = str(health).splitlines()[1:]
+    for one, line in zip(health.layers, lines, strict=True):
+        assert one.bound == max(LEAST, MARGIN * one.promised[AT])
+        assert line.endswith(f": {one.beyond} beyond the limit of {one.bound:.3g}")
+
+
 def test_without_a_promise_errors_are_told_and_nothing_is_kept():
     name = "kivi-2bit"
     cache = cache_of(name, Check())
     feed(cache, text(name, 4, planted=True), 0, text(name, 4).shape[3])
     health = cache.health()
     assert not health.promised and health.beyond == 0 and all(one.seen for one in health.layers)
-    assert "nothing is promised" in str(health) and cache.memory_report().parts["beyond"] == 0
+    assert "nothing is promised" in str(health) and "limit" not in str(health)
+    assert cache.memory_report().parts["beyond"] == 0
     assert cache_of(name, None).health().layers == ()
 
 
