@@ -92,6 +92,7 @@ def test_the_card_says_what_is_known(fitted):
     assert front["library_name"] == "kvq" and front["license"] == "apache-2.0" and "aqua-2bit" in front["tags"]
     assert "base_model" not in front and "datasets" not in front  # demo is no repository of the Hub
     assert "| licence of the model | apache-2.0 |" in text and "PSF-2.0" in text
+    assert "| reused |" not in text
     (index,) = front["model-index"]
     (result,) = index["results"]
     values = {metric["type"]: metric["value"] for metric in result["metrics"]}
