@@ -202,10 +202,9 @@ def test_a_shorter_prompt_into_a_full_cache_is_refused_and_changes_nothing():
     cache = kvq("higgs-2bit", model)
     model.generate(prompt(2, 40), past_key_values=cache, max_new_tokens=4, do_sample=False)
     held = cache.get_seq_length()
-    for short in (prompt(2, 10), prompt(2, held)):
-        with pytest.raises(ValueError, match=f"holds {held} tokens, and the prompt has none beyond them: reset"):
-            model.generate(short, past_key_values=cache, max_new_tokens=4, do_sample=False)
-        assert cache.get_seq_length() == held
+    with pytest.raises(ValueError, match=f"holds {held} tokens, and the prompt has none beyond them: reset"):
+        model.generate(prompt(2, 10), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert cache.get_seq_length() == held
     cache.reset()
     again = model.generate(prompt(2, 10), past_key_values=cache, max_new_tokens=4, do_sample=False)
     fresh = model.generate(prompt(2, 10), past_key_values=kvq("higgs-2bit", model), max_new_tokens=4, do_sample=False)
