@@ -105,7 +105,6 @@ class BlockCache:
 
     # ---- one layer of one forward pass -------------------------------------------------------------------------
 
-    @undoing
     def update(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> Pair:
         """Take in a layer's new keys (after RoPE) and values; return all of them, history decoded, as 16-bit would.
 
@@ -119,6 +118,10 @@ class BlockCache:
                 f"{self.recipe.name} needs {' and '.join(sorted(unseen))}, which update() does not see; "
                 "use take(), attend() and finish(), with take_queries() for queries"
             )
+        return self._taken(layer, k_BTC, v_BTC)
+
+    @undoing
+    def _taken(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> Pair:
         out = (k_BTC, v_BTC) if self.take(layer, k_BTC, v_BTC) else self.decoder.whole(layer)
         self.finish(layer)
         return out

@@ -230,7 +230,7 @@ def test_pages_are_read_once(name, traffic: Traffic):
     raw_BX = raw(server)
     shared = name.startswith("squat-pre")  # steps of keys before RoPE are loaded by every lane that multiplies by them
     own = [traffic.within(traffic.loads, [raw_BX[at]], shared) for at in server.tables[long][:3]]
-    assert own == [sum(one.bytes for one in layer.page.fields)] * 3
+    assert own == [sum(one.stop - one.start for one in layer.page.fields)] * 3
     assert traffic.within(traffic.loads, [raw_BX], shared) == sum(own)
     width = layer.tails_E2NC[0, :, 0].nbytes
     assert traffic.within(traffic.loads, [layer.tails_E2NC]) == (8 + 4) * width
@@ -244,7 +244,7 @@ def test_pages_cost_what_they_did():
         plain = page_of(recipe, 0, size, torch.bfloat16)
         ordered = page_of(recipe, 0, size, torch.bfloat16, page.PageReader(shared, 0).orders)
         assert plain.per_token == ordered.per_token
-        places = [[(one.role, one.name, one.start, one.bytes, one.dtype) for one in x.fields] for x in (plain, ordered)]
+        places = [[(one.role, one.name, one.start, one.stop, one.dtype) for one in x.fields] for x in (plain, ordered)]
         assert places[0] == places[1]
         assert all(one.start % 16 == 0 for one in ordered.fields)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec
+from kvq_runtime.hf.model import CACHE
 from kvq_runtime.ops import pack
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import Recipe, preset
@@ -257,12 +258,12 @@ def test_other_attention_reads_all_tokens_and_says_so_once():
     cache, plain = kvq("svdq-shadow-2bit-v4", model), kvq("svdq-2bit-v4", model)
     with torch.no_grad():
         with pytest.warns(UserWarning, match="svdq-shadow-2bit-v4 chooses what it reads .* sdpa attention does not"):
-            model(ids[:, :60], past_key_values=cache)
-        model(ids[:, :60], past_key_values=plain)
+            model(ids[:, :60], **{CACHE: cache})
+        model(ids[:, :60], **{CACHE: plain})
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            one = model(ids[:, 60:], past_key_values=cache).logits
-        assert torch.equal(one, model(ids[:, 60:], past_key_values=plain).logits)
+            one = model(ids[:, 60:], **{CACHE: cache}).logits
+        assert torch.equal(one, model(ids[:, 60:], **{CACHE: plain}).logits)
 
 
 @pytest.mark.parametrize("name", ["svdq-shadow-2bit-v4", "svdq-shadow-online-2.25bit-v4"])
