@@ -185,6 +185,8 @@ class Registry(Place):
         """
         reference.check_version(version)
         reference.check_alias(alias)
+        if expect not in (None, "none"):
+            reference.check_version(expect)
         state = self.existing(name) if expect is None else self.current_state(name)
         before = state.at(alias) if expect is None else expect
         if not force and version in state.versions:

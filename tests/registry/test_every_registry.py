@@ -178,6 +178,8 @@ def test_a_stale_promote_loses_and_asks(store: Registry):
     store.promote(NAME, "1.0.1", expect="1.0.0")
     with pytest.raises(Conflict, match=r"points to 1\.0\.1, expected 1\.0\.0.*--expect 1\.0\.1"):
         store.promote(NAME, "1.0.2", expect="1.0.0")
+    with pytest.raises(ValueError, match="version '3'"):
+        store.promote(NAME, "1.0.1", expect="3")
     assert store.promote(NAME, "1.0.1", expect="1.0.0").at("production") == "1.0.1"  # it is what was asked for
     assert len(store.current_state(NAME).events) == 5
 
