@@ -13,10 +13,11 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.events import Version
+from kvq_runtime.registry.place import Elsewhere
 from kvq_runtime.registry.tree import BLOBS, TreeRegistry
 
 
-class CachedTree(TreeRegistry):
+class CachedTree(Elsewhere, TreeRegistry):
     """A registry whose blobs are fetched into a cache."""
 
     kind: str  # what its address begins with

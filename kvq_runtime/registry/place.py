@@ -97,23 +97,13 @@ class Place(ABC):
         """Do what an interrupted change, or publish of a version, may have left undone; content: its files."""
         return None
 
-    def cached(self, name: str, sha256: str, size: int) -> Path | None:
-        """The file with this digest and size in the cache of a place that is elsewhere, unread; None: there is none."""
-        raise NotImplementedError
-
-    def download(self, name: str, version: Version, file: str) -> Path:
-        """Receive a file of a version into that cache; ArtifactError, and nothing is kept, for another digest."""
-        raise NotImplementedError
-
+    @abstractmethod
     def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
-        """A file of a version, from the cache or downloaded; whoever reads it checks its digest."""
-        return self.cached(name, *version.content[file]) or self.download(name, version, file)
+        """A file of a version; whoever reads it checks its digest."""
 
+    @abstractmethod
     def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
-        """`fetch`, with the digest of a cached file checked; a damaged one is downloaded again."""
-        path = self.cached(name, *version.content[file])
-        whole = path is not None and files.digest(path) == version.content[file]
-        return path if path is not None and whole else self.download(name, version, file)
+        """`fetch`, and a copy of it that is kept here is not a damaged one."""
 
     @abstractmethod
     def about(self, name: str, version: Version) -> dict[str, Any]:
@@ -156,3 +146,25 @@ class Place(ABC):
     @abstractmethod
     def examine(self) -> list[Finding]:
         """Everything wrong with events, files and records; unfinished and unnamed files as notes."""
+
+
+class Elsewhere(Place):
+    """A place of which files are received into a cache."""
+
+    @abstractmethod
+    def cached(self, name: str, sha256: str, size: int) -> Path | None:
+        """The file with this digest and size in the cache of a place that is elsewhere, unread; None: there is none."""
+
+    @abstractmethod
+    def download(self, name: str, version: Version, file: str) -> Path:
+        """Receive a file of a version into that cache; ArtifactError, and nothing is kept, for another digest."""
+
+    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """A file of a version, from the cache or downloaded; whoever reads it checks its digest."""
+        return self.cached(name, *version.content[file]) or self.download(name, version, file)
+
+    def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """`fetch`, with the digest of a cached file checked; a damaged one is downloaded again."""
+        path = self.cached(name, *version.content[file])
+        whole = path is not None and files.digest(path) == version.content[file]
+        return path if path is not None and whole else self.download(name, version, file)

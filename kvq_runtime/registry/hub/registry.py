@@ -25,14 +25,14 @@ from kvq_runtime.registry import card, reference, remarks
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub import ask, cache, client, index
 from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.place import Finding, Head
+from kvq_runtime.registry.place import Elsewhere, Finding, Head
 from kvq_runtime.registry.reference import GRACE
 from kvq_runtime.registry.registry import Registry, limit
 
 _INITIAL_FILES = {".gitattributes", "README.md", "LICENSE"}  # the Hub's form for a new repository may create these
 
 
-class HubRegistry(Registry):
+class HubRegistry(Elsewhere, Registry):
     """A registry in an organization or user account of a Hub.
 
     org       the organization or user
