@@ -116,8 +116,8 @@ class Bar:
         self._status = Status("kvq-calibrate", quiet)
         self._all = self._before(budget.most_rounds(plan), 0)
         self._at: tuple[int, int] | None = None
-        self._done, self._lines = 0, Lines("kvq-calibrate", quiet)
-        self._evaluated = Lines("kvq-calibrate", quiet)
+        self._done, self._quiet = 0, quiet
+        self._lines = self._whole = Lines("kvq-calibrate", quiet)
         self._bar = self._drawn("choosing the text", self._work(0, 0))
 
     def __call__(self, progress: "Progress") -> None:
@@ -127,10 +127,11 @@ class Bar:
             said = progress.stage if whole else f"{again}layer {progress.layer + 1}/{progress.layers}"
             self._next(said, progress.total if whole else self._work(progress.round, progress.layer))
             self._at, self._done = (progress.round, progress.layer), self._before(progress.round, progress.layer)
+            self._whole = Lines("kvq-calibrate", self._quiet)  # gradients and the evaluation: each has its own begin
         if whole:
             self._bar.update(progress.tokens)
-            self._evaluated(progress.stage, progress.done, progress.total)
-            if progress.done >= progress.total:
+            self._whole(progress.stage, progress.done, progress.total)
+            if progress.done >= progress.total and progress.stage == "evaluation":
                 self._bar.close()
                 self._status("drawing the plots, writing the cards")
             return

@@ -205,6 +205,24 @@ def test_a_bar_without_a_terminal_writes_where_the_run_is(monkeypatch):
     assert sys.stderr.getvalue() == "kvq-calibrate: layer 2 of 2, aqua-2bit keys, 50% done, about 3 minutes left\n"
 
 
+def test_the_time_that_an_evaluation_takes_is_told_from_its_own_begin(monkeypatch):
+    """Not from the gradients', which are a pass over the whole model as well."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(Bar, "_work", lambda self, round, layer: 200)
+    monkeypatch.setattr(budget, "most_rounds", lambda plan: 1)
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    bar = Bar(SimpleNamespace(chunks=[range(2)], seq_len=50, geometry=SimpleNamespace(layers=1)))  # type: ignore[arg-type]
+    for seconds, layer, stage, done in (
+        (0, -1, "gradients", 0), (5, -1, "gradients", 10), (1000, 0, "keys", 1), (1040, -1, "evaluation", 0),
+        (1080, -1, "evaluation", 2),
+    ):  # fmt: skip
+        clock.now = seconds
+        bar(Progress(layer, 1, stage, done, 10, 1))
+    bar.close()
+    assert sys.stderr.getvalue().endswith("kvq-calibrate: evaluation, 20% done, about 3 minutes left\n")
+
+
 def test_a_bad_artifact_is_said_to_be_bad_and_not_to_be_promoted(made, capsys):
     outcome.show([made], [record("ab" * 32, 1.93)], as_json=False, caution="fitted on 1 sequence")
     shown = capsys.readouterr().out
