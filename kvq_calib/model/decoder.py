@@ -30,7 +30,8 @@ from transformers.models.auto.modeling_auto import (
 from kvq_calib.model.carried import ENTRY, TABLE, Carried, blank
 from kvq_runtime.geometry import attending
 from kvq_runtime.hf.attention import dense
-from kvq_runtime.hf.model import rope_refusal, rotary_module, turns
+from kvq_runtime.hf.model import rotary_module, turns
+from kvq_runtime.hf.rotation import rope_refusal
 from kvq_runtime.ops.dense import Softmax
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class Decoder:
         self.config = made.config.get_text_config(decoder=True)
         self.carried = Carried.of(self.config.to_dict())
         self.parameters = list(made.state_dict())
+        # of layers that are none of its modules any more: rules for files that fuse parameters ask how wide each is
+        made.get_parameter = dict(made.named_parameters(remove_duplicate=False)).__getitem__
         core: Any = made.get_decoder()
         named = {id(module): name for name, module in made.named_modules()}
         self.core_name = named[id(core)]
@@ -133,7 +136,8 @@ class Decoder:
             if parent == self.core_name:
                 setattr(bare, child, blank(getattr(bare, child)))
         core = self.settled(bare, device)
-        refusal = rope_refusal(core, [self.layers[n].self_attn for n in self.attending])
+        with self.carried.muted(core):
+            refusal = rope_refusal(core, {n: self.layers[n] for n in self.attending})
         return Under(core, self.carried, refusal)
 
     def entry(self) -> dict[str, nn.Module]:

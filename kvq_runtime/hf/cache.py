@@ -21,8 +21,8 @@ from kvq_runtime.hf.model import (
     check_model,
     fingerprint_of,
     geometry_of,
-    rope_refusal,
 )
+from kvq_runtime.hf.rotation import rope_refusal
 from kvq_runtime.recipe import Recipe, attends
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.memory import MemoryReport, human
@@ -83,7 +83,7 @@ class KVQCache(Announced, Cache):
         self.blocks = BlockCache(recipe, geometry, tensors, None, made_for or 1 << 17, model.dtype, made_for, check)
         self.places = {layer: place for place, layer in enumerate(modules)}
         attention = list(modules.values())
-        if "positions" in recipe.needs and (why := rope_refusal(model.get_decoder(), attention)):
+        if "positions" in recipe.needs and (why := _rope_refusal(model, modules)):
             raise ValueError(f"{recipe.name} undoes RoPE, but {why}; use a post-RoPE recipe")
         self._pass, self._decodes = Pass(), _decoding(config, type(model).__name__)
         if self._decodes and attends(recipe):
@@ -297,6 +297,11 @@ class KVQCache(Announced, Cache):
                 _empty(layer)
             else:
                 getattr(layer, method)(*args)
+
+
+def _rope_refusal(model: PreTrainedModel, modules: Mapping[int, Any]) -> str | None:
+    decoder: Any = model.get_decoder()
+    return rope_refusal(decoder, {n: decoder.layers[n] for n in modules})
 
 
 def _decoding(config: Any, name: str) -> str | None:

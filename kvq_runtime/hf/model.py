@@ -7,11 +7,9 @@ bool or what is added to scores, or [B, all tokens] under flash attention.
 
 import copy
 import inspect
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -102,90 +100,6 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
         return projection.weight.detach()
 
     return fingerprint.from_config(config, weight)
-
-
-def rope_refusal(decoder: Any, attention: Sequence[nn.Module]) -> str | None:
-    """The reason why the RoPE of a decoder's attention modules cannot be undone; None if it can.
-
-    Asked is the model's own function: what it does to a vector has to be what ours does, half of a head with the other.
-    """
-    rotary = rotary_module(decoder)
-    kind = rope.settings(decoder.config.to_dict()).get("rope_type", "default")
-    if kind in rope.VARYING_TYPES:
-        return f"rope_type={kind} changes with length"
-    if frequencies(rotary) is None:
-        return f"{type(decoder).__name__} has no module with one inv_freq for all layers that attend to all tokens"
-    if not all(getattr(module, "use_rope", True) for module in attention):
-        return "some layers of the model have no RoPE"
-    if _turns(attention[0]) is False or (_turns(attention[0]) is None and len(attention) < len(decoder.layers)):
-        return "layers of the model that attend to all tokens have no RoPE"
-    code = sys.modules[type(attention[0]).__module__]
-    apply = getattr(code, "apply_rotary_pos_emb", None)
-    by_halves = not hasattr(code, "apply_rotary_emb") if apply is None else _by_halves(apply, rotary)
-    return None if by_halves else "this model's RoPE turns neighbouring channels"
-
-
-class _Asked(Exception):
-    """Ends a forward pass where a rotation is used."""
-
-
-class _Rotation(Tensor):
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise _Asked
-
-
-_turned: WeakKeyDictionary[nn.Module, bool | None] = WeakKeyDictionary()  # what was found of a module
-
-
-def _turns(module: Any) -> bool | None:
-    """True if attention uses the rotations that it is given; None of a module that cannot be asked.
-
-    One of its class, without memory, is given some, once.
-    """
-    if module not in _turned:
-        _turned[module] = _turns_another(module)
-    return _turned[module]
-
-
-def _turns_another(module: Any) -> bool | None:
-    config = copy.deepcopy(module.config)
-    config._attn_implementation = "sdpa"
-    hidden, rotation = torch.empty(1, 1, config.hidden_size, device="meta"), torch.empty(0).as_subclass(_Rotation)
-    positions = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    given: dict[str, Any] = {"attention_mask": None, "position_ids": positions}
-    if "shared_kv_states" in inspect.signature(type(module).forward).parameters:
-        given["shared_kv_states"] = {}
-    try:
-        with torch.device("meta"):
-            alone = _like(module, config).eval()
-        alone(hidden_states=hidden, position_embeddings=(rotation, rotation), **given)
-    except _Asked:
-        return True
-    except (TypeError, AttributeError):  # it is made with, or given, more than these
-        return None
-    return False
-
-
-def _like(module: Any, config: Any) -> nn.Module:
-    """Another module of this class, of whose arguments beside these two the module has those that it was made with."""
-    asked = inspect.signature(type(module).__init__).parameters
-    more = {name: getattr(module, name) for name in [*asked][3:] if hasattr(module, name)}
-    return type(module)(config, module.layer_idx, **more)
-
-
-@torch.no_grad()
-def _by_halves(apply, rotary: nn.Module) -> bool:
-    """True if a model's function turns channels f and f + K by the same angle, as ours does."""
-    frequencies_K, _ = frequencies(rotary) or (torch.empty(0), 1.0)
-    device, half = frequencies_K.device, len(frequencies_K)
-    x = torch.linspace(-1, 1, 4 * half, device=device).view(1, 1, 2, 2 * half)
-    positions_BT = torch.tensor([[1, 7]], device=device)
-    cos, sin = turns(rotary, x, positions_BT)
-    alone = [*inspect.signature(apply).parameters][1] == "cos"  # it turns one tensor, not queries and keys
-    given = apply(x, cos, sin) if alone else apply(x, x, cos, sin)[1]
-    expected = rope.rotate(x.transpose(1, 2), cos[..., :half], sin[..., :half]).transpose(1, 2)
-    return bool(torch.allclose(given.float(), expected.float(), rtol=0, atol=2**-6))
 
 
 def rotary_module(decoder: Any) -> Any:

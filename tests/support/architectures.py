@@ -53,6 +53,7 @@ E2B = SHARING | {  # of Gemma 4
 }  # fmt: skip
 LATER = (  # than the oldest transformers
     "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
+    "lara_mini",
 )  # fmt: skip
 OWN = {
     "glm4_moe": EXPERTS | ROUTED, "sarvam_moe": EXPERTS | ROUTED,
@@ -75,6 +76,9 @@ OWN = {
     "lfm2": CONVOLVED, "lfm2_moe": EXPERTS | CONVOLVED | {"num_dense_layers": 1}, "lfm3": CONVOLVED,
     "qwen3_next": EXPERTS | SHARED | RECURRENT, "qwen3_5_text": RECURRENT, "olmo_hybrid": RECURRENT,
     "qwen3_5_moe_text": EXPERTS | SHARED | RECURRENT,
+    "lara_mini": EXPERTS | SHARED | RECURRENT | {"sliding_window": 16,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention", "full_attention"],
+        "num_hidden_layers": 4},
     "minimax": EXPERTS | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "sarvam_mla"), EXPERTS | ROUTED | LATENT),
     **dict.fromkeys(("kimi_linear",), EXPERTS | ROUTED | LATENT | {

@@ -1,0 +1,138 @@
+"""Ask a model's layers whether what a cache gets of them is RoPE of one key, which a recipe before RoPE undoes.
+
+Asked are the modules, not their names: all that stands under attention is run, once, with a constant in the place of
+each matrix, so that the keys of all tokens are the same before they are turned. What a cache would get of such a token
+at any position, turned back as a cache does, has to be the same again.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from kvq_runtime.hf.attention import halves
+from kvq_runtime.hf.model import CACHE, frequencies, rotary_module
+from kvq_runtime.ops import rope
+from kvq_runtime.ops.rope import Rotary
+
+POSITIONS = 0, 1, 9, 60, 500
+_asked: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # what was found of a decoder
+
+
+def rope_refusal(decoder: Any, layers: Mapping[int, Any]) -> str | None:
+    """The reason why the RoPE of these layers, by their number in a decoder, cannot be undone; None if it can."""
+    if decoder not in _asked:
+        _asked[decoder] = _refusal(decoder, layers)
+    return _asked[decoder]
+
+
+def _refusal(decoder: Any, layers: Mapping[int, Any]) -> str | None:
+    kind = rope.settings(decoder.config.to_dict()).get("rope_type", "default")
+    if kind in rope.VARYING_TYPES:
+        return f"rope_type={kind} changes with length"
+    found = frequencies(rotary_module(decoder))
+    if found is None:
+        return f"{type(decoder).__name__} has no module with one inv_freq for all layers that attend to all tokens"
+    positions_NT = torch.tensor([POSITIONS], device=found[0].device)
+    cos_sin = Rotary(found[0].float(), found[1], torch.float32).tables(positions_NT)
+    for n, seen in _seen(decoder, layers, positions_NT).items():
+        layer = f"layer {n} ({decoder.config.model_type})"
+        if isinstance(seen, Exception):
+            return f"{layer} does not show how it turns keys: {' '.join(str(seen).split()):.120}"
+        if _is_one(seen):
+            return f"{layer} has no RoPE"
+        if not _is_one(rope.unrotate(seen, *cos_sin)):
+            return f"{layer} turns keys otherwise than half of a head with the other, by position and inv_freq"
+    return None
+
+
+def _is_one(k_NTHD: Tensor) -> bool:
+    """True if the keys of all tokens are the same."""
+    return bool((k_NTHD - k_NTHD[:, :1]).abs().max() <= 2**-8 * k_NTHD.abs().max())
+
+
+class _Seen(Exception):
+    """Ends a layer's pass where it hands keys to a cache."""
+
+
+class _Rows:
+    """Stand in a cache's place: note the keys that it would store, [N, T, H, D]."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> None:
+        self.seen = key_states, value_states
+        raise _Seen
+
+
+@torch.no_grad()
+def _seen(decoder: Any, layers: Mapping[int, Any], positions_NT: Tensor) -> dict[int, Tensor | Exception]:
+    """The keys that a cache would get of one token at these positions, by layer, or what its pass ended with."""
+    found: dict[int, Tensor | Exception] = {}
+    bare = _bare(decoder, positions_NT.device)
+    bare.config = copy.deepcopy(decoder.config)
+    bare.config._attn_implementation = "sdpa"
+    places = [_Place(layer, n, layers.get(n), found) for n, layer in enumerate(decoder.layers)]
+    bare._modules["layers"] = nn.ModuleList(places[: max(layers) + 1])
+    try:
+        bare(input_ids=torch.ones_like(positions_NT), position_ids=positions_NT, use_cache=False)
+    except Exception as error:  # of the decoder's own, whatever class it has: every layer that it was not yet at
+        found = {n: error for n in layers} | found
+    return found
+
+
+class _Place(nn.Module):
+    """Stand in a layer's place: run it as far as its cache, and put out its input."""
+
+    def __init__(self, layer: nn.Module, number: int, asked: nn.Module | None, found: dict[int, Tensor | Exception]):
+        super().__init__()
+        plain = {name: value for name, value in vars(layer).items() if type(value) in (bool, int, str)}
+        self.__dict__ |= {name: value for name, value in plain.items() if name not in self.__dict__}
+        self._number, self._asked, self._found = number, (asked,), found  # a tuple, as it is no part of this module
+
+    def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+        (asked,) = self._asked
+        if asked is not None:
+            rows = _Rows()
+            try:
+                _bare(asked, hidden_states.device)(hidden_states, *args, **given | {CACHE: rows})
+                self._found[self._number] = RuntimeError("it hands a cache no keys")
+            except _Seen:
+                latents = getattr(asked.self_attn, "kv_lora_rank", None)
+                self._found[self._number] = (halves(*rows.seen)[0] if latents else rows.seen[0]).transpose(1, 2)
+            except Exception as error:  # of the layer's own, whatever class it has
+                self._found[self._number] = error
+        return hidden_states
+
+
+class _Constant(nn.Module):
+    """Stand in the place of a matrix or a table: put out the same vector for every token."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor, *_args: Any, **_given: Any) -> Tensor:
+        drawn = torch.randn(self.width, generator=torch.Generator().manual_seed(self.width), dtype=torch.float32)
+        return drawn.to(x.device).repeat(*(x.shape[:-1] if x.is_floating_point() else x.shape), 1)
+
+
+def _bare(module: nn.Module, device: torch.device) -> Any:
+    """A module of the same class and settings without hooks, training and matrices; vectors are in float32, and of ones
+    where they have no memory."""
+    width = getattr(module, "out_features", getattr(module, "embedding_dim", None))
+    if isinstance(width, int):
+        return _Constant(width)
+    bare = type(module).__new__(type(module))
+    own = {name: value for name, value in vars(module).items() if name != "forward"}  # which accelerate puts there
+    bare.__dict__ |= own | vars(nn.Module()) | {"training": False}
+    bare._modules = {name: child and _bare(child, device) for name, child in module._modules.items()}
+    bare._buffers = {name: _here(one, device) for name, one in module._buffers.items()}
+    vectors = {name: one for name, one in module._parameters.items() if one is None or one.ndim < 2}
+    bare._parameters = {name: None if one is None else _here(one.float(), device) for name, one in vectors.items()}
+    return bare
+
+
+def _here(tensor: Any, device: torch.device) -> Any:
+    return torch.ones(tensor.shape, device=device) if tensor is not None and tensor.is_meta else tensor

@@ -1,0 +1,62 @@
+"""Layers whose keys are not RoPE of one key are found before a recipe would undo it, whatever a configuration says."""
+
+import functools
+
+import pytest
+import torch
+from architectures import random
+from generating import kvq
+
+from kvq_runtime.hf.model import CACHE
+from kvq_runtime.hf.rotation import rope_refusal
+
+
+def lying(model, layer: int, change):
+    """The model, of which one layer's attention gets other rotations than it is given."""
+    attention = model.get_decoder().layers[layer].self_attn
+
+    class Lying(type(attention)):
+        @functools.wraps(type(attention).forward)
+        def forward(self, *args, position_embeddings, **given):
+            return super().forward(*args, position_embeddings=change(*position_embeddings), **given)
+
+    attention.__class__ = Lying
+    return model
+
+
+@pytest.mark.parametrize("change, why", [
+    (lambda cos, sin: (torch.ones_like(cos), torch.zeros_like(sin)), r"layer 1 \(llama\) has no RoPE"),
+    (lambda cos, sin: (cos, -sin), r"layer 1 \(llama\) turns keys otherwise"),
+    (lambda cos, sin: (cos[..., :2], sin[..., :2]), r"layer 1 \(llama\) does not show how it turns keys: "),
+])  # fmt: skip
+def test_a_layer_that_turns_otherwise_is_refused(change, why):
+    with pytest.raises(ValueError, match=f"exact-pre undoes RoPE, but {why}.*; use a post-RoPE recipe"):
+        kvq("exact-pre", lying(random("llama"), 1, change))
+    kvq("exact", lying(random("llama"), 1, change))
+
+
+def test_each_compressed_layer_is_asked():
+    """Of Lara Mini those that attend to all tokens are given no rotation, and could turn by one."""
+    model = random("lara_mini")
+    with pytest.raises(ValueError, match=r"exact-pre undoes RoPE, but layer 2 \(lara_mini\) has no RoPE"):
+        kvq("exact-pre", model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3n_text", "deepseek_v3", "phi3"])
+def test_asking_needs_no_weights_and_changes_nothing(kind):
+    model, told = random(kind).to(torch.bfloat16), []
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    hooks = [part.register_forward_pre_hook(lambda *given: told.append(given)) for part in model.modules()]
+    model.train()
+    kvq("exact-pre", model)
+    assert not told and model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for hook in hooks:
+        hook.remove()
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(1, 3, dtype=torch.long), **{CACHE: kvq("exact-pre", model)})
+    with torch.device("meta"):
+        empty = type(model)(model.config).get_decoder()
+    empty.rotary_emb = model.get_decoder().rotary_emb
+    assert rope_refusal(empty, {1: empty.layers[1]}) is None
