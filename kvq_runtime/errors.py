@@ -1,7 +1,18 @@
 """Exceptions about artifacts and registries; `kvq_runtime.cli.exit_codes` maps each to an exit code."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_PATHS = {  # what to do about a path that the system refuses
+    errno.ENOENT: "there is no such file or folder; make it, or name another one",
+    errno.EISDIR: "is a folder, and a file is wanted; name a file",
+    errno.ENOTDIR: "leads through a file, or is one, where a folder is wanted; name another one",
+    errno.EEXIST: "is a file, and a folder is wanted; name another one",
+    errno.EACCES: "may not be read, or not be written, by this user; change its permissions, or name another one",
+    errno.EPERM: "may not be changed by this user; name another one",
+    errno.EROFS: "is in a file system that cannot be written to; name another one",
+}
 
 
 def extra(name: str) -> str:
@@ -21,6 +32,16 @@ class Conflict(ArtifactError):
     """Another change came first, or a change contradicts the present state."""
 
 
+def spoken(error: OSError) -> str:
+    """What the system refuses, in words: the path, what it is, what to do; not a number and the name of a draft."""
+    path = error.filename if error.filename2 is None else error.filename2
+    if error.errno is None or not error.strerror:  # of a library, in words already
+        return str(error)
+    if path is None:
+        return error.strerror
+    return f"{path}: {_PATHS.get(error.errno, error.strerror)}"
+
+
 @contextmanager
 def named(what: str) -> Iterator[None]:
     """Begin messages of errors with what was asked for."""
@@ -32,4 +53,4 @@ def named(what: str) -> Iterator[None]:
         error.args = (f"{what}: {error}",)
         raise
     except OSError as error:  # whose text is of its number and file, whatever its args
-        raise OSError(f"{what}: {error}") from error
+        raise OSError(f"{what}: {spoken(error)}") from error

@@ -328,6 +328,10 @@ def _run(module: str, function: str, args: argparse.Namespace) -> int:
     keep_memory()
     if getattr(args, "model", None):
         catalog.check(args.model)
+    if function != "report":  # whose --out may be either
+        for option in ("output", "out", "plot"):
+            options.check_output(f"--{option}", getattr(args, option, None))
+        options.check_output("--plots", getattr(args, "plots", None), folder=True)
     try:
         return getattr(import_module(module), function)(args)
     except KeyboardInterrupt:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_runtime.cli.table import print_table
+from kvq_runtime.disk import files
 
 OWN = ("--models", "--only", "--price", "--commands", "--dry-run")  # which an entry has not
 _HOURS = 3600.0
@@ -29,7 +30,9 @@ def commands(path: Path, common: Sequence[str], known: Collection[str] = ()) -> 
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text())
+        found = yaml.safe_load(files.read(path.resolve(), 1 << 22).decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--models {path}: no text in UTF-8: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"--models {path}: no YAML: {' '.join(str(error).split()):.200}") from None
     if not isinstance(found, list) or not found:

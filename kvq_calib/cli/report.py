@@ -15,7 +15,6 @@ from kvq_runtime.cli import options
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import print_record
 from kvq_runtime.disk import files
-from kvq_runtime.errors import NotFound
 from kvq_runtime.registry.measured import TextRecord, of_text
 from kvq_runtime.registry.reference import parse
 from kvq_runtime.registry.resolve import choose, open_registry, resolve
@@ -45,6 +44,7 @@ def report(args: argparse.Namespace) -> int:
 
 def _all_pages(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
     """Write the page of every version into the folder --out, linked from the rows of the registry's, index.html."""
+    options.check_output("--out", args.out, folder=True)
     folder, registry = Path(args.out), open_registry(args.registry or None)
     files.make_folder(folder)
     for row in found["versions"]:
@@ -87,8 +87,7 @@ def _give(args: argparse.Namespace, found: Mapping[str, Any], page: Any, name: s
         print(json.dumps(found, indent=2, default=str))
     if args.out or not args.json:
         path = Path(args.out or name)
-        if not path.parent.is_dir():
-            raise NotFound(f"--out {path}: there is no folder {path.parent}; make it, or name another one")
+        options.check_output("--out", path)
         files.save(path, page(found).encode())
         if not args.json:
             print_record({"page": str(path), "bytes": path.stat().st_size}, json=False)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable
 
 from kvq_runtime.cli.table import printable
-from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+from kvq_runtime.errors import ArtifactError, Conflict, NotFound, spoken
 from kvq_runtime.registry.reference import without_secrets
 
 PROPOSED = 6
@@ -72,7 +72,7 @@ def run(program: str, command: Callable[[], int], extras: str = "[calib]", inter
         code = exit_code(error)
         if code is None:
             raise
-        text = str(error)
+        text = spoken(error) if isinstance(error, OSError) else str(error)
         if isinstance(error, ModuleNotFoundError):
             if (error.name or "kvq").startswith("kvq"):
                 raise

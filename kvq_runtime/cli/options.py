@@ -114,3 +114,23 @@ def check_there(url: str) -> None:
     kind, root = reference.kind_and_root(url)
     if kind == reference.FOLDER and not Path(root).is_dir():
         raise NotFound(f"no registry {url}: there is no folder {root}; what publishes into it makes it")
+
+
+def check_output(option: str, given: str | Path | None, folder: bool = False) -> None:
+    """Refuse a path that nothing can be written to, before the work that would be lost; None is none.
+
+    folder   it is to be a folder, which may be new; else a file, in a folder that is there
+    Raises ValueError, NotFound for a folder that is missing, PermissionError.
+    """
+    if given is None:
+        return
+    path = Path(given)
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if folder and not there.is_dir():
+        raise ValueError(f"{option} {path}: {there} is a file; name a folder, which may be new")
+    if not folder and path.is_dir():
+        raise ValueError(f"{option} {path}: a folder, and a file is wanted; name one in it")
+    if not folder and not path.parent.is_dir():
+        raise NotFound(f"{option} {path}: there is no folder {path.parent}; make it, or name another one")
+    if not os.access(there, os.W_OK):
+        raise PermissionError(f"{option} {path}: {there} may not be written by this user; name another path")

@@ -42,7 +42,9 @@ def copy(args: Namespace) -> int:
 
 def export(args: Namespace) -> int:
     """Write OSCAR's rotation files, or llama.cpp's bias file, and print a row a file."""
-    made, place = load_artifact(args.reference, args.registry), Path(args.output)
+    place = Path(args.output)
+    options.check_output("-o", place if args.form == "oscar" else place.parent, folder=True)
+    made = load_artifact(args.reference, args.registry)
     if args.form == "gguf-mean":
         found = {place: gguf_mean.from_artifact(made, args.channels)}
     elif args.channels is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_runtime.artifact.header import CHECKS
+from kvq_runtime.cli import options
 from kvq_runtime.cli.names import proposals, target
 from kvq_runtime.cli.table import percent, print_record, print_table, printable
 from kvq_runtime.disk import files, strict_json
@@ -130,6 +131,8 @@ def pull(args: Namespace) -> int:
     folder = Path(args.output) if args.output else None
     if folder and folder.exists() and not folder.is_dir():
         raise ArtifactError(f"-o {folder}: not a folder; name a new one, or one that kvq pull wrote")
+    options.check_output("-o", folder, folder=True)
+    options.check_output("--lock", args.lock)
     policy = _policy(args)
     locked = lock.read_lock(args.locked) if args.locked else None
     resolved = resolve_name(args.reference, args.registry, args.locked)

@@ -152,7 +152,10 @@ def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
     """
     faults.point("draft.begun")
     path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:  # of the folder, which is what somebody named
+        raise OSError(error.errno, error.strerror, str(folder)) from None
     try:
         with os.fdopen(descriptor, "w+b") as file:
             faults.point("draft.opened")

@@ -47,6 +47,9 @@ class LocalRegistry(TreeRegistry):
         path = self.root / folder
         try:
             return sorted(os.listdir(path))
+        except NotADirectoryError:
+            self._check_is_folder()
+            raise
         except FileNotFoundError:
             for one in (path, *path.parents[: len(PurePath(folder).parts) - 1]):
                 if one.is_symlink() and not one.exists():
@@ -90,10 +93,22 @@ class LocalRegistry(TreeRegistry):
         super().finish(name, version, content)
 
     def check_writable(self) -> None:
-        """Raise RuntimeError if the folder, or its nearest existing parent, is read-only."""
-        nearest = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
-        if not os.access(nearest, os.W_OK):
+        """Raise RuntimeError if folder or nearest existing parent is read-only, ArtifactError if that is a file."""
+        self._check_is_folder()
+        if not os.access(self._nearest(), os.W_OK):
             raise RuntimeError(f"the registry {self.root} cannot be written to; choose another with --registry")
+
+    def _nearest(self) -> Path:
+        return next(folder for folder in (self.root, *self.root.parents) if folder.exists())
+
+    def _check_is_folder(self) -> None:
+        if not (nearest := self._nearest()).is_dir():
+            raise ArtifactError(f"the registry {self.root}: {nearest} is a file; name a folder, which may be new")
+
+    def hint(self, name: str) -> str:
+        """Return the end of the message about a missing name, or about a folder that is missing itself."""
+        missing = "there is no such folder yet; kvq-calibrate publishes artifacts, and makes it"
+        return super().hint(name) if self.root.is_dir() else missing
 
     def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
         """The path of a file's blob."""

@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvq_runtime.disk import files, strict_json
-from kvq_runtime.errors import ArtifactError, NotFound, extra
+from kvq_runtime.errors import ArtifactError, NotFound, extra, spoken
 from kvq_runtime.registry.reference import check_commit, check_name, check_sha256, check_version, order
 
 LIMIT = 1 << 16  # bytes
@@ -118,11 +118,11 @@ def sign(name: str, version: str, sha256: str, key: Path, password: str | None =
         statement, bundle_path = _write_statement(Path(folder), stated), Path(folder) / "bundle.json"
         try:
             signing.Config().use_elliptic_key_signer(private_key=key, password=password).sign(statement, bundle_path)
+        except FileNotFoundError:
+            raise NotFound(f"key {key}: no such file; docs/consume.md shows how to make one") from None
         except (OSError, TypeError, ValueError) as error:
-            text = (
-                f"key {key}: {error}; use an elliptic-curve private key in PEM (docs/consume.md shows how to make one)"
-            )
-            raise ValueError(text) from None
+            why = spoken(error) if isinstance(error, OSError) else f"{key}: no elliptic-curve private key in PEM"
+            raise ValueError(f"key {why} (docs/consume.md shows how to make one)") from None
         bundle = json.loads(bundle_path.read_bytes())
     return strict_json.record(stated | {"bundle": bundle})
 

@@ -154,10 +154,11 @@ def parse(text: str | Path) -> Reference | Path:
     org, slash, rest = name.partition("/")
     if slash:
         if not _ORG.fullmatch(org) or not is_name(rest):
-            is_file = Path(text).is_file()
+            kinds = {Path.is_file: f"a file, but no {SUFFIX}", Path.is_dir: f"a folder without {ARTIFACT_FILE}"}
+            found = next((said for kind, said in kinds.items() if kind(Path(text))), "there is no such folder")
             raise ValueError(
-                f"name {name!r:.120}: {f'a file, but no {SUFFIX}' if is_file else 'there is no such folder'}; use the "
-                f"path of a folder that holds {ARTIFACT_FILE}, of a {SUFFIX} file, or ORG/NAME of a Hub"
+                f"name {name!r:.120}: {found}; use the path of a folder that holds {ARTIFACT_FILE}, of a {SUFFIX} "
+                "file, or ORG/NAME of a Hub"
             )
         return replace(_among_versions(rest, at, value), registry=f"{HUB}{org}")
     return _among_versions(check_name(name), at, value)

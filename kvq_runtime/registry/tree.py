@@ -19,7 +19,7 @@ from pathlib import PurePath
 from typing import Any
 
 from kvq_runtime.disk import faults, files
-from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.errors import ArtifactError, NotFound, spoken
 from kvq_runtime.registry import events, reference, remarks, sound
 from kvq_runtime.registry.events import Event, Fold, Publish, State, Version
 from kvq_runtime.registry.place import Finding, Head
@@ -248,7 +248,7 @@ class TreeRegistry(Registry):
             return [Finding("fault", str(error).removeprefix(f"{where}: ").removesuffix(_ASK), where, advice)]
         except OSError as error:
             access = "change nothing; give access to it (permissions, credentials), and run kvq doctor again"
-            return [Finding("fault", f"cannot be read: {error}", where, access)]
+            return [Finding("fault", f"cannot be read: {spoken(error)}", where, access)]
         return []
 
     def _examine_name(self, name: str) -> tuple[list[Finding], dict[str, tuple[str, Version, str]]]:

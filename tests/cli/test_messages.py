@@ -1,8 +1,10 @@
 """Faults that have little to do with kvq say what is at fault, and what to do."""
 
+import errno
 import gzip
 import json
 import os
+import re
 import socket
 
 import pytest
@@ -11,7 +13,7 @@ import tiny_artifact as tiny
 from kvq_calib.job import prepare
 from kvq_calib.text import documents, tokenizer
 from kvq_runtime.artifact import recipe_text
-from kvq_runtime.errors import NotFound
+from kvq_runtime.errors import ArtifactError, NotFound, spoken
 from kvq_runtime.prefix.shelf import parse_bytes
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry.hub import client
@@ -74,13 +76,44 @@ def test_what_a_file_says_beside_its_settings_agrees_with_them(kvq, tmp_path):
             recipe_text.read(str(path))
 
 
-@pytest.mark.parametrize("errno, tries", [(socket.EAI_NONAME, 1), (socket.EAI_AGAIN, client.TRIES)])
-def test_a_host_that_nobody_knows_is_asked_for_once(monkeypatch, errno, tries):
+def test_a_path_that_the_system_refuses_is_told_in_words(kvq, tmp_path):
+    open_registry().publish("tiny-2bit", tiny.data(0))
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for words, code, said in [
+        ("pull tiny-2bit -o {0}/out --lock {0}/folder", 2, r"--lock \S+/folder: a folder, and a file is wanted"),
+        ("pull tiny-2bit -o {0}/out --lock {0}/none/x", 3, r"there is no folder \S+/none; make it"),
+        ("pull tiny-2bit -o {0}/file/out", 2, r"-o \S+/file/out: \S+/file is a file; name a folder, which may be new"),
+        ("report tiny-2bit --out {0}/folder", 2, r"--out \S+/folder: a folder, and a file is wanted"),
+        ("report --registry --out {0}/file/pages", 2, r"\S+/file is a file; name a folder"),
+        ("eval higgs-2bit --model demo --output {0}/none/x", 3, r"--output \S+: there is no folder"),
+        ("push tiny-2bit@1.0.0 {0}/file", 1, r"the registry \S+/file: \S+/file is a file; name a folder"),
+        ("sign tiny-2bit@1.0.0 --key {0}/folder", 2, r"key \S+/folder: is a folder, and a file is wanted"),
+        ("sign tiny-2bit@1.0.0 --key {0}/none", 3, r"key \S+/none: no such file"),
+        ("show {0}/folder/", 3, r"folder without kvq\.safetensors"),
+    ]:
+        found, _, err = kvq(*words.format(tmp_path).split())
+        assert found == code and re.search(said, err) and "Errno" not in err, (words, err)
+    with pytest.raises(NotFound, match="no artifact x in .*; there is no such folder yet; kvq-calibrate publishes"):
+        open_registry(tmp_path / "none").existing("x")
+    with pytest.raises(ArtifactError, match="is a file; name a folder"):
+        open_registry(tmp_path / "file").check_writable()
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_no_message_of_the_machine_is_a_number(number):
+    assert spoken(OSError(number, os.strerror(number), "here")).startswith("here: ")
+    assert spoken(OSError(number, os.strerror(number))) == os.strerror(number)
+    assert spoken(OSError("of a library")) == "of a library"
+
+
+@pytest.mark.parametrize("number, tries", [(socket.EAI_NONAME, 1), (socket.EAI_AGAIN, client.TRIES)])
+def test_a_host_that_nobody_knows_is_asked_for_once(monkeypatch, number, tries):
     asked = []
 
     def ask():
         asked.append(1)
-        raise ConnectionError("no") from socket.gaierror(errno, "not known")
+        raise ConnectionError("no") from socket.gaierror(number, "not known")
 
     monkeypatch.setattr(client.time, "sleep", lambda seconds: None)
     said = "no host of this name" if tries == 1 else "after 5 tries"
