@@ -1,13 +1,20 @@
 """Print the results of commands: aligned text for people, JSON for programs."""
 
 import json as json_module
-from typing import Any
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from kvq_runtime.disk.strict_json import flatten
 
+LEAST = 20  # characters to which a column of texts is narrowed at the most
+
 
 def print_table(rows: list[dict[str, Any]], json: bool) -> None:
-    """Print rows as a table with their keys as header; with `json`, as a JSON list."""
+    """Print rows as a table with their keys as header, on a terminal within its width; with `json`, as a JSON list."""
     if json:
         print(json_module.dumps(rows, indent=2, default=str))
         return
@@ -16,13 +23,81 @@ def print_table(rows: list[dict[str, Any]], json: bool) -> None:
         return
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [[printable(name) for name in names], *([cell(row.get(name)) for name in names] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
     numeric = [all(_is_number(row.get(name)) for row in rows) for name in names]
-    for line in lines:
-        padded = [
-            text.rjust(w) if right else text.ljust(w) for text, w, right in zip(line, widths, numeric, strict=True)
+    columns = [Column(texts, right) for texts, right in zip(zip(*lines, strict=True), numeric, strict=True)]
+    print("\n\n".join(_laid_out(part) for part in _parts(columns, _room())))
+
+
+class Column(NamedTuple):
+    """The texts of a column, its header first; numbers stand at its right."""
+
+    texts: Sequence[str]
+    right: bool
+
+    @property
+    def width(self) -> int:
+        """Characters of the longest line."""
+        return max(len(line) for text in self.texts for line in text.split("\n"))
+
+
+def _room() -> int | None:
+    """Characters of a line of the terminal; None where the table is read by something else, and stays as it is."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _parts(columns: list[Column], room: int | None) -> list[list[Column]]:
+    """The columns one below the other, so that each part is at most as wide as the room.
+
+    Columns without content go. Texts are broken at spaces where that is enough; else each part repeats the first
+    columns, as many as tell the rows apart. A cell is never cut.
+    """
+    if room is None or _width(columns) <= room:
+        return [columns]
+    columns = [one for number, one in enumerate(columns) if not number or any(one.texts[1:])]
+    widest = max((one for one in columns if not one.right), key=lambda one: one.width, default=None)
+    if widest is not None and (left := room - _width(columns) + widest.width) >= LEAST:
+        broken = [
+            "\n".join(textwrap.wrap(text, left, break_long_words=False, break_on_hyphens=False))
+            for text in widest.texts
         ]
-        print("  ".join(padded).rstrip())
+        fitting = [Column(broken, False) if one is widest else one for one in columns]
+        if _width(fitting) <= room:
+            return [fitting]
+    lead = _leading(columns, room)
+    parts = [lead]
+    for column in columns[len(lead) :]:
+        if len(parts[-1]) > len(lead) and _width([*parts[-1], column]) > room:
+            parts.append(lead)
+        parts[-1] = [*parts[-1], column]
+    if len(parts) == 1:  # nothing is left to move
+        return parts
+    return [one for part in parts for one in _parts(part, room)]
+
+
+def _leading(columns: list[Column], room: int) -> list[Column]:
+    """The first columns, as many as tell the rows apart; the first alone where these take over half of the room."""
+    for count in range(1, len(columns)):
+        rows = list(zip(*(one.texts for one in columns[:count]), strict=True))
+        if len(set(rows)) == len(rows) and 2 * _width(columns[:count]) <= room:
+            return columns[:count]
+    return columns[:1]
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return sum(one.width + 2 for one in columns) - 2
+
+
+def _laid_out(columns: Sequence[Column]) -> str:
+    """The lines of the columns side by side."""
+    lines = []
+    for row in zip(*(one.texts for one in columns), strict=True):
+        for cells in zip_longest(*(text.split("\n") for text in row), fillvalue=""):
+            padded = [
+                text.rjust(one.width) if one.right else text.ljust(one.width)
+                for text, one in zip(cells, columns, strict=True)
+            ]
+            lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def print_record(record: dict[str, Any], json: bool) -> None:

@@ -49,7 +49,7 @@ def test_list(store, kvq, as_json):
 def test_an_empty_registry_lists_nothing(kvq, as_json):
     assert as_json("list") == [] and "is empty; kvq-calibrate publishes artifacts" in kvq("list")[1]
     code, _, err = kvq("show", NAME)
-    assert code == 3 and "it is empty; kvq-calibrate publishes artifacts" in err
+    assert code == 3 and "there is no such folder yet; kvq-calibrate publishes artifacts" in err
 
 
 def test_list_goes_on_after_a_damaged_name(store, kvq):
@@ -273,6 +273,27 @@ def test_what_files_say_cannot_move_the_cursor(capsys):
     assert capsys.readouterr().out == "name         n\na\\x1b[2J\\nb  1\nc\n"
     table.print_record({"a": {"b": [1, 2], "c": [{"d": True}]}, "e": None}, json=False)
     assert capsys.readouterr().out == "a.b      1, 2\na.c.0.d  yes\ne\n"
+
+
+def test_a_table_stays_within_the_terminal(capsys, monkeypatch):
+    """Texts are broken at spaces, then columns are stacked with what tells rows apart; every word stays."""
+    about = "keys are predicted from the layer below, values from both"
+    rows = [{"model": "m", "recipe": f"aqua-{n}bit", "none": None, "bits": n, "sha256": "ab" * 20} for n in (2, 3)]
+    broken = [row | {"sha256": about} for row in rows]
+    for given, room, first in [
+        (rows, None, "model  recipe     none  bits  sha256"), (rows, 90, "model  recipe     none  bits  sha256"),
+        (rows, 65, "model  recipe     bits  sha256"), (rows, 60, "model  recipe     bits"), (rows, 20, "model  recipe"),
+        (broken, 60, "model  recipe     bits  sha256"), (broken, 40, "model  recipe     bits"),
+    ]:  # fmt: skip
+        monkeypatch.setattr(table, "_room", lambda room=room: room)
+        table.print_table(given, json=False)
+        said = capsys.readouterr().out
+        assert said.splitlines()[0] == first
+        assert set(said.split()) >= {
+            word for row in given for value in row.values() for word in str(value or "m").split()
+        }
+        if room and room != 20:  # in which a digest has no place
+            assert max(map(len, said.splitlines())) <= room
 
 
 @pytest.mark.parametrize("given", ["kvq_runtime.cli.main recipes", "kvq_calib.cli.calibrate --list-models"])
