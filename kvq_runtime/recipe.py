@@ -367,9 +367,12 @@ def preset(name: str) -> Recipe:
             f"no recipe {name!r}: its bits are chosen on a model; {asked} does, and publishes what is to be loaded"
         )
     if name not in known:
-        families = ", ".join(sorted({other.partition("-")[0] for other in known}))
+        first = sorted({other.partition("-")[0] for other in known})
         close = get_close_matches(name, known, 8)
-        there = ", ".join(close) or f"names that begin with {families}"
+        close = (
+            close or [one for near in get_close_matches(name, first, 1) for one in known if one.startswith(near)][:8]
+        )
+        there = ", ".join(close) or f"names that begin with {', '.join(first)}"
         near = f"; kvq recipes {close[0]} prints settings: {close[0]}+PATH=VALUE is another recipe" if close else ""
         raise NotFound(f"no recipe {name!r}; there are {there} (kvq recipes lists all{near})")
     return known[name]

@@ -275,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
     _flag(command, "--dry-run", "gc: print what would be removed")
     text = "which recipe to take, and all that come with kvq"
     command = add("recipes", "recipes", text, "kvq recipes --bits 2-2.5 --unfitted", registry=False)
-    command.add_argument("name", metavar="RECIPE", nargs="?", help="all settings of this one")
+    command.add_argument("name", metavar="RECIPE", nargs="?", help="all settings of this one; or a family")
     _option(command, "--family", "NAME", "those of one family")
     _option(command, "--bits", "B|A-B", "those of at most B bits per element, or A to B", type=bits_range)
     group = command.add_mutually_exclusive_group()

@@ -17,7 +17,7 @@ from kvq_runtime.disk import files, gguf
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding
 from kvq_runtime.prefix import block_file
-from kvq_runtime.recipe import Recipe, families, preset
+from kvq_runtime.recipe import Recipe, families, preset, presets
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.held import Sizes, smaller_from
 from kvq_runtime.store.memory import asymptotic_bits
@@ -47,6 +47,8 @@ FILED = "Bits in files: what calibration steers files of a kept prefix of {:,} t
 
 def recipes(args: Namespace) -> int:
     """Print what to take and a line a family; or those recipes that are asked for; or one, changed perhaps."""
+    if args.name in _families() and args.name not in presets() and not args.set:
+        args.name, args.family = None, args.name
     if args.set and not args.name:
         raise ValueError(
             f"--set {args.set[0]} changes a recipe; name it, as in kvq recipes aqua-2bit --set {args.set[0]}"
@@ -82,9 +84,14 @@ def _one(args: Namespace) -> int:
     return 0
 
 
+def _families() -> dict[str, list[Recipe]]:
+    """The recipes of each family, by its name as it is written."""
+    return {name.replace("_", "-"): found for name, found in families().items()}
+
+
 def _chosen(args: Namespace) -> dict[str, Recipe]:
     """The recipes that the filters leave, by name, fewest bits first."""
-    known = {name.replace("_", "-"): found for name, found in families().items()}
+    known = _families()
     if args.family and args.family not in known:
         raise NotFound(f"no family {args.family!r:.80}; there are {', '.join(known)}")
     low, high = args.bits or (0.0, float("inf"))

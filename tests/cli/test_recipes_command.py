@@ -61,6 +61,15 @@ def test_recipes_are_filtered(given, kept, as_json, kvq):
     assert listed == ["name", *expected]
 
 
+def test_the_name_of_a_family_lists_it_and_a_near_name_is_suggested(kvq, as_json):
+    assert kvq("recipes", "aqua") == kvq("recipes", "--family", "aqua")
+    assert as_json("recipes", "aqua", "--bits", "2-3") == as_json("recipes", "--family", "aqua", "--bits", "2-3")
+    assert kvq("recipes", "exact")[1].startswith("name "), "a recipe has precedence"
+    for wrong, near in {"aqua-2bt": "aqua-2bit", "higs": "higgs-4bit", "turbo-quant": "turboquant-4bit"}.items():
+        code, _, err = kvq("recipes", wrong)
+        assert code == 3 and near in err.partition("(")[0], err
+
+
 def test_filters_are_refused_with_what_is_allowed(kvq):
     code, _, err = kvq("recipes", "--family", "aqu")
     assert code == 3 and "aqua-klt" in err

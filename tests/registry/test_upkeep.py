@@ -217,7 +217,9 @@ def test_what_cannot_be_read_is_no_damage(store, monkeypatch):
     for path in (event, event.parent, store.blob(version.sha256), record, record.parent):
         refused = {str(path)}
         (fault,) = [finding for finding in store.examine() if finding.level == "fault"]
-        assert "by this user; change its permissions" in fault.what and fault.advice.startswith("change nothing; give access")
+        assert "by this user; change its permissions" in fault.what and fault.advice.startswith(
+            "change nothing; give access"
+        )
         if path in (event, event.parent):
             with pytest.raises(PermissionError):
                 store.collect(grace=0)
