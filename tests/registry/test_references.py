@@ -133,3 +133,10 @@ def test_a_strange_lock_is_refused(change, message, tmp_path):
     path.write_text(strict_json.dumps(LOCK | change))
     with pytest.raises(ArtifactError, match=f"lock: {path}: .*{message}"):
         read_lock(path)
+
+
+@pytest.mark.parametrize("given", ["a@sha256:12", f"a@sha256:{'0' * 65}", f"a@{'0' * 64}", f"a@{'a' * 64}",
+                                   "a@0123abcd", f"a@SHA256:{'0' * 64}", f"a@sha256:{'A' * 64}"])  # fmt: skip
+def test_a_digest_that_is_none_is_answered_with_what_one_looks_like(given):
+    with pytest.raises(ValueError, match="64 digits of 0-9 a-f"):
+        reference.parse(given)
