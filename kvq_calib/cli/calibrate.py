@@ -57,8 +57,9 @@ artifact. A run that is interrupted, or killed, goes on where it was when the sa
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    given = sys.argv[1:] if argv is None else argv
-    return _ended(lambda: _run(parser().parse_args(given), given))
+    if argv is None:
+        return exit_codes.program("kvq-calibrate", lambda: main(sys.argv[1:]))
+    return _ended(lambda: _run(parser().parse_args(argv), argv))
 
 
 def _ended(command: Callable[[], int]) -> int:

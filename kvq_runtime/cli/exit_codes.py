@@ -1,9 +1,14 @@
 """Exit codes of the commands, and the one place where exceptions become exit codes."""
 
+import atexit
 import os
+import signal
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 
 from kvq_runtime.cli.table import printable
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound, spoken
@@ -51,6 +56,35 @@ def exit_code(error: BaseException) -> int | None:
         case OSError() | RuntimeError() | ModuleNotFoundError():
             return 1
     return None
+
+
+def program(name: str, command: Callable[[], int]) -> int:
+    """Run the command of a process of its own, which then ends at once.
+
+    Python would take every module apart first: with torch and transformers that is seconds, after Ctrl-C too. Threads
+    are waited for, and what others have registered for the end is done, as ever. Ctrl-C while a module is imported
+    ends it there: torch goes on without numpy then, and fails much later.
+    """
+    ended: list[int] = []
+
+    def leave() -> None:
+        if ended:
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(ended[0])
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if any("importlib" in one.f_code.co_filename for one, _ in traceback.walk_stack(frame)):
+            say(name, "interrupted while modules were loaded")
+            os._exit(exit_code(KeyboardInterrupt()) or 1)
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
+        signal.signal(signal.SIGINT, interrupt)
+    atexit.register(leave)  # the first to be registered is the last to run
+    ended.append(command())
+    return ended[0]
 
 
 def run(program: str, command: Callable[[], int], extras: str = "[calib]", interrupted: str | None = None) -> int:

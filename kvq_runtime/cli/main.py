@@ -76,16 +76,17 @@ kvq --help has all commands; kvq COMMAND --help what one takes."""
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    given = sys.argv[1:] if argv is None else argv
-    if not given:
+    if argv is None:
+        return exit_codes.program("kvq", lambda: main(sys.argv[1:]))
+    if not argv:
         print(SHORT, file=sys.stderr)
         return 2
-    if given[0] != "calibrate":
-        return exit_codes.run("kvq", lambda: _run(_parsed(given)), interrupted="interrupted")
+    if argv[0] != "calibrate":
+        return exit_codes.run("kvq", lambda: _run(_parsed(argv)), interrupted="interrupted")
     if (calibrate := _calibrate()) is None:
         exit_codes.say("kvq", f"calibrate: {extra('calib')}")
         return 1
-    return calibrate.main(given[1:])
+    return calibrate.main(argv[1:])
 
 
 def _calibrate() -> Any:

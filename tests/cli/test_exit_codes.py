@@ -1,6 +1,9 @@
 """Every exception that a user can cause has an exit code and a message of one line; defects keep their traceback."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,46 @@ def test_a_missing_extra_is_named(capsys):
 def test_a_defect_keeps_its_traceback(defect):
     with pytest.raises(type(defect)):
         exit_codes.run("kvq", failing(defect))
+
+
+def test_a_process_ends_without_taking_its_modules_apart():
+    """What others have registered is done, threads are waited for, and output stays; a defect is told."""
+    body = """
+import atexit, sys, threading, time
+from kvq_runtime.cli import exit_codes
+def command():
+    atexit.register(lambda: print("at the end"))
+    threading.Thread(target=lambda: (time.sleep(0.2), print("waited for"))).start()
+    sys.modules["kept"] = type("Kept", (), {"__del__": lambda self: print("taken apart")})()
+    return int(sys.argv[1])
+sys.exit(exit_codes.program("kvq", command))"""
+    ended = subprocess.run([sys.executable, "-c", body, "3"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout.splitlines()) == (3, ["waited for", "at the end"])
+    failed = subprocess.run([sys.executable, "-c", body, "x"], capture_output=True, text=True)
+    assert failed.returncode == 1 and "ValueError" in failed.stderr and "taken apart" in failed.stdout
+
+
+def test_an_interrupt_ends_an_import_that_would_go_on(tmp_path):
+    """Elsewhere it is an exception as ever."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal\ntry:\n os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n pass"
+    )
+    body = """
+import os, signal, sys
+from kvq_runtime.cli import exit_codes
+def command():
+    if sys.argv[1] == "import":
+        import slow
+    else:
+        os.kill(os.getpid(), signal.SIGINT)
+    return 0
+sys.exit(exit_codes.program("kvq", lambda: exit_codes.run("kvq", command, interrupted="goes on")))"""
+    for where, said in {"import": "kvq: interrupted while modules were loaded\n", "work": "kvq: goes on\n"}.items():
+        path = os.pathsep.join([str(tmp_path), *sys.path])
+        ended = subprocess.run(
+            [sys.executable, "-c", body, where], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+        )
+        assert (ended.returncode, ended.stderr) == (130, said)
 
 
 def test_the_page_of_commands_and_every_help_have_the_same_table():
