@@ -48,11 +48,12 @@ class Status:
 
 
 class Lines:
-    """Progress as plain lines on a standard error that is no terminal, one every 30 seconds at most; else silent."""
+    """Progress as plain lines on a standard error that is no terminal, the first at once, then one every 30 seconds
+    at most; else silent."""
 
     def __init__(self, program: str, quiet: bool = False, clock: Callable[[], float] | None = None):
         self._program, self._on, self._clock = program, not quiet and not sys.stderr.isatty(), clock or time.monotonic
-        self._said = self._clock()
+        self._said = 0.0
         self._first: tuple[float, float] | None = None
 
     def __call__(self, text: str, done: float, total: float) -> str:
@@ -60,14 +61,18 @@ class Lines:
         call. Returns that in words; nothing, as long as it is not known."""
         now = self._clock()
         if self._first is None:
-            self._first = now, done
+            self._first, self._said = (now, done), now - EVERY
         begun, before = self._first
         left = f"{spoken((now - begun) * (total - done) / (done - before))} left" if done > before else ""
-        if self._on and now - self._said >= EVERY:
+        if self._on and done and now - self._said >= EVERY:
             self._said = now
-            parts = [text, f"{done / total:.0%} done", *([f"about {left}"] if left else [])]
-            print(f"{self._program}: {printable(', '.join(filter(None, parts)))}", file=sys.stderr, flush=True)
+            self.say(", ".join(filter(None, [text, f"{done / total:.0%} done", f"about {left}" if left else ""])))
         return left
+
+    def say(self, text: str) -> None:
+        """Write a line now."""
+        if self._on:
+            print(f"{self._program}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def spoken(seconds: float) -> str:
@@ -80,7 +85,7 @@ def spoken(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(tokens: int, quiet: bool) -> Iterator[Any]:
-    """A progress bar on stderr, or, where that is no terminal, a line every 30 seconds at most."""
+    """A progress bar on stderr, or, where that is no terminal, lines: one at once, then every 30 seconds at most."""
     from tqdm import tqdm
     from transformers.utils import logging
 
@@ -100,7 +105,7 @@ def progress_bar(tokens: int, quiet: bool) -> Iterator[Any]:
 
 class Bar:
     """A progress listener that draws one bar per layer, and one for the evaluation, on standard error; where that is no
-    terminal it writes a line every 30 seconds at most.
+    terminal it writes lines, one every 30 seconds at most.
 
     Beside the layer's stage stands how long all layers, of all rounds there may be, will still take.
 
@@ -119,6 +124,7 @@ class Bar:
         self._done, self._quiet = 0, quiet
         self._lines = self._whole = Lines("kvq-calibrate", quiet)
         self._bar = self._drawn("choosing the text", self._work(0, 0))
+        self._lines.say("choosing the text")
 
     def __call__(self, progress: "Progress") -> None:
         whole = progress.layer < 0
