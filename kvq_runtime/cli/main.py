@@ -164,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
         name: str, module: str, idea: str, example: str, registry: bool = True, function: str = ""
     ) -> argparse.ArgumentParser:
         """Add a command with what all have in common; its function, of its own name if not said, is in the module."""
-        command = options.command(subparsers, name, idea, f"example\n    {example}")
+        command = options.command(subparsers, name, idea, f"example\n    {example}", json=name != "completion")
         command.set_defaults(run=lambda args: _run_own(module, function or name, args))
         if registry:
             options.registry(command)

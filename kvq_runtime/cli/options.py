@@ -52,8 +52,8 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {' '.join(near)}" if near else ""
 
 
-def command(subparsers: Any, name: str, idea: str, examples: str) -> argparse.ArgumentParser:
-    """Add a command, with what all have in common."""
+def command(subparsers: Any, name: str, idea: str, examples: str, json: bool = True) -> argparse.ArgumentParser:
+    """Add a command, with what all have in common; --json unless it prints no data."""
     added = subparsers.add_parser(
         name,
         help=idea,
@@ -61,7 +61,8 @@ def command(subparsers: Any, name: str, idea: str, examples: str) -> argparse.Ar
         epilog=f"{examples}\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    added.add_argument("--json", action="store_true", help="print JSON")
+    if json:
+        added.add_argument("--json", action="store_true", help="print JSON")
     return added
 
 

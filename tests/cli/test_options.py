@@ -47,6 +47,7 @@ def test_what_is_wrong_is_said_in_a_line_without_torch():
 
 def test_a_shell_completes_commands_options_and_files(kvq, tmp_path):
     pytest.importorskip("shtab")
+    assert kvq("completion", "bash", "--json")[0] == 2, "there is no JSON of a script"
     code, out, _ = kvq("completion", "bash")
     assert code == 0
     (tmp_path / "kvq.bash").write_text(out)
