@@ -51,6 +51,12 @@ class Recipe:
     window: Window = field(default_factory=Window)
     policies: tuple[PolicySetting, ...] = ()
 
+    def __repr__(self) -> str:
+        about = self.summary or f"{self.key.quantize.kind} keys, {self.value.quantize.kind} values"
+        window, fit = self.window, "to be fitted" if self.fitted else "fitted to the prompt" if self.fits_prompt else ""
+        exact = f"exact: first {window.sinks}, newest {window.recent}"
+        return f"Recipe({'; '.join(filter(None, [self.name, about, fit, exact]))})"
+
     def at(self, layer: int) -> tuple[Scheme, Scheme]:
         """The Schemes of keys and values in this layer."""
         return self.layers.get(layer, (self.key, self.value))

@@ -19,9 +19,11 @@ from kvq_runtime.hf.model import CACHE, fingerprint_of, frequencies, geometry_of
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain, coder, rate
 from kvq_runtime.prefix.block_file import Block
+from kvq_runtime.prefix.shelf import Memory
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.resolve import load_artifact
+from kvq_runtime.store.memory import human
 from kvq_runtime.store.promise import Check
 
 _log = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class PrefixStore:
             )
         check(found)
         self.model, self.recipe, self._artifact = model, found, artifact
+        self._path = path
         self._check = None if artifact is None else Check.of(artifact.fit)
         layers = self._empty().layers
         others = [n for n, layer in enumerate(layers) if not isinstance(layer, KVQLayer)]
@@ -99,6 +102,15 @@ class PrefixStore:
             model=weights_digest(model), dtype=model.dtype, rotary=_rotary(model, found), salt=salt, budget=budget,
             promised=self._check, threads=threads,
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        shelf, budget = self._blocks.shelf, human(self._blocks.budget)
+        place = (
+            f"{human(shelf.size)} of {budget} in memory" if isinstance(shelf, Memory) else f"{budget} in {self._path}"
+        )
+        moved = {what: self._blocks.tally[what] for what in ("read", "written")}
+        said = "".join(f", {human(size)} {what}" for what, size in moved.items() if size)
+        return f"PrefixStore({self.recipe.name}, {place}{said})"
 
     def longest(self, input_ids: Tensor | Iterable[int]) -> int:
         """Return how many of these tokens, from the first on, are kept. Nothing is read."""

@@ -1,5 +1,6 @@
 """A model goes on from a kept prefix as if nothing had happened between."""
 
+import re
 from dataclasses import replace
 
 import fitted
@@ -48,6 +49,10 @@ def test_an_exact_prefix_gives_the_same_answer_after_a_restart(tmp_path, model):
     assert again.load(longer, recent=0).get_seq_length() == 96
     assert torch.equal(again.generate(longer, **NEW), model.generate(longer, **NEW))
     assert again.longest(longer) == 112
+    assert re.fullmatch(rf"PrefixStore\(exact, \S+ \S+ in {tmp_path}, \S+ \S+ read, \S+ \S+ written\)", repr(again))
+    assert re.fullmatch(
+        r"PrefixStore\(exact, 0 \S+ of \S+ \S+ in memory\)", repr(PrefixStore(None, recipe, model=model))
+    )
 
 
 @pytest.mark.parametrize(

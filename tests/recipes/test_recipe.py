@@ -205,6 +205,12 @@ def test_a_name_that_is_none_is_answered_with_names():
         preset("nosuch")
 
 
+def test_a_recipe_is_shown_in_a_line():
+    said = "Recipe(aqua-2bit; AQUA-KV over HIGGS, 2bit; to be fitted; exact: first 4, newest 128)"
+    assert repr(preset("aqua-2bit")) == said
+    assert "fitted" not in repr(preset("kivi-2bit")) and all(len(repr(one)) < 200 for one in presets().values())
+
+
 @pytest.mark.parametrize("settings", [{"block": 0}, {"sinks": -1}, {"recent": True}, {"recent": 1.0}])
 def test_a_window_is_of_whole_numbers(settings):
     with pytest.raises(ValueError, match="use a whole number from"):

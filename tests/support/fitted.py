@@ -27,7 +27,7 @@ _made: dict[tuple[str, Geometry, int], dict[str, Tensor]] = {}
 def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tensor]:
     """Every tensor of `codec.all_specs`: means around 1/2, predictions that explain a part of their target, an
     orthogonal basis with ranges that suit the bits, and an escape that many tokens want."""
-    known = repr(recipe), geometry, seed
+    known = str(recipe.to_json()), geometry, seed
     if known not in _made:
         _made[known] = _tensors(recipe, geometry, seed)
         while len(_made) > KEPT:
