@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from kvq_calib.evaluate import held_out
@@ -94,9 +95,10 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
         shown["shared bits"] = f"{', '.join(found['shared_bits'])}: after a draft, fitted to a part of the text"
     if "forward_seconds" in found:
         one, count = found["forward_seconds"], found["forward_passes"]
+        passes = f"{count:g} {'pass' if count == 1 else 'passes'} of the model"
         shown["time"] = (
-            f"at least {_duration(one * count)}: {count:g} passes of the model, {_duration(one)} each, as timed on one "
-            "sequence in the first layer; fits and evaluation come on top"
+            f"at least {_duration(one * count)}: {passes}, {_duration(one)} each, as timed on one sequence in the "
+            "first layer; fits and evaluation come on top"
         )
     threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
     shown["device"] = f"{found['device']}, {found['dtype']}, {threads}"
@@ -105,6 +107,7 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
         shown["memory"] += ", likewise to evaluate"
     elif whole:
         shown["memory"] += f"; then {whole:.0f} MB: the whole model, to evaluate"
+    shown["memory"] += f"; beside Python and its libraries, {psutil.Process().memory_info().rss / 1e6:.0f} MB by now"
     held = f"{found['held_bytes'] / 1e6:.0f} MB at most"
     shown["activations"] = f"in {found['activations_in']}, {held}"
     shown["disk"] = f"{found['disk_bytes'] / 1e6:.0f} MB at most"

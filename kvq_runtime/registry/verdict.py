@@ -74,7 +74,8 @@ def thin(samples: int, held_out: int) -> str | None:
     """Warn of a fit on few sequences, or without held-out ones; None for any other."""
     fitted, said = samples - held_out, []
     if fitted < FEWEST:
-        said.append(f"fitted on {fitted} sequence{'s' if fitted != 1 else ''}, fewer than {FEWEST}")
+        less = f" ({samples} less {held_out} held out)" if held_out else ""
+        said.append(f"fitted on {fitted} sequence{'s' if fitted != 1 else ''}{less}, fewer than {FEWEST}")
     if not held_out:
         said.append("none was held out, so that its errors by layer are those of the text it was fitted to")
     return "; ".join(said) or None
