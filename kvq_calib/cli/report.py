@@ -75,6 +75,7 @@ def _records(file: str | None) -> list[TextRecord]:
         given = json.loads(files.read(Path(file), LIMIT))
     except ValueError as error:
         raise ValueError(f"--compare {file}: {error}; give what kvq compare --output wrote") from None
+    given = [given] if isinstance(given, dict) else given  # the record that lies beside an artifact
     found = of_text(sound(given)) if isinstance(given, list) else None
     if found is None or len(found) < len(given):
         raise ValueError(f"--compare {file}: no list of records; give what kvq compare --output wrote")

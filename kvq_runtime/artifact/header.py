@@ -65,7 +65,8 @@ def read(file: BinaryIO, size: int, names: re.Pattern[str] = _NAME) -> Header:
         )
     length = int.from_bytes(prefix, "little")
     if length > LIMIT:
-        raise ArtifactError(f"header: {length} bytes long; at most {LIMIT} are allowed")
+        what = "it is damaged, or another kind of file"
+        raise ArtifactError(f"header: {length} bytes long by its first 8, and at most {LIMIT} are allowed; {what}")
     if 8 + length > size:
         raise ArtifactError(f"header: {length} bytes long in a file of {size}; it is truncated, fetch it again")
     text = file.read(length)

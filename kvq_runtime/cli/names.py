@@ -231,7 +231,8 @@ def named(args: Namespace) -> tuple[Registry, str]:
     """The registry and name that the argument NAME or hf://org/NAME means; ValueError for other references."""
     parsed = reference.parse(args.name)
     if not isinstance(parsed, Reference) or parsed.by != "default":
-        raise ValueError(f"name {args.name!r:.160}; use a name alone, or hf://org/name")
+        alone = f"{parsed.registry and parsed.registry + '/'}{parsed.name}" if isinstance(parsed, Reference) else "NAME"
+        raise ValueError(f"name {args.name!r:.160}; use a name alone, without a version, as in {alone}")
     return open_registry(parsed.registry or args.registry), parsed.name
 
 
@@ -239,7 +240,10 @@ def target(args: Namespace, command: str) -> tuple[Registry, str, Version]:
     """Registry, name and version that a command changes; ValueError unless the reference names the version."""
     parsed = reference.parse(args.reference)
     if not isinstance(parsed, Reference) or parsed.by == "default":
-        raise ValueError(f"{command} {args.reference}: name the version, as in {command} NAME@1.2.0")
+        known = isinstance(parsed, Reference)
+        look = f"; kvq history {args.reference} lists its versions" if known else ", in a registry"
+        example = f"{args.reference if known else 'NAME'}@1.2.0"
+        raise ValueError(f"{command} {args.reference}: name the version, as in kvq {command} {example} ...{look}")
     registry = open_registry(parsed.registry or args.registry)
     return registry, parsed.name, choose(registry.existing(parsed.name), parsed)[0]
 

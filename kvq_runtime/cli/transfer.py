@@ -11,6 +11,7 @@ from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import mirror, reference
+from kvq_runtime.registry.events import Version
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.resolve import load_artifact, open_registry
@@ -29,7 +30,7 @@ def copy(args: Namespace) -> int:
     """Copy a version, or with --all a name or a registry, to another registry."""
     destination = _open_target(args)
     if not args.all:
-        source, name, version = target(args, "copy")
+        source, name, version = _version(args)
         rows = [mirror.copy(source, name, version, destination, args.dry_run)]
     else:
         source, names = _sources(args)
@@ -38,6 +39,18 @@ def copy(args: Namespace) -> int:
         rows = [{field: row[field] for field in ("name", "version", "result")} for row in rows]
     print_table(rows, args.json)
     return 0
+
+
+def _version(args: Namespace) -> tuple[Registry, str, Version]:
+    """What `copy` copies without --all: one version; a ValueError that names none says what --all does."""
+    try:
+        return target(args, "copy")
+    except ArtifactError:
+        raise
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; --all copies every version, alias and yank of a name, or a whole registry"
+        ) from None
 
 
 def export(args: Namespace) -> int:

@@ -153,6 +153,8 @@ def parse(text: str | Path) -> Reference | Path:
         return replace(inner, registry="".join(kind_and_root(kind + root)))
     if isinstance(text, Path) or text.endswith(SUFFIX):
         return Path(text)
+    if text.startswith(FOLDER):
+        raise ValueError(f"reference {text!r:.160}: the address of a folder; give it as the registry, and here a name")
     name, at, value = text.partition("@")
     org, slash, rest = name.partition("/")
     if slash:

@@ -100,6 +100,28 @@ def test_a_path_that_the_system_refuses_is_told_in_words(kvq, tmp_path):
         open_registry(tmp_path / "file").check_writable()
 
 
+def test_what_a_version_is_wanted_for_is_said_with_an_example(kvq, tmp_path):
+    open_registry().publish("tiny-2bit", tiny.data(0))
+    for words, said in {
+        "promote tiny-2bit": "as in kvq promote tiny-2bit@1.2.0 ...; kvq history tiny-2bit lists its versions",
+        f"copy tiny-2bit {tmp_path}/new": "copy tiny-2bit@1.2.0 .*; --all copies every version, alias and yank",
+        f"copy hf://org {tmp_path}/new": "or a whole registry",
+        f"copy file://{tmp_path} {tmp_path}/new": "of a folder; give it as the registry.* or a whole registry",
+        "history tiny-2bit@1.0.0": "without a version, as in tiny-2bit",
+    }.items():
+        code, _, err = kvq(*words.split())
+        assert code == 2 and re.search(said, err), err
+    code, _, err = kvq("copy", "tiny-2bit@9.0.0", tmp_path / "new")
+    assert code == 3 and "--all" not in err
+
+
+def test_a_text_that_is_named_as_an_artifact_is_another_kind_of_file(kvq, tmp_path):
+    (tmp_path / "notes.safetensors").write_text("a text, which somebody has given this name")
+    for command in ("show", "verify", "report"):
+        code, _, err = kvq(command, tmp_path / "notes.safetensors")
+        assert code == 1 and "it is damaged, or another kind of file" in err
+
+
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSPC])
 def test_no_message_of_the_machine_is_a_number(number):
     assert spoken(OSError(number, os.strerror(number), "here")).startswith("here: ")
