@@ -26,7 +26,7 @@ LIMIT = 1 << 28  # bytes of a file of records
 def report(args: argparse.Namespace) -> int:
     """Run `kvq report`: 0, or 1 for a page of something that a check found damaged."""
     if args.reference is None and args.registry is None:
-        raise ValueError("kvq report: give NAME for the page of a version, or --registry for that of all of them")
+        raise ValueError("nothing is named; give NAME for the page of a version, or --registry for that of all of them")
     options.check_named(args)
     if args.reference is None:
         if args.compare:

@@ -40,7 +40,7 @@ def _verify(root: Path, args: Namespace) -> int:
 
 
 def _collect(root: Path, args: Namespace) -> int:
-    budget = None if args.budget is None else parse_bytes(args.budget)
+    budget = None if args.budget is None else parse_bytes(args.budget, "--budget ")
     removed = upkeep.collect(root, budget, args.grace, args.damaged, args.dry_run)
     print_table([{"removed": not args.dry_run, "path": str(one.path), "bytes": one.size} for one in removed], args.json)
     return 0

@@ -58,6 +58,11 @@ def test_a_size_is_refused_by_the_option_that_it_was_given_as():
         parse_bytes("lots", "--memory ")
 
 
+def test_messages_name_the_command_and_the_option_once(kvq, tmp_path):
+    assert kvq("prefix", "gc", tmp_path, "--budget", "lots")[2].startswith("kvq: --budget 'lots'; use a number")
+    assert kvq("report")[2].startswith("kvq: nothing is named; give NAME")
+
+
 def test_pull_writes_into_folders_only(kvq, tmp_path):
     open_registry().publish("tiny-2bit", tiny.data(0))
     (tmp_path / "file").touch()
