@@ -34,10 +34,11 @@ def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
     """The settings of text that are read, with transformers' defaults for those that a file leaves out."""
     with _explained(f"{id}: config.json is none of its model_type", "download it again"):
         text = read().get_text_config(decoder=True)
-        own = text.to_dict()  # where a type calls a setting otherwise, it has the common name too
-        return own | {
-            name: own[other] for name, other in text.attribute_map.items() if other in own and name not in own
-        }
+        own = text.to_dict()
+    if "num_hidden_layers" not in own:
+        raise ValueError(f"{id}: {type(text).__name__} does not say num_hidden_layers, as Llama's does; {LISTED}")
+    # where a type calls a setting otherwise, it has the common name too
+    return own | {name: own[other] for name, other in text.attribute_map.items() if other in own and name not in own}
 
 
 def known(config: Mapping[str, Any]) -> bool:
@@ -68,6 +69,7 @@ def _check_attention(model: Any, attend: Mapping[int, Any], layers: Sequence[int
             f"{id}: its attention has parameters of its own ({', '.join(sorted(learned))}), which calibration does not "
             f"know; use a recipe that needs no fit, or another model; {LISTED}"
         )
+    within = {module: name for name, module in model.named_modules()}
     for n in layers:
         named = ("qkv_proj",), ("k_proj", "v_proj"), LATENT_PROJECTIONS.values()
         told = next((names for names in named if all(hasattr(attend[n], name) for name in names)), None)
@@ -76,10 +78,11 @@ def _check_attention(model: Any, attend: Mapping[int, Any], layers: Sequence[int
                 f"{id}: {type(attend[n]).__name__} has no k_proj and v_proj, and no qkv_proj, by which an artifact "
                 f"knows its model; use a recipe that needs no fit; {LISTED}"
             )
-        wanted = [f"layers.{n}.self_attn.{name}.weight" for name in told]
-        if (stored := in_files(model, wanted)) != wanted:
+        ends = [f"layers.{n}.self_attn.{name}.weight" for name in told]
+        stored = in_files(model, [f"{within[attend[n]]}.{name}.weight" for name in told])
+        if not all(map(str.endswith, stored, ends)):
             raise ValueError(
-                f"{id}: its files have {stored[0]}, and no {wanted[0]}, by which an artifact knows its model; use a "
+                f"{id}: its files have {stored[0]}, and no {ends[0]}, by which an artifact knows its model; use a "
                 f"recipe that needs no fit, or another model; {LISTED}"
             )
 

@@ -43,7 +43,8 @@ def check(files: Files) -> Files:
         raise ValueError(
             f"{files.id}: {files.described} has layer_types={kinds!r:.60}; a list of one name a layer is needed"
         )
-    if "text_config" in files.config or found not in ARCHITECTURES or _slides(files):
+    own = found in ARCHITECTURES and files.config.get("model_type") in (None, found.removesuffix("ForCausalLM").lower())
+    if "text_config" in files.config or not own or _slides(files):
         return _other(files, found)
     _check_sizes(files)
     _check_weights(files)

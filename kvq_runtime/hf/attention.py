@@ -22,6 +22,7 @@ HARMLESS = frozenset(
 SINKS = "s_aux"  # one learned logit a head, of no token
 DENSE = HARMLESS | {"is_causal", "position_bias", "cache", "softcap", SINKS}  # over whole keys and values
 PACKED = HARMLESS | {"softcap", SINKS}
+EAGER = 'use model.set_attn_implementation("eager"), under which a KVQCache hands out decoded keys and values'
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Mark:
-    """The mark that our attention finds on the keys of a layer that has stored them; `first`: its first ones."""
+    """The mark that our attention finds on what a layer has stored, keys and values; `first`: its first ones."""
 
     blocks: BlockCache
     layer: int
@@ -100,8 +101,9 @@ class KVQLayer(CacheLayerMixin):
             k_BTC = k_BTC.to(v_BTC.dtype)
         if self.current.attended and not self.decodes:
             self.blocks.take(self.index, k_BTC, v_BTC)
-            key_states = key_states.view_as(key_states)  # the mark stays off the caller's tensor
-            key_states._kvq = self._marks[first]  # type: ignore[attr-defined]
+            key_states = key_states.view_as(key_states)  # the mark stays off the caller's tensors
+            value_states = value_states.view_as(value_states)
+            key_states._kvq = value_states._kvq = self._marks[first]  # type: ignore[attr-defined]
             return key_states, value_states
         keys, values = self.blocks.update(self.index, k_BTC, v_BTC)
         if keys is k_BTC:
@@ -187,6 +189,12 @@ def attention(
     Raises ValueError for an argument that is not known here, and may change the result.
     """
     mark: Mark | None = getattr(key, "_kvq", None)
+    if mark is not getattr(value, "_kvq", None):
+        raise ValueError(
+            f"kvq attention does not know keys or values that {type(module).__name__} changes behind a cache; {EAGER}"
+        )
+    if mark is not None and attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] > 1:
+        raise ValueError(f"kvq attention does not know masks by head, as {type(module).__name__} makes; {EAGER}")
     if not kwargs.keys() <= HARMLESS or sliding_window is not None:
         _check(kwargs, mark, sliding_window)
     if mark is not None and mark.current.mixed and torch.is_autocast_enabled(value.device.type):
@@ -239,8 +247,7 @@ def _check(arguments: dict[str, Any], mark: Mark | None, sliding_window: int | N
         unknown.append("sliding_window")
     if unknown:
         raise ValueError(
-            f"kvq attention does not know {', '.join(unknown)}, which may change what the model computes; use "
-            'model.set_attn_implementation("eager"), under which a KVQCache hands out decoded keys and values'
+            f"kvq attention does not know {', '.join(unknown)}, which may change what the model computes; {EAGER}"
         )
     if mark is not None and arguments.get(SINKS) is not None and mark.blocks.weighs:
         raise ValueError(

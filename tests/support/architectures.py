@@ -53,7 +53,7 @@ E2B = SHARING | {  # of Gemma 4
 }  # fmt: skip
 LATER = (  # than the oldest transformers
     "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
-    "lara_mini",
+    "lara_mini", "apertus1p5_text", "beam", "exaone",
 )  # fmt: skip
 OWN = {
     "glm4_moe": EXPERTS | ROUTED, "sarvam_moe": EXPERTS | ROUTED,
@@ -72,7 +72,8 @@ OWN = {
     "mellum": EXPERTS | FULL, "minimax_m3_vl_text": EXPERTS | FULL, "cohere2_moe": EXPERTS | FULL,
     "exaone_moe": EXPERTS | ROUTED | FULL | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "kolibri1": EXPERTS | FULL, "flint": EXPERTS | FULL, "granite_swa": MIXED, "granitemoe_swa": EXPERTS | MIXED,
-    "vaultgemma": MIXED, "gemma4_text": GEMMA4, "gemma4": tower(GEMMA4, head_dim=16, global_head_dim=16),
+    "vaultgemma": MIXED, "gemma4_text": GEMMA4, "gemma4_unified_text": GEMMA4,
+    "gemma4": tower(GEMMA4, head_dim=16, global_head_dim=16),
     "lfm2": CONVOLVED, "lfm2_moe": EXPERTS | CONVOLVED | {"num_dense_layers": 1}, "lfm3": CONVOLVED,
     "qwen3_next": EXPERTS | SHARED | RECURRENT, "qwen3_5_text": RECURRENT, "olmo_hybrid": RECURRENT,
     "qwen3_5_moe_text": EXPERTS | SHARED | RECURRENT,
@@ -90,7 +91,8 @@ OWN = {
     "youtu": LATENT | {"pad_token_id": None},  # whose row transformers sets to 0 when it loads
     "gemma3n_text": SHARING | {"head_dim": 16, "altup_num_inputs": 2, "laurel_rank": 8, "intermediate_size": [128] * 6,
                                "activation_sparsity_pattern": [0.0] * 6},
-    "bitnet": {"head_dim": 16}, "helium": {"head_dim": 16}, "persimmon": {"head_dim": 16, "num_key_value_heads": 4},
+    "bitnet": {"head_dim": 16}, "helium": {"head_dim": 16},
+    "persimmon": {"head_dim": 16, "num_key_value_heads": 4}, "fuyu": {"head_dim": 16, "num_key_value_heads": 4},
     "granitemoehybrid": EXPERTS | RECURRENT | {
         "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1,
         "shared_intermediate_size": 32,

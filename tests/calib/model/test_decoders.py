@@ -39,13 +39,18 @@ TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
 UNLISTED = {
     "minimax": "it does not run with transformers' own cache: MiniMax uses cache of its own",
     "falcon_h1": "layers 0, 1, 2 of 3 are of type hybrid; calibration takes models whose layers attend to every",
-    "bailing_hybrid": "its files have layers.1.attention.kv_a_proj_with_mqa.weight, and no layers.1.self_attn.kv_a",
-    "doge": r"its attention has parameters of its own \(A\)",
-    "persimmon": "PersimmonAttention has no k_proj and v_proj, and no qkv_proj",
+    "bailing_hybrid": "its files have model.layers.1.attention.kv_a_proj_with_mqa.weight, and no layers.1.self_attn.kv",
+    "bloom": "BloomConfig does not say num_hidden_layers, as Llama's does",
 }  # fmt: skip
 REFUSED = {
     "opt": "embed_positions, .* stand beside its layers",
     "sarvam_moe": "by which an artifact",
+    "exaone": r"its files have transformer.h.0.attn.attention.k_proj.weight, and no layers.0.self_attn.k_proj.weight",
+    "diffllama": r"its attention has parameters of its own \(lambda_k1, ",
+    "doge": r"its attention has parameters of its own \(A\)",
+    "beam": r"its attention has parameters of its own \(gate_bias\)",
+    "persimmon": "PersimmonAttention has no k_proj and v_proj, and no qkv_proj",
+    "fuyu": "PersimmonAttention has no k_proj and v_proj, and no qkv_proj",
 }  # fmt: skip
 
 
