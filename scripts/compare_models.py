@@ -138,7 +138,7 @@ def write(
 
 def left_out(folder: str) -> list[str]:
     """Return why some recipes are not compared on a model."""
-    return choose([], models.resolve(folder).geometry)[1]
+    return choose([], models.resolve(folder))[1]
 
 
 def measure(model: Model, data: Path, recipes: Sequence[str]) -> list[dict[str, Any]]:

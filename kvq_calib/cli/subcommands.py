@@ -164,7 +164,7 @@ def compare(args: argparse.Namespace) -> int:
     files = models.resolve(args.model)
     automatic = [text for text in args.recipes if text in budget.AUTOMATIC] or (["auto"] if args.bits else [])
     texts = recipe_text.with_settings([text for text in args.recipes if text not in automatic], args.set)
-    chosen, notes = choose(texts, files.geometry) if texts or not args.recipes else ([], [])
+    chosen, notes = choose(texts, files) if texts or not args.recipes else ([], [])
     for note in notes:
         print(f"kvq: {note}", file=sys.stderr)
     source, device = corpus.pin(args.corpus or files.entry.corpus), _device(args.device)

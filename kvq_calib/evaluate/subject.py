@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kvq_calib.model.files import ModelFiles
+from kvq_calib.run import plan
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact, load
 from kvq_runtime.geometry import Geometry, Sliding
@@ -81,18 +82,22 @@ def compared() -> list[str]:
     return [name for names in own.values() for name in names]
 
 
-def choose(asked: Sequence[str], geometry: Geometry) -> tuple[list[Recipe], list[str]]:
+def choose(asked: Sequence[str], files: ModelFiles) -> tuple[list[Recipe], list[str]]:
     """The recipes to compare, and why others are not among them.
 
     asked   texts as `recipe_text.read` takes them, each of which must suit the model; ["all"]; or nothing: `compared`
     """
+
+    def suited(recipe: Recipe) -> Recipe:
+        return plan.check(recipe.check(files.geometry), files)
+
     known = presets()
     if asked and list(asked) != ["all"]:
-        return recipe_text.distinct(recipe_text.read(text).check(geometry) for text in asked), []
+        return recipe_text.distinct(suited(recipe_text.read(text)) for text in asked), []
     found, notes = [], []
     for name in known if asked else compared():
         try:
-            found.append(known[name].check(geometry))
+            found.append(suited(known[name]))
         except ValueError as error:
             notes.append(f"{name} is left out: {error}")
     return found, notes

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
@@ -175,17 +175,33 @@ def _requested(recipe: Recipe) -> Iterator[Statistic[Any]]:
     return (one for scheme in recipe.schemes for one in requested(scheme, SchemeFit.packages))
 
 
-def _check_latents(files: ModelFiles, recipes: Sequence[Recipe], budgets: Collection[str]) -> None:
-    """Raise ValueError for what is fitted to heads, which latents have not."""
-    known = "zipcache-2bit" if files.rope_refusal else "aqua-2bit or aqua-fisher-2bit"
-    for recipe in recipes:
-        of_heads = takes(recipe, "capture") or any(isinstance(one, OutputMetric) for one in _requested(recipe))
-        if of_heads or recipe.name in budgets:
-            raise ValueError(
-                f"{recipe.name} is fitted to queries or outputs of heads, but {files.id} caches latents of all heads "
-                f"(multi-head latent attention); use a recipe that is fitted to tokens or gradients, as {known}, or "
-                "one that needs no fit"
-            )
+def check(recipe: Recipe, files: ModelFiles, by_bits: bool = False, by_token: bool = False) -> Recipe:
+    """The recipe. Raises ValueError if the model's rotation, latents, shared keys or first layer do not allow it."""
+    if "positions" in recipe.needs and files.rope_refusal:
+        raise ValueError(
+            f"{recipe.name} undoes RoPE, but of {files.id} {files.rope_refusal}; use a recipe that is fitted after "
+            f"RoPE and without a mean, as {'zipcache' if files.latents else 'oscar'}-2bit, or one that needs no fit"
+        )
+    if (files.latents or files.shares) and attends(recipe):
+        raise ValueError(
+            f"{recipe.name} needs queries or weights of attention, but {files.id} reads what a cache has decoded: "
+            f"it {'caches latents' if files.latents else 'has layers that share keys and values'}; use a recipe "
+            "that holds and reads all tokens, and needs no queries"
+        )
+    of_heads = takes(recipe, "capture") or any(isinstance(one, OutputMetric) for one in _requested(recipe))
+    if files.latents and (of_heads or by_bits):
+        known = "zipcache-2bit" if files.rope_refusal else "aqua-2bit or aqua-fisher-2bit"
+        raise ValueError(
+            f"{recipe.name} is fitted to queries or outputs of heads, but {files.id} caches latents of all heads "
+            f"(multi-head latent attention); use a recipe that is fitted to tokens or gradients, as {known}, or "
+            "one that needs no fit"
+        )
+    if files.attending[0] and (by_token or recipe.of_vocabulary(2) != recipe):
+        raise ValueError(
+            f"{recipe.name} stores the first layer by token, but that of {files.id} which attends to all tokens is its "
+            f"layer {files.attending[0]}, whose keys depend on the tokens before; use another recipe"
+        )
+    return recipe
 
 
 def environment(device: str, dtype: str, threads: int) -> dict:
@@ -232,25 +248,7 @@ def make(
     from kvq_calib.model.streamed import default_dtype
 
     for recipe in recipes:
-        if "positions" in recipe.needs and files.rope_refusal:
-            raise ValueError(
-                f"{recipe.name} undoes RoPE, but of {files.id} {files.rope_refusal}; use a recipe that is fitted after "
-                f"RoPE and without a mean, as {'zipcache' if files.latents else 'oscar'}-2bit, or one that needs no fit"
-            )
-        if (files.latents or files.shares) and attends(recipe):
-            raise ValueError(
-                f"{recipe.name} needs queries or weights of attention, but {files.id} reads what a cache has decoded: "
-                f"it {'caches latents' if files.latents else 'has layers that share keys and values'}; use a recipe "
-                "that holds and reads all tokens, and needs no queries"
-            )
-    if files.latents:
-        _check_latents(files, recipes, budgets or {})
-    by_token = [one.name for one in recipes if one.name in (vocabularies or {}) or one.of_vocabulary(2) != one]
-    if by_token and files.attending[0]:
-        raise ValueError(
-            f"{by_token[0]} stores the first layer by token, but that of {files.id} which attends to all tokens is its "
-            f"layer {files.attending[0]}, whose keys depend on the tokens before; use another recipe"
-        )
+        check(recipe, files, recipe.name in (budgets or {}), recipe.name in (vocabularies or {}))
     known, device = files.entry, usable(device)
     samples = known.samples if samples is None else samples
     seq_len = min(known.seq_len, files.context) if seq_len is None else seq_len

@@ -5,6 +5,8 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny
@@ -154,8 +156,14 @@ def test_what_chooses_bits_is_named_like_a_recipe(model, tmp_path, monkeypatch, 
     assert jobs[0].what.recipes == fitted
 
 
+def shaped(*shape: int, **more: Any) -> Any:
+    """What is asked of a model by which recipes suit it."""
+    plain = {"id": "a model", "rope_refusal": None, "latents": False, "shares": False, "attending": range(shape[0])}
+    return SimpleNamespace(geometry=Geometry(*shape), **plain | more)
+
+
 def test_every_family_is_represented_by_default():
-    chosen = {recipe.name for recipe in subject.choose([], Geometry(6, 2, 64))[0]}
+    chosen = {recipe.name for recipe in subject.choose([], shaped(6, 2, 64))[0]}
     for name, recipes in families().items():
         assert name == "exact" or chosen & {recipe.name for recipe in recipes}, name
     for name, one in facts().items():
@@ -163,9 +171,9 @@ def test_every_family_is_represented_by_default():
 
 
 def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name():
-    small = Geometry(5, 4, 8)
+    small = shaped(5, 4, 8)
     found, notes = subject.choose(["all"], small)
-    assert found and all(recipe.check(small) is recipe for recipe in found)
+    assert found and all(recipe.check(small.geometry) is recipe for recipe in found)
     assert len(found) + len(notes) == len(presets())
     assert any(note.startswith("aqua-2bit-quanto is left out: ") for note in notes)
     with pytest.raises(ValueError, match="no recipe 'aqua-9bit'"):
@@ -173,6 +181,22 @@ def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name
     for note in notes:
         with pytest.raises(ValueError):
             subject.choose([note.split()[0]], small)
+
+
+@pytest.mark.parametrize("more, name, why", [
+    ({"rope_refusal": "layer 2 (smollm3) has no RoPE"}, "aqua-2bit", "undoes RoPE, but of a model layer 2"),
+    ({"latents": True}, "squat-2bit", "is fitted to queries or outputs of heads"),
+    ({"shares": True}, "h2o", "reads what a cache has decoded: it has layers that share"),
+    ({"attending": [1, 3, 5]}, "aqua-metric-0.25bit-vocab", "stores the first layer by token"),
+])  # fmt: skip
+def test_what_a_models_layers_do_not_allow_is_left_out_too(more, name, why):
+    model = shaped(6, 2, 64, **more)
+    for asked in ([], ["all"]):
+        found, notes = subject.choose(asked, model)
+        assert found and name not in {recipe.name for recipe in found}
+    assert any(note.startswith(f"{name} is left out: {name} ") and why in note for note in notes)
+    with pytest.raises(ValueError, match=why):
+        subject.choose([name], model)
 
 
 def result(kl: float, bits: float) -> compare_page.Cost:
