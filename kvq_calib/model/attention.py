@@ -48,6 +48,8 @@ class Captured(Projected):
 
 def joined(parts: Sequence[Projected]) -> Projected:
     """The tensor of all parts' sequences, one part after the other."""
+    if len(parts) == 1:
+        return parts[0]
     k, v, q = (
         [getattr(part, name) for part in parts if getattr(part, name) is not None]
         for name in ("k_NTC", "v_NTC", "q_NTC")

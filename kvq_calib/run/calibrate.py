@@ -35,9 +35,9 @@ class LayerStatistics:
     """Sums over all chunks, collected while a layer was captured.
 
     moments   of keys and of values, by the number of sinks left out
-    energy    mean ‖h‖² of the stream under the layer, over the tokens to fit on but the sinks, one of which may have a
-              massive activation, as many thousand times the energy of any other
     queries   second moments of the queries to fit on, where a recipe asks for queries; `held`: of the held-out ones
+    energy    mean ‖h‖² of the stream under the layer then, over the tokens to fit on but the sinks, one of which may
+              have a massive activation, as many thousand times the energy of any other
     """
 
     moments: dict[int, tuple[MeanVariance, MeanVariance]]

@@ -52,8 +52,8 @@ class Capture:
 
 @dataclass(frozen=True)
 class ChunkStatistics:
-    """Sums over one chunk: moments of keys and values by number of sinks, of queries; Σ‖h‖² of the stream under the
-    layer, without the most sinks; seconds of the model itself."""
+    """Sums over one chunk: moments of keys and values by number of sinks, and of queries, if they are asked for, with
+    Σ‖h‖² of the stream under the layer then, without the most sinks; seconds of the model itself."""
 
     moments: dict[int, tuple[Moments, Moments]]
     queries: QueryMoments | None
@@ -77,7 +77,7 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     parts: list[Projected] = [shared.module.project(hidden[:known], asked)] if known else []
     if known < len(hidden):
         parts.append(rest := shared.module.forward(hidden[known:], asked))
-        above = torch.cat([above, rest.h_BTE])
+        above = torch.cat([above, rest.h_BTE]) if known else rest.h_BTE
     captured = joined(parts)
     settle(hidden.device)
     spent = time.perf_counter() - begun
@@ -88,10 +88,10 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     if index < run.plan.fitted_chunks:
         pair = captured.k_NTC, captured.v_NTC
         moments = {sinks: (_moments(pair[0][:, sinks:]), _moments(pair[1][:, sinks:])) for sinks in shared.sinks}
-    queries = None
+    queries, energy = None, 0.0
     if shared.query_sums is not None and captured.q_NTC is not None:
         queries = shared.query_sums.partial(index, captured.q_NTC)
-    energy = float(hidden[:, max(shared.sinks) :, : run.files.hidden].double().square().sum())
+        energy = float(hidden[:, max(shared.sinks) :, : run.files.hidden].double().square().sum())
     return ChunkStatistics(moments, queries, energy, spent)
 
 
