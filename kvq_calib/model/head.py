@@ -49,7 +49,7 @@ class Head:
                     (slope_TV,) = torch.autograd.grad(logits_TV.sum(), projected_TV)
         finally:
             handle.remove()
-        running_TV = logits_TV.detach().float().softmax(-1).cumsum(-1)
+        running_TV = logits_TV.detach().float().softmax(-1).cumsum_(-1)
         rows_VE = output.get_parameter("weight")
         drawn_T2 = torch.searchsorted(running_TV, uniform_T2 * running_TV[:, -1:]).clamp(max=len(rows_VE) - 1)
         drawn_T2E = rows_VE[drawn_T2]
