@@ -36,7 +36,7 @@ _FINE, _SIDE = 128, 1024
 _BLOCK = 4  # by so many cells they are looked at first: at 8, twice as many corners of 256 points are left
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def tables(file: str) -> dict[str, Tensor]:
     """Return the tables of a file of this folder, by name."""
     return load((resources.files("kvq_runtime") / "ops" / f"{file}.safetensors").read_bytes())

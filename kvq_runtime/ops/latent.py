@@ -3,9 +3,8 @@
     gaussian   code = the cell of z / σ among those that are optimal for a standard Gaussian;    ẑ = σ · centroid
     uniform    code = round((z - low) / step), step = (high - low) / (2^b - 1);                  ẑ = low + step · code
 
-The Gaussian codebook is computed in float64 from the exact mean of a cell, E[z | a < z < b] = (φ(a) - φ(b)) / P(a, b).
-It starts from the asymptotically optimal density of points, a Gaussian of three times the variance; at 7 and 8 bits the
-iteration, whose number of steps grows as the square of the points, is stopped some tenths of a percent short.
+A centroid of the Gaussian codebook is the exact mean of its cell, E[z | a < z < b] = (φ(a) - φ(b)) / P(a, b). The
+boundaries are a table: at 7 and 8 bits they take seconds to find (`scripts/build_tables.py`).
 
 Gaussian channels are also encoded by paths through a bitshift trellis, one along the tokens of each block and channel:
 
@@ -29,9 +28,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import dispatch, lloyd, product, rtn, trellis
+from kvq_runtime.ops import dispatch, grid, product, rtn, trellis
 
 MAX_BITS = 8  # bits of a code
+# sha256 of the boundaries of 0 to MAX_BITS bits, float64; `python scripts/build_tables.py gaussian` builds them again.
+GAUSSIAN = "72ff842e59e68f1904fa5875257ef954cf1efce5828932063d478bff0cda5e70"
 FEW = 2  # up to so many bits comparing with every boundary is the faster way
 FINE, REACH = 64, 8  # cells of a table to a unit, and the largest number in it
 PAIRED = 4  # up to so many bits errors are found without codes
@@ -46,8 +47,9 @@ def gaussian(bits: int) -> tuple[Tensor, Tensor]:
     """The 2^bits - 1 boundaries and 2^bits centroids, float64; no bits: the mean alone."""
     if not 0 <= bits <= MAX_BITS:
         raise ValueError(f"bits={bits}; a latent channel has 0 to {MAX_BITS}")
-    levels = (torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits
-    return lloyd.iterate(torch.special.ndtri(levels) * 3**0.5, _means, 1e-10, 4000)
+    every = grid.pinned("codebook", "gaussian", grid.tables("codebooks")["gaussian"], GAUSSIAN)
+    boundaries = every.split([2**each - 1 for each in range(MAX_BITS + 1)])[bits]
+    return boundaries, means(boundaries)
 
 
 def _ends(boundaries: Tensor) -> Tensor:
@@ -62,11 +64,12 @@ def _mass(ends: Tensor) -> Tensor:
     return torch.where(crosses, 1 - tails[:-1] - tails[1:], tails.diff().abs())
 
 
-def _means(boundaries: Tensor) -> Tensor:
+def means(boundaries: Tensor) -> Tensor:
+    """The means of a standard Gaussian between boundaries."""
     ends = _ends(boundaries)
     density = torch.exp(-ends.square() / 2) / math.sqrt(2 * math.pi)
-    means = -density.diff() / _mass(ends)
-    return (means - means.flip(0)) / 2
+    found = -density.diff() / _mass(ends)
+    return (found - found.flip(0)) / 2
 
 
 @lru_cache(maxsize=MAX_BITS + 1)

@@ -6,6 +6,7 @@ import torch
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.stages.latent import Mixed
+from scripts import build_tables
 
 # Jayant and Noll, 1984, table 4.4: signal-to-noise ratios of Max quantizers for a Gaussian, in dB
 RATIOS = {1: 4.40, 2: 9.30, 3: 14.62, 4: 20.22, 5: 26.01, 6: 31.89, 7: 37.81}
@@ -26,6 +27,13 @@ def test_its_distortion_is_what_integration_finds(bits):
     assert float((density * (z - nearest).square()).sum() / density.sum()) == pytest.approx(
         latent.distortion(bits), rel=1e-4
     )
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2, 4])
+def test_its_boundaries_are_built(bits):
+    boundaries, centroids = latent.gaussian(bits)
+    torch.testing.assert_close(build_tables.gaussian_boundaries(bits), boundaries, rtol=0, atol=1e-12)
+    torch.testing.assert_close((centroids[1:] + centroids[:-1]) / 2, boundaries, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 5])
