@@ -42,6 +42,7 @@ class Batch:
     tails      of pages that are encoded whole, what the step does with them; None: every token is encoded at once
     positions  of the step's tokens in their texts, int64 [T]
     arrived    which of these are first tokens, that are kept exact; None: none
+    begun      pages whose first token is among the step's, int64; None: not known, as where pages are encoded whole
     groups     by number of queries, what a layer has made of requests for the kernel, for all layers
     """
 
@@ -53,6 +54,7 @@ class Batch:
     tails: TailWork | None = None
     positions_T: Tensor | None = None
     arrived: Arrived | None = None
+    begun: Tensor | None = None
     groups: dict[int, "Group"] = field(default_factory=dict, compare=False)
 
 
@@ -88,6 +90,16 @@ class _Sums:
         self.total_YM = self.total_YM * fade_YM + p_YMT.sum(-1)
         self.sums_YMD = self.sums_YMD * fade_YM[..., None] + mix(p_YMT)
         self.top_YM = top_YM
+
+
+def pages_begun(page: int, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> Tensor:
+    """Pages, of `page` tokens, whose first token is among a step's, int64; the other arguments are as in Batch."""
+    found = [
+        pages[index]
+        for count, length, pages in zip(counts, lengths, tables, strict=True)
+        for index in range(-(-(length - count) // page), -(-length // page))
+    ]
+    return torch.tensor(found, dtype=torch.int64)
 
 
 def attend(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> None:

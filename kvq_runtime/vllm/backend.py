@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -33,6 +34,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
 from kvq_runtime.geometry import Role
+from kvq_runtime.store.storage import sent
 from kvq_runtime.vllm import attend, engine
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.engine import Served
@@ -56,6 +58,7 @@ class Builder(AttentionMetadataBuilder[Batch]):
         drafts = 0 if speculative is None else speculative.num_speculative_tokens
         self._first = FirstTokens(layer.sinks, layer.page.tokens) if layer.sinks else None
         self._tails = Tails(layer.page.tokens, drafts) if isinstance(layer, BlockLayer) else None
+        self._page = layer.page.tokens
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -67,12 +70,14 @@ class Builder(AttentionMetadataBuilder[Batch]):
         positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=False)]
         made = Batch(starts, counts, lengths, table, positions_T=torch.cat(positions).clamp(min=0).to(table.device))
         real = bool((given.slot_mapping[: edges[-1]] >= 0).any())  # a dry run has no slots
-        requests = (starts, counts, lengths, table.tolist()) if real and (self._first or self._tails) else None
+        requests = (starts, counts, lengths, table.tolist()) if real else None
         if requests and self._first is not None:
             made.arrived, rows = self._first.step(*requests)
             made.entries = torch.tensor(rows, device=table.device)
         if requests and self._tails is not None:
             made.tails = self._tails.step(*requests)
+        elif requests:
+            made.begun = sent(attend.pages_begun(self._page, *requests[1:]), table.device)
         return made
 
 
@@ -108,7 +113,9 @@ class KVQImpl(STOCK.get_impl_cls()):
         layers, made = self._config.compilation_config.static_forward_context, self._served
         name, module = next((name, one) for name, one in layers.items() if getattr(one, "impl", None) is self)
         self.layer = made.layer(extract_layer_index(name))
-        module.attn_backend = _backend_of(self.layer.page.per_token, self.layer.sinks)
+        blocks, per_token = made.share(self.layer.page.per_token, _largest_beside(self._config))
+        self.layer.page = replace(self.layer.page, per_token=per_token)
+        module.attn_backend = _backend_of(per_token, self.layer.page.tokens, blocks, self.layer.sinks)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -126,6 +133,8 @@ class KVQImpl(STOCK.get_impl_cls()):
             if step.tails is not None:
                 self.layer.take(pair, step.tails)
         else:
+            if step.begun is not None:
+                self.layer.begin(step.begun)
             real_T = slot_mapping[:tokens] >= 0
             taken = slice(None) if bool(real_T.all()) else real_T
             real: dict[Role, Tensor] = {role: x[taken] for role, x in pair.items()}
@@ -166,16 +175,29 @@ class KVQBackend(STOCK):
         return STOCK.get_name() if current_platform.is_cpu() else "CUSTOM"
 
 
+def _largest_beside(config: VllmConfig) -> int:
+    """Bytes of the largest page of a layer that kvq does not take, as one that slides or recurs; 0: it takes all."""
+    modules = config.compilation_config.static_forward_context.values()
+    others = [
+        one for one in modules
+        if isinstance(one, AttentionLayerBase) and getattr(getattr(one, "impl", None), "_served", None) is None
+    ]  # fmt: skip
+    specs = [one.get_kv_cache_spec(config) for one in others]
+    return max((spec.page_size_bytes for spec in specs if spec is not None), default=0)
+
+
 @cache
-def _backend_of(per_token: int, sinks: int) -> type[AttentionBackend]:
-    """The backend of layers whose pages have `per_token` bytes a token, of all heads, keys and values together."""
+def _backend_of(per_token: int, tokens: int, blocks: int, sinks: int) -> type[AttentionBackend]:
+    """The backend of layers whose pages, of `tokens` tokens, have `per_token` bytes for each, of all heads, keys and
+    values together, and are handed out by vLLM so many `blocks` at a time."""
 
     class Paged(KVQBackend):
         @classmethod
         def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
             if not isinstance(spec, FullAttentionSpec):
                 raise ValueError(f"KVQ_CACHE: a layer that attends to all tokens has a {type(spec).__name__} in vLLM")
-            return replace(spec, num_head_slots=1, state_content_bytes=per_token)
+            size = spec.block_size * blocks
+            return replace(spec, num_head_slots=1, state_content_bytes=per_token, block_size=size)
 
         @staticmethod
         def get_builder_cls() -> type[Builder]:
@@ -183,11 +205,11 @@ def _backend_of(per_token: int, sinks: int) -> type[AttentionBackend]:
 
         @staticmethod
         def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-            return [MultipleOf(1)]
+            return [tokens]
 
         @classmethod
         def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
             return (KVCacheLayout.LBHNC,)
 
-    Paged.__qualname__ = f"Paged{per_token}s{sinks}"
+    Paged.__qualname__ = f"Paged{per_token}x{blocks}s{sinks}"
     return Paged

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +52,22 @@ class Served:
         exact = all(scheme.quantize.keeps_dtype for scheme in recipe.at(index))
         given = self.codecs[index], laid_out, self.geometry, self.rotary, 0 if exact else recipe.window.sinks
         return BlockLayer(*given, reader) if self.by_block else PagedLayer(*given)
+
+    @cached_property
+    def widest(self) -> int:
+        """Bytes of a token in the layer that takes most."""
+        return max(self.layer(index).page.per_token for index in self.attending)
+
+    def share(self, own: int, beside: int) -> tuple[int, int]:
+        """As `page.shared_pages`, of a layer that needs `own` bytes a token: beside others all layers take as many."""
+        tokens = self.recipe.window.block
+        if not beside:
+            return 1, own
+        blocks, per_token = page.shared_pages(self.widest, beside, tokens, self.dtype.itemsize)
+        held = 4 * per_token / self.geometry.width
+        said = "kvq: pages of %s tokens beside others of %s bytes: vLLM reserves %.4g bits per element"
+        logger.info_once(said, blocks * tokens, beside, held)
+        return blocks, per_token
 
 
 def served_by(config: VllmConfig, rank: int) -> Served:

@@ -44,6 +44,7 @@ class PagedLayer:
         self.codecs: dict[Role, Codec] = dict(zip(ROLES, codecs, strict=True))
         self.page, self.geometry, self.rotary, self.sinks = page, geometry, rotary, sinks
         self._cache: Tensor | None = None
+        self._raw_BX: Tensor | None = None
         self._views: dict[Role, Fields] = {}
         self.exact_E2SC: Tensor | None = None  # first tokens, by entry
 
@@ -57,10 +58,16 @@ class PagedLayer:
                 f"vLLM gave pages of {raw_BX.shape[1]} bytes, not {self.page.tokens} tokens of {self.page.per_token}; "
                 "this version of vLLM lays its cache out in a way that kvq does not know"
             )
-        self._cache, self._views = cache, self.page.views(raw_BX)
+        self._cache, self._raw_BX, self._views = cache, raw_BX, self.page.views(raw_BX)
         self.codecs = {role: codec.to(cache.device) for role, codec in self.codecs.items()}
         if self.rotary is not None:
             self.rotary = replace(self.rotary, frequencies_K=self.rotary.frequencies_K.to(cache.device))
+
+    def begin(self, pages: Tensor) -> None:
+        """Make pages zeros, before their first tokens are written: what another layer, of another format, left there
+        may decode to a NaN, which no weight of 0 hides."""
+        assert self._raw_BX is not None, "pages of no memory"
+        self._raw_BX[pages] = 0
 
     def write(self, pair: Mapping[Role, Tensor], slots_T: Tensor, positions_T: Tensor) -> None:
         """Encode tokens [T, C] into the slots page · N + place, int64; positions are those in the text."""

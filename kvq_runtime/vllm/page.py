@@ -83,6 +83,24 @@ def page_of(
     return Page(tokens, -(-fields[-1].stop // (tokens * word)) * word, tuple(fields), orders)
 
 
+def shared_pages(own: int, beside: int, tokens: int, word: int) -> tuple[int, int]:
+    """Return how many of kvq's pages vLLM hands out at a time, and the bytes of a token in them.
+
+    Layers of different kinds take turns in one memory, so vLLM pads all pages to the bytes of the largest. Several of
+    kvq's together fill that: as many as fit into it, which are widened, or one more, so that vLLM pads the others'.
+    Whichever adds the smaller share is taken.
+
+    own      bytes a token that the recipe needs, a multiple of `word`
+    beside   bytes of the largest page of other layers; 0: there are none
+    tokens   of one of kvq's pages
+    """
+    if beside <= own * tokens:
+        return 1, own
+    few = beside // (own * tokens)
+    wider = -(-beside // (few * tokens * word)) * word
+    return (few, wider) if wider / own <= (few + 1) * own * tokens / beside else (few + 1, own)
+
+
 def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: int = 0) -> str | None:
     """Return why the kernel does not read this layer's pages, of `recipe.window.block` tokens; None: it does."""
     if recipe.window.block % ALIGNED:

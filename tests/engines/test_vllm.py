@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm.v1", reason="vLLM is in an environment of its own: make test-engines")
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 from vllm_server import MODEL, PATIENCE, Server, alike, losses, served, tokens_of_a_text
 
 from kvq_calib.evaluate.caches import FullCache, attending
@@ -92,6 +92,45 @@ def test_tokens_that_fit_are_the_recipes_bits(server: Server):
     tokens = int(found[1].replace(",", ""))
     per_token = 6 * 2 * 2 * (64 * 3 // 8 + 2)  # layers, keys and values, heads; codes and a scale
     assert tokens == BYTES // (per_token * 128) * 128
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Gemma 3 with the embedded model's tokens: of two layers one slides over 128 tokens."""
+    folder = tmp_path_factory.mktemp("sliding")
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(
+        vocab_size=2048, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, query_pre_attn_scalar=4, sliding_window=128, initializer_range=0.2,
+        max_position_embeddings=2048, layer_types=["sliding_attention", "full_attention"],
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    ))  # fmt: skip
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    return folder
+
+
+def test_layers_that_slide_answer_beside_layers_that_are_compressed(sliding: Path, text: list[int], tmp_path: Path):
+    """Their pages take turns in the same memory: what a layer left there is read as numbers of another format."""
+    server = served(tmp_path, RECIPE, 4 << 20, model=sliding).wait()
+    try:
+        tokens, others = text[:700], text[1000:1900]
+        found = []
+        for _ in range(3):
+            found.append(losses(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens))
+            assert server.complete(others)["choices"][0]["text"] == server.complete(others)["choices"][0]["text"]
+    finally:
+        server.stop()
+    assert "pages of 1280 tokens" in server.log  # ten of kvq's fill one of the layer that slides, of 32 bits
+    assert all(torch.allclose(again, found[0], atol=1e-3) for again in found)
+    model, expected = AutoModelForCausalLM.from_pretrained(sliding, dtype=torch.float32), {}
+    for name in ("exact", RECIPE):
+        cache = FullCache(preset(name), model, length=len(tokens))
+        with torch.no_grad(), attending(model, cache):
+            logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
+        expected[name] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
+    print(alike(found[0], expected[RECIPE], expected["exact"]))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
 from kvq_runtime.vllm import attend, served
 from kvq_runtime.vllm.exact import FirstTokens
-from kvq_runtime.vllm.page import page_of
+from kvq_runtime.vllm.page import page_of, shared_pages
 
 RECIPES = [
     "exact", "rtn-2bit", "rtn-absmax-4bit+all.quantize.bits=3", "quarot-2bit", "quarot-head-4bit", "higgs-2bit",
@@ -70,6 +70,22 @@ def test_a_first_page_keeps_its_entry_until_it_is_written_as_another():
     arrived, entries = first.step([0], [40], [40], [[1, 7, 3]])  # page 7 is now a second page, and page 1 has its entry
     assert entries == [0] and first.step([0], [2], [2], [[4]])[1] == [2]
     assert first.held == 3
+
+
+@pytest.mark.parametrize(
+    ("own", "beside", "expected"),
+    [
+        (100, 0, (1, 100)), (100, 12800, (1, 100)),  # the largest is kvq's
+        (130, 512 * 128, (4, 130)),  # 4.06 bits of 16: others' pages grow by 1.6%
+        (104, 512 * 128, (5, 104)),
+        (72, 512 * 128, (7, 74)),  # 2.25 bits: these grow by 2.8%, the others' would by 12%
+        (128, 512 * 128, (4, 128)), (500, 512 * 128, (1, 512)),
+    ],
+)  # fmt: skip
+def test_pages_are_handed_out_for_as_many_tokens_as_fill_a_larger_one(own, beside, expected):
+    blocks, per_token = shared_pages(own, beside, 128, 2)
+    assert (blocks, per_token) == expected
+    assert blocks * per_token * 128 >= beside  # vLLM pads no page of kvq's
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class PagedServer:
         self.layer = BlockLayer(*given, reader) if self.by_block else PagedLayer(*given)
         self.cache = torch.zeros(64, 1, self.page, layout.per_token, dtype=torch.uint8)
         if not self.by_block:
-            self.cache.random_(0, 60)
+            self.cache[1:] = 255  # what other layers leave, which are NaNs where they are read as numbers
         self.cache = self.cache.view(dtype)
         self.layer.bind(self.cache)
         self.first = FirstTokens(sinks, self.page) if sinks else None
@@ -112,6 +112,7 @@ class PagedServer:
             tails = self.tails.step(starts, counts, lengths, table.tolist())
             self.layer.take(pair, tails)
         else:
+            self.layer.begin(attend.pages_begun(self.page, counts, lengths, table.tolist()))
             self.layer.write(pair, slots, positions)
         if self.first is not None:
             arrived, rows = self.first.step(starts, counts, lengths, table.tolist())
