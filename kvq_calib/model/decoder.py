@@ -154,7 +154,7 @@ class Decoder:
             for name, buffer in unset.items():
                 part._buffers[name] = torch.empty_like(buffer, device=device)
             if unset:
-                owner: Any = part if isinstance(part, PreTrainedModel) else self.whole
+                owner: Any = part if isinstance(part, PreTrainedModel) else self.whole.get_decoder()
                 with torch.no_grad():
                     owner._init_weights(part)
         return module
