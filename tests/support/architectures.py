@@ -43,6 +43,10 @@ GEMMA4 = EXPERTS | {
     "top_k_experts": 2,
     "hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0,
 }  # fmt: skip
+NORTH = MIXED | {"head_dim": 16, "rope_parameters": {  # of Cohere's models of images
+    "full_attention": None,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}}  # fmt: skip
 LATENT = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 24,
           "head_dim": 16, "num_key_value_heads": 4}  # fmt: skip
 SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 16,
@@ -52,7 +56,7 @@ E2B = SHARING | {  # of Gemma 4
     "enable_moe_block": False,
 }  # fmt: skip
 LATER = (  # than the oldest transformers
-    "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
+    "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "lfm3_vl", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
     "lara_mini", "apertus1p5_text", "beam", "exaone",
 )  # fmt: skip
 OWN = {
@@ -74,6 +78,7 @@ OWN = {
     "kolibri1": EXPERTS | FULL, "flint": EXPERTS | FULL, "granite_swa": MIXED, "granitemoe_swa": EXPERTS | MIXED,
     "vaultgemma": MIXED, "gemma4_text": GEMMA4, "gemma4_unified_text": GEMMA4,
     "gemma4": tower(GEMMA4, head_dim=16, global_head_dim=16),
+    "gemma4_unified": {"text_config": SHAPE | GEMMA4},
     "lfm2": CONVOLVED, "lfm2_moe": EXPERTS | CONVOLVED | {"num_dense_layers": 1}, "lfm3": CONVOLVED,
     "qwen3_next": EXPERTS | SHARED | RECURRENT, "qwen3_5_text": RECURRENT, "olmo_hybrid": RECURRENT,
     "qwen3_5_moe_text": EXPERTS | SHARED | RECURRENT,
@@ -82,6 +87,7 @@ OWN = {
         "num_hidden_layers": 4},
     "minimax": EXPERTS | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "sarvam_mla"), EXPERTS | ROUTED | LATENT),
+    "mistral4": EXPERTS | ROUTED | LATENT | {"head_dim": 32},
     **dict.fromkeys(("kimi_linear",), EXPERTS | ROUTED | LATENT | {
         "layer_types": ["linear_attention", "full_attention", "full_attention"], "linear_head_dim": 16,
         "linear_num_heads": 4, "n_routed_experts": 4}),
@@ -106,6 +112,15 @@ OWN = {
     "internvl": tower({"model_type": "qwen2"}), "got_ocr2": tower({"model_type": "qwen2"}),
     "smolvlm": tower({"model_type": "llama"}), "idefics3": tower({"model_type": "llama"}),
     "lfm2_vl": tower({"model_type": "lfm2"} | CONVOLVED, model_type="siglip2_vision_model"),
+    "lfm3_vl": tower({"model_type": "lfm3"} | CONVOLVED, num_key_value_heads=2), "glm_ocr": tower(SECTIONS),
+    "exaone4_5": tower({"model_type": "exaone4"} | MIXED, num_key_value_heads=2),
+    "cohere_compass": tower(NORTH, deepstack_visual_indexes=[0], num_position_embeddings=16),
+    "cohere_compass_text": NORTH,
+    "phi4_multimodal": {"head_dim": 16, "vision_config": SEEING | {"num_hidden_layers": 2, "crop_size": 28},
+                        "audio_config": SEEING | {"num_blocks": 2, "nemo_conv_channels": 32}},
+    "paligemma": tower({"model_type": "gemma"}, model_type="siglip_vision_model") | {"projection_dim": 64},
+    "llama4_text": {"intermediate_size_mlp": 64, "num_local_experts": 4, "no_rope_layers": [1, 1, 0]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "n_mamba_heads": 4},
     "aya_vision": tower({"model_type": "cohere2"} | FULL, model_type="siglip_vision_model"),
 }  # fmt: skip
 
@@ -113,7 +128,7 @@ OWN = {
 QUICK = (  # one for each thing that tells architectures apart
     "llama", "qwen2", "qwen3_moe", "phi3", "smollm3", "cohere2+", "gemma3_text", "olmo3", "gemma4", "gpt_oss", "gemma2",
     "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "aria_text", "persimmon", "opt", "nanochat",
-    "deepseek_v3", "deepseek_v2", "gemma3n_text",
+    "deepseek_v3", "deepseek_v2", "gemma3n_text", "lfm3_vl",
 )  # fmt: skip
 
 

@@ -40,6 +40,8 @@ UNLISTED = {
     "minimax": "it does not run with transformers' own cache: MiniMax uses cache of its own",
     "falcon_h1": "layers 0, 1, 2 of 3 are of type hybrid; calibration takes models whose layers attend to every",
     "bailing_hybrid": "its files have model.layers.1.attention.kv_a_proj_with_mqa.weight, and no layers.1.self_attn.kv",
+    "llama4_text": "layers 0, 1 of 3 are of type chunked_attention; calibration takes models whose layers attend",
+    "paligemma": "layer 0 of PaliGemmaForConditionalGeneration attends in both directions",
     "bloom": "BloomConfig does not say num_hidden_layers, as Llama's does",
 }  # fmt: skip
 REFUSED = {
@@ -50,6 +52,7 @@ REFUSED = {
     "doge": r"its attention has parameters of its own \(A\)",
     "beam": r"its attention has parameters of its own \(gate_bias\)",
     "persimmon": "PersimmonAttention has no k_proj and v_proj, and no qkv_proj",
+    "phi4_multimodal": "model.norm, model.embed_tokens_extend, lm_head stand beside its layers",
     "fuyu": "PersimmonAttention has no k_proj and v_proj, and no qkv_proj",
 }  # fmt: skip
 
