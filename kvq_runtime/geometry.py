@@ -41,7 +41,13 @@ class Geometry:
         """The shape of a model, from its configuration as in config.json. ValueError if no layer attends to all."""
         layers = attending(config)
         if not layers:
-            raise ValueError("no layer of this model attends to all tokens: there is nothing that kvq would compress")
+            kinds = config.get("layer_types")
+            told = sorted({f"{kind!s:.40}" for kind in kinds}) if isinstance(kinds, (list, tuple)) else []
+            of = f" alone (their types: {', '.join(told[:4])})" if told else ""
+            raise ValueError(
+                f"no layer of this model attends to all tokens{of}: there is nothing that kvq would compress; "
+                "docs/models.md lists the architectures that work"
+            )
         shapes = {_shape(config, layer) for layer in layers}
         if len(shapes) > 1:
             raise ValueError(

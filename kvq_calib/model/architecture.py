@@ -38,7 +38,10 @@ def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
     if "num_hidden_layers" not in own:
         raise ValueError(f"{id}: {type(text).__name__} does not say num_hidden_layers, as Llama's does; {LISTED}")
     # where a type calls a setting otherwise, it has the common name too
-    return own | {name: own[other] for name, other in text.attribute_map.items() if other in own and name not in own}
+    own |= {name: own[other] for name, other in text.attribute_map.items() if other in own and name not in own}
+    if "intermediate_size" not in own:
+        raise ValueError(f"{id}: {type(text).__name__} does not say intermediate_size, as Llama's does; {LISTED}")
+    return own
 
 
 def known(config: Mapping[str, Any]) -> bool:

@@ -27,6 +27,9 @@ ADVICE = {  # which to take, as README.md has it
     "aqua-fisher-2bit": "calibrated on your model: least loss at 2 bits, slow to fit and encode; or auto --bits 2.1",
     "aqua-2bit": "calibrated, for 2 bits, and faster: saves memory, costs time",
 }
+# of config.json: which layers cache what is said otherwise than by layer_types, num_key_value_heads and head_dim
+OTHERWISE = ("layers_block_type", "attn_layer_indices", "attn_layer_period", "hybrid_override_pattern", "multi_query",
+             "attention_chunk_size", "index_topk")  # fmt: skip
 MODEL = "Qwen2.5-7B (28 layers, 4 KV heads of 128)"
 BITS = f"""
 bits: per element of an encoded token, scales and all metadata included, on {MODEL};
@@ -213,6 +216,13 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
             raise ValueError(
                 f"--model {text}: no config.json of a model, or one that leaves layers and heads to transformers; give "
                 "its shape as layers x KV heads x head size"
+            )
+        kinds = config.get("layer_types")
+        told = isinstance(kinds, list) and "chunked_attention" not in kinds
+        if other := [name for name in OTHERWISE if config.get(name) is not None and not told]:
+            raise ValueError(
+                f"--model {text}: config.json has {other[0]}, as models have whose layers cache otherwise than "
+                "kvq takes (docs/models.md); give its shape as layers x KV heads x head size"
             )
         found = tokens or config.get("vocab_size")
         if found is not None and (type(found) is not int or not 2 <= found <= 1 << 26):

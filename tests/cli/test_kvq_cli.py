@@ -350,6 +350,15 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(other))
         code, _, err = kvq(*given[:3], str(tmp_path))
         assert code == 2 and "no config.json of a model" in err and "give its shape as layers x KV heads" in err
+    for name, value in (("multi_query", False), ("attention_chunk_size", 8192), ("layers_block_type", ["hybrid"] * 32)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+        code, _, err = kvq(*given[:3], str(tmp_path))
+        assert code == 2 and f"config.json has {name}, as models have whose layers cache otherwise" in err
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["mamba", "hybrid"] * 16}))
+    code, _, err = kvq(*given[:3], str(tmp_path))
+    assert (
+        code == 2 and "no layer of this model attends to all tokens alone (their types: hybrid, mamba): there is" in err
+    )
     code, _, err = kvq("bytes", "aqua-2bit", "--model", "gpt-5")
     assert code == 3 and "--model gpt-5; use all, one of demo, recall, qwen2.5-0.5b" in err
     assert kvq("bytes", "aqua-2bit-quanto", "--model", "2x2x24")[0] == 2

@@ -42,6 +42,7 @@ UNLISTED = {
     "bailing_hybrid": "its files have model.layers.1.attention.kv_a_proj_with_mqa.weight, and no layers.1.self_attn.kv",
     "llama4_text": "layers 0, 1 of 3 are of type chunked_attention; calibration takes models whose layers attend",
     "paligemma": "layer 0 of PaliGemmaForConditionalGeneration attends in both directions",
+    "zamba2": r"no layer of this model attends to all tokens alone \(their types: hybrid, linear_attention\)",
     "bloom": "BloomConfig does not say num_hidden_layers, as Llama's does",
 }  # fmt: skip
 REFUSED = {
@@ -185,6 +186,15 @@ def test_what_cannot_be_calibrated_is_refused_from_its_configuration(kind, tmp_p
     given["architectures"] = [type(random(kind)).__name__]
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(ValueError, match=(REFUSED | UNLISTED)[kind] + ".*models.md"):
+        models.resolve(tmp_path)
+
+
+def test_a_type_that_says_no_width_of_its_layers_is_refused(tmp_path):
+    given = {"model_type": "falcon", "architectures": ["FalconForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(given | {"num_attention_heads": 4, "vocab_size": 97}))
+    with pytest.raises(
+        ValueError, match="FalconConfig does not say intermediate_size, as Llama's does; docs/models.md"
+    ):
         models.resolve(tmp_path)
 
 
