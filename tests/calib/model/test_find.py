@@ -131,7 +131,12 @@ def test_what_cannot_be_captured_is_refused(folder: Path, changes: dict, message
 @pytest.mark.parametrize(
     "changes",
     [
-        {"architectures": ["MistralForCausalLM"], "sliding_window": "null", "layer_types": None},
+        {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": "null",
+            "layer_types": None,
+        },
         {"layer_types": None, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0},
         {"layer_types": None, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 6},
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
