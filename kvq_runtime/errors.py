@@ -8,7 +8,7 @@ _PATHS = {  # what to do about a path that the system refuses
     errno.ENOENT: "there is no such file or folder; make it, or name another one",
     errno.EISDIR: "is a folder, and a file is wanted; name a file",
     errno.ENOTDIR: "leads through a file, or is one, where a folder is wanted; name another one",
-    errno.EEXIST: "is a file, and a folder is wanted; name another one",
+    errno.EEXIST: "is there already; name another one",
     errno.EACCES: "may not be read, or not be written, by this user; change its permissions, or name another one",
     errno.EPERM: "may not be changed by this user; name another one",
     errno.EROFS: "is in a file system that cannot be written to; name another one",
@@ -34,7 +34,7 @@ class Conflict(ArtifactError):
 
 def spoken(error: OSError) -> str:
     """What the system refuses, in words: the path, what it is, what to do; not a number and the name of a draft."""
-    path = error.filename if error.filename2 is None else error.filename2
+    path = error.filename if error.filename2 is None or error.errno == errno.ENOENT else error.filename2
     if error.errno is None or not error.strerror:  # of a library, in words already
         return str(error)
     if path is None:

@@ -55,10 +55,14 @@ artifact. A run that is interrupted, or killed, goes on where it was when the sa
 {exit_codes.CALIBRATION_EXIT_CODES}"""
 
 
+def program() -> int:
+    """Run the command line of this process, which ends with it."""
+    return exit_codes.program("kvq-calibrate", main)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    if argv is None:
-        return exit_codes.program("kvq-calibrate", lambda: main(sys.argv[1:]))
+    """Run the command, by default that of the command line; returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     return _ended(lambda: _run(parser().parse_args(argv), argv))
 
 
@@ -314,4 +318,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -1,6 +1,7 @@
 """Exit codes of the commands, and the one place where exceptions become exit codes."""
 
 import atexit
+import logging
 import os
 import signal
 import sys
@@ -58,24 +59,33 @@ def exit_code(error: BaseException) -> int | None:
     return None
 
 
+_IMPORTS = "<frozen importlib._bootstrap"
+
+
+def _flush() -> None:
+    with suppress(OSError, ValueError, AttributeError):  # closed ones, or none
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
 def program(name: str, command: Callable[[], int]) -> int:
     """Run the command of a process of its own, which then ends at once.
 
     Python would take every module apart first: with torch and transformers that is seconds, after Ctrl-C too. Threads
-    are waited for, and what others have registered for the end is done, as ever. Ctrl-C while a module is imported
-    ends it there: torch goes on without numpy then, and fails much later.
+    are waited for, logs are closed, and what is registered for the end after this call is done, as ever; not what was
+    before. Ctrl-C while a module is imported ends it there: torch goes on without numpy then, and fails much later.
     """
     ended: list[int] = []
 
     def leave() -> None:
         if ended:
-            with suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
+            logging.shutdown()
+            _flush()
             os._exit(ended[0])
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if any("importlib" in one.f_code.co_filename for one, _ in traceback.walk_stack(frame)):
+        if any(one.f_code.co_filename.startswith(_IMPORTS) for one, _ in traceback.walk_stack(frame)):
+            _flush()
             say(name, "interrupted while modules were loaded")
             os._exit(exit_code(KeyboardInterrupt()) or 1)
         signal.default_int_handler(number, frame)

@@ -74,10 +74,14 @@ usage: kvq COMMAND ...
 kvq --help has all commands; kvq COMMAND --help what one takes."""
 
 
+def program() -> int:
+    """Run the command line of this process, which ends with it."""
+    return exit_codes.program("kvq", main)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
-    if argv is None:
-        return exit_codes.program("kvq", lambda: main(sys.argv[1:]))
+    """Run a command, by default that of the command line; returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     if not argv:
         print(SHORT, file=sys.stderr)
         return 2
@@ -384,4 +388,4 @@ def _marked(top: argparse.ArgumentParser, shtab) -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

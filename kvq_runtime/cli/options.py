@@ -133,5 +133,6 @@ def check_output(option: str, given: str | Path | None, folder: bool = False) ->
         raise ValueError(f"{option} {path}: a folder, and a file is wanted; name one in it")
     if not folder and not path.parent.is_dir():
         raise NotFound(f"{option} {path}: there is no folder {path.parent}; make it, or name another one")
-    if not os.access(there, os.W_OK):
-        raise PermissionError(f"{option} {path}: {there} may not be written by this user; name another path")
+    place = there if folder else path.absolute().parent  # in which a file's draft is made
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(f"{option} {path}: {place} may not be written by this user; name another path")

@@ -50,6 +50,8 @@ FILED = "Bits in files: what calibration steers files of a kept prefix of {:,} t
 
 def recipes(args: Namespace) -> int:
     """Print what to take and a line a family; or those recipes that are asked for; or one, changed perhaps."""
+    if args.name and args.family:
+        raise ValueError(f"both {args.name} and --family {args.family}; give one")
     if args.name in _families() and args.name not in presets() and not args.set:
         args.name, args.family = None, args.name
     if args.set and not args.name:

@@ -42,7 +42,7 @@ class Column(NamedTuple):
 
 def _room() -> int | None:
     """Characters of a line of the terminal; None where the table is read by something else, and stays as it is."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
 
 
 def _parts(columns: list[Column], room: int | None) -> list[list[Column]]:

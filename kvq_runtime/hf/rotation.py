@@ -19,14 +19,16 @@ from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
 POSITIONS = 0, 1, 9, 60, 500
-_asked: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # what was found of a decoder
+_OTHERS = "forward", "_compiled_call_impl"  # what accelerate, and compiling, put into a module: with its own weights
+_asked: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], str | None]] = WeakKeyDictionary()  # by decoder and layers
 
 
 def rope_refusal(decoder: Any, layers: Mapping[int, Any]) -> str | None:
     """The reason why the RoPE of these layers, by their number in a decoder, cannot be undone; None if it can."""
-    if decoder not in _asked:
-        _asked[decoder] = _refusal(decoder, layers)
-    return _asked[decoder]
+    found, key = _asked.setdefault(decoder, {}), tuple(layers)
+    if key not in found:
+        found[key] = _refusal(decoder, layers)
+    return found[key]
 
 
 def _refusal(decoder: Any, layers: Mapping[int, Any]) -> str | None:
@@ -77,6 +79,8 @@ def _seen(decoder: Any, layers: Mapping[int, Any], positions_NT: Tensor) -> dict
     bare._modules["layers"] = nn.ModuleList(places[: max(layers) + 1])
     try:
         bare(input_ids=torch.ones_like(positions_NT), position_ids=positions_NT, use_cache=False)
+    except torch.OutOfMemoryError:  # which says nothing of the model
+        raise
     except Exception as error:  # of the decoder's own, whatever class it has: every layer that it was not yet at
         found = {n: error for n in layers} | found
     return found
@@ -101,6 +105,8 @@ class _Place(nn.Module):
             except _Seen:
                 latents = getattr(asked.self_attn, "kv_lora_rank", None)
                 self._found[self._number] = (halves(*rows.seen)[0] if latents else rows.seen[0]).transpose(1, 2)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # of the layer's own, whatever class it has
                 self._found[self._number] = error
         return hidden_states
@@ -121,13 +127,15 @@ class _Constant(nn.Module):
 def _bare(module: nn.Module, device: torch.device) -> Any:
     """A module of the same class and settings without hooks, training and matrices; vectors are in float32, and of ones
     where they have no memory."""
+    module = getattr(module, "_orig_mod", module)  # which torch.compile wraps
     width = getattr(module, "out_features", getattr(module, "embedding_dim", None))
     if isinstance(width, int):
         return _Constant(width)
     bare = type(module).__new__(type(module))
-    own = {name: value for name, value in vars(module).items() if name != "forward"}  # which accelerate puts there
+    own = {name: value for name, value in vars(module).items() if name not in _OTHERS}
     bare.__dict__ |= own | vars(nn.Module()) | {"training": False}
-    bare._modules = {name: child and _bare(child, device) for name, child in module._modules.items()}
+    children = module._modules.items()
+    bare._modules = {name: None if child is None else _bare(child, device) for name, child in children}
     bare._buffers = {name: _here(one, device) for name, one in module._buffers.items()}
     vectors = {name: one for name, one in module._parameters.items() if one is None or one.ndim < 2}
     bare._parameters = {name: None if one is None else _here(one.float(), device) for name, one in vectors.items()}

@@ -117,14 +117,22 @@ def sign(name: str, version: str, sha256: str, key: Path, password: str | None =
     with TemporaryDirectory() as folder:
         statement, bundle_path = _write_statement(Path(folder), stated), Path(folder) / "bundle.json"
         try:
-            signing.Config().use_elliptic_key_signer(private_key=key, password=password).sign(statement, bundle_path)
+            secret = None if password is None else password.encode()
+            signing.Config().use_elliptic_key_signer(private_key=key, password=secret).sign(statement, bundle_path)
         except FileNotFoundError:
             raise NotFound(f"key {key}: no such file; docs/consume.md shows how to make one") from None
         except (OSError, TypeError, ValueError) as error:
-            why = spoken(error) if isinstance(error, OSError) else f"{key}: no elliptic-curve private key in PEM"
+            why = spoken(error) if isinstance(error, OSError) else f"{key}: {_why(error, password)}"
             raise ValueError(f"key {why} (docs/consume.md shows how to make one)") from None
         bundle = json.loads(bundle_path.read_bytes())
     return strict_json.record(stated | {"bundle": bundle})
+
+
+def _why(error: Exception, password: str | None) -> str:
+    """The reason why a key was not read: a TypeError is of a password that is missing, or not wanted."""
+    if isinstance(error, TypeError):
+        return "is encrypted: set KVQ_KEY_PASSWORD" if password is None else "is not encrypted: unset KVQ_KEY_PASSWORD"
+    return "no elliptic-curve private key in PEM" + ("" if password is None else " that KVQ_KEY_PASSWORD opens")
 
 
 def find_signature(records: Iterable[bytes], name: str, version: str, sha256: str, key: str) -> dict[str, Any]:

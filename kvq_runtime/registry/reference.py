@@ -175,7 +175,9 @@ def _among_versions(name: str, at: str, value: str) -> Reference:
     if value.startswith("sha256:"):
         return Reference(name, "sha256", check_sha256(value.removeprefix("sha256:")))
     if _DIGEST_LIKE.fullmatch(value):
-        raise ValueError(f"{name}@{value:.80}: a digest is written {name}@sha256: and 64 digits of 0-9 a-f")
+        raise ValueError(
+            f"{name}@{value:.80}: a digest is written {name}@sha256: and 64 digits of 0-9 a-f, a version {name}@1.2.0"
+        )
     if value[:1].isdigit():
         return Reference(name, "version", check_version(value))
     return Reference(name, "alias", check_alias(value))

@@ -147,7 +147,7 @@ def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, ou
     for start in range(0, pages, step):
         stop = min(start + step, pages)
         held_RP = pages_R[:, None] > torch.arange(start, stop, device=device)
-        columns = PageColumns(table_RP[:, start:stop].where(held_RP, 0), start * page)
+        columns = PageColumns(table_RP[:, start:stop].where(held_RP, table_RP[:, :1]), start * page)
         s_YMT = layer.scores(q_YMD, columns)
         slots_T = torch.arange(start * page, stop * page, device=device)
         hidden_RQT = slots_T >= seen_RQ[..., None]

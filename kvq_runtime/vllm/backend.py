@@ -176,7 +176,10 @@ class KVQBackend(STOCK):
 
 
 def _largest_beside(config: VllmConfig) -> int:
-    """Bytes of the largest page of a layer that kvq does not take, as one that slides or recurs; 0: it takes all."""
+    """Bytes of the largest page of a layer that kvq does not take, as one that slides or recurs; 0: it takes all, or
+    layers do not take turns in one memory."""
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return 0
     modules = config.compilation_config.static_forward_context.values()
     others = [
         one for one in modules

@@ -100,6 +100,17 @@ sys.exit(exit_codes.program("kvq", lambda: exit_codes.run("kvq", command, interr
         assert (ended.returncode, ended.stderr) == (130, said)
 
 
+def test_a_command_that_a_program_calls_does_not_end_it():
+    body = """
+import sys
+from kvq_runtime.cli.main import main
+sys.argv = ["kvq", "recipes", "higgs-2bit"]
+assert main() == 0
+raise RuntimeError("goes on")"""
+    ended = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.endswith("RuntimeError: goes on\n")
+
+
 def test_the_page_of_commands_and_every_help_have_the_same_table():
     page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
     table = page.partition("| exit code | meaning |")[2].partition("\n\n")[0].replace("`", "")

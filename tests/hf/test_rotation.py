@@ -60,3 +60,30 @@ def test_asking_needs_no_weights_and_changes_nothing(kind):
         empty = type(model)(model.config).get_decoder()
     empty.rotary_emb = model.get_decoder().rotary_emb
     assert rope_refusal(empty, {1: empty.layers[1]}) is None
+
+
+def test_compiled_layers_are_asked_as_they_were():
+    """By a method of the layer, or wrapped: neither runs with its own weights, of another dtype."""
+    model = random("llama").to(torch.bfloat16)
+    layers = model.get_decoder().layers
+    layers[0].compile(backend="eager")
+    layers[1].self_attn.compile(backend="eager")
+    kvq("exact-pre", model)
+    wrapped = random("llama")
+    layers = wrapped.get_decoder().layers
+    layers[0] = torch.compile(layers[0], backend="eager")
+    assert rope_refusal(wrapped.get_decoder(), dict(enumerate(layers))) is None
+
+
+def test_want_of_memory_is_nothing_of_the_model(monkeypatch):
+    model = random("llama")
+    attention = type(model.get_decoder().layers[0].self_attn)
+
+    @functools.wraps(attention.forward)
+    def full(*given, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(attention, "forward", full)
+        kvq("exact-pre", model)
+    kvq("exact-pre", model)

@@ -183,3 +183,15 @@ def test_locks_without_a_policy_are_as_they_were(tmp_path):
     written = json.loads((tmp_path / "kvq.lock").read_text())
     assert set(written) == {"reference", "registry", "name", "version", "sha256", "size"}
     assert read_lock(tmp_path / "kvq.lock") == lock
+
+
+def test_an_encrypted_key_signs_with_its_password_alone(tmp_path):
+    private, public = keys(tmp_path, "closed", "right")
+    record = sign(NAME, "1.0.0", "0" * 64, private, "right")
+    verify(read_signature(record), NAME, "1.0.0", "0" * 64, public.read_text())
+    with pytest.raises(ValueError, match="is encrypted: set KVQ_KEY_PASSWORD"):
+        sign(NAME, "1.0.0", "0" * 64, private)
+    with pytest.raises(ValueError, match="that KVQ_KEY_PASSWORD opens"):
+        sign(NAME, "1.0.0", "0" * 64, private, "wrong")
+    with pytest.raises(ValueError, match="is not encrypted: unset KVQ_KEY_PASSWORD"):
+        sign(NAME, "1.0.0", "0" * 64, keys(tmp_path, "open")[0], "right")

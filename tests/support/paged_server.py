@@ -58,7 +58,7 @@ class PagedServer:
         self.layer = BlockLayer(*given, reader) if self.by_block else PagedLayer(*given)
         self.cache = torch.zeros(64, 1, self.page, layout.per_token, dtype=torch.uint8)
         if not self.by_block:
-            self.cache[1:] = 255  # what other layers leave, which are NaNs where they are read as numbers
+            self.cache[:] = 255  # what other layers leave, which are NaNs where they are read as numbers
         self.cache = self.cache.view(dtype)
         self.layer.bind(self.cache)
         self.first = FirstTokens(sinks, self.page) if sinks else None
