@@ -259,7 +259,7 @@ ODD_HEADERS = [
     (lambda data: data.replace(rb"\"tiny-model\"", rb"[{\"id\":\"\"}]"), r"provenance: model \[\{'id'"),
     (lambda data: data.replace(rb'"schema\":1', rb'"schema\":9'), "schema: the file has 9"),
     (lambda data: data[:40], "header: the file became shorter"),
-    (lambda data: b"\xff" * 8 + data[8:], "header: 18446744073709551615 bytes long; at most"),
+    (lambda data: b"\xff" * 8 + data[8:], "header: 18446744073709551615 bytes long by its first 8, and at most"),
 ]  # fmt: skip
 
 
