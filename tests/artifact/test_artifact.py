@@ -103,7 +103,10 @@ def test_a_header_of_a_gigabyte_is_refused_unread(tmp_path):
     with path.open("wb") as file:
         file.write(struct.pack("<Q", 1 << 30))
         file.truncate(2 << 30)  # a sparse file: whoever read the header would read a gigabyte
-    with pytest.raises(ArtifactError, match=rf"header: {1 << 30} bytes long by its first 8, and at most {tiny.HEADER_LIMIT} are allowed"):
+    with pytest.raises(
+        ArtifactError,
+        match=rf"header: {1 << 30} bytes long by its first 8, and at most {tiny.HEADER_LIMIT} are allowed",
+    ):
         artifact.load(path)
     with pytest.raises(ArtifactError, match="^header: .* bytes long by its first 8, and at most"):
         artifact.to_bytes(replace(tiny.tiny(), fit={"note": "x" * tiny.HEADER_LIMIT}))
