@@ -138,7 +138,7 @@ MUTANTS = [
         "kvq_runtime/registry/remarks.py",
         " - {proposal.by})",
         ")",
-        ("registry/test_remarks.py",),
+        ("registry/test_protected.py",),
     ),
     Mutant(
         "publish-again",
