@@ -32,11 +32,11 @@ class Conflict(ArtifactError):
     """Another change came first, or a change contradicts the present state."""
 
 
-def spoken(error: OSError) -> str:
-    """What the system refuses, in words: the path, what it is, what to do; not a number and the name of a draft."""
-    path = error.filename if error.filename2 is None or error.errno == errno.ENOENT else error.filename2
-    if error.errno is None or not error.strerror:  # of a library, in words already
+def spoken(error: BaseException) -> str:
+    """Say an error in words: of what the system refuses the path, what it is and what to do, without its number."""
+    if not isinstance(error, OSError) or error.errno is None or not error.strerror:  # a library's, in words already
         return str(error)
+    path = error.filename if error.filename2 is None or error.errno == errno.ENOENT else error.filename2
     if path is None:
         return error.strerror
     return f"{path}: {_PATHS.get(error.errno, error.strerror)}"

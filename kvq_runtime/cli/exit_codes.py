@@ -116,7 +116,7 @@ def run(program: str, command: Callable[[], int], extras: str = "[calib]", inter
         code = exit_code(error)
         if code is None:
             raise
-        text = spoken(error) if isinstance(error, OSError) else str(error)
+        text = spoken(error)
         if isinstance(error, ModuleNotFoundError):
             if (error.name or "kvq").startswith("kvq"):
                 raise

@@ -33,16 +33,12 @@ def list_names(args: Namespace) -> int:
                 rows.append(_list_row(registry, state) | tagged)
         except (ArtifactError, PermissionError) as error:
             code = 1
-            rows.append({"name": name, "recipe": f"cannot be read: {_why(error)}"})
+            rows.append({"name": name, "recipe": f"cannot be read: {spoken(error)}"})
     if rows or args.json or args.tag:
         print_table(rows, args.json)
     else:
         print(f"{registry.url} is empty; kvq-calibrate publishes artifacts, kvq copy copies those of another registry")
     return code
-
-
-def _why(error: ArtifactError | PermissionError) -> str:
-    return spoken(error) if isinstance(error, OSError) else str(error)
 
 
 def _list_row(registry: Registry, state: State) -> dict[str, Any]:
@@ -90,14 +86,14 @@ def search(registry: Registry, query: Mapping[str, str | None]) -> Iterator[dict
         try:
             versions = registry.state(name).versions.values()
         except (ArtifactError, PermissionError) as error:
-            yield row | {"recipe": f"cannot be read: {_why(error)}"}
+            yield row | {"recipe": f"cannot be read: {spoken(error)}"}
             continue
         for version in versions:
             row = {"name": name, "version": version.version}
             try:
                 row |= registry.about(name, version)
             except (ArtifactError, PermissionError) as error:
-                yield row | {"recipe": f"cannot be read: {_why(error)}"}
+                yield row | {"recipe": f"cannot be read: {spoken(error)}"}
                 continue
             if all(_matches(pattern, row[f]) or _matches_digest(f, pattern, row) for f, pattern in patterns.items()):
                 yield row | {"sha256": version.sha256, "published": version.at, "yanked": version.yanked}
