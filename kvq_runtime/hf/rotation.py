@@ -125,20 +125,20 @@ class _Constant(nn.Module):
 
 
 def _bare(module: nn.Module, device: torch.device) -> Any:
-    """A module of the same class and settings without hooks, training and matrices; vectors are in float32, and of ones
-    where they have no memory."""
+    """A module of the same class and settings without hooks, training and matrices; vectors are of ones, as calibration
+    asks before it has weights: a norm behind the rotation (HunYuan's) scales channels, which a cache gets back."""
     module = getattr(module, "_orig_mod", module)  # which torch.compile wraps
     width = getattr(module, "out_features", getattr(module, "embedding_dim", None))
     if isinstance(width, int):
         return _Constant(width)
-    bare = type(module).__new__(type(module))
+    bare: Any = type(module).__new__(type(module))
     own = {name: value for name, value in vars(module).items() if name not in _OTHERS}
     bare.__dict__ |= own | vars(nn.Module()) | {"training": False}
     children = module._modules.items()
     bare._modules = {name: None if child is None else _bare(child, device) for name, child in children}
     bare._buffers = {name: _here(one, device) for name, one in module._buffers.items()}
     vectors = {name: one for name, one in module._parameters.items() if one is None or one.ndim < 2}
-    bare._parameters = {name: None if one is None else _here(one.float(), device) for name, one in vectors.items()}
+    bare._parameters = {n: None if one is None else torch.ones(one.shape, device=device) for n, one in vectors.items()}
     return bare
 
 

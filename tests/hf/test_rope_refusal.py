@@ -87,3 +87,11 @@ def test_want_of_memory_is_nothing_of_the_model(monkeypatch):
         patched.setattr(attention, "forward", full)
         kvq("exact-pre", model)
     kvq("exact-pre", model)
+
+
+def test_a_norm_behind_the_rotation_is_none_of_it():
+    """HunYuan scales channels of rotated keys: what is turned back and again is the same, whatever the scales are."""
+    model = random("hunyuan_v1_moe")
+    for layer in model.get_decoder().layers:
+        torch.nn.init.uniform_(layer.self_attn.key_layernorm.weight, 0.5, 2.0)
+    kvq("exact-pre", model)
