@@ -160,7 +160,7 @@ class BlockCache:
     def take_queries(self, layer: int, q_BHTD: Tensor) -> None:
         """Take the queries [B, query heads, T, D] of what `take` took in, for a recipe that is fitted to them."""
         for policy in self.policies:
-            policy.queried(layer, q_BHTD)
+            policy.queried(layer, q_BHTD.detach())
 
     def attend(
         self, layer: int, q_BHTD: Tensor, mask: Tensor | None, scale: float, softmax: dense.Softmax = dense.PLAIN

@@ -232,6 +232,7 @@ class Absorbed(Reference):
         return self._readers[site]
 
 
+@torch.inference_mode(False)
 def _residual_reader(codec: Codec) -> PackedReader | None:
     geometry = codec.geometry
     reader = packed_reader(replace(codec.scheme, predict=None), geometry, codec.back, codec.device)

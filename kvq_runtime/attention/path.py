@@ -16,12 +16,12 @@ Differs: kernels, which cannot see all scores at once, merge parts by their log-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.dense import capped
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore
@@ -213,11 +213,10 @@ def by_head(x_BTC: Tensor, heads: int) -> Tensor:
     return x_BTC.float().view(batch, tokens, heads, width // heads).transpose(1, 2)
 
 
-@lru_cache(maxsize=8)
+@constant(8)
 def _factor(scale: float) -> Tensor:
     """A number as a tensor, which every product with a float would make anew."""
-    with torch.inference_mode(False):
-        return torch.tensor(scale)
+    return torch.tensor(scale)
 
 
 def causal(count: int, length: int, device: torch.device) -> Tensor:

@@ -104,9 +104,12 @@ class Codec:
         self.__dict__.update(state)
         self._hold(self.tensors, place.device)
 
+    @torch.inference_mode(False)
     def _hold(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Take the tensors to the device; those of inference mode, which autograd refuses to multiply with, copied."""
         self.device = device
-        self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self.tensors = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in moved.items()}
         self._own: dict[str, dict[str, Tensor]] = {slot: {} for slot in SLOTS}
         for name, tensor in self.tensors.items():
             stage, field = name.split(".", 1)

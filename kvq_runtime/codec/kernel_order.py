@@ -7,7 +7,6 @@ a kernel looks them up in registers: of a symmetric one by sign and magnitude.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops import fragment, pack
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.stages.stage import Scheme, Specs
 
 
@@ -147,12 +147,12 @@ def _renamed(codes: Tensor, names: tuple[int, ...]) -> Tensor:
     return _table(names, codes.device)[codes.int()] if names else codes
 
 
-@lru_cache(maxsize=32)
+@constant(32)
 def _table(names: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(names, dtype=torch.uint8, device=device)
 
 
-@lru_cache(maxsize=32)
+@constant(32)
 def _places(size: int, pairs: bool) -> Tensor:
     if not pairs:
         return torch.arange(size)

@@ -6,18 +6,18 @@ matrix back are in that order, and nothing is put in place by itself.
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages import stage as contract
 from kvq_runtime.stages.stage import Quantizer
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def places(quantize: Quantizer, width: int, geometry: Geometry, device: torch.device) -> Tensor | None:
     """Return the place of each element among the decoded ones; None if each has kept its place."""
     order = quantize.order(width, geometry)
@@ -53,7 +53,7 @@ def _stored_rows(back_HDD: Tensor, order_W: Tensor) -> Tensor:
     return back_HDD[:, inside_D].contiguous()
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def _fixed_matrices(
     rotate: contract.Rotation | None, quantize: Quantizer, width: int, geometry: Geometry, device: torch.device
 ) -> tuple[Rotation, Tensor | None]:

@@ -18,12 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.stages.abilities import PackedCodes, ReadPacked
 from kvq_runtime.stages.stage import Scheme
 
@@ -167,7 +168,7 @@ def _by_head(codes: PackedCodes, geometry: Geometry, back_HDD: Tensor, device: t
     return PackedReader(geometry, codes._replace(order=None), size, back_HDD.float().mT.contiguous().to(device))
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def _rotation(order: Tensor | None, back: Tensor | None) -> Tensor | None:
     """The rotation back, float32, its rows in the order in which packed codes are read; None: there is none."""
     if order is None:
@@ -180,7 +181,7 @@ def _rotation(order: Tensor | None, back: Tensor | None) -> Tensor | None:
     return torch.block_diag(*[back] * (size // len(back)))[rows]
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def _over_all(turn: Tensor | None, span: int, width: int) -> Tensor | None:
     """A reader's `turn` as one matrix of all channels, [C, C]."""
     if turn is None:
@@ -190,7 +191,7 @@ def _over_all(turn: Tensor | None, span: int, width: int) -> Tensor | None:
     return matrices[0] if len(matrices) == 1 else torch.block_diag(*matrices)
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def _turn(back_EE: Tensor | None, span: int, size: int, device: torch.device) -> Tensor | None:
     """The rotation of a whole span, transposed, and cut by heads if they are several; None: nothing to do."""
     if back_EE is None and span == size:

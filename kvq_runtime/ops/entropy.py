@@ -29,6 +29,7 @@ from torch.nn.functional import embedding_bag
 
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.ops import ladder
+from kvq_runtime.ops.constant import constant
 
 HEADER = 5  # bytes
 OFF = 16  # how many rungs a token may be off
@@ -248,14 +249,14 @@ def _bell() -> Any:
     return models().Categorical(weights.astype(np.float32), perfect=False)
 
 
-@lru_cache(maxsize=1)
+@constant(1)
 def _lengths_off() -> Tensor:
     """Bits of a code of a rung in a token that is so many rungs off, float32 [rungs · codes, OFF]."""
     rung_KO = (torch.arange(ladder.RUNGS)[:, None] + torch.arange(OFF) - BELOW).clamp(0, ladder.RUNGS - 1)
     return ladder.ladder().lengths[rung_KO].transpose(1, 2).flatten(0, 1).contiguous()
 
 
-@lru_cache(maxsize=1)
+@constant(1)
 def _bell_logs() -> Tensor:
     """Logarithms, to the base 2, of the probabilities of tokens' rungs, float32."""
     return torch.from_numpy(np.log2(_weights() / _weights().sum()).astype(np.float32))

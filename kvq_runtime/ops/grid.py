@@ -9,7 +9,6 @@ Source: Malinovskii et al., 2024 (HIGGS), algorithm 1; AQUA-KV uses d=2, n=16, 6
 Differs: the least-squares scale (they store the norm), float16 (their cache keeps float32).
 """
 
-from functools import lru_cache
 from hashlib import sha256
 from importlib import resources
 
@@ -18,6 +17,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import pack
 from kvq_runtime.ops.rotation import Rotation, rotate
 
@@ -36,7 +36,7 @@ _FINE, _SIDE = 128, 1024
 _BLOCK = 4  # by so many cells they are looked at first: at 8, twice as many corners of 256 points are left
 
 
-@lru_cache(maxsize=3)
+@constant(3)
 def tables(file: str) -> dict[str, Tensor]:
     """Return the tables of a file of this folder, by name."""
     return load((resources.files("kvq_runtime") / "ops" / f"{file}.safetensors").read_bytes())
@@ -50,7 +50,7 @@ def pinned(kind: str, name: str, table: Tensor, digest: str) -> Tensor:
     return table
 
 
-@lru_cache(maxsize=16)
+@constant(16)
 def points(dim: int, size: int) -> Tensor:
     """The grid, float32 [size, dim], checked against its pinned digest."""
     name = f"d{dim}_n{size}"
@@ -90,7 +90,7 @@ def _strip(x: Tensor) -> int:
     return 1 << (26 if x.is_cuda else 19)
 
 
-@lru_cache(maxsize=16)
+@constant(16)
 def _cells(size: int, device: torch.device) -> Tensor:
     """The nearest point throughout each square cell, int16 [_SIDE²]; -1 where it is not one and the same.
 

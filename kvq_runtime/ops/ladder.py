@@ -11,11 +11,12 @@ Probabilities are whole numbers of 2^-BITS, so that every machine has the same.
 Source: Sullivan, 1996 (dead zones of entropy-coded scalar quantizers); Ortega and Ramchandran, 1998 (choice of codes).
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kvq_runtime.ops.constant import constant
 
 RUNGS, PER, LOWEST = 34, 3, -15  # of an octave; deviations from 2^(LOWEST / PER) to 2^((LOWEST + RUNGS - 1) / PER)
 MOST = 127  # the largest code
@@ -41,7 +42,7 @@ class Ladder(NamedTuple):
     error: Tensor
 
 
-@lru_cache(maxsize=1)
+@constant(1)
 def ladder() -> Ladder:
     """All rungs."""
     points = (torch.arange((MOST + 1) * FINE, dtype=torch.float64) + 0.5) / FINE

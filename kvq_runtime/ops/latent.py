@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.ops import dispatch, grid, product, rtn, trellis
+from kvq_runtime.ops.constant import constant
 
 MAX_BITS = 8  # bits of a code
 # sha256 of the boundaries of 0 to MAX_BITS bits, float64; `python scripts/build_tables.py gaussian` builds them again.
@@ -42,7 +43,7 @@ PATH_BITS = 5  # bits of a code
 PATH_DISTORTIONS = {1: 0.29562, 2: 0.08264, 3: 0.02273, 4: 0.00658, 5: 0.00204}
 
 
-@lru_cache(maxsize=MAX_BITS + 1)
+@constant(MAX_BITS + 1)
 def gaussian(bits: int) -> tuple[Tensor, Tensor]:
     """The 2^bits - 1 boundaries and 2^bits centroids, float64; no bits: the mean alone."""
     if not 0 <= bits <= MAX_BITS:
@@ -103,7 +104,7 @@ def _looked_up(x_NRT: Tensor, bits: int) -> Tensor:
     return below.index_select(0, cell).add_(more.view(torch.uint8)).view(x_NRT.shape)
 
 
-@lru_cache(maxsize=16)
+@constant(16)
 def _cells(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return, for each cell [n, n + 1) / FINE, the boundaries below it, uint8, and the next one, float32."""
     boundaries = gaussian(bits)[0].float()

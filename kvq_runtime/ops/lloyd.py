@@ -12,13 +12,13 @@ Source: Lloyd, 1982; Max, 1960 (section IV: even steps); Zandieh et al., 2025 (T
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import pack
 from kvq_runtime.ops.rotation import Rotation, rotate
 
@@ -119,7 +119,7 @@ def _at(place: Tensor, running: Tensor) -> Tensor:
     return torch.cat([running[:1], inner, running[-1:]])
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def sphere(size: int, bits: int) -> tuple[Tensor, Tensor]:
     """Boundaries and centroids, float32, for the elements of random vectors of `size` with root mean square 1."""
     high, density = _density(size, bits)
@@ -127,7 +127,7 @@ def sphere(size: int, bits: int) -> tuple[Tensor, Tensor]:
     return boundaries.float(), centroids.float()
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def even(size: int, bits: int) -> tuple[Tensor, Tensor]:
     """As `sphere`, of evenly spaced centroids ±1/2, ±3/2, ..., which are to be scaled: boundaries are of those steps
     that have the least squared error when the scale is a least-squares one."""

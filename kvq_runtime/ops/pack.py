@@ -7,12 +7,13 @@ Codes are looked up in a table of rows, several numbers per code, as words: gath
 word of 16 bytes, four float32, is the widest that a tensor can hold and the fastest per number.
 """
 
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.constant import constant
 
 _WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -122,7 +123,7 @@ def codes_together(size: int, bits: int) -> int:
     return 8 // bits if bits in (2, 4) and size % (8 // bits) == 0 else 1
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def order_together(size: int, together: int) -> Tensor:
     """The natural place, among `size` elements, of each that is read `together` at a time."""
     return torch.arange(size).view(together, -1).mT.flatten()

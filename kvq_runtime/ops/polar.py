@@ -15,7 +15,6 @@ comparisons alone, which round in the same way on every machine.
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import groupby
 from typing import Literal
 
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import MATRIX_SIZES
 from kvq_runtime.ops import dispatch, lloyd
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import pack
 from kvq_runtime.ops.rotation import Rotation, rotate
 
@@ -32,7 +32,7 @@ Points = Literal["unit", "mean"]
 COMPARED = MATRIX_SIZES
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def _density(level: int) -> Tensor:
     """The density of the angle above level 1 on [0, π/2], float64, at the middles of lloyd.CELLS steps."""
     return (2 * _middles()).sin() ** (2 ** (level - 1) - 1)
@@ -42,7 +42,7 @@ def _middles() -> Tensor:
     return (torch.arange(lloyd.CELLS, dtype=torch.float64) + 0.5) * (math.pi / 2 / lloyd.CELLS)
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def codebook(level: int, bits: int) -> tuple[Tensor, Tensor]:
     """Boundaries inside the range, and centroids, of the angles of a level, float64. At level 1 cell 0 begins at 0."""
     check(level, bits)
@@ -61,7 +61,7 @@ def check(level: int, bits: int) -> None:
         raise ValueError(f"bits={bits} at level {level}; use {least} to {most}")
 
 
-@lru_cache(maxsize=128)
+@constant(128)
 def points(level: int, bits: int, kind: Points) -> Tensor:
     """Return what each code of a level decodes to: (cos, sin) float64 [2^bits, 2]."""
     boundaries, centroids = codebook(level, bits)
@@ -167,7 +167,7 @@ def decode(codes: Sequence[Tensor], radii: Tensor, points: Sequence[Tensor]) -> 
     return x
 
 
-@lru_cache(maxsize=128)
+@constant(128)
 def points_on(device: torch.device, level: int, bits: int, kind: Points) -> Tensor:
     """`points`, float32 on a device."""
     return points(level, bits, kind).to(device, torch.float32).contiguous()

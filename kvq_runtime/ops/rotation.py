@@ -14,13 +14,13 @@ Differs: AQUA-KV's released code uses H without signs; the paper, like us, a ran
 """
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.ops import dispatch, product
+from kvq_runtime.ops.constant import constant
 
 # Rows of a matrix that a kernel multiplies a tile with: whole in shared memory, and a shape of the tensor cores.
 TILE_MATRICES = (16, 32, 64, 128)
@@ -93,7 +93,7 @@ def hadamard(x: Tensor, size: int, seed: int) -> Tensor:
     return (x.float().reshape(-1, size) @ _matrix_on(size, seed, x.device)).view(x.shape)
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def _matrix_on(size: int, seed: int, device: torch.device) -> Tensor:
     return hadamard_matrix(size, seed).to(device)
 
@@ -106,13 +106,13 @@ def check(size: int, shape: torch.Size) -> None:
         raise ValueError(f"Hadamard rotation of {size} elements does not divide {list(shape[-2:])}; use a divisor")
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def signs(size: int, seed: int) -> Tensor:
     """The ±1 of one run, float32 [size]."""
     return torch.tensor([1.0 if hash64(seed, position) & 1 else -1.0 for position in range(size)])
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def hadamard_matrix(size: int, seed: int) -> Tensor:
     """diag(signs) · H / √size, float32 [size, size]; ValueError unless `size` is a power of two."""
     check(size, torch.Size([size]))
@@ -122,7 +122,7 @@ def hadamard_matrix(size: int, seed: int) -> Tensor:
     return signs(size, seed)[:, None] * sylvester / size**0.5
 
 
-@lru_cache(maxsize=16)
+@constant(16)
 def random_matrix(size: int, seed: int) -> Tensor:
     """A random orthogonal matrix, float32 [size, size]: hash → uniform → Gaussian (Box–Muller) → QR."""
     radius, angle = uniform(seed, 2 * size * size).view(2, size, size)

@@ -17,12 +17,12 @@ where they have 16 and values computed from the state; one number for each state
 """
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.ops import grid
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import take, word_table
 from kvq_runtime.ops.rotation import Rotation, rotate
 
@@ -49,7 +49,7 @@ _UNREACHED = 2.0**60  # the cost of states that no path has reached
 _FAINTEST = 2.0**-10  # of the loudest group's size: the least that a group is weighed with
 
 
-@lru_cache(maxsize=16)
+@constant(16)
 def table(bits: int, memory: int) -> Tensor:
     """Return the value of each state, bfloat16 [2^memory], checked against its pinned digest."""
     name = f"k{bits}_l{memory}"
@@ -160,7 +160,7 @@ def decode(packed: Tensor, bits: int, memory: int, count: int, dtype: torch.dtyp
     return rows.view(*packed.shape[:-1], count)
 
 
-@lru_cache(maxsize=32)
+@constant(32)
 def _rows(bits: int, memory: int, together: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the values of all windows of `together` elements, as a table for `take`."""
     window = torch.arange(2 ** (memory + bits * (together - 1)), device=device)

@@ -136,7 +136,7 @@ class Policies(list[Policy]):
         p_BHGTT   weights of the queries in these slots over all tokens
         """
         real_BT = self._cache.positions.real_BT
-        p_BHGTW = p_BHGTT[..., p_BHGTT.shape[-1] - store.window_2BTC.shape[2] :]
+        p_BHGTW = p_BHGTT[..., p_BHGTT.shape[-1] - store.window_2BTC.shape[2] :].detach()
         if real_BT is not None:
             p_BHGTW = p_BHGTW * real_BT[:, None, None, slots.start : slots.stop, None]
         for policy in self:

@@ -89,7 +89,7 @@ class PromptFitPolicy(Policy):
     def queried(self, layer: int, q_BHTD: Tensor) -> None:
         if layer in self._fitted or "queries" not in self.recipe.needs:
             return
-        q_BTC = q_BHTD.transpose(1, 2).flatten(2).detach()
+        q_BTC = q_BHTD.transpose(1, 2).flatten(2)
         before = self.cache.stores[layer].length - q_BTC.shape[1]
         held = self._queries.get(layer)
         if (0 if held is None else held.shape[1]) == before:

@@ -8,7 +8,7 @@ trellis   the best path through a bitshift trellis: trellis-coded quantization, 
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import grid, lloyd, pack, product, trellis
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.rotation import Rotation, in_tile
 from kvq_runtime.stages.abilities import PackedCodes
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
@@ -104,7 +105,7 @@ class Points(Codebook):
         return read if pack.codes_together(count, bits) > 1 else lambda codes: read(pack.unpack(codes, bits, count))
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def _table(quantize: Points, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The values of every index, rounded to bf16 whatever the dtype."""
     points = quantize.points(size).to(device, torch.bfloat16).to(dtype)

@@ -6,7 +6,7 @@ even          with the step that is best for a sphere's coordinates
 """
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import lloyd, pack, rtn
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
 from kvq_runtime.stages.abilities import PackedCodes
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Scheme, Site, Specs, Tensors
@@ -100,7 +101,7 @@ class Rtn(Quantizer):
         return 0 if self.range == "minmax" else (2**self.bits - 1) / 2
 
 
-@lru_cache(maxsize=8)
+@constant(8)
 def _table(bits: int, zero: float, device: torch.device) -> Tensor:
     """The codes of every byte, less `zero`."""
     return pack.word_table(pack.codes_of_bytes(bits, device).float() - zero)

@@ -1,5 +1,7 @@
 """Ordinary ways of calling a model: mixed precision, and inference mode for a part of the passes."""
 
+import sys
+
 import pytest
 import torch
 from generating import generate, kvq, stock
@@ -8,7 +10,16 @@ from models import prompt, random_model
 from kvq_runtime.recipe import OURS, preset
 
 PLAIN = ["exact", "higgs-2bit", "rtn-4bit", "kivi-2bit", "gear-2bit"]
-RECIPES = [*PLAIN, "exact-pre", "aqua-2bit", "aqua-klt-1bit", "h2o-higgs-2bit", "subkv-2bit", "svdq-online-2bit-v4"]
+RECIPES = [
+    *PLAIN,
+    "exact-pre",
+    "aqua-2bit",
+    "aqua-klt-1bit",
+    "h2o-higgs-2bit",
+    "subkv-2bit",
+    "svdq-online-2bit-v4",
+    "wush-2bit",
+]
 WAYS = [(name, "kvq") for name in RECIPES] + [(name, "sdpa") for name in RECIPES if not preset(name).needs & OURS]
 CUTS = ((0, 140), (140, 141), (141, 160), (160, 161))
 
@@ -92,6 +103,20 @@ def test_a_prompt_in_inference_mode_is_continued_outside(name, attention):
     assert torch.equal(model(ids[:, 160:], past_key_values=cache).logits, again)  # with gradients on
     cache.reset()
     assert generate(model, ids[:, :60], cache).shape == (2, 100)
+
+
+@pytest.mark.parametrize("name", ["kivi-2bit", "higgs-2bit", "lloyd-4bit", "polar-4bit", "trellis-head-2bit"])
+def test_what_a_process_computes_once_in_inference_mode_is_for_passes_with_gradients(name):
+    """Tables and rotations are kept for the whole process, so an evaluation before must not spoil them."""
+    for module in [module for place, module in sys.modules.items() if place.startswith("kvq_runtime.")]:
+        for kept in vars(module).values():
+            if hasattr(kept, "cache_clear"):
+                kept.cache_clear()
+    model, ids = random_model("llama", "kvq"), prompt(2, 161)
+    with torch.inference_mode():
+        expected = logits(model, kvq(name, model), ids)
+    found = logits(model, kvq(name, model), ids)
+    assert found.requires_grad and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "kvq"])

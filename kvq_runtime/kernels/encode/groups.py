@@ -10,7 +10,6 @@ One launch rotates, finds ends or scales, rounds and packs.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 import triton
@@ -18,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq_runtime.kernels.encode.tile import BLOCK, FUSED, Rows, load_rows, on, pack, rotated, rounded, store_codes
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.grid import points
 from kvq_runtime.ops.lloyd import Scale, even, sphere
 from kvq_runtime.ops.pack import packed_size
@@ -116,7 +116,7 @@ def _encode_levels(
     return codes if stored == bits else pack(codes, bits), scales
 
 
-@lru_cache(maxsize=32)
+@constant(32)
 def _codebook(
     found: Callable[[int, int], tuple[Tensor, Tensor]], size: int, bits: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,7 @@ def encode_grid(x: Tensor, dim: int, size: int, rotation: Rotation = None) -> tu
     return codes if stored == bits else pack(codes, bits), scale
 
 
-@lru_cache(maxsize=16)
+@constant(16)
 def _planes(dim: int, size: int, device: torch.device) -> Tensor:
     """The grid's components, and half its squared norms, float32 [dim + 1, size]."""
     grid = points(dim, size)

@@ -5,7 +5,6 @@ BITS holds the width of every level in three bits each, the first level lowest. 
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from kvq_runtime.kernels.encode.tile import FUSED, Rows, load_rows, on, programs, rotated, stream_bytes
 from kvq_runtime.ops import polar
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import packed_size
 from kvq_runtime.ops.rotation import Rotation
 
@@ -64,7 +64,7 @@ def _lines(bits: Sequence[int], boundaries: Sequence[Tensor] | None, device: tor
     return torch.stack([padded.cos(), padded.sin(), (padded < math.pi).double()], 2).float().to(device)
 
 
-@lru_cache(maxsize=32)
+@constant(32)
 def _quarters(bits: tuple[int, ...], device: torch.device) -> Tensor:
     """(cos, sin, 1) of the boundaries inside a quarter circle, of every level, float32 [levels, 63, 3]."""
     table = torch.ones(len(bits), 63, 3, dtype=torch.float64)

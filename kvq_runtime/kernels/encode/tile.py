@@ -10,7 +10,6 @@ n rows in all.
 """
 
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import packed_size, planes
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, check, in_tile, rotate, signs
 
@@ -77,7 +77,7 @@ class Rows(NamedTuple):
         return bits if size == padded >= 8 else 8
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def signs_on(size: int, seed: int, device: torch.device) -> Tensor:
     """The ±1 of one run, on the device."""
     return signs(size, seed).to(device)
