@@ -70,12 +70,12 @@ class Builder(AttentionMetadataBuilder[Batch]):
         positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=False)]
         made = Batch(starts, counts, lengths, table, positions_T=torch.cat(positions).clamp(min=0).to(table.device))
         real = bool((given.slot_mapping[: edges[-1]] >= 0).any())  # a dry run has no slots
-        requests = (starts, counts, lengths, table.tolist()) if real else None
+        requests, rows = (starts, counts, lengths, table.tolist()) if real else None, None
         if requests and self._first is not None:
             made.arrived, rows = self._first.step(*requests)
             made.entries = torch.tensor(rows, device=table.device)
         if requests and self._tails is not None:
-            made.tails = self._tails.step(*requests)
+            made.tails = self._tails.step(*requests, rows)
         elif requests:
             made.begun = sent(attend.pages_begun(self._page, *requests[1:]), table.device)
         return made

@@ -99,6 +99,13 @@ class Tail(NamedTuple):
     filled: int
 
 
+class Reopened(NamedTuple):
+    """A tail that is decoded from its page, and the entry of that page's exact first tokens, or -1."""
+
+    tail: Tail
+    first: int
+
+
 class Piece(NamedTuple):
     """Queries of a request, from its `start` to its `stop` in this step, whose own page is the step's `own`."""
 
@@ -112,7 +119,7 @@ class TailWork:
     """The work of a layer for a step's tokens, in the order of the fields, and the pages that queries read exact.
 
     settled    tails that are encoded as they are, to free their entries
-    reopened   pages that are decoded into entries
+    reopened   pages that are decoded into entries, but for first tokens that are exact elsewhere
     entries    of the pages O, -1: all its tokens are the step's
     rows       of the step's tokens, by place in a page, -1: the token is in the entry, or has not come, int64 [O, N]
     begins     positions of the pages' first tokens
@@ -123,7 +130,7 @@ class TailWork:
     """
 
     settled: list[Tail] = field(default_factory=list)
-    reopened: list[Tail] = field(default_factory=list)
+    reopened: list[Reopened] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
@@ -154,30 +161,38 @@ class Tails(_Pool):
         self._clock = 0
 
     def step(
-        self, starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
+        self,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        firsts: Sequence[int] | None = None,
     ) -> TailWork:
-        """Take a step's requests in, as `attend.Batch` has them."""
+        """Take a step's requests in, as `attend.Batch` has them; `firsts` as its `entries`."""
         made, given_up = TailWork(), list[int]()
         self._clock += 1
-        requests = list(zip(starts, counts, lengths, tables, strict=True))
-        for _, count, length, table in requests:
+        firsts = [-1] * len(counts) if firsts is None else firsts
+        requests = list(zip(starts, counts, lengths, tables, firsts, strict=True))
+        for _, count, length, table, _ in requests:
             for index in range(-(-(length - count) // self.page), -(-length // self.page)):
                 self._drop(table[index], self.free)  # what it was of is gone
-        for start, count, length, table in requests:
+        for start, count, length, table, first in requests:
             before, pieces = length - count, list[Piece]()
             if count and before >= self.page:
                 self._drop(table[before // self.page - 1], given_up)  # full, and all of it accepted
             for index in range(before // self.page, -(-length // self.page)) if count else ():
-                pieces.append(self._own(made, start, before, length, index * self.page, table[index], given_up))
+                exact = -1 if index else first
+                pieces.append(self._own(made, start, before, length, index * self.page, table[index], exact, given_up))
             made.pieces.append(pieces)
         self.free += given_up  # only now: this step still reads them
         made.held = self.held
         return made
 
     def _own(
-        self, made: TailWork, start: int, before: int, length: int, begin: int, page: int, given_up: list[int]
-    ) -> Piece:
-        """Take in what arrives of one page."""
+        self, made: TailWork, start: int, before: int, length: int, begin: int, page: int, exact: int,
+        given_up: list[int],
+    ) -> Piece:  # fmt: skip
+        """Take in what arrives of one page, whose first tokens may be exact in an entry."""
         first, stop = max(before, begin), min(length, begin + self.page)
         keep = begin + self.page > length - self.drafts
         entry, own = -1, len(made.entries)
@@ -186,7 +201,7 @@ class Tails(_Pool):
         elif keep or first > begin:
             entry = self._entry(made)
             if first > begin:
-                made.reopened.append(Tail(entry, page, begin, first - begin))
+                made.reopened.append(Reopened(Tail(entry, page, begin, first - begin), exact))
         rows, places = range(start + first - before, start + stop - before), range(first - begin, stop - begin)
         rows_N = torch.full((self.page,), -1)
         rows_N[places.start : places.stop] = torch.arange(rows.start, rows.stop)

@@ -179,12 +179,15 @@ class BlockLayer(PagedLayer):
         for entry, page, begin, filled in step.settled:
             x_2PNC = tails_E2NC[entry][:, None]
             self._encode(dict(zip(ROLES, x_2PNC, strict=True)), [page], [begin], filled)
-        for entry, page, begin, filled in step.reopened:
+        for (entry, page, begin, filled), first in step.reopened:
             positions_1N = begin + torch.arange(self.page.tokens, device=device)[None]
             for index, role in enumerate(ROLES):
                 fields = self._fields(role, torch.tensor([[page]], device=device))
                 x_NC = self._decode(role, {name: x[0] for name, x in fields.items()}, positions_1N)[0]
                 tails_E2NC[entry, index, :filled] = x_NC[:filled].to(tails_E2NC.dtype)
+            if first >= 0 and self.exact_E2SC is not None:  # of which codes know nothing
+                known = min(self.sinks, filled)
+                tails_E2NC[entry, :, :known] = self.exact_E2SC[first, :, :known]
         entries, rows, places = step.written(device)
         for index, role in enumerate(ROLES):
             tails_E2NC[entries, index, places] = pair[role][rows]

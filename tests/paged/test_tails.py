@@ -75,6 +75,26 @@ def test_a_tail_that_was_settled_is_taken_up_again(monkeypatch):
     assert 1e-3 < error < 0.2, "decoded from 4 bits, and not lost"
 
 
+@pytest.mark.parametrize("filled", [3, 10])
+def test_first_tokens_of_a_tail_that_is_taken_up_again_are_exact(filled: int, monkeypatch):
+    """Codes of a first page know nothing of them: attention to them is neither lost nor counted twice."""
+    monkeypatch.setattr(exact, "IDLE", 2)
+    server = PagedServer("kivi-4bit-g128+window.block=16+key.quantize.group=16", sinks=4)
+    text, other, third = server.add(40), server.add(40), server.add(40)
+    for x in server.texts[text]:
+        x[:4] *= 8  # as sinks are: unlike all others
+    queries = {i: queries_of(40) for i in (text, other, third)}
+    server.step({text: (0, filled)}, queries)
+    for n in range(4):
+        server.step({other: (n, n + 1)}, queries)
+    server.step({third: (0, 3)}, queries)
+    assert server.tails is not None and server.tails.held == 2, "the text has its entry still"
+    found = server.step({text: (filled, filled + 1)}, queries)[text]
+    expected = server.expected(text, queries[text])[filled : filled + 1]
+    error = (found - expected).norm() / expected.norm()
+    assert error < 0.1, f"{error}"
+
+
 def test_entries_are_those_of_requests_that_go_on():
     """An entry is given back when its page is full, and when the page is another text's; none is for whole pages."""
     kept = Tails(16)

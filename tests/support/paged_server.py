@@ -106,19 +106,19 @@ class PagedServer:
             role: torch.cat([self.texts[i][index][slice(*part)] for i, part in parts.items()])
             for index, role in enumerate(ROLES)
         }
-        entries, tails = None, None
+        arrived, rows, tails = None, None, None
+        if self.first is not None:
+            arrived, rows = self.first.step(starts, counts, lengths, table.tolist())
         if self.tails is not None:
             assert isinstance(self.layer, BlockLayer)
-            tails = self.tails.step(starts, counts, lengths, table.tolist())
+            tails = self.tails.step(starts, counts, lengths, table.tolist(), rows)
             self.layer.take(pair, tails)
         else:
             self.layer.begin(attend.pages_begun(self.page, counts, lengths, table.tolist()))
             self.layer.write(pair, slots, positions)
-        if self.first is not None:
-            arrived, rows = self.first.step(starts, counts, lengths, table.tolist())
-            entries = torch.tensor(rows)
-            if arrived is not None:
-                self.layer.write_exact(pair, arrived)
+        if arrived is not None:
+            self.layer.write_exact(pair, arrived)
+        entries = None if rows is None else torch.tensor(rows)
         return Batch(starts, counts, lengths, table, entries, tails)
 
     def expected(self, request: int, q_THD: Tensor) -> Tensor:
