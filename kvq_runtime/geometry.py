@@ -14,6 +14,7 @@ Role = Literal["key", "value"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 WHOLE = ("full_attention", "attention")  # types of layers that attend to all tokens, the second in files of Granite 4
+SLIDES = ("sliding_attention", "chunked_attention")  # of those to the newest: of a window, of a chunk (Llama 4)
 SLAB = 32  # blocks that are stored, addressed and decoded together; the last slab of a layer may have fewer
 # sides of a square that is one tile of a matrix product, and fits into registers and shared memory whole
 MATRIX_SIZES = (16, 32, 64, 128)
@@ -110,10 +111,10 @@ class Sliding:
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> "Sliding":
         """Those of a model; none of one whose other layers do not slide."""
-        kinds, window = config.get("layer_types"), config.get("sliding_window")
+        kinds, window = config.get("layer_types"), config.get("sliding_window") or config.get("attention_chunk_size")
         count = owners(config) - len(attending(config))
         if isinstance(kinds, (list, tuple)):
-            count = sum(kind == "sliding_attention" for kind in kinds[: owners(config)])
+            count = sum(kind in SLIDES for kind in kinds[: owners(config)])
         if not count or type(window) is not int:
             return Sliding()
         heads, size = _shape(config)

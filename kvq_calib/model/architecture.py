@@ -20,8 +20,8 @@ from kvq_calib.model.carried import EXIT, Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty
 from kvq_calib.model.weights import in_files
 from kvq_runtime.artifact.fingerprint import LATENT_PROJECTIONS
-from kvq_runtime.geometry import attending, owners, stretches
-from kvq_runtime.hf.model import CACHE, FULL, LISTED, attention_modules, check_model
+from kvq_runtime.geometry import SLIDES, attending, owners, stretches
+from kvq_runtime.hf.model import CACHE, FULL, LISTED, attention_modules, check_model, decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -59,7 +59,7 @@ def check(config: "PreTrainedConfig", id: str) -> None:
         model: Any = empty(config, None)
     check_model(model)
     attention_modules(model)
-    attend = dict(attentions(enumerate(model.get_decoder().layers), text))
+    attend = dict(attentions(enumerate(decoder_of(model).layers), text))
     _check_attention(model, attend, attending(text.to_dict()), id)
     _check_run(copy.deepcopy(config), attend, id)
 
@@ -93,8 +93,9 @@ def _check_attention(model: Any, attend: Mapping[int, Any], layers: Sequence[int
 def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> None:
     """Refuse a decoder that, without memory, does not run as its layers alone are run."""
     text = config.get_text_config(decoder=True)
-    if getattr(text, "sliding_window", None):
-        text.sliding_window = 2
+    for width in ("sliding_window", "attention_chunk_size"):
+        if getattr(text, width, None):
+            setattr(text, width, 2)
     decoder = Decoder(config, torch.float32)
     above = [name for name in decoder.top() if not name.endswith(EXIT)]
     if len(above) > 2:
@@ -129,7 +130,7 @@ def _check_cache(carried: Carried, under: Under, id: str) -> None:
 def _check_config(config: "PreTrainedConfig", id: str) -> None:
     """Refuse what the configuration says that calibration does not know."""
     kinds = getattr(config, "layer_types", None) or []
-    other = [n for n, kind in enumerate(kinds) if kind not in (FULL, "sliding_attention", *RECURRENT)]
+    other = [n for n, kind in enumerate(kinds) if kind not in (FULL, *SLIDES, *RECURRENT)]
     if other:
         raise ValueError(
             f"{id}: layers {_numbers(other)} of {len(kinds)} are of type {kinds[other[0]]!s:.40}; calibration takes "

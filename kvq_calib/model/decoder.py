@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from kvq_calib.model.carried import ENTRY, TABLE, Carried, blank
 from kvq_runtime.geometry import attending
 from kvq_runtime.hf.attention import dense
-from kvq_runtime.hf.model import rotary_module, turns
+from kvq_runtime.hf.model import decoder_of, rotary_module, turns
 from kvq_runtime.hf.rotation import rope_refusal
 from kvq_runtime.ops.dense import Softmax
 
@@ -105,7 +105,7 @@ class Decoder:
         self.parameters = list(made.state_dict())
         # of layers that are none of its modules any more: rules for files that fuse parameters ask how wide each is
         made.get_parameter = dict(made.named_parameters(remove_duplicate=False)).__getitem__
-        core: Any = made.get_decoder()
+        core: Any = decoder_of(made)
         named = {id(module): name for name, module in made.named_modules()}
         self.core_name = named[id(core)]
         self.table = f"{named[id(made.get_input_embeddings())]}.weight"
@@ -116,7 +116,7 @@ class Decoder:
 
     def top(self) -> dict[str, nn.Module]:
         """The modules with parameters above the layers, by name: the last norm, and the output head."""
-        core: Any = self.whole.get_decoder()
+        core: Any = decoder_of(self.whole)
         table = self.whole.get_input_embeddings()
         children = [(name, module) for name, module in core.named_children() if name not in (TABLE, *ENTRY)]
         within = {f"{self.core_name}.{name}": module for name, module in children}
@@ -130,7 +130,7 @@ class Decoder:
 
     def under(self, device: torch.device) -> "Under":
         """The decoder without what stands above its layers, on a device."""
-        bare: Any = copy.deepcopy(self.whole.get_decoder())
+        bare: Any = copy.deepcopy(decoder_of(self.whole))
         for name in (*self.top(), *self.entry()):
             parent, _, child = name.rpartition(".")
             if parent == self.core_name:
@@ -142,7 +142,7 @@ class Decoder:
 
     def entry(self) -> dict[str, nn.Module]:
         """The modules that make streams and inputs by layer of embeddings, by name."""
-        core: Any = self.whole.get_decoder()
+        core: Any = decoder_of(self.whole)
         return {f"{self.core_name}.{name}": getattr(core, name) for name in ENTRY if hasattr(core, name)}
 
     def settled(self, module: Any, device: torch.device) -> Any:
@@ -154,7 +154,7 @@ class Decoder:
             for name, buffer in unset.items():
                 part._buffers[name] = torch.empty_like(buffer, device=device)
             if unset:
-                owner: Any = part if isinstance(part, PreTrainedModel) else self.whole.get_decoder()
+                owner: Any = part if isinstance(part, PreTrainedModel) else decoder_of(self.whole)
                 with torch.no_grad():
                     owner._init_weights(part)
         return module

@@ -89,11 +89,13 @@ class ModelFiles:
     def inner(self) -> int:
         """The width inside an MLP, the widest."""
         found = self.config["intermediate_size"]
-        return max(found) if isinstance(found, list) else found
+        return max(*found, 0) if isinstance(found, list) else max(found, self.config.get("intermediate_size_mlp") or 0)
 
     @property
     def chosen_experts(self) -> int:
         """The most experts that a token goes through; 0 of a model without."""
+        if self.config.get("model_type") == "llama4_text":  # all, most of them as zeros
+            return self.config["num_local_experts"]
         given = (self.config.get(name) for name in ("num_experts_per_tok", "moe_k", "moe_topk"))
         return max((max(one) if isinstance(one, list) else one for one in given if one), default=0)
 

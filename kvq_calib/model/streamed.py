@@ -33,7 +33,7 @@ from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.head import Head
 from kvq_calib.model.weights import Weights
 from kvq_runtime.geometry import stretches
-from kvq_runtime.hf.model import CACHE, rotary_module, rotary_name
+from kvq_runtime.hf.model import CACHE, decoder_of, rotary_module, rotary_name
 from kvq_runtime.ops import product, rope
 
 TILE = 2048  # tokens
@@ -92,7 +92,7 @@ class Stream:
     def blank(self) -> PreTrainedModel:
         """The model without weights, but for what turns keys: what a cache that is made for a model asks of it."""
         made = empty(self._decoder.whole.config, self.dtype)
-        core = made.get_decoder()
+        core = decoder_of(made)
         if (name := rotary_name(core)) is not None:
             setattr(core, name, getattr(self._under.core, name))
         return made
@@ -108,7 +108,7 @@ class Stream:
         for name, module in self._decoder.entry().items():
             around.set_submodule(name, blank(module))
         around.set_input_embeddings(nn.Identity())
-        self._decoder.carried.mute(around.get_decoder())
+        self._decoder.carried.mute(decoder_of(around))
         return Head(self._decoder.settled(around, self.device), self._decoder.carried)
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf.attention import Pass
-from kvq_runtime.hf.model import cache_in, looks_ahead, numbered, real_tokens, rotary_module, rotary_of
+from kvq_runtime.hf.model import cache_in, decoder_of, looks_ahead, numbered, real_tokens, rotary_module, rotary_of
 from kvq_runtime.recipe import OURS, attends
 
 DECODING = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -95,7 +95,7 @@ class Announced:
 
 def hook(model: PreTrainedModel, first: nn.Module) -> None:
     """Put the pre-hooks on a model, once: on its decoder, and on the attention of the first layer a cache holds."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     if begin not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(begin, with_kwargs=True)
         first.register_forward_pre_hook(_Announce(decoder), with_kwargs=True)
@@ -146,5 +146,6 @@ class _Announce:
             positions = kwargs.get("position_ids")
             if positions is not None and positions.ndim == 3:  # of time, height and width, which text has the same
                 positions = positions[0]
-            cos_sin, rotary = kwargs.get("position_embeddings"), rotary_module(self.decoder)
+            turned, rotary = kwargs.get("position_embeddings"), rotary_module(self.decoder)
+            cos_sin = (turned.real, turned.imag) if isinstance(turned, Tensor) else turned  # cos + i sin (Llama 4)
             cache._announce(positions, cos_sin, rotary, config._attn_implementation)

@@ -19,6 +19,7 @@ from kvq_runtime.hf.model import (
     LISTED,
     attention_modules,
     check_model,
+    decoder_of,
     fingerprint_of,
     geometry_of,
 )
@@ -300,7 +301,7 @@ class KVQCache(Announced, Cache):
 
 
 def _rope_refusal(model: PreTrainedModel, modules: Mapping[int, Any]) -> str | None:
-    decoder: Any = model.get_decoder()
+    decoder: Any = decoder_of(model)
     return rope_refusal(decoder, {n: decoder.layers[n] for n in modules})
 
 

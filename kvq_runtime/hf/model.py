@@ -46,7 +46,7 @@ def check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder and attention across to it; kvq takes decoders alone; {LISTED}")
-    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+    if not isinstance(getattr(decoder_of(model), "layers", None), nn.ModuleList):
         raise ValueError(f"{name} has no decoder with layers as Llama has; {LISTED}")
     devices = _devices(model)
     if len(devices) > 1:
@@ -54,6 +54,12 @@ def check_model(model: PreTrainedModel) -> None:
             f"the layers of {name} are on {' and '.join(devices)}; kvq needs them on one device: load the model with "
             'device_map={"": 0}'
         )
+
+
+def decoder_of(model: Any) -> Any:
+    """The module that has the layers: transformers' own answer, or what stands in it (Llama 4)."""
+    found = model.get_decoder()
+    return found if hasattr(found, "layers") else getattr(found, "model", found)
 
 
 def _devices(model: PreTrainedModel) -> list[str]:
@@ -153,7 +159,7 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
     """
     name, geometry, found = type(model).__name__, geometry_of(model), {}
     for layer in attending(model.config.get_text_config(decoder=True).to_dict()):
-        module = getattr(model.get_decoder().layers[layer], "self_attn", None)  # type: ignore[union-attr,index]
+        module = getattr(decoder_of(model).layers[layer], "self_attn", None)
         if not isinstance(module, nn.Module) or CACHE not in inspect.signature(type(module).forward).parameters:
             raise ValueError(f"layer {layer} of {name} has no self_attn that takes {CACHE}, as Llama's; {LISTED}")
         if getattr(module, "kv_lora_rank", None) and not hasattr(module, "expand_kv"):

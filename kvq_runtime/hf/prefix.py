@@ -15,7 +15,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.hf.attention import KVQLayer, LatentLayer
 from kvq_runtime.hf.cache import KVQCache
-from kvq_runtime.hf.model import CACHE, fingerprint_of, frequencies, geometry_of, rotary_module
+from kvq_runtime.hf.model import CACHE, decoder_of, fingerprint_of, frequencies, geometry_of, rotary_module
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain, coder, rate
 from kvq_runtime.prefix.block_file import Block
@@ -219,6 +219,6 @@ def _rotary(model: Any, recipe: Recipe) -> Rotary | None:
     """The model's rotation, where a recipe needs it; making a cache has checked that it is one of ours."""
     if "positions" not in recipe.needs:
         return None
-    found = frequencies(rotary_module(model.get_decoder()))
+    found = frequencies(rotary_module(decoder_of(model)))
     assert found is not None
     return Rotary(found[0].float(), found[1], model.dtype)

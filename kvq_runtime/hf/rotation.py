@@ -67,6 +67,9 @@ class _Rows:
         self.seen = key_states, value_states
         raise _Seen
 
+    def get_seq_length(self, *_args: Any) -> int:
+        return 0
+
 
 @torch.no_grad()
 def _seen(decoder: Any, layers: Mapping[int, Any], positions_NT: Tensor) -> dict[int, Tensor | Exception]:
@@ -115,9 +118,9 @@ class _Place(nn.Module):
 class _Constant(nn.Module):
     """Stand in the place of a matrix or a table: put out the same vector for every token."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, device: torch.device):
         super().__init__()
-        self.width = width
+        self.width, self.weight = width, torch.empty(0, device=device)  # of which a decoder may ask where it is
 
     def forward(self, x: Tensor, *_args: Any, **_given: Any) -> Tensor:
         drawn = torch.randn(self.width, generator=torch.Generator().manual_seed(self.width), dtype=torch.float32)
@@ -130,7 +133,7 @@ def _bare(module: nn.Module, device: torch.device) -> Any:
     module = getattr(module, "_orig_mod", module)  # which torch.compile wraps
     width = getattr(module, "out_features", getattr(module, "embedding_dim", None))
     if isinstance(width, int):
-        return _Constant(width)
+        return _Constant(width, device)
     bare: Any = type(module).__new__(type(module))
     own = {name: value for name, value in vars(module).items() if name not in _OTHERS}
     bare.__dict__ |= own | vars(nn.Module()) | {"training": False}

@@ -19,7 +19,6 @@ REFUSED = {
     "gpt_neox": ("causal", PLAIN, "layer 0 of GPTNeoXForCausalLM has no self_attn"),
     "bert": ("causal", PLAIN, "no decoder with layers as Llama has"),
     "t5": ("seq2seq", {"d_model": 32, "d_ff": 32, "num_layers": 1, "d_kv": 16}, "an encoder and attention across"),
-    "llama4_text": ("causal", {**SHAPE, "intermediate_size_mlp": 32, "num_local_experts": 2}, "no decoder with layers"),
     "mamba": (
         "causal",
         {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2},

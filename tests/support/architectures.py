@@ -55,6 +55,8 @@ E2B = SHARING | {  # of Gemma 4
     "per_layer_config": {str(n): {"head_dim": 64, "num_key_value_heads": 1} for n in (1, 3, 5)},
     "enable_moe_block": False,
 }  # fmt: skip
+LLAMA4 = {"intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": 16, "floor_scale": 16,
+          "no_rope_layers": [1, 0, 1, 0], "num_hidden_layers": 4}  # fmt: skip
 LATER = (  # than the oldest transformers
     "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "lfm3_vl", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
     "lara_mini", "apertus1p5_text", "beam", "exaone",
@@ -119,7 +121,8 @@ OWN = {
     "phi4_multimodal": {"head_dim": 16, "vision_config": SEEING | {"num_hidden_layers": 2, "crop_size": 28},
                         "audio_config": SEEING | {"num_blocks": 2, "nemo_conv_channels": 32}},
     "paligemma": tower({"model_type": "gemma"}, model_type="siglip_vision_model") | {"projection_dim": 64},
-    "llama4_text": {"intermediate_size_mlp": 64, "num_local_experts": 4, "no_rope_layers": [1, 1, 0]},
+    "llama4_text": LLAMA4,
+    "llama4": tower(LLAMA4, **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32)),
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "n_mamba_heads": 4},
     "aya_vision": tower({"model_type": "cohere2"} | FULL, model_type="siglip_vision_model"),
 }  # fmt: skip

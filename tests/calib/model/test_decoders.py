@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from architectures import MIXED, QUICK, random, table
+from architectures import MIXED, OWN, QUICK, random, table
 from generating import stock
 from models import prompt
 from tiers import some
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalGeneration
 
 from kvq_calib.evaluate import caches, errors
 from kvq_calib.evaluate.caches import CountedCache, FullCache
@@ -31,6 +31,7 @@ from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.geometry import attending, stretches
 from kvq_runtime.hf import KVQCache, fingerprint_of
+from kvq_runtime.hf.model import decoder_of
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset
 
@@ -40,7 +41,6 @@ UNLISTED = {
     "minimax": "it does not run with transformers' own cache: MiniMax uses cache of its own",
     "falcon_h1": "layers 0, 1, 2 of 3 are of type hybrid; calibration takes models whose layers attend to every",
     "bailing_hybrid": "its files have model.layers.1.attention.kv_a_proj_with_mqa.weight, and no layers.1.self_attn.kv",
-    "llama4_text": "layers 0, 1 of 3 are of type chunked_attention; calibration takes models whose layers attend",
     "paligemma": "layer 0 of PaliGemmaForConditionalGeneration attends in both directions",
     "zamba2": r"no layer of this model attends to all tokens alone \(their types: hybrid, linear_attention\)",
     "bloom": "BloomConfig does not say num_hidden_layers, as Llama's does",
@@ -87,7 +87,7 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
     whole = files.model(torch.float32).eval()
     whole.set_attn_implementation("eager")
     ids, cache, queries, states = prompt(2, 40), stock(whole), {}, {}
-    for n, layer in enumerate(whole.get_decoder().layers):
+    for n, layer in enumerate(decoder_of(whole).layers):
         layer.register_forward_pre_hook(lambda module, args, n=n: states.__setitem__(n, args[0]))
         if n in files.attending:
             layer.self_attn.register_forward_hook(lambda module, args, out, n=n: queries.__setitem__(n, out[1]))
@@ -260,6 +260,20 @@ def test_gradients_of_logits_that_are_scaled(kind, folders):
     drawn = torch.searchsorted(log.exp().cumsum(-1).detach(), uniform).clamp(max=96)
     first, second = log.gather(1, drawn).unbind(1)
     near(found, torch.autograd.grad((first - second).sum() / 2**0.5, h)[0])
+
+
+def test_the_text_of_a_folder_that_transformers_reads_alone(tmp_path):
+    """Of Llama 4, whose model of images transformers 5.24 does not run."""
+    Llama4ForConditionalGeneration(AutoConfig.for_model("llama4", **OWN["llama4"])).save_pretrained(tmp_path)
+    files, ids = models.resolve(tmp_path), prompt(2, 40)
+    whole, stream = files.model(torch.float32).eval(), Stream(files, dtype=torch.float32)
+    h = stream.embed(ids)
+    for index in range(stream.layers):
+        h = stream.layer(index).forward(h).h_BTE
+    with torch.no_grad():
+        near(stream.head()(h), whole(ids).logits)
+    assert fingerprint_of(whole).to_json() == files.fingerprint().to_json()
+    assert (files.chosen_experts, files.sliding.window) == (4, 16)
 
 
 @pytest.mark.parametrize("kind", ["dots1", "qwen3_moe"])
