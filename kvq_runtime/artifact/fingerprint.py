@@ -169,10 +169,10 @@ def mismatches(stored: Fingerprint, model: Fingerprint) -> list[str]:
 
 
 def distances(stored: Fingerprint, model: Fingerprint) -> dict[str, float]:
-    """‖model - stored‖ / ‖stored‖ of every probe that both have."""
+    """‖model - stored‖ / ‖stored‖ of every probe that both have; inf where a weight is no number."""
     tiny = torch.finfo(torch.float32).tiny
     return {
-        name: float((model.probes[name] - probe).norm() / probe.norm().clamp_min(tiny))
+        name: float(((model.probes[name] - probe).norm() / probe.norm().clamp_min(tiny)).nan_to_num(torch.inf))
         for name, probe in stored.probes.items()
         if name in model.probes
     }

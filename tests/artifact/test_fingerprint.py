@@ -95,6 +95,14 @@ def test_another_model_is_refused():
         fingerprint.check_match(stamp(), stamp(seed=1), allow_other_weights=True)
 
 
+def test_a_weight_that_is_no_number_is_refused_in_any_layer():
+    for layer, name in weights():
+        torn = {key: weight.clone() for key, weight in weights().items()}
+        torn[layer, name][0, 0] = torch.nan
+        with pytest.raises(ArtifactError, match=f"weights of layer {layer} .* differ by inf"):
+            fingerprint.check_match(stamp(), fingerprint.from_config(CONFIG, lambda i, n, torn=torn: torn[i, n]))
+
+
 def test_a_slight_fine_tune_is_refused_and_quantized_weights_warn():
     own = weights()
     near = {key: w + 0.05 * w.norm() / w.numel() ** 0.5 * torch.randn_like(w) for key, w in own.items()}
