@@ -104,8 +104,13 @@ def add_settings(command: argparse.ArgumentParser | argparse._ArgumentGroup, who
 
 
 def check_named(args: argparse.Namespace) -> None:
-    """Check the registry that a command or $KVQ_REGISTRY names; the default one may be missing: it is empty."""
-    named = getattr(args, "where", None) or getattr(args, "registry", None) or os.environ.get("KVQ_REGISTRY")
+    """Check the registry that a command names, or $KVQ_REGISTRY; the default one may be missing: it is empty.
+
+    A reference may be a path, or name a registry of its own: only looking it up tells whether the variable's is asked.
+    """
+    named = getattr(args, "where", None) or getattr(args, "registry", None)
+    if named is None and getattr(args, "reference", None) is None:
+        named = os.environ.get("KVQ_REGISTRY")
     if named is not None:
         check_there(named)
 
