@@ -121,7 +121,7 @@ def sign(name: str, version: str, sha256: str, key: Path, password: str | None =
             signing.Config().use_elliptic_key_signer(private_key=key, password=secret).sign(statement, bundle_path)
         except FileNotFoundError:
             raise NotFound(f"key {key}: no such file; docs/consume.md shows how to make one") from None
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError, AttributeError) as error:  # of an RSA key it asks for the curve
             why = spoken(error) if isinstance(error, OSError) else f"{key}: {_why(error, password)}"
             raise ValueError(f"key {why} (docs/consume.md shows how to make one)") from None
         bundle = json.loads(bundle_path.read_bytes())
@@ -172,8 +172,8 @@ def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key:
         public.write_text(key)
         try:
             verifier = verifying.Config().use_elliptic_key_verifier(public_key=public)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"key: no elliptic-curve public key in PEM: {error}") from None
+        except (TypeError, ValueError, AttributeError):
+            raise ValueError("key: no elliptic-curve public key in PEM; docs/consume.md shows how to make one") from None
         try:
             verifier.verify(statement, bundle)
         except Exception as error:  # a forged bundle may raise anything inside the library

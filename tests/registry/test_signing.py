@@ -18,6 +18,8 @@ from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import Lock, find_signature, read_lock, read_signature, sign, verify, write_lock
 
 pytest.importorskip("model_signing")
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from key_pair import keys
 
 NAME = "tiny-2bit"
@@ -64,6 +66,20 @@ def test_sign_and_verify(store, kvq, tmp_path):
     assert kvq("verify", f"{NAME}@1.0.0", "--key", mine)[0] == 2
     (record,) = store.signatures(store.state(NAME).versions["1.0.0"].sha256, NAME)
     assert {"name", "version", "sha256", "files", "bundle"} == set(read_signature(record))
+
+
+def test_keys_of_other_kinds_are_refused_by_name(tmp_path):
+    right = (NAME, "1.0.0", "a" * 64)
+    record = read_signature(sign(*right, keys(tmp_path, "mine")[0]))
+    for made in (rsa.generate_private_key(65537, 2048), ed25519.Ed25519PrivateKey.generate()):
+        (private := tmp_path / "other.pem").write_bytes(
+            made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        )
+        with pytest.raises(ValueError, match="no elliptic-curve private key in PEM"):
+            sign(*right, private)
+        public = made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
+        with pytest.raises(ValueError, match="no elliptic-curve public key in PEM; docs"):
+            verify(record, *right, public)
 
 
 def test_a_signature_is_of_nothing_else(tmp_path):
