@@ -173,7 +173,9 @@ def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key:
         try:
             verifier = verifying.Config().use_elliptic_key_verifier(public_key=public)
         except (TypeError, ValueError, AttributeError):
-            raise ValueError("key: no elliptic-curve public key in PEM; docs/consume.md shows how to make one") from None
+            raise ValueError(
+                "key: no elliptic-curve public key in PEM; docs/consume.md shows how to make one"
+            ) from None
         try:
             verifier.verify(statement, bundle)
         except Exception as error:  # a forged bundle may raise anything inside the library
