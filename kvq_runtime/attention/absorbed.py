@@ -26,6 +26,7 @@ from kvq_runtime.attention.path import Attended, Observer, Query, Reference
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.packed import PackedReader, packed_reader
 from kvq_runtime.geometry import ROLES, Geometry, Role
+from kvq_runtime.ops.constant import lasting
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.abilities import LinearPrediction
 from kvq_runtime.store.decode import Decoder
@@ -232,7 +233,7 @@ class Absorbed(Reference):
         return self._readers[site]
 
 
-@torch.inference_mode(False)
+@lasting
 def _residual_reader(codec: Codec) -> PackedReader | None:
     geometry = codec.geometry
     reader = packed_reader(replace(codec.scheme, predict=None), geometry, codec.back, codec.device)

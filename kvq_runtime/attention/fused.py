@@ -9,7 +9,6 @@ Imports the kernels, and with them triton, when the first layer is kept so: see 
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -21,10 +20,11 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.errors import extra
 from kvq_runtime.geometry import ROLES, SLAB, Geometry
 from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.constant import constant, lasting
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.storage import DeviceIndex, lasting, send, storage_bytes
+from kvq_runtime.store.storage import DeviceIndex, send, storage_bytes
 
 COST = "at every step its history is decoded, a slab at a time: 4 · tokens · width bytes written and read in a layer"
 
@@ -99,7 +99,7 @@ def _made(device: torch.device, *given: Any) -> Any:
 
 
 # of schemes without fitted tensors: all layers share one set of tables on the device
-_shared = lru_cache(maxsize=64)(_made)
+_shared = constant(64)(_made)
 
 
 class LeftPadding:

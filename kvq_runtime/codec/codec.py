@@ -21,6 +21,7 @@ from kvq_runtime.codec.matrices import matrices, places
 from kvq_runtime.codec.packed import packed_reader
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch, product, rope
+from kvq_runtime.ops.constant import lasting
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens
@@ -104,12 +105,10 @@ class Codec:
         self.__dict__.update(state)
         self._hold(self.tensors, place.device)
 
-    @torch.inference_mode(False)
+    @lasting
     def _hold(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Take the tensors to the device; those of inference mode, which autograd refuses to multiply with, copied."""
         self.device = device
-        moved = {name: tensor.to(device) for name, tensor in tensors.items()}
-        self.tensors = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in moved.items()}
+        self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         self._own: dict[str, dict[str, Tensor]] = {slot: {} for slot in SLOTS}
         for name, tensor in self.tensors.items():
             stage, field = name.split(".", 1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec, Context, all_specs, specs
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops.constant import lasting
 from kvq_runtime.recipe import Recipe, Role
 
 _lock = threading.RLock()
@@ -21,10 +22,13 @@ _moved: WeakKeyDictionary[Codec, WeakValueDictionary[torch.device, Codec]] = Wea
 
 
 class Fitted(dict[str, Tensor]):
-    """The tensors of a fit by name. They must not be changed: caches share them."""
+    """The tensors of a fit by name. They must not be changed: caches share them. Those of inference mode are copied."""
 
+    @lasting
     def __init__(self, tensors: Mapping[str, Tensor]):
-        super().__init__(tensors)
+        super().__init__(
+            (name, tensor.clone() if tensor.is_inference() else tensor) for name, tensor in tensors.items()
+        )
         self._built: list[tuple[Recipe, Geometry, list[tuple[Codec, Codec]]]] = []
 
     def __reduce__(self):  # in another process codecs are made again
@@ -40,7 +44,7 @@ def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> 
             f"or make one with kvq-calibrate --recipe {recipe.name}"
         )
     if not isinstance(tensors, Fitted):
-        return [_pair(recipe, layer, geometry, tensors) for layer in range(geometry.layers)]
+        tensors = Fitted(tensors)
     with _lock:
         for known, size, pairs in tensors._built:
             if known == recipe and size == geometry:

@@ -19,11 +19,12 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.packed import PackedBlocks, PackedReader
 from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.geometry import SLAB, Window
+from kvq_runtime.ops.constant import lasting
 from kvq_runtime.store import storage
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.promise import Check, Exact, Watch
 from kvq_runtime.store.step import Step
-from kvq_runtime.store.storage import SLACK, DeviceIndex, Slab, lasting
+from kvq_runtime.store.storage import SLACK, DeviceIndex, Slab
 
 Run = tuple[int, int]  # (first, last + 1) of the blocks of one slab
 EXTRA = 2  # where in `slabs` the fields of policies are, after those of keys and values

@@ -16,12 +16,10 @@ from torch import Tensor
 from kvq_runtime.codec.kernel_order import KernelOrder
 from kvq_runtime.geometry import SLAB
 from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.constant import lasting
 
 Slab = dict[str, Tensor]
 SLACK = 64  # tokens that one step may add where the window is
-
-# of a function that allocates what is written into later: tensors made in inference mode could not be, outside it
-lasting = torch.inference_mode(False)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -35,9 +35,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from kvq_runtime.engines import kept
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf.model import rotary_of_config
+from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.prefix.shelf import parse_bytes
 from kvq_runtime.vllm import keeper, served
-from kvq_runtime.vllm.engine import own_defaults
 from kvq_runtime.vllm.keeper import Keeper, Pages
 from kvq_runtime.vllm.orders import Orders, Planner
 

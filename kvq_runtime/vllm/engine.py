@@ -1,7 +1,6 @@
 """Load what a worker serves, once for all layers of an engine, and refuse an engine that it cannot be served in."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +14,7 @@ from kvq_runtime.codec import shared
 from kvq_runtime.engines.source import bits, narrowed, share_of
 from kvq_runtime.geometry import Geometry, attending
 from kvq_runtime.hf.model import rotary_of_config
+from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.vllm import page, served
@@ -148,15 +148,3 @@ def of(config: VllmConfig) -> Served:
             made = served_by(config, parallel.rank % parallel.tensor_parallel_size)
         _served[:] = [(config, made)]
     return _served[0][1]
-
-
-@contextmanager
-def own_defaults() -> Iterator[None]:
-    """Make tensors in float32 on the CPU: vLLM builds a model with the model's dtype and device as defaults."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(before)

@@ -23,9 +23,9 @@ from kvq_runtime.codec.kernel_order import KernelOrder
 from kvq_runtime.engines.fields import Field, laid_out
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import dispatch
+from kvq_runtime.ops.constant import lasting
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.store.storage import lasting
 
 Fields = dict[str, Tensor]
 ALIGNED = 16  # tokens of a page, of which its fields begin at multiples of 16 bytes

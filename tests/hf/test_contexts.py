@@ -105,18 +105,48 @@ def test_a_prompt_in_inference_mode_is_continued_outside(name, attention):
     assert generate(model, ids[:, :60], cache).shape == (2, 100)
 
 
-@pytest.mark.parametrize("name", ["kivi-2bit", "higgs-2bit", "lloyd-4bit", "polar-4bit", "trellis-head-2bit"])
-def test_what_a_process_computes_once_in_inference_mode_is_for_passes_with_gradients(name):
-    """Tables and rotations are kept for the whole process, so an evaluation before must not spoil them."""
+def forget_constants():
+    """What a process has computed once, of settings, it computes anew."""
     for module in [module for place, module in sys.modules.items() if place.startswith("kvq_runtime.")]:
         for kept in vars(module).values():
             if hasattr(kept, "cache_clear"):
                 kept.cache_clear()
+
+
+CONSTANTS = ["kivi-2bit", "higgs-2bit", "lloyd-4bit", "polar-4bit", "trellis-head-2bit"]
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_what_a_process_computes_once_in_inference_mode_is_for_passes_with_gradients(name):
+    forget_constants()
     model, ids = random_model("llama", "kvq"), prompt(2, 161)
     with torch.inference_mode():
         expected = logits(model, kvq(name, model), ids)
     found = logits(model, kvq(name, model), ids)
     assert found.requires_grad and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_what_a_process_computes_once_is_the_same_whatever_the_default_dtype_is(name):
+    model, ids = random_model("llama", "kvq"), prompt(2, 161)
+    expected = logits(model, kvq(name, model), ids)
+    forget_constants()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        logits(model, kvq(name, model), ids)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(logits(model, kvq(name, model), ids), expected)
+
+
+def test_an_artifact_of_inference_mode_is_held_once():
+    model = random_model("llama")
+    with torch.inference_mode():
+        cache = kvq("aqua-2bit", model)
+    held = [tensor for pair in cache.blocks.codecs for codec in pair for tensor in codec.tensors.values()]
+    again = kvq("aqua-2bit", model)
+    assert not any(tensor.is_inference() for tensor in held)
+    assert cache.memory_report().shared_bytes == again.memory_report().shared_bytes
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "kvq"])
