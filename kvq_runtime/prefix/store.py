@@ -97,6 +97,7 @@ class PrefixBlocks:
         )
         # read, written: bytes of blocks; damaged, unreadable: blocks; beyond: keys or values, of a layer, kept exact
         self.tally: Counter[str] = Counter()
+        self._said: set[str] = set()
 
     def under(self, salt: str) -> "PrefixBlocks":
         """The same store for a tenant of this one's: other chains, on the same shelf. Without a salt it is itself."""
@@ -232,7 +233,7 @@ class PrefixBlocks:
                 end = next((n for n in range(number + 1, end) if self.shelf.has(names[n])), end)
                 ready.update(zip(counting(number), encoded(number, end), strict=False))
             block = ready.pop(number).cpu()  # here, where the device's stream is the caller's
-            self.tally["beyond"] += len(block.exact)
+            self._count_exact(block)
             return pool.submit(self.format.to_bytes, block, self._link(names, token_T, number))
 
         kept = 0
@@ -265,8 +266,21 @@ class PrefixBlocks:
 
     def write(self, name: str, block: Block, link: Link) -> None:
         """Put a block on the shelf, and count it."""
-        self.tally["beyond"] += len(block.exact)
+        self._count_exact(block)
         self._written(name, self.format.to_bytes(block, link))
+
+    def _count_exact(self, block: Block) -> None:
+        """Count keys and values that are beyond; say it, once, where these are most of a block."""
+        count, sites = len(block.exact), 2 * len(self.format.held)
+        self.tally["beyond"] += count
+        if 2 * count > sites and not self._said:
+            self._said.add("beyond")
+            _log.warning(
+                "%s: %d of the %d keys and values of a block, one each a layer, are beyond what calibration promised, "
+                "and are kept exact beside their codes, so that files save little or nothing against 16 bit; the "
+                "text, or the model, is other than that of the fit (said once)",
+                self.format.recipe.name, count, sites,
+            )  # fmt: skip
 
     def read(self, name: str, what: str, parse: Callable[[bytes], T]) -> T | None:
         """What `parse` makes of a file of the shelf, and counts it; None: it is missing, unreadable, or damaged, which

@@ -14,6 +14,7 @@ from kvq_runtime.geometry import Window
 from kvq_runtime.prefix import chain, coder
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import preset
+from kvq_runtime.store.promise import Check, Promise
 
 # ---- what a block is
 
@@ -249,3 +250,21 @@ def test_a_padded_cache_is_refused():
     cache.positions.real_BT = torch.ones(1, cache.length, dtype=torch.bool)
     with pytest.raises(ValueError, match="padded"):
         kept.put_cache(tokens, cache)
+
+
+def test_a_fit_of_another_text_is_told_once(caplog):
+    """Where most of a block is beyond the promise its file saves next to nothing, which nothing else says."""
+    sites = [(layer, role) for layer in range(GEOMETRY.layers) for role in (0, 1)]
+
+    def put(beyond: int) -> list[str]:
+        caplog.clear()
+        some = {site: Promise(1e-9 if place < beyond else 1e9, 1, (1.0,) * 4) for place, site in enumerate(sites)}
+        kept = store(promised=Check(some))
+        for seed in (0, 1):
+            kept.under("tenant" * seed).put(ids(4 * kept.block, 5 + seed), *rows(4 * kept.block, seed))
+        assert kept.tally["beyond"] == 8 * beyond
+        return [one.message for one in caplog.records]
+
+    (told,) = put(len(sites))
+    assert f"{len(sites)} of the {len(sites)} keys and values of a block" in told
+    assert not put(len(sites) // 2)
