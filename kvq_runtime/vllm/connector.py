@@ -2,7 +2,7 @@
 
 vLLM's own cache stays as it is, in 16 bits; what has left it, or was computed by another server or before a restart,
 comes from the folder. Every layer of a prefix is at hand here, with its positions, so that recipes which predict across
-layers or encode keys before RoPE are kept as all others. The parts: options (engines/kept.py), what is to be done
+layers or encode keys before RoPE are kept as all others. The parts, of `engines`: options (kept.py), what is to be done
 (orders.py, in the scheduler's process), and the doing of it (keeper.py, in each worker).
 
     --kv-transfer-config '{"kv_connector": "KVQConnector", "kv_connector_module_path": "kvq_runtime.vllm.connector",
@@ -33,13 +33,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from kvq_runtime.engines import kept
+from kvq_runtime.engines.keeper import Keeper
+from kvq_runtime.engines.orders import Orders, Planner
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.prefix.shelf import parse_bytes
-from kvq_runtime.vllm import keeper, served
-from kvq_runtime.vllm.keeper import Keeper, Pages
-from kvq_runtime.vllm.orders import Orders, Planner
+from kvq_runtime.vllm import rows, served
+from kvq_runtime.vllm.rows import Rows
+from kvq_runtime.vllm.text import text_of
 
 logger = init_logger("vllm.kvq")
 
@@ -77,11 +79,11 @@ class KVQConnector(KVConnectorBase_V1):
         return False  # what is not kept is a miss later
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        count = self._plan.matched(request, num_computed_tokens)
+        count = self._plan.matched(text_of(request), num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._plan.allocated(request, num_external_tokens)
+        self._plan.allocated(text_of(request), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         cached = scheduler_output.scheduled_cached_reqs
@@ -121,7 +123,7 @@ class KVQConnector(KVConnectorBase_V1):
             kind = type(module.impl), cache.shape, cache.stride(), cache.dtype
             if kind not in known:
                 known[kind] = _places(module, cache, store.format.geometry)
-            layers.append(Pages(cache, known[kind], self._page // cache.shape[2]))
+            layers.append(Rows(cache, known[kind], self._page // cache.shape[2]))
         self._keeper = Keeper(store, layers, self._page, parse_bytes(self._settings.pending))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -175,9 +177,9 @@ class KVQConnector(KVConnectorBase_V1):
 
 
 def _served(config: VllmConfig) -> kept.Served:
-    model, text = config.model_config, config.model_config.hf_text_config
-    rotary = partial(rotary_of_config, text, model.dtype)
-    return kept.Served(text.to_dict(), model.model, model.revision, model.dtype, model.quantization, rotary)
+    model, decoder = config.model_config, config.model_config.hf_text_config
+    rotary = partial(rotary_of_config, decoder, model.dtype)
+    return kept.Served(decoder.to_dict(), model.model, model.revision, model.dtype, model.quantization, rotary)
 
 
 def _places(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:
@@ -185,7 +187,7 @@ def _places(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:
     try:
         with torch.inference_mode():
             write = partial(module.impl.do_kv_cache_update, module)
-            return keeper.asked(cache, geometry.kv_heads, geometry.head_size, write)
+            return rows.asked(cache, geometry.kv_heads, geometry.head_size, write)
     except (ValueError, AttributeError) as error:
         raise ValueError(
             f"KVQConnector cannot read the cache of {type(module.impl).__name__}: {error}; "

@@ -10,11 +10,12 @@ import torch
 from feeding import GEOMETRY, RECIPES
 from torch import Tensor
 
+from kvq_runtime.engines import keeper as module
+from kvq_runtime.engines.keeper import Keeper
+from kvq_runtime.engines.orders import Order
 from kvq_runtime.prefix import upkeep
 from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.vllm import keeper as module
-from kvq_runtime.vllm.keeper import Keeper, Pages, asked
-from kvq_runtime.vllm.orders import Order
+from kvq_runtime.vllm.rows import Rows, asked
 
 PAGE, KERNEL = 8, 4  # tokens of an engine's page, and of a cache's
 COUNT = 5 * 16 + 3
@@ -36,7 +37,7 @@ class Engine:
         shape = (64, GEOMETRY.kv_heads, KERNEL, 2 * GEOMETRY.head_size)
         self.caches = [torch.full(shape, 9.0, dtype=torch.bfloat16) for _ in range(GEOMETRY.layers)]
         places = asked(self.caches[0], GEOMETRY.kv_heads, GEOMETRY.head_size, put)
-        layers = [Pages(cache, places, PAGE // KERNEL) for cache in self.caches]
+        layers = [Rows(cache, places, PAGE // KERNEL) for cache in self.caches]
         self.keeper = Keeper(self.store, layers, PAGE, pending)
         self.free = torch.randperm(31).add(1).tolist()
 
@@ -69,10 +70,12 @@ class Engine:
         self.keeper.close()
         return {**self.keeper.take_counts()}
 
-    def load(self, stop: int, start: int = 0, tokens=range(COUNT), salt: str = "") -> tuple[tuple[int, ...], int]:
+    def load(
+        self, stop: int, start: int = 0, tokens=range(COUNT), salt: str = "", blocks=()
+    ) -> tuple[tuple[int, ...], int]:
         """Load into new pages; the pages of the whole text, and how many steps it took."""
         pages, steps = self.pages(stop), 0
-        self.keeper.begin([Order("b", salt, tuple(tokens[:stop]), start, stop, pages[start // PAGE :])])
+        self.keeper.begin([Order("b", salt, tuple(tokens[:stop]), start, stop, pages[start // PAGE :], blocks)])
         done: set[str] = set()
         while not done:
             self.keeper.go_on()
@@ -121,6 +124,17 @@ def test_pages_that_are_there_are_left_as_they_are(tmp_path):
     for page in pages[3:]:
         untouched[2 * page : 2 * page + 2] = False
     assert bool((other.caches[0][untouched] == 9).all())
+
+
+def test_blocks_that_come_with_an_order_need_no_folder(tmp_path, monkeypatch):
+    """From inside of a block, in slices."""
+    monkeypatch.setattr(module, "SLICE", 16)
+    one, other = Engine(tmp_path), Engine(None)
+    one.keep(64)
+    pages, steps = other.load(64, start=24, blocks=(one.store.load(range(COUNT), 64, 16),))
+    assert steps == 3 and not other.keeper.take_failed()
+    for layer, expected in enumerate(decoded(one.store, 64)):
+        assert torch.allclose(other.rows(pages, layer, 24, 64), expected[:, 24:], atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("damage", ["changed", "torn", "gone", "foreign"])
@@ -226,5 +240,5 @@ def test_tenants_do_not_find_each_others(tmp_path):
 
 def test_pages_that_do_not_divide_a_block_are_refused():
     engine = Engine()
-    with pytest.raises(ValueError, match="use --block-size 16"):
+    with pytest.raises(ValueError, match=r"use pages of 16 tokens \(--block-size"):
         Keeper(engine.store, engine.keeper.layers, 12, 1)

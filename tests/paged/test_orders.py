@@ -1,5 +1,6 @@
 """What a scheduler orders: which tokens of a request are loaded, which are kept, and what no request may load."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 from feeding import GEOMETRY, RECIPES
 
+from kvq_runtime.engines.orders import Planner, Text
 from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.vllm.orders import Planner
+from kvq_runtime.vllm.text import text_of
 
 RECIPE = RECIPES["rtn-2bit"]
 PAGE, BLOCK = 8, RECIPE.window.block
@@ -24,10 +26,11 @@ def fill(kept: PrefixBlocks, count: int, salt: str = "") -> None:
     kept.under(salt).put(range(count), rows, rows)
 
 
-def request(count: int, **other: Any) -> Any:
+def request(count: int, **other: Any) -> Text:
+    """As vLLM has it."""
     given = {"request_id": "a", "all_token_ids": list(range(count)), "prompt_token_ids": [*range(count)]}
     given |= {"num_preemptions": 0, "cache_salt": None, "mm_features": [], "prompt_embeds": None}
-    return SimpleNamespace(**given | {"lora_request": None} | other)
+    return text_of(SimpleNamespace(**given | {"lora_request": None} | other))
 
 
 def pages(name: str) -> list[int]:
@@ -69,7 +72,7 @@ def test_blocks_are_kept_once_they_are_computed_and_their_tokens_known():
     assert planner.orders({"a": 31}, pages).keeps == []
     drafts = planner.orders({"a": 64}, pages).keeps  # eight drafts may be refused: 40 tokens are known
     assert [(o.start, o.stop) for o in drafts] == [(16, 32)]
-    one.all_token_ids += [7] * 24
+    one.tokens.extend([7] * 24)  # type: ignore[attr-defined]
     assert [(o.start, o.stop) for o in planner.orders({"a": 64}, pages).keeps] == [(32, 64)]
     planner.finished(["a"])
     assert planner.orders({"a": 100}, pages).keeps == []
@@ -82,8 +85,7 @@ def test_a_load_that_failed_is_not_tried_again_and_a_preempted_request_is():
     assert planner.matched(one, 0) == 64
     planner.allocated(one, 64)
     assert planner.matched(one, 0) == 0
-    one.num_preemptions = 1
-    assert planner.matched(one, 0) == 64
+    assert planner.matched(replace(one, resets=1), 0) == 64
 
 
 def test_room_that_is_waited_for_costs_one_look(monkeypatch):
@@ -124,3 +126,19 @@ def test_a_tenant_finds_what_was_kept_for_it():
     fill(planner.stores[0], 64, salt="mine")
     assert planner.matched(request(70, cache_salt="mine"), 0) == 64
     assert planner.matched(request(70, request_id="b"), 0) == 0
+
+
+def test_what_an_engine_cannot_compute_any_more_is_held(tmp_path):
+    """Blocks of every part are in the order, whatever becomes of the folder; from the page on that is not full."""
+    planner = Planner([store(0, tmp_path), store(1, tmp_path)], PAGE, 0, holds=True)
+    for kept in planner.stores:
+        fill(kept, 64)
+    one = request(70)
+    assert planner.matched(one, 19) == 45
+    planner.allocated(one, 45)
+    for path in tmp_path.rglob("*.safetensors"):
+        path.unlink()
+    (load,) = planner.orders({}, pages).loads
+    assert (load.start, load.stop, load.pages) == (16, 64, tuple(range(102, 108)))
+    assert [len(part) for part in load.blocks] == [3, 3]
+    assert planner.matched(replace(one, name="b"), 0) == 0

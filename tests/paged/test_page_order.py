@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq_runtime.vllm.keeper import Pages, asked
+from kvq_runtime.vllm.rows import Rows, asked
 
 HEADS, SIZE, TOKENS = 3, 8, 4
 
@@ -43,11 +43,11 @@ def test_rows_come_back_from_where_the_backend_put_them(write, make, dtype):
     k, v = torch.randn(2, 2 * TOKENS, HEADS, SIZE).to(dtype)
     pages = [4, 2]
     write(k, v, cache, torch.tensor([4, 2]).repeat_interleave(TOKENS) * TOKENS + torch.arange(TOKENS).repeat(2))
-    found = Pages(cache, places).read(pages)
+    found = Rows(cache, places).read(pages)
     assert torch.equal(found[0], k.flatten(1)) and torch.equal(found[1], v.flatten(1))
     again = make(dtype)
     again[0] = 7
-    Pages(again, places).write(pages, k, v)
+    Rows(again, places).write(pages, k, v)
     assert torch.equal(again, cache)
 
 
@@ -61,7 +61,7 @@ def test_more_elements_than_a_digit_counts_are_told_apart():
     places = asked(cache, 8, 64, write)
     k, v = torch.randn(2, 128, 8, 64).bfloat16()
     write(k, v, cache, 128 + torch.arange(128))
-    assert torch.equal(Pages(cache, places).read([1])[0], k.flatten(1))
+    assert torch.equal(Rows(cache, places).read([1])[0], k.flatten(1))
 
 
 def test_a_cache_that_does_not_keep_rows_is_refused():

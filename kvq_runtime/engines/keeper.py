@@ -3,12 +3,6 @@
 A load is done in slices, one a step, so that the requests that run beside it wait for a slice and not for a prompt.
 What is kept is copied out of its pages when the step has been computed, and encoded and written by a thread of its own;
 what would exceed `pending` bytes of copies is not kept, and counted.
-
-A backend may put a page's elements in any order: a CPU's swaps dimensions of keys for its vector units. The order is
-not known here; it is asked: tokens whose every element is a number of its own are written by the backend itself, and
-where each number is found is the order. Numbers are written in digits of 8 bits, which every dtype holds exactly.
-
-B pages of the cache · P pages in a row · N tokens of a page · H KV heads · D head size · X = H · N · 2 · D.
 """
 
 import logging
@@ -16,79 +10,35 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kvq_runtime.engines.orders import Order, with_tallies
 from kvq_runtime.prefix import chain
+from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.vllm.orders import Order, with_tallies
 
 SLICE = 1024  # tokens of a load that are decoded in one step
-DIGIT = 256  # bfloat16 has every whole number up to it
-Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # keys and values [T, H, D], cache, slots int64 [T]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Pages:
-    """A layer's cache, [B, H, N, 2 D] as vLLM shows it, and the inner order of its pages.
+class Pages(Protocol):
+    """One layer's cache, in the engine's pages."""
 
-    places   where in a page each element of its tokens is, int64 [N · H · 2 · D], by token, head, key or value, element
-    parts    pages of the cache that make up one of the engine's
-    """
-
-    cache_BHNC: Tensor
-    places_X: Tensor
-    parts: int = 1
+    @property
+    def device(self) -> torch.device: ...
 
     def read(self, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values of the engine's pages, [tokens, H · D] each, copied."""
-        heads, tokens, width = self.cache_BHNC.shape[1:]
-        raw_PX = self.cache_BHNC[self._own(pages)].flatten(1)
-        x_TH2D = raw_PX[:, self.places_X].view(len(raw_PX) * tokens, heads, 2, width // 2)
-        return x_TH2D[:, :, 0].flatten(1), x_TH2D[:, :, 1].flatten(1)
+        """Keys and values of these pages' tokens, [tokens, H · D] each, copied."""
+        ...
 
     def write(self, pages: Sequence[int], k_THD: Tensor, v_THD: Tensor) -> None:
-        """Put keys and values into the engine's pages, all of their tokens."""
-        own_P, cache_BHNC = self._own(pages), self.cache_BHNC
-        x_PX = torch.stack([k_THD, v_THD], 2).reshape(len(own_P), -1)
-        raw_PX = torch.empty_like(x_PX, dtype=cache_BHNC.dtype)
-        raw_PX[:, self.places_X] = x_PX.to(cache_BHNC.dtype)
-        cache_BHNC[own_P] = raw_PX.view(-1, *cache_BHNC.shape[1:])
-
-    def _own(self, pages: Sequence[int]) -> Tensor:
-        own = [first * self.parts + n for first in pages for n in range(self.parts)]
-        return torch.tensor(own, device=self.cache_BHNC.device)
-
-
-def asked(cache_BHNC: Tensor, heads: int, size: int, write: Write) -> Tensor:
-    """The `places` of a layer's pages, by what `write` does to page 0, whose content is put back.
-
-    Raises ValueError for a cache that does not hold every element once, in a float dtype: it is quantized or padded.
-    """
-    tokens, shape = cache_BHNC.shape[2], list(cache_BHNC.shape[1:])
-    count = heads * tokens * 2 * size
-    if shape != [heads, tokens, 2 * size] or not cache_BHNC.dtype.is_floating_point or cache_BHNC.dtype.itemsize < 2:
-        raise ValueError(f"a page is {shape}, {cache_BHNC.dtype}, and not {[heads, tokens, 2 * size]} in 16 or 32 bits")
-    before = cache_BHNC[0].clone()
-    numbers = torch.arange(count, device=cache_BHNC.device)
-    slots = torch.arange(tokens, device=cache_BHNC.device)
-    held = torch.zeros_like(numbers)
-    try:
-        for power in range(-(-(count - 1).bit_length() // 8)):
-            x_NH2D = (numbers >> 8 * power).remainder(DIGIT).to(cache_BHNC.dtype).view(tokens, heads, 2, size)
-            write(x_NH2D[:, :, 0].contiguous(), x_NH2D[:, :, 1].contiguous(), cache_BHNC, slots)
-            held += cache_BHNC[0].flatten().long() << 8 * power
-    finally:
-        cache_BHNC[0] = before
-    places_X = torch.full_like(numbers, -1)
-    places_X[held.clamp(0, count - 1)] = numbers
-    if not torch.equal(held.sort().values, numbers):
-        raise ValueError("the attention backend does not keep keys and values as they are")
-    return places_X
+        """Put keys and values into these pages, all of their tokens."""
+        ...
 
 
 @dataclass
@@ -117,18 +67,19 @@ class _Copy:
 class Keeper:
     """One worker's pages and kept prefixes.
 
-    layers    pages of the store's layers, in order
-    page      tokens of one of the engine's pages; divides a block, and is a multiple of the caches' own
+    layers    of the store, in order
+    page      tokens of one of the engine's pages; divides a block
     pending   bytes of copies that may wait to be encoded
+    part      which part of the model the worker holds
     """
 
-    def __init__(self, store: PrefixBlocks, layers: Sequence[Pages], page: int, pending: int):
+    def __init__(self, store: PrefixBlocks, layers: Sequence[Pages], page: int, pending: int, part: int = 0):
         if store.block % page:
             raise ValueError(
-                f"pages of {page} tokens do not divide {store.format.recipe.name}'s blocks of {store.block}; "
-                f"use --block-size {store.block}, or a divisor of it"
+                f"pages of {page} tokens do not divide {store.format.recipe.name}'s blocks of {store.block}; use pages "
+                f"of {store.block} tokens (--block-size, tokens_per_block), or of a divisor of it"
             )
-        self.store, self.layers, self.page, self.pending = store, layers, page, pending
+        self.store, self.layers, self.page, self.pending, self.part = store, layers, page, pending, part
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._loads: deque[_Load] = deque()
         self._loaded: set[str] = set()
@@ -176,17 +127,21 @@ class Keeper:
     def _load(self, order: Order, first: int, stop: int) -> int:
         """Blocks from token `first` to `stop` into their pages; how far they were found."""
         store = self.store.under(order.salt)
-        blocks = store.load(order.tokens, stop, first)
+        blocks = self._at_hand(order, first, stop) if order.blocks else store.load(order.tokens, stop, first)
         end = first + len(blocks) * store.block
         start = max(first, order.start)  # of the first block, some pages may be there
         if end <= start:
             return end
         pages = order.pages[(start - order.start) // self.page : (end - order.start) // self.page]
-        device = self.layers[0].cache_BHNC.device
+        device = self.layers[0].device
         for layer, (_, k_THD, v_THD) in zip(self.layers, store.decode(blocks, device, first), strict=True):
             taken = slice(start - first, end - first)
             layer.write(pages, k_THD[taken], v_THD[taken])
         return end
+
+    def _at_hand(self, order: Order, first: int, stop: int) -> Sequence[Block]:
+        begin, block = order.start // self.store.block, self.store.block
+        return order.blocks[self.part][first // block - begin : stop // block - begin]
 
     def take_loaded(self) -> set[str]:
         """Requests whose loads have ended since the last call, whole or not."""
@@ -236,7 +191,7 @@ class Keeper:
     def _write(self) -> None:
         while (copy := self._copies.get()) is not None:
             began, before = time.monotonic(), self.store.tally["written"]
-            device, heads = self.layers[0].cache_BHNC.device, (self.store.format.geometry.kv_heads, -1)
+            device, heads = self.layers[0].device, (self.store.format.geometry.kv_heads, -1)
             try:
                 keys, values = (
                     [x.to(device).unflatten(1, heads) for x in part] for part in zip(*copy.rows, strict=True)

@@ -1,0 +1,177 @@
+"""Decide, where requests are scheduled, what of them is loaded from kept prefixes and what is kept: no tensor here.
+
+A request is loaded from the longest prefix that every worker can load, as far as files were read and checked just now.
+Of what was scheduled, whole blocks whose tokens are known are kept: a draft that may be refused is not.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvq_runtime.prefix.block_file import Block
+from kvq_runtime.prefix.store import PrefixBlocks
+
+
+@dataclass(frozen=True)
+class Text:
+    """A request, as far as its prefix goes.
+
+    tokens   its token ids, a list that grows while it is answered
+    salt     of its tenant, or empty
+    plain    its keys and values follow from tokens, tenant and model alone; else it is neither loaded nor kept
+    reads    it may be loaded
+    resets   how often it has lost its pages; it is loaded once, and once more after each
+    """
+
+    name: str
+    tokens: Sequence[int]
+    salt: str
+    plain: bool
+    reads: bool = True
+    resets: int = 0
+
+
+@dataclass(frozen=True)
+class Order:
+    """Load, or keep, tokens `start` to `stop` of a request's text.
+
+    tokens   the text's first `stop` token ids
+    salt     of the request's tenant, or empty
+    pages    of the engine, that hold tokens `start` to `stop`
+    blocks   to load, of each part of the model, if they are at hand: from the one on that holds token `start`
+    """
+
+    request: str
+    salt: str
+    tokens: tuple[int, ...]
+    start: int
+    stop: int
+    pages: tuple[int, ...]
+    blocks: tuple[Sequence[Block], ...] = ()
+
+
+@dataclass
+class Orders:
+    """The orders of a step: loads, which may take several steps, and what to keep once it has been computed."""
+
+    loads: list[Order] = field(default_factory=list)
+    keeps: list[Order] = field(default_factory=list)
+
+
+@dataclass
+class _Known:
+    """A request that has pages: the end of what was ordered to be kept, and how often it was loaded."""
+
+    text: Text
+    kept: int = 0
+    loads: int = 0
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Tokens `start` to `stop` of a request are kept; their blocks, of each part, if they are held."""
+
+    start: int = 0
+    stop: int = 0
+    blocks: tuple[Sequence[Block], ...] = ()
+
+
+class Planner:
+    """Plans for the requests of an engine.
+
+    stores   one for each part of the model that workers hold
+    page     tokens of one of the engine's pages; divides a block
+    recent   newest tokens that are computed, to be exact
+    holds    what was found is held in memory until workers have it: for an engine that cannot compute what was promised
+    """
+
+    def __init__(self, stores: Sequence[PrefixBlocks], page: int, recent: int, holds: bool = False):
+        self.stores, self.page, self.recent, self.holds = stores, page, recent, holds
+        self.block = stores[0].block
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        self._known: dict[str, _Known] = {}
+        self._found: dict[str, _Found] = {}  # by request that waits for pages
+        self._loads: dict[str, tuple[int, _Found]] = {}  # begun since the last step, from this token on
+
+    def matched(self, text: Text, computed: int) -> int:
+        """Return how many tokens can be loaded beyond `computed`.
+
+        An engine may ask again while there is no room.
+        """
+        known = self._known.get(text.name)
+        if not text.plain or not text.reads:
+            return 0
+        if known is not None and known.loads > text.resets:
+            return 0  # it was loaded, and something failed: it is computed
+        if text.name not in self._found or self._found[text.name].start > computed:
+            self.counts["lookups"] += 1
+            self._found[text.name] = self._find(text, computed // self.block * self.block)
+        return max(0, self._found[text.name].stop - computed)
+
+    def _find(self, text: Text, start: int) -> _Found:
+        tokens = list(text.tokens)
+        limit, stores = len(tokens) - max(1, self.recent), [store.under(text.salt) for store in self.stores]
+        if not self.holds:
+            return _Found(start, min(store.checked(tokens, limit, start) for store in stores))
+        blocks = [store.load(tokens, limit, start) for store in stores]
+        count = min(map(len, blocks))
+        return _Found(start, start + count * self.block, tuple(some[:count] for some in blocks))
+
+    def allocated(self, text: Text, external: int) -> None:
+        """The request has pages, and `external` tokens are to be loaded."""
+        known = self._known.setdefault(text.name, _Known(text))
+        found = self._found.pop(text.name, _Found())
+        if external:
+            self.counts["hits"] += 1
+            known.loads += 1
+            self._loads[text.name] = found.stop - external, found
+
+    def orders(self, computed: Mapping[str, int], pages_of: Callable[[str], Sequence[int]]) -> Orders:
+        """Return the orders that this step begins.
+
+        computed   by request that is scheduled, tokens of it that are computed when the step has ended
+        """
+        made = Orders()
+        for name, (first, found) in self._loads.items():
+            start = first // self.page * self.page  # tokens of a page are written together
+            past = start // self.block - found.start // self.block
+            blocks = tuple(some[past:] for some in found.blocks)
+            made.loads.append(self._order(name, start, found.stop, pages_of, blocks))
+        self._loads.clear()
+        for name, count in computed.items():
+            known = self._known.get(name)
+            if known is None or not known.text.plain:
+                continue
+            stop = min(count, len(known.text.tokens)) // self.block * self.block
+            if stop > known.kept:
+                made.keeps.append(self._order(name, known.kept, stop, pages_of))
+                known.kept = stop
+        return made
+
+    def finished(self, names: Iterable[str]) -> None:
+        """Forget requests."""
+        for name in names:
+            self._known.pop(name, None)
+            self._found.pop(name, None)
+            self._loads.pop(name, None)
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Return the counts since the last call."""
+        found, self.counts = self.counts, defaultdict(float)
+        return with_tallies(found, self.stores)
+
+    def _order(
+        self, name: str, start: int, stop: int, pages_of: Callable[[str], Sequence[int]],
+        blocks: tuple[Sequence[Block], ...] = (),
+    ) -> Order:  # fmt: skip
+        text = self._known[name].text
+        pages = tuple(pages_of(name)[start // self.page : stop // self.page])
+        return Order(name, text.salt, tuple(text.tokens[:stop]), start, stop, pages, blocks)
+
+
+def with_tallies(counts: defaultdict[str, float], stores: Iterable[PrefixBlocks]) -> dict[str, float]:
+    """Counts, and beside them what stores have counted since the last call."""
+    for store in stores:
+        for name in ("beyond", "damaged", "unreadable"):
+            counts[f"blocks_{name}"] += store.tally.pop(name, 0)
+    return {name: count for name, count in counts.items() if count}
