@@ -157,7 +157,8 @@ build/sglang/.installed: Makefile $(VENV)/.installed
 
 test-sglang: build/sglang/.installed ## keep pages of SGLang's own host pool, and load them by another server
 	PYTHONPATH=build/sglang:tests/support:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
-	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_sglang.py
+	    --confcutdir=tests/engines -p no:cacheprovider -k 'not vLLM and not TensorRT' $(PYTEST_ARGS) \
+	    tests/engines/test_sglang.py tests/prefix/test_stores.py
 
 # what every registry does
 BEHAVIOURS := tests/registry/test_every_registry.py tests/registry/test_remarks.py
