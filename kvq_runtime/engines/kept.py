@@ -61,12 +61,15 @@ def settings(extra: Mapping[str, Any], option: str, who: str) -> Settings:
     if odd or missing:
         what = f"has {', '.join(odd)}" if odd else f"lacks {' and '.join(missing)}"
         raise ValueError(f"{option} {what}; {who} takes {', '.join(known)}")
+    if wrong := next((name for name in ("path", "recipe") if not isinstance(extra[name], str)), None):
+        raise ValueError(f"{option}: {wrong}={extra[wrong]!r:.80}; give text")
     found = Settings(**extra)
     if found.recent is not None and (type(found.recent) is not int or found.recent < 0):
         raise ValueError(f"{option}: recent={found.recent!r}; use a number of tokens, 0 or more")
     if found.threads is not None and (type(found.threads) is not int or found.threads < 1):
         raise ValueError(f"{option}: threads={found.threads!r}; use a number, 1 or more")
-    parse_bytes(found.pending)
+    for name in ("budget", "pending"):
+        parse_bytes(extra.get(name, "1GB"), f"{option}: {name}=")
     return found
 
 

@@ -75,7 +75,10 @@ def test_other_weights_configurations_and_salts_find_nothing(served: Served, tmp
     ({}, "lacks path and recipe"), ({"path": "x"}, "lacks recipe"),
     ({"path": "x", "recipe": "exact", "salt": "s"}, "has salt"),
     ({"path": "x", "recipe": "exact", "recent": -1}, "recent=-1"),
-    ({"path": "x", "recipe": "exact", "pending": "much"}, "much"),
+    ({"path": "x", "recipe": "exact", "pending": "much"}, "an option: pending='much'"),
+    ({"path": "x", "recipe": "exact", "budget": "much"}, "an option: budget='much'"),
+    ({"path": "x", "recipe": 2}, "an option: recipe=2; give text"),
+    ({"path": ["x"], "recipe": "exact"}, r"an option: path=\['x'\]; give text"),
 ])  # fmt: skip
 def test_options_that_are_none_are_refused(extra: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
