@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
-from kvq_runtime.hf.model import CACHE
+from kvq_runtime.hf.model import CACHE, check_model
 
 MADE = {CACHE, "use_cache", "position_ids", "cache_position", "logits_to_keep"}  # by `generate` itself
 OTHER = (  # ways of generating, and of reading a prompt
@@ -99,8 +99,7 @@ def verified_generate(
     in chunks, other ways of drafting, static and quantized caches, and recurrent layers; RuntimeError where what going
     back would need was evicted (H2O).
     """
-    if draft < 1:
-        raise ValueError(f"draft={draft}; use a number of tokens, at least 1")
+    _check_given(model, cache, input_ids, draft)
     streamer, counts = settings.get("streamer"), []
 
     def decode(
@@ -135,6 +134,21 @@ def verified_generate(
     sequences = generate(input_ids, custom_generate=decode, **given, **settings)
     drafted, accepted = zip(*counts, strict=True)
     return Verified(sequences, drafted, accepted)
+
+
+def _check_given(model: PreTrainedModel, cache: KVQCache, input_ids: Tensor, draft: int) -> None:
+    """Refuse arguments of other types, before `generate` fails on them; TypeError or ValueError."""
+    check_model(model)
+    if not isinstance(cache, KVQCache):
+        raise TypeError(f"cache is of type {type(cache).__name__}; give a KVQCache, which drafts")
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point() or input_ids.dim() != 2:
+        shape = f", of shape {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else ""
+        kind = getattr(input_ids, "dtype", type(input_ids).__name__)
+        raise ValueError(f"input_ids are {kind}{shape}; give the ids of one prompt, int64 [1, T]")
+    if not input_ids.shape[1]:
+        raise ValueError("input_ids are empty; give a prompt of at least one token")
+    if isinstance(draft, bool) or not isinstance(draft, int) or draft < 1:
+        raise ValueError(f"draft={draft}; use a whole number of tokens, at least 1")
 
 
 def _check(

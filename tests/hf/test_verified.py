@@ -9,7 +9,7 @@ from feeding import small
 from generating import NEW, kvq, padded, stock
 from models import prompt, random_model
 from transformers import StoppingCriteriaList, SynthIDTextWatermarkingConfig
-from transformers.cache_utils import Cache, QuantizedLayer
+from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer
 
 from kvq_runtime import KVQCache, PrefixStore, preset, verified_generate
 from kvq_runtime.hf import geometry_of
@@ -212,6 +212,11 @@ def test_what_is_refused(model):
         model(ids, past_key_values=full)
     for message, given, settings in [
         ("draft=0; use", {}, {"draft": 0}),
+        ("draft=2.5; use a whole number", {}, {"draft": 2.5}),
+        (r"torch.int64, of shape \[20\]; give", {"input_ids": ids[0]}, {}),
+        (r"torch.float32, of shape \[1, 20\]; give", {"input_ids": ids.float()}, {}),
+        ("input_ids are list; give", {"input_ids": ids.tolist()}, {}),
+        ("input_ids are empty", {"input_ids": ids[:, :0]}, {}),
         ("2 rows", {"input_ids": prompt(2, 20)}, {}),
         ("3 rows", {}, {"num_beams": 3}),
         ("2 rows", {}, {"num_return_sequences": 2, "do_sample": True}),
@@ -238,6 +243,9 @@ def test_what_is_refused(model):
     ]:
         with pytest.raises(ValueError, match=message):
             verified_generate(model, **({"cache": cache, "input_ids": ids} | given), **(GREEDY | settings))
+    for wrong, given in (("model", ("demo", cache)), ("cache", (model, DynamicCache()))):
+        with pytest.raises(TypeError, match=f"{wrong} is of type"):
+            verified_generate(*given, ids)
     recurrent = random_model("llama", "kvq")
     held = KVQCache.from_recipe("higgs-4bit", recurrent)
     held._recurrent = True
