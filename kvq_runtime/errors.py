@@ -53,4 +53,5 @@ def named(what: str) -> Iterator[None]:
         error.args = (f"{what}: {error}",)
         raise
     except OSError as error:  # whose text is of its number and file, whatever its args
-        raise OSError(f"{what}: {spoken(error)}") from error
+        kind = type(error) if type(error).__module__ == "builtins" else OSError  # a library's may want more than a text
+        raise kind(f"{what}: {spoken(error)}") from error

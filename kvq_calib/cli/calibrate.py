@@ -126,6 +126,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     from kvq_calib.run import checkpoint
     from kvq_runtime.cli.table import print_record
 
+    exit_codes.loaded()
     if args.dry_run:
         found = outcome.plan(asked, work)
         print_record(found if args.json else outcome.lines(found), args.json)

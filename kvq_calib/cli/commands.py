@@ -10,7 +10,7 @@ from typing import Any
 
 from kvq_calib.model import catalog
 from kvq_calib.run.device import keep_memory
-from kvq_runtime.cli import options
+from kvq_runtime.cli import exit_codes, options
 from kvq_runtime.cli.options import add_settings, count, png
 from kvq_runtime.errors import extra
 
@@ -330,10 +330,12 @@ def _run(module: str, function: str, args: argparse.Namespace) -> int:
         catalog.check(args.model)
     if function != "report":  # whose --out may be either
         for option in ("output", "out", "plot"):
-            options.check_output(f"--{option}", getattr(args, option, None))
+            options.check_output(f"--{option}", getattr(args, option, None), makes=function == "bench")
         options.check_output("--plots", getattr(args, "plots", None), folder=True)
     try:
-        return getattr(import_module(module), function)(args)
+        command = getattr(import_module(module), function)
+        exit_codes.loaded()
+        return command(args)
     except KeyboardInterrupt:
         kept = function == "evaluate" and (args.tasks or args.protocol == "decode")
         raise KeyboardInterrupt(INTERRUPTED.get("compare" if kept else function, "interrupted")) from None

@@ -60,6 +60,7 @@ def exit_code(error: BaseException) -> int | None:
 
 
 _IMPORTS = "<frozen importlib._bootstrap"
+_loaded: list[bool] = []
 
 
 def _flush() -> None:
@@ -68,12 +69,17 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
+def loaded() -> None:
+    """Say that a command's modules are loaded: Ctrl-C from now on lets it tidy up, in what it imports later too."""
+    _loaded.append(True)
+
+
 def program(name: str, command: Callable[[], int]) -> int:
     """Run the command of a process of its own, which then ends at once.
 
     Python would take every module apart first: with torch and transformers that is seconds, after Ctrl-C too. Threads
     are waited for, logs are closed, and what is registered for the end after this call is done, as ever; not what was
-    before. Ctrl-C while a module is imported ends it there: torch goes on without numpy then, and fails much later.
+    before. Ctrl-C while it imports its modules ends it there: torch goes on without numpy then, and fails much later.
     """
     ended: list[int] = []
 
@@ -84,7 +90,7 @@ def program(name: str, command: Callable[[], int]) -> int:
             os._exit(ended[0])
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if any(one.f_code.co_filename.startswith(_IMPORTS) for one, _ in traceback.walk_stack(frame)):
+        if not _loaded and any(one.f_code.co_filename.startswith(_IMPORTS) for one, _ in traceback.walk_stack(frame)):
             _flush()
             say(name, "interrupted while modules were loaded")
             os._exit(exit_code(KeyboardInterrupt()) or 1)

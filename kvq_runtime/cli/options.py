@@ -122,10 +122,11 @@ def check_there(url: str) -> None:
         raise NotFound(f"no registry {url}: there is no folder {root}; what publishes into it makes it")
 
 
-def check_output(option: str, given: str | Path | None, folder: bool = False) -> None:
+def check_output(option: str, given: str | Path | None, folder: bool = False, makes: bool = False) -> None:
     """Refuse a path that nothing can be written to, before the work that would be lost; None is none.
 
     folder   it is to be a folder, which may be new; else a file, in a folder that is there
+    makes    the folder of a file may be new too
     Raises ValueError, NotFound for a folder that is missing, PermissionError.
     """
     if given is None:
@@ -136,6 +137,8 @@ def check_output(option: str, given: str | Path | None, folder: bool = False) ->
         raise ValueError(f"{option} {path}: {there} is a file; name a folder, which may be new")
     if not folder and path.is_dir():
         raise ValueError(f"{option} {path}: a folder, and a file is wanted; name one in it")
+    if makes:
+        return check_output(option, path.parent, folder=True)
     if not folder and not path.parent.is_dir():
         raise NotFound(f"{option} {path}: there is no folder {path.parent}; make it, or name another one")
     place = there if folder else path.absolute().parent  # in which a file's draft is made

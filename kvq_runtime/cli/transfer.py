@@ -56,7 +56,7 @@ def _version(args: Namespace) -> tuple[Registry, str, Version]:
 def export(args: Namespace) -> int:
     """Write OSCAR's rotation files, or llama.cpp's bias file, and print a row a file."""
     place = Path(args.output)
-    options.check_output("-o", place if args.form == "oscar" else place.parent, folder=True)
+    options.check_output("-o", place, folder=args.form == "oscar", makes=args.form != "oscar")
     made = load_artifact(args.reference, args.registry)
     if args.form == "gguf-mean":
         found = {place: gguf_mean.from_artifact(made, args.channels)}

@@ -129,10 +129,9 @@ def pull(args: Namespace) -> int:
     from kvq_runtime.artifact import artifact
 
     folder = Path(args.output) if args.output else None
-    if folder and folder.exists() and not folder.is_dir():
-        raise ArtifactError(f"-o {folder}: not a folder; name a new one, or one that kvq pull wrote")
     options.check_output("-o", folder, folder=True)
-    options.check_output("--lock", args.lock)
+    inside = folder is not None and args.lock is not None and folder.absolute() in Path(args.lock).absolute().parents
+    options.check_output("--lock", args.lock, makes=inside)
     policy = _policy(args)
     locked = lock.read_lock(args.locked) if args.locked else None
     resolved = resolve_name(args.reference, args.registry, args.locked)

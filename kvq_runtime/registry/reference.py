@@ -159,8 +159,11 @@ def parse(text: str | Path) -> Reference | Path:
     org, slash, rest = name.partition("/")
     if slash:
         if not _ORG.fullmatch(org) or not is_name(rest):
-            kinds = {Path.is_file: f"a file, but no {SUFFIX}", Path.is_dir: f"a folder without {ARTIFACT_FILE}"}
-            found = next((said for kind, said in kinds.items() if kind(Path(text))), "there is no such folder")
+            found = "there is no such folder"
+            if Path(text).is_file():
+                found = f"a file, but no {SUFFIX}"
+            elif Path(text).is_dir():
+                found = f"a folder without {ARTIFACT_FILE}"
             raise ValueError(
                 f"name {name!r:.120}: {found}; use the path of a folder that holds {ARTIFACT_FILE}, of a {SUFFIX} "
                 "file, or ORG/NAME of a Hub"

@@ -67,7 +67,9 @@ def test_pull_writes_into_folders_only(kvq, tmp_path):
     open_registry().publish("tiny-2bit", tiny.data(0))
     (tmp_path / "file").touch()
     code, _, err = kvq("pull", "tiny-2bit@1.0.0", "-o", tmp_path / "file")
-    assert code == 1 and "not a folder; name a new one, or one that kvq pull wrote" in err
+    assert code == 2 and f"-o {tmp_path / 'file'}: {tmp_path / 'file'} is a file; name a folder" in err
+    inside = tmp_path / "new" / "kvq.lock"
+    assert kvq("pull", "tiny-2bit@1.0.0", "-o", inside.parent, "--lock", inside)[0] == 0 and inside.is_file()
 
 
 def test_what_a_file_says_beside_its_settings_agrees_with_them(kvq, tmp_path):
@@ -93,6 +95,8 @@ def test_a_path_that_the_system_refuses_is_told_in_words(kvq, tmp_path):
         ("report --registry --out {0}/file/pages", 2, r"\S+/file is a file; name a folder"),
         ("eval higgs-2bit --model demo --output {0}/none/x", 3, r"--output \S+: there is no folder"),
         ("push tiny-2bit@1.0.0 {0}/file", 1, r"the registry \S+/file: \S+/file is a file; name a folder"),
+        ("export gguf-mean tiny-2bit -o {0}/folder", 2, r"-o \S+/folder: a folder, and a file is wanted"),
+        ("bench higgs-2bit --model demo --out {0}/file/x", 2, r"--out \S+/file: \S+/file is a file; name a folder"),
         ("sign tiny-2bit@1.0.0 --key {0}/folder", 2, r"key \S+/folder: is a folder, and a file is wanted"),
         ("sign tiny-2bit@1.0.0 --key {0}/none", 3, r"key \S+/none: no such file"),
         ("show {0}/folder/", 3, r"folder without kvq\.safetensors"),
