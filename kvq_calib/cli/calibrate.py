@@ -5,8 +5,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,7 +91,10 @@ def _each(args: argparse.Namespace, argv: list[str]) -> int:
         raise ValueError("--models names the models; leave out --model")
     known = parser()._option_string_actions
     every = fleet.chosen(args, fleet.commands(args.models, fleet.without(argv, fleet.OWN, known), known))
-    parsed = {number: parser().parse_args(words) for number, words in every}
+    parsed = dict[int, argparse.Namespace]()
+    for number, words in every:
+        with _of(args.models, number):
+            parsed[number] = parser().parse_args(words)
     if args.commands:
         fleet.print_commands(every)
         return 0
@@ -99,13 +102,24 @@ def _each(args: argparse.Namespace, argv: list[str]) -> int:
         from kvq_calib.cli import outcome
 
         rows = []
-        for one in parsed.values():
-            asked, work, _ = _prepared(argparse.Namespace(**{**vars(one), "dry_run": True}))
+        for number, one in parsed.items():
+            with _of(args.models, number):
+                asked, work, _ = _prepared(argparse.Namespace(**{**vars(one), "dry_run": True}))
             rows.append(outcome.plan(asked, work))
         fleet.plan(rows, args.price, args.json)
         return 0
     say = partial(exit_codes.say, "kvq-calibrate")
     return fleet.run(every, lambda number: _ended(lambda: _calibrate(parsed[number])), say)
+
+
+@contextmanager
+def _of(path: Path, number: int) -> Iterator[None]:
+    """Tell which entry of the list is wrong, beside what is wrong with it."""
+    try:
+        yield
+    except (Exception, SystemExit):
+        exit_codes.say("kvq-calibrate", f"entry {number} of {path} is refused")
+        raise
 
 
 def _renamed(args: argparse.Namespace) -> None:

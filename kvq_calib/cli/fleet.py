@@ -12,6 +12,7 @@ Each entry is a command of its own, which goes on where it stopped, and does not
 """
 
 import argparse
+import difflib
 import shlex
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -26,7 +27,10 @@ _HOURS = 3600.0
 
 
 def commands(path: Path, common: Sequence[str], known: Collection[str] = ()) -> list[list[str]]:
-    """The arguments of each entry's command, after those that hold for all. ValueError for a file of another form."""
+    """The arguments of each entry's command, after those that hold for all. ValueError for a file of another form.
+
+    known   all options: an entry names them in full, and the command line may shorten them
+    """
     import yaml
 
     try:
@@ -37,11 +41,11 @@ def commands(path: Path, common: Sequence[str], known: Collection[str] = ()) -> 
         raise ValueError(f"--models {path}: no YAML: {' '.join(str(error).split()):.200}") from None
     if not isinstance(found, list) or not found:
         raise ValueError(f"--models {path}: a list of models, each a name or options by name, is expected")
-    each = [_words(path, number, entry) for number, entry in enumerate(found, 1)]
+    each = [_words(path, number, entry, known) for number, entry in enumerate(found, 1)]
     return [[*without(common, [word for word in own if word.startswith("--")], known), *own] for own in each]
 
 
-def _words(path: Path, number: int, entry: Any) -> list[str]:
+def _words(path: Path, number: int, entry: Any, known: Collection[str]) -> list[str]:
     given = {"model": entry} if isinstance(entry, str) else entry
     if not isinstance(given, dict) or not isinstance(given.get("model"), str):
         raise ValueError(f"--models {path}: entry {number} names no model: {entry!r:.120}")
@@ -50,6 +54,10 @@ def _words(path: Path, number: int, entry: Any) -> list[str]:
         option = f"--{str(name).replace('_', '-')}"
         if option in OWN:
             raise ValueError(f"--models {path}: entry {number}: {option} is for the whole list; leave it out")
+        if known and option not in known:  # also one that is off: `publish: false` is not `no-publish: true`
+            near = difflib.get_close_matches(option, known, 1, 0.7)
+            hint = f"; did you mean {near[0].removeprefix('--')}" if near else ""
+            raise ValueError(f"--models {path}: entry {number}: there is no option {option}{hint}")
         if value is True:
             words.append(option)
         elif isinstance(value, list) and option == "--also":  # one option of several words

@@ -82,7 +82,10 @@ def test_each_is_calibrated_and_one_that_fails_stops_no_other(model: Path, given
 @pytest.mark.parametrize(("text", "message"), [
     ("", "a list of models"), ("model: x", "a list of models"), ("- [", "no YAML"), ("- 3", "entry 1 names no model"),
     ("- recipe: x", "entry 1 names no model"), ("- model: x\n  dry-run: true", "--dry-run is for the whole list"),
-    ("- model: x\n  nonsense: 1", "nonsense"),
+    ("- model: x\n  samplse: 1", "entry 1: there is no option --samplse; did you mean samples"),
+    ("- x\n- model: x\n  publish: false", "entry 2: there is no option --publish; did you mean no-publish"),
+    ("- model: x\n  eval: false", "entry 1: there is no option --eval; did you mean no-eval"),
+    ("- x\n- model: x\n  seq-len: long", "entry 2 of"),
 ])  # fmt: skip
 def test_a_list_that_is_none_is_refused(text: str, message: str, given: list[str], tmp_path: Path, capsys):
     (tmp_path / "list.yaml").write_text(text)
@@ -99,3 +102,11 @@ def test_a_list_that_is_none_is_refused(text: str, message: str, given: list[str
 def test_what_does_not_go_together(words: list[str], message: str, given: list[str], capsys):
     assert cli.main([*given, *words, "--commands"]) == 2 and message in capsys.readouterr().err
     assert cli.main(["--model", "demo", "--only", "1"]) == 2 and "are of --models" in capsys.readouterr().err
+
+
+def test_a_plan_that_cannot_be_made_names_its_entry(model: Path, given: list[str], tmp_path: Path, capsys):
+    text = f"- {model}\n- model: {model}\n  name: one\n  recipe: [aqua-2bit, aqua-3bit]\n"
+    (tmp_path / "list.yaml").write_text(text)
+    assert cli.main([*given[:-4], "--recipe", "aqua-2bit", *given[-2:], "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "--name names one artifact" in said and "entry 2 of" in said
