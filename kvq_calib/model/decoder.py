@@ -90,7 +90,9 @@ class Place(nn.Module):
 def empty(config: "PreTrainedConfig", dtype: torch.dtype | None) -> Any:
     """The whole model, as transformers makes it, without memory; its attention notes what it gets."""
     with torch.device("meta"):
-        return maker(config).from_config(config, attn_implementation=CAPTURED, dtype=dtype).eval()
+        made = maker(config).from_config(config, dtype=dtype).eval()
+    made.config.get_text_config(decoder=True)._attn_implementation = CAPTURED  # towers may know no other than theirs
+    return made
 
 
 class Decoder:
