@@ -147,8 +147,9 @@ def attending(config: Mapping[str, Any]) -> Sequence[int]:
     count, kinds = owners(config), config.get("layer_types")
     if isinstance(kinds, (list, tuple)):
         return [n for n, kind in enumerate(kinds[:count]) if kind in WHOLE]
-    chosen, interval = config.get("full_attn_idxs"), config.get("full_attention_interval")
-    if isinstance(chosen, list):  # as files of LFM2 say it
+    chosen = config.get("full_attn_idxs", config.get("attn_layer_indices"))
+    interval = config.get("full_attention_interval")
+    if isinstance(chosen, list):  # as files of LFM2 and Bamba say it
         return sorted({n for n in chosen if type(n) is int and 0 <= n < count})
     if type(interval) is int and interval > 0:  # as files of Qwen3-Next
         return range(interval - 1, count, interval)

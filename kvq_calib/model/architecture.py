@@ -121,7 +121,8 @@ def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> No
 
 def _check_cache(carried: Carried, under: Under, id: str) -> None:
     """Refuse a decoder that does not go with transformers' own cache, in whose place ours stands."""
-    config, said = under.core.config, f"{id}: it does not run with transformers' own cache"
+    config = under.core.config
+    said = f"{id}: its decoder does not run with transformers' own cache, and its layers apart"
     with torch.no_grad(), carried.muted(under.core), _explained(said, LISTED):
         nothing = torch.zeros(1, 4, config.hidden_size)
         under.core(inputs_embeds=nothing, **{CACHE: DynamicCache(config=config)}, use_cache=True)

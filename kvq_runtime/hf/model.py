@@ -158,8 +158,9 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
     Raises ValueError, a sentence, for a layer that a cache cannot hold.
     """
     name, geometry, found = type(model).__name__, geometry_of(model), {}
+    layers = dict(enumerate(decoder_of(model).layers))
     for layer in attending(model.config.get_text_config(decoder=True).to_dict()):
-        module = getattr(decoder_of(model).layers[layer], "self_attn", None)
+        module = getattr(layers.get(layer), "self_attn", None)
         if not isinstance(module, nn.Module) or CACHE not in inspect.signature(type(module).forward).parameters:
             raise ValueError(f"layer {layer} of {name} has no self_attn that takes {CACHE}, as Llama's; {LISTED}")
         if getattr(module, "kv_lora_rank", None) and not hasattr(module, "expand_kv"):

@@ -59,7 +59,8 @@ LLAMA4 = {"intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_
           "no_rope_layers": [1, 0, 1, 0], "num_hidden_layers": 4}  # fmt: skip
 LATER = (  # than the oldest transformers
     "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "lfm3_vl", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
-    "lara_mini", "apertus1p5_text", "beam", "exaone",
+    "lara_mini", "apertus1p5_text", "beam", "exaone", "granite_docling", "hyperclovax_vision_v2", "minicpmv4_7",
+    "minicpm_ocr",
 )  # fmt: skip
 OWN = {
     "glm4_moe": EXPERTS | ROUTED, "sarvam_moe": EXPERTS | ROUTED,
@@ -123,6 +124,26 @@ OWN = {
     "paligemma": tower({"model_type": "gemma"}, model_type="siglip_vision_model") | {"projection_dim": 64},
     "llama4_text": LLAMA4,
     "llama4": tower(LLAMA4, **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32)),
+    **{kind: tower({"model_type": text}) for kind, text in (
+        ("deepseek_vl", "llama"), ("granite_docling", "granite_docling_text"), ("hyperclovax_vision_v2", "hyperclovax"),
+        ("lighton_ocr", "qwen3"), ("video_llama_3", "qwen2"),
+    )},
+    **{kind: tower({"model_type": "llama"}, model_type="clip_vision_model") for kind in (
+        "llava_next", "video_llava", "vipllava",
+    )},
+    **{kind: tower({"model_type": "qwen3_5_text"} | RECURRENT) for kind in (
+        "minicpmv4_6", "minicpmv4_7", "minicpm_ocr",
+    )},
+    **{kind: tower(SECTIONS | {"model_type": "glm4v_text"}) for kind in ("glm46v", "glmga")},
+    "cohere2_vision": tower({"model_type": "cohere2"} | FULL, model_type="siglip_vision_model"),
+    "deepseek_vl_hybrid": tower({"model_type": "llama"}) | {"high_res_vision_config": SEEING | {"output_channels": 32}},
+    "idefics2": tower({"model_type": "mistral", "sliding_window": None}),
+    "janus": tower({"model_type": "llama"}) | {"vq_config": {"base_channels": 32, "num_embeddings": 64}},
+    "llava_onevision": tower({"model_type": "qwen2"}, model_type="siglip_vision_model"),
+    "minimax_m3_vl": tower(EXPERTS | FULL), "muse_glimmer": tower(EXPERTS), "paddleocr_vl": tower(SECTIONS),
+    "ovis2": tower({"model_type": "qwen2"}, vocab_size=64), "step3p7": tower({"sliding_window": 16}),
+    "bamba": {"attn_layer_indices": [1, 2], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
+              "mamba_n_groups": 1},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "n_mamba_heads": 4},
     "aya_vision": tower({"model_type": "cohere2"} | FULL, model_type="siglip_vision_model"),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from generating import stock
 from models import prompt
 from tiers import some
 from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalGeneration
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvq_calib.evaluate import caches, errors
 from kvq_calib.evaluate.caches import CountedCache, FullCache
@@ -38,7 +39,7 @@ from kvq_runtime.recipe import preset
 ROWS = {kind: cells for kind, *cells in table()}
 TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
 UNLISTED = {
-    "minimax": "it does not run with transformers' own cache: MiniMax uses cache of its own",
+    "minimax": "its decoder does not run with transformers' own cache, and its layers apart: MiniMax uses",
     "falcon_h1": "layers 0, 1, 2 of 3 are of type hybrid; calibration takes models whose layers attend to every",
     "bailing_hybrid": "its files have model.layers.1.attention.kv_a_proj_with_mqa.weight, and no layers.1.self_attn.kv",
     "paligemma": "layer 0 of PaliGemmaForConditionalGeneration attends in both directions",
@@ -51,6 +52,7 @@ REFUSED = {
     "exaone": r"its files have transformer.h.0.attn.attention.k_proj.weight, and no layers.0.self_attn.k_proj.weight",
     "diffllama": r"its attention has parameters of its own \(lambda_k1, ",
     "doge": r"its attention has parameters of its own \(A\)",
+    "bamba": "its decoder does not run with transformers' own cache, and its layers apart: not enough values to unpack",
     "beam": r"its attention has parameters of its own \(gate_bias\)",
     "persimmon": "PersimmonAttention has no k_proj and v_proj, and no qkv_proj",
     "phi4_multimodal": "model.norm, model.embed_tokens_extend, lm_head stand beside its layers",
@@ -186,6 +188,19 @@ def test_what_cannot_be_calibrated_is_refused_from_its_configuration(kind, tmp_p
     given["architectures"] = [type(random(kind)).__name__]
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(ValueError, match=(REFUSED | UNLISTED)[kind] + ".*models.md"):
+        models.resolve(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {kind.strip("+") for kind in ROWS}))
+def test_every_other_type_of_text_is_refused_from_its_configuration(kind, tmp_path):
+    """With transformers' defaults, which are those of a model that there is."""
+    if kind in ("emu3", "moss_transcribe_diarize", "gemma4_assistant"):
+        pytest.skip("would be taken, or has no defaults")
+    given = AutoConfig.for_model(kind).to_diff_dict() | {"model_type": kind}
+    given["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(ValueError, match=r"models\.md|is needed|kvq takes|timm"):
         models.resolve(tmp_path)
 
 
