@@ -194,6 +194,8 @@ def verify(args: Namespace) -> int:
 
     resolved = resolve(args.reference, args.registry, args.lock)
     artifact.load(resolved.path, resolved.sha256, resolved.size)
+    if resolved.yanked is not None:
+        warnings.warn(f"{resolved.name} {resolved.version} is yanked: {resolved.yanked}", stacklevel=2)
     rows = [
         {"check": check, "result": "ok" if done else "not compared: a path, and no --lock"}
         for check, done in compared(bool(args.lock or resolved.registry)).items()

@@ -116,6 +116,8 @@ def test_show_has_everything_about_a_version(store, as_json, kvq):
     store.add_evaluation(many.record(resolve.resolve(f"{NAME}@1.0.0").sha256, 0.2))
     lossy = "too lossy: perplexity +20.0%, KL 0.2 nats, full encode; more than +10% and more than 0.1 nats"
     assert kvq("show", f"{NAME}@1.0.0")[1].startswith(f"{NAME} 1.0.0; 6 bits; {lossy}; yanked: wrong corpus\n\n")
+    code, _, err = kvq("verify", f"{NAME}@1.0.0")
+    assert code == 0 and f"{NAME} 1.0.0 is yanked: wrong corpus" in err
 
 
 def test_pull_copies_checks_and_locks(store, as_json, kvq, tmp_path):
