@@ -6,7 +6,7 @@ at any position, turned back as a cache does, has to be the same again.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
 POSITIONS = 0, 1, 9, 60, 500
+_MACHINE = torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
 _OTHERS = "forward", "_compiled_call_impl"  # what accelerate, and compiling, put into a module: with its own weights
 _asked: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], str | None]] = WeakKeyDictionary()  # by decoder and layers
 
@@ -71,18 +72,29 @@ class _Rows:
         return 0
 
 
-@torch.no_grad()
 def _seen(decoder: Any, layers: Mapping[int, Any], positions_NT: Tensor) -> dict[int, Tensor | Exception]:
     """The keys that a cache would get of one token at these positions, by layer, or what its pass ended with."""
+    found = _pass(decoder, layers, positions_NT, lambda hidden_states: hidden_states)
+    if any(isinstance(one, Exception) for one in found.values()):  # perhaps as a layer puts out a tuple (Chameleon)
+        again = _pass(decoder, layers, positions_NT, lambda hidden_states: (hidden_states,))
+        found |= {n: one for n, one in again.items() if not isinstance(one, Exception)}
+    return found
+
+
+@torch.no_grad()
+def _pass(
+    decoder: Any, layers: Mapping[int, Any], positions_NT: Tensor, output: Callable[[Tensor], Any]
+) -> dict[int, Tensor | Exception]:
+    """The same of one pass, in which a layer puts out `output` of its input."""
     found: dict[int, Tensor | Exception] = {}
     bare = _bare(decoder, positions_NT.device)
     bare.config = copy.deepcopy(decoder.config)
     bare.config._attn_implementation = "sdpa"
-    places = [_Place(layer, n, layers.get(n), found) for n, layer in enumerate(decoder.layers)]
+    places = [_Place(layer, n, layers.get(n), found, output) for n, layer in enumerate(decoder.layers)]
     bare._modules["layers"] = nn.ModuleList(places[: max(layers) + 1])
     try:
         bare(input_ids=torch.ones_like(positions_NT), position_ids=positions_NT, use_cache=False)
-    except torch.OutOfMemoryError:  # which says nothing of the model
+    except _MACHINE:  # which says nothing of the model
         raise
     except Exception as error:  # of the decoder's own, whatever class it has: every layer that it was not yet at
         found = {n: error for n in layers} | found
@@ -90,15 +102,23 @@ def _seen(decoder: Any, layers: Mapping[int, Any], positions_NT: Tensor) -> dict
 
 
 class _Place(nn.Module):
-    """Stand in a layer's place: run it as far as its cache, and put out its input."""
+    """Stand in a layer's place: run it as far as its cache, and put out `output` of its input."""
 
-    def __init__(self, layer: nn.Module, number: int, asked: nn.Module | None, found: dict[int, Tensor | Exception]):
+    def __init__(
+        self,
+        layer: nn.Module,
+        number: int,
+        asked: nn.Module | None,
+        found: dict[int, Tensor | Exception],
+        output: Callable[[Tensor], Any],
+    ):
         super().__init__()
         plain = {name: value for name, value in vars(layer).items() if type(value) in (bool, int, str)}
         self.__dict__ |= {name: value for name, value in plain.items() if name not in self.__dict__}
-        self._number, self._asked, self._found = number, (asked,), found  # a tuple, as it is no part of this module
+        self._number, self._asked = number, (asked,)  # a tuple, as it is no part of this module
+        self._found, self._output = found, output
 
-    def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
         (asked,) = self._asked
         if asked is not None:
             rows = _Rows()
@@ -108,11 +128,11 @@ class _Place(nn.Module):
             except _Seen:
                 latents = getattr(asked.self_attn, "kv_lora_rank", None)
                 self._found[self._number] = (halves(*rows.seen)[0] if latents else rows.seen[0]).transpose(1, 2)
-            except torch.OutOfMemoryError:
+            except _MACHINE:
                 raise
             except Exception as error:  # of the layer's own, whatever class it has
                 self._found[self._number] = error
-        return hidden_states
+        return self._output(hidden_states)
 
 
 class _Constant(nn.Module):
@@ -123,13 +143,14 @@ class _Constant(nn.Module):
         self.width, self.weight = width, torch.empty(0, device=device)  # of which a decoder may ask where it is
 
     def forward(self, x: Tensor, *_args: Any, **_given: Any) -> Tensor:
-        drawn = torch.randn(self.width, generator=torch.Generator().manual_seed(self.width), dtype=torch.float32)
+        generator = torch.Generator("cpu").manual_seed(self.width)
+        drawn = torch.randn(self.width, generator=generator, dtype=torch.float32, device="cpu")
         return drawn.to(x.device).repeat(*(x.shape[:-1] if x.is_floating_point() else x.shape), 1)
 
 
 def _bare(module: nn.Module, device: torch.device) -> Any:
-    """A module of the same class and settings without hooks, training and matrices; vectors are of ones, as calibration
-    asks before it has weights: a norm behind the rotation (HunYuan's) scales channels, which a cache gets back."""
+    """A module of the same class and settings without hooks, training and matrices; norms are of ones, as calibration
+    asks before it has weights: one behind the rotation (HunYuan's) scales channels, which a cache gets back."""
     module = getattr(module, "_orig_mod", module)  # which torch.compile wraps
     width = getattr(module, "out_features", getattr(module, "embedding_dim", None))
     if isinstance(width, int):
@@ -140,10 +161,13 @@ def _bare(module: nn.Module, device: torch.device) -> Any:
     children = module._modules.items()
     bare._modules = {name: None if child is None else _bare(child, device) for name, child in children}
     bare._buffers = {name: _here(one, device) for name, one in module._buffers.items()}
-    vectors = {name: one for name, one in module._parameters.items() if one is None or one.ndim < 2}
-    bare._parameters = {n: None if one is None else torch.ones(one.shape, device=device) for n, one in vectors.items()}
+    bare._parameters = {
+        name: None if one is None else torch.ones((), device=device).expand(one.shape)
+        for name, one in module._parameters.items()
+    }
     return bare
 
 
 def _here(tensor: Any, device: torch.device) -> Any:
-    return torch.ones(tensor.shape, device=device) if tensor is not None and tensor.is_meta else tensor
+    here = tensor is None or not tensor.is_meta
+    return tensor if here else torch.ones(tensor.shape, dtype=tensor.dtype, device=device)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from architectures import random
 from generating import kvq
+from models import SHAPE
+from transformers import ChameleonConfig, ChameleonModel
 
 from kvq_runtime.hf.model import CACHE
 from kvq_runtime.hf.rotation import rope_refusal
@@ -95,3 +97,13 @@ def test_a_norm_behind_the_rotation_is_none_of_it():
     for layer in model.get_decoder().layers:
         torch.nn.init.uniform_(layer.self_attn.key_layernorm.weight, 0.5, 2.0)
     kvq("exact-pre", model)
+
+
+def test_layers_with_norms_by_head_that_put_out_tuples_are_asked():
+    """Chameleon's: their scales have two dimensions."""
+    image = {"embed_dim": 8, "num_embeddings": 8, "latent_channels": 8, "base_channels": 32, "num_res_blocks": 1}
+    shape = {name: size for name, size in SHAPE.items() if name != "head_dim"}
+    model = ChameleonModel(
+        ChameleonConfig(**shape, vocabulary_map={"<image>": 4}, vq_config=image | {"channel_multiplier": [1, 1]})
+    )
+    assert rope_refusal(model, dict(enumerate(model.layers))) is None
