@@ -92,14 +92,17 @@ class _Sums:
         self.top_YM = top_YM
 
 
-def pages_begun(page: int, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> Tensor:
+def pages_begun(page: int, counts: Sequence[int], lengths: Sequence[int], table: Tensor) -> Tensor:
     """Pages, of `page` tokens, whose first token is among a step's, int64; the other arguments are as in Batch."""
-    found = [
-        pages[index]
-        for count, length, pages in zip(counts, lengths, tables, strict=True)
+    places = [
+        (row, index)
+        for row, (count, length) in enumerate(zip(counts, lengths, strict=True))
         for index in range(-(-(length - count) // page), -(-length // page))
     ]
-    return torch.tensor(found, dtype=torch.int64)
+    if not places:  # as in most steps, which so send nothing
+        return table.new_empty(0, dtype=torch.int64)
+    rows, columns = sent(torch.tensor(places).mT, table.device)
+    return table[rows, columns].long()
 
 
 def attend(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> None:

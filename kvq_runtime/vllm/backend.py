@@ -34,7 +34,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
 from kvq_runtime.geometry import Role
-from kvq_runtime.store.storage import sent
 from kvq_runtime.vllm import attend, engine
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.engine import Served
@@ -70,14 +69,18 @@ class Builder(AttentionMetadataBuilder[Batch]):
         positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=False)]
         made = Batch(starts, counts, lengths, table, positions_T=torch.cat(positions).clamp(min=0).to(table.device))
         real = bool((given.slot_mapping[: edges[-1]] >= 0).any())  # a dry run has no slots
-        requests, rows = (starts, counts, lengths, table.tolist()) if real else None, None
-        if requests and self._first is not None:
-            made.arrived, rows = self._first.step(*requests)
+        if not real:
+            return made
+        rows = None
+        # a copy to the host waits for the device, and only who remembers requests needs all of the table there
+        pages = table.tolist() if self._first is not None or self._tails is not None else []
+        if self._first is not None:
+            made.arrived, rows = self._first.step(starts, counts, lengths, pages)
             made.entries = torch.tensor(rows, device=table.device)
-        if requests and self._tails is not None:
-            made.tails = self._tails.step(*requests, rows)
-        elif requests:
-            made.begun = sent(attend.pages_begun(self._page, *requests[1:]), table.device)
+        if self._tails is not None:
+            made.tails = self._tails.step(starts, counts, lengths, pages, rows)
+        else:
+            made.begun = attend.pages_begun(self._page, counts, lengths, table)
         return made
 
 

@@ -114,7 +114,7 @@ class PagedServer:
             tails = self.tails.step(starts, counts, lengths, table.tolist(), rows)
             self.layer.take(pair, tails)
         else:
-            self.layer.begin(attend.pages_begun(self.page, counts, lengths, table.tolist()))
+            self.layer.begin(attend.pages_begun(self.page, counts, lengths, table))
             self.layer.write(pair, slots, positions)
         if arrived is not None:
             self.layer.write_exact(pair, arrived)
