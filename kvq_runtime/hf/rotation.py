@@ -169,5 +169,6 @@ def _bare(module: nn.Module, device: torch.device) -> Any:
 
 
 def _here(tensor: Any, device: torch.device) -> Any:
-    here = tensor is None or not tensor.is_meta
-    return tensor if here else torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+    if tensor is None or not tensor.is_meta:
+        return tensor
+    return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
