@@ -32,17 +32,15 @@ class Pass:
     announced   whether the model has announced that our own attention will read the next pass
     attended    whether it reads this one: a pass that no model announces (a copy without hooks) is read decoded
     mixed       whether keys and values are of two dtypes, or autocast is on, which would round what we multiply
-    owed        whether a layer has stored keys and values that our attention has not seen
     """
 
     announced: bool = False
     attended: bool = False
     mixed: bool = False
-    owed: bool = False
 
     def begin(self, key_states: Tensor, value_states: Tensor) -> None:
         """The first layer of a pass takes up what was announced."""
-        self.attended, self.announced, self.owed = self.announced, False, False
+        self.attended, self.announced = self.announced, False
         mixed = key_states.dtype != value_states.dtype
         self.mixed = mixed or torch.is_autocast_enabled(key_states.device.type)
 
@@ -92,11 +90,6 @@ class KVQLayer(CacheLayerMixin):
         return self._update(key_states, value_states)
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        if self.current.owed:
-            raise ValueError(
-                f"kvq attention was not given the keys and values that the layer below {self.index} stored: the model "
-                f"changes both behind a cache; {EAGER}"
-            )
         first = self.index not in self.blocks.layers
         if first:
             self._check(key_states, value_states)
@@ -108,7 +101,6 @@ class KVQLayer(CacheLayerMixin):
             k_BTC = k_BTC.to(v_BTC.dtype)
         if self.current.attended and not self.decodes:
             self.blocks.take(self.index, k_BTC, v_BTC)
-            self.current.owed = True
             key_states = key_states.view_as(key_states)  # the mark stays off the caller's tensors
             value_states = value_states.view_as(value_states)
             key_states._kvq = value_states._kvq = self._marks[first]  # type: ignore[attr-defined]
@@ -201,8 +193,6 @@ def attention(
         raise ValueError(
             f"kvq attention does not know keys or values that {type(module).__name__} changes behind a cache; {EAGER}"
         )
-    if mark is not None:
-        mark.current.owed = False
     if mark is not None and attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] > 1:
         raise ValueError(f"kvq attention does not know masks by head, as {type(module).__name__} makes; {EAGER}")
     if not kwargs.keys() <= HARMLESS or sliding_window is not None:
