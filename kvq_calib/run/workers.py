@@ -36,7 +36,7 @@ for _name, _value in {  # read by ray, and by what it starts, when it is importe
 import ray  # noqa: E402
 from ray.exceptions import RayError, RayTaskError  # noqa: E402
 
-from kvq_calib.run.plan import environment, set_arithmetic  # noqa: E402
+from kvq_calib.run.plan import FITS, environment, set_arithmetic  # noqa: E402
 from kvq_calib.run.run import Executor, Run, Task  # noqa: E402
 from kvq_runtime.disk import files  # noqa: E402
 
@@ -111,7 +111,7 @@ def check_worker(run: Run, mark: str) -> None:
     path, plan = run.folder / MARK, run.plan
     if not path.is_file() or path.read_text() != mark:
         raise RuntimeError(f"a worker on another machine does not see {run.folder}; give --run a folder that all share")
-    ours = environment(plan.device, plan.dtype, plan.threads)
+    ours = environment(plan.device, plan.dtype, plan.threads) | {"fits": FITS}
     differ = sorted(name for name in {*ours, *plan.environment} if ours.get(name) != plan.environment.get(name))
     if differ:
         raise RuntimeError(f"a worker's {', '.join(differ)} differ from the run's; use machines of one kind")
