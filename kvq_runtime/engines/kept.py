@@ -68,8 +68,8 @@ def settings(extra: Mapping[str, Any], option: str, who: str) -> Settings:
         raise ValueError(f"{option}: recent={found.recent!r}; use a number of tokens, 0 or more")
     if found.threads is not None and (type(found.threads) is not int or found.threads < 1):
         raise ValueError(f"{option}: threads={found.threads!r}; use a number, 1 or more")
-    for name in ("budget", "pending"):
-        parse_bytes(extra.get(name, "1GB"), f"{option}: {name}=")
+    for name in {"budget", "pending"} & extra.keys():
+        parse_bytes(extra[name], f"{option}: {name}=")
     return found
 
 
