@@ -85,6 +85,7 @@ def test_an_interrupt_ends_an_import_that_would_go_on(tmp_path):
     body = """
 import os, signal, sys
 from kvq_runtime.cli import exit_codes
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
 def command():
     if sys.argv[1] == "later":
         exit_codes.loaded()
