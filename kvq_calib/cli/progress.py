@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 CLEAR = "\r\x1b[K"
 EVERY = 30.0  # seconds between two lines, at the least
+KNOWN = 0.02  # of all that must be done before the rest is told: what is loaded first would be taken for its speed
 
 
 class Status:
@@ -63,7 +64,8 @@ class Lines:
         if self._first is None:
             self._first, self._said = (now, done), now - EVERY
         begun, before = self._first
-        left = f"{spoken((now - begun) * (total - done) / (done - before))} left" if done > before else ""
+        known = done - before >= KNOWN * total > 0
+        left = f"{spoken((now - begun) * (total - done) / (done - before))} left" if known else ""
         if self._on and done and now - self._said >= EVERY:
             self._said = now
             self.say(", ".join(filter(None, [text, f"{done / total:.0%} done", f"about {left}" if left else ""])))

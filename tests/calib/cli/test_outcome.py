@@ -167,6 +167,7 @@ def test_lines_come_where_there_is_no_terminal_and_say_what_is_left(monkeypatch)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     clock = Clock()
     lines = Lines("kvq", clock=clock)
+    assert lines("layer 1 of 2", 20, 100) == lines("layer 1 of 2", 21, 100) == "", "1% tells nothing of the rest"
     for seconds, done in ((0, 20), (29, 24), (31, 30), (40, 50), (62, 60)):  # of 100; 20 were done in an earlier run
         clock.now = seconds
         lines("layer 1 of 2", done, 100)
