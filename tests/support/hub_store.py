@@ -125,8 +125,9 @@ class Store:
         with self.lock:
             if id in self.repos:
                 return False
-            repo = self.repos[id] = Repo(id, private)
+            repo = Repo(id, private)
             repo.add("main", "initial commit", {".gitattributes": repo.blob(b"*.safetensors filter=lfs\n")})
+            self.repos[id] = repo  # only now, as who reads takes no lock
             return True
 
     def is_large(self, path: str, size: int) -> bool:
