@@ -42,6 +42,12 @@ def spoken(error: BaseException) -> str:
     return f"{path}: {_PATHS.get(error.errno, error.strerror)}"
 
 
+def check_type(what: str, value: object, types: type | tuple[type, ...], give: str) -> None:
+    """Raise TypeError, in words, for an argument of another type."""
+    if not isinstance(value, types):
+        raise TypeError(f"{what} is of type {type(value).__name__}; give {give}")
+
+
 @contextmanager
 def named(what: str) -> Iterator[None]:
     """Begin messages of errors with what was asked for."""

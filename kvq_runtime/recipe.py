@@ -20,7 +20,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal
 
-from kvq_runtime.errors import NotFound
+from kvq_runtime.errors import NotFound, check_type
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.policy_setting import POLICY_SLOTS, PolicySetting, policy_kinds
 from kvq_runtime.stages.kinds import check_keys, kinds, named_settings, stage_from, stage_json
@@ -361,6 +361,7 @@ def presets() -> dict[str, Recipe]:
 
 def preset(name: str) -> Recipe:
     """The recipe of this name; `kvq recipes` lists them. NotFound, a ValueError, lists similar names."""
+    check_type("name", name, str, 'that of a recipe, as in preset("kivi-4bit")')
     for file in _files():
         if name.startswith(file.replace("_", "-")):  # where it most likely is, so that no other need be read
             found = {recipe.name: recipe for recipe in _file(file).recipes()}

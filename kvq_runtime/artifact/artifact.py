@@ -27,7 +27,7 @@ from kvq_runtime.artifact.header import SCHEMA, about_of
 from kvq_runtime.codec import codec
 from kvq_runtime.codec.shared import Fitted
 from kvq_runtime.disk import files, strict_json
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.errors import ArtifactError, check_type
 from kvq_runtime.recipe import Recipe
 
 LARGEST = 2.0**20  # of a fitted number; products of much larger ones overflow
@@ -70,6 +70,7 @@ _loaded: WeakValueDictionary[str, Artifact] = WeakValueDictionary()
 
 def to_bytes(artifact: Artifact) -> bytes:
     """The artifact's file; equal artifacts give equal bytes. Raises ArtifactError if it could not be loaded again."""
+    check_type("artifact", artifact, Artifact, "what load_artifact returns")
     about = {
         "schema": artifact.schema,
         "recipe": artifact.recipe.to_json(),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.disk import strict_json
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.errors import ArtifactError, check_type
 from kvq_runtime.geometry import NONE_SLIDE, Geometry, Sliding, attending
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import ROLES
@@ -185,6 +185,7 @@ def check_match(stored: Fingerprint, model: Fingerprint, allow_other_weights: bo
     allow_other_weights   warn instead if only the weights differ, as those of a fine-tune do
     Where either is quantized, other weights also only warn, up to QUANTIZED_TOLERANCE.
     """
+    check_type("allow_other_weights", allow_other_weights, bool, "True or False")
     problems = mismatches(stored, model)
     if problems:
         raise ArtifactError(f"fingerprint: {'; '.join(problems)}; use an artifact fitted to this model")

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAt
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
+from kvq_runtime.errors import check_type
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
 from kvq_runtime.hf.attention import KVQLayer, LatentLayer, Pass
@@ -70,8 +71,7 @@ class KVQCache(Announced, Cache):
         tensors   of an artifact, by name, if the recipe is fitted
         check     what is asked of blocks, as the errors of which are measured; None: they are not
         """
-        if not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe is of type {type(recipe).__name__}; give a Recipe, or its name to from_recipe")
+        check_type("recipe", recipe, Recipe, "a Recipe, or its name to from_recipe")
         check_model(model)
         config = model.config.get_text_config(decoder=True)
         geometry, modules = geometry_of(model), attention_modules(model)
@@ -115,6 +115,7 @@ class KVQCache(Announced, Cache):
 
         Raises ValueError for an unknown name, a recipe that has to be fitted, or one that this model does not allow.
         """
+        check_type("health", health, bool, "True or False")
         check = Check() if health else None
         return cls(recipe_text.read(recipe) if isinstance(recipe, str) else recipe, model, check=check)
 
@@ -162,11 +163,8 @@ class KVQCache(Announced, Cache):
         allow_other_weights  accept another model's weights, of the same shape and RoPE
         strict               as for `from_pretrained`; ValueError for an artifact that promises nothing
         """
-        if not isinstance(artifact, Artifact):
-            raise TypeError(
-                f"artifact is of type {type(artifact).__name__}; give what load_artifact returns, or its name to "
-                "from_pretrained"
-            )
+        check_type("artifact", artifact, Artifact, "what load_artifact returns, or its name to from_pretrained")
+        check_type("strict", strict, bool, "True or False")
         fingerprint.check_match(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
         check = Check.of(artifact.fit, artifact.recipe.name, strict)
         cache = cls(artifact.recipe, model, artifact.tensors, check if check.promises else None)

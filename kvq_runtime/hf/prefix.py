@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.errors import check_type
 from kvq_runtime.hf.attention import KVQLayer, LatentLayer
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import CACHE, decoder_of, fingerprint_of, frequencies, geometry_of, rotary_module
@@ -80,10 +81,7 @@ class PrefixStore:
             found = artifact.recipe
         elif bits is not None:
             raise ValueError(f"bits={bits}; a rate is set of an artifact of rest-*, and {recipe!r} is none")
-        if not isinstance(found, Recipe):
-            raise TypeError(
-                f"recipe is of type {type(recipe).__name__}; give an Artifact, a Recipe, or the name of one"
-            )
+        check_type("recipe", found, Recipe, "an Artifact, a Recipe, or the name of one")
         check(found)
         self.model, self.recipe, self._artifact = model, found, artifact
         self._path = path

@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, StaticLayer
 
+from kvq_runtime.errors import check_type
 from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import CACHE, check_model
@@ -139,8 +140,7 @@ def verified_generate(
 def _check_given(model: PreTrainedModel, cache: KVQCache, input_ids: Tensor, draft: int) -> None:
     """Refuse arguments of other types, before `generate` fails on them; TypeError or ValueError."""
     check_model(model)
-    if not isinstance(cache, KVQCache):
-        raise TypeError(f"cache is of type {type(cache).__name__}; give a KVQCache, which drafts")
+    check_type("cache", cache, KVQCache, "a KVQCache, which drafts")
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point() or input_ids.dim() != 2:
         shape = f", of shape {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else ""
         kind = getattr(input_ids, "dtype", type(input_ids).__name__)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.disk import strict_json
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.errors import ArtifactError, check_type
 
 LARGEST = 1 << 31  # token ids are below
 SAMPLES, BYTES = 64, 8  # of every tensor in a file: so many places, evenly spaced, of so many bytes
@@ -50,6 +50,7 @@ def token_row(tokens: Tensor | Iterable[int]) -> Tensor:
 
 def root(digest: str, salt: str) -> str:
     """Return the beginning of a tenant's chains: without the salt no block of them can be named, or found."""
+    check_type("salt", salt, str, "a text that only the tenant knows")
     return sha256(b"kvq prefix root\0" + bytes.fromhex(digest) + sha256(salt.encode()).digest()).hexdigest()
 
 

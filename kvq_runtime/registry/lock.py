@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvq_runtime.disk import files, strict_json
-from kvq_runtime.errors import ArtifactError, NotFound, extra, spoken
+from kvq_runtime.errors import ArtifactError, NotFound, check_type, extra, spoken
 from kvq_runtime.registry.reference import check_commit, check_name, check_sha256, check_version, order
 
 LIMIT = 1 << 16  # bytes
@@ -65,6 +65,7 @@ def write_lock(path: Path, lock: Lock) -> None:
 
 def read_lock(path: Path | str) -> Lock:
     """Read a lock file; raises NotFound, or ArtifactError naming what is wrong in it."""
+    check_type("lock", path, (str, Path), "the path of a file that kvq pull --lock wrote")
     label = f"lock: {path}"
     try:
         data = files.read(Path(path), LIMIT)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from kvq_runtime.artifact import ARTIFACT_FILE as ARTIFACT_FILE
+from kvq_runtime.errors import check_type
 
 SUFFIX = ".safetensors"
 PRODUCTION = "production"
@@ -143,6 +144,7 @@ class Reference:
 
 def parse(text: str | Path) -> Reference | Path:
     """A reference, or the path of a .safetensors file; ValueError for any other text."""
+    check_type("reference", text, (str, Path), "the name of an artifact, or a path")
     kind = next((kind for kind in _REFERENCES if isinstance(text, str) and text.startswith(kind)), None)
     if isinstance(text, str) and kind is not None:
         place = text.removeprefix(kind)

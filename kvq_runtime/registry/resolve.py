@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_runtime.disk import files, strict_json
-from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.errors import ArtifactError, NotFound, check_type
 from kvq_runtime.registry.bucket import BucketRegistry
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.hub.client import Access, using
@@ -120,6 +120,7 @@ def resolve(
     Raises ValueError for text that is no reference, NotFound, or ArtifactError if the registry or lock is damaged, if
     the file is not the pinned one, or if the policy does not accept it.
     """
+    check_type("reference", reference, (str, Path), "the name of an artifact, or a path")
     pinned = lock is not None and read_lock(lock).reference == reference
     named = registry is not None and isinstance(reference, str) and "/" not in reference
     if not pinned and not named:

@@ -5,8 +5,10 @@ import torch
 from architectures import random
 from generating import kvq, stock
 from models import SHAPE, prompt, random_model
+from tiny_artifact import tiny
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from kvq_runtime import PrefixStore, load_artifact, preset, save_pretrained
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.hf import KVQCache, fingerprint_of, geometry_of
 from kvq_runtime.hf.model import check_model
@@ -123,6 +125,15 @@ def test_a_layer_that_comes_from_another_device_is_refused():
     (lambda model: KVQCache.from_recipe(model, "higgs-2bit"), "recipe is of type LlamaForCausalLM; give a Recipe"),
     (lambda model: KVQCache.from_recipe(None, model), "recipe is of type NoneType; give a Recipe"),
     (lambda model: KVQCache.from_artifact("name", model), "artifact is of type str; give what load_artifact returns"),
+    (lambda model: KVQCache.from_recipe("higgs-2bit", model, health="no"), "health is of type str; give True or False"),
+    (lambda model: KVQCache.from_artifact(tiny(), model, strict="no"), "strict is of type str; give True"),
+    (lambda model: KVQCache.from_artifact(tiny(), model, 1), "allow_other_weights is of type int; give True or"),
+    (lambda model: KVQCache.from_pretrained(7, model), "reference is of type int; give the name of an artifact, or a"),
+    (lambda model: PrefixStore(None, "higgs-2bit", model, salt=5), "salt is of type int; give a text"),
+    (lambda model: load_artifact(None), "reference is of type NoneType; give the name of an artifact, or a path"),
+    (lambda model: load_artifact("name", lock=5), "lock is of type int; give the path of a file that kvq pull --lock"),
+    (lambda model: save_pretrained(model, "folder"), "artifact is of type LlamaForCausalLM; give what load_artifact"),
+    (lambda model: preset(4), "name is of type int; give that of a recipe, as in preset"),
     (lambda model: fingerprint_of("path"), "model is of type str; give the loaded"),
 ])  # fmt: skip
 def test_what_is_no_recipe_or_no_model_is_a_type_error(make, why):
