@@ -42,6 +42,11 @@ def spoken(error: BaseException) -> str:
     return f"{path}: {_PATHS.get(error.errno, error.strerror)}"
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, in words: "1 token", "2 tokens"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def check_type(what: str, value: object, types: type | tuple[type, ...], give: str) -> None:
     """Raise TypeError, in words, for an argument of another type."""
     if not isinstance(value, types):

@@ -27,6 +27,7 @@ from kvq_calib.run.run import InMemory, Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import ARTIFACT_FILE
 from kvq_runtime.cli.table import print_table
+from kvq_runtime.errors import counted
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.reference import registry_url
@@ -82,7 +83,7 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
     shown |= {"corpus": found["corpus"], "samples": f"{found['samples']} ({found['held_out']} held out)"}
     shown |= {name: found[name] for name in ("seq_len", "tokens")}
     shown["evaluation"] = _spoken(found["evaluation"])
-    shown["chunks"] = f"{found['chunks']} of at most {found['sequences_per_chunk']} sequences"
+    shown["chunks"] = f"{found['chunks']} of at most {counted(found['sequences_per_chunk'], 'sequence')}"
     if "budgets" in found:
         asked = ", ".join(f"{bits:g} bits" for bits in found["budgets"].values())
         other = f", {found['sequences_of_transfer']} of them of {found['transfer']}" if found["transfer"] else ""
@@ -96,12 +97,12 @@ def lines(found: dict[str, Any]) -> dict[str, Any]:
     if "forward_seconds" in found:
         one, count = found["forward_seconds"], found["forward_passes"]
         passes = f"{count:g} {'pass' if count == 1 else 'passes'} of the model"
+        each = "" if count == 1 else f", {_duration(one)} each"
         shown["time"] = (
-            f"at least {_duration(one * count)}: {passes}, {_duration(one)} each, as timed on one sequence in the "
+            f"at least {_duration(one * count)}: {passes}{each}, as timed on one sequence in the "
             "first layer; fits and evaluation come on top"
         )
-    threads = f"{found['threads']} thread{'s' if found['threads'] > 1 else ''}"
-    shown["device"] = f"{found['device']}, {found['dtype']}, {threads}"
+    shown["device"] = f"{found['device']}, {found['dtype']}, {counted(found['threads'], 'thread')}"
     shown["memory"] = f"{layer + chunk:.0f} MB: one layer and one chunk"
     if found["evaluation_by_layer"]:
         shown["memory"] += ", likewise to evaluate"

@@ -23,7 +23,7 @@ class Bounds:
     def __post_init__(self):
         for name, bound in self.given.items():
             if not (math.isfinite(bound) and bound > 0):
-                raise ValueError(f"{name}={bound}; use a number above 0")
+                raise ValueError(f"--max-{name.replace('_', '-')} {bound}; use a number above 0")
         if self.perplexity_ratio is not None and self.perplexity_ratio < 1:
             raise ValueError(
                 f"--max-perplexity-ratio {self.perplexity_ratio}: perplexity over that of 16 bit, which is the least "

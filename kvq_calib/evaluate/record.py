@@ -36,6 +36,7 @@ from kvq_calib.run.device import free_on
 from kvq_calib.run.plan import environment
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.codec import codec
+from kvq_runtime.errors import counted
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
@@ -292,11 +293,13 @@ def _error_work(files: ModelFiles, some: Tensor, subjects: int) -> int:
 def _nothing(name: str, window: Window, step: int, length: int) -> str:
     """The sentence for an evaluation that has encoded nothing, or nothing that was read afterwards."""
     if window.sinks >= length:
-        return f"nothing was encoded: windows of {length} tokens are all sinks"
-    needs = f"a block of {window.block} tokens"
+        return f"nothing was encoded: windows of {counted(length, 'token')} are all sinks"
+    needs = f"a block of {counted(window.block, 'token')}"
     if name == IN_USE:
-        needs = (f"{window.recent} recent tokens, " if window.recent else "") + f"{needs} and a step of {step} after it"
-    return f"nothing was encoded: windows of {length} tokens are shorter than {needs}"
+        needs = (
+            f"{counted(window.recent, 'recent token')}, " if window.recent else ""
+        ) + f"{needs} and a step of {step} after it"
+    return f"nothing was encoded: windows of {counted(length, 'token')} are shorter than {needs}"
 
 
 def work(

@@ -229,9 +229,14 @@ def rehearse(job: Job, work: Run) -> list[str]:
 def _writable(folder: Path) -> None:
     """RuntimeError where nothing can be written to the folder, or made in the nearest one above it."""
     there = _existing(folder)
-    if not os.access(there, os.W_OK | os.X_OK):
-        what = f"nothing can be written in {there}"
-        raise RuntimeError(f"{what}; name another folder for the run: --run DIR, or $KVQ_HOME for all of kvq")
+    what = f"nothing can be written in {there}"
+    if not there.is_dir():
+        what = f"{there} is a file"
+    elif not shutil.disk_usage(there).total:
+        what = f"the file system of {there} has no room for files"
+    elif os.access(there, os.W_OK | os.X_OK):
+        return
+    raise RuntimeError(f"{what}; name another folder for the run: --run DIR, or $KVQ_HOME for all of kvq")
 
 
 def _existing(path: Path) -> Path:

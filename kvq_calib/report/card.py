@@ -21,6 +21,7 @@ from kvq_calib.report.words import in_bold, markdown_table, size_of
 from kvq_calib.text.documents import SUFFIXES
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.errors import counted
 from kvq_runtime.recipe import OURS
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.card import UNMEASURED, eval_results
@@ -46,7 +47,7 @@ def files(
     """
     drawn, name = dict(measured), name or artifact.recipe.name
     if "budget" in artifact.fit:
-        where = f"{_model(artifact, records)}, {artifact.provenance.get('samples')} sequences of the fit"
+        where = f"{_model(artifact, records)}, {counted(artifact.provenance.get('samples', 0), 'sequence')} of the fit"
         drawn["bits-by-layer.png"] = draw.bits_by_layer(name, by_layer(artifact), where)
     if artifact.provenance.get("held_out") and any(scheme.feedback for scheme in artifact.recipe.schemes):
         where = f"{_model(artifact, records)}, {artifact.provenance['held_out']} held-out sequences"

@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any
 
 from kvq_calib.report.words import in_bold, markdown_table, spread, where
+from kvq_runtime.errors import counted
 from kvq_runtime.registry.measured import DECODE, GreedyRecord, Record
 
 FIGURES = ("reason", "kl", "kl_se", "top1", "accepted", "trend", "windows", "bins")  # that pages show
@@ -56,9 +57,9 @@ def about(records: Sequence[GreedyRecord]) -> str:
         f", from {entropies[0]['entropy']:.2f} nats of entropy to {entropies[-1]['entropy']:.2f}" if entropies else ""
     )
     return (
-        f"Greedy text of the 16-bit model{sure}: {given.windows} windows, {given.prompt} tokens of "
-        f"{given.text.source}, {given.text.split} part, continued to {given.length}. first: the first "
-        "token chosen otherwise, median and least over windows."
+        f"Greedy text of the 16-bit model{sure}: {counted(given.windows, 'window')}, "
+        f"{counted(given.prompt, 'token')} of {given.text.source}, {given.text.split} part, "
+        f"continued to {given.length}. first: the first token chosen otherwise, median and least over windows."
     )
 
 

@@ -18,6 +18,7 @@ from kvq_calib.report.panels import ATTENTION, KL, PERPLEXITY, TITLES, Panel, Po
 from kvq_calib.report.panels import frontier as frontier_of
 from kvq_calib.report.tables import by_bits, elsewhere, named, reference
 from kvq_calib.report.words import where
+from kvq_runtime.errors import counted
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, Model, TextRecord, Windows, texts
 
 Records = Sequence[TextRecord]
@@ -241,9 +242,10 @@ def by_position(exact: Mapping[str, Any], lines: Lines, text: str) -> Figure:
     last = exact["bins"][-1]
     draw.caption(
         figure,
-        f"{where(Model(**lines[0]['model']))}. {len(last['loss'])} windows of {last['to']} tokens of {text}; each "
-        f"point is the mean of {last['to'] - last['from']} tokens of each. In brackets: bits per element. Mean loss of "
-        f"the 16-bit model in the first part {own[0]:.3g} nats, in the last {own[-1]:.3g}. {' '.join(_SAID.values())}",
+        f"{where(Model(**lines[0]['model']))}. {counted(len(last['loss']), 'window')} of {last['to']} tokens of "
+        f"{text}; each point is the mean of {last['to'] - last['from']} tokens of each. In brackets: bits per element. "
+        f"Mean loss of the 16-bit model in the first part {own[0]:.3g} nats, in the last {own[-1]:.3g}. "
+        + " ".join(_SAID.values()),
     )
     return figure
 
@@ -271,7 +273,7 @@ def about(records: Records, drawn: Sequence[Panel] = (), beside: bool = True) ->
 
 
 def _windows(given: Windows) -> str:
-    return f"{given.windows} held-out windows of {given.length} tokens of {given.text.source}"
+    return f"{counted(given.windows, 'held-out window')} of {counted(given.length, 'token')} of {given.text.source}"
 
 
 def _marks(records: Records, drawn: Sequence[Panel]) -> list[str]:

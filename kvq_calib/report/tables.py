@@ -14,6 +14,7 @@ from kvq_calib.evaluate.perplexity import mean_and_error
 from kvq_calib.report.words import spread
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.table import percent
+from kvq_runtime.errors import counted
 from kvq_runtime.recipe import ROLES
 from kvq_runtime.registry import measured
 from kvq_runtime.registry.measured import (
@@ -181,7 +182,7 @@ def about_text(given: Windows, name: str = "") -> str:
     """Describe windows, and what they share with the text that was fitted on."""
     text, found = given.text, given.text.overlap
     known = "" if name in ("", text.source) else f"{name}: "
-    said = f"{known}{given.windows} windows of {given.length} tokens of {text.source}"
+    said = f"{known}{counted(given.windows, 'window')} of {counted(given.length, 'token')} of {text.source}"
     said += f", {text.split} part" if text.split else ""
     if found is None:
         return f"{said}; what they share with the fit part was not measured."

@@ -17,6 +17,7 @@ from kvq_calib.bench.rounds import Round
 from kvq_calib.bench.turn import FULL, WARM, Turn
 from kvq_calib.report import looks as draw
 from kvq_calib.report.looks import BLACK, GREY, Look, looks
+from kvq_runtime.errors import counted
 from kvq_runtime.store.memory import human
 
 Rows = Sequence[Mapping[str, Any]]
@@ -135,11 +136,11 @@ def notes(found: Rows, about: Mapping[str, Any], memory: int) -> list[str]:
     whole = ", of the whole process" if machine["device"] == "cpu" else ""
     weights = human(about["weights_bytes"])
     said = [
-        f"{model['id']}, {machine['dtype']}, on {_spoken(machine)}; random prompts. {rounds} rounds in which every "
-        f"cache takes its turn, after one to warm up; {tokens} tokens a row and round count, after {WARM} that do not. "
-        f"×: ratio to {found[0]['cache']} (transformers' DynamicCache) in the same run. First token: the median "
-        "round's. tokens/s: of the median step, and its quartiles; a step that encodes a block takes longer (--json: "
-        "mean, most).",
+        f"{model['id']}, {machine['dtype']}, on {_spoken(machine)}; random prompts. {counted(rounds, 'round')} in "
+        f"which every cache takes its turn, after one to warm up; {counted(tokens, 'token')} a row and round count, "
+        f"after {WARM} that do not. ×: ratio to {found[0]['cache']} (transformers' DynamicCache) in the same run. "
+        "First token: the median round's. tokens/s: of the median step, and its quartiles; a step that encodes a block "
+        "takes longer (--json: mean, most).",
         "bytes: what the cache holds in memory, codebooks and predictors included. peak: measured, with the weights"
         f"{whole}. rows in {human(memory)}: computed, from bytes a row of this length beside {weights} of weights; a "
         "pass needs memory of its own.",

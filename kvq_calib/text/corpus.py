@@ -54,6 +54,7 @@ from kvq_calib.text import documents as sources
 from kvq_calib.text.documents import Documents
 from kvq_calib.text.split import LIMIT, RUN, Split, Unseen, mark, part
 from kvq_calib.text.tokenizer import Encoder
+from kvq_runtime.errors import counted
 
 BATCH = 32  # documents given to the tokenizer at a time
 MIX = " + "  # between the corpora of a mixture
@@ -144,8 +145,8 @@ def select(
     if len(rows) < (samples or 1):
         where = corpus.name if split == "all" or whole else f"the {split} part of {corpus.name}"
         less = f", {len(unseen.dropped)} documents that repeat the fit part left out," if unseen.dropped else ""
-        made = f"{where}{less} gives {len(rows)} sequences of {seq_len} tokens (mode {used}), not {samples or 1}"
-        raise TooLittle(f"{made}; ask for fewer or shorter ones, or give more text", len(rows))
+        made = f"{counted(len(rows), 'sequence')} of {counted(seq_len, 'token')} (mode {used}), not {samples or 1}"
+        raise TooLittle(f"{where}{less} gives {made}; ask for fewer or shorter ones, or give more text", len(rows))
     tokens_BT = torch.from_numpy(np.asarray(rows, dtype=np.int32))
     if encoder.size is not None and (most := int(tokens_BT.max())) >= encoder.size:
         raise ValueError(

@@ -14,7 +14,7 @@ from kvq_runtime.artifact import describe, recipe_text
 from kvq_runtime.attention import absorbed, fused
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files, gguf
-from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.errors import ArtifactError, NotFound, counted
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding
 from kvq_runtime.prefix import block_file
 from kvq_runtime.recipe import Recipe, families, preset, presets
@@ -157,7 +157,7 @@ def held(args: Namespace) -> int:
         rows += _rows(model, [_of(recipe, model.name, model.vocabulary) for recipe in recipes], counts, args)
     print_table(rows, args.json)
     if not args.json:
-        print(COMPUTED.format("1 row" if args.batch == 1 else f"{args.batch} rows"))
+        print(COMPUTED.format(counted(args.batch, "row")))
         for model in models.values():
             if (sliding := model.sliding).layers:
                 print(SLIDES.format(sliding.layers, sliding.window, model.name))

@@ -6,14 +6,18 @@ import json
 import os
 import re
 import socket
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_artifact as tiny
 
+from kvq_calib.evaluate import gate
 from kvq_calib.job import prepare
+from kvq_calib.report import tables
 from kvq_calib.text import documents, tokenizer
 from kvq_runtime.artifact import recipe_text
-from kvq_runtime.errors import ArtifactError, NotFound, spoken
+from kvq_runtime.errors import ArtifactError, NotFound, counted, spoken
 from kvq_runtime.prefix.shelf import parse_bytes
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry.hub import client
@@ -46,6 +50,26 @@ def test_a_folder_that_takes_no_file_is_named_before_a_run(tmp_path, monkeypatch
     with pytest.raises(RuntimeError, match=rf"nothing can be written in {tmp_path}; .*--run DIR, or \$KVQ_HOME"):
         prepare._writable(tmp_path / "runs" / "one")
     assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+def test_a_run_has_no_place_in_a_file_or_a_file_system_without_room(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match=rf"{tmp_path}/file is a file; name another folder for the run: --run DIR"):
+        prepare._writable(tmp_path / "file" / "run")
+    with pytest.raises(RuntimeError, match=r"the file system of /proc has no room for files; .*--run DIR"):
+        prepare._writable(Path("/proc/kvq/run"))
+
+
+def test_bounds_are_refused_by_the_option_that_they_were_given_as():
+    for given, option in (({"kl": 0.0}, "--max-kl 0.0"), ({"perplexity_ratio": -1.0}, "--max-perplexity-ratio -1.0")):
+        with pytest.raises(ValueError, match=f"^{option}; use a number above 0"):
+            gate.Bounds(**given)
+
+
+def test_one_is_not_spoken_of_as_many():
+    assert [counted(n, "token") for n in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
+    text = SimpleNamespace(source="book.txt", split=None, overlap=None)
+    assert tables.about_text(SimpleNamespace(windows=1, length=512, text=text)).startswith("1 window of 512 tokens of")
 
 
 def test_bits_by_layer_are_no_recipe_without_a_calibration():
