@@ -5,11 +5,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from heapq import merge
+from textwrap import shorten
 from typing import Any
 
 from kvq_runtime.cli.exit_codes import PROPOSED, say
 from kvq_runtime.cli.table import print_record, print_table
-from kvq_runtime.errors import ArtifactError, spoken
+from kvq_runtime.errors import ArtifactError, counted, spoken
 from kvq_runtime.registry import reference, remarks, verdict
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.local import LocalRegistry
@@ -37,7 +38,9 @@ def list_names(args: Namespace) -> int:
     if rows or args.json or args.tag:
         print_table(rows, args.json)
     else:
-        print(f"{registry.url} is empty; kvq-calibrate publishes artifacts, kvq copy copies those of another registry")
+        found = not isinstance(registry, LocalRegistry) or registry.root.is_dir()
+        said = f"{registry.url} {'is empty' if found else 'is not there yet'}; kvq-calibrate publishes artifacts"
+        print(f"{said}, kvq copy copies those of another registry")
     return code
 
 
@@ -211,14 +214,19 @@ def note(args: Namespace) -> int:
     """Add a note to a version."""
     registry, name, version = target(args, "note")
     remarks.note(registry, name, version.version, args.text)
-    print_record({"name": name, "version": version.version, "note": args.text}, args.json)
+    text = args.text if args.json else shorten(args.text, 60, placeholder=" ...")
+    print_record({"name": name, "version": version.version, "note": text}, args.json)
     return 0
 
 
 def tag(args: Namespace) -> int:
     """Give a version a tag, or take it away."""
     registry, name, version = target(args, "tag")
+    before = remarks.read(registry, name, "tag", "untag", version=version.version).tags(version.version)
     tags = remarks.tag(registry, name, version.version, args.tag, args.remove)
+    if args.remove == (args.tag not in before):
+        said = "has no tag" if args.remove else "has the tag already:"
+        say("kvq", f"{name}@{version.version} {said} {args.tag}; nothing was changed")
     print_record({"name": name, "version": version.version, "tags": tags}, args.json)
     return 0
 
@@ -260,6 +268,5 @@ def doctor(args: Namespace) -> int:
     if findings or args.json:
         print_table([dataclasses.asdict(finding) for finding in findings], args.json)
     else:
-        names = len(registry.names())
-        print(f"nothing is wrong with {registry.url}: {names} {'name' if names == 1 else 'names'}")
+        print(f"nothing is wrong with {registry.url}: {counted(len(registry.names()), 'name')}")
     return int(any(finding.level == "fault" for finding in findings))

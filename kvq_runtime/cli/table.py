@@ -3,14 +3,14 @@
 import json as json_module
 import shutil
 import sys
-import textwrap
+import unicodedata
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from kvq_runtime.disk.strict_json import flatten
 
-LEAST = 20  # characters to which a column of texts is narrowed at the most
+LEAST = 20  # cells of a terminal to which a column of texts is narrowed at the most
 
 
 def print_table(rows: list[dict[str, Any]], json: bool) -> None:
@@ -36,12 +36,12 @@ class Column(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Characters of the longest line."""
-        return max(len(line) for text in self.texts for line in text.split("\n"))
+        """Cells of the longest line."""
+        return max(cells(line) for text in self.texts for line in text.split("\n"))
 
 
 def _room() -> int | None:
-    """Characters of a line of the terminal; None where the table is read by something else, and stays as it is."""
+    """Cells of a line of the terminal; None where the table is read by something else, and stays as it is."""
     return shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
 
 
@@ -56,10 +56,7 @@ def _parts(columns: list[Column], room: int | None) -> list[list[Column]]:
     columns = [one for number, one in enumerate(columns) if not number or any(one.texts[1:])]
     widest = max((one for one in columns if not one.right), key=lambda one: one.width, default=None)
     if widest is not None and (left := room - _width(columns) + widest.width) >= LEAST:
-        broken = [
-            "\n".join(textwrap.wrap(text, left, break_long_words=False, break_on_hyphens=False))
-            for text in widest.texts
-        ]
+        broken = ["\n".join(_broken(text, left)) for text in widest.texts]
         fitting = [Column(broken, False) if one is widest else one for one in columns]
         if _width(fitting) <= room:
             return [fitting]
@@ -91,24 +88,27 @@ def _laid_out(columns: Sequence[Column]) -> str:
     """The lines of the columns side by side."""
     lines = []
     for row in zip(*(one.texts for one in columns), strict=True):
-        for cells in zip_longest(*(text.split("\n") for text in row), fillvalue=""):
-            padded = [
-                text.rjust(one.width) if one.right else text.ljust(one.width)
-                for text, one in zip(cells, columns, strict=True)
-            ]
+        for texts in zip_longest(*(text.split("\n") for text in row), fillvalue=""):
+            padded = [_padded(text, one.width, one.right) for text, one in zip(texts, columns, strict=True)]
             lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 
 def print_record(record: dict[str, Any], json: bool) -> None:
-    """Print one record, a line a field, nested fields as a.b; with `json`, as a JSON object."""
+    """Print one record, a field a line, on a terminal within its width, nested fields as a.b; with `json`, as a JSON
+    object."""
     if json:
         print(json_module.dumps(record, indent=2, default=str))
         return
     lines = flatten(record)
-    width = max(map(len, lines), default=0)
+    width = max((cells(printable(name)) for name in lines), default=0)
+    left = (_room() or 0) - width - 2
     for name, value in lines.items():
-        print(f"{printable(name.ljust(width))}  {cell(value)}".rstrip())
+        text = cell(value)
+        named = printable(name)
+        for line in _broken(text, left) if left >= LEAST else [text]:
+            print(f"{_padded(named, width)}  {line}".rstrip())
+            named = ""
 
 
 def cell(value: Any) -> str:
@@ -122,6 +122,37 @@ def cell(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(cell(item) for item in value)
     return printable(str(value))
+
+
+def cells(text: str) -> int:
+    """How many cells of a terminal a text takes: two for a wide character, none for a mark on the one before."""
+    return len(text) if text.isascii() else sum(map(_cells_of, text))
+
+
+def _cells_of(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _padded(text: str, width: int, right: bool = False) -> str:
+    space = " " * (width - cells(text))
+    return space + text if right else text + space
+
+
+def _broken(text: str, room: int) -> list[str]:
+    """The lines of a text, of at most so many cells: broken at spaces and beside wide characters, never in a word."""
+    pieces = [""]
+    for character in text:
+        size, before = _cells_of(character), pieces[-1]
+        if before.strip() and (character.isspace() or size == 2 or (size and _cells_of(before[-1]) == 2)):
+            pieces.append("")
+        pieces[-1] += character
+    lines = [pieces[0]]
+    for piece in pieces[1:]:
+        fits = cells(lines[-1] + piece) <= room
+        lines[-1:] = [lines[-1] + piece] if fits else [lines[-1], piece.lstrip()]
+    return lines
 
 
 def percent(share: float) -> str:

@@ -47,7 +47,7 @@ def test_list(store, kvq, as_json):
 
 
 def test_an_empty_registry_lists_nothing(kvq, as_json):
-    assert as_json("list") == [] and "is empty; kvq-calibrate publishes artifacts" in kvq("list")[1]
+    assert as_json("list") == [] and "is not there yet; kvq-calibrate publishes artifacts" in kvq("list")[1]
     code, _, err = kvq("show", NAME)
     assert code == 3 and "there is no such folder yet; kvq-calibrate publishes artifacts" in err
 
@@ -308,6 +308,20 @@ def test_a_table_stays_within_the_terminal(capsys, monkeypatch):
         }
         if room and room != 20:  # in which a digest has no place
             assert max(map(len, said.splitlines())) <= room
+
+
+def test_wide_characters_take_two_cells_and_a_long_field_many_lines(capsys, monkeypatch):
+    wide, marked = "\u91cf\u5b50\u5316" * 8, "e\u0301"
+    table.print_table([{"note": wide[:3], "by": 1}, {"note": marked, "by": 2}], json=False)
+    assert capsys.readouterr().out == f"note    by\n{wide[:3]}   1\n{marked}        2\n"
+    monkeypatch.setattr(table, "_room", lambda: 40)
+    words = " ".join(["good"] * 20)
+    table.print_record({"a": words, "note": wide}, json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(table.cells(line) <= 40 for line in lines) and [line[:6] for line in lines] == [
+        "a     ", "      ", "      ", "note  ", "      ",
+    ]  # fmt: skip
+    assert " ".join(line[6:] for line in lines[:3]) == words and "".join(line[6:] for line in lines[3:]) == wide
 
 
 @pytest.mark.parametrize("given", ["kvq_runtime.cli.main recipes", "kvq_calib.cli.calibrate --list-models"])

@@ -66,6 +66,17 @@ def test_an_older_kvq_reads_on(store: Registry):
         assert set(index_json) == {"schema", "name", "versions", "aliases", "events"}
 
 
+def test_what_changes_nothing_says_so_and_a_long_note_is_not_repeated(store: Registry, kvq):
+    code, _, err = kvq("tag", f"{NAME}@1.0.0", "good", "--remove")
+    assert code == 0 and f"{NAME}@1.0.0 has no tag good; nothing was changed" in err
+    assert not kvq("tag", f"{NAME}@1.0.0", "good")[2]
+    assert "has the tag already: good" in kvq("tag", f"{NAME}@1.0.0", "good")[2]
+    assert not kvq("tag", f"{NAME}@1.0.0", "good", "--remove")[2]
+    text = " ".join(["word"] * 90)
+    assert kvq("note", f"{NAME}@1.0.0", text)[1].splitlines()[-1].endswith("word ...")
+    assert json.loads(kvq("note", f"{NAME}@1.0.0", text, "--json")[1])["note"] == text
+
+
 def test_a_tag_that_was_removed_is_given_again(store: Registry, monkeypatch):
     monkeypatch.setattr(remarks.events, "now", lambda: "2026-01-31T12:00:00Z")  # all in one second
     for _ in range(2):
