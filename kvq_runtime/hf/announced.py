@@ -90,7 +90,7 @@ class Announced:
         if turned and cos_sin is not None and positions_BT is not None:
             turning = rotary_of(rotary, cos_sin, positions_BT)
         ahead = isinstance(mask, Mapping) and positions_BT is not None and looks_ahead(mask, positions_BT.shape[-1])
-        self.blocks.positions.announce(real, positions_BT if turned else None, turning, not ahead)
+        self.blocks.positions.announce(real, positions_BT, turning, not ahead, turned)
 
 
 def hook(model: PreTrainedModel, first: nn.Module) -> None:

@@ -93,19 +93,35 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
     geometry, attention = geometry_of(model), attention_modules(model)
 
     def weight(layer: int, name: str) -> Tensor:
+        def of(module: nn.Module) -> Tensor:
+            return held(module, "weight", module.weight).detach()  # type: ignore[arg-type]
+
         own = fingerprint.LATENT_PROJECTIONS[name] if config.get("kv_lora_rank") else name
         projection, fused = getattr(attention[layer], own, None), getattr(attention[layer], "qkv_proj", None)
         if projection is None and config.get(fingerprint.ONE):
             projection = attention[layer].k_proj
         if projection is None and fused is not None:
-            return fingerprint.of_fused(fused.weight.detach(), geometry, name)
+            return fingerprint.of_fused(of(fused), geometry, name)
         if projection is None:
             raise ValueError(
                 f"{type(attention[layer]).__name__} has no {name}; no artifact is of such a model; {LISTED}"
             )
-        return projection.weight.detach()
+        return of(projection)
 
     return fingerprint.from_config(config, weight)
+
+
+def held(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """A parameter or buffer of a module, by its dotted name; what accelerate offloads, from where it keeps it."""
+    if not tensor.is_meta:
+        return tensor
+    place, _, own = name.rpartition(".")
+    hook: Any = getattr(module.get_submodule(place), "_hf_hook", None)
+    maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", (hook,))]
+    kept: list[Any] = [one for one in maps if one is not None]
+    if not kept:
+        raise ValueError(f"{name} of {type(module).__name__} has no values yet; load the weights first")
+    return kept[0][own]
 
 
 def rotary_module(decoder: Any) -> Any:

@@ -1,6 +1,7 @@
 """Keep the prefixes of a loaded model's prompts, and generate from them: prefix/store.py for transformers."""
 
 import logging
+import re
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +17,8 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import check_type
 from kvq_runtime.hf.attention import KVQLayer, LatentLayer
 from kvq_runtime.hf.cache import KVQCache
-from kvq_runtime.hf.model import CACHE, decoder_of, fingerprint_of, frequencies, geometry_of, rotary_module
+from kvq_runtime.hf.model import CACHE, decoder_of, fingerprint_of, frequencies, geometry_of, held, rotary_module
+from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain, coder, rate
 from kvq_runtime.prefix.block_file import Block
@@ -27,6 +29,7 @@ from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.memory import human
 from kvq_runtime.store.promise import Check
 
+PLACEHOLDER = "(image|video|audio)_token_(id|index)"  # in a configuration
 _log = logging.getLogger(__name__)
 
 
@@ -52,8 +55,9 @@ class PrefixStore:
     threads   that make and read files; None: those processors that the process may use, at most 8
 
     Raises ValueError for a recipe whose blocks cannot be kept (fitted to the prompt, dependent on arrival, choosing
-    tokens), for bits that it cannot take, for a model with layers that do not attend to all tokens; ArtifactError
-    for an artifact of another model, and for a folder that others can write to; OSError if the disk refuses.
+    tokens), for bits that it cannot take, for a model with layers that do not attend to all tokens, whose RoPE varies
+    with length, or that has changed since; ArtifactError for an artifact of another model, and for a folder that others
+    can write to; OSError if the disk refuses.
     """
 
     def __init__(
@@ -95,6 +99,13 @@ class PrefixStore:
             )
         if any(isinstance(layer, LatentLayer) for layer in layers):
             raise ValueError(f"{type(model).__name__} caches latents, of which no prefix is kept")
+        turning = rope.settings(model.config.get_text_config(decoder=True).to_dict()).get("rope_type")
+        if turning in rope.VARYING_TYPES:
+            raise ValueError(
+                f"rope_type={turning} turns keys by the length of the whole text, so that a prefix has other keys in a "
+                "longer one; no prefix is kept of it"
+            )
+        self._glance, self._others = _glance(model), _placeholders(model.config)
         self._blocks = PrefixBlocks(
             path, found, geometry_of(model), artifact.tensors if artifact else None,
             model=weights_digest(model), dtype=model.dtype, rotary=_rotary(model, found), salt=salt, budget=budget,
@@ -112,7 +123,7 @@ class PrefixStore:
 
     def longest(self, input_ids: Tensor | Iterable[int]) -> int:
         """Return how many of these tokens, from the first on, are kept. Nothing is read."""
-        return self._blocks.longest(input_ids)
+        return self._blocks.longest(self._known(input_ids))
 
     def load(self, input_ids: Tensor | Iterable[int], recent: int | None = None) -> KVQCache:
         """A cache with the kept blocks that a prompt, [T] or [1, T], begins with, for the model to go on from.
@@ -148,11 +159,11 @@ class PrefixStore:
         if isinstance(cache, KVQCache):
             if cache.blocks.recipe != self.recipe or cache.blocks.geometry != geometry_of(self.model):
                 raise ValueError(f"the cache is of {cache.blocks.recipe.name}, the store of {self.recipe.name}")
-            return self._blocks.put_cache(tokens, cache.blocks, row)
+            return self._blocks.put_cache(self._known(tokens), cache.blocks, row)
         layers: list[Any] = [*cache.layers]
         if len(layers) != geometry_of(self.model).layers or any(type(layer) is not DynamicLayer for layer in layers):
             raise ValueError(f"{type(cache).__name__} cannot be kept; give a KVQCache or a DynamicCache of this model")
-        token_T = chain.token_row(tokens)[: cache.get_seq_length()]
+        token_T = self._known(tokens)[: cache.get_seq_length()]
         if not len(token_T):
             return 0
         keys = [layer.keys[row].transpose(0, 1) for layer in layers]
@@ -192,25 +203,79 @@ class PrefixStore:
         cache.artifact = self._artifact
         return cache
 
+    def _known(self, tokens: Tensor | Iterable[int]) -> Tensor:
+        """The tokens, [T], whose keys and values follow from tokens and model: those before an image or a sound.
+
+        ValueError: the model is another than it was.
+        """
+        token_T = chain.token_row(tokens)
+        (adapters, sample), (now, found) = self._glance, _glance(self.model)
+        if adapters != now or not torch.equal(sample, found):
+            raise ValueError(
+                "the model's weights, or its adapters in use, are others than when this PrefixStore was made; go back "
+                "to those, or make another PrefixStore"
+            )
+        others = torch.isin(token_T, self._others).nonzero()
+        return token_T[: int(others[0])] if len(others) else token_T
+
     def _found(self, input_ids: Tensor | Iterable[int], recent: int | None) -> list[Block]:
-        token_T = chain.token_row(input_ids)
+        known_T, count = self._known(input_ids), len(chain.token_row(input_ids))
         left = self.recipe.window.recent if recent is None else recent
         if left < 0:
             raise ValueError(f"recent={recent}; use a number of tokens, 0 or more")
-        return self._blocks.load(token_T, len(token_T) - max(1, left))
+        return self._blocks.load(known_T, count - max(1, left))
 
 
 @torch.no_grad()
 def weights_digest(model: PreTrainedModel) -> str:
-    """sha256 of a configuration and of 64 evenly spaced elements of every parameter: what changes none has the same."""
+    """sha256 of a configuration, of 64 evenly spaced elements of every parameter and of every buffer that is saved, and
+    of the adapters in use (PEFT's): what changes none has the same."""
     digest = sha256(chain.config_json(model.config.get_text_config(decoder=True).to_dict()))
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
+    for name, tensor in sorted(_tensors(model).items()):
+        flat = held(model, name, tensor.detach()).reshape(-1)
         places = torch.arange(64, device=flat.device) * max(1, flat.numel()) // 64
-        sample = flat[places].float().cpu() if flat.numel() else torch.zeros(0)
-        digest.update(f"\0{name}\0{parameter.dtype}\0{list(parameter.shape)}\0".encode())
-        digest.update(sample.numpy().data)
+        sample = flat[places].cpu() if flat.numel() else torch.zeros(0)
+        digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update((sample if sample.dtype in (torch.int32, torch.int64) else sample.float()).numpy().data)
+    digest.update(_adapters(model).encode())
     return digest.hexdigest()
+
+
+@torch.no_grad()
+def _glance(model: PreTrainedModel) -> tuple[str, Tensor]:
+    """The adapters in use, and a few elements of each of these tensors: what is asked at each call, in a few ms.
+
+    What accelerate offloads is not asked again.
+    """
+    flats = [tensor.reshape(-1) for tensor in _tensors(model).values() if not tensor.is_meta]
+    few = [torch.zeros(1), *(flat[:: max(1, flat.numel() // 4)][:4].float() for flat in flats)]
+    return _adapters(model), torch.cat([part.to(few[-1].device) for part in few]).cpu().view(torch.int32)
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters, and buffers that are saved, as quantized weights are."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    for place, module in model.named_modules():
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                found[f"{place}.{name}" if place else name] = buffer
+    return found
+
+
+def _adapters(model: PreTrainedModel) -> str:
+    """PEFT's adapters that are in use, by module."""
+    found = [(name, getattr(one, "active_adapters", None), one) for name, one in model.named_modules()]
+    return "".join(
+        f"\0{name}\0{sorted(active)}\0{getattr(one, 'disable_adapters', None)}"
+        for name, active, one in found if isinstance(active, (list, tuple))
+    )  # fmt: skip
+
+
+def _placeholders(config: Any) -> Tensor:
+    """The tokens of a configuration that stand for what a model of images or sounds puts in their places."""
+    found = {name: value for name, value in vars(config).items() if re.fullmatch(PLACEHOLDER, name)}
+    return torch.tensor([value for value in found.values() if isinstance(value, int)], dtype=torch.int64)
 
 
 def _rotary(model: Any, recipe: Recipe) -> Rotary | None:

@@ -151,7 +151,7 @@ class PrefixBlocks:
         """The same of one row of a cache, whose encoded blocks are kept as they are; whole blocks of the exact window
         are encoded. Raises ValueError for a cache with padding, or with positions that do not count from 0."""
         positions = cache.positions
-        if positions.real_BT is not None or positions.positions_BT is not None or positions.dropped:
+        if positions.real_BT is not None or positions.elsewhere or positions.dropped:
             raise ValueError(
                 "the cache has padded or dropped slots, or positions that do not count from 0; keep rows one by one, "
                 "without padding"

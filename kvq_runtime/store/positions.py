@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import rope
+from kvq_runtime.ops import dispatch, rope
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.store.storage import storage_bytes
 
@@ -30,8 +30,9 @@ class Positions:
         self._sources: dict[tuple[int, int, int], Tensor | None] = {}
         self._next: tuple[Tensor | None, Tensor | None] = (None, None)
         self._complete: dict[int, int] = {}
+        self.elsewhere = False  # whether tokens were announced to stand elsewhere than where they come, stored or not
         self.told = False  # whether the newest tokens see all before them but padding, which was announced
-        self._causal = True
+        self._causal = self._stores = True
         # whether a step is being recorded as a graph: the host counts its tokens, and does no more
         self.recorded = False
 
@@ -41,13 +42,16 @@ class Positions:
         return self.length + self.dropped
 
     def announce(
-        self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None, causal: bool = True
-    ) -> None:
+        self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None, causal: bool = True,
+        stores: bool = True,
+    ) -> None:  # fmt: skip
         """Set which of the next tokens are real, and their positions; None: all, and counting on.
 
         causal   whether none of them sees a later one, as those of an image may
+        stores   whether positions that do not count on are stored; else they are looked at, where the host need not
+                 wait for a device at each step
         """
-        self._next, self._causal = (real_BT, positions_BT), causal
+        self._next, self._causal, self._stores = (real_BT, positions_BT), causal, stores
         self.rotary = rotary or self.rotary
 
     def extend(self, batch: int, count: int, device: torch.device) -> None:
@@ -59,6 +63,10 @@ class Positions:
             return
         self.told, self._causal = real is not None and self._causal, True
         self.forget_factors()
+        if positions is not None and not self._stores:
+            asked = count > 1 or not dispatch.is_waited_for(positions)
+            self.elsewhere = self.elsewhere or (asked and not _follow(positions, self.seen))
+            positions = None
         if positions is not None and positions.shape[-1] != count:
             raise RuntimeError(f"positions for {positions.shape[-1]} tokens were announced, but {count} arrived")
         if self.real_BT is None and real is not None and not bool(real.all()):
@@ -69,7 +77,7 @@ class Positions:
         if self.positions_BT is None and positions is not None and not _follow(positions, self.seen):
             held = self.tokens_BT
             held = torch.arange(self.length, dtype=torch.int32, device=device) if held is None else held.clone()
-            self.positions_BT = held.expand(batch, -1)
+            self.positions_BT, self.elsewhere = held.expand(batch, -1), True
         if self.positions_BT is not None:
             new = positions
             if new is None:
@@ -94,13 +102,13 @@ class Positions:
     @property
     def state(self) -> tuple[Any, ...]:
         """Return the state for `restore`. Its tensors are never written to."""
-        return self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT
+        return self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT, self.elsewhere
 
     def restore(self, *state: Any) -> None:
         """Go back to a state, of which what came since is forgotten."""
         self.forget_factors()
         same = self.dropped == state[1]  # slots are those that they were
-        self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT = state
+        self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT, self.elsewhere = state
         self._complete = {sinks: at for sinks, at in self._complete.items() if same and at <= self.length}
 
     def crop(self, length: int) -> None:
@@ -108,7 +116,7 @@ class Positions:
         self.forget_factors()
         self._complete.clear()
         self.length = length
-        self.dropped = self.dropped if length else 0
+        self.dropped, self.elsewhere = (self.dropped, self.elsewhere) if length else (0, False)
         self._change(lambda x_BT: x_BT[:, :length].clone() if length else None)
 
     def reorder(self, rows: Tensor) -> None:
