@@ -165,6 +165,9 @@ class Keeper:
             first += 1
         if first == len(names) or (first and not self._has(names[first - 1])):
             return
+        # a block that has left the folder since it was decoded; without it what follows is not found
+        gone = (number for number in sorted(order.decoded) if number >= first and not self._has(names[number]))
+        names = names[: next(gone, None)]
         room = max(0, (self.pending - self._waiting) // self._block_bytes)
         last = min(len(names), first + room)
         self._count("tokens_dropped", (len(names) - last) * block)

@@ -2,11 +2,14 @@
 
 A request is loaded from the longest prefix that every worker can load, as far as files were read and checked just now.
 Of what was scheduled, whole blocks whose tokens are known are kept: a draft that may be refused is not.
+
+A page that was loaded holds decoded tokens, for as long as the engine shares it, until something is computed into it.
+If its block has left the folder meanwhile, it is not encoded once more, which would add a loss each time.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.prefix.store import PrefixBlocks
@@ -39,6 +42,7 @@ class Order:
     salt     of the request's tenant, or empty
     pages    of the engine, that hold tokens `start` to `stop`
     blocks   to load, of each part of the model, if they are at hand: from the one on that holds token `start`
+    decoded  blocks to keep, by number in the text, that were loaded themselves: what has their tokens is not exact
     """
 
     request: str
@@ -48,6 +52,7 @@ class Order:
     stop: int
     pages: tuple[int, ...]
     blocks: tuple[Sequence[Block], ...] = ()
+    decoded: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -92,6 +97,7 @@ class Planner:
         self._known: dict[str, _Known] = {}
         self._found: dict[str, _Found] = {}  # by request that waits for pages
         self._loads: dict[str, tuple[int, _Found]] = {}  # begun since the last step, from this token on
+        self._decoded = set[int]()  # pages that were loaded, and not computed since
 
     def matched(self, text: Text, computed: int) -> int:
         """Return how many tokens can be loaded beyond `computed`.
@@ -126,10 +132,10 @@ class Planner:
             known.loads += 1
             self._loads[text.name] = found.stop - external, found
 
-    def orders(self, computed: Mapping[str, int], pages_of: Callable[[str], Sequence[int]]) -> Orders:
+    def orders(self, computed: Mapping[str, tuple[int, int]], pages_of: Callable[[str], Sequence[int]]) -> Orders:
         """Return the orders that this step begins.
 
-        computed   by request that is scheduled, tokens of it that are computed when the step has ended
+        computed   by request that is scheduled, how many tokens of it are computed before and after the step
         """
         made = Orders()
         for name, (first, found) in self._loads.items():
@@ -137,14 +143,18 @@ class Planner:
             past = start // self.block - found.start // self.block
             blocks = tuple(some[past:] for some in found.blocks)
             made.loads.append(self._order(name, start, found.stop, pages_of, blocks))
+            self._decoded.update(made.loads[-1].pages)
         self._loads.clear()
-        for name, count in computed.items():
+        for name, (before, count) in computed.items():
+            begun = slice(-(-before // self.page), -(-count // self.page))
+            if self._decoded and begun.start < begun.stop:
+                self._decoded.difference_update(pages_of(name)[begun])
             known = self._known.get(name)
             if known is None or not known.text.plain:
                 continue
             stop = min(count, len(known.text.tokens)) // self.block * self.block
             if stop > known.kept:
-                made.keeps.append(self._order(name, known.kept, stop, pages_of))
+                made.keeps.append(self._marked(self._order(name, known.kept, stop, pages_of)))
                 known.kept = stop
         return made
 
@@ -159,6 +169,14 @@ class Planner:
         """Return the counts since the last call."""
         found, self.counts = self.counts, defaultdict(float)
         return with_tallies(found, self.stores)
+
+    def _marked(self, order: Order) -> Order:
+        """An order to keep, with the blocks that were decoded."""
+        places = range(order.start // self.page, order.stop // self.page)
+        held = zip(places, order.pages, strict=False)
+        return replace(
+            order, decoded=frozenset(place * self.page // self.block for place, page in held if page in self._decoded)
+        )
 
     def _order(
         self, name: str, start: int, stop: int, pages_of: Callable[[str], Sequence[int]],

@@ -91,7 +91,7 @@ class Scheduler(KvCacheConnectorScheduler):
             if name in self._pages:  # else a dummy
                 self._tokens[name] += data.new_tokens
                 self._pages[name] += data.new_block_ids
-                computed[name] = data.computed_position + data.num_scheduled_tokens
+                computed[name] = data.computed_position, data.computed_position + data.num_scheduled_tokens
         return self._plan.orders(computed, self._pages.__getitem__)
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:

@@ -89,7 +89,8 @@ class KVQConnector(KVConnectorBase_V1):
         cached = scheduler_output.scheduled_cached_reqs
         before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         before |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-        counts = {name: before[name] + n for name, n in scheduler_output.num_scheduled_tokens.items() if name in before}
+        scheduled = scheduler_output.num_scheduled_tokens.items()
+        counts = {name: (before[name], before[name] + n) for name, n in scheduled if name in before}
         made = self._plan.orders(counts, self._pages_of)
         return Metadata(made.loads, made.keeps)
 

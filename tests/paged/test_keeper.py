@@ -13,7 +13,7 @@ from torch import Tensor
 from kvq_runtime.engines import keeper as module
 from kvq_runtime.engines.keeper import Keeper
 from kvq_runtime.engines.orders import Order
-from kvq_runtime.prefix import upkeep
+from kvq_runtime.prefix import chain, upkeep
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.vllm.rows import Rows, asked
 
@@ -110,6 +110,25 @@ def test_what_one_engine_keeps_another_loads(name: str, tmp_path, monkeypatch):
         assert error < 2e-2, f"layer {layer}: {error}"  # slices of other lengths, products rounded to bfloat16
         rounding = (expected.float() - ROWS[:, layer, :stop].float()).norm() / expected.float().norm()
         assert (rounding == 0) == (name == "exact") and (name != "exact" or torch.equal(found, expected))
+
+
+def test_what_was_decoded_is_not_encoded_again(tmp_path):
+    """Of a folder that has lost its third block: that is not kept, nor what follows, until it has been computed."""
+    one, stop = Engine(tmp_path), COUNT // 16 * 16
+    one.keep(48)
+    names = chain.names(one.store.root, torch.arange(COUNT), 16)
+    pages, _ = one.load(48)
+    pages += one.compute(stop)[48 // PAGE :]
+    order = Order("c", "", tuple(range(stop)), 0, stop, pages, decoded=frozenset({0, 1, 2}))
+    one.store.shelf.drop(names[2])
+    one.keeper.keep(order)
+    one.keeper.close()
+    assert [one.store.shelf.has(name) for name in names] == [True, True, False, False, False]
+    assert "tokens_dropped" not in one.keeper.take_counts()
+    assert one.keep(48)["tokens_kept"] == 16
+    one.keeper.keep(order)
+    one.keeper.close()
+    assert one.store.longest(range(COUNT)) == stop
 
 
 def test_pages_that_are_there_are_left_as_they_are(tmp_path):

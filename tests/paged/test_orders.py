@@ -60,7 +60,7 @@ def test_an_order_has_the_pages_of_its_tokens():
     assert load.pages == tuple(range(101, 100 + 3 * BLOCK // PAGE))
     assert planner.orders({}, pages).loads == []
     planner.allocated(one, 0)  # the load has ended
-    (keep,) = planner.orders({"a": 66}, pages).keeps
+    (keep,) = planner.orders({"a": (0, 66)}, pages).keeps
     assert (keep.start, keep.stop, len(keep.pages)) == (0, 64, 64 // PAGE)
 
 
@@ -68,14 +68,33 @@ def test_blocks_are_kept_once_they_are_computed_and_their_tokens_known():
     planner, one = Planner([store()], PAGE, 0), request(40)
     assert planner.matched(one, 0) == 0
     planner.allocated(one, 0)
-    assert [(o.start, o.stop) for o in planner.orders({"a": 31}, pages).keeps] == [(0, 16)]
-    assert planner.orders({"a": 31}, pages).keeps == []
-    drafts = planner.orders({"a": 64}, pages).keeps  # eight drafts may be refused: 40 tokens are known
+    assert [(o.start, o.stop) for o in planner.orders({"a": (0, 31)}, pages).keeps] == [(0, 16)]
+    assert planner.orders({"a": (0, 31)}, pages).keeps == []
+    drafts = planner.orders({"a": (0, 64)}, pages).keeps  # eight drafts may be refused: 40 tokens are known
     assert [(o.start, o.stop) for o in drafts] == [(16, 32)]
     one.tokens.extend([7] * 24)  # type: ignore[attr-defined]
-    assert [(o.start, o.stop) for o in planner.orders({"a": 64}, pages).keeps] == [(32, 64)]
+    assert [(o.start, o.stop) for o in planner.orders({"a": (0, 64)}, pages).keeps] == [(32, 64)]
     planner.finished(["a"])
-    assert planner.orders({"a": 100}, pages).keeps == []
+    assert planner.orders({"a": (0, 100)}, pages).keeps == []
+
+
+def test_what_is_in_a_loaded_page_is_decoded_until_something_is_computed_into_it():
+    """Whoever shares it; the page of another text may be the same one."""
+    planner = Planner([store()], PAGE, 0)
+    fill(planner.stores[0], 2 * BLOCK)
+    assert planner.matched(request(70), 0) == 2 * BLOCK
+    planner.allocated(request(70), 2 * BLOCK)
+    planner.orders({}, pages)
+    for name, before, decoded in (
+        ("a", 32, {0, 1}),
+        ("b", 33, {0, 1}),
+        ("c", 17, {0, 1}),
+        ("d", 8, {0}),
+        ("e", 0, set()),
+    ):
+        planner.allocated(request(70, request_id=name), 0)
+        (keep,) = planner.orders({name: (before, 70)}, pages).keeps
+        assert (keep.start, keep.stop, keep.decoded) == (0, 64, decoded), name
 
 
 def test_a_load_that_failed_is_not_tried_again_and_a_preempted_request_is():
@@ -118,7 +137,7 @@ def test_what_tokens_alone_do_not_decide_is_not_loaded(other):
     assert planner.matched(request(70, **other), 0) == 0
     if "cache_salt" not in other and "skip_reading_prefix_cache" not in other:
         planner.allocated(request(70, **other), 0)
-        assert planner.orders({"a": 70}, pages).keeps == []
+        assert planner.orders({"a": (0, 70)}, pages).keeps == []
 
 
 def test_a_tenant_finds_what_was_kept_for_it():

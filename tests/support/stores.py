@@ -81,7 +81,7 @@ class VLLM:
         loaded = torch.stack(held).movedim(3, 0)[:, :, :count]
         for layer, one in enumerate(self.caches):
             self._put(*rows_2LTHD[:, layer, count:], one, slots[count:])
-        for order in self.planner.orders({"a": len(tokens)}, lambda _: pages.tolist()).keeps:
+        for order in self.planner.orders({"a": (count, len(tokens))}, lambda _: pages.tolist()).keeps:
             self.keeper.keep(order)
         self.planner.finished(["a"])
         return count, loaded
