@@ -3,6 +3,9 @@
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 _PATHS = {  # what to do about a path that the system refuses
     errno.ENOENT: "there is no such file or folder; make it, or name another one",
@@ -47,10 +50,11 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def check_type(what: str, value: object, types: type | tuple[type, ...], give: str) -> None:
-    """Raise TypeError, in words, for an argument of another type."""
+def check_type(what: str, value: Any, types: type[_T] | tuple[type[_T], ...], give: str) -> _T:
+    """An argument of one of these types; TypeError, in words, for another."""
     if not isinstance(value, types):
         raise TypeError(f"{what} is of type {type(value).__name__}; give {give}")
+    return value
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def about(records: Sequence[GreedyRecord]) -> str:
     )
     return (
         f"Greedy text of the 16-bit model{sure}: {counted(given.windows, 'window')}, "
-        f"{counted(given.prompt, 'token')} of {given.text.source}, {given.text.split} part, "
+        f"{given.prompt} tokens of {given.text.source}, {given.text.split} part, "
         f"continued to {given.length}. first: the first token chosen otherwise, median and least over windows."
     )
 

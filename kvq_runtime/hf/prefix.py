@@ -85,7 +85,7 @@ class PrefixStore:
             found = artifact.recipe
         elif bits is not None:
             raise ValueError(f"bits={bits}; a rate is set of an artifact of rest-*, and {recipe!r} is none")
-        check_type("recipe", found, Recipe, "an Artifact, a Recipe, or the name of one")
+        found = check_type("recipe", found, Recipe, "an Artifact, a Recipe, or the name of one")
         check(found)
         self.model, self.recipe, self._artifact = model, found, artifact
         self._path = path
