@@ -12,6 +12,8 @@ from kvq_runtime.disk import files, gguf
 
 # what transformers' conversion of a GGUF leaves out, by its `tokenizer.ggml.pre`: digits are tokens of their own
 DIGITS = ("smollm",)
+# {architecture: type of its tokenizer}, where transformers would else read the file slowly, vocabulary included, for it
+TYPED = {"gemma3": "gemma3_text"}
 LIMIT = 1 << 27  # bytes of a tokenizer.json
 
 
@@ -89,11 +91,14 @@ def _from_gguf(path: Path, changed: int) -> Any:
     """Kept, as long as the file has not changed: the conversion takes seconds."""
     from transformers import AutoTokenizer
 
-    about = gguf.read(path).values
+    header = gguf.read(path)
+    about, known = header.values, TYPED.get(header.architecture)
     if "tokenizer.ggml.tokens" not in about:
         raise ValueError(f"{path} has no tokenizer; convert the whole model, vocabulary included")
     try:
-        found = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, trust_remote_code=False, tokenizer_type=known
+        )
     except Exception as error:  # what transformers raises for a vocabulary that it does not know has many classes
         raise ValueError(f"{path}: its tokenizer cannot be converted: {error}") from error
     if about.get("tokenizer.ggml.pre") in DIGITS:

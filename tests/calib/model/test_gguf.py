@@ -21,6 +21,7 @@ from kvq_calib.evaluate import record
 from kvq_calib.model import find as models
 from kvq_calib.model import gguf
 from kvq_calib.model.streamed import Stream
+from kvq_calib.text import tokenizer
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime import KVQCache
 from kvq_runtime.artifact import gguf_mean
@@ -262,6 +263,24 @@ def test_tokens_are_those_of_transformers(llama, tmp_path: Path):
                            **{"tokenizer.ggml.tokens": [*tiny_gguf.bytes_to_unicode().values(), "12", "ab"]},
                            **{"tokenizer.ggml.pre": "smollm"})  # fmt: skip
     assert len(Encoder(path).whole("ab 12")) == 4
+
+
+def test_a_large_vocabulary_is_not_read_again_for_the_type_of_its_tokenizer(tmp_path: Path, monkeypatch):
+    """transformers reads 262,144 tokens as numpy arrays of a byte or so each, minutes where processors are busy."""
+    from transformers import modeling_gguf_pytorch_utils as slow
+
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "ab", "\u2581", "\u2581ab", *(f"t{n}" for n in range(247))]
+    path = tiny_gguf.write(
+        made("gemma3_text", **CASES["gemma3_text"][1]), tmp_path / "model.gguf", tokenizer__ggml__model="llama",
+        tokenizer__ggml__tokens=tokens, tokenizer__ggml__scores=[-float(n) for n in range(256)],
+        tokenizer__ggml__token_type=[3, 3, 3, 2, *[1] * 252], tokenizer__ggml__bos_token_id=2,
+        tokenizer__ggml__eos_token_id=1, tokenizer__ggml__unknown_token_id=3, tokenizer__ggml__padding_token_id=0,
+    )  # fmt: skip
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name).backend_tokenizer.to_str()
+    asked = []
+    monkeypatch.setattr(slow, "load_gguf_checkpoint", lambda *given, **settings: asked.append(given))
+    ours = tokenizer.whole(path)
+    assert ours.backend_tokenizer.to_str() == theirs and not asked
 
 
 def test_a_folder_of_a_gguf_file_says_what_to_give(llama, tmp_path: Path):
