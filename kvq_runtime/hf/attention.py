@@ -19,6 +19,7 @@ HARMLESS = frozenset(
     {"dropout", "position_ids", "cache_position", "token_type_ids", "mm_token_type_ids", "use_cache", "labels"}
     | {"output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"}
 )
+HIDDEN = -1e4  # and less: what hides a token, where it is added to its score
 SINKS = "s_aux"  # one learned logit a head, of no token
 DENSE = HARMLESS | {"is_causal", "position_bias", "cache", "softcap", SINKS}  # over whole keys and values
 PACKED = HARMLESS | {"softcap", SINKS}
@@ -195,6 +196,8 @@ def attention(
         )
     if mark is not None and attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] > 1:
         raise ValueError(f"kvq attention does not know masks by head, as {type(module).__name__} makes; {EAGER}")
+    if mark is not None and attention_mask is not None and attention_mask.is_floating_point():
+        attention_mask = _seen(attention_mask)
     if not kwargs.keys() <= HARMLESS or sliding_window is not None:
         _check(kwargs, mark, sliding_window)
     if mark is not None and mark.current.mixed and torch.is_autocast_enabled(value.device.type):
@@ -237,6 +240,16 @@ def dense(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
     factor = scaling if scaling is not None else query.shape[-1] ** -0.5
     return whole.attention(query, key, value, attention_mask, factor, softmax).transpose(1, 2).contiguous(), None
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """The tokens that a mask of the caller's own, which is added to scores, leaves to see; ValueError: it weighs."""
+    seen = mask == 0
+    if not bool((seen | (mask <= HIDDEN)).all()):
+        raise ValueError(
+            f"kvq attention does not know a mask that weighs tokens, by other numbers than 0 and -inf; {EAGER}"
+        )
+    return seen
 
 
 def _check(arguments: dict[str, Any], mark: Mark | None, sliding_window: int | None) -> None:

@@ -248,7 +248,7 @@ def _glance(model: PreTrainedModel) -> tuple[str, Tensor]:
     What accelerate offloads is not asked again.
     """
     flats = [tensor.reshape(-1) for tensor in _tensors(model).values() if not tensor.is_meta]
-    few = [torch.zeros(1), *(flat[:: max(1, flat.numel() // 4)][:4].float() for flat in flats)]
+    few = [torch.zeros(1, dtype=torch.float32), *(flat[:: max(1, flat.numel() // 4)][:4].float() for flat in flats)]
     return _adapters(model), torch.cat([part.to(few[-1].device) for part in few]).cpu().view(torch.int32)
 
 

@@ -47,12 +47,23 @@ class Positions:
     ) -> None:  # fmt: skip
         """Set which of the next tokens are real, and their positions; None: all, and counting on.
 
-        causal   whether none of them sees a later one, as those of an image may
+        causal   whether each sees what is real up to itself: of an image some may see later ones, a mask may hide more
         stores   whether positions that do not count on are stored; else they are looked at, where the host need not
                  wait for a device at each step
         """
         self._next, self._causal, self._stores = (real_BT, positions_BT), causal, stores
         self.rotary = rotary or self.rotary
+
+    def agrees(self, mask_BT: Tensor, count: int) -> bool:
+        """True if a mask of all tokens, `count` of them new, says of those that are held what was announced of them."""
+        if not self.seen:
+            return True
+        held_BT = mask_BT[:, :-count].bool()
+        if held_BT.shape[1] != self.seen:
+            return False
+        if self.tokens_BT is not None:
+            held_BT = held_BT.gather(1, self.tokens_BT.long().expand(len(held_BT), -1))
+        return bool(held_BT.all()) if self.real_BT is None else bool((held_BT == self.real_BT).all())
 
     def extend(self, batch: int, count: int, device: torch.device) -> None:
         """Append `count` slots."""
