@@ -216,7 +216,7 @@ def by_head(x_BTC: Tensor, heads: int) -> Tensor:
 @constant(8)
 def _factor(scale: float) -> Tensor:
     """A number as a tensor, which every product with a float would make anew."""
-    return torch.tensor(scale)
+    return torch.tensor(scale, dtype=torch.float32)
 
 
 def causal(count: int, length: int, device: torch.device) -> Tensor:

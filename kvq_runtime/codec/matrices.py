@@ -65,7 +65,8 @@ def _fixed_matrices(
     matrix = None if pair is None else pair[0]
     period = _period(order)
     size = math.lcm(period, len(matrix)) if matrix is not None else period
-    full = torch.block_diag(*[matrix] * (size // len(matrix))) if matrix is not None else torch.eye(size)
+    eye = torch.eye(size, dtype=torch.float32)
+    full = torch.block_diag(*[matrix] * (size // len(matrix))) if matrix is not None else eye
     back = full.mT[order[:size]].to(device, torch.bfloat16).contiguous()
     forward = None if rotate is None else rotate.forward(width, geometry)
     return (forward.to(device) if isinstance(forward, Tensor) else forward), back

@@ -175,7 +175,7 @@ def _rotation(order: Tensor | None, back: Tensor | None) -> Tensor | None:
         return None if back is None else back.float()
     if back is None and torch.equal(order, torch.arange(len(order))):
         return None
-    back = torch.eye(len(order)) if back is None else back.float()
+    back = torch.eye(len(order), dtype=torch.float32) if back is None else back.float()
     size = math.lcm(len(order), len(back))  # both divide a token
     rows = (torch.arange(0, size, len(order))[:, None] + order).flatten().to(back.device)
     return torch.block_diag(*[back] * (size // len(back)))[rows]
@@ -196,6 +196,6 @@ def _turn(back_EE: Tensor | None, span: int, size: int, device: torch.device) ->
     """The rotation of a whole span, transposed, and cut by heads if they are several; None: nothing to do."""
     if back_EE is None and span == size:
         return None
-    back_EE = torch.eye(span) if back_EE is None else torch.block_diag(*[back_EE] * (span // len(back_EE)))
-    turn = back_EE.mT.contiguous().to(device)
+    parts = [torch.eye(span, dtype=torch.float32)] if back_EE is None else [back_EE] * (span // len(back_EE))
+    turn = torch.block_diag(*parts).mT.contiguous().to(device)
     return turn if span == size else turn.view(-1, size, span)

@@ -51,7 +51,8 @@ def ladder() -> Ladder:
     counts_KM = torch.stack(counts)
     lengths_KM = (BITS - counts_KM.double().log2()).float()
     mean_K = (counts_KM.double() * lengths_KM).sum(1) / 2.0**BITS
-    return Ladder(torch.tensor(zone), torch.tensor(shift), counts_KM, lengths_KM, mean_K, torch.tensor(error).double())
+    zone_K, shift_K, error_K = (torch.tensor(one, dtype=torch.float32) for one in (zone, shift, error))
+    return Ladder(zone_K, shift_K, counts_KM, lengths_KM, mean_K, error_K.double())
 
 
 def _rung(deviation: float, points: Tensor) -> tuple[float, float, Tensor, float]:
@@ -66,7 +67,7 @@ def _rung(deviation: float, points: Tensor) -> tuple[float, float, Tensor, float
         mass = torch.zeros(MOST + 1, dtype=torch.float64).index_add_(0, codes, weight)
         over = codes > 0
         shift = float(((points - codes) * weight)[over].sum() / weight[over].sum().clamp_min(1e-300))
-        error = float(((points - codes - shift * over).square() * weight).sum())
+        error = float(((points - codes - shift * over.float()).square() * weight).sum())
         both = torch.cat([mass[1:].flip(0) / 2, mass[:1], mass[1:] / 2])
         counts = (both * (2**BITS - 2 * (2 * MOST + 1))).round().long() + 1
         counts[MOST] += 2**BITS - counts.sum()

@@ -109,7 +109,7 @@ def _cells(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return, for each cell [n, n + 1) / FINE, the boundaries below it, uint8, and the next one, float32."""
     boundaries = gaussian(bits)[0].float()
     assert float(boundaries.diff().min()) > 1 / FINE and float(boundaries.abs().max()) < REACH - 1 / FINE
-    edges = torch.arange(-REACH * FINE, REACH * FINE) / FINE
+    edges = torch.arange(-REACH * FINE, REACH * FINE, dtype=torch.float32) / FINE
     below = torch.bucketize(edges, boundaries)
     following = torch.cat([boundaries, boundaries.new_full((1,), math.inf)])[below]
     return below.to(device, torch.uint8), following.to(device)

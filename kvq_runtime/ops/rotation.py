@@ -109,14 +109,15 @@ def check(size: int, shape: torch.Size) -> None:
 @constant(64)
 def signs(size: int, seed: int) -> Tensor:
     """The ±1 of one run, float32 [size]."""
-    return torch.tensor([1.0 if hash64(seed, position) & 1 else -1.0 for position in range(size)])
+    ones = [1.0 if hash64(seed, position) & 1 else -1.0 for position in range(size)]
+    return torch.tensor(ones, dtype=torch.float32)
 
 
 @constant(64)
 def hadamard_matrix(size: int, seed: int) -> Tensor:
     """diag(signs) · H / √size, float32 [size, size]; ValueError unless `size` is a power of two."""
     check(size, torch.Size([size]))
-    sylvester = torch.ones(1, 1)
+    sylvester = torch.ones(1, 1, dtype=torch.float32)
     while len(sylvester) < size:
         sylvester = torch.cat([torch.cat([sylvester, sylvester], 1), torch.cat([sylvester, -sylvester], 1)])
     return signs(size, seed)[:, None] * sylvester / size**0.5

@@ -7,6 +7,8 @@ import torch
 from generating import generate, kvq, stock
 from models import prompt, random_model
 
+from kvq_runtime.ops import ladder
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.recipe import OURS, preset
 
 PLAIN = ["exact", "higgs-2bit", "rtn-4bit", "kivi-2bit", "gear-2bit"]
@@ -113,7 +115,7 @@ def forget_constants():
                 kept.cache_clear()
 
 
-CONSTANTS = ["kivi-2bit", "higgs-2bit", "lloyd-4bit", "polar-4bit", "trellis-head-2bit"]
+CONSTANTS = ["kivi-2bit", "higgs-2bit", "lloyd-4bit", "polar-4bit", "trellis-head-2bit", "rest-1bit"]
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
@@ -137,6 +139,23 @@ def test_what_a_process_computes_once_is_the_same_whatever_the_default_dtype_is(
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(logits(model, kvq(name, model), ids), expected)
+
+
+def test_what_a_process_computes_once_leaves_other_threads_their_default_dtype():
+    """It is the process's: one that is set for a moment is another thread's too, and the one put back may be its."""
+    expected = ladder.ladder()
+    forget_constants()
+    seen = []
+    note = constant(1)(lambda: seen.append(torch.get_default_dtype()))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        note()
+        found = ladder.ladder()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen == [torch.bfloat16]
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
 
 
 def test_an_artifact_of_inference_mode_is_held_once():

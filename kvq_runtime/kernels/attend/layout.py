@@ -134,7 +134,7 @@ def layout(
 def _by_pairs(rotation: Tensor | None, size: int) -> Tensor:
     """The rotation of what is read in pairs of a head's two halves."""
     order = torch.arange(size).view(2, -1).mT.flatten()
-    return (torch.eye(size) if rotation is None else rotation)[:, order].contiguous()
+    return (torch.eye(size, dtype=torch.float32) if rotation is None else rotation)[:, order].contiguous()
 
 
 def padded(count: int) -> int:

@@ -75,7 +75,7 @@ class RopeTables(NamedTuple):
             table = tiles.permute(0, 4, 2, 5, 3, 1, 6)
         else:
             # cos x - 1 = -2 sin²(x / 2), which loses nothing where cos is near 1
-            half_TK = _circle(torch.arange(len(inside_T2K)) / 2, frequencies_K)[:, 1]
+            half_TK = _circle(torch.arange(len(inside_T2K), dtype=torch.float64) / 2, frequencies_K)[:, 1]
             both_T2K = torch.stack([-2 * half_TK.square(), inside_T2K[:, 1]], 1)
             padded_T2K = torch.nn.functional.pad(both_T2K, (0, -len(frequencies_K) % CHUNK.value))
             table = padded_T2K.view(
