@@ -143,7 +143,7 @@ class Folder:
         return self.place / f"{name}{SUFFIX}"
 
     def has(self, name: str) -> bool:
-        return self.path(name).is_file()
+        return os.path.isfile(self.path(name))  # unlike `is_file`, False where a folder cannot be looked into
 
     def get(self, name: str, limit: int) -> bytes | None:
         try:

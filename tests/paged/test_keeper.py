@@ -1,5 +1,9 @@
 """A worker's pages and its kept prefixes: what one engine keeps another loads, and nothing damaged reaches a page."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import feeding
@@ -129,6 +133,29 @@ def test_what_was_decoded_is_not_encoded_again(tmp_path):
     one.keeper.keep(order)
     one.keeper.close()
     assert one.store.longest(range(COUNT)) == stop
+
+
+def test_a_folder_that_cannot_be_looked_into_any_more_costs_what_is_in_it_alone(tmp_path, caplog):
+    """Nothing is loaded or kept, no request fails; and once the folder is back, all goes on."""
+    engine = Engine(tmp_path)
+    engine.keep(32)
+    with closed(tmp_path):
+        assert engine.store.longest(range(COUNT)) == engine.store.checked(range(COUNT)) == 0
+        counts = engine.keep(64)
+        assert engine.load(32)[1] == 1 and engine.keeper.take_failed()
+    assert counts["blocks_refused"] == 4 and "tokens_kept" not in counts and "are not kept" in caplog.text
+    assert engine.keep(64)["tokens_kept"] == 32 and engine.store.checked(range(COUNT)) == 64
+
+
+@contextmanager
+def closed(folder: Path) -> Iterator[None]:
+    """Let this process not look into a folder, be it root's."""
+    root = os.geteuid() == 0
+    os.seteuid(65534) if root else folder.chmod(0)
+    try:
+        yield
+    finally:
+        os.seteuid(0) if root else folder.chmod(0o700)
 
 
 def test_pages_that_are_there_are_left_as_they_are(tmp_path):
