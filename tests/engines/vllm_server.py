@@ -21,7 +21,10 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "artifacts" / "demo-model"
 PATIENCE = 540  # seconds until a server answers
+# numba, in vLLM's search for drafts, gives OpenMP as many threads as it has itself: else one for each processor, each a
+# wait for a busy one in every operation of vLLM's
 ENVIRONMENT = os.environ | {
+    "NUMBA_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
     "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
 }  # fmt: skip
