@@ -1,11 +1,11 @@
 """Write and read the file of one block of tokens: the packed fields of all layers, as a cache holds them.
 
-    one safetensors file: key.{layer}.{field}, value.{layer}.{field}, key.{layer}.exact, ..., sinks, coded, lossless
+    one safetensors file: packed.uint8, packed.float16, ..., sinks, coded, lossless, key.{layer}.exact, ...
 
-Neighbouring layers whose fields have the same shapes lie in one tensor, named after the first of them, [layers, ...].
-`sinks` [2, layers, S, C] are the exact tokens among the block's own, keys and values, in the model's dtype; blocks
-after the first have none. `exact` [block, C] are those of the keys, or values, of a layer whose error is beyond what
-the fit promised (`store/promise.py`), and only there. `coded` [bytes] are the fields, of all layers, that a recipe
+`packed` are all fields of one dtype, one behind the other: by layer, keys before values, in the order of the scheme's
+fields. `sinks` [2, layers, S, C] are the exact tokens among the block's own, keys and values, in the model's dtype;
+blocks after the first have none. `exact` [block, C] are those of the keys, or values, of a layer whose error is beyond
+what the fit promised (`store/promise.py`), and only there. `coded` [bytes] are the fields, of all layers, that a recipe
 entropy-codes at rest (`ops/entropy.py`): of any length up to that of the codes; `lossless` likewise are those that it
 codes without loss (`ops/lossless.py`). The metadata key `kvq` holds the chain (root, previous, number, tokens) and
 `content`, a sha256 of that and of every tensor.
@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import safetensors
@@ -43,7 +42,7 @@ from kvq_runtime.store.storage import Slab
 CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded", "lossless")
 CODED, LOSSLESS, EXACT = "coded", "lossless", "exact"
 LENGTH = 1024  # tokens of the prefix for which bits are stated
-_NAMES = re.compile(r"sinks|coded|lossless|(key|value)\.(0|[1-9][0-9]{0,3})\.[a-z][a-z0-9_]*")
+_NAMES = re.compile(r"packed\.[a-z0-9]+|sinks|coded|lossless|(key|value)\.(0|[1-9][0-9]{0,3})\.exact")
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,17 @@ class Block:
 
 
 class _Site(NamedTuple):
-    """A field of one layer's keys, or values, in a stream."""
+    """A field of one layer's keys, or values."""
 
     layer: int
     role: int
     field: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
 
 
 class _Stream(NamedTuple):
@@ -119,30 +122,26 @@ class BlockFormat:
         return min(max(window.sinks - number * window.block, 0), window.block)
 
     @cached_property
-    def _runs(self) -> list[tuple[str, int, str, tuple[int, ...], tuple[int, ...], torch.dtype]]:
-        """(tensor, role, field, its layers, shape of one layer, dtype)"""
-        found = []
-        for role, name in enumerate(ROLES):
-            fields = {n: self._fields(n, role) for n in self.held}
-            for specs, run in groupby(self.held, fields.__getitem__):
-                layers = tuple(run)
-                stage = self.recipe.scheme(layers[0], name).quantize
-                for field, shape, dtype in specs:
-                    if field not in (*stage.at_rest, *stage.lossless):
-                        found.append((f"{name}.{layers[0]}.{field}", role, field, layers, shape, dtype))
+    def _sites(self) -> list[_Site]:
+        places = [(layer, role) for layer in self.held for role in (0, 1)]
+        return [_Site(*place, *spec) for place in places for spec in self._fields(*place)]
+
+    @cached_property
+    def _packed(self) -> dict[str, list[_Site]]:
+        """The fields that are stored as they are, by the name of their tensor."""
+        found: dict[str, list[_Site]] = {}
+        for one in self._sites:
+            if one.field not in (*self._stage(one).at_rest, *self._stage(one).lossless):
+                found.setdefault(f"packed.{_name(one.dtype)}", []).append(one)
         return found
 
     @cached_property
     def _streams(self) -> dict[str, _Stream]:
         """The streams that a block has, by the names of their tensors."""
-        sites = [
-            _Site(layer, role, *spec) for layer in self.held for role in (0, 1) for spec in self._fields(layer, role)
-        ]
-        codes = [one for one in sites if one.field in self._stage(one).at_rest]
-        numbers = [one for one in sites if one.field in self._stage(one).lossless]
-        most = entropy.most(sum(math.prod(one.shape) for one in codes))
-        found = {CODED: _Stream(codes, most)} if codes else {}
-        most = lossless.most(sum(math.prod(one.shape) for one in numbers), self.dtype)
+        codes = [one for one in self._sites if one.field in self._stage(one).at_rest]
+        numbers = [one for one in self._sites if one.field in self._stage(one).lossless]
+        found = {CODED: _Stream(codes, entropy.most(sum(one.numbers for one in codes)))} if codes else {}
+        most = lossless.most(sum(one.numbers for one in numbers), self.dtype)
         return found | ({LOSSLESS: _Stream(numbers, most)} if numbers else {})
 
     def _stage(self, site: _Site) -> Quantizer:
@@ -162,7 +161,9 @@ class BlockFormat:
 
     def specs(self, number: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Every tensor of a block's file but what is coded: {name: (shape, dtype)}."""
-        specs = {name: ((len(layers), *shape), dtype) for name, _, _, layers, shape, dtype in self._runs}
+        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            name: ((sum(one.numbers for one in sites),), sites[0].dtype) for name, sites in self._packed.items()
+        }
         shape = (2, len(self.held), self.sinks(number), self.geometry.width)
         return specs | ({"sinks": (shape, self.dtype)} if shape[2] else {})
 
@@ -184,7 +185,7 @@ class BlockFormat:
 
     def usual(self) -> int:
         """Bytes that no block's file exceeds which keeps nothing exact."""
-        return self.data_bytes(0) + 200 * (len(self._runs) + 1) + 1024 + 12 * self.recipe.window.block
+        return self.data_bytes(0) + 200 * (len(self._packed) + 1) + 1024 + 12 * self.recipe.window.block
 
     def largest(self) -> int:
         """Bytes that no block's file exceeds."""
@@ -194,24 +195,15 @@ class BlockFormat:
     def to_bytes(self, block: Block, link: Link) -> bytes:
         """The file of a block. Fields of another shape or dtype are a ValueError."""
         tensors: dict[str, Tensor] = {}
-        for name, role, field, layers, shape, dtype in self._runs:
-            parts = [block.fields[layer][role][field].detach().cpu() for layer in layers]
-            tensors[name] = torch.stack(parts)
-            if tensors[name].shape[1:] != shape or tensors[name].dtype != dtype:
-                raise ValueError(f"{name}: {_spec(tensors[name])}; the recipe stores {list(shape)}, {dtype} a layer")
+        for name, sites in self._packed.items():
+            tensors[name] = torch.cat([part.flatten() for part in _parts(block, sites)])
         for name, site in self._exact.items():
             if site in block.exact:
                 tensors[name] = block.exact[site].detach().to("cpu", self.dtype).contiguous()
         if self.sinks(link.number):
             tensors["sinks"] = block.sinks_2LSC.detach().to("cpu", self.dtype).contiguous()
         for name, stream in self._streams.items():
-            parts = [block.fields[site.layer][site.role][site.field].detach().cpu() for site in stream.sites]
-            for part, site in zip(parts, stream.sites, strict=True):
-                if tuple(part.shape) != site.shape or part.dtype != site.dtype:
-                    raise ValueError(
-                        f"{site.field} of layer {site.layer}: {part.dtype} {list(part.shape)}; a block has "
-                        f"{site.dtype} {list(site.shape)}"
-                    )
+            parts = _parts(block, stream.sites)
             tensors[name] = entropy.encode(parts, self._rungs) if name == CODED else lossless.encode(parts)
         about = _about(link)
         about["content"] = _content(about, tensors)
@@ -257,9 +249,9 @@ class BlockFormat:
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise ArtifactError(f"finite: {name} has NaN or infinity")
         fields: dict[int, tuple[Slab, Slab]] = {layer: ({}, {}) for layer in self.held}
-        for name, role, field, layers, _, _ in self._runs:
-            for place, layer in enumerate(layers):
-                fields[layer][role][field] = tensors[name][place]
+        for name, sites in self._packed.items():
+            for site, x in zip(sites, tensors[name].split([one.numbers for one in sites]), strict=True):
+                fields[site.layer][site.role][site.field] = x.view(site.shape)
         for name, stream in self._streams.items():
             for site, x in zip(stream.sites, self._decoded(name, tensors[name]), strict=False):
                 fields[site.layer][site.role][site.field] = x
@@ -278,6 +270,18 @@ class BlockFormat:
         if not all(bool(torch.isfinite(x).all()) for x in numbers):
             raise ArtifactError(f"finite: {LOSSLESS} has NaN or infinity")
         return numbers
+
+
+def _parts(block: Block, sites: Sequence[_Site]) -> list[Tensor]:
+    """The fields of a block, on the CPU; a ValueError for another shape or dtype than they have."""
+    parts = [block.fields[site.layer][site.role][site.field].detach().cpu() for site in sites]
+    for part, site in zip(parts, sites, strict=True):
+        if tuple(part.shape) != site.shape or part.dtype != site.dtype:
+            raise ValueError(
+                f"{ROLES[site.role]}.{site.layer}.{site.field}: {_name(part.dtype)} {list(part.shape)}; the recipe "
+                f"stores {_name(site.dtype)} {list(site.shape)}"
+            )
+    return parts
 
 
 def beside(recipe: Recipe, geometry: Geometry, tokens: int = LENGTH) -> float:
@@ -327,5 +331,5 @@ def _content(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _spec(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[1:])}"
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

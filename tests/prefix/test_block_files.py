@@ -42,7 +42,7 @@ def test_codes_of_a_file_take_fewer_bytes_and_need_the_fit_alone_to_be_read(tmp_
     with pytest.raises(ArtifactError, match="coded: the codes are others|coded: something is left"):
         other.read(data)
     short = {layer: tuple({"codes": one["codes"][:-1]} for one in pair) for layer, pair in second.fields.items()}
-    with pytest.raises(ValueError, match="codes of layer 0: torch.int8 .*; a block has"):
+    with pytest.raises(ValueError, match=r"key\.0\.codes: int8 \[15, 64\]; the recipe stores int8 \[16, 64\]"):
         form.to_bytes(replace(second, fields=short), form.read(data)[0])  # type: ignore[arg-type]
 
 
@@ -70,6 +70,18 @@ def test_numbers_of_a_file_take_fewer_bytes_and_are_the_same(tmp_path, dtype):
         told = safetensors.torch.save({"lossless": given}, {"kvq": strict_json.dumps(about)})
         with pytest.raises(ArtifactError, match=why):
             kept.format.read(told)
+
+
+def test_a_header_has_an_entry_a_dtype_however_layers_differ(tmp_path):
+    """The first layer's numbers are those of the model, the others' are codes and scales."""
+    kept = store(tmp_path, "aqua-2bit-first-16bit")
+    count = 2 * kept.block
+    assert kept.put(ids(count), *rows(count)) == count
+    first, second = (
+        kept.shelf.get(one, 1 << 20) or b"" for one in chain.names(kept.root, torch.tensor(ids(count)), kept.block)
+    )
+    names = {"packed.bfloat16", "packed.uint8", "packed.float16"}
+    assert safetensors.torch.load(first).keys() == names | {"sinks"} and safetensors.torch.load(second).keys() == names
 
 
 def test_threads_keep_the_same_bytes(tmp_path):
