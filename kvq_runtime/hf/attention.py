@@ -101,16 +101,29 @@ class KVQLayer(CacheLayerMixin):
         if self.current.mixed:
             k_BTC = k_BTC.to(v_BTC.dtype)
         if self.current.attended and not self.decodes:
+            self._check_read()
             self.blocks.take(self.index, k_BTC, v_BTC)
             key_states = key_states.view_as(key_states)  # the mark stays off the caller's tensors
             value_states = value_states.view_as(value_states)
             key_states._kvq = value_states._kvq = self._marks[first]  # type: ignore[attr-defined]
             return key_states, value_states
         keys, values = self.blocks.update(self.index, k_BTC, v_BTC)
-        if keys is k_BTC:
-            return key_states, value_states
-        heads = key_states.shape[1]
-        return keys.unflatten(-1, (heads, -1)).transpose(1, 2), values.unflatten(-1, (heads, -1)).transpose(1, 2)
+        if keys is not k_BTC:
+            heads = key_states.shape[1]
+            key_states, value_states = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (keys, values))
+        if self.decodes:  # code of a model's own may want them as transformers' cache has them
+            return key_states.contiguous(), value_states.contiguous()
+        return key_states, value_states
+
+    def _check_read(self) -> None:
+        """Refuse a pass in which a layer below has taken in what attention has not been asked for since."""
+        step = self.blocks.step
+        if step is not None and not self._leads and (unread := step.taken - step.done - {self.index}):
+            self.blocks.settle()
+            raise ValueError(
+                f"kvq attention does not know keys and values that a model changes behind a cache, or reads by code of "
+                f"its own, as those of layer {min(unread)}; {EAGER}"
+            )
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refuse the first keys and values if they are not of the shape that the cache was made for."""
