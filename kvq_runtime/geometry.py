@@ -88,6 +88,8 @@ def _shape(config: Mapping[str, Any], layer: int | None = None) -> tuple[int, in
     kv_heads, size = config.get("num_key_value_heads"), config.get("head_dim")
     if rank := config.get("kv_lora_rank"):  # a row of latent and rotary key for all heads: `hf/attention.py`
         return 1, (rank + (config.get("qk_rope_head_dim") or 0)) // 2
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # of Falcon
+        kv_heads = 1
     if layer is not None:  # of Gemma 4 these have heads of their own: by layer, or as its files say it
         given = config.get("per_layer_config")
         by_layer = {str(n).lstrip("0"): one for n, one in given.items()} if isinstance(given, Mapping) else {}

@@ -36,7 +36,7 @@ from transformers.masking_utils import sdpa_mask
 from kvq_runtime.geometry import SLAB, WHOLE, owners
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf import attention as packed
-from kvq_runtime.hf.model import real_tokens
+from kvq_runtime.hf.model import real_tokens, settings_of
 from kvq_runtime.ops.dense import PLAIN, Softmax, attention
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Pair
@@ -119,7 +119,7 @@ class CountedCache(KVQCache):
         super().__init__(recipe, model, tensors)
         self.blocks.decoder.keep = True
         self.inner = self.attention or self.inner
-        config = model.config.get_text_config(decoder=True).to_dict()
+        config = settings_of(model.config.get_text_config(decoder=True))
         kinds, first = config.get("layer_types") or [], owners(config)
         # layers that read what the last that caches all tokens has decoded
         self._readers = {n: max(self.places.values()) for n in range(first, len(kinds)) if kinds[n] in WHOLE}

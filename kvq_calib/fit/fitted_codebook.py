@@ -122,9 +122,8 @@ def _rounded(table_VC: Tensor) -> dict[str, Tensor]:
 
 def vocabulary(stream: Stream, role: Role) -> Tensor:
     """The first layer's keys before RoPE, or values, of every token there is: float32 [V, C]."""
-    layer, size = stream.layer(0), stream.files.tensor(f"{stream.files.stem}embed_tokens.weight").shape[0]
-    found = []
-    for ids in torch.arange(size).split(TILE):
+    layer, found = stream.layer(0), []
+    for ids in torch.arange(stream.files.vocabulary).split(TILE):
         projected = layer.project(stream.embed(ids[None]))
         found.append((projected.k_NTC if role == "key" else projected.v_NTC)[0].float())
     return torch.cat(found)

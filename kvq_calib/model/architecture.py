@@ -18,10 +18,21 @@ from transformers.models.auto.modeling_auto import (
 
 from kvq_calib.model.carried import EXIT, Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty
+from kvq_calib.model.files import STEMS
 from kvq_calib.model.weights import in_files
-from kvq_runtime.artifact.fingerprint import LATENT_PROJECTIONS
+from kvq_runtime.artifact.fingerprint import FUSED, LATENT_PROJECTIONS
 from kvq_runtime.geometry import SLIDES, attending, owners, stretches
-from kvq_runtime.hf.model import CACHE, FULL, LISTED, attention_modules, check_model, decoder_of
+from kvq_runtime.hf.model import (
+    CACHE,
+    FULL,
+    LISTED,
+    attention_modules,
+    check_model,
+    decoder_of,
+    layers_of,
+    own_code,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -34,14 +45,18 @@ def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
     """The settings of text that are read, with transformers' defaults for those that a file leaves out."""
     with _explained(f"{id}: config.json is none of its model_type", "download it again"):
         text = read().get_text_config(decoder=True)
-        own = text.to_dict()
+        own = settings_of(text)
     if "num_hidden_layers" not in own:
         raise ValueError(f"{id}: {type(text).__name__} does not say num_hidden_layers, as Llama's does; {LISTED}")
-    # where a type calls a setting otherwise, it has the common name too
-    own |= {name: own[other] for name, other in text.attribute_map.items() if other in own and name not in own}
-    if "intermediate_size" not in own:
-        raise ValueError(f"{id}: {type(text).__name__} does not say intermediate_size, as Llama's does; {LISTED}")
-    return own
+    part = own.get("ffn_config")  # of DBRX
+    own = (part if isinstance(part, dict) else {}) | own
+    return {"intermediate_size": _inner(own)} | own
+
+
+def _inner(settings: Mapping[str, Any]) -> Any:
+    """The width inside an MLP of a type that has another name for it, or has four times the width of a layer."""
+    given = next((settings[name] for name in ("ffn_hidden_size", "n_inner") if settings.get(name) is not None), None)
+    return 4 * settings["hidden_size"] if given is None and type(settings.get("hidden_size")) is int else given
 
 
 def known(config: Mapping[str, Any]) -> bool:
@@ -55,12 +70,14 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     """Raise ValueError, a sentence, for a model that cannot be run a layer at a time, and compressed in some layers."""
     text = config.get_text_config(decoder=True)
     _check_config(text, id)
-    with _explained(f"{id}: transformers makes no model of config.json", "check it"):
+    with _explained(f"{id}: transformers makes no model of config.json", f"check it; {LISTED}"):
         model: Any = empty(config, None)
     check_model(model)
     attention_modules(model)
-    attend = dict(attentions(enumerate(decoder_of(model).layers), text))
-    _check_attention(model, attend, attending(text.to_dict()), id)
+    if (why := own_code(model)) is not None:
+        raise ValueError(f"{id}: {why}, which would show keys and queries; use a recipe that needs no fit; {LISTED}")
+    attend = dict(attentions(enumerate(layers_of(decoder_of(model))), text))
+    _check_attention(model, attend, attending(settings_of(text)), id)
     _check_run(copy.deepcopy(config), attend, id)
 
 
@@ -74,19 +91,20 @@ def _check_attention(model: Any, attend: Mapping[int, Any], layers: Sequence[int
         )
     within = {module: name for name, module in model.named_modules()}
     for n in layers:
-        named = ("qkv_proj",), ("k_proj", "v_proj"), LATENT_PROJECTIONS.values()
+        named = *((name,) for name in FUSED), ("k_proj", "v_proj"), (*LATENT_PROJECTIONS.values(),)
         told = next((names for names in named if all(hasattr(attend[n], name) for name in names)), None)
         if told is None:
             raise ValueError(
-                f"{id}: {type(attend[n]).__name__} has no k_proj and v_proj, and no qkv_proj, by which an artifact "
-                f"knows its model; use a recipe that needs no fit; {LISTED}"
+                f"{id}: {type(attend[n]).__name__} has no k_proj and v_proj, and no {', '.join(FUSED)}, by which an "
+                f"artifact knows its model; use a recipe that needs no fit; {LISTED}"
             )
-        ends = [f"layers.{n}.self_attn.{name}.weight" for name in told]
         stored = in_files(model, [f"{within[attend[n]]}.{name}.weight" for name in told])
-        if not all(map(str.endswith, stored, ends)):
+        if not all(
+            one.startswith(STEMS) and one.endswith(f".{name}.weight") for one, name in zip(stored, told, strict=True)
+        ):
             raise ValueError(
-                f"{id}: its files have {stored[0]}, and no {ends[0]}, by which an artifact knows its model; use a "
-                f"recipe that needs no fit, or another model; {LISTED}"
+                f"{id}: its files have {stored[0]}, and no {told[0]} in a layer, by which an artifact knows its model; "
+                f"use a recipe that needs no fit, or another model; {LISTED}"
             )
 
 
@@ -110,7 +128,7 @@ def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> No
         what = ", ".join(sorted(unknown))
         raise ValueError(f"{id}: its layers are given {what}, which is known of the whole model alone; {LISTED}")
     masks: list[Any] = [given.get("attention_mask") for given in calls]
-    caching = [n for n in attend if n < owners(text.to_dict())]
+    caching = [n for n in attend if n < owners(settings_of(text))]
     whole = [n for n in caching if masks[n] is None or bool(masks[n][..., -1, 0].all())]
     if whole != list(decoder.attending):
         raise ValueError(
@@ -139,7 +157,8 @@ def _check_config(config: "PreTrainedConfig", id: str) -> None:
         )
     if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
         raise ValueError(f"{id}: some of its layers slide, and config.json has no sliding_window; {LISTED}")
-    first, count = stretches(config.to_dict())[-1].start, owners(config.to_dict())
+    settings = settings_of(config)
+    first, count = stretches(settings)[-1].start, owners(settings)
     apart = [kind for kind in dict.fromkeys(kinds[count:]) if kind not in kinds[first:count]]
     if apart:
         raise ValueError(

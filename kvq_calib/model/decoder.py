@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from kvq_calib.model.carried import ENTRY, TABLE, Carried, blank
 from kvq_runtime.geometry import attending
 from kvq_runtime.hf.attention import dense
-from kvq_runtime.hf.model import decoder_of, rotary_module, turns
+from kvq_runtime.hf.model import attention_of, decoder_of, layers_name, layers_of, rotary_module, settings_of, turns
 from kvq_runtime.hf.rotation import rope_refusal
 from kvq_runtime.ops.dense import Softmax
 
@@ -70,7 +70,12 @@ AttentionMaskInterface.register(CAPTURED, sdpa_mask)
 
 
 class Place(nn.Module):
-    """Stand in a layer's place: note what it is called with; put out `out`, or else the input."""
+    """Stand in a layer's place: note what it is called with; put out `out`, or else the input.
+
+    paired   whether it is put out with weights of attention beside it, as some decoders expect, of which there are none
+    """
+
+    paired = False
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -82,9 +87,10 @@ class Place(nn.Module):
         self.under: Tensor | None = None
         self.out: Tensor | None = None
 
-    def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
         self.under, self.call = hidden_states, dict(zip(self._named, args, strict=False)) | given
-        return hidden_states if self.out is None else self.out
+        out = hidden_states if self.out is None else self.out
+        return (out, None) if self.paired else out
 
 
 def empty(config: "PreTrainedConfig", dtype: torch.dtype | None) -> Any:
@@ -103,7 +109,8 @@ class Decoder:
         _keep_float32(made, dtype)
         self.whole = made
         self.config = made.config.get_text_config(decoder=True)
-        self.carried = Carried.of(self.config.to_dict())
+        settings = settings_of(self.config)
+        self.carried = Carried.of(settings)
         self.parameters = list(made.state_dict())
         # of layers that are none of its modules any more: rules for files that fuse parameters ask how wide each is
         made.get_parameter = dict(made.named_parameters(remove_duplicate=False)).__getitem__
@@ -112,9 +119,11 @@ class Decoder:
         self.core_name = named[id(core)]
         self.table = f"{named[id(made.get_input_embeddings())]}.weight"
         self.output = f"{named[id(made.get_output_embeddings())]}.weight"
-        self.layers = list(core.layers)
-        self.attending = attending(self.config.to_dict())  # of the layers
-        core.layers = nn.ModuleList(map(Place, self.layers))
+        self.layers = list(layers_of(core))
+        self.attending = attending(settings)  # of the layers
+        self.within = f"{self.core_name}.{layers_name(core)}"  # the name of their list
+        self.places = nn.ModuleList(map(Place, self.layers))
+        setattr(core, str(layers_name(core)), self.places)
 
     def top(self) -> dict[str, nn.Module]:
         """The modules with parameters above the layers, by name: the last norm, and the output head."""
@@ -140,7 +149,25 @@ class Decoder:
         core = self.settled(bare, device)
         with self.carried.muted(core):
             refusal = rope_refusal(core, {n: self.layers[n] for n in self.attending})
+            pairs, places = self._pairs(core, device), [*self.places, *layers_of(core)]
+            for place in places:
+                place.paired = pairs
         return Under(core, self.carried, refusal)
+
+    @torch.no_grad()
+    def _pairs(self, core: Any, device: torch.device) -> bool:
+        """True if a decoder takes no layers that put out hidden states alone, but those that put out a pair."""
+        nothing = torch.zeros(2, 3, self.carried.hidden, device=device)
+        found = []
+        places: Any = layers_of(core)
+        for paired in (False, True):
+            for place in places:
+                place.paired = paired
+            try:
+                found.append(core(inputs_embeds=nothing, use_cache=False)[0].shape == nothing.shape)
+            except Exception:  # of the decoder's own, whatever class it has
+                found.append(False)
+        return found == [False, True]
 
     def entry(self) -> dict[str, nn.Module]:
         """The modules that make streams and inputs by layer of embeddings, by name."""
@@ -197,7 +224,7 @@ class Under:
         finally:
             for table, weight in zip(tables, empty, strict=True):
                 table.weight = weight
-        inputs = [place.call["per_layer_input"] for place in self.core.layers] if len(rows) > 1 else []
+        inputs = [place.call["per_layer_input"] for place in layers_of(self.core)] if len(rows) > 1 else []
         return self._carried.pack(self._taken(), inputs)
 
     def calls(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Call]:
@@ -207,7 +234,7 @@ class Under:
             nothing = torch.zeros((), dtype=dtype, device=device).expand(batch, tokens, self._carried.hidden)
             with torch.no_grad(), self._carried.muted(self.core):
                 self.core(inputs_embeds=nothing, use_cache=False)
-            self._last = key, [place.call for place in self.core.layers]
+            self._last = key, [place.call for place in layers_of(self.core)]
             self._taken()
         return self._last[1]
 
@@ -217,8 +244,9 @@ class Under:
         return turns(rotary_module(self.core), torch.empty(0, dtype=torch.float32, device=device), positions)
 
     def _taken(self) -> Tensor:
-        found = self.core.layers[0].under
-        for place in self.core.layers:
+        places = layers_of(self.core)
+        found = places[0].under
+        for place in places:
             place.under, place.call = None, {}
         return found
 
@@ -227,7 +255,7 @@ def attentions(layers: Iterable[tuple[int, Any]], config: Any) -> Iterator[tuple
     """The attention modules of layers, by number in the model; of those that recur there are none."""
     kinds = getattr(config, "layer_types", None)
     for n, layer in layers:
-        module = getattr(layer, "self_attn", None)
+        module = attention_of(layer)
         if module is not None and not (kinds and kinds[n] in RECURRENT):
             yield n, module
 

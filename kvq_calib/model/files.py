@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-STEMS = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")  # of the text's tensors
+# of the tensors of layers: of models of text, and of those that have a tower beside it
+PLAIN = "model.layers.", "gpt_neox.layers.", "transformer.h.", "transformer.blocks.", "model.decoder.layers."
+STEMS = *PLAIN, "model.language_model.layers.", "language_model.model.layers.", "model.text_model.layers."
 HEAD = "lm_head."
-FUSED = "qkv_proj"  # queries', keys' and values' projection in one
 OUTPUTS = ("o_proj", "dense", "out_proj")  # attention's last projection, by the names that models have for it
+BUFFERS = "inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias"  # of old files
 PIECE = 2**24  # bytes read from a file at a time
 AHEAD = 2**17  # bytes that are asked for at once: of more, Linux reads the beginning
 CONFIG_LIMIT = 1 << 24  # bytes
@@ -96,7 +98,7 @@ class ModelFiles:
         """The most experts that a token goes through; 0 of a model without."""
         if self.config.get("model_type") == "llama4_text":  # all, most of them as zeros
             return self.config["num_local_experts"]
-        given = (self.config.get(name) for name in ("num_experts_per_tok", "moe_k", "moe_topk"))
+        given = (self.config.get(name) for name in ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k"))
         return max((max(one) if isinstance(one, list) else one for one in given if one), default=0)
 
     @property
@@ -174,20 +176,21 @@ class ModelFiles:
         if named is None:
             named = dict.fromkeys(_open(self.path / "model.safetensors").keys(), "model.safetensors")
         stem = _stem(named)
-        if stem == STEMS[0]:
+        if stem in PLAIN:
             return named
-        return {name: file for name, file in named.items() if name.startswith(stem) or HEAD in name}
+        text = stem.removesuffix("layers.")
+        return {name: file for name, file in named.items() if name.startswith(text) or HEAD in name}
 
     @cached_property
     def stem(self) -> str:
-        """The beginning of its tensors' names, as transformers' model of text has `model.`."""
+        """The beginning of the names of its layers' tensors, as most models have `model.layers.`."""
         return _stem(self.names)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights as stored."""
-        norm = f"{self.stem}norm.weight"
-        found = self._stored(norm if norm in self.names else f"{self.stem}layers.0.{self.layer_names(0)[0]}").dtype
+        norm = f"{self.stem.removesuffix('layers.')}norm.weight"
+        found = self._stored(norm if norm in self.names else f"{self.stem}0.{self.layer_names(0)[0]}").dtype
         if found not in DTYPES:
             raise ValueError(f"{self.id} is stored as {found}; use weights in {', '.join(DTYPES)}")
         return DTYPES[found]
@@ -215,7 +218,7 @@ class ModelFiles:
         """
         if not hasattr(os, "posix_fadvise") or layer >= self.geometry.layers:
             return
-        own = [f"{self.stem}layers.{n}.{part}" for n in stretches(self.config)[layer] for part in self.layer_names(n)]
+        own = [f"{self.stem}{n}.{part}" for n in stretches(self.config)[layer] for part in self.layer_names(n)]
         threading.Thread(target=_asked_for, args=([self._place(name) for name in own],), daemon=True).start()
 
     def _place(self, name: str) -> tuple[Path, int, int]:
@@ -243,15 +246,14 @@ class ModelFiles:
         )
 
     def layer_names(self, layer: int) -> list[str]:
-        """The tensors of one decoder layer, without `model.layers.{i}.`."""
-        start = f"{self.stem}layers.{layer}."
-        # inv_freq: buffers that old checkpoints stored and that transformers computes
-        return sorted(n.removeprefix(start) for n in self.names if n.startswith(start) and not n.endswith("inv_freq"))
+        """The tensors of one decoder layer, without `model.layers.{i}.`, and buffers that transformers makes."""
+        start = f"{self.stem}{layer}."
+        return sorted(n.removeprefix(start) for n in self.names if n.startswith(start) and not n.endswith(BUFFERS))
 
     def layer_bytes(self, layer: int) -> int:
         """The bytes of a layer of the geometry and of those that are run with it, as stored."""
         own = stretches(self.config)[layer]
-        return sum(self._bytes(f"{self.stem}layers.{n}.{name}") for n in own for name in self.layer_names(n))
+        return sum(self._bytes(f"{self.stem}{n}.{name}") for n in own for name in self.layer_names(n))
 
     @property
     def weight_bytes(self) -> int:
@@ -282,14 +284,12 @@ class ModelFiles:
     @cached_property
     def _fingerprint(self) -> fingerprint.Fingerprint:
         def weight(layer: int, name: str) -> Tensor:
-            start = f"{self.stem}layers.{layer}.self_attn."
-            if f"{start}{FUSED}.weight" in self.names:
-                return fingerprint.of_fused(self.tensor(f"{start}{FUSED}.weight"), self.geometry, name)
             if self.latents:
                 name = fingerprint.LATENT_PROJECTIONS[name]
-            if self.config.get(fingerprint.ONE) and f"{start}{name}.weight" not in self.names:
-                name = fingerprint.PROJECTIONS["key"]
-            return self.tensor(f"{start}{name}.weight")
+            one = [fingerprint.PROJECTIONS["key"]] if self.config.get(fingerprint.ONE) else []
+            found, stored = self._of_layer(layer, name, *fingerprint.FUSED, *one)
+            weight = self.tensor(stored)
+            return fingerprint.of_fused(weight, self.config, found, name) if found in fingerprint.FUSED else weight
 
         return fingerprint.from_config(self.config, weight)
 
@@ -299,9 +299,17 @@ class ModelFiles:
 
     def output_projection(self, layer: int) -> Tensor:
         """The matrix of a layer of the geometry behind attention, [hidden width, query heads · head size]."""
-        start = f"{self.stem}layers.{self.attending[layer]}.self_attn."
-        found = next((name for name in OUTPUTS if f"{start}{name}.weight" in self.names), OUTPUTS[0])
-        return self.tensor(f"{start}{found}.weight")
+        return self.tensor(self._of_layer(self.attending[layer], *OUTPUTS)[1])
+
+    def _of_layer(self, layer: int, *matrices: str) -> tuple[str, str]:
+        """The first of these matrices that the attention of a layer has: its name there, and in the files."""
+        start = f"{self.stem}{layer}."
+        own = [f"{start}{name}" for name in self.layer_names(layer)]
+        for matrix in matrices:
+            for name in own:
+                if name.endswith(f".{matrix}.weight"):
+                    return matrix, name
+        raise ValueError(f"{self.id} has no tensor {start}*.{matrices[0]}.weight; is the folder complete?")
 
     def check_form(self) -> None:
         """Refuse weights in a form that is not read."""
@@ -353,7 +361,7 @@ def _size(stored: Stored) -> int:
 
 def _stem(names: Mapping[str, Any]) -> str:
     """The beginning of the names of the text's tensors."""
-    return next((stem for stem in STEMS if any(name.startswith(f"{stem}layers.0.") for name in names)), STEMS[0])
+    return next((stem for stem in STEMS if any(name.startswith(f"{stem}0.") for name in names)), STEMS[0])
 
 
 def gguf_of(folder: Path) -> str:

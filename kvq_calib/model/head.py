@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq_calib.model.carried import Carried
-from kvq_runtime.hf.model import decoder_of
+from kvq_runtime.hf.model import decoder_of, layers_of
 
 
 class Head:
@@ -60,7 +60,7 @@ class Head:
         return torch.autograd.grad(normed_TE, h_TE, ((first_TE - second_TE) / 2**0.5).view_as(normed_TE))[0]
 
     def _logits(self, h_BTE: Tensor) -> Tensor:
-        last = decoder_of(self._around).layers[-1]
+        last = layers_of(decoder_of(self._around))[-1]
         last.out, _ = self._carried.unpack(h_BTE)
         try:
             nothing = h_BTE.new_zeros(()).expand(*h_BTE.shape[:-1], self._carried.hidden)

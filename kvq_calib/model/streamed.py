@@ -33,7 +33,7 @@ from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.head import Head
 from kvq_calib.model.weights import Weights
 from kvq_runtime.geometry import stretches
-from kvq_runtime.hf.model import CACHE, decoder_of, rotary_module, rotary_name
+from kvq_runtime.hf.model import cache_name, decoder_of, rotary_module, rotary_name, settings_of
 from kvq_runtime.ops import product, rope
 
 TILE = 2048  # tokens
@@ -51,7 +51,7 @@ class Stream:
         self.dtype = default_dtype(files, self.device) if dtype is None else dtype
         self._decoder = Decoder(files.transformers_config(), self.dtype)
         self._weights = Weights(files, self._decoder)
-        self._stretches = stretches(self._decoder.config.to_dict())
+        self._stretches = stretches(settings_of(self._decoder.config))
         self._under = self._decoder.under(self.device)
         self.turns = self._under.refusal is None
 
@@ -83,7 +83,7 @@ class Stream:
     def layer(self, index: int) -> "Layer":
         """Load one decoder layer, and those that are run with it. Drop it before the next is loaded."""
         modules = {
-            n: self._weights.filled(self._decoder.layers[n], f"{self._decoder.core_name}.layers.{n}", self.device)
+            n: self._weights.filled(self._decoder.layers[n], f"{self._decoder.within}.{n}", self.device)
             for n in self._stretches[index]
         }
         return Layer(modules, self, self._decoder.attending[index])
@@ -148,7 +148,8 @@ class Layer:
                 # the hook knows `seen`, not `self`: a cycle would keep the weights until the next garbage collection
                 tap.register_forward_hook(lambda _module, _inputs, out, name=name: seen.__setitem__(name, out))
         self._seen = seen
-        self._rows = {CACHE: Rows(seen)} if stream.files.latents else {}
+        self._cache = str(cache_name(modules[index]))  # by which name the layers are handed one
+        self._rows = {self._cache: Rows(seen)} if stream.files.latents else {}
 
     @torch.no_grad()
     def forward(self, h_BTE: Tensor, queries: bool = False) -> Captured:
@@ -184,7 +185,7 @@ class Layer:
             batch, tokens, _ = h_BTE.shape
             calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)[self._index]
             with answered(self._attention, calls, rotary_module(stream._under.core), 0 in self._modules) as cache:
-                out_BTE = self._run(h_BTE, **{CACHE: cache}, use_cache=True)
+                out_BTE = self._run(h_BTE, **{self._cache: cache}, use_cache=True)
         self._seen.clear()
         return out_BTE
 

@@ -127,10 +127,10 @@ def _slides(files: ModelFiles) -> bool:
 def _check_weights(files: ModelFiles) -> None:
     if files.headers is None:
         files.check_files()
-    told = [f"layers.{layer}.self_attn.kv_a_proj_with_mqa." for layer in files.attending] if files.latents else []
-    if not all(any(one in name for name in files.names) for one in told):
+    told = files.attending if files.latents else []
+    if not all(any("kv_a_proj_with_mqa" in name for name in files.layer_names(layer)) for layer in told):
         raise ValueError(
-            f"{files.id}: its files have no self_attn.kv_a_proj_with_mqa, by which an artifact knows its model; use a "
+            f"{files.id}: its files have no kv_a_proj_with_mqa in a layer, by which an artifact knows its model; use a "
             "recipe that needs no fit, or another model (docs/models.md)"
         )
     count = files.config["num_hidden_layers"]

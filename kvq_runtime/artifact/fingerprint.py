@@ -28,6 +28,8 @@ DEQUANTIZED = "dequantized_from"  # in a config.json: the quantized type of weig
 PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
 # of latents: what makes a row of a token, and what makes keys and values of the row
 LATENT_PROJECTIONS = {"k_proj": "kv_a_proj_with_mqa", "v_proj": "kv_b_proj"}
+BY_HEAD = "query_key_value"  # a projection of the queries, the key and the value of a KV head, then of the next
+FUSED = "qkv_proj", "Wqkv", BY_HEAD  # names of projections to queries, keys and values in one
 ONE = "attention_k_eq_v"  # in a config.json: values are the projection of keys, before the norm and RoPE
 
 
@@ -129,10 +131,14 @@ def from_config(config: Mapping[str, Any], weight: Callable[[int, str], Tensor |
     return replace(found, attending=tuple(layers), sliding=Sliding.from_config(config))
 
 
-def of_fused(weight_OI: Tensor, geometry: Geometry, projection: str) -> Tensor:
-    """The rows of "k_proj" or "v_proj" in a matrix that projects to queries, then keys, then values."""
-    first = -2 * geometry.width if projection == PROJECTIONS["key"] else -geometry.width
-    return weight_OI[first:][: geometry.width]
+def of_fused(weight_OI: Tensor, config: Mapping[str, Any], fused: str, projection: str) -> Tensor:
+    """The rows of "k_proj" or "v_proj" in a matrix that projects to all three: to queries, then keys, then values; or,
+    if `fused`, its name, is BY_HEAD's, to these by KV head."""
+    place, size = -2 if projection == PROJECTIONS["key"] else -1, Geometry.from_config(config).head_size
+    heads = (len(weight_OI) // size - config["num_attention_heads"]) // 2  # of keys, which some repeat before a cache
+    if fused == BY_HEAD:
+        return weight_OI.unflatten(0, (heads, -1, size))[:, place].flatten(0, 1)
+    return weight_OI[place * heads * size :][: heads * size]
 
 
 def _packed(matrix: Tensor) -> bool:

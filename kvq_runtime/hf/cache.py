@@ -23,6 +23,8 @@ from kvq_runtime.hf.model import (
     decoder_of,
     fingerprint_of,
     geometry_of,
+    layers_of,
+    own_code,
 )
 from kvq_runtime.hf.rotation import rope_refusal
 from kvq_runtime.recipe import Recipe, attends
@@ -86,7 +88,7 @@ class KVQCache(Announced, Cache):
         attention = list(modules.values())
         if "positions" in recipe.needs and (why := _rope_refusal(model, modules)):
             raise ValueError(f"{recipe.name} undoes RoPE, but {why}; use a post-RoPE recipe")
-        self._pass, self._decodes = Pass(), _decoding(config, type(model).__name__)
+        self._pass, self._decodes = Pass(), _decoding(config, model)
         if self._decodes and attends(recipe):
             raise ValueError(
                 f"{recipe.name} needs queries or weights of attention, and {self._decodes}; use a recipe that holds "
@@ -95,7 +97,7 @@ class KVQCache(Announced, Cache):
         latent, shared = getattr(config, "kv_lora_rank", None), getattr(config, "num_kv_shared_layers", None)
         kind = LatentLayer if latent else KVQLayer
         layers = [
-            kind(self.blocks, self.places[n], self._pass, bool(latent or (shared and n == max(modules))))
+            kind(self.blocks, self.places[n], self._pass, bool(self._decodes and (not shared or n == max(modules))))
             if n in self.places else layer
             for n, layer in enumerate(stock)
         ]  # fmt: skip
@@ -300,11 +302,14 @@ class KVQCache(Announced, Cache):
 
 def _rope_refusal(model: PreTrainedModel, modules: Mapping[int, Any]) -> str | None:
     decoder: Any = decoder_of(model)
-    return rope_refusal(decoder, {n: decoder.layers[n] for n in modules})
+    return rope_refusal(decoder, {n: layers_of(decoder)[n] for n in modules})
 
 
-def _decoding(config: Any, name: str) -> str | None:
+def _decoding(config: Any, model: PreTrainedModel) -> str | None:
     """The reason why a model's own attention reads a layer's decoded history at every step; None: it need not."""
+    name = type(model).__name__
+    if (why := own_code(model)) is not None:
+        return why
     if getattr(config, "kv_lora_rank", None):
         return f"{name} makes keys and values of decoded latents by itself"
     if getattr(config, "num_kv_shared_layers", None):

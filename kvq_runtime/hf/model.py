@@ -27,9 +27,20 @@ LISTED = "docs/models.md lists the architectures that work"
 CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"
 
 
+CACHES = CACHE, "past_key_values", "layer_past"  # the last: of GPT-NeoX's and Falcon's layers
+LAYERS = "layers", "h", "blocks"  # names that decoders have for the list of theirs
+
+
 def cache_in(given: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a call, whose caller may use the old name; None: there is none."""
-    return given.get(CACHE, given.get("past_key_values"))
+    """The cache among the arguments of a call, by whatever name; None: there is none."""
+    return next((given[name] for name in CACHES if given.get(name) is not None), None)
+
+
+def cache_name(module: Any) -> str | None:
+    """The argument by which a module of a model is handed a cache; None: it is handed none."""
+    whole = getattr(module, "_orig_mod", module)  # which torch.compile wraps
+    parameters = inspect.signature(type(whole).forward).parameters
+    return next((name for name in CACHES if name in parameters), None)
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -46,7 +57,7 @@ def check_model(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder and attention across to it; kvq takes decoders alone; {LISTED}")
-    if not isinstance(getattr(decoder_of(model), "layers", None), nn.ModuleList):
+    if layers_name(decoder_of(model)) is None:
         raise ValueError(f"{name} has no decoder with layers as Llama has; {LISTED}")
     devices = _devices(model)
     if len(devices) > 1:
@@ -59,7 +70,44 @@ def check_model(model: PreTrainedModel) -> None:
 def decoder_of(model: Any) -> Any:
     """The module that has the layers: transformers' own answer, or what stands in it (Llama 4)."""
     found = model.get_decoder()
-    return found if hasattr(found, "layers") else getattr(found, "model", found)
+    return found if layers_name(found) else getattr(found, "model", found)
+
+
+def layers_name(decoder: Any) -> str | None:
+    """The decoder's name for the list of its layers; None if it has no such list."""
+    return next((name for name in LAYERS if isinstance(getattr(decoder, name, None), nn.ModuleList)), None)
+
+
+def layers_of(decoder: Any) -> Any:
+    """The layers of a decoder that has them."""
+    return getattr(decoder, str(layers_name(decoder)))
+
+
+def attention_of(layer: Any) -> Any:
+    """The attention of a layer, wherever it stands in it; None if there is none that is handed a cache, or several.
+
+    Mixers that recur are handed one too, and attention across to images.
+    """
+    if hasattr(layer, "self_attn"):
+        return layer.self_attn
+    handed = [] if layer is None else [part for part in layer.modules() if cache_name(part)]
+    found = [one for one in handed if any(hasattr(one, name) for name in ("is_causal", *fingerprint.FUSED))]
+    return found[0] if len(found) == 1 else None
+
+
+def own_code(model: PreTrainedModel) -> str | None:
+    """The reason why no function, as that of "kvq", can stand in the place of a model's attention; None if one can."""
+    decoder = type(decoder_of(model))
+    takes = decoder._can_set_attn_implementation()
+    return None if takes else f"{decoder.__name__} attends by code of its own, for which transformers takes no function"
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """A decoder's configuration as a dict: what its type calls otherwise has the common name too."""
+    found = config.to_dict()
+    return found | {
+        name: found[own] for name, own in config.attribute_map.items() if own in found and name not in found
+    }
 
 
 def _devices(model: PreTrainedModel) -> list[str]:
@@ -78,7 +126,7 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
     """
     config = model.config.get_text_config(decoder=True)
     try:
-        return Geometry.from_config(config.to_dict())
+        return Geometry.from_config(settings_of(config))
     except KeyError as error:
         raise ValueError(f"{type(config).__name__} does not say {error.args[0]}, as Llama's does; {LISTED}") from None
 
@@ -86,22 +134,23 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
 def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
     """The fingerprint of a loaded model: shape, RoPE, and a probe of its key and value projections.
 
-    Raises ValueError for a model without a k_proj and a v_proj, or a qkv_proj, in every layer.
+    Raises ValueError for a model without a k_proj and a v_proj, or one projection to both, in every layer.
     """
     check_model(model)
-    config = model.config.get_text_config(decoder=True).to_dict()
-    geometry, attention = geometry_of(model), attention_modules(model)
+    config = settings_of(model.config.get_text_config(decoder=True))
+    attention = attention_modules(model)
 
     def weight(layer: int, name: str) -> Tensor:
         def of(module: nn.Module) -> Tensor:
             return held(module, "weight", module.weight).detach()  # type: ignore[arg-type]
 
         own = fingerprint.LATENT_PROJECTIONS[name] if config.get("kv_lora_rank") else name
-        projection, fused = getattr(attention[layer], own, None), getattr(attention[layer], "qkv_proj", None)
+        projection = getattr(attention[layer], own, None)
         if projection is None and config.get(fingerprint.ONE):
             projection = attention[layer].k_proj
+        fused = next((one for one in fingerprint.FUSED if hasattr(attention[layer], one)), None)
         if projection is None and fused is not None:
-            return fingerprint.of_fused(of(fused), geometry, name)
+            return fingerprint.of_fused(of(getattr(attention[layer], fused)), config, fused, name)
         if projection is None:
             raise ValueError(
                 f"{type(attention[layer]).__name__} has no {name}; no artifact is of such a model; {LISTED}"
@@ -174,11 +223,11 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
     Raises ValueError, a sentence, for a layer that a cache cannot hold.
     """
     name, geometry, found = type(model).__name__, geometry_of(model), {}
-    layers = dict(enumerate(decoder_of(model).layers))
-    for layer in attending(model.config.get_text_config(decoder=True).to_dict()):
-        module = getattr(layers.get(layer), "self_attn", None)
-        if not isinstance(module, nn.Module) or CACHE not in inspect.signature(type(module).forward).parameters:
-            raise ValueError(f"layer {layer} of {name} has no self_attn that takes {CACHE}, as Llama's; {LISTED}")
+    layers = dict(enumerate(layers_of(decoder_of(model))))
+    for layer in attending(settings_of(model.config.get_text_config(decoder=True))):
+        module = attention_of(layers.get(layer))
+        if not isinstance(module, nn.Module) or cache_name(module) is None:
+            raise ValueError(f"layer {layer} of {name} has no attention that takes {CACHE}, as Llama's; {LISTED}")
         if getattr(module, "kv_lora_rank", None) and not hasattr(module, "expand_kv"):
             raise ValueError(
                 f"layer {layer} of {name} has a latent, but no expand_kv that makes keys of cached ones, as DeepSeek "

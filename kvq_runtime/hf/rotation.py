@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from kvq_runtime.hf.attention import halves
-from kvq_runtime.hf.model import CACHE, frequencies, rotary_module
+from kvq_runtime.hf.model import (
+    attention_of,
+    cache_name,
+    frequencies,
+    layers_name,
+    layers_of,
+    rotary_module,
+    settings_of,
+)
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
@@ -33,7 +41,7 @@ def rope_refusal(decoder: Any, layers: Mapping[int, Any]) -> str | None:
 
 
 def _refusal(decoder: Any, layers: Mapping[int, Any]) -> str | None:
-    kind = rope.settings(decoder.config.to_dict()).get("rope_type", "default")
+    kind = rope.settings(settings_of(decoder.config)).get("rope_type", "default")
     if kind in rope.VARYING_TYPES:
         return f"rope_type={kind} changes with length"
     found = frequencies(rotary_module(decoder))
@@ -76,7 +84,7 @@ def _seen(decoder: Any, layers: Mapping[int, Any], positions_NT: Tensor) -> dict
     """The keys that a cache would get of one token at these positions, by layer, or what its pass ended with."""
     found = _pass(decoder, layers, positions_NT, lambda hidden_states: hidden_states)
     if any(isinstance(one, Exception) for one in found.values()):  # perhaps as a layer puts out a tuple (Chameleon)
-        again = _pass(decoder, layers, positions_NT, lambda hidden_states: (hidden_states,))
+        again = _pass(decoder, layers, positions_NT, lambda hidden_states: (hidden_states, None))
         found |= {n: one for n, one in again.items() if not isinstance(one, Exception)}
     return found
 
@@ -90,8 +98,8 @@ def _pass(
     bare = _bare(decoder, positions_NT.device)
     bare.config = copy.deepcopy(decoder.config)
     bare.config._attn_implementation = "sdpa"
-    places = [_Place(layer, n, layers.get(n), found, output) for n, layer in enumerate(decoder.layers)]
-    bare._modules["layers"] = nn.ModuleList(places[: max(layers) + 1])
+    places = [_Place(layer, n, layers.get(n), found, output) for n, layer in enumerate(layers_of(decoder))]
+    bare._modules[str(layers_name(decoder))] = nn.ModuleList(places[: max(layers) + 1])
     try:
         bare(input_ids=torch.ones_like(positions_NT), position_ids=positions_NT, use_cache=False)
     except _MACHINE:  # which says nothing of the model
@@ -123,10 +131,10 @@ class _Place(nn.Module):
         if asked is not None:
             rows = _Rows()
             try:
-                _bare(asked, hidden_states.device)(hidden_states, *args, **given | {CACHE: rows})
+                _bare(asked, hidden_states.device)(hidden_states, *args, **given | {str(cache_name(asked)): rows})
                 self._found[self._number] = RuntimeError("it hands a cache no keys")
             except _Seen:
-                latents = getattr(asked.self_attn, "kv_lora_rank", None)
+                latents = getattr(attention_of(asked), "kv_lora_rank", None)
                 self._found[self._number] = (halves(*rows.seen)[0] if latents else rows.seen[0]).transpose(1, 2)
             except _MACHINE:
                 raise

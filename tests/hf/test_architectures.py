@@ -3,12 +3,20 @@
 import pytest
 import torch
 from architectures import QUICK, random, table
-from generating import kvq, stock
+from generating import generate, kvq, padded, stock
 from models import prompt
 from tiers import some
 
+from kvq_runtime.artifact import fingerprint
 from kvq_runtime.geometry import SLAB
-from kvq_runtime.hf.model import looks_ahead, real_tokens
+from kvq_runtime.hf.model import (
+    attention_of,
+    decoder_of,
+    layers_of,
+    looks_ahead,
+    real_tokens,
+    settings_of,
+)
 
 ROWS = {kind: cells for kind, *cells in table()}
 CUTS = ((0, 40), (40, 41), (41, 60))
@@ -55,6 +63,46 @@ def rope_is_undone(model) -> bool:
     (keys,) = store.fields(0, 1, store.blocks).values()
     k_TC = keys.reshape(-1, keys.shape[-1])
     return bool(torch.allclose(k_TC, k_TC[:1].expand_as(k_TC), rtol=0, atol=1e-3 * float(k_TC.std())))
+
+
+FALCONS = {  # 7B's; 40B's, which repeats keys before a cache; of as many keys as queries
+    "falcon": {}, "falcon+": {"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon=": {"multi_query": False},
+    "falcon-": {"alibi": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "persimmon", *FALCONS])
+def test_padded_rows_and_beams(kind):
+    """`exact` generates what transformers' cache does, and four bits stay close."""
+    model = random(kind.strip("+=-"), **FALCONS.get(kind, {}))
+    ids, mask = padded(prompt(3), 40, 33, 3)
+    for way in ("greedy", "beams"):
+        one, two = (
+            generate(model, ids, made, way, attention_mask=mask) for made in (kvq("exact", model), stock(model))
+        )
+        assert torch.equal(one, two), way
+    ids, found = prompt(2, 60), []
+    for cache in (stock(model), kvq("higgs-4bit", model)):
+        found.append(logits(model, cache, ids)[:, 40:])
+    assert 0 < float((found[1] - found[0]).norm() / found[0].norm()) < 0.2
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "phi3", "falcon", "falcon+", "falcon="])
+def test_the_rows_of_one_projection_that_make_keys_and_values(kind):
+    """By the first token's keys, which RoPE does not turn, and its values, as transformers' cache gets them."""
+    model, seen = random(kind.strip("+="), **FALCONS.get(kind, {})), []
+    module = attention_of(layers_of(decoder_of(model))[0])
+    (fused,) = (name for name in fingerprint.FUSED if hasattr(module, name))
+    projection, cache = getattr(module, fused), stock(model)
+    projection.register_forward_hook(lambda _module, given, _out: seen.append(given[0]))
+    with torch.no_grad():
+        model(prompt(1, 1), past_key_values=cache)
+    config, layer = settings_of(model.config), cache.layers[0]
+    for name, cached in (("k_proj", layer.keys), ("v_proj", layer.values)):
+        made = fingerprint.of_fused(projection.weight.detach(), config, fused, name) @ seen[0].flatten()
+        made = made.clamp(-2, 2) if kind == "dbrx" else made
+        made = made.unflatten(0, (-1, cached.shape[-1]))
+        torch.testing.assert_close(made.repeat_interleave(cached.shape[1] // len(made), 0), cached[0, :, 0])
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", "qwen2_5_vl", "qwen3_5", "llava"])

@@ -15,10 +15,6 @@ from kvq_runtime.hf.model import check_model
 
 PLAIN = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
 REFUSED = {
-    "gpt2": ("causal", PLAIN, "no decoder with layers as Llama has"),
-    "bloom": ("causal", PLAIN, "no decoder with layers as Llama has"),
-    "falcon": ("causal", PLAIN, "no decoder with layers as Llama has"),
-    "gpt_neox": ("causal", PLAIN, "layer 0 of GPTNeoXForCausalLM has no self_attn"),
     "bert": ("causal", PLAIN, "no decoder with layers as Llama has"),
     "t5": ("seq2seq", {"d_model": 32, "d_ff": 32, "num_layers": 1, "d_kv": 16}, "an encoder and attention across"),
     "mamba": (
@@ -44,6 +40,11 @@ def test_architectures_that_cannot_be_held_are_refused_and_left_alone(kind):
         with pytest.raises(ValueError, match=why):
             KVQCache.from_recipe("exact", model)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_that_attends_by_code_of_its_own_shows_no_queries():
+    with pytest.raises(ValueError, match="h2o needs queries or weights .* FalconModel attends by code of its own"):
+        KVQCache.from_recipe("h2o", random("falcon"))
 
 
 @pytest.mark.parametrize("kind, why", [

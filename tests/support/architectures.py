@@ -62,6 +62,7 @@ LATER = (  # than the oldest transformers
     "lara_mini", "apertus1p5_text", "beam", "exaone", "granite_docling", "hyperclovax_vision_v2", "minicpmv4_7",
     "minicpm_ocr",
 )  # fmt: skip
+OLD = {"head_dim": ..., "num_key_value_heads": ...}  # settings that a type does not have
 OWN = {
     "glm4_moe": EXPERTS | ROUTED, "sarvam_moe": EXPERTS | ROUTED,
     "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2}, "hunyuan_v1_moe": EXPERTS | {"moe_topk": 2},
@@ -145,6 +146,14 @@ OWN = {
     "bamba": {"attn_layer_indices": [1, 2], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
               "mamba_n_groups": 1},
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "n_mamba_heads": 4},
+    **dict.fromkeys(("gpt_neox", "gpt_neox_japanese", "falcon", "gpt2", "gpt_bigcode", "bloom"), OLD),
+    "gpt_neo": OLD | {"attention_types": [[["global"], 3]]},
+    "mpt": OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512},
+    "dbrx": OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512, "intermediate_size": ...,
+                   "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 2.0},
+                   "ffn_config": {"ffn_hidden_size": 32, "moe_top_k": 2}},
+    **dict.fromkeys(("gptj", "codegen"), OLD | {
+        "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "rotary_dim": 8, "intermediate_size": ...}),
     "aya_vision": tower({"model_type": "cohere2"} | FULL, model_type="siglip_vision_model"),
 }  # fmt: skip
 
@@ -152,7 +161,7 @@ OWN = {
 QUICK = (  # one for each thing that tells architectures apart
     "llama", "qwen2", "qwen3_moe", "phi3", "smollm3", "cohere2+", "gemma3_text", "olmo3", "gemma4", "gpt_oss", "gemma2",
     "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "aria_text", "persimmon", "opt", "nanochat",
-    "deepseek_v3", "deepseek_v2", "gemma3n_text", "lfm3_vl",
+    "deepseek_v3", "deepseek_v2", "gemma3n_text", "lfm3_vl", "gpt_neox", "falcon", "dbrx", "bamba", "jetmoe",
 )  # fmt: skip
 
 
@@ -180,7 +189,7 @@ def random(kind: str, **settings: Any) -> PreTrainedModel:
         pytest.skip(f"transformers {transformers.__version__} has no {plain}")
     own = OWN.get(plain, {})
     given = own if "text_config" in own else SHAPE | own | (MIXED if plain != kind else {}) | settings
-    config = AutoConfig.for_model(plain, **copy.deepcopy(given))
+    config = AutoConfig.for_model(plain, **copy.deepcopy({name: one for name, one in given.items() if one is not ...}))
     made = AutoModelForCausalLM if plain in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
     model = made.from_config(config).eval()
     with torch.no_grad():

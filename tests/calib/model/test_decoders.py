@@ -32,7 +32,7 @@ from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.geometry import attending, stretches
 from kvq_runtime.hf import KVQCache, fingerprint_of
-from kvq_runtime.hf.model import decoder_of
+from kvq_runtime.hf.model import attention_of, decoder_of, layers_of
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset
 
@@ -41,22 +41,20 @@ TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
 UNLISTED = {
     "minimax": "its decoder does not run with transformers' own cache, and its layers apart: MiniMax uses",
     "falcon_h1": "layers 0, 1, 2 of 3 are of type hybrid; calibration takes models whose layers attend to every",
-    "bailing_hybrid": "its files have model.layers.1.attention.kv_a_proj_with_mqa.weight, and no layers.1.self_attn.kv",
     "paligemma": "layer 0 of PaliGemmaForConditionalGeneration attends in both directions",
     "zamba2": r"no layer of this model attends to all tokens alone \(their types: hybrid, linear_attention\)",
-    "bloom": "BloomConfig does not say num_hidden_layers, as Llama's does",
 }  # fmt: skip
 REFUSED = {
     "opt": "embed_positions, .* stand beside its layers",
-    "sarvam_moe": "by which an artifact",
-    "exaone": r"its files have transformer.h.0.attn.attention.k_proj.weight, and no layers.0.self_attn.k_proj.weight",
+    "sarvam_moe": r"its files have model.layers.0.attention.query_key_value.weight, and no k_proj in a layer",
+    **dict.fromkeys(("falcon", "gpt_neox_japanese", "bloom", "mpt", "gpt_neo"), "attends by code of its own"),
+    "gpt2": "GPT2Attention has no k_proj and v_proj, and no qkv_proj, Wqkv, query_key_value, by",
+    "gpt_bigcode": "GPTBigCodeAttention has no k_proj",
+    "jetmoe": "JetMoeAttention has no k_proj",
     "diffllama": r"its attention has parameters of its own \(lambda_k1, ",
     "doge": r"its attention has parameters of its own \(A\)",
-    "bamba": "its decoder does not run with transformers' own cache, and its layers apart: not enough values to unpack",
     "beam": r"its attention has parameters of its own \(gate_bias\)",
-    "persimmon": "PersimmonAttention has no k_proj and v_proj, and no qkv_proj",
     "phi4_multimodal": "model.norm, model.embed_tokens_extend, lm_head stand beside its layers",
-    "fuyu": "PersimmonAttention has no k_proj and v_proj, and no qkv_proj",
 }  # fmt: skip
 
 
@@ -89,10 +87,10 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
     whole = files.model(torch.float32).eval()
     whole.set_attn_implementation("eager")
     ids, cache, queries, states = prompt(2, 40), stock(whole), {}, {}
-    for n, layer in enumerate(decoder_of(whole).layers):
+    for n, layer in enumerate(layers_of(decoder_of(whole))):
         layer.register_forward_pre_hook(lambda module, args, n=n: states.__setitem__(n, args[0]))
         if n in files.attending:
-            layer.self_attn.register_forward_hook(lambda module, args, out, n=n: queries.__setitem__(n, out[1]))
+            attention_of(layer).register_forward_hook(lambda module, args, out, n=n: queries.__setitem__(n, out[1]))
     with torch.no_grad():
         expected = whole(input_ids=ids, past_key_values=cache)
     stream = Stream(files, dtype=torch.float32)
@@ -204,13 +202,10 @@ def test_every_other_type_of_text_is_refused_from_its_configuration(kind, tmp_pa
         models.resolve(tmp_path)
 
 
-def test_a_type_that_says_no_width_of_its_layers_is_refused(tmp_path):
-    given = {"model_type": "falcon", "architectures": ["FalconForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(given | {"num_attention_heads": 4, "vocab_size": 97}))
-    with pytest.raises(
-        ValueError, match="FalconConfig does not say intermediate_size, as Llama's does; docs/models.md"
-    ):
-        models.resolve(tmp_path)
+@pytest.mark.parametrize("kind, width", [("gptj", 256), ("dbrx", 32)])
+def test_a_type_that_calls_the_width_of_its_layers_otherwise(kind, width, folders):
+    files = models.resolve(folders(kind))
+    assert (files.inner, files.chosen_experts) == (width, 2 if kind == "dbrx" else 0)
 
 
 def test_layers_that_share_what_is_not_run_with_them_are_refused(tmp_path):

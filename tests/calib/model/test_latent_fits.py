@@ -204,5 +204,5 @@ def test_latents_whose_files_name_the_projection_otherwise(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     renamed = {name.replace("kv_a_proj_with_mqa", "kv_down"): x for name, x in weights.items()}
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="no self_attn.kv_a_proj_with_mqa, by which an artifact knows its model"):
+    with pytest.raises(ValueError, match="no kv_a_proj_with_mqa in a layer, by which an artifact knows its model"):
         plans.make(models.resolve(tmp_path), [preset("aqua-2bit")], "demo", samples=10, seq_len=256)
