@@ -232,7 +232,7 @@ def _writable(folder: Path) -> None:
     what = f"nothing can be written in {there}"
     if not there.is_dir():
         what = f"{there} is a file"
-    elif not shutil.disk_usage(there).total:
+    elif not os.statvfs(there).f_blocks:
         what = f"the file system of {there} has no room for files"
     elif os.access(there, os.W_OK | os.X_OK):
         return

@@ -222,11 +222,12 @@ class Fused(Path):
         """True if the kernel reads the layer and can read its padding, whatever the number of queries."""
         if query.store.index is None or not query.q_BHTD.numel():
             return False
-        if query.mask is not None and not (self.positions.told or self.positions.recorded):
+        masked = query.mask is not None and not self.positions.recorded
+        if masked and not self.positions.told:
             return False
         batch, _, count, _ = query.q_BHTD.shape
         self.look(batch, count, query.q_BHTD.device)
-        return self.padding.real
+        return self.padding.real and (not masked or self.positions.padded_alone)
 
     def fits(self, q_BHTD: Tensor) -> bool:
         """True if the kernel takes this number of query rows."""

@@ -89,11 +89,11 @@ class Announced:
         real = None if positions_BT is None else real_tokens(mask, positions_BT.shape[-1])
         if turned and cos_sin is not None and positions_BT is not None:
             turning = rotary_of(rotary, cos_sin, positions_BT)
-        # whether the mask says more than padding, which no kernel then takes it for
-        more = isinstance(mask, Mapping) and positions_BT is not None and looks_ahead(mask, positions_BT.shape[-1])
+        ahead = isinstance(mask, Mapping) and positions_BT is not None and looks_ahead(mask, positions_BT.shape[-1])
+        told: Tensor | bool = not ahead
         if real is not None and isinstance(mask, Tensor):
-            more = not self.blocks.positions.agrees(mask, real.shape[1])
-        self.blocks.positions.announce(real, positions_BT, turning, not more, turned)
+            told = self.blocks.positions.agrees(mask, real.shape[1])
+        self.blocks.positions.announce(real, positions_BT, turning, told, turned)
 
 
 def hook(model: PreTrainedModel, first: nn.Module) -> None:

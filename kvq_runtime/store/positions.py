@@ -31,8 +31,10 @@ class Positions:
         self._next: tuple[Tensor | None, Tensor | None] = (None, None)
         self._complete: dict[int, int] = {}
         self.elsewhere = False  # whether tokens were announced to stand elsewhere than where they come, stored or not
-        self.told = False  # whether the newest tokens see all before them but padding, which was announced
-        self._causal = self._stores = True
+        self.told = False  # whether it was announced of the newest tokens which are padding
+        self._alone: Tensor | bool = True  # whether that is all that their mask says
+        self._next_alone: Tensor | bool = True
+        self._stores = True
         # whether a step is being recorded as a graph: the host counts its tokens, and does no more
         self.recorded = False
 
@@ -42,20 +44,21 @@ class Positions:
         return self.length + self.dropped
 
     def announce(
-        self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None, causal: bool = True,
+        self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None, alone: Tensor | bool = True,
         stores: bool = True,
     ) -> None:  # fmt: skip
         """Set which of the next tokens are real, and their positions; None: all, and counting on.
 
-        causal   whether each sees what is real up to itself: of an image some may see later ones, a mask may hide more
+        alone    whether each sees what is real up to itself: of an image some may see later ones, a mask may hide more;
+                 on the device, which is asked where it matters
         stores   whether positions that do not count on are stored; else they are looked at, where the host need not
                  wait for a device at each step
         """
-        self._next, self._causal, self._stores = (real_BT, positions_BT), causal, stores
+        self._next, self._next_alone, self._stores = (real_BT, positions_BT), alone, stores
         self.rotary = rotary or self.rotary
 
-    def agrees(self, mask_BT: Tensor, count: int) -> bool:
-        """True if a mask of all tokens, `count` of them new, says of those that are held what was announced of them."""
+    def agrees(self, mask_BT: Tensor, count: int) -> Tensor | bool:
+        """Whether a mask of all tokens, `count` of them new, says of those that are held what was announced of them."""
         if not self.seen:
             return True
         held_BT = mask_BT[:, :-count].bool()
@@ -63,7 +66,14 @@ class Positions:
             return False
         if self.tokens_BT is not None:
             held_BT = held_BT.gather(1, self.tokens_BT.long().expand(len(held_BT), -1))
-        return bool(held_BT.all()) if self.real_BT is None else bool((held_BT == self.real_BT).all())
+        return held_BT.all() if self.real_BT is None else (held_BT == self.real_BT).all()
+
+    @property
+    def padded_alone(self) -> bool:
+        """True if it was announced which tokens are padding, and that is all that the newest tokens' mask says."""
+        if self.told and isinstance(self._alone, Tensor):
+            self._alone = bool(self._alone)
+        return self.told and bool(self._alone)
 
     def extend(self, batch: int, count: int, device: torch.device) -> None:
         """Append `count` slots."""
@@ -72,7 +82,7 @@ class Positions:
         if self.recorded:
             self.length, self.told = self.length + count, False
             return
-        self.told, self._causal = real is not None and self._causal, True
+        self.told, self._alone, self._next_alone = real is not None, self._next_alone, True
         self.forget_factors()
         if positions is not None and not self._stores:
             asked = count > 1 or not dispatch.is_waited_for(positions)
@@ -232,7 +242,11 @@ class Positions:
         if counted:
             place_B = self.length - 1 if self.positions_BT is None else self.positions_BT[:, -1]
             fine.append(self.length - 1 - starts_B == place_B)
-        return not fine or bool(torch.cat(fine).all())
+        if not fine or not isinstance(self._alone, Tensor):
+            return not fine or bool(torch.cat(fine).all())
+        answers = int(torch.cat(fine).all() + 2 * self._alone)  # the device is asked once
+        self._alone = answers > 1
+        return answers % 2 == 1
 
     def source(self, start: int, stop: int, sinks: int) -> Tensor | None:
         """Return the slot that each slot of a block is encoded as: itself, or of a sink or padding the nearest token.
