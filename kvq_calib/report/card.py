@@ -50,7 +50,7 @@ def files(
         where = f"{_model(artifact, records)}, {counted(artifact.provenance.get('samples', 0), 'sequence')} of the fit"
         drawn["bits-by-layer.png"] = draw.bits_by_layer(name, by_layer(artifact), where)
     if artifact.provenance.get("held_out") and any(scheme.feedback for scheme in artifact.recipe.schemes):
-        where = f"{_model(artifact, records)}, {artifact.provenance['held_out']} held-out sequences"
+        where = f"{_model(artifact, records)}, {counted(artifact.provenance['held_out'], 'held-out sequence')}"
         drawn[QUERIES] = draw.query_deviation(artifact.fit["layers"], where)
     return {"README.md": card(artifact, records, name, license=license, plots=list(drawn)).encode()} | drawn
 

@@ -219,11 +219,11 @@ class PrefixStore:
         return token_T[: int(others[0])] if len(others) else token_T
 
     def _found(self, input_ids: Tensor | Iterable[int], recent: int | None) -> list[Block]:
-        known_T, count = self._known(input_ids), len(chain.token_row(input_ids))
+        token_T = chain.token_row(input_ids)  # once: it may be an iterator
         left = self.recipe.window.recent if recent is None else recent
         if left < 0:
             raise ValueError(f"recent={recent}; use a number of tokens, 0 or more")
-        return self._blocks.load(known_T, count - max(1, left))
+        return self._blocks.load(self._known(token_T), len(token_T) - max(1, left))
 
 
 @torch.no_grad()

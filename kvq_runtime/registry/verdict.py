@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq_runtime.artifact import header
-from kvq_runtime.errors import Conflict
+from kvq_runtime.errors import Conflict, counted
 from kvq_runtime.registry.measured import FULL, SPOKEN, Record, TextRecord, of_text
 from kvq_runtime.registry.sound import sound
 
@@ -75,7 +75,7 @@ def thin(samples: int, held_out: int) -> str | None:
     fitted, said = samples - held_out, []
     if fitted < FEWEST:
         less = f" ({samples} less {held_out} held out)" if held_out else ""
-        said.append(f"fitted on {fitted} sequence{'s' if fitted != 1 else ''}{less}, fewer than {FEWEST}")
+        said.append(f"fitted on {counted(fitted, 'sequence')}{less}, fewer than {FEWEST}")
     if not held_out:
         said.append("none was held out, so that its errors by layer are those of the text it was fitted to")
     return "; ".join(said) or None

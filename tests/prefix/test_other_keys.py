@@ -52,6 +52,14 @@ def test_keys_that_depend_on_the_length_of_the_text_are_refused(kind):
     PrefixStore(None, "higgs-2bit", model=random_model(rope_parameters=YARN))
 
 
+def test_tokens_may_come_from_an_iterator():
+    model, ids = random_model(), prompt(1, 90)
+    store = PrefixStore(None, recipe_of("exact", model), model=model)
+    store.generate(ids, **NEW)
+    of_list = store.load(ids, recent=0).get_seq_length()
+    assert store.load(iter(ids[0].tolist()), recent=0).get_seq_length() == of_list > 0
+
+
 def test_weights_that_change_are_another_model():
     model, ids = random_model(), prompt(1, 90)
     store = PrefixStore(None, recipe_of("exact", model), model=model)
