@@ -53,8 +53,10 @@ def choose(run: Run, also: Sequence[str] = (), asked: int | None = None) -> tupl
             raise ValueError(f"{error}; --no-eval leaves the evaluation out") from None
 
     own = ledger.kept(chosen, text=[plan.corpus, files.id, asked, count, length, plan.seed])
-    texts = [list(also), plan.corpus, files.id, count, length, plan.seed]
-    others = ledger.kept(beside, texts=texts) if corpus.others(also) else {}
+    given = corpus.others(also)
+    digests = {name: digest for source in given.values() for name, digest in corpus.in_files(source).items()}
+    texts = [list(also), plan.corpus, files.id, count, length, plan.seed, *([digests] if digests else [])]
+    others = ledger.kept(beside, texts=texts) if given else {}
     return Batch.of_json(own), {name: Batch.of_json(one) for name, one in others.items()}
 
 

@@ -13,7 +13,6 @@ All subjects are evaluated in one pass over the text. A registry keeps the recor
 `registry.add_evaluation(record)`. A ledger keeps finished units of the work, down to one cache on a few windows.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,6 +29,7 @@ from kvq_calib.evaluate.layered import layered
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code, digest_of
 from kvq_calib.evaluate.perplexity import REFERENCE, Score
 from kvq_calib.evaluate.subject import Subject, costs
+from kvq_calib.model import sampled
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run.device import free_on
@@ -107,13 +107,7 @@ def _kind(files: ModelFiles, device: str) -> torch.dtype:
 def setting(files: ModelFiles, device: str, dtype: torch.dtype, ledger: Ledger) -> tuple[dict[str, Any], Ledger]:
     """The environment as records have it, and the ledger of what this code finds of a model in it."""
     used = environment(device, str(dtype).removeprefix("torch."), torch.get_num_threads())
-    return used, ledger.within(model=[files.id, files.revision, weights(files)], environment=used, code=code())
-
-
-def weights(files: ModelFiles) -> str:
-    """A digest of a few weights of each layer: another model may take a folder's name."""
-    probes = files.fingerprint().probes
-    return hashlib.sha256(b"".join(probes[name].numpy().tobytes() for name in sorted(probes))).hexdigest()
+    return used, ledger.within(model=[files.id, files.revision, sampled.digest(files)], environment=used, code=code())
 
 
 def of_subject(

@@ -219,9 +219,9 @@ class ModelFiles:
         if not hasattr(os, "posix_fadvise") or layer >= self.geometry.layers:
             return
         own = [f"{self.stem}{n}.{part}" for n in stretches(self.config)[layer] for part in self.layer_names(n)]
-        threading.Thread(target=_asked_for, args=([self._place(name) for name in own],), daemon=True).start()
+        threading.Thread(target=_asked_for, args=([self.place(name) for name in own],), daemon=True).start()
 
-    def _place(self, name: str) -> tuple[Path, int, int]:
+    def place(self, name: str) -> tuple[Path, int, int]:
         """The file of a tensor, its first byte there, and the one behind its last; both 0 if that is not known."""
         path = self._file(name)
         about = path.stat()

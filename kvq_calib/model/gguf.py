@@ -115,7 +115,7 @@ class GgufFiles(ModelFiles):
         """True of a norm whose weight is stored with 1 added: a model adds it, and llama.cpp does not."""
         return self.config["model_type"] == "gemma3_text" and name.endswith("norm.weight")
 
-    def _place(self, name: str) -> tuple[Path, int, int]:
+    def place(self, name: str) -> tuple[Path, int, int]:
         held = self._held[name]
         return self.path, held.start, held.start + _size(held, name, self.path)
 

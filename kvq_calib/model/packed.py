@@ -133,8 +133,8 @@ class PackedFiles(ModelFiles):
                 "was made from"
             )
 
-    def _place(self, name: str) -> tuple[Path, int, int]:
-        return self._raw._place(self._parts.get(name, {"weight": name})["weight"])
+    def place(self, name: str) -> tuple[Path, int, int]:
+        return self._raw.place(self._parts.get(name, {"weight": name})["weight"])
 
     def _dequantized(self, name: str, parts: Mapping[str, str]) -> Iterator[tuple[Any, Tensor]]:
         """A weight piece by piece: where the piece belongs, and what it is, float32."""

@@ -57,7 +57,7 @@ def open_run(plan: Plan, folder: Path) -> None:
         files.save(path, given.encode())
     elif (found := path.read_text()) != given:
         theirs, ours = (json.loads(text) for text in (found, given))
-        differ = sorted(key for key in ours if theirs.get(key) != ours[key])
+        differ = sorted(key for key in {*ours, *theirs} if theirs.get(key) != ours.get(key))
         raise ValueError(
             f"{folder} holds the run of another plan, or of another numeric environment ({', '.join(differ)} differ); "
             "use another run folder, or delete this one"

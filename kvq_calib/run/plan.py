@@ -13,6 +13,7 @@ import torch
 
 from kvq_calib.fit.rotate import OutputMetric
 from kvq_calib.fit.scheme import SchemeFit
+from kvq_calib.model import sampled
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.text import corpus
@@ -40,6 +41,8 @@ class Plan:
     transfer            a text of another kind, on whose fit part settings are measured too; None: none
     transfer_samples    sequences of it, after all others: nothing is fitted on them
     draft               whether this is a draft (`share.py`), which begins with what another run has begun with
+    weights             of a model without a revision, whose name says nothing of it: its digest (`model/sampled.py`)
+    texts               {corpus: sha256} of those that are files here
     """
 
     model: str
@@ -61,6 +64,8 @@ class Plan:
     transfer: str | None = None
     transfer_samples: int = 0
     draft: bool = False
+    weights: str | None = None
+    texts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         names = [recipe.name for recipe in self.recipes]
@@ -128,7 +133,8 @@ class Plan:
     def to_json(self) -> dict:
         """The plan as JSON: no clock, no host, no path."""
         given = asdict(self) | {"recipes": [recipe.to_json() for recipe in self.recipes]}
-        unstated = [name for name in ("budgets", "vocabularies", "draft") if not given[name]]  # as in older plans
+        # as in older plans
+        unstated = [name for name in ("budgets", "vocabularies", "draft", "weights", "texts") if not given[name]]
         unstated += ["transfer", "transfer_samples"] if self.transfer is None else []
         return {name: value for name, value in given.items() if name not in unstated}
 
@@ -212,7 +218,7 @@ def environment(device: str, dtype: str, threads: int) -> dict:
     if device == "cpu" and not product.multiplies_bfloat16():
         found["products"] = "float32"  # of bfloat16 numbers; else in bfloat16
     if device.startswith("cuda"):
-        found["device"] = torch.cuda.get_device_name()
+        found["device"] = torch.cuda.get_device_name(device)
     return found
 
 
@@ -274,4 +280,6 @@ def make(
         vocabularies=vocabularies or {},
         transfer=corpus.pin(transfer) if transfer else None,
         transfer_samples=min(held_out or samples, MEASURED * chunk) if transfer else 0,
+        weights=None if files.revision else sampled.digest(files),
+        texts=corpus.in_files(source or known.corpus) | (corpus.in_files(transfer) if transfer else {}),
     )

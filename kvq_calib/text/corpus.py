@@ -54,6 +54,7 @@ from kvq_calib.text import documents as sources
 from kvq_calib.text.documents import Documents
 from kvq_calib.text.split import LIMIT, RUN, Split, Unseen, mark, part
 from kvq_calib.text.tokenizer import Encoder
+from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import counted
 
 BATCH = 32  # documents given to the tokenizer at a time
@@ -293,6 +294,12 @@ def is_remote(source: str) -> bool:
     if len(corpora := sources_of(source)) > 1:
         return any(map(is_remote, corpora))
     return source == TEST_SET or (not _is_test_set(source) and _hub(source) is not None)
+
+
+def in_files(source: str) -> dict[str, str]:
+    """{corpus: sha256} of a corpus, or of those of a mixture, that are files here: what a name does not say of them."""
+    paths = {one: one.removeprefix(f"{TEST_SET}:") for one in sources_of(source) if one not in sources.EMBEDDED}
+    return {one: disk.digest(Path(path).resolve())[0] for one, path in paths.items() if os.path.isfile(path)}
 
 
 def load(source: str) -> Documents:

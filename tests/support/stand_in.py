@@ -81,7 +81,7 @@ class Device:
     def empty_cache(self) -> None:
         pass
 
-    def get_device_name(self) -> str:
+    def get_device_name(self, device: object = None) -> str:
         return "Stand In"
 
     def get_device_properties(self, device=None) -> SimpleNamespace:

@@ -11,7 +11,9 @@ from pathlib import Path
 import many_versions as many
 import pytest
 import tiny
+import torch
 from patience import held, until
+from safetensors.torch import load_file, save_file
 
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.evaluate import gate, held_out, perplexity, record
@@ -21,6 +23,7 @@ from kvq_calib.evaluate.subject import find
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.job.run import run
+from kvq_calib.model import find as models
 from kvq_runtime.artifact import artifact
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.sound import read
@@ -227,3 +230,26 @@ def test_a_ledger_tells_units_apart(tmp_path):
     next(tmp_path.glob("*.json")).write_text("{")
     with pytest.raises(RuntimeError, match="damaged; delete it"):
         ledger.read(unit=1)
+
+
+def test_a_ledger_tells_models_of_one_name_apart(tmp_path):
+    """A training of its MLPs alone leaves the probes of a model as they were."""
+    found = []
+    for parent, factor in (("a", 1), ("b", 2)):
+        folder = tiny.save(tmp_path / parent / "checkpoint-100")
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.0.mlp.down_proj.weight"] *= factor
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        found.append(record.setting(models.resolve(str(folder)), "cpu", torch.float32, Ledger(tmp_path))[1].about)
+    assert found[0]["model"][:2] == found[1]["model"][:2] and found[0] != found[1]
+
+
+def test_a_text_of_another_kind_that_changed_is_chosen_anew(model, tmp_path):
+    """Its name in the folder of a run is a path, which says nothing of what is there."""
+    other = tmp_path / "other.txt"
+    work = prepare(asked(model, tmp_path / "run"))
+    found = []
+    for seed in (1, 2, 2):
+        other.write_bytes(tiny.text(tmp_path, 20000, seed).read_bytes())
+        found.append(held_out.choose(work, [f"other={other}"])[1]["other"].digest)
+    assert found[0] != found[1] == found[2]

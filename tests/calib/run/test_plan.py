@@ -1,11 +1,14 @@
-"""What a plan counts: texts that settings are measured on, and sequences that leave something to fit."""
+"""What a plan counts, and which model and texts it is of: names say nothing of what is in files."""
 
 from dataclasses import replace
 
 import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
 
 from kvq_calib.model import find as models
-from kvq_calib.run import budget
+from kvq_calib.run import budget, checkpoint
 from kvq_calib.run import plan as plans
 from kvq_runtime.recipe import preset
 
@@ -33,3 +36,43 @@ def test_sequences_of_sinks_alone_are_refused(model):
     assert made(model, 131, recipe, samples=2).seq_len == 131
     with pytest.raises(ValueError, match="seq_len=130 is shorter"):
         made(model, 130, recipe, samples=2)
+
+
+def test_another_model_or_text_of_the_same_name_is_another_plan(tmp_path):
+    """A training writes to a folder again, or to one of that name elsewhere; the name of a text says as little."""
+
+    def digest(parent: str, seed: int = 0, text: int = 0) -> str:
+        folder = tiny.save(tmp_path / parent / "checkpoint-100", seed=seed)
+        source = tiny.text(tmp_path, 2000, text)
+        files = models.resolve(str(folder))
+        return plans.make(files, (AQUA,), str(source), 4, 256).digest
+
+    first = digest("a")
+    assert digest("b") == first, "another place, the same bytes"
+    assert len({first, digest("a", seed=1), digest("b", text=1)}) == 3
+
+
+def test_one_matrix_that_changed_is_another_plan(tmp_path):
+    folder = tiny.save(tmp_path / "model")
+    before = plans.make(models.resolve(str(folder)), (AQUA,), "demo", 4, 256)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.5
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    after = plans.make(models.resolve(str(folder)), (AQUA,), "demo", 4, 256)
+    assert after.digest != before.digest and replace(after, weights=before.weights) == before
+
+
+def test_a_folder_says_that_it_is_of_other_weights(model, tmp_path):
+    plan = made(model, 256, samples=4)
+    checkpoint.open_run(plan, tmp_path)
+    with pytest.raises(ValueError, match=r"\(weights differ\)"):
+        checkpoint.open_run(replace(plan, weights="0" * 64), tmp_path)
+    with pytest.raises(ValueError, match=r"\(texts differ\)"):
+        checkpoint.open_run(replace(plan, texts={}), tmp_path)
+
+
+def test_the_device_is_told_by_its_own_name(monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device=None: {"cuda:1": "the second"}.get(device, "first")
+    )
+    assert plans.environment("cuda:1", "float32", 1)["device"] == "the second"
