@@ -420,8 +420,8 @@ MUTANTS = [
         "plan-draft",
         "plans state what only drafts have: older runs do not go on",
         "kvq_calib/run/plan.py",
-        '("budgets", "vocabularies", "draft") if not',
-        '("budgets", "vocabularies") if not',
+        '("budgets", "vocabularies", "draft", "weights", "texts") if not',
+        '("budgets", "vocabularies", "weights", "texts") if not',
         ("calib/run/test_budget_run.py",),
     ),
     Mutant(
