@@ -65,7 +65,26 @@ def app() -> Any:
     from prefect.server.api.server import create_app
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+    one_writer()
     return TrustedHostMiddleware(create_app(final=True), allowed_hosts=HOSTS, www_redirect=False)
+
+
+def one_writer() -> None:
+    """Let each transaction on an SQLite database take its lock as it begins, where SQLite waits for it.
+
+    Prefect's own read first. If another has written since, their write fails at once, with "database is locked": the
+    server then evaluates an event again, and tells of it again, or, after three times, drops it.
+    """
+    from prefect.server.database import configurations, dependencies
+    from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
+
+    class OneWriter(configurations.AioSqliteConfiguration):
+        def begin_transaction(self, session, with_for_update=False):
+            return super().begin_transaction(session, with_for_update=True)
+
+    url = PREFECT_API_DATABASE_CONNECTION_URL.value()
+    if url and url.startswith("sqlite"):
+        dependencies.set_database_config(OneWriter(url))
 
 
 @cache
