@@ -18,6 +18,7 @@ from pipelines.flows import DRIFTED
 
 RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
 SILENCE = timedelta(hours=36)
+ONCE = timedelta(minutes=1)  # in which the server may evaluate an event again, when the database was busy
 DEAD = timedelta(seconds=90)  # three heartbeats of 30 seconds
 BLOCK = "kvq-webhook"
 TOLD = '{"text": {{ ("kvq, " ~ flow.name ~ " " ~ flow_run.name ~ ": " ~ flow_run.state.message) | tojson }}}'
@@ -39,14 +40,14 @@ def define(webhook: str | None = None) -> list[str]:
 
 
 def told(name: str, state: str, call: Any) -> AutomationCore:
-    """Post the message of each run that enters a state."""
+    """Post the message of each run that enters a state, once."""
     trigger = EventTrigger(
         expect={f"prefect.flow-run.{state}"},
         match=RUNS,  # type: ignore[arg-type]
         for_each={"prefect.resource.id"},
         posture=Posture.Reactive,
         threshold=1,
-        within=timedelta(0),
+        within=ONCE,
     )
     return AutomationCore(name=name, trigger=trigger, actions=[CallWebhook(block_document_id=call, payload=TOLD)])
 
