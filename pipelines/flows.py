@@ -9,12 +9,12 @@ from typing import Annotated, Any
 from prefect import flow, task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Failed, State
+from prefect.states import State
 from pydantic import Field
 
 from kvq_calib.evaluate import drift as measure
-from kvq_calib.evaluate.gate import Bounds
-from kvq_calib.flow.flow import calibrated
+from kvq_calib.evaluate.gate import Bounds, Refused
+from kvq_calib.flow.flow import calibrated, failed
 from kvq_calib.job.job import Job
 from kvq_calib.job.token import publishing
 from kvq_runtime.cli.table import percent
@@ -90,10 +90,13 @@ def on_demand(
     max_perplexity_ratio: PerplexityRatio = None,
     max_kl: Divergence = None,
     timeout_hours: TimeoutHours = 24,
-) -> list[dict]:
+) -> list[dict] | State:
     """Fit, measure, publish. An artifact that does not keep the bounds is not published, and the run fails with why."""
     settings = {name: value for name, value in locals().items() if name != "timeout_hours"}
-    done = calibrated(Job.from_settings(**settings), 3600 * timeout_hours)
+    try:
+        done = calibrated(Job.from_settings(**settings), 3600 * timeout_hours)
+    except Refused as refused:  # no fault of the code: without its traceback
+        return failed(str(refused), data=refused)
     return [artifact.record() for artifact in done]
 
 
@@ -128,7 +131,7 @@ def nightly(
             rows += [artifact.record() for artifact in done]
         except Exception as error:  # whatever it was, the next model gets its turn
             reasons.append(f"{model}: {error}")
-    return Failed(message="; ".join(reasons)) if reasons else rows
+    return failed("; ".join(reasons)) if reasons else rows
 
 
 check = task(name="measure", cache_policy=NO_CACHE, persist_result=False)(publishing()(measure.check))
@@ -171,5 +174,5 @@ def drift(
     create_table_artifact(rows, key="kvq-drift", description=f"{model} on {corpus}, seed {text_seed}")
     drifted = [f"{result.artifact} has drifted. {reason}" for result in checked for reason in result.failed]
     if drifted:
-        return Failed(name=DRIFTED, message="; ".join(drifted))
+        return failed("; ".join(drifted), name=DRIFTED)
     return [result.artifact for result in checked]

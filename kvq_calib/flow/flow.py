@@ -22,7 +22,7 @@ from kvq_calib.flow import server as flow_server
 for _name, _value in flow_server.QUIET.items():  # read by prefect when it is imported
     os.environ.setdefault(_name, _value)
 
-from prefect import flow, tags, task  # noqa: E402
+from prefect import flow, get_run_logger, tags, task  # noqa: E402
 from prefect.artifacts import (  # noqa: E402
     create_link_artifact,
     create_markdown_artifact,
@@ -133,7 +133,7 @@ def publish(asked: Job) -> list[Published]:
 def calibrate(asked: dict) -> Sequence[Published] | State:
     """Calibrate a model and publish its artifacts; `asked` holds the settings of a Job.
 
-    Where an artifact does not keep its bounds the run ends in the state GateFailed, with the reason.
+    Where an artifact does not keep its bounds the run ends in the state GateFailed, with the reason, also in its log.
     """
     requested = Job.from_settings(**asked)
     work = _work(requested)
@@ -152,8 +152,14 @@ def calibrate(asked: dict) -> Sequence[Published] | State:
         done = publish(pinned)
     if any(artifact.failed for artifact in done):
         refused = Refused(done)
-        return Failed(name=GATE_FAILED, message=str(refused), data=refused)
+        return failed(str(refused), name=GATE_FAILED, data=refused)
     return done
+
+
+def failed(message: str, **state: Any) -> State:
+    """The state in which a run fails for a reason that its log states, too: Prefect logs only what was raised."""
+    get_run_logger().error(message)
+    return Failed(message=message, **state)
 
 
 def run(asked: Job, work: Run | None = None) -> tuple[list[Published], dict[str, float]]:

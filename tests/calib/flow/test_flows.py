@@ -7,6 +7,7 @@ import httpx
 import pytest
 import tiny
 import tiny_artifact
+from patience import until
 
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.evaluate import drift
@@ -59,6 +60,16 @@ def shown(mine):
     return lambda key: [one for one in mine("artifacts") if one.key == key]
 
 
+def logged(run) -> list[str]:
+    """What a flow run's log holds."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+
+    with get_client(sync_client=True) as client:
+        found = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
+    return [line.message for line in found]
+
+
 def test_every_parameter_is_described_and_none_is_a_secret():
     from prefect.utilities.callables import parameter_schema
 
@@ -90,6 +101,8 @@ def test_a_failed_gate_is_in_the_state_the_record_and_the_exit_code(model, serve
     assert state.is_failed() and f"{NAME} was not published. KL divergence, nats, full encode: " in state.message
     inner = [run.state for run in mine("flow_runs") if run.state_name == "GateFailed"]
     assert len(inner) == 1 and inner[0].type.value == "FAILED" and inner[0].message in state.message
+    for run in mine("flow_runs"):  # both, as `prefect flow-run logs` shows them
+        assert [line for line in until(lambda run=run: logged(run)) if line == state.message], logged(run)
     (run,) = (tmp_path / "kvq-home" / "runs").iterdir()
     record = json.loads((run / "evaluation.json").read_text())[0]
     assert record["result"]["gate"]["failed"][0] in state.message
