@@ -154,8 +154,8 @@ def _steps(
     noted = {place: notes[place[0]][place[1]] for place in places}
     step = first_step([note["rates"] for note in noted.values()], target)
     above = {place: note for place, note in noted.items() if place[0] >= len(taken)}
-    if taken:
-        known = [(noted[place], taken[place[0]][place[1]]) for place in places if place not in above]
+    known = [(noted[place], taken[place[0]][place[1]]) for place in places if place not in above]
+    if known:  # none above layers that are coded otherwise, or not at all
         below = [(note["rates"], own["step"] * note["scale"], own["bits"]) for note, own in known]
         step = next_step(below, [note["rates"] for note in above.values()], target, step)
     return {place: float(f"{step / note['scale']:.6g}") for place, note in above.items()}

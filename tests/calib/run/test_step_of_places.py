@@ -1,10 +1,14 @@
 """The step of entropy-coded places: the target's, and what layers take beyond what was promised taken back above."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from kvq_calib.run import share
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import Scheme, preset
+from kvq_runtime.stages.exact import Exact
 
 FALLING = [max(0.0, 7 - place / 4) for place in range(len(share.STEPS))]  # half a bit an octave
 
@@ -57,3 +61,12 @@ def test_no_step_is_far_from_the_first():
 def test_a_target_that_no_step_has_is_refused(target):
     with pytest.raises(ValueError, match=r"bits but for sinks and frames; this model can have 0 to 7"):
         share.first_step([FALLING], target)
+
+
+def test_a_first_layer_that_is_not_coded_changes_no_step_above_it():
+    """Nothing was taken below: the second layer's step is the first one."""
+    exact = Scheme(Exact())
+    recipe, geometry = replace(preset("rest-2bit"), layers={0: (exact, exact)}), Geometry(3, 2, 64)
+    notes = [{role: {"rates": FALLING, "scale": 1.0} for role in ("key", "value")}] * 3
+    first, second = (share.shared_out(recipe, geometry, [{}, *notes[1:]], taken) for taken in ((), [{}]))
+    assert first == second and first.scheme(1, "key").quantize.step > 0
