@@ -93,6 +93,10 @@ class Plan:
     def __post_init__(self):
         if not self.tasks or not self.lengths or not self.depths or self.samples < 1:
             raise ValueError(f"{self}; give at least one task, length, depth and text of each")
+        for name in ("tasks", "lengths", "depths"):  # of what is there twice every text would count twice
+            given = getattr(self, name)
+            if len(set(given)) < len(given):
+                raise ValueError(f"{name}={given}; name each once")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths={self.depths}; use 0 to 1")
 
@@ -305,14 +309,10 @@ def turn(folder: Path) -> tuple[str, str]:
 
     Raises ValueError for a model that has no template.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer, mark = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), "\x00the user's words\x00"
-    if not tokenizer.chat_template:
+    whole, mark = tokenizer.whole(folder), "\x00the user's words\x00"
+    if not whole.chat_template:
         raise ValueError(f"{folder.name} has no chat template: it is no chat model; leave --chat out")
-    said = tokenizer.apply_chat_template(
-        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
-    )
+    said = whole.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
     before, _, after = str(said).partition(mark)
     return before, after
 

@@ -32,8 +32,6 @@ class Encoder:
         packed = gguf.is_gguf(folder)
         config = gguf.config(gguf.read(folder), folder) if packed else _object(folder / "config.json")
         self.size = config.get("vocab_size")
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         starts = self._tokenizer.num_special_tokens_to_add(False) > 0
         self.boundary = "bos" if starts else "eos"
         self._end = [] if starts else [_eos(folder, self._tokenizer)]
@@ -56,7 +54,14 @@ class Encoder:
 
 
 def load(folder: Path) -> tuple[Tokenizer, str]:
-    """The tokenizer of a model, and its sha256."""
+    """The tokenizer of a model, which neither cuts nor pads texts, and the sha256 of what is in the file."""
+    found, digest = _stored(folder)
+    found.no_truncation()  # which a training leaves there
+    found.no_padding()
+    return found, digest
+
+
+def _stored(folder: Path) -> tuple[Tokenizer, str]:
     file = folder / "tokenizer.json"
     if file.is_file():
         data = files.read(file.resolve(), LIMIT)
@@ -101,6 +106,9 @@ def _from_gguf(path: Path, changed: int) -> Any:
         )
     except Exception as error:  # what transformers raises for a vocabulary that it does not know has many classes
         raise ValueError(f"{path}: its tokenizer cannot be converted: {error}") from error
+    template = about.get("tokenizer.chat_template")
+    if found.chat_template is None and isinstance(template, str):
+        found.chat_template = template
     if about.get("tokenizer.ggml.pre") in DIGITS:
         backend = found.backend_tokenizer
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])

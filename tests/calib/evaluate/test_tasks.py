@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers.cache_utils import DynamicCache
 
 from kvq_calib.cli import commands
@@ -182,6 +183,25 @@ def test_a_chat_model_is_asked_in_its_own_form(tmp_path):
     assert said.startswith("[user]There is an important info") and len(made.context) + len(made.asked[0]) <= 700 - 16
     assert tokenizer.decode(list(made.asked[0])).strip() == "What is the pass key?[end][assistant]The pass key is"
     assert tokenizer.decode(list(plain.asked[0])).strip() == "What is the pass key? The pass key is"
+
+
+def test_what_a_training_left_in_a_tokenizer_cuts_and_pads_no_text(tmp_path):
+    """A text that is as long as one likes, and never longer than the tokenizer makes it, has no end."""
+    demo = models.resolve("demo")
+    folder = shutil.copytree(demo.path, tmp_path / "cut")
+    cut = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    cut.enable_truncation(100)
+    cut.enable_padding(length=100)
+    cut.save(str(folder / "tokenizer.json"))
+    assert len(tasks._tokenizer(folder).encode("word " * 500).ids) > 100, "before a text is made, which would not end"
+    made, plain = (tasks.make(replace(demo, path=path), "passkey", 0, 700, 0.5) for path in (folder, demo.path))
+    assert (made.context, made.asked) == (plain.context, plain.asked)
+
+
+@pytest.mark.parametrize("name, given", [("tasks", ("recall",) * 2), ("lengths", (384, 384)), ("depths", (0.5, 0.5))])
+def test_what_is_named_twice_is_not_counted_twice(name, given):
+    with pytest.raises(ValueError, match=rf"{name}=.*; name each once"):
+        plan(**{name: given})
 
 
 def test_the_16_bit_model_can_be_asked_alone(tmp_path, monkeypatch, capsys):

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from kvq_calib.cli import calibrate
-from kvq_calib.evaluate import record
+from kvq_calib.evaluate import record, tasks
 from kvq_calib.model import find as models
 from kvq_calib.model import gguf
 from kvq_calib.model.streamed import Stream
@@ -263,6 +263,13 @@ def test_tokens_are_those_of_transformers(llama, tmp_path: Path):
                            **{"tokenizer.ggml.tokens": [*tiny_gguf.bytes_to_unicode().values(), "12", "ab"]},
                            **{"tokenizer.ggml.pre": "smollm"})  # fmt: skip
     assert len(Encoder(path).whole("ab 12")) == 4
+
+
+def test_a_chat_model_in_a_gguf_file_is_asked_in_its_own_form(tmp_path: Path):
+    llama = made("llama", **CASES["llama"][1])
+    template = "{% for one in messages %}[{{ one.role }}]{{ one.content }}{% endfor %}[answer]"
+    path = tiny_gguf.write(llama, tmp_path / "chat.gguf", tokenizer__chat_template=template)
+    assert tasks.turn(path) == ("[user]", "[answer]")
 
 
 def test_a_large_vocabulary_is_not_read_again_for_the_type_of_its_tokenizer(tmp_path: Path, monkeypatch):
