@@ -174,8 +174,9 @@ def select(
 
 
 def select_fewer(
-    source: str, tokenizer: str | Path, samples: int, seq_len: int, seed: int, least: int, beside: Sequence[str] = ()
-) -> Batch:
+    source: str, tokenizer: str | Path, samples: int | None, seq_len: int, seed: int, least: int,
+    beside: Sequence[str] = (),
+) -> Batch:  # fmt: skip
     """`select` of the held-out part: as many sequences as there are, at most `samples`. TooLittle of fewer than
     `least`."""
     while True:
@@ -258,11 +259,9 @@ def select_others(
     found = {}
     for name, source in others(given).items():
         try:
-            found[name] = select(source, tokenizer, windows, seq_len, seed, "held-out", beside=[fitted])
+            found[name] = select_fewer(source, tokenizer, windows, seq_len, seed, LEAST, beside=[fitted])
         except TooLittle as error:
-            if error.found < LEAST:
-                raise ValueError(f"text {name}: {error}") from None
-            found[name] = select(source, tokenizer, error.found, seq_len, seed, "held-out", beside=[fitted])
+            raise ValueError(f"text {name}: {error}") from None
     return found
 
 

@@ -34,6 +34,7 @@ RECALL = 400, 1280, 1 << 31  # texts, tokens of each, first seed: evaluations co
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip",
            "encodings", "pydoc_data", "__pycache__"}  # fmt: skip
+UTF8 = "utf-8-sig"  # with or without the mark that some editors put in front
 SHORTEST = 200  # characters; less is a header line, not a text
 _Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -195,18 +196,20 @@ def rows(path: Path, named: str) -> list[str]:
 
 def _utf8(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding=UTF8)
     except UnicodeDecodeError as error:
         raise ValueError(f"corpus {path.name} is not UTF-8 at byte {error.start}; convert it") from error
 
 
 def _lines(path: Path) -> Iterator[str]:
-    opened, damaged = _unpacked(path)
+    (opened, damaged), number = _unpacked(path), 0
     try:
-        with opened(path, "rt", encoding="utf-8") as file:
+        with opened(path, "rt", encoding=UTF8) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield _text_of(line, f"corpus {path.name}, line {number}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"corpus {path.name} is not UTF-8 ({error.reason}) after line {number}; convert it") from error
     except damaged as error:
         raise ValueError(f"corpus {path.name} cannot be unpacked ({error}); make or download it again") from error
 
@@ -236,9 +239,15 @@ def _unpacked(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
 
 def _parquet(path: Path) -> list[str]:
     """The column `text` of a file. Raises ValueError for one without."""
-    from pyarrow import parquet
+    from pyarrow import ArrowException, parquet
 
-    columns = parquet.read_schema(path).names
-    if "text" not in columns:
-        raise ValueError(f"corpus {path.name} has columns {', '.join(columns)}; documents are in a column 'text'")
-    return [text or "" for text in parquet.read_table(path, columns=["text"]).column("text").to_pylist()]
+    try:
+        columns = parquet.read_schema(path).names
+        if "text" not in columns:
+            raise ValueError(f"corpus {path.name} has columns {', '.join(columns)}; documents are in a column 'text'")
+        texts = parquet.read_table(path, columns=["text"]).column("text").to_pylist()
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"corpus {path.name} is no whole file of parquet ({error}); download it again") from error
+    if other := next((text for text in texts if not isinstance(text, str | None)), None):
+        raise ValueError(f"corpus {path.name} has {type(other).__name__} in its column 'text'; documents are strings")
+    return [text or "" for text in texts]

@@ -57,6 +57,17 @@ def test_windows_do_not_depend_on_what_is_fitted_on(model: Path):
         corpus.select_others([f"x={two}"], one, model, 2, 5000)
 
 
+def test_of_a_mixture_as_much_is_measured_on_as_the_least_of_it_gives(model: Path, tmp_path: Path):
+    """That of the first has too little is found first, and then that of the second has less."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    pair = [tiny.text(tmp_path / "a", 30000, 1), tiny.text(tmp_path / "b", 20000, 2)]
+    most, least = (len(corpus.select_fewer(str(one), model, 50, 200, 0, 1).tokens_BT) for one in pair)
+    source = " + ".join(map(str, pair))
+    mixed = corpus.select_others([f"x={source}"], str(model / "corpus.txt"), model, 50, 200)["x"]
+    assert most > least and len(mixed.tokens_BT) == 2 * least
+
+
 def test_figures_of_a_text_beside_are_those_it_has_alone(model: Path):
     files = models.resolve(model)
     subjects = [find(name, files) for name in ("higgs-2bit", "rtn-4bit", "subkv-2bit")]

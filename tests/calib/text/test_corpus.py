@@ -164,6 +164,8 @@ def test_too_little_text_says_how_much_there_is(tmp_path: Path, demo_model: Path
         ("c.jsonl", b'{"text": "a"}\n{"question": "b", "answer": "c"}', r"line 2: found 'question', 'answer'"),
         ("c.jsonl", b'{"text": "a"}\n\n{"text": ', "line 3: not JSON"),
         ("c.jsonl", b"[1]", "line 1: found list"),
+        ("c.jsonl", b'{"text": "\xff"}', r"c\.jsonl is not UTF-8 \(invalid start byte\) after line 0; convert it"),
+        ("c.parquet", b"PAR1 and no more", r"c\.parquet is no whole file of parquet \(.*\); download it again"),
         ("c.txt", b"fine \xff", "not UTF-8 at byte 5"),
         ("c.txt", b" \n", "holds no text"),
         ("c.csv", b"text", r"no known suffix; use \.txt"),
@@ -181,6 +183,16 @@ def test_files_that_are_missing_or_without_text_are_named(tmp_path: Path):
     pyarrow.parquet.write_table(pyarrow.table({"content": ["a"]}), tmp_path / "c.parquet")
     with pytest.raises(ValueError, match="has columns content"):
         corpus.load(str(tmp_path / "c.parquet"))
+    for rows, kind in (([1, 2], "int"), ([b"\xff"], "bytes")):
+        pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "c.parquet")
+        with pytest.raises(ValueError, match=rf"c\.parquet has {kind} in its column 'text'; documents are strings"):
+            corpus.load(str(tmp_path / "c.parquet"))
+
+
+@pytest.mark.parametrize("name, content", [("c.txt", "a text"), ("c.jsonl", '{"text": "a text"}')])
+def test_the_mark_that_some_editors_put_in_front_is_no_text(tmp_path: Path, name: str, content: str):
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert list(corpus.load(str(tmp_path / name)).texts) == ["a text"]
 
 
 COMMIT = "0123456789" * 4
