@@ -83,7 +83,7 @@ def first_unfinished(run: Run) -> int:
             checkpoint.verify(run.folder, layer, tuple(recipe.name for recipe in run.plan.recipes))
     else:  # it may have been killed before it deleted what no layer reads
         checkpoint.thin(run.folder, last, run.plan.depth, last=True)
-    for layer in range(last):
+    for layer in range(last + 1):
         checkpoint.verify(run.folder, layer, ("fit",))
     return last + 1
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -55,8 +56,7 @@ def open_run(plan: Plan, folder: Path) -> None:
     path, given = folder / "plan.json", json.dumps(plan.to_json(), sort_keys=True, indent=1)
     if not path.exists():
         files.save(path, given.encode())
-    elif (found := path.read_text()) != given:
-        theirs, ours = (json.loads(text) for text in (found, given))
+    elif (theirs := _object(path, folder)) != (ours := json.loads(given)):
         differ = sorted(key for key in {*ours, *theirs} if theirs.get(key) != ours.get(key))
         raise ValueError(
             f"{folder} holds the run of another plan, or of another numeric environment ({', '.join(differ)} differ); "
@@ -148,14 +148,14 @@ def rewind(run: Path, layers: int) -> int:
     kept = max(run.glob("kept-????"), default=None)
     if kept is not None and found < layers - 1:
         _remove_kept(run, but=kept)  # whoever removed older ones may have died before that was done
-        _check(kept, json.loads((kept / "done.json").read_text())["files"], run)
+        _check(kept, _object(kept / "done.json", run)["files"], run)
     return found
 
 
 def record(run: Path, layer: int) -> dict | None:
     """Read the notes on a finished layer; None if it is not finished."""
     folder = folder_of(run, layer)
-    return json.loads((folder / "done.json").read_text()) if folder.is_dir() else None
+    return _object(folder / "done.json", run) if folder.is_dir() else None
 
 
 def verify(run: Path, layer: int, kinds: tuple[str, ...] | None = None) -> None:
@@ -169,7 +169,22 @@ def verify(run: Path, layer: int, kinds: tuple[str, ...] | None = None) -> None:
 def _check(folder: Path, digests: Mapping[str, str], run: Path) -> None:
     for name, digest in digests.items():
         if not (folder / name).is_file() or files.digest(folder / name)[0] != digest:
-            raise RuntimeError(f"checkpoint {folder / name} is missing or damaged; delete {run} to start over")
+            raise _damaged(folder / name, run)
+
+
+def _object(path: Path, run: Path) -> dict[str, Any]:
+    """What a file of JSON in a run folder holds."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        raise _damaged(path, run) from None
+    if not isinstance(found, dict):
+        raise _damaged(path, run)
+    return found
+
+
+def _damaged(path: Path, run: Path) -> RuntimeError:
+    return RuntimeError(f"checkpoint {path} is missing or damaged; delete {run} to start over")
 
 
 def thin(run: Path, layer: int, depth: int, last: bool) -> None:

@@ -74,6 +74,8 @@ class Plan:
         for name, least in (("samples", 1), ("seq_len", 2), ("held_out", 0), ("chunk", 1), ("threads", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}; use at least {least}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed={self.seed}; use a whole number from 0 to {(1 << 32) - 1}")
         if self.transfer == self.corpus:
             raise ValueError(f"transfer={self.transfer} is the corpus itself; give a text of another kind, or none")
         if self.held_out >= self.samples:

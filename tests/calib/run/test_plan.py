@@ -76,3 +76,9 @@ def test_the_device_is_told_by_its_own_name(monkeypatch):
         torch.cuda, "get_device_name", lambda device=None: {"cuda:1": "the second"}.get(device, "first")
     )
     assert plans.environment("cuda:1", "float32", 1)["device"] == "the second"
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 32])
+def test_a_seed_that_not_every_fit_takes_is_refused_before_any(model, seed):
+    with pytest.raises(ValueError, match=rf"seed={seed}; use a whole number from 0 to 4294967295"):
+        made(model, 256, samples=4, seed=seed)

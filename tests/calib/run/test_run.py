@@ -183,6 +183,25 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
         runs.calibrate(work)
 
 
+def test_a_finished_run_gives_nothing_that_was_damaged_since(model, tmp_path):
+    """Of each layer, the last one too; and notes that are no JSON are named as tensors are."""
+    work = a_run(model, tmp_path, ("mean-higgs-2bit",), samples=4)
+    runs.calibrate(work)
+    fits, notes = (sorted(tmp_path.glob(f"layer-0*/{name}")) for name in ("fit.safetensors", "done.json"))
+    assert len(fits) == len(notes) == 4
+    for victim in (*fits, *notes, tmp_path / "plan.json"):
+        good = victim.read_bytes()
+        for bad in (good[:-1] + bytes([good[-1] ^ 1]) if victim in fits else b"null", good[: len(good) // 2]):
+            victim.write_bytes(bad)
+            with pytest.raises(RuntimeError, match=f"{re.escape(str(victim))} is missing or damaged; delete"):
+                runs.calibrate(work)
+        victim.write_bytes(good)
+    runs.calibrate(work)
+    notes[-1].unlink()
+    with pytest.raises(RuntimeError, match=f"{re.escape(str(notes[-1]))} is missing or damaged; delete"):
+        runs.calibrate(work)
+
+
 def test_a_finished_run_holds_no_activations(model, tmp_path, monkeypatch):
     """Also if it was killed when all was finished but that they are deleted."""
     work, thin = a_run(model, tmp_path, ("aqua-2bit",), samples=4), checkpoint.thin
