@@ -19,6 +19,7 @@ from kvq_calib.job.token import publishing
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import budget
+from kvq_calib.run.copies import Copies
 from kvq_calib.run.device import cores, free_on
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import EVERY, InFiles, InMemory, Listener, Run, silent
@@ -93,7 +94,7 @@ def _activations(machine: Machine, plan: Plan, files: ModelFiles) -> InFiles:
     if on_gpu and held + at_work <= torch.cuda.mem_get_info(plan.device)[0] // 2:
         return InMemory(every, plan.device)
     fits = held + (0 if on_gpu else at_work) <= psutil.virtual_memory().available // 2
-    return InMemory(every) if fits else InFiles()
+    return InMemory(every, copies=Copies(plan.device) if on_gpu else None) if fits else InFiles()
 
 
 def _transfer(text: Text, files: ModelFiles) -> str | None:

@@ -89,7 +89,7 @@ def first_unfinished(run: Run) -> int:
 
 
 def prepare(run: Run, stream: Stream) -> None:
-    """Choose the tokens and embed them: the hidden states under the first layer."""
+    """Choose the tokens, and collect the gradients that fits need."""
     plan = run.plan
     if checkpoint.record(run.folder, -1) is not None:
         return
@@ -101,21 +101,18 @@ def prepare(run: Run, stream: Stream) -> None:
         other = corpus.select(plan.transfer, run.files.path, plan.transfer_samples, plan.seq_len, plan.seed)
         tokens_BT, record = torch.cat([tokens_BT, other.tokens_BT]), record | {"transfer": other.description}
     with checkpoint.whole(checkpoint.folder_of(run.folder, -1), record) as folder:
-        for index, rows in enumerate(plan.chunks):
-            tokens = tokens_BT[rows.start : rows.stop]
-            checkpoint.save({"hidden": stream.embed(tokens).cpu()}, folder / passes.file("hidden", index))
+        checkpoint.save({"tokens": tokens_BT}, folder / passes.TOKENS)
         if plan.descends:
             found = gradients.collect(run, stream, batch.tokens_BT, folder, record["seconds"])
             checkpoint.save(found, folder / gradients.FILE)
 
 
 def _begin_draft(run: Run) -> None:
-    """Take what the run that the draft is of begins with: of hidden states the first, and gradients."""
+    """Take what the run that the draft is of begins with: of tokens the first sequences, and gradients."""
     before = checkpoint.folder_of(run.folder.parent, -1)
     with checkpoint.whole(checkpoint.folder_of(run.folder, -1), {}) as folder:
-        for index, rows in enumerate(run.plan.chunks):
-            name = passes.file("hidden", index)
-            checkpoint.save({"hidden": checkpoint.load(before / name)["hidden"][: len(rows)]}, folder / name)
+        tokens_BT = checkpoint.load(before / passes.TOKENS)["tokens"]
+        checkpoint.save({"tokens": tokens_BT[: run.plan.samples]}, folder / passes.TOKENS)
         if (before / gradients.FILE).is_file():
             checkpoint.save(checkpoint.load(before / gradients.FILE), folder / gradients.FILE)
 

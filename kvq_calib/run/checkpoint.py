@@ -1,8 +1,8 @@
 """Keep a run's files so that it can be killed at any moment: a layer's folder appears whole, or not at all.
 
     <run>/plan.json                     the plan, and the numeric environment in it
-    <run>/layer-start/                  the hidden states under the first layer, a file per chunk; where gradients were
-                                        collected, also those under the others, until a fit has passed them
+    <run>/layer-start/                  the tokens; where gradients were collected, also the hidden states under all
+                                        layers but the first, a file per chunk, until a fit has passed them
     <run>/layer-0003/                   hidden states above layer 3, and per recipe its decoded keys and values, a file
                                         per chunk; fit.safetensors, the fitted tensors; done.json, sha256 of every file
     <run>/layer-0004.partial/           the layer at work
@@ -65,7 +65,7 @@ def open_run(plan: Plan, folder: Path) -> None:
 
 
 def folder_of(run: Path, layer: int) -> Path:
-    """The folder of a finished layer; -1: the folder of what is under the first."""
+    """The folder of a finished layer; -1: the folder of what a run begins with."""
     return run / ("layer-start" if layer < 0 else f"layer-{layer:04d}")
 
 

@@ -26,6 +26,8 @@ from kvq_runtime.stages.inputs import Inputs, Place
 
 Pair = tuple[Tensor, Tensor]
 
+TOKENS = "tokens.safetensors"  # of all sequences, beside what is under the first layer
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -68,8 +70,7 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     comes out of the last layer: there it is run no further than its keys and values.
     """
     run, folder, asked = shared.run, shared.folder, shared.query_sums is not None
-    below = checkpoint.folder_of(run.folder, shared.layer - 1) / file("hidden", index)
-    hidden = run.activations.load(below, str(shared.stream.device))["hidden"]
+    hidden = under(run, shared.stream, shared.layer, index)
     begun = time.perf_counter()
     last = shared.layer == run.plan.geometry.layers - 1
     above = hidden[:0] if last else gradients.above(run, shared.layer, index).to(hidden.device)
@@ -95,6 +96,14 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     return ChunkStatistics(moments, queries, energy, spent)
 
 
+def under(run: Run, stream: Stream, layer: int, index: int) -> Tensor:
+    """The hidden states of a chunk under a layer, on the device; under the first, its tokens' rows of the table."""
+    folder, rows = checkpoint.folder_of(run.folder, layer - 1), run.plan.chunks[index]
+    if layer:
+        return run.activations.load(folder / file("hidden", index), str(stream.device))["hidden"]
+    return stream.embed(checkpoint.load(folder / TOKENS)["tokens"][rows.start : rows.stop])
+
+
 class RecipeWork:
     """One recipe in one layer: reads a chunk as its codecs see it, and keeps what it decodes for the next layer."""
 
@@ -110,8 +119,7 @@ class RecipeWork:
 
     def hidden(self, index: int) -> Tensor:
         """The hidden states under the layer, of a chunk."""
-        before = checkpoint.folder_of(self.run.folder, self.layer - 1)
-        return self.run.activations.load(before / file("hidden", index))["hidden"]
+        return under(self.run, self.stream, self.layer, index)
 
     def data(self, index: int, role: Role, clean: bool) -> tuple[Blocks, Context]:
         """A chunk, and what it is predicted from: as decoded, or, `clean`, as it was."""
@@ -194,7 +202,8 @@ class RecipeWork:
         return self._blocks("key", index, self.folder).x
 
     def _blocks(self, role: Role, index: int, folder: Path) -> Blocks:
-        captured = self.run.activations.load(folder / file("capture", index), str(self.stream.device))[role]
+        path, device = folder / file("capture", index), str(self.stream.device)
+        captured = self.run.activations.load(path, device, [role])[role]
         return blocks(self.recipe, role, self.run.plan.geometry, captured, self._tables, self.run.plan.chunks[index])
 
 

@@ -23,8 +23,8 @@ from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import product
 from kvq_runtime.recipe import Recipe, attends
 
-CHUNK_TOKENS = 8192
-FITS = 2  # raised with what changes the numbers of a fit: runs that began before are not gone on with
+CHUNK_TOKENS, GPU_CHUNK_TOKENS = 8192, 32768  # a GPU is at work for less time than its launches take, on fewer
+FITS = 3  # raised with what changes a fit's numbers, or its folder: runs that began before are not gone on with
 BEGINNING = 4096  # tokens of each corpus, of the fit part, that a draft is fitted to, and that gradients are of
 MEASURED = 4  # chunks of a text that the settings of a budget are measured on
 
@@ -262,7 +262,7 @@ def make(
     seq_len = min(known.seq_len, files.context) if seq_len is None else seq_len
     kind = dtype or str(default_dtype(files, torch.device(device))).removeprefix("torch.")
     held_out = samples // 8 if held_out is None else held_out
-    chunk = max(1, CHUNK_TOKENS // seq_len)
+    chunk = max(1, (GPU_CHUNK_TOKENS if device.startswith("cuda") else CHUNK_TOKENS) // seq_len)
     return Plan(
         model=files.id,
         revision=files.revision,

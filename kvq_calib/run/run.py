@@ -10,9 +10,10 @@ A path names them in both; bytes of artifacts are the same. Workers are other pr
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import checkpoint
+from kvq_calib.run.copies import Coming, Copies
 from kvq_calib.run.plan import Plan
 
 EVERY = 300.0  # seconds between two checkpoints, at the least
@@ -72,10 +74,11 @@ class InFiles:
         """Keep tensors under a path in the folder of a layer, or in its partial one."""
         checkpoint.save({name: tensor.cpu() for name, tensor in tensors.items()}, path)
 
-    def load(self, path: Path, device: str = "cpu") -> dict[str, Tensor]:
-        """Return what was saved under a path, on a device."""
+    def load(self, path: Path, device: str = "cpu", names: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Return what was saved under a path, on a device; of several tensors those of these names."""
         kept = checkpoint.kept_file(path)
-        return checkpoint.load(path if kept is None else kept, device)
+        found = checkpoint.load(path if kept is None else kept, device)
+        return {name: found[name] for name in names or found}
 
     def remove(self, path: Path) -> None:
         """Forget what was saved under a path."""
@@ -97,11 +100,15 @@ class InMemory(InFiles):
     took over SHARE of the time.
 
     An error of the disk is raised at the end of the layer that was at work meanwhile.
+
+    copies   between host memory, where tensors are kept, and the device that is at work: a chunk's tensors are copied
+             while the chunk before is worked on
     """
 
-    def __init__(self, every: float = EVERY, device: str = "cpu"):
+    def __init__(self, every: float = EVERY, device: str = "cpu", copies: Copies | None = None):
         self._held: dict[Path, dict[str, Tensor]] = {}
-        self._every, self._due, self._device = every, time.monotonic() + every, device
+        self._coming: dict[tuple[Path, str], Coming] = {}
+        self._every, self._due, self._device, self._copies = every, time.monotonic() + every, device, copies
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -111,15 +118,36 @@ class InMemory(InFiles):
         return f"memory{'' if self._device == 'cpu' else f' of {self._device}'}, a checkpoint every few minutes"
 
     def save(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        self._held[_place(path)] = {name: _own(tensor, self._device) for name, tensor in tensors.items()}
+        place, own = _place(path), partial(_own, device=self._device)
+        for name in tensors:
+            self._coming.pop((place, name), None)
+        self._held[place] = {
+            name: self._copies.down(x) if self._copies and x.is_cuda else own(x) for name, x in tensors.items()
+        }
 
-    def load(self, path: Path, device: str = "cpu") -> dict[str, Tensor]:
-        held = self._held.get(_place(path))
-        return super().load(path, device) if held is None else {name: x.to(device) for name, x in held.items()}
+    def load(self, path: Path, device: str = "cpu", names: Sequence[str] = ()) -> dict[str, Tensor]:
+        place = _place(path)
+        held = self._held.get(place)
+        if held is None:
+            return super().load(path, device, names)
+        names = names or tuple(held)
+        if self._copies is None:
+            return {name: held[name].to(device) for name in names}
+        if device == "cpu":
+            self._copies.settle()
+            return {name: held[name] for name in names}
+        found = {name: (self._coming.pop((place, name), None) or self._copies.up(held[name])) for name in names}
+        following = _following(place)
+        for name in names:
+            if name in self._held.get(following, ()) and (following, name) not in self._coming:
+                self._coming[following, name] = self._copies.up(self._held[following][name])
+        return {name: coming.taken() for name, coming in found.items()}
 
     def remove(self, path: Path) -> None:
-        if self._held.pop(_place(path), None) is None:
+        if self._held.get(_place(path)) is None:
             super().remove(path)
+        else:
+            self._drop(_place(path))
 
     def resume(self, run: Path) -> None:
         self._forget(run)
@@ -133,10 +161,12 @@ class InMemory(InFiles):
             folder = checkpoint.folder_of(run, older)
             for path in [path for path in self._held if path.parent == folder]:
                 if last or checkpoint.is_past(path.name, older, layer, depth):
-                    del self._held[path]
+                    self._drop(path)
         if last:
             return checkpoint.thin(run, layer, depth, last)
         if time.monotonic() >= self._due and (self._writer is None or not self._writer.is_alive()):
+            if self._copies is not None:
+                self._copies.settle()
             held = {path: tensors for path, tensors in self._held.items() if path.parent.parent == run}
             self._writer = threading.Thread(target=self._write, args=(run, layer, depth, held), daemon=True)
             self._writer.start()
@@ -166,12 +196,22 @@ class InMemory(InFiles):
 
     def _forget(self, run: Path) -> None:
         for path in [path for path in self._held if path.parent.parent == run]:
-            del self._held[path]
+            self._drop(path)
+
+    def _drop(self, place: Path) -> None:
+        for name in self._held.pop(place):
+            self._coming.pop((place, name), None)
 
 
 def _place(path: Path) -> Path:
     """The path in the layer's finished folder, whether or not it is finished."""
     return path.parent.with_suffix("") / path.name
+
+
+def _following(place: Path) -> Path:
+    """The path of the next chunk's tensors of the same kind."""
+    kind, _, number = place.stem.rpartition("-")
+    return place.with_name(f"{kind}-{int(number) + 1:05d}{place.suffix}")
 
 
 def _own(tensor: Tensor, device: str) -> Tensor:

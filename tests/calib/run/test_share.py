@@ -161,7 +161,7 @@ def test_the_draft_is_fitted_to_a_few_sequences_and_by_what_shares_alone(model, 
     monkeypatch.setattr(plans, "BEGINNING", 3 * 256)
     other = preset("aqua-2bit")
     whole = a_run(model, tmp_path / "run", everywhere("shared-1bit", 1.0), other)
-    stream, changed = runs.start(whole), checkpoint.folder_of(whole.folder, -1) / passes.file("hidden", 0)
+    stream, changed = runs.start(whole), checkpoint.folder_of(whole.folder, -1) / passes.TOKENS
     first, second, *more = budget.rounds(whole)
     assert not more and (second.plan, second.folder) == (whole.plan, whole.folder)
     assert [recipe.name for recipe in first.plan.recipes] == ["shared-1bit"]
@@ -171,9 +171,9 @@ def test_the_draft_is_fitted_to_a_few_sequences_and_by_what_shares_alone(model, 
         runs.start(part)
         runs.fit_layer(part, stream, 0)
         notes.append((checkpoint.record(part.folder, 0) or {})["variances"]["shared-1bit"])
-        hidden = checkpoint.load(changed)["hidden"].clone()
-        hidden[3:] *= 2
-        checkpoint.save({"hidden": hidden}, changed)
+        tokens = checkpoint.load(changed)["tokens"].clone()
+        tokens[3:] = tokens[3:].flip(1)
+        checkpoint.save({"tokens": tokens}, changed)
     assert notes[0] == notes[1]
 
 
@@ -237,17 +237,19 @@ def a_run(model: Path, folder: Path, *recipes: Recipe) -> Run:
     return Run(made, files, folder)
 
 
-def test_the_energy_of_the_stream_leaves_massive_activations_of_sinks_out(model, tmp_path):
+def test_the_energy_of_the_stream_leaves_massive_activations_of_sinks_out(model, tmp_path, monkeypatch):
     """In a real model the first token's is tens of thousands of times that of others."""
     run = a_run(model, tmp_path / "run", everywhere("shared-1bit", 1.0))
-    stream, energies = runs.start(run), []
-    for index in range(len(run.plan.chunks)):
-        path = checkpoint.folder_of(run.folder, -1) / passes.file("hidden", index)
-        hidden = checkpoint.load(path)["hidden"].clone()
+    stream, energies, under = runs.start(run), [], passes.under
+
+    def massive(of, stream, layer, index):
+        hidden = under(of, stream, layer, index)
         if index < run.plan.fitted_chunks:
             energies.append(hidden[:, 4:].double().square().sum(-1).flatten())
         hidden[:, :4] *= 300
-        checkpoint.save({"hidden": hidden}, path)
+        return hidden
+
+    monkeypatch.setattr(passes, "under", massive)
     (folder := tmp_path / "layer").mkdir()
     collected = runs._capture(run, stream, 0, folder, {})
     assert collected.energy == pytest.approx(float(torch.cat(energies).mean()), rel=1e-6)
