@@ -5,11 +5,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvq_calib.cli import fleet
 from kvq_calib.cli.progress import Status
@@ -91,35 +92,47 @@ def _each(args: argparse.Namespace, argv: list[str]) -> int:
         raise ValueError("--models names the models; leave out --model")
     known = parser()._option_string_actions
     every = fleet.chosen(args, fleet.commands(args.models, fleet.without(argv, fleet.OWN, known), known))
-    parsed = dict[int, argparse.Namespace]()
-    for number, words in every:
-        with _of(args.models, number):
-            parsed[number] = parser().parse_args(words)
+    parsed, refused = _of_each(args.models, dict(every), lambda words: parser().parse_args(words))
+    if refused:
+        return refused[0]
     if args.commands:
         fleet.print_commands(every)
         return 0
     if args.dry_run:
         from kvq_calib.cli import outcome
 
-        rows = []
-        for number, one in parsed.items():
-            with _of(args.models, number):
-                asked, work, _ = _prepared(argparse.Namespace(**{**vars(one), "dry_run": True}))
-            rows.append(outcome.plan(asked, work))
-        fleet.plan(rows, args.price, args.json)
-        return 0
+        def planned(one: argparse.Namespace) -> dict[str, Any]:
+            asked, work, _ = _prepared(argparse.Namespace(**{**vars(one), "dry_run": True}))
+            return outcome.plan(asked, work)
+
+        rows, refused = _of_each(args.models, parsed, planned)
+        if 130 in refused:
+            return 130
+        fleet.plan([*rows.values()], args.price, args.json, len(refused))
+        return next(iter(refused), 0)
     say = partial(exit_codes.say, "kvq-calibrate")
     return fleet.run(every, lambda number: _ended(lambda: _calibrate(parsed[number])), say)
 
 
-@contextmanager
-def _of(path: Path, number: int) -> Iterator[None]:
-    """Tell which entry of the list is wrong, beside what is wrong with it."""
-    try:
-        yield
-    except (Exception, SystemExit):
-        exit_codes.say("kvq-calibrate", f"entry {number} of {path} is refused")
-        raise
+def _of_each(path: Path, entries: Mapping[int, Any], made: Callable[[Any], Any]) -> tuple[dict[int, Any], list[int]]:
+    """What is made of each entry of the list; for those of which nothing is, which is told with the reason, their exit
+    codes. Ctrl-C ends it."""
+    found, refused = dict[int, Any](), list[int]()
+    for number, entry in entries.items():
+
+        def one(number: int = number, entry: Any = entry) -> int:
+            try:
+                found[number] = made(entry)
+            except (Exception, SystemExit):
+                exit_codes.say("kvq-calibrate", f"entry {number} of {path} is refused")
+                raise
+            return 0
+
+        if code := _ended(one):
+            refused.append(code)
+        if code == 130:
+            break
+    return found, refused
 
 
 def _renamed(args: argparse.Namespace) -> None:

@@ -117,19 +117,23 @@ def run(every: Sequence[tuple[int, list[str]]], one: Callable[[int], int], say: 
     return next(iter(failed.values()), 0)
 
 
-def plan(rows: Sequence[dict[str, Any]], price: float | None, as_json: bool) -> None:
+def plan(rows: Sequence[dict[str, Any]], price: float | None, as_json: bool, refused: int = 0) -> None:
     """Print what `--dry-run` found of each model, and of all together.
 
-    price   of an hour of the machine, in any currency; hours are the forward passes' alone, the least that it takes
+    price     of an hour of the machine, in any currency; hours are the forward passes' alone, the least that it takes
+    refused   how many entries have no plan
     """
-    table = [_row(row, price) for row in rows]
-    total = {"model": f"all {len(rows)}", "hours, at least": sum(row["hours, at least"] or 0 for row in table)}
-    total |= {"memory, GB": max(row["memory, GB"] for row in table)}
-    total |= {name: sum(row[name] for row in table) for name in ("disk, GB", "download, GB")}
-    total |= {"cost": sum(row["cost"] or 0 for row in table)} if price is not None else {}
     if as_json:
         print_table([*rows], True)
         return
+    if not rows:
+        return
+    table = [_row(row, price) for row in rows]
+    missing = f" of {len(rows) + refused}" if refused else ""
+    total = {"model": f"all {len(rows)}{missing}", "hours, at least": sum(row["hours, at least"] or 0 for row in table)}
+    total |= {"memory, GB": max(row["memory, GB"] for row in table)}
+    total |= {name: sum(row[name] for row in table) for name in ("disk, GB", "download, GB")}
+    total |= {"cost": sum(row["cost"] or 0 for row in table)} if price is not None else {}
     if any(row["hours, at least"] is None for row in table):
         total["model"] += ", without hours of models whose weights are not here"
     print_table([_rounded(row) for row in [*table, total]], False)

@@ -110,3 +110,31 @@ def test_a_plan_that_cannot_be_made_names_its_entry(model: Path, given: list[str
     assert cli.main([*given[:-4], "--recipe", "aqua-2bit", *given[-2:], "--dry-run"]) == 2
     said = capsys.readouterr().err
     assert "--name names one artifact" in said and "entry 2 of" in said
+
+
+def test_a_dry_run_tells_of_every_entry_that_is_refused_and_plans_the_others(
+    model: Path, given: list[str], tmp_path: Path, capsys
+):
+    entries = [
+        "nosuch",
+        "{m}",
+        "model: {m}\n  recipe: aqua-99bit",
+        "model: {m}\n  seed: 1",
+        "model: {m}\n  corpus: /no.txt",
+    ]
+    (tmp_path / "list.yaml").write_text("".join(f"- {entry.format(m=model)}\n" for entry in entries))
+    words = [*given[:-4], "--recipe", "mean-higgs-2bit", *given[-2:], "--dry-run"]
+    assert cli.main(words) == 3, "that of the first"
+    out, said = capsys.readouterr()
+    assert [number for number in range(1, 6) if f"entry {number} of" in said] == [1, 3, 5]
+    assert "model 'nosuch' is" in said and "aqua-99bit" in said and "/no.txt" in said
+    assert len(out.splitlines()) == 4 and out.splitlines()[-1].startswith("all 2 of 5 ")
+    assert cli.main([*words, "--json"]) == 3
+    assert [row["model"] for row in json.loads(capsys.readouterr().out)] == [model.name] * 2
+
+
+def test_all_entries_with_options_that_are_none_are_told(model: Path, given: list[str], tmp_path: Path, capsys):
+    (tmp_path / "list.yaml").write_text("- model: x\n  seq-len: long\n- x\n- model: x\n  samples: many\n")
+    assert cli.main(given) == 2
+    said = capsys.readouterr().err
+    assert "entry 1 of" in said and "entry 3 of" in said and "entry 2" not in said
