@@ -150,6 +150,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         raise ValueError("--only, --price and --commands are of --models FILE.yaml; give that")
     asked, work, caution = _prepared(args)
     from kvq_calib.cli import outcome
+    from kvq_calib.job import prepare
     from kvq_calib.run import checkpoint
     from kvq_runtime.cli.table import print_record
 
@@ -167,8 +168,11 @@ def _calibrate(args: argparse.Namespace) -> int:
     else:
         done, spent = _here(asked, work, args.quiet)
     records = json.loads((work.folder / "evaluation.json").read_text()) if asked.evaluation.evaluate else []
+    reused = args.reuse is not None and not spent
+    if reused:
+        caution = verdict.thinness(prepare.base_of(asked, work.files).provenance)
     outcome.show(done, [read(one, TextRecord) for one in records], args.json, caution)
-    if args.reuse is not None and not spent:
+    if reused:
         exit_codes.say("kvq-calibrate", f"{args.reuse} keeps the bounds on this model: nothing was fitted")
     if not args.json and spent:
         outcome.cost(time.perf_counter() - begun, spent, (before, layers))
@@ -196,7 +200,7 @@ def _prepared(args: argparse.Namespace):
         if args.baselines is None:
             asked = prepare.not_alone(asked, work)
         notes, caution = prepare.preflight(asked, work), verdict.thin(work.plan.samples, work.plan.held_out)
-        notes += [f"CAUTION: {caution}; use more --samples"] if caution else []
+        notes += [f"CAUTION: {caution}; use more --samples"] if caution and args.reuse is None else []
         if args.dry_run:
             show(f"choosing {work.plan.samples} sequences of {work.plan.corpus}")
             notes += prepare.rehearse(asked, work)

@@ -85,3 +85,17 @@ def test_the_command_fits_what_is_to_be_reused_unless_told(home, capsys):
     assert calibrate._job(args).what.recipes == ("aqua-2bit",) and calibrate._job(args).what.reuse == "demo-aqua-2bit"
     assert calibrate.main([*given, "--max-kl", "1", "--prefect"]) == 2
     assert "leave out --prefect" in capsys.readouterr().err
+
+
+def test_the_caution_is_of_the_fit_that_is_reused(home, capsys):
+    """Not of the few sequences that it is measured on."""
+    where = ["--registry", (home / "registry").as_uri(), "--corpus", "demo", "--seq-len", "256", "--also", "none"]
+    fitted = ["--model", "demo", *where, "--samples", "9", "--held-out", "1", "--no-eval", "--name", "wide"]
+    assert calibrate.main(fitted) == 0 and "CAUTION" not in capsys.readouterr().out
+    given = ["--model", str(home / "tuned"), *where, "--samples", "4", "--held-out", "1", "--max-kl", "1"]
+    for base, warned in (("wide", False), ("demo-aqua-2bit", True)):
+        assert calibrate.main([*given, "--reuse", base, "--run", str(home / base), "--name", f"of-{base}"]) == 0
+        out, err = capsys.readouterr()
+        assert "nothing was fitted" in err and "CAUTION" not in err
+        assert ("CAUTION" in out) == warned, out
+    assert "fitted on 6 sequences (8 less 2 held out)" in out
