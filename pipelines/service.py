@@ -4,7 +4,8 @@
     python -m pipelines.service down
 
 Database, logs and the record of what was started lie in $KVQ_HOME/flows, which its user alone can read. A process is
-known by its id and the moment it began, so that an id that the system has reused is left alone.
+known by its id and the moment it began, so that an id that the system has reused is left alone; the moment is counted
+from the system's start, since clocks are set.
 
     auth        what every request to the server must know: made when it is started, passed to worker and commands
     hf-token    $HF_TOKEN, which the worker does not have: see kvq_calib/job/token.py
@@ -152,8 +153,8 @@ def _start(name: str, arguments: list[str], environment: dict[str, str], folder:
             command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     _started.append(process)
-    began = psutil.Process(process.pid).create_time()
-    (folder / f"{name}.json").write_text(json.dumps({"pid": process.pid, "began": began}))
+    record = {"pid": process.pid, "began": _began(psutil.Process(process.pid))}
+    files.save(folder / f"{name}.json", json.dumps(record).encode())
 
 
 def _running(record: Path) -> psutil.Process | None:
@@ -161,10 +162,16 @@ def _running(record: Path) -> psutil.Process | None:
     try:
         noted = json.loads(record.read_text())
         process = psutil.Process(noted["pid"])
-        same = process.create_time() == noted["began"] and process.status() != psutil.STATUS_ZOMBIE
+        same = _began(process) == noted["began"] and process.status() != psutil.STATUS_ZOMBIE
         return process if same else None
     except (FileNotFoundError, psutil.NoSuchProcess):
         return None
+
+
+def _began(process: psutil.Process) -> float:
+    """Seconds from the system's start to a process's, in hundredths, which is what systems tell."""
+    start = psutil.boot_time()
+    return round(process.create_time() - start, 2)
 
 
 def _stop(process: psutil.Process) -> None:

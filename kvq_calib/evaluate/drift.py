@@ -13,6 +13,7 @@ from kvq_calib.evaluate.held_out import PROTOCOL
 from kvq_calib.evaluate.subject import find
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
+from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import reference
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.measured import TextRecord
@@ -64,7 +65,7 @@ def check(
 
     promote   measure the newest version as well, and point the alias to it if it keeps the bounds
 
-    Raises ValueError for bounds that are none, NotFound for a name without versions.
+    Raises ValueError for bounds that are none, NotFound for a name without versions, or whose versions are all yanked.
     """
     if not bounds.given:
         raise ValueError("a drift check needs a bound: max_perplexity_ratio, max_kl, or both")
@@ -96,6 +97,8 @@ def _versions(name: str, alias: str, newest: bool, registry_url: str | None) -> 
     latest = state.newest()
     if latest is not None and (newest or chosen == {None}):
         chosen.add(latest.version)
+    if chosen == {None}:
+        raise NotFound(f"every version of {given.name} is yanked, and no alias {alias} points to one; leave it out")
     prefix = f"{given.registry}/{given.name}" if given.registry else given.name
     return [f"{prefix}@{version}" for version in sorted((one for one in chosen if one), key=order)]
 

@@ -36,7 +36,9 @@ def save_pretrained(made: Artifact, save_directory: Path | str) -> str:
 
 def beside(made: Artifact, data: bytes, place: str) -> dict[str, bytes]:
     """The files that stand beside an artifact's own, whose bytes are `data`; `place` is what loads it."""
-    return {CARD: card(made, place).encode(), CONFIG: config(made, data).encode()}
+    texts = {CARD: card(made, place), CONFIG: config(made, data)}
+    # half a surrogate pair, which names of files and JSON may have, as JSON writes it
+    return {name: text.encode(errors="backslashreplace") for name, text in texts.items()}
 
 
 def config(made: Artifact, data: bytes) -> str:

@@ -77,6 +77,15 @@ def test_what_a_file_says_is_no_markup_on_its_card(tmp_path):
     assert len(rows) == 3 and all(len(re.split(r"(?<!\\)\|", row)) == 4 for row in rows)
 
 
+def test_half_a_surrogate_pair_is_told_as_json_has_it(tmp_path):
+    """A file's name that is no UTF-8 has one, as Python reads it, and JSON may hold what it likes."""
+    made, said = tiny.tiny(3), {"model": "\ud800", "corpus": {"source": "\udcff.txt"}}
+    digest = save_pretrained(replace(made, provenance=said), tmp_path)
+    assert sha256((tmp_path / "kvq.safetensors").read_bytes()).hexdigest() == digest
+    assert json.loads((tmp_path / "kvq_config.json").read_bytes())["provenance"] == said
+    assert "\\udcff.txt" in (tmp_path / "README.md").read_text()
+
+
 def test_a_push_is_a_version_that_loads_from_everywhere(hub, monkeypatch, tmp_path):
     made = tiny.tiny()
     assert push_to_hub(made, REPO) == f"{REPO}@1.0.0" == push_to_hub(made, f"hf://{REPO}")

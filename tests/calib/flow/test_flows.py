@@ -11,6 +11,7 @@ from patience import until
 
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.evaluate import drift
+from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import remarks
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.local import LocalRegistry
@@ -192,6 +193,14 @@ def test_a_drift_check_tells_what_it_only_proposed(tmp_path):
     remarks.protect(place, NAME, "production", 0)
     assert drift._promote(place, newest, "production") == ("production", "")
     assert drift._promote(place, newest, "production") == ("", "")
+
+
+def test_a_drift_check_of_what_is_withdrawn_measures_nothing_and_says_so(model, tmp_path):
+    place = registry.open_registry(str(tmp_path / "registry"))
+    place.publish(NAME, tiny_artifact.data())
+    place.yank(NAME, "1.0.0", "of the wrong text")
+    with pytest.raises(NotFound, match=f"every version of {NAME} is yanked, and no alias production points to one"):
+        drift.check([NAME], str(model), "demo", drift.Bounds(1.05), seed=0, registry_url=place.url)
 
 
 def test_a_drift_check_without_bounds_is_refused(model):
