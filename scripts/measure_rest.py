@@ -7,8 +7,8 @@
 The model reads a prefix of a held-out text in 16 bits; its keys and values are kept, and restored into transformers'
 own cache; the tokens after it are read from that in one pass. A JSON line each, means of windows:
 
-    bits      of all that is kept, per element of the prefix's keys and values: codes, the frame, in 16 bits sinks and
-              blocks that are kept exact, since their errors are beyond what the artifact promises (bits_exact)
+    bits      of all that is kept, per element of the prefix's keys and values: codes, the frame, sinks in 16 bits, and
+              what is kept of blocks beyond what the artifact promises of errors (bits_exact)
     kl        divergence from the 16-bit model over the tokens that follow, in nats, and perplexity over its own
     first     which of --greedy tokens, chosen greedily after the prefix, is the first other one; null: none is
     put_cpu_* and load_cpu_*    processor seconds of `put` and `load_decoded` by stage, of all threads;
@@ -202,7 +202,7 @@ def _greedy(model: Any, pair: Pair, tokens_T: Tensor, count: int) -> list[int]:
 
 
 def _stored(made: Any, model: Any, rounds: int, threads: int | None = None, bits: float | None = None) -> Keep:
-    """By a PrefixStore: all bytes of its blocks, but exact tokens counted in 16 bits."""
+    """By a PrefixStore: all bytes of its blocks, but exact tokens counted as bfloat16 numbers."""
 
     def keep(tokens_T: Tensor, exact: Pair) -> Kept:
         with tempfile.TemporaryDirectory() as folder:
@@ -229,7 +229,7 @@ def _stored(made: Any, model: Any, rounds: int, threads: int | None = None, bits
 
 
 def _sizes(blocks: Any, tokens_T: Tensor) -> tuple[dict[str, int], int]:
-    """Bytes of a prefix's files by what they hold, exact tokens counted in 16 bits, and as they are."""
+    """Bytes of a prefix's files by what they hold, exact tokens counted as bfloat16 numbers, and as they are."""
     sizes, whole = {"coded": 0, "sinks": 0, "exact": 0, "other": 0, "frame": 0}, 0
     for name in chain.names(blocks.root, chain.token_row(tokens_T), blocks.block):
         data = blocks.shelf.get(name, blocks.format.largest()) or b""
@@ -237,7 +237,8 @@ def _sizes(blocks: Any, tokens_T: Tensor) -> tuple[dict[str, int], int]:
         sizes["frame"] += len(data) - sum(x.nbytes for x in tensors.values())
         for field, x in tensors.items():
             kind = field.rsplit(".", 1)[-1]
-            sizes[kind if kind in sizes else "other"] += 2 * x.numel() if kind in ("sinks", "exact") else x.nbytes
+            plain = kind in ("sinks", "exact") and x.dtype != torch.uint8
+            sizes[kind if kind in sizes else "other"] += 2 * x.numel() if plain else x.nbytes
     return sizes, whole
 
 

@@ -51,7 +51,7 @@ class PrefixStore:
     registry  where a reference is looked up, as for `load_artifact`
     allow_other_weights  take an artifact that was calibrated on other weights of the same shape
     bits      of an entropy-coded artifact: about as many an element, all bytes counted, by coarser steps than a fit's;
-              no errors are promised then, so that no block stays exact
+              no errors are promised then, so that nothing is kept beside codes
     threads   that make and read files; None: those processors that the process may use, at most 8
 
     Raises ValueError for a recipe whose blocks cannot be kept (fitted to the prompt, dependent on arrival, choosing

@@ -17,7 +17,7 @@ from kvq_runtime.prefix import chain
 from kvq_runtime.prefix.block_file import BlockFormat
 from kvq_runtime.recipe import Recipe
 
-FORMAT = 2  # of names, folders and files; another one finds nothing of it
+FORMAT = 3  # of names, folders and files; another one finds nothing of it
 
 
 def of(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -4,11 +4,11 @@
 
 `packed` are all fields of one dtype, one behind the other: by layer, keys before values, in the order of the scheme's
 fields. `sinks` [2, layers, S, C] are the exact tokens among the block's own, keys and values, in the model's dtype;
-blocks after the first have none. `exact` [block, C] are those of the keys, or values, of a layer whose error is beyond
-what the fit promised (`store/promise.py`), and only there. `coded` [bytes] are the fields, of all layers, that a recipe
-entropy-codes at rest (`ops/entropy.py`): of any length up to that of the codes; `lossless` likewise are those that it
-codes without loss (`ops/lossless.py`). The metadata key `kvq` holds the chain (root, previous, number, tokens) and
-`content`, a sha256 of that and of every tensor.
+blocks after the first have none. `exact` is what is kept of tokens of the keys, or values, of a layer whose error is
+beyond what the fit promised (`prefix/beyond.py`), and only there. `coded` [bytes] are the fields, of all layers, that a
+recipe entropy-codes at rest (`ops/entropy.py`): of any length up to that of the codes; `lossless` likewise are those
+that it codes without loss (`ops/lossless.py`). The metadata key `kvq` holds the chain (root, previous, number, tokens)
+and `content`, a sha256 of that and of every tensor.
 
 What a file may contain follows from recipe, geometry and dtype alone, so that reading takes no size from the file:
 longer ones are not read, and every name, shape and dtype has to be the expected one. What was coded can be checked
@@ -35,6 +35,7 @@ from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import entropy, lossless
+from kvq_runtime.prefix import beyond
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.storage import Slab
@@ -61,7 +62,7 @@ class Block:
 
     fields       by layer, of keys and of values, as their codecs encode them, without batch: [...] a field
     sinks_2LSC   exact tokens among the block's own, of the layers in order; S may be 0
-    exact        by layer and role the tokens, [block, C], of those that are kept exact
+    exact        by layer and role what is kept, beside codes, of tokens that are beyond their promise
     """
 
     fields: Mapping[int, tuple[Slab, Slab]]
@@ -106,7 +107,7 @@ class BlockFormat:
     dtype     of the model's keys and values
     tensors   of the fit; None: blocks are checked, and fields that are coded are missing in them, those without loss
               if the library is missing
-    promised  whether there is a promise, so that blocks may be kept exact
+    promised  whether there is a promise, so that blocks may be beyond it
     """
 
     recipe: Recipe
@@ -169,7 +170,7 @@ class BlockFormat:
 
     @cached_property
     def _exact(self) -> dict[str, tuple[int, int]]:
-        """(layer, role) of what may be kept exact, by the name of its tensor."""
+        """(layer, role) of what may be beyond, by the name of its tensor."""
         sites = [(layer, role) for layer in self.held for role in (0, 1)] if self.promised else []
         return {f"{ROLES[role]}.{layer}.{EXACT}": (layer, role) for layer, role in sites}
 
@@ -184,7 +185,7 @@ class BlockFormat:
         return plain + sum(stream.longest for stream in self._streams.values())
 
     def usual(self) -> int:
-        """Bytes that no block's file exceeds which keeps nothing exact."""
+        """Bytes that no block's file exceeds in which nothing is beyond."""
         return self.data_bytes(0) + 200 * (len(self._packed) + 1) + 1024 + 12 * self.recipe.window.block
 
     def largest(self) -> int:
@@ -199,7 +200,8 @@ class BlockFormat:
             tensors[name] = torch.cat([part.flatten() for part in _parts(block, sites)])
         for name, site in self._exact.items():
             if site in block.exact:
-                tensors[name] = block.exact[site].detach().to("cpu", self.dtype).contiguous()
+                kept = block.exact[site].detach().cpu()
+                tensors[name] = (kept if kept.dtype == torch.uint8 else kept.to(self.dtype)).contiguous()
         if self.sinks(link.number):
             tensors["sinks"] = block.sinks_2LSC.detach().to("cpu", self.dtype).contiguous()
         for name, stream in self._streams.items():
@@ -229,8 +231,10 @@ class BlockFormat:
 
     def _read(self, data: bytes, head: header.Header, link: Link) -> Block:
         expected, listed = self.specs(link.number), head.specs()
-        shape = (self.recipe.window.block, self.geometry.width)
-        expected |= {name: (shape, self.dtype) for name in self._exact if name in listed}
+        block, width = self.recipe.window.block, self.geometry.width
+        few = {((width, size), torch.uint8) for size in beyond.sizes(block)}
+        for name in self._exact.keys() & listed.keys():
+            expected[name] = listed[name] if listed[name] in few else ((block, width), self.dtype)
         for name, stream in self._streams.items():
             shape, dtype = listed.get(name, ((), None))
             if dtype != torch.uint8 or len(shape) != 1 or shape[0] > stream.longest:
@@ -255,8 +259,11 @@ class BlockFormat:
         for name, stream in self._streams.items():
             for site, x in zip(stream.sites, self._decoded(name, tensors[name]), strict=False):
                 fields[site.layer][site.role][site.field] = x
-        nothing = torch.empty(2, len(self.held), 0, self.geometry.width, dtype=self.dtype)
         exact = {site: tensors[name] for name, site in self._exact.items() if name in tensors}
+        for (layer, role), kept in exact.items():
+            if not bool(torch.isfinite(beyond.decode(kept, block, self.dtype)).all()):
+                raise ArtifactError(f"finite: {ROLES[role]}.{layer}.{EXACT} decodes to NaN or infinity")
+        nothing = torch.empty(2, len(self.held), 0, width, dtype=self.dtype)
         return Block(fields, tensors.get("sinks", nothing), exact)
 
     def _decoded(self, name: str, stream_X: Tensor) -> list[Tensor]:

@@ -22,6 +22,7 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.shared import Fitted
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.prefix import beyond
 from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.positions import Positions
@@ -36,7 +37,7 @@ class Coder:
 
     held     layers, in rising order
     rotary   the model's rotation, where the recipe needs positions; may be set later
-    check    what a fit promises, so that what is beyond is kept exact; None: errors are not measured
+    check    what a fit promises, so that tokens beyond are kept beside codes; None: errors are not measured
     """
 
     def __init__(
@@ -110,7 +111,8 @@ class Coder:
                 pairs = (keys, x_NTC, Context(rope), k_decoded), (values, v_NTC, from_keys, v_decoded)
                 errors = torch.stack([watch.errors(*each, counted) for each in pairs])
                 found = watch.beyond(errors[:, None], one.number)
-                one.beyond.update({(layer, role): pair_TC[role] for role, _ in found})
+                for role, _ in found:
+                    one.beyond[layer, role] = beyond.encode(pair_TC[role], one.sinks, watch.promises[role])
         else:
             k_fields, v_fields = keys.encode(x_NTC, Context(rope)), values.encode(v_NTC, Context())
         one.fields[layer] = _first(k_fields), _first(v_fields)
@@ -166,7 +168,7 @@ class Coder:
 @dataclass(frozen=True)
 class _Begun:
     """A block while it is encoded: its positions; how many sinks are among its tokens, and which others are counted in
-    errors; and of the layers so far what it is encoded as, decoded, and what stays exact."""
+    errors; and of the layers so far what it is encoded as, decoded, and what is kept beside that."""
 
     number: int
     sinks: int
@@ -190,8 +192,9 @@ def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str)
     sinks = {layer: sinks_2LSC[:, place][:, None] for place, layer in enumerate(layers)}
     exact: dict[int, tuple[dict[int, Tensor], dict[int, Tensor]]] = {layer: ({}, {}) for layer in layers}
     for number, block in enumerate(blocks):
-        for (layer, role), x_TC in block.exact.items():
-            exact[layer][role][number] = x_TC[None].to(device)
+        for (layer, role), kept in block.exact.items():
+            tokens_TC = beyond.decode(kept, cache.recipe.window.block, sinks_2LSC.dtype)
+            exact[layer][role][number] = tokens_TC[None].to(device)
     cache.adopt(len(blocks), fields, sinks, exact)  # type: ignore[arg-type]
 
 
@@ -200,15 +203,17 @@ def held(cache: BlockCache, number: int, row: int = 0) -> Block:
     layers, size = sorted(cache.held), cache.recipe.window.block
     fields: dict[int, tuple[Slab, Slab]] = {layer: ({}, {}) for layer in layers}
     exact: dict[tuple[int, int], Tensor] = {}
+    sinks_2LSC = torch.stack([cache.layers[layer].sinks_2BSC[:, row] for layer in layers], 1)
+    sinks_2LSC = sinks_2LSC[:, :, number * size : (number + 1) * size]
     for layer in layers:
         store = cache.layers[layer]
         for role in (0, 1):
             for name, field in store.fields(role, number, number + 1).items():
                 fields[layer][role][name] = field[row, 0].cpu()
             if store.watch is not None and number in store.watch.exact[role]:
-                exact[layer, role] = store.watch.exact[role][number][row].cpu()
-    sinks_2LSC = torch.stack([cache.layers[layer].sinks_2BSC[:, row] for layer in layers], 1)
-    return Block(fields, sinks_2LSC[:, :, number * size : (number + 1) * size], exact)
+                x_TC = store.watch.exact[role][number][row]
+                exact[layer, role] = beyond.encode(x_TC, sinks_2LSC.shape[2], store.watch.promises[role])
+    return Block(fields, sinks_2LSC, exact)
 
 
 def window_rows(cache: BlockCache, number: int, end: int, row: int) -> Rows:

@@ -51,7 +51,7 @@ class PrefixBlocks:
     held       layers, if not all
     salt       of a tenant: blocks that are put under one are found under no other
     budget     bytes on the shelf: a number, or text such as "20GB"
-    promised   what the fit promises of errors, so that a block beyond is kept with its exact tokens; None: nothing
+    promised   what the fit promises of errors, so that of a block beyond tokens are kept beside codes; None: nothing
     threads    that make files of blocks, and read them, beside the caller's; None: one for each processor that this
                process may use, at most MOST_THREADS
 
@@ -95,7 +95,7 @@ class PrefixBlocks:
         self.shelf: Shelf = (
             Memory(self.budget) if path is None else Folder(Path(path).expanduser(), described, digest, self.budget)
         )
-        # read, written: bytes of blocks; damaged, unreadable: blocks; beyond: keys or values, of a layer, kept exact
+        # read, written: bytes of blocks; damaged, unreadable: blocks; beyond: keys or values of a layer
         self.tally: Counter[str] = Counter()
         self._said: set[str] = set()
 
@@ -233,7 +233,7 @@ class PrefixBlocks:
                 end = next((n for n in range(number + 1, end) if self.shelf.has(names[n])), end)
                 ready.update(zip(counting(number), encoded(number, end), strict=False))
             block = ready.pop(number).cpu()  # here, where the device's stream is the caller's
-            self._count_exact(block)
+            self._count_beyond(block)
             return pool.submit(self.format.to_bytes, block, self._link(names, token_T, number))
 
         kept = 0
@@ -266,10 +266,10 @@ class PrefixBlocks:
 
     def write(self, name: str, block: Block, link: Link) -> None:
         """Put a block on the shelf, and count it."""
-        self._count_exact(block)
+        self._count_beyond(block)
         self._written(name, self.format.to_bytes(block, link))
 
-    def _count_exact(self, block: Block) -> None:
+    def _count_beyond(self, block: Block) -> None:
         """Count keys and values that are beyond; say it, once, where these are most of a block."""
         count, sites = len(block.exact), 2 * len(self.format.held)
         self.tally["beyond"] += count
@@ -277,7 +277,7 @@ class PrefixBlocks:
             self._said.add("beyond")
             _log.warning(
                 "%s: %d of the %d keys and values of a block, one each a layer, are beyond what calibration promised, "
-                "and are kept exact beside their codes, so that files save little or nothing against 16 bit; the "
+                "and are kept once more beside their codes, so that files save less than the recipe's bits say; the "
                 "text, or the model, is other than that of the fit (said once)",
                 self.format.recipe.name, count, sites,
             )  # fmt: skip

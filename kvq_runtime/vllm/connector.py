@@ -232,7 +232,7 @@ COUNTS = {
     "bytes_loaded": "bytes of encoded blocks that were read",
     "tokens_kept": "tokens whose blocks were encoded and written, summed over workers",
     "bytes_kept": "bytes of encoded blocks that were written",
-    "blocks_beyond": "blocks of keys or values kept exact, as their error is beyond what calibration promised",
+    "blocks_beyond": "blocks of keys or values kept beside codes, as their error is beyond what calibration promised",
     "tokens_dropped": "tokens not kept because too much waited to be encoded",
     "blocks_damaged": "blocks that failed a check, and were removed",
     "blocks_unreadable": "blocks that could not be read",

@@ -23,6 +23,7 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.ops import lossless
 from kvq_runtime.prefix import block_file, chain, upkeep
 from kvq_runtime.prefix.shelf import Folder
+from kvq_runtime.store.promise import Check, Promise
 
 # ---- coded
 
@@ -121,6 +122,31 @@ def test_without_the_library_verify_checks_the_digest_alone(tmp_path, monkeypatc
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert [(one.path, one.fault[:8]) for one in upkeep.damaged(tmp_path)] == [(path, "content:")]
+
+
+def test_what_is_beyond_is_refused_unless_it_is_of_a_block():
+    kept = store(promised=Check({(0, 0): Promise(1.0, 1, (1.0,) * 4)}))
+    kept.put(ids(16), *(one[:] for one in rows(16)))
+    (data,), form = kept.shelf._held.values(), kept.format  # type: ignore[attr-defined]
+    (link, block), tensors = form.read(data), safetensors.torch.load(data)
+    name = "key.0.exact"
+    assert torch.equal(block.exact[0, 0], tensors[name]) and tensors[name].dtype == torch.uint8
+    ends = torch.full((GEOMETRY.width, 2), torch.inf, dtype=torch.float16).view(torch.uint8)
+    for given, why in (
+        (tensors[name][:, :-1], r"tensors: \['key.0.exact'\]"),
+        (tensors[name][:-1], r"tensors: \['key.0.exact'\]"),
+        (tensors[name].int(), r"tensors: \['key.0.exact'\]"),
+        (torch.cat([tensors[name][:, :-4], ends], 1), "finite: key.0.exact decodes to NaN"),
+    ):
+        with pytest.raises(ArtifactError, match=why):
+            form.from_bytes(_sealed(link, tensors | {name: given.contiguous()}), link)
+
+
+def _sealed(link: block_file.Link, tensors: dict[str, torch.Tensor]) -> bytes:
+    """A file of these tensors, whose digest is right."""
+    about = block_file._about(link)
+    about["content"] = block_file._content(about, tensors)
+    return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(about)})
 
 
 def test_nothing_is_encoded_after_a_block_that_is_gone(tmp_path, monkeypatch):

@@ -243,8 +243,8 @@ def test_what_an_artifact_states_is_checked():
 
 
 @pytest.mark.parametrize("name", ["aqua-2bit", "kivi-2bit"])
-def test_a_kept_prefix_carries_what_is_exact(name, tmp_path):
-    """From a cache or from rows, to the same bytes; what is loaded is read so, and kept again so."""
+def test_a_kept_prefix_carries_what_is_beyond(name, tmp_path):
+    """From a cache or from rows, to the same bytes; what is loaded is near what was read, and kept again so."""
     recipe, x = RECIPES[name], text(name, 4, 1, planted=True)
     tensors, check = fitted.tensors(recipe, GEOMETRY), Check(measured(name, text(name, 4, 1)))
     about = {"model": "m", "dtype": torch.float32, "rotary": feeding.rotary(), "promised": check}
@@ -264,15 +264,25 @@ def test_a_kept_prefix_carries_what_is_exact(name, tmp_path):
     coder.fill(again, blocks, "cpu")
     assert again.health().beyond == cache.health().beyond and again.health().blocks == cache.health().blocks
     size = 4 * recipe.window.block
+    block, sinks, rounded = recipe.window.block, recipe.window.sinks, 0
     for layer in range(GEOMETRY.layers):
-        for one, other in zip(again.decoder.whole(layer), cache.decoder.whole(layer), strict=True):
-            assert torch.equal(one[:, :size], other[:, :size])
+        both = zip(again.decoder.whole(layer), cache.decoder.whole(layer), strict=True)
+        for role, (one, other) in enumerate(both):
+            for number, start in enumerate(range(0, size, block)):
+                gap = (
+                    (one[:, :size] - other[:, :size])[0, start : start + block]
+                    .square()
+                    .sum(1)[max(0, sinks - start) :]
+                    .mean()
+                )
+                inexact = (layer, role) in blocks[number].exact
+                assert gap <= check.promises[layer, role].bound / 8 if inexact else gap == 0
+                rounded += bool(gap)
+    assert rounded
     kept = coder.held(again, PLANTED)
     assert all(torch.equal(kept.exact[site], x_TC) for site, x_TC in blocks[PLANTED].exact.items())
     for number, (_, keys, _) in enumerate(stores[0].decode(blocks)):
-        start = PLANTED * recipe.window.block
+        start = PLANTED * block
         if (number, 0) in blocks[PLANTED].exact:
-            assert torch.equal(
-                keys[start : start + recipe.window.block].flatten(1),
-                x[number, 0, 0, start : start + recipe.window.block],
-            )
+            gap = keys[start : start + block].flatten(1) - x[number, 0, 0, start : start + block]
+            assert gap.square().sum(1).mean() <= check.promises[number, 0].bound / 8
