@@ -7,8 +7,8 @@
 The model reads a prefix of a held-out text in 16 bits; its keys and values are kept, and restored into transformers'
 own cache; the tokens after it are read from that in one pass. A JSON line each, means of windows:
 
-    bits      of all that is kept, per element of the prefix's keys and values: codes, the frame, sinks in 16 bits, and
-              what is kept of blocks beyond what the artifact promises of errors (bits_exact)
+    bits      of all that is kept, per element of the prefix's keys and values: codes, the frame, sinks as coded of
+              bfloat16 numbers, and what is kept of blocks beyond what the artifact promises of errors (bits_exact)
     kl        divergence from the 16-bit model over the tokens that follow, in nats, and perplexity over its own
     first     which of --greedy tokens, chosen greedily after the prefix, is the first other one; null: none is
     put_cpu_* and load_cpu_*    processor seconds of `put` and `load_decoded` by stage, of all threads;
@@ -51,7 +51,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.hf.model import CACHE, rotary_of_config
 from kvq_runtime.hf.prefix import PrefixStore
 from kvq_runtime.ops import rope
-from kvq_runtime.prefix import chain
+from kvq_runtime.prefix import block_file, chain
 from scripts import kvtc, positions
 from scripts.real_page import machine
 from scripts.stage_times import timed
@@ -237,7 +237,9 @@ def _sizes(blocks: Any, tokens_T: Tensor) -> tuple[dict[str, int], int]:
         sizes["frame"] += len(data) - sum(x.nbytes for x in tensors.values())
         for field, x in tensors.items():
             kind = field.rsplit(".", 1)[-1]
-            plain = kind in ("sinks", "exact") and x.dtype != torch.uint8
+            if kind == block_file.SINKS and blocks.format.coded_sinks:
+                x = block_file.sinks_stream(blocks.format.read(data)[1].sinks_2LSC.bfloat16())
+            plain = kind in (block_file.SINKS, block_file.EXACT) and x.dtype != torch.uint8
             sizes[kind if kind in sizes else "other"] += 2 * x.numel() if plain else x.nbytes
     return sizes, whole
 

@@ -18,6 +18,7 @@ from kvq_runtime.prefix.block_file import BlockFormat
 from kvq_runtime.recipe import Recipe
 
 FORMAT = 3  # of names, folders and files; another one finds nothing of it
+MORE = ("promised", "coded_sinks")  # of a `BlockFormat`, stated where they are so
 
 
 def of(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def of(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> dict[str
         "geometry": asdict(form.geometry),
         "layers": list(form.held),
         "dtype": str(form.dtype).removeprefix("torch."),
-    } | ({"promised": True} if form.promised else {})  # else as older versions have it
+    } | {name: True for name in MORE if getattr(form, name)}
 
 
 def digest(about: Mapping[str, Any]) -> str:
@@ -54,8 +55,8 @@ def read(folder: Path) -> tuple[dict[str, Any], BlockFormat]:
 
 def _format_of(about: dict[str, Any]) -> BlockFormat:
     names = {"format", "model", "recipe", "fit", "geometry", "layers", "dtype"}
-    promised = about.get("promised") is True
-    strict_json.keys(about, names | {"promised"} if promised else names, "about")
+    more = {name for name in MORE if about.get(name) is True}
+    strict_json.keys(about, names | more, "about")
     if about["format"] != FORMAT:
         raise ArtifactError(f"about: format {about['format']!r:.40}; this version reads {FORMAT}")
     try:
@@ -69,4 +70,4 @@ def _format_of(about: dict[str, Any]) -> BlockFormat:
             raise ValueError(f"layers {layers}")
     except (ValueError, TypeError, KeyError) as error:
         raise ArtifactError(f"about: {error}") from None
-    return BlockFormat(recipe, geometry, layers, dtype, promised=promised)
+    return BlockFormat(recipe, geometry, layers, dtype, promised="promised" in more, coded_sinks="coded_sinks" in more)

@@ -3,12 +3,12 @@
     one safetensors file: packed.uint8, packed.float16, ..., sinks, coded, lossless, key.{layer}.exact, ...
 
 `packed` are all fields of one dtype, one behind the other: by layer, keys before values, in the order of the scheme's
-fields. `sinks` [2, layers, S, C] are the exact tokens among the block's own, keys and values, in the model's dtype;
-blocks after the first have none. `exact` is what is kept of tokens of the keys, or values, of a layer whose error is
-beyond what the fit promised (`prefix/beyond.py`), and only there. `coded` [bytes] are the fields, of all layers, that a
-recipe entropy-codes at rest (`ops/entropy.py`): of any length up to that of the codes; `lossless` likewise are those
-that it codes without loss (`ops/lossless.py`). The metadata key `kvq` holds the chain (root, previous, number, tokens)
-and `content`, a sha256 of that and of every tensor.
+fields. `sinks` are the exact tokens among the block's own, keys and values: [2, layers, S, C] in the model's dtype, or
+coded without loss, [bytes] (`ops/lossless.py`); blocks after the first have none. `exact` is what is kept of the tokens
+of the keys, or values, of a layer whose error is beyond what the fit promised (`prefix/beyond.py`), and only there.
+`coded` [bytes] are the fields, of all layers, that a recipe entropy-codes at rest (`ops/entropy.py`): of any length up
+to that of the codes; `lossless` likewise are those that it codes without loss. The metadata key `kvq` holds the chain
+(root, previous, number, tokens) and `content`, a sha256 of that and of every tensor.
 
 What a file may contain follows from recipe, geometry and dtype alone, so that reading takes no size from the file:
 longer ones are not read, and every name, shape and dtype has to be the expected one. What was coded can be checked
@@ -41,7 +41,7 @@ from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.storage import Slab
 
 CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded", "lossless")
-CODED, LOSSLESS, EXACT = "coded", "lossless", "exact"
+CODED, LOSSLESS, EXACT, SINKS = "coded", "lossless", "exact", "sinks"
 LENGTH = 1024  # tokens of the prefix for which bits are stated
 _NAMES = re.compile(r"packed\.[a-z0-9]+|sinks|coded|lossless|(key|value)\.(0|[1-9][0-9]{0,3})\.exact")
 
@@ -103,11 +103,12 @@ class _Stream(NamedTuple):
 class BlockFormat:
     """The contents of a block's file.
 
-    held      layers, in rising order
-    dtype     of the model's keys and values
-    tensors   of the fit; None: blocks are checked, and fields that are coded are missing in them, those without loss
-              if the library is missing
-    promised  whether there is a promise, so that blocks may be beyond it
+    held         layers, in rising order
+    dtype        of the model's keys and values
+    tensors      of the fit; None: blocks are checked, and fields that are coded are missing in them, and what is coded
+                 without loss if the library is missing
+    promised     whether there is a promise, so that blocks may be beyond it
+    coded_sinks  whether sinks are coded without loss, which needs the library
     """
 
     recipe: Recipe
@@ -116,6 +117,7 @@ class BlockFormat:
     dtype: torch.dtype
     tensors: Mapping[str, Tensor] | None = dataclasses.field(default=None, compare=False, repr=False)
     promised: bool = False
+    coded_sinks: bool = False
 
     def sinks(self, number: int) -> int:
         """Return how many of a block's tokens are sinks."""
@@ -166,7 +168,13 @@ class BlockFormat:
             name: ((sum(one.numbers for one in sites),), sites[0].dtype) for name, sites in self._packed.items()
         }
         shape = (2, len(self.held), self.sinks(number), self.geometry.width)
-        return specs | ({"sinks": (shape, self.dtype)} if shape[2] else {})
+        return specs | ({SINKS: (shape, self.dtype)} if shape[2] and not self.coded_sinks else {})
+
+    def longest(self, number: int) -> dict[str, int]:
+        """Of every tensor of a block's file that is coded, the most bytes that it may have."""
+        count = 2 * len(self.held) * self.sinks(number) * self.geometry.width
+        sinks = {SINKS: lossless.most(count, self.dtype)} if count and self.coded_sinks else {}
+        return {name: stream.longest for name, stream in self._streams.items()} | sinks
 
     @cached_property
     def _exact(self) -> dict[str, tuple[int, int]]:
@@ -182,7 +190,7 @@ class BlockFormat:
     def data_bytes(self, number: int) -> int:
         """Bytes of a block's tensors, as many as there can be."""
         plain = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(number).values())
-        return plain + sum(stream.longest for stream in self._streams.values())
+        return plain + sum(self.longest(number).values())
 
     def usual(self) -> int:
         """Bytes that no block's file exceeds in which nothing is beyond."""
@@ -203,7 +211,8 @@ class BlockFormat:
                 kept = block.exact[site].detach().cpu()
                 tensors[name] = (kept if kept.dtype == torch.uint8 else kept.to(self.dtype)).contiguous()
         if self.sinks(link.number):
-            tensors["sinks"] = block.sinks_2LSC.detach().to("cpu", self.dtype).contiguous()
+            sinks_2LSC = block.sinks_2LSC.detach().to("cpu", self.dtype).contiguous()
+            tensors[SINKS] = sinks_stream(sinks_2LSC) if self.coded_sinks else sinks_2LSC
         for name, stream in self._streams.items():
             parts = _parts(block, stream.sites)
             tensors[name] = entropy.encode(parts, self._rungs) if name == CODED else lossless.encode(parts)
@@ -235,10 +244,10 @@ class BlockFormat:
         few = {((width, size), torch.uint8) for size in beyond.sizes(block)}
         for name in self._exact.keys() & listed.keys():
             expected[name] = listed[name] if listed[name] in few else ((block, width), self.dtype)
-        for name, stream in self._streams.items():
+        for name, longest in self.longest(link.number).items():
             shape, dtype = listed.get(name, ((), None))
-            if dtype != torch.uint8 or len(shape) != 1 or shape[0] > stream.longest:
-                raise ArtifactError(f"tensors: {name} is not at most {stream.longest} bytes of codes")
+            if dtype != torch.uint8 or len(shape) != 1 or shape[0] > longest:
+                raise ArtifactError(f"tensors: {name} is not at most {longest} bytes of codes")
             expected[name] = listed[name]
         if listed != expected:
             differ = sorted(name for name in {*listed, *expected} if listed.get(name) != expected.get(name))
@@ -264,19 +273,33 @@ class BlockFormat:
             if not bool(torch.isfinite(beyond.decode(kept, block, self.dtype)).all()):
                 raise ArtifactError(f"finite: {ROLES[role]}.{layer}.{EXACT} decodes to NaN or infinity")
         nothing = torch.empty(2, len(self.held), 0, width, dtype=self.dtype)
-        return Block(fields, tensors.get("sinks", nothing), exact)
+        sinks_2LSC = tensors.get(SINKS, nothing)
+        if SINKS in tensors and self.coded_sinks:
+            places = 2 * len(self.held) * self.sinks(link.number)
+            for x in self._without_loss(SINKS, sinks_2LSC, width, [places]):
+                sinks_2LSC = x.mT.reshape(2, len(self.held), -1, width)
+        return Block(fields, sinks_2LSC, exact)
 
     def _decoded(self, name: str, stream_X: Tensor) -> list[Tensor]:
         """The fields of a stream; none where they are not decoded."""
         shapes = [(site.shape[0], site.shape[1]) for site in self._streams[name].sites]
         if name == CODED:
             return [] if self.tensors is None else entropy.decode(stream_X, shapes, self._rungs)
+        return self._without_loss(name, stream_X, self.recipe.window.block, [width for _, width in shapes])
+
+    def _without_loss(self, name: str, stream_X: Tensor, tokens: int, widths: Sequence[int]) -> list[Tensor]:
+        """The numbers of such a stream, finite ones; none where the library is missing, and need not be there."""
         if self.tensors is None and not entropy.found():
             return []
-        numbers = lossless.decode(stream_X, self.recipe.window.block, [width for _, width in shapes], self.dtype)
+        numbers = lossless.decode(stream_X, tokens, widths, self.dtype)
         if not all(bool(torch.isfinite(x).all()) for x in numbers):
-            raise ArtifactError(f"finite: {LOSSLESS} has NaN or infinity")
+            raise ArtifactError(f"finite: {name} has NaN or infinity")
         return numbers
+
+
+def sinks_stream(sinks_2LSC: Tensor) -> Tensor:
+    """Sinks coded without loss: a token of a layer is what a channel is to `lossless`, for tokens differ most."""
+    return lossless.encode([sinks_2LSC.flatten(0, 2).mT])
 
 
 def _parts(block: Block, sites: Sequence[_Site]) -> list[Tensor]:

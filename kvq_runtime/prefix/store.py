@@ -83,7 +83,8 @@ class PrefixBlocks:
         promised = promised if promised is not None and promised.promises else None
         layers = tuple(sorted(range(geometry.layers) if held is None else held))
         self.coder = Coder(recipe, geometry, tensors or {}, layers, rotary, promised)
-        self.format = BlockFormat(recipe, geometry, layers, dtype, self.coder.tensors, promised is not None)
+        self.format = BlockFormat(recipe, geometry, layers, dtype, self.coder.tensors, promised is not None,
+                                  bool(recipe.window.sinks) and entropy.found())  # fmt: skip
         if self.format.coded:
             entropy.check()
         self.budget = parse_bytes(budget)

@@ -124,6 +124,45 @@ def test_without_the_library_verify_checks_the_digest_alone(tmp_path, monkeypatc
     assert [(one.path, one.fault[:8]) for one in upkeep.damaged(tmp_path)] == [(path, "content:")]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sinks_of_a_file_take_fewer_bytes_and_are_the_same(tmp_path, monkeypatch, dtype):
+    """Without the library a set of its own has them as they are; `verify` without it checks the digest alone."""
+    found, count, form = [], 2 * store().block, None
+    keys, values = rows(count, dtype=dtype)
+    for there in (True, False):
+        if not there:
+            monkeypatch.setitem(sys.modules, "constriction", None)
+        kept = store(tmp_path, dtype=dtype)
+        assert not kept.longest(ids(count)) and kept.put(ids(count), keys, values) == count
+        assert kept.format.coded_sinks is there and (form is None or kept.format == replace(form, coded_sinks=False))
+        form = kept.format
+        found.append((kept.tally["written"], kept.load(ids(count))[0].sinks_2LSC))
+        assert not [*upkeep.damaged(tmp_path)]
+    (less, sinks), (more, plain) = found
+    assert sinks.dtype == dtype and torch.equal(sinks, plain) and sinks.numel()
+    assert less < more - 0.1 * sinks.nbytes
+    assert torch.equal(sinks[0, 1], keys[1].flatten(1)[: sinks.shape[2]])
+
+
+def test_sinks_that_are_no_stream_of_sinks_are_refused():
+    """However right a digest is: longer, shorter, of other numbers, as they are, or not finite."""
+    kept = store()
+    kept.put(ids(16), *rows(16))
+    (data,), form = kept.shelf._held.values(), kept.format  # type: ignore[attr-defined]
+    (link, block), tensors = form.read(data), safetensors.torch.load(data)
+    bad = torch.full_like(block.sinks_2LSC, float("inf"))
+    for given, why in (
+        (torch.zeros(form.longest(0)["sinks"] + 1, dtype=torch.uint8), "tensors: sinks is not at most"),
+        (block.sinks_2LSC, "tensors: sinks is not at most"),
+        (tensors["sinks"][:-4], "lossless: "),
+        (block_file.sinks_stream(block.sinks_2LSC[:, :1]), "lossless: "),
+        (block_file.sinks_stream(bad), "finite: sinks has NaN"),
+    ):
+        with pytest.raises(ArtifactError, match=why):
+            form.from_bytes(_sealed(link, tensors | {"sinks": given.contiguous()}), link)
+    assert "sinks" not in form.longest(1) and not store(name="kivi-2bit").format.coded_sinks
+
+
 def test_what_is_beyond_is_refused_unless_it_is_of_a_block():
     kept = store(promised=Check({(0, 0): Promise(1.0, 1, (1.0,) * 4)}))
     kept.put(ids(16), *(one[:] for one in rows(16)))

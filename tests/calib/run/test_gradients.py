@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
@@ -155,8 +156,9 @@ def test_files_of_held_out_text_take_the_target_also_of_a_run_that_was_killed(mo
             text(row_T[None], past_key_values=cache)
         elements += 2 * geometry.layers * geometry.width * store.put(cache, row_T)
         for place in chain.names(blocks.root, chain.token_row(row_T), blocks.block):
-            size += 8 * len(blocks.shelf.get(place, blocks.format.largest()) or b"")
-    size -= 16 * 2 * geometry.layers * geometry.width * made.recipe.window.sinks * plan.held_out  # of float32
+            data = blocks.shelf.get(place, blocks.format.largest()) or b""
+            size += 8 * (len(data) - sum(x.nbytes for name, x in load(data).items() if name == "sinks"))
+    size += 16 * 2 * geometry.layers * geometry.width * made.recipe.window.sinks * plan.held_out
     codes = sum(layer[role]["coded_bits"] for layer in layers for role in ROLES) / 6
     digits = 8 / (2 * geometry.layers * geometry.width)  # of a vocabulary of 256 tokens, one less than of others
     assert size / elements == pytest.approx(codes + block_file.beside(made.recipe, geometry, 256) - digits, rel=0.01)
