@@ -36,11 +36,12 @@ from transformers.cache_utils import DynamicCache
 from kvq_calib.evaluate.caches import FullCache, WitnessCache, refusal
 from kvq_calib.evaluate.ledger import Ledger, code
 from kvq_calib.evaluate.perplexity import REFERENCE
-from kvq_calib.evaluate.record import Protocol, load_model, weights
+from kvq_calib.evaluate.record import Protocol, load_model
 from kvq_calib.evaluate.subject import Subject, costs
 from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
 from kvq_calib.job.prepare import prepare
 from kvq_calib.model import find as models
+from kvq_calib.model import sampled
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import calibrate
 from kvq_calib.text import corpus
@@ -131,7 +132,7 @@ class Home:
 
     @property
     def folder(self) -> Path:
-        return Path(os.environ["KVQ_HOME"]) / "real" / weights(self.files)[:16]
+        return Path(os.environ["KVQ_HOME"]) / "real" / sampled.digest(self.files)[:16]
 
     def artifact(self, recipe: str, on: str) -> Path:
         """Return the path of a recipe's artifact, fitted on one of the texts."""
@@ -334,7 +335,7 @@ def _keys(home: Home, args: argparse.Namespace) -> Iterator[tuple[Unit, str]]:
             tokens = home.batch(unit.text, unit.length).digest
             about = {**asdict(unit), "step": unit.step, "sinks": SINKS, "recent": RECENT, "tokens": tokens}
             device = [] if args.device == "cpu" else [args.device]
-            yield unit, real_page.digest([about, digests[who], weights(home.files), *device])
+            yield unit, real_page.digest([about, digests[who], sampled.digest(home.files), *device])
 
 
 def scores(home: Home, args: argparse.Namespace) -> int:
