@@ -272,7 +272,7 @@ class Sample:
         self._most = int(2**64 * share) - 2**63 if among and share < 1 else 2**63 - 1
         self._hash_R = torch.empty(0, dtype=torch.int64)
         self._sequence_R, self._position_R = self._hash_R.clone(), self._hash_R.clone()
-        self._rows_RC = torch.empty(0, width)
+        self._rows_RC = torch.empty(0, width, dtype=torch.float32)
 
     def update(self, x_NTC: Tensor, sequences_N: Tensor, start: int = 0, mask_NT: Tensor | None = None) -> None:
         """Offer the rows where the mask is true.

@@ -62,6 +62,7 @@ def fit(run: Run) -> dict[str, Artifact]:
     return artifacts(run)
 
 
+@torch.inference_mode(False)  # which a caller may be in, and gradients are taken
 def start(run: Run) -> Stream:
     """Set the numeric environment, open the run folder and the model, and prepare the text."""
     plan = run.plan
@@ -117,6 +118,7 @@ def _begin_draft(run: Run) -> None:
             checkpoint.save(checkpoint.load(before / gradients.FILE), folder / gradients.FILE)
 
 
+@torch.inference_mode(False)
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     """Capture one layer, fit every recipe in it, and leave what the next layer reads."""
     plan, started = run.plan, time.perf_counter()

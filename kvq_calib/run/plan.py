@@ -225,7 +225,15 @@ def environment(device: str, dtype: str, threads: int) -> dict:
 
 
 def set_arithmetic(plan: Plan) -> None:
-    """Set this process' threads and precision to those of the plan; on a GPU, sums in one order."""
+    """Set this process' threads and precision to those of the plan; on a GPU, sums in one order.
+
+    RuntimeError: another default dtype, which is of all threads and so the caller's to set.
+    """
+    if torch.get_default_dtype() != torch.float32:
+        raise RuntimeError(
+            f"torch's default dtype is {torch.get_default_dtype()}, by which random numbers of a fit would differ; "
+            "call torch.set_default_dtype(torch.float32) before a calibration"
+        )
     torch.set_num_threads(plan.threads)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.use_deterministic_algorithms(plan.device.startswith("cuda"))

@@ -291,3 +291,24 @@ def test_a_gpu_may_sum_in_one_order(given, found):
     code = "import kvq_calib, os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
     about |= {"CUBLAS_WORKSPACE_CONFIG": given} if given else {}
     assert subprocess.check_output([sys.executable, "-c", code], text=True, env=about).strip() == found
+
+
+def test_a_caller_s_inference_mode_changes_no_byte(model, tmp_path):
+    names, settings = ("aqua-fisher-2bit",), {"samples": 3, "held_out": 1}
+    plain = digests(runs.calibrate(a_run(model, tmp_path / "plain", names, **settings)))
+    with torch.inference_mode():
+        same = digests(runs.calibrate(a_run(model, tmp_path / "mode", names, **settings))) == plain
+    assert same, "bytes are too many to be told"
+
+
+def test_a_caller_s_default_dtype_is_refused_before_the_work(model, tmp_path):
+    work = a_run(model, tmp_path, ("aqua-2bit",))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(
+            RuntimeError, match=r"default dtype is torch\.float64, .*set_default_dtype\(torch\.float32\)"
+        ):
+            runs.calibrate(work)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not (tmp_path / "plan.json").exists()
