@@ -69,11 +69,11 @@ def _stored(folder: Path) -> tuple[Tokenizer, str]:
             return Tokenizer.from_buffer(data), hashlib.sha256(data).hexdigest()
         except Exception as error:  # what the library raises has no other class
             raise ValueError(f"{file} is no tokenizer: {error}; download the model again") from None
+    if gguf.is_gguf(folder):
+        return _backend(folder, folder.stat().st_mtime_ns)
     try:
         found = whole(folder).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
-        if gguf.is_gguf(folder):
-            raise
         why = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{folder} has no tokenizer.json, and no other tokenizer is found there ({why:.160}); put the model's "
@@ -113,6 +113,13 @@ def _from_gguf(path: Path, changed: int) -> Any:
         backend = found.backend_tokenizer
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
     return found
+
+
+@lru_cache(maxsize=1)
+def _backend(path: Path, changed: int) -> tuple[Tokenizer, str]:
+    """The tokenizer of a GGUF file with its digest, kept likewise: that of a large vocabulary takes a second."""
+    found = _from_gguf(path, changed).backend_tokenizer
+    return found, hashlib.sha256(found.to_str().encode()).hexdigest()
 
 
 def _eos(folder: Path, tokenizer: Tokenizer) -> int:

@@ -12,6 +12,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,17 @@ def is_gguf(path: Path) -> bool:
 
 
 def read(path: Path) -> Header:
-    """The header of a file. Raises ArtifactError for what is no whole header, with its name."""
+    """The header of a file, kept as long as the file has not changed. Raises ArtifactError for what is no whole header,
+    with its name."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return _read.__wrapped__(path)
+    return _read(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, *state: int) -> Header:
     with files.opened(path) as (file, size):
         if size < 24:
             raise ArtifactError(f"{path}: {size} bytes; no whole GGUF file: download it again")
@@ -167,6 +178,15 @@ class _Cursor:
             raise _Damaged(f"it ends before {count} bytes at {start}")
         return start
 
+    def skip_texts(self, count: int) -> None:
+        """Pass over texts: a vocabulary has hundreds of thousands, so that a call for each is too slow."""
+        length, data, at, end = struct.Struct("<Q").unpack_from, self.data, self.at, len(self.data)
+        for _ in range(count):
+            at += 8 + length(data, at)[0]
+            if at > end:
+                raise _Damaged(f"it ends before byte {at}, the end of a text")
+        self.at = at
+
     def text(self, limit: int) -> str:
         (length,) = self.take("Q")
         if length > limit:
@@ -183,8 +203,7 @@ class _Cursor:
         if count > LONGEST:
             raise _Damaged(f"an array of {count} elements; at most {LONGEST} are read")
         if kind == STRING:
-            for _ in range(count):
-                self.skip(self.take("Q")[0])
+            self.skip_texts(count)
             return Long(count)
         letter = _scalar(kind)
         if count <= KEPT:

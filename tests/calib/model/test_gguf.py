@@ -26,7 +26,7 @@ from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime import KVQCache
 from kvq_runtime.artifact import gguf_mean
 from kvq_runtime.disk import gguf as header
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import Geometry
 
 TOKENS = torch.arange(96).view(2, 48) * 5 % 256
@@ -288,6 +288,24 @@ def test_a_large_vocabulary_is_not_read_again_for_the_type_of_its_tokenizer(tmp_
     monkeypatch.setattr(slow, "load_gguf_checkpoint", lambda *given, **settings: asked.append(given))
     ours = tokenizer.whole(path)
     assert ours.backend_tokenizer.to_str() == theirs and not asked
+
+
+def test_a_header_is_read_once_until_the_file_changes(llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A dry run asked for it seven times, and for a digest of the tokenizer three times."""
+    path = tiny_gguf.write(llama, tmp_path / "model.gguf", Type.F16)
+    opened, digested, read = [], [], header.files.opened
+    monkeypatch.setattr(header.files, "opened", lambda path: (opened.append(path), read(path))[1])
+    hashed = tokenizer.hashlib.sha256
+    monkeypatch.setattr(tokenizer.hashlib, "sha256", lambda data: (digested.append(len(data)), hashed(data))[1])
+    files = gguf.read(path, "tiny")
+    assert files.names
+    first, again = Encoder(path), Encoder(path)
+    assert first.digest == again.digest and len(opened) == len(digested) == 1
+    tiny_gguf.write(made(num_hidden_layers=3), path, Type.F16)
+    assert len(gguf.read(path, "tiny").names) > len(files.names) and len(opened) == 2
+    path.unlink()
+    with pytest.raises(NotFound, match="no such file"):
+        header.read(path)
 
 
 def test_a_folder_of_a_gguf_file_says_what_to_give(llama, tmp_path: Path):
