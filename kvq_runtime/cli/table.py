@@ -62,7 +62,7 @@ def _parts(columns: list[Column], room: int | None) -> list[list[Column]]:
             return [fitting]
     lead = _leading(columns, room)
     parts = [lead]
-    for column in columns[len(lead) :]:
+    for column in (one for one in columns if one not in lead):
         if len(parts[-1]) > len(lead) and _width([*parts[-1], column]) > room:
             parts.append(lead)
         parts[-1] = [*parts[-1], column]
@@ -72,11 +72,16 @@ def _parts(columns: list[Column], room: int | None) -> list[list[Column]]:
 
 
 def _leading(columns: list[Column], room: int) -> list[Column]:
-    """The first columns, as many as tell the rows apart; the first alone where these take over half of the room."""
+    """The first columns, as many as tell the rows apart, or of these those that differ; the first alone where both take
+    over half of the room, and leave too little of it for the widest of the others."""
     for count in range(1, len(columns)):
         rows = list(zip(*(one.texts for one in columns[:count]), strict=True))
-        if len(set(rows)) == len(rows) and 2 * _width(columns[:count]) <= room:
-            return columns[:count]
+        if len(set(rows)) < len(rows):
+            continue
+        beside = max(one.width for one in columns[count:])
+        for lead in (columns[:count], [one for one in columns[:count] if len(set(one.texts[1:])) > 1]):
+            if lead and (2 * _width(lead) <= room or _width(lead) + 2 + beside <= room):
+                return lead
     return columns[:1]
 
 

@@ -289,6 +289,22 @@ def test_what_files_say_cannot_move_the_cursor(capsys):
     assert capsys.readouterr().out == "a.b      1, 2\na.c.0.d  yes\ne\n"
 
 
+def test_the_parts_of_a_table_say_which_row_is_which(capsys, monkeypatch):
+    """At 40 cells those of `kvq bytes` began with the model alone, the same in each row."""
+    monkeypatch.setattr(table, "_room", lambda: 40)
+    rows = [{"model": "llama-3.1-8b", "recipe": f"higgs-{n}bit", "bits at 131072": n, "under 16 bit from": n}
+            for n in (2, 3, 4)]  # fmt: skip
+    table.print_table(rows, json=False)
+    parts = capsys.readouterr().out.rstrip().split("\n\n")
+    assert len(parts) > 1
+    for part in parts:
+        assert [line.split()[0] for line in part.splitlines()] == ["recipe", "higgs-2bit", "higgs-3bit", "higgs-4bit"]
+    rows = [{"name": "demo-aqua-2bit", "version": f"1.0.{n}", "model": "demo", "corpus": "wikitext"} for n in range(3)]
+    table.print_table([*rows, {**rows[0], "name": "other"}], json=False)
+    for part in capsys.readouterr().out.rstrip().split("\n\n"):
+        assert part.splitlines()[0].startswith("name            version  ")
+
+
 def test_a_table_stays_within_the_terminal(capsys, monkeypatch):
     """Texts are broken at spaces, then columns are stacked with what tells rows apart; every word stays."""
     about = "keys are predicted from the layer below, values from both"
