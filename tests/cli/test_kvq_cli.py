@@ -312,7 +312,8 @@ def test_a_table_stays_within_the_terminal(capsys, monkeypatch):
     broken = [row | {"sha256": about} for row in rows]
     for given, room, first in [
         (rows, None, "model  recipe     none  bits  sha256"), (rows, 90, "model  recipe     none  bits  sha256"),
-        (rows, 65, "model  recipe     bits  sha256"), (rows, 60, "model  recipe     bits"), (rows, 20, "model  recipe"),
+        (rows, 65, "model  recipe     bits  sha256"), (rows, 60, "model  recipe     bits"),
+        (rows, 20, "recipe     model"),
         (broken, 60, "model  recipe     bits  sha256"), (broken, 40, "model  recipe     bits"),
     ]:  # fmt: skip
         monkeypatch.setattr(table, "_room", lambda room=room: room)
