@@ -134,7 +134,9 @@ def _drawn(head: Head, h_BTE: Tensor, seed: int, index: int) -> Tensor:
     """The gradient of Σ (log p(y) - log p(y')) / √2 with respect to the hidden states under the head."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
     tiles = [tile_TE for row_TE in h_BTE for tile_TE in row_TE.split(TILE)]
-    uniform = [torch.rand(len(tile_TE), 2, generator=generator).to(h_BTE.device) for tile_TE in tiles]
+    uniform = [
+        torch.rand(len(tile_TE), 2, dtype=torch.float32, generator=generator).to(h_BTE.device) for tile_TE in tiles
+    ]
     return torch.cat(list(map(head.gradient, tiles, uniform))).view(h_BTE.shape)
 
 

@@ -69,8 +69,8 @@ class LongQuery(Path):
         (batch, _, count, size), heads = q_BHTD.shape, decoder.geometry.kv_heads
         q_YND = q_BHTD.reshape(batch * heads, -1, size)
         rows, device = q_YND.shape[1], q_BHTD.device
-        top_YN = torch.full(q_YND.shape[:2], -torch.inf, device=device)
-        sums = _Sums(top_YN, torch.zeros_like(top_YN), torch.zeros(q_YND.shape, device=device))
+        top_YN = torch.full(q_YND.shape[:2], -torch.inf, dtype=torch.float32, device=device)
+        sums = _Sums(top_YN, torch.zeros_like(top_YN), torch.zeros_like(q_YND, dtype=torch.float32))
         latest_N = store.length - count + torch.arange(rows, device=device) % count
         first_B1 = starts_B[:, None] + store.front
 

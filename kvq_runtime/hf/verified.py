@@ -230,7 +230,7 @@ class _Rounds:
             p_V, agreed = self._chances(tokens_1T, logits_V[None]), False
             if place < len(chances):
                 token, q_V = drafted_1T[0, first + place], chances[place]
-                agreed = bool(torch.rand((), device=p_V.device) * q_V[token] < p_V[token])
+                agreed = bool(torch.rand((), dtype=torch.float32, device=p_V.device) * q_V[token] < p_V[token])
                 rest_V = (p_V - q_V).clamp_min(0)
                 p_V = torch.zeros_like(p_V).index_fill(0, token, 1) if agreed else rest_V if rest_V.any() else p_V
             tokens_1T = torch.cat([tokens_1T, p_V.multinomial(1)[None]], 1)

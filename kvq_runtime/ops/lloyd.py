@@ -81,7 +81,7 @@ def centres(x_N: Tensor, count: int) -> Tensor:
     cells = 16 * count
     edges = rising[torch.arange(cells + 1, device=x_N.device) * (len(rising) - 1) // cells]
     points = running(edges.diff() ** (2 / 3))  # a cell of equal mass has a density of 1 / its width
-    levels = (torch.arange(count, device=x_N.device) + 0.5) / count * points[-1]
+    levels = (torch.arange(count, dtype=torch.float32, device=x_N.device) + 0.5) / count * points[-1]
     start = edges[torch.searchsorted(points, levels).clamp(max=cells)]
 
     def means(boundaries: Tensor) -> Tensor:

@@ -90,8 +90,9 @@ class Eviction(Policy):
         if self.setting.once and step.before:
             return
         if not self.got_2BW.shape[2]:
-            self.got_2BW = torch.zeros(2, step.batch, 0, device=step.device)
-        self.fresh_BW = torch.zeros(step.batch, self.got_2BW.shape[2] + step.count, device=step.device)
+            self.got_2BW = torch.zeros(2, step.batch, 0, dtype=torch.float32, device=step.device)
+        width = self.got_2BW.shape[2] + step.count
+        self.fresh_BW = torch.zeros(step.batch, width, dtype=torch.float32, device=step.device)
 
     def observe(self, store: LayerStore, p_BHGTW: Tensor, slots: range) -> None:
         if self.fresh_BW.shape[1]:

@@ -186,13 +186,13 @@ class Selected(Path):
         """Decode single tokens, each head its own: keys after RoPE (0) or values (1), [B, H, M, D] float32."""
         size, block = self.decoder.geometry.head_size, store.window.block
         batch, heads, count = slots_BHM.shape
-        out = torch.empty(batch, heads, count, size, device=slots_BHM.device)
+        out = torch.empty(batch, heads, count, size, dtype=torch.float32, device=slots_BHM.device)
         row = torch.arange(batch, device=slots_BHM.device)[:, None].expand(-1, count).flatten()
         codec = store.codecs[role]
         for head in range(heads):
             channels = slice(head * size, (head + 1) * size)
             slots = slots_BHM[:, head].flatten()
-            decoded = torch.empty(batch * count, size, device=out.device)
+            decoded = torch.empty(batch * count, size, dtype=torch.float32, device=out.device)
             for number, fields in enumerate(store.slabs[role]):
                 at = (slots // block // SLAB == number).nonzero()[:, 0]
                 if len(at):

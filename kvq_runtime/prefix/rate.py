@@ -129,7 +129,7 @@ class _Model:
             energy_R = known[place] if known else self.own[place] + noises[place]
             energies[place] = energy_R * (own_R / cell_R).square()
             error_R = _between(ladder.ladder().error, energies[place]).clamp_min(0) * cell_R.square()
-            back, noise_SR = codec.back, torch.randn(SAMPLES, len(own_R), generator=generator)
+            back, noise_SR = codec.back, torch.randn(SAMPLES, len(own_R), dtype=torch.float32, generator=generator)
             assert back is not None, "latents have a way back"
             sent[place] = (noise_SR * error_R.sqrt().float()) @ back.float()
         return energies, noises

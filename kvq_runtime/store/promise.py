@@ -270,7 +270,7 @@ class Watch:
         """Begin with blocks that were encoded elsewhere, some of them with their exact tokens; told, where codes alone
         are read, and not held."""
         self.exact = exact if self.keeps else ({}, {})
-        self._errors = [torch.full((2, rows), math.nan) for _ in range(count)]
+        self._errors = [torch.full((2, rows), math.nan, dtype=torch.float32) for _ in range(count)]
         for role, blocks in enumerate(exact):
             for number in blocks:
                 self._errors[number][role] = math.inf

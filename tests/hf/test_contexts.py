@@ -141,6 +141,22 @@ def test_what_a_process_computes_once_is_the_same_whatever_the_default_dtype_is(
     assert torch.equal(logits(model, kvq(name, model), ids), expected)
 
 
+@pytest.mark.parametrize("name", ["h2o-higgs-2bit", "polar-online"])
+def test_what_a_cache_chooses_and_fits_is_the_same_whatever_the_default_dtype_is(name):
+    """Sums of attention in bfloat16 stop growing at 256, and would hold other tokens."""
+    model, ids = random_model("llama", "kvq"), prompt(2, 302)
+    expected, found = kvq(name, model), kvq(name, model)
+    with torch.no_grad():
+        logits(model, expected, ids[:, :161])
+        last = model(ids[:, 161:], past_key_values=expected).logits
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            logits(model, found, ids[:, :161])
+            assert torch.equal(model(ids[:, 161:], past_key_values=found).logits, last)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 def test_what_a_process_computes_once_leaves_other_threads_their_default_dtype():
     """It is the process's: one that is set for a moment is another thread's too, and the one put back may be its."""
     expected = ladder.ladder()
