@@ -57,6 +57,9 @@ class Geometry:
             )
         return Geometry(len(layers), *shapes.pop())
 
+    def __str__(self) -> str:
+        return f"{self.layers} layers of {self.kv_heads} KV heads of {self.head_size} channels"
+
     @property
     def width(self) -> int:
         """C: all KV heads of one token side by side."""
