@@ -227,12 +227,22 @@ def environment(device: str, dtype: str, threads: int) -> dict:
 def set_arithmetic(plan: Plan) -> None:
     """Set this process' threads and precision to those of the plan; on a GPU, sums in one order.
 
-    RuntimeError: another default dtype, which is of all threads and so the caller's to set.
+    RuntimeError: another default dtype, which is of all threads and so the caller's to set; another default device, or
+    autocast.
     """
     if torch.get_default_dtype() != torch.float32:
         raise RuntimeError(
             f"torch's default dtype is {torch.get_default_dtype()}, by which random numbers of a fit would differ; "
             "call torch.set_default_dtype(torch.float32) before a calibration"
+        )
+    if torch.get_default_device().type != "cpu":
+        raise RuntimeError(
+            f"torch's default device is {torch.get_default_device()}, and a calibration names its own where it is not "
+            "the CPU; call torch.set_default_device(None), or leave the torch.device(...) that it is called in"
+        )
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(torch.device(plan.device).type):
+        raise RuntimeError(
+            "autocast is on, which would round what a fit multiplies; call a calibration outside of torch.autocast"
         )
     torch.set_num_threads(plan.threads)
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -301,6 +301,20 @@ def test_a_caller_s_inference_mode_changes_no_byte(model, tmp_path):
     assert same, "bytes are too many to be told"
 
 
+@pytest.mark.parametrize(
+    "context, says",
+    [
+        (torch.device("meta"), r"default device is meta, .*set_default_device\(None\)"),
+        (torch.autocast("cpu", dtype=torch.bfloat16), "autocast is on"),
+    ],
+)
+def test_a_caller_s_default_device_and_autocast_are_refused_before_the_work(context, says, model, tmp_path):
+    work = a_run(model, tmp_path, ("aqua-2bit",))
+    with context, pytest.raises(RuntimeError, match=says):
+        runs.calibrate(work)
+    assert not (tmp_path / "plan.json").exists()
+
+
 def test_a_caller_s_default_dtype_is_refused_before_the_work(model, tmp_path):
     work = a_run(model, tmp_path, ("aqua-2bit",))
     torch.set_default_dtype(torch.float64)
