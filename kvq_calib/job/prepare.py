@@ -18,7 +18,7 @@ from kvq_calib.job.job import Job, Machine, Text
 from kvq_calib.job.token import publishing
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.run import budget
+from kvq_calib.run import budget, checkpoint
 from kvq_calib.run.copies import Copies
 from kvq_calib.run.device import cores, free_on
 from kvq_calib.run.plan import Plan, make
@@ -129,7 +129,7 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
     files, plan, evaluation = work.files, work.plan, job.evaluation
     length = min(plan.seq_len, files.context)
     for recipe in plan.recipes:
-        job.artifact_name(files, recipe.name)
+        checkpoint.check_beside(job.artifact_name(files, recipe.name))
     if job.publication.version is not None:
         check_version(job.publication.version)
     corpus.others(job.beside(files))
@@ -142,7 +142,7 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
                 "--max-perplexity-ratio, and at most one --recipe"
             )
         base = base_of(job, files)
-        job.artifact_name(files, base.recipe.name)
+        checkpoint.check_beside(job.artifact_name(files, base.recipe.name))
         if job.what.engine:
             served.VLLM.check(base.recipe, files.geometry)
         if not encodes(base.recipe, length):

@@ -20,7 +20,7 @@ from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import card as report
 from kvq_calib.report import plots, sections, tables
 from kvq_calib.report.published import Place, Published
-from kvq_calib.run import calibrate
+from kvq_calib.run import calibrate, checkpoint
 from kvq_calib.run.run import Executor, Listener, Run, silent
 from kvq_runtime.artifact import ARTIFACT_FILE, artifact, fingerprint
 from kvq_runtime.artifact.artifact import Artifact
@@ -103,6 +103,8 @@ def executor(job: Job, work: Run) -> AbstractContextManager[Executor]:
 
 def begin(job: Job, work: Run) -> None:
     """Open the run, and choose its texts: what is missing is found before the work."""
+    for recipe in work.plan.recipes:
+        checkpoint.check_beside(job.artifact_name(work.files, recipe.name))
     calibrate.start(work)
     if job.evaluation.evaluate:
         held_out.choose(work, job.beside(work.files), job.evaluation.eval_windows)

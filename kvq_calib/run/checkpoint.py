@@ -13,6 +13,7 @@ A folder is written under its partial name, every file is fsynced, then the fold
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,17 @@ from torch import Tensor
 from kvq_calib.run.plan import Plan
 from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import Conflict
+
+# names in a run folder, its own and those of rounds, workers and the evaluation
+_OWN = re.compile(
+    r"lock|plan\.json|evaluation\.json|evaluated|workers|draft|round-\d+|(layer-start|(layer|kept)-\d+)(\.partial)?"
+)
+
+
+def check_beside(name: str) -> None:
+    """Raise a ValueError where an artifact's folder would be in the place of what a run folder has."""
+    if _OWN.fullmatch(name):
+        raise ValueError(f"name {name!r}: a run folder has something else by that name; use another")
 
 
 class AlreadyRunning(Conflict, RuntimeError):

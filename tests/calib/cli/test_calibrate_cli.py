@@ -140,6 +140,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(model, capsys, tmp_path):
         (["--seq-len", "64"], "block"),
         (["--samples", "100000"], "sequences"),
         (["--name", "../up"], "../up"),
+        (["--name", "lock"], "name 'lock': a run folder has something else by that name"),
+        (["--name", "layer-0001"], "a run folder has something else by that name"),
         (["--artifact-version", "one"], "one"),
         (["--version", "1.0.0", "--artifact-version", "1.0.0"], "older name of --artifact-version"),
         (["--device", "gpu"], "device 'gpu'; use cpu, cuda, cuda:1, ..., mps or xpu"),
