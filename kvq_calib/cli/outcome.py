@@ -220,6 +220,7 @@ def _paragraph(made: Published, found: Verdict, caution: str | None) -> list[str
     for place in made.places:
         said.append(_line("published" if place.new else "was there", f"{place.reference} in {place.registry}"))
         said[-1] += "" if place.new else ": published already, nothing changed"
+        said += [_line("WITHDRAWN", f"{place.yanked}; by its number alone it is loaded")] if place.yanked else []
         said += [_line("artifact", place.path)] if place.path is not None else []
     if not made.places:
         said.append(_line("not published", "it exceeds the bounds" if made.failed else "as asked for"))
@@ -232,7 +233,7 @@ def _paragraph(made: Published, found: Verdict, caution: str | None) -> list[str
     if made.places and found.word == verdict.LOSSY:
         measure = "kvq compare --model M --recipes ...   (measures others; kvq promote refuses this one)"
         said.append(_line("find a better one", measure))
-    elif made.places:
+    elif made.places and made.places[0].yanked is None:
         told = f"kvq promote {made.reference}{_elsewhere(made, python=False)}"
         said.append(_line("promote it", f"{told}   (then the name alone means this version)"))
     return said

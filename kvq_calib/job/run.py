@@ -171,7 +171,8 @@ def _publish(
         target.add_evaluation(own, name)
     local = target.url.startswith("file:")
     reference = f"{name if local else f'{target.url}/{name}'}@{version.version}"
-    return Place(target.url, reference, str(target.fetch(name, version)) if local else None, known is None)
+    path = str(target.fetch(name, version)) if local else None
+    return Place(target.url, reference, path, known is None, version.yanked)
 
 
 def _leave(folder: Path, contents: Mapping[str, bytes], own: Mapping[str, Any] | None) -> None:

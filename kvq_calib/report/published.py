@@ -17,12 +17,14 @@ class Place:
     reference   what loads it there: name@1.2.0, or hf://org/name@1.2.0
     path        of its file; None on a Hub
     new         whether this run published it; False: the very same bytes were there, and nothing changed
+    yanked      the reason if these were withdrawn, and still are
     """
 
     registry: str
     reference: str
     path: str | None
     new: bool
+    yanked: str | None = None
 
 
 @dataclass(frozen=True)

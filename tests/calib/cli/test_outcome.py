@@ -57,6 +57,13 @@ def test_the_end_says_where_all_of_it_is_and_what_to_do_next(made, capsys):
     assert "kvq promote m-aqua-2bit@1.2.0   (" in shown
 
 
+def test_bytes_of_a_withdrawn_version_are_called_so_and_not_promoted(made, capsys):
+    outcome.show([replace(made, places=(replace(made.places[0], yanked="wrong tokenizer"),))], [], as_json=False)
+    shown = capsys.readouterr().out
+    assert "WITHDRAWN            wrong tokenizer; by its number alone it is loaded\n" in shown
+    assert "kvq promote" not in shown
+
+
 def test_another_registry_and_a_run_folder_are_named_where_one_loads_from(made, capsys):
     outcome.show([replace(made, places=made.places[1:])], [], as_json=False)
     shown = capsys.readouterr().out

@@ -3,8 +3,12 @@
 from dataclasses import fields
 
 import pytest
+from tiny_artifact import tiny
 
 from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
+from kvq_calib.job.run import _publish
+from kvq_runtime.artifact.artifact import to_bytes
+from kvq_runtime.registry.resolve import open_registry
 
 GIVEN = {"model": "demo", "bits": [2.5], "samples": 4, "device": "cuda", "also": ["none"], "push": "hf://org"}
 
@@ -36,3 +40,12 @@ def test_a_setting_is_of_one_group():
 def test_a_setting_that_is_none_is_refused():
     with pytest.raises(TypeError, match="a Job has no setting sampels, seqlen$"):
         Job.from_settings(model="demo", sampels=4, seqlen=128)
+
+
+def test_bytes_of_a_withdrawn_version_that_are_published_again_stay_withdrawn(tmp_path):
+    target, data = open_registry(tmp_path.as_uri()), to_bytes(tiny())
+    given = target, "a", data, None, {"README.md": b"---\ntags: [kvq]\n---\n# a\n"}, None
+    assert (first := _publish(*given)).new and first.yanked is None
+    target.yank("a", "1.0.0", "wrong text")
+    again = _publish(*given)
+    assert (again.new, again.reference, again.yanked) == (False, "a@1.0.0", "wrong text")
