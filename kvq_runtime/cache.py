@@ -302,7 +302,12 @@ class BlockCache:
             self.layers.clear()
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep these rows of every tensor that has rows, in this order: beam search, batch changes."""
+        """Keep these rows of every tensor that has rows, in this order: beam search, batch changes.
+
+        Raises ValueError for what are no rows, on the host, before anything is changed.
+        """
+        if self.layers and not dispatch.is_waited_for(rows):
+            _check_rows(rows, self.rows)
         self.settle()
         self.decoder.restart()
         self.fused.forget()
@@ -346,6 +351,16 @@ class BlockCache:
             smaller_than_16bit_from=self._smaller[case],
             smaller_than_higgs_from=smaller_from(self.recipe, self.geometry, shared),
         )  # fmt: skip
+
+
+def _check_rows(rows: Tensor, count: int) -> None:
+    """Raise a ValueError unless these are numbers of `count` rows."""
+    whole = rows.ndim == 1 and rows.dtype in (torch.int32, torch.int64)
+    if not whole or bool(((rows < 0) | (rows >= count)).any()):
+        raise ValueError(
+            f"rows {rows.tolist()!s:.80}, {rows.dtype}; the cache holds {count}: give whole numbers from 0 to "
+            f"{count - 1}, int64, one dimension"
+        )
 
 
 def _finite(k_BTC: Tensor, v_BTC: Tensor) -> bool:

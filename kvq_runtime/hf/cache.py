@@ -267,6 +267,8 @@ class KVQCache(Announced, Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, int64, in this order."""
         self._whole("batch_select_indices", indices.tolist())
+        if self.blocks.layers:
+            indices = torch.arange(self.blocks.rows, device=indices.device)[indices]  # as transformers: bool, -1
         self.blocks.reorder(indices)
         self._each("batch_select_indices", indices)
 
