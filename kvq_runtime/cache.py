@@ -194,7 +194,8 @@ class BlockCache:
             self.encoder.refuse_nan()
             for policy in self.policies:
                 policy.end(step)
-            self.positions.forget_factors()  # a policy may have encoded
+            self.encoder.refuse_nan()  # a policy may have encoded
+            self.positions.forget_factors()
             step.commit()
             self.step = None
             if self.encoder.beyond and not self._warned:

@@ -34,6 +34,7 @@ class Encoder:
         self.recipe, self.positions = decoder.recipe, decoder.positions
         self.beyond = False  # whether any block has been beyond its promise
         self._watched: list[tuple[int, int, Tensor]] = []  # (layer, first slot, largest |x| of each token, [2, B, T])
+        self._stored: list[tuple[int, int, str, Tensor]] = []  # (layer, block, role, largest |number| of scales, [B])
 
     def flush(self, layer: int) -> None:
         """Encode every block of a layer that is due."""
@@ -57,6 +58,8 @@ class Encoder:
         while store.blocks < target:
             some = min(together, target - store.blocks, SLAB - store.blocks % SLAB)
             keys, values, errors = self._encoded(store, codecs, some)
+            if store.watch is None or not store.watch.keeps:  # else what is beyond stays exact
+                self._watch_scales(layer, store.blocks, (keys, values))
             extra = {name: field[:, None] for name, field in self.extra(store).items()}
             if store.watch is not None:
                 window = store.window_2BTC, store.window.block
@@ -71,18 +74,28 @@ class Encoder:
             peak_2BT = peak_2BT.where(real_BT, 0)
         self._watched.append((layer, start, peak_2BT))
 
+    def _watch_scales(self, layer: int, block: int, slabs: Sequence[Slab]) -> None:
+        """Have `refuse_nan` look for scales of these blocks that float16 does not hold; waits for nothing."""
+        for role, fields in zip(ROLES, slabs, strict=True):
+            for field in fields.values():
+                if field.dtype == torch.float16:
+                    self._stored.append((layer, block, role, torch.linalg.vector_norm(field.flatten(1), torch.inf, 1)))
+
     def forget(self) -> None:
         """Watch nothing any more: the pass is undone."""
         self._watched.clear()
+        self._stored.clear()
 
     def refuse_nan(self) -> None:
-        """Raise a ValueError if a real token that was watched holds a NaN or an infinity.
+        """Raise a ValueError if a real token that was watched holds a NaN or an infinity, or what is stored of a block
+        does: its keys, or values, are too large for scales in float16.
 
         Waits for the device, once for all layers; not where nothing was watched.
         """
-        watched = self._watched.copy()
+        watched, stored = self._watched.copy(), self._stored.copy()
         self.forget()
-        if not watched or bool(torch.cat([peak_2BT.flatten() for *_, peak_2BT in watched]).isfinite().all()):
+        peaks = [peak.flatten().float() for *_, peak in [*watched, *stored]]
+        if not peaks or bool(torch.cat(peaks).isfinite().all()):
             return
         for layer, start, peak_2BT in watched:
             for role, peak_BT in zip(ROLES, peak_2BT, strict=True):
@@ -94,6 +107,13 @@ class Encoder:
                         f"{role}s at token {slot + self.positions.dropped}; the cache keeps the tokens before this "
                         "forward pass"
                     )
+        for layer, block, role, peak_B in stored:
+            if not bool(peak_B.isfinite().all()):
+                raise ValueError(
+                    f"layer {layer}, from block {block} on: {role}s of the model are too large for the scales of "
+                    f"{self.recipe.name}, which are float16, up to 65504; use the recipe exact. The cache keeps the "
+                    "tokens before this forward pass"
+                )
 
     def _encoded(
         self, store: LayerStore, codecs: Sequence[Codec | RowCodec], count: int

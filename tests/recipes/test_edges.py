@@ -132,6 +132,21 @@ def test_a_chunk_longer_than_the_window_is_taken_back_whole(recipe):
     assert cache.reencoded == 0 and same(state(cache), state(other))
 
 
+@every_recipe
+def test_numbers_too_large_for_the_scales_are_refused_and_never_decoded_to_nan(recipe):
+    total = recipe.window.recent + 2 * recipe.window.block
+    x, cache, other = tensors(total), make(recipe), make(recipe)
+    try:
+        feed_in(cache, x * 1e9, [total])
+    except ValueError as error:
+        assert "are too large for the scales" in str(error) and cache.length == 0
+        feed_in(cache, x, [total])
+        feed_in(other, x, [total])
+        assert same(state(cache), state(other))
+    else:
+        assert all(bool(torch.isfinite(out).all()) for pair in read(cache) for out in pair)
+
+
 def test_a_bad_number_in_the_first_prompt_and_in_padding():
     recipe = RECIPES["aqua-2bit"]
     x, cache, other = tensors(100), make(recipe), make(recipe)
