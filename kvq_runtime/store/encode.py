@@ -78,7 +78,7 @@ class Encoder:
         """Have `refuse_nan` look for scales of these blocks that float16 does not hold; waits for nothing."""
         for role, fields in zip(ROLES, slabs, strict=True):
             for field in fields.values():
-                if field.dtype == torch.float16:
+                if field.dtype == torch.float16 and field.numel():  # where all channels have 0 bits there are no scales
                     self._stored.append((layer, block, role, torch.linalg.vector_norm(field.flatten(1), torch.inf, 1)))
 
     def forget(self) -> None:

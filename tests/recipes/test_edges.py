@@ -147,6 +147,17 @@ def test_numbers_too_large_for_the_scales_are_refused_and_never_decoded_to_nan(r
         assert all(bool(torch.isfinite(out).all()) for pair in read(cache) for out in pair)
 
 
+def test_a_block_without_scales_is_not_too_large():
+    """Where bits are shared out, a layer may get none."""
+    cache = make(RECIPES["aqua-2bit"])
+    for count, end in ((0, 1.0), (1, 1.0), (2, torch.inf)):
+        cache.encoder._watch_scales(0, 0, [{"scale": torch.full((2, 1, count), end, dtype=torch.float16)}] * 2)
+        if end == torch.inf:
+            with pytest.raises(ValueError, match="keys of the model are too large"):
+                cache.encoder.refuse_nan()
+        cache.encoder.refuse_nan()
+
+
 def test_a_bad_number_in_the_first_prompt_and_in_padding():
     recipe = RECIPES["aqua-2bit"]
     x, cache, other = tensors(100), make(recipe), make(recipe)
