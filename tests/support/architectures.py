@@ -29,6 +29,8 @@ SECTIONS = {"head_dim": 16, "rope_parameters": {  # of places of images, which t
 }}  # fmt: skip
 SEEING = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
           "num_heads": 2, "out_hidden_size": 64, "image_size": 28, "patch_size": 14}  # fmt: skip
+HEARING = {"num_hidden_layers": 1, "d_model": 32, "output_dim": 64, "encoder_layers": 1, "encoder_attention_heads": 2,
+           "encoder_ffn_dim": 32}  # fmt: skip
 
 
 def tower(text: dict[str, Any], **seeing: Any) -> dict[str, Any]:
@@ -60,7 +62,7 @@ LLAMA4 = {"intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_
 LATER = (  # than the oldest transformers
     "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "lfm3_vl", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
     "lara_mini", "apertus1p5_text", "beam", "exaone", "granite_docling", "hyperclovax_vision_v2", "minicpmv4_7",
-    "minicpm_ocr",
+    "minicpm_ocr", "muse_spark", "pp_chart2table",
 )  # fmt: skip
 OLD = {"head_dim": ..., "num_key_value_heads": ...}  # settings that a type does not have
 OWN = {
@@ -130,7 +132,7 @@ OWN = {
         ("lighton_ocr", "qwen3"), ("video_llama_3", "qwen2"),
     )},
     **{kind: tower({"model_type": "llama"}, model_type="clip_vision_model") for kind in (
-        "llava_next", "video_llava", "vipllava",
+        "llava_next", "llava_next_video", "video_llava", "vipllava",
     )},
     **{kind: tower({"model_type": "qwen3_5_text"} | RECURRENT) for kind in (
         "minicpmv4_6", "minicpmv4_7", "minicpm_ocr",
@@ -155,6 +157,18 @@ OWN = {
     **dict.fromkeys(("gptj", "codegen"), OLD | {
         "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "rotary_dim": 8, "intermediate_size": ...}),
     "aya_vision": tower({"model_type": "cohere2"} | FULL, model_type="siglip_vision_model"),
+    "aria": tower({"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1})
+    | {"projector_patch_to_query_dict": {4: 4}},
+    "ernie4_5_vl_moe": tower(EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [32, 32],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]}}),
+    "muse_spark": tower(EXPERTS | {"moe_hidden_size": 32}, max_position_embeddings=16, pos_emb_height=4,
+                        pos_emb_width=4)
+    | {"audio_config": HEARING | {"patch_sizes": [16], "hidden_sizes": [32], "depths": [1], "out_hidden_size": 64}},
+    "pp_chart2table": tower({"model_type": "qwen2"}),
+    "qwen2_5_omni_thinker": tower(SECTIONS) | {"audio_config": HEARING, "vision_start_token_id": 5},
+    "qwen3_omni_moe_thinker": tower(EXPERTS | SECTIONS) | {"audio_config": HEARING, "vision_start_token_id": 5},
+    "biogpt": OLD,
+    "xglm": OLD | {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96},
 }  # fmt: skip
 
 

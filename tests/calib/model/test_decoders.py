@@ -47,7 +47,8 @@ UNLISTED = {
 REFUSED = {
     "opt": "embed_positions, .* stand beside its layers",
     "sarvam_moe": r"its files have model.layers.0.attention.query_key_value.weight, and no k_proj in a layer",
-    **dict.fromkeys(("falcon", "gpt_neox_japanese", "bloom", "mpt", "gpt_neo"), "attends by code of its own"),
+    **dict.fromkeys(("falcon", "gpt_neox_japanese", "bloom", "mpt", "gpt_neo", "xglm"), "attends by code of its own"),
+    "biogpt": "its files have biogpt.layers.0.self_attn.k_proj.weight, and no k_proj in a layer",
     "gpt2": "GPT2Attention has no k_proj and v_proj, and no qkv_proj, Wqkv, query_key_value, by",
     "gpt_bigcode": "GPTBigCodeAttention has no k_proj",
     "jetmoe": "JetMoeAttention has no k_proj",
