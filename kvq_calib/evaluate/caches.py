@@ -33,10 +33,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 from transformers.masking_utils import sdpa_mask
 
+from kvq_calib.model.asked import ASKING, answered, asks
 from kvq_runtime.geometry import SLAB, WHOLE, owners
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf import attention as packed
-from kvq_runtime.hf.model import real_tokens, settings_of
+from kvq_runtime.hf.model import attention_modules, real_tokens, settings_of
 from kvq_runtime.ops.dense import PLAIN, Softmax, attention
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Pair
@@ -335,11 +336,16 @@ def attending(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
         yield
         return
     before, token = model.config._attn_implementation or "eager", _at_work.set(cache)
-    model.set_attn_implementation(name)
     try:
-        yield
+        if asks(model):
+            with answered(attention_modules(model).values(), _attention):
+                yield
+        else:
+            model.set_attn_implementation(name)
+            yield
     finally:
-        model.set_attn_implementation(before)
+        if not asks(model):
+            model.set_attn_implementation(before)
         _at_work.reset(token)
 
 
@@ -353,13 +359,15 @@ def answering(cache: CountedCache, attention: Mapping[int, Any], calls: Mapping[
     first       whether the model's first layer is among those that run
     """
     before, token = {n: module.config._attn_implementation for n, module in attention.items()}, _at_work.set(cache)
+    asking = [module for n, module in attention.items() if before[n] == ASKING]
     for module in attention.values():
-        module.config._attn_implementation = NAME
+        module.config._attn_implementation = ASKING if module in asking else NAME
     if first:
         cache._begin(None)
     cache._announce(calls.get("position_ids"), calls.get("position_embeddings"), rotary, NAME)
     try:
-        yield cache
+        with answered(asking, _attention):
+            yield cache
     finally:
         for n, module in attention.items():
             module.config._attn_implementation = before[n]

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from kvq_calib.model.asked import asks
 from kvq_calib.model.carried import EXIT, Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty
 from kvq_calib.model.files import STEMS
@@ -74,7 +75,7 @@ def check(config: "PreTrainedConfig", id: str) -> None:
         model: Any = empty(config, None)
     check_model(model)
     attention_modules(model)
-    if (why := own_code(model)) is not None:
+    if (why := own_code(model)) is not None and not asks(model):
         raise ValueError(f"{id}: {why}, which would show keys and queries; use a recipe that needs no fit; {LISTED}")
     attend = dict(attentions(enumerate(layers_of(decoder_of(model))), text))
     _check_attention(model, attend, attending(settings_of(text)), id)

@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from kvq_calib.model.asked import asks
 from kvq_calib.model.carried import ENTRY, TABLE, Carried, blank
 from kvq_runtime.geometry import attending
 from kvq_runtime.hf.attention import dense
@@ -46,7 +47,7 @@ class Seen(Exception):
     """Ends a layer's forward pass where attention begins."""
 
 
-def _captured(
+def captured(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -65,7 +66,7 @@ def _captured(
     return dense(module, query, key, value, attention_mask, scaling, **given)
 
 
-AttentionInterface.register(CAPTURED, _captured)
+AttentionInterface.register(CAPTURED, captured)
 AttentionMaskInterface.register(CAPTURED, sdpa_mask)
 
 
@@ -97,7 +98,10 @@ def empty(config: "PreTrainedConfig", dtype: torch.dtype | None) -> Any:
     """The whole model, as transformers makes it, without memory; its attention notes what it gets."""
     with torch.device("meta"):
         made = maker(config).from_config(config, dtype=dtype).eval()
-    made.config.get_text_config(decoder=True)._attn_implementation = CAPTURED  # towers may know no other than theirs
+    if not asks(made):
+        made.config.get_text_config(
+            decoder=True
+        )._attn_implementation = CAPTURED  # towers may know no other than theirs
     return made
 
 

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvq_calib.model.asked import answer_by, asks
 from kvq_calib.model.attention import Captured, Projected, Rows, expanded
 from kvq_calib.model.carried import TABLE, blank
-from kvq_calib.model.decoder import Decoder, Seen, attentions, empty
+from kvq_calib.model.decoder import Decoder, Seen, attentions, captured, empty
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.head import Head
 from kvq_calib.model.weights import Weights
@@ -139,6 +140,8 @@ class Layer:
         self._attention: dict[int, Any] = dict(attentions(modules.items(), stream._decoder.config))
         for module in self._attention.values():
             module.seen = None
+            if asks(stream._decoder.whole):
+                answer_by(module, captured)
         attention, seen = self._attention[index], dict[str, Any]()
         attention.seen = seen
         if stream.files.tapped:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import QUICK, random, table
+from architectures import FALCONS, QUICK, random, table
 from generating import generate, kvq, padded, stock
 from models import prompt
 from tiers import some
@@ -65,16 +65,10 @@ def rope_is_undone(model) -> bool:
     return bool(torch.allclose(k_TC, k_TC[:1].expand_as(k_TC), rtol=0, atol=1e-3 * float(k_TC.std())))
 
 
-FALCONS = {  # 7B's; 40B's, which repeats keys before a cache; of as many keys as queries
-    "falcon": {}, "falcon+": {"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon=": {"multi_query": False},
-    "falcon-": {"alibi": True},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "persimmon", *FALCONS])
 def test_padded_rows_and_beams(kind):
     """`exact` generates what transformers' cache does, and four bits stay close."""
-    model = random(kind.strip("+=-"), **FALCONS.get(kind, {}))
+    model = random(kind)
     ids, mask = padded(prompt(3), 40, 33, 3)
     for way in ("greedy", "beams"):
         one, two = (
@@ -90,7 +84,7 @@ def test_padded_rows_and_beams(kind):
 @pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "phi3", "falcon", "falcon+", "falcon="])
 def test_the_rows_of_one_projection_that_make_keys_and_values(kind):
     """By the first token's keys, which RoPE does not turn, and its values, as transformers' cache gets them."""
-    model, seen = random(kind.strip("+="), **FALCONS.get(kind, {})), []
+    model, seen = random(kind), []
     module = attention_of(layers_of(decoder_of(model))[0])
     (fused,) = (name for name in fingerprint.FUSED if hasattr(module, name))
     projection, cache = getattr(module, fused), stock(model)

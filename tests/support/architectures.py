@@ -172,6 +172,10 @@ OWN = {
 }  # fmt: skip
 
 
+FALCONS = {  # 7B's; 40B's, which repeats keys before a cache; of as many keys as queries
+    "falcon": {}, "falcon+": {"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon=": {"multi_query": False},
+    "falcon-": {"alibi": True},
+}  # fmt: skip
 QUICK = (  # one for each thing that tells architectures apart
     "llama", "qwen2", "qwen3_moe", "phi3", "smollm3", "cohere2+", "gemma3_text", "olmo3", "gemma4", "gpt_oss", "gemma2",
     "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "aria_text", "persimmon", "opt", "nanochat",
@@ -198,11 +202,17 @@ def table() -> list[list[str]]:
 def random(kind: str, **settings: Any) -> PreTrainedModel:
     """A model of a type with weights large enough that its choices are not ties; `settings` beside those of OWN."""
     torch.manual_seed(0)
-    plain = kind.removesuffix("+")
+    plain = kind.rstrip("+=-")
+    if kind in FALCONS:
+        settings = FALCONS[kind] | settings
     if plain in LATER and plain not in CONFIG_MAPPING_NAMES:
         pytest.skip(f"transformers {transformers.__version__} has no {plain}")
     own = OWN.get(plain, {})
-    given = own if "text_config" in own else SHAPE | own | (MIXED if plain != kind else {}) | settings
+    given = (
+        own
+        if "text_config" in own
+        else SHAPE | own | (MIXED if plain != kind and kind not in FALCONS else {}) | settings
+    )
     config = AutoConfig.for_model(plain, **copy.deepcopy({name: one for name, one in given.items() if one is not ...}))
     made = AutoModelForCausalLM if plain in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
     model = made.from_config(config).eval()
