@@ -89,9 +89,10 @@ def _give(args: argparse.Namespace, found: Mapping[str, Any], page: Any, name: s
     if args.out or not args.json:
         path = Path(args.out or name)
         options.check_output("--out", path)
-        files.save(path, page(found).encode())
+        data = page(found).encode()
+        options.write_output(path, data)
         if not args.json:
-            print_record({"page": str(path), "bytes": path.stat().st_size}, json=False)
+            print_record({"page": str(path), "bytes": len(data)}, json=False)
         if args.open and not webbrowser.open(path.absolute().as_uri()):
             print(f"kvq: no browser was found; open {path}", file=sys.stderr)
     for fault in damaged:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvq_runtime.cli.exit_codes import EXIT_CODES
 from kvq_runtime.cli.table import printable
+from kvq_runtime.disk import files
 from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.reference import without_secrets
@@ -141,6 +142,16 @@ def check_output(option: str, given: str | Path | None, folder: bool = False, ma
         return check_output(option, path.parent, folder=True)
     if not folder and not path.parent.is_dir():
         raise NotFound(f"{option} {path}: there is no folder {path.parent}; make it, or name another one")
-    place = there if folder else path.absolute().parent  # in which a file's draft is made
-    if not os.access(place, os.W_OK | os.X_OK):
+    into = not folder and path.exists() and not path.is_file()  # a device or a pipe, into which it is written
+    place = there if folder or into else path.absolute().parent  # in which a file's draft is made
+    if not os.access(place, os.W_OK | os.X_OK * (not into)):
         raise PermissionError(f"{option} {path}: {place} may not be written by this user; name another path")
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that a user named, whole or not at all; into a device or a pipe, never over it. Links are
+    followed."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        files.save(path.resolve(), data)

@@ -66,7 +66,7 @@ def export(args: Namespace) -> int:
         found = {place / name: data for name, data in oscar_files.from_artifact(made).items()}
     for path, data in found.items():
         files.make_folder(path.parent)
-        files.save(path, data)
+        options.write_output(path, data)
     print_table([{"path": str(path), "bytes": len(data)} for path, data in found.items()], args.json)
     return 0
 

@@ -1,7 +1,10 @@
 """Pages of a version and of a registry: what they say, and that nothing in a registry becomes markup."""
 
 import json
+import os
 import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -371,6 +374,20 @@ def test_the_command_writes_a_page_or_prints_the_data(store, kvq_report, monkeyp
     copy.write_bytes(path.read_bytes())
     assert kvq_report(copy)[0] == 0
     assert "a registry keeps the history" in Reader(Path("copy.html").read_text()).said
+
+
+def test_a_page_is_written_into_a_pipe_and_through_a_link_and_over_neither(store, kvq_report):
+    many.published(store)
+    os.mkfifo("pipe")
+    with ThreadPoolExecutor(1) as beside:
+        read = beside.submit(subprocess.run, ["timeout", "20", "cat", "pipe"], capture_output=True, text=True)
+        code, out, _ = kvq_report("tiny-2bit", "--registry", store.url, "--out", "pipe")
+        assert code == 0 and Path("pipe").is_fifo()
+        assert read.result().stdout.startswith("<!doctype html>") and f"{len(read.result().stdout.encode())}" in out
+    Path("link.html").symlink_to("page.html")
+    for _ in range(2):
+        assert kvq_report("tiny-2bit", "--registry", store.url, "--out", "link.html")[0] == 0
+        assert Path("link.html").is_symlink() and Path("page.html").read_text().startswith("<!doctype html>")
 
 
 def test_the_command_says_what_is_wrong(store, kvq_report, tmp_path):
