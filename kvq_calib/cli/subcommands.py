@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvq_calib.bench import contenders, rounds
+from kvq_calib.cli.giving import Give, everywhere, save
 from kvq_calib.cli.progress import Bar, progress_bar
 from kvq_calib.evaluate import decode, record, tasks
 from kvq_calib.evaluate import probe as probes
@@ -64,19 +65,18 @@ def evaluate(args: argparse.Namespace) -> int:
     protocol = _protocol(args, args.rows)
     with progress_bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
         records = record.evaluate(files, batch, subjects, protocol, *_used(args), progress, others=beside)
-    shown = _kept(args, subjects, records, TextRecord)
-    if args.plots:
-        folder = Path(args.plots)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "error-by-layer.png").write_bytes(plots.error_by_layer(shown))
-        (folder / "perplexity-by-bits.png").write_bytes(plots.perplexity_by_bits(shown))
-    if _told(args, records):
-        return 0
-    print_table(tables.table(shown), False)
-    print("".join(f"\n{note}" for note in tables.about_texts(shown)))
-    if args.layers:
-        print()
-        print_table([{"recipe": found.name, **row} for found in shown for row in found.result.layers], False)
+    with everywhere() as give:
+        shown = _kept(args, subjects, records, TextRecord, give)
+        if args.plots:
+            drawn = {"error-by-layer.png": plots.error_by_layer(shown)}
+            give(save, drawn | {"perplexity-by-bits.png": plots.perplexity_by_bits(shown)}, args.plots)
+        if _told(args, records, give):
+            return 0
+        print_table(tables.table(shown), False)
+        print("".join(f"\n{note}" for note in tables.about_texts(shown)))
+        if args.layers:
+            print()
+            print_table([{"recipe": found.name, **row} for found in shown for row in found.result.layers], False)
     return 0
 
 
@@ -92,10 +92,12 @@ def _texts(args: argparse.Namespace, files: ModelFiles, source: str):
     return batch, corpus.select_others(also, source, files.path, args.windows, length, args.seed)
 
 
-def _kept(args: argparse.Namespace, subjects: Sequence[Subject], records: Sequence[Any], kind: type[R]) -> list[R]:
+def _kept(
+    args: argparse.Namespace, subjects: Sequence[Subject], records: Sequence[Any], kind: type[R], give: Give
+) -> list[R]:
     """Keep records where artifacts are; return them as they are shown."""
     for subject, found in zip(subjects, records, strict=True):
-        keep(subject, found, args.registry)
+        give(keep, subject, found, args.registry)
     return tables.named([read(one, kind) for one in records], [subject.name for subject in subjects])
 
 
@@ -107,10 +109,11 @@ def _greedy(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subj
     batch = corpus.select(source, files.path, args.windows, prompt, args.seed, "held-out")
     with progress_bar(decode.work(batch, len(subjects), plan), args.quiet) as progress:
         records = decode.evaluate(files, batch, subjects, plan, *_used(args), progress, Ledger(home() / "evaluated"))
-    shown = _kept(args, subjects, records, GreedyRecord)
-    if not _told(args, records):
-        print_table(greedy.rows(shown), False)
-        print(f"\n{greedy.about(shown)}")
+    with everywhere() as give:
+        shown = _kept(args, subjects, records, GreedyRecord, give)
+        if not _told(args, records, give):
+            print_table(greedy.rows(shown), False)
+            print(f"\n{greedy.about(shown)}")
     return 0
 
 
@@ -145,17 +148,18 @@ def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subje
         given = harness.Asked(tuple(foreign), args.limit, args.num_fewshot, args.batch_size, args.chat, args.step)
         groups.append(harness.evaluate(files, subjects, given, *device, args.include_path, args.quiet))
     names, shown = ["16 bit", *(subject.name for subject in subjects)], []
-    for group in groups:
-        _kept(args, subjects, group[1:], TasksRecord)
-        shown.append(tables.named([read(one, TasksRecord) for one in group], names))
-    if args.plot:
-        Path(args.plot).write_bytes(answered.heat(shown[0]))
-    if _told(args, [one for group in groups for one in group]):
-        return 0
-    for number, group in enumerate(shown):
-        print("\n" * bool(number), end="")
-        print_table(answered.rows(group), False)
-        print("".join(f"\n{note}" for note in answered.notes(group)), end="")
+    with everywhere() as give:
+        for group in groups:
+            _kept(args, subjects, group[1:], TasksRecord, give)
+            shown.append(tables.named([read(one, TasksRecord) for one in group], names))
+        if args.plot:
+            give(save, {args.plot: answered.heat(shown[0])})
+        if _told(args, [one for group in groups for one in group], give):
+            return 0
+        for number, group in enumerate(shown):
+            print("\n" * bool(number), end="")
+            print_table(answered.rows(group), False)
+            print("".join(f"\n{note}" for note in answered.notes(group)), end="")
     return 0
 
 
@@ -194,11 +198,12 @@ def compare(args: argparse.Namespace) -> int:
             files, batch, list(subjects.values()), protocol, *_used(args), progress, ledger, others=beside
         )
     records = tables.by_bits([read(one, TextRecord) for one in measured])
-    if args.plot:
-        Path(args.plot).write_bytes(plots.comparison(records))
-    if not _told(args, [one.raw for one in records]):
-        print_table(tables.narrow(records) if not args.wide else tables.comparison(records), False)
-        print("".join(f"\n{note}" for note in tables.notes(records)))
+    with everywhere() as give:
+        if args.plot:
+            give(save, {args.plot: plots.comparison(records)})
+        if not _told(args, [one.raw for one in records], give):
+            print_table(tables.narrow(records) if not args.wide else tables.comparison(records), False)
+            print("".join(f"\n{note}" for note in tables.notes(records)))
     return 0
 
 
@@ -229,13 +234,14 @@ def bench(args: argparse.Namespace) -> int:
             interrupted = error
     found = timings.figures(rounds.chosen(plan, kept), every, about["weights_bytes"], memory, absent)
     notes = timings.notes(found, about, memory) if found else []
-    if args.plot and found:
-        Path(args.plot).write_bytes(timings.picture(found, notes))
-    if args.json:
-        print(json.dumps({"about": about | {"memory_bytes": memory}, "rows": found}, indent=2))
-    elif found:
-        print_table(timings.rows(found, memory), False)
-        print("".join(f"\n{note}" for note in notes))
+    with everywhere() as give:
+        if args.plot and found:
+            give(save, {args.plot: timings.picture(found, notes)})
+        if args.json:
+            print(json.dumps({"about": about | {"memory_bytes": memory}, "rows": found}, indent=2))
+        elif found:
+            print_table(timings.rows(found, memory), False)
+            print("".join(f"\n{note}" for note in notes))
     if interrupted is not None:
         raise interrupted
     if wrong := timings.failed(found):
@@ -249,12 +255,13 @@ def probe(args: argparse.Namespace) -> int:
     settings = probes.settings(files, args.corpus, args.samples, args.held_out, args.length, args.seed)
     with progress_bar(settings.work(files), args.quiet) as progress:
         found = probes.probe(files, settings, *_used(args), progress)
-    if args.plot:
-        Path(args.plot).write_bytes(fit_plots.probes(found))
-    if args.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print_table(probes.by_layer(found) if args.layers else probes.means(found), False)
+    with everywhere() as give:
+        if args.plot:
+            give(save, {args.plot: fit_plots.probes(found)})
+        if args.json:
+            print(json.dumps(found, indent=2))
+        else:
+            print_table(probes.by_layer(found) if args.layers else probes.means(found), False)
     return 0
 
 
@@ -290,11 +297,11 @@ def _device(given: str | None) -> str:
     return usable(given or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _told(args: argparse.Namespace, records: Sequence[Any]) -> bool:
+def _told(args: argparse.Namespace, records: Sequence[Any], give: Give) -> bool:
     """Write records where --output says, and print them with --json; False: a table of them is still to be printed."""
     text = json.dumps(records, indent=2)
     if args.output:
-        Path(args.output).write_text(text + "\n")
+        give(save, {args.output: f"{text}\n".encode()})
     if args.json:
         print(text)
     return args.json

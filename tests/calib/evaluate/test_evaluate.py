@@ -1,9 +1,11 @@
 """Evaluation: what must be equal, what must be closer, and what a record keeps."""
 
 import argparse
+import errno
 import itertools
 import json
 import math
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,6 +26,8 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec import codec
+from kvq_runtime.disk import faults
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import preset
@@ -261,6 +265,27 @@ def test_versions_of_an_artifact_are_rows_by_reference(demo, fitted, tmp_path, c
     for version in versions:
         (stored,) = registry.evaluations(version.sha256)
         assert "name" not in stored
+
+
+def test_what_was_measured_is_told_though_a_place_for_it_fails(demo, fitted, tmp_path, capsys, monkeypatch):
+    """A registry that may only be read, a full disk: the table is there, other files are, and an older one is whole."""
+    registry = LocalRegistry(tmp_path / "registry")
+    version = registry.publish("demo-mean", artifact.to_bytes(fitted))
+    (registry.root / "evaluations").touch()  # where a folder is to be made
+    (tmp_path / "out.json").write_text("[]")
+
+    def full(name: str) -> None:
+        if name == "draft.written":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(faults, "point", full)
+    words = ["demo-mean", "--model", "demo", "--windows", "1", "--length", "160", "--protocol", "full", "--quiet"]
+    words += ["--registry", registry.url, "--device", "cpu", "--output", str(tmp_path / "out.json")]
+    with pytest.raises((OSError, ArtifactError)):
+        run(*words)
+    printed = capsys.readouterr()
+    assert "full encode" in printed.out and os.strerror(errno.ENOSPC) in printed.err
+    assert (tmp_path / "out.json").read_text() == "[]" and not (registry.root / "evaluations" / version.sha256).exists()
 
 
 def test_the_same_measurement_is_one_record(demo, fitted, tmp_path):
