@@ -90,6 +90,10 @@ def _each(args: argparse.Namespace, argv: list[str]) -> int:
     """Do what is asked of each model of a list."""
     if args.model is not None:
         raise ValueError("--models names the models; leave out --model")
+    if args.price is not None and not args.dry_run:
+        raise ValueError(
+            "--price P is told by --dry-run, without which the models are calibrated; give both, or neither"
+        )
     known = parser()._option_string_actions
     every = fleet.chosen(args, fleet.commands(args.models, fleet.without(argv, fleet.OWN, known), known))
     parsed, refused = _of_each(args.models, dict(every), lambda words: parser().parse_args(words))
@@ -228,6 +232,8 @@ def _job(args: argparse.Namespace):
         raise ValueError("--workers shares chunks inside this process's run; leave out --prefect and $PREFECT_API_URL")
     if args.model is None:
         raise ValueError("--model is missing: a name of --list-models, a folder, a .gguf file, or a Hub id")
+    if not args.evaluate and (args.eval_windows or args.baselines or args.also not in (None, ["none"])):
+        raise ValueError("--eval-windows, --baseline and --also are of the evaluation; leave out --no-eval, or them")
     if args.reuse is not None and _wants_prefect(args):
         raise ValueError("--reuse is measured in this process; leave out --prefect and $PREFECT_API_URL")
     known = Job(What(args.model)).settings  # which options are called by

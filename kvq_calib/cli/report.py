@@ -86,7 +86,7 @@ def _give(args: argparse.Namespace, found: Mapping[str, Any], page: Any, name: s
     """Print the data, or write the page and print where it is."""
     if args.json:
         print(json.dumps(found, indent=2, default=str))
-    if args.out or not args.json:
+    if args.out or args.open or not args.json:
         path = Path(args.out or name)
         options.check_output("--out", path)
         data = page(found).encode()

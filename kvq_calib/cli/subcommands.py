@@ -45,6 +45,7 @@ from kvq_runtime.registry.sound import read
 
 R = TypeVar("R", bound=Record)
 OWN = ", ".join([*synthetic.TASKS, *ruler.TASKS])
+OF_TEXT = ("rows", "layers", "by_layer", "plots")  # options of `kvq eval` that neither tasks nor greedy text have
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -57,6 +58,11 @@ def evaluate(args: argparse.Namespace) -> int:
     recipe_text.distinct(subject.recipe for subject in subjects if subject.sha256 is None)
     if args.plot and not args.tasks:
         raise ValueError("--plot draws tasks, and --tasks names none; --plots DIR draws what is measured on text")
+    if other := "--tasks" if args.tasks else "--protocol decode" if args.protocol == "decode" else "":
+        given = [name for name in OF_TEXT if getattr(args, name)]
+        if given:
+            words = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"{words}: of text that is predicted, of which {other} measures none; leave out either")
     if args.tasks:
         return _tasks(args, files, subjects)
     if args.protocol == "decode":

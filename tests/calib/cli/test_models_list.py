@@ -102,6 +102,10 @@ def test_a_list_that_is_none_is_refused(text: str, message: str, given: list[str
 def test_what_does_not_go_together(words: list[str], message: str, given: list[str], capsys):
     assert cli.main([*given, *words, "--commands"]) == 2 and message in capsys.readouterr().err
     assert cli.main(["--model", "demo", "--only", "1"]) == 2 and "are of --models" in capsys.readouterr().err
+    assert cli.main([*given, "--price", "2.5"]) == 2, "and nothing is calibrated"
+    assert "--price P is told by --dry-run" in capsys.readouterr().err
+    assert cli.main(["--model", "demo", "--no-eval", "--baseline", "higgs-2bit"]) == 2
+    assert "leave out --no-eval, or them" in capsys.readouterr().err
 
 
 def test_a_plan_that_cannot_be_made_names_its_entry(model: Path, given: list[str], tmp_path: Path, capsys):

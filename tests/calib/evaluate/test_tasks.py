@@ -278,6 +278,13 @@ def test_a_picture_of_tasks_needs_tasks(files):
         args.run(args)
 
 
+@pytest.mark.parametrize(("other", "what"), [("--tasks passkey", "--tasks"), ("--protocol decode",) * 2])
+@pytest.mark.parametrize("words", [["--plots", "drawn"], ["--layers"], ["--by-layer"], ["--rows", "2"]])
+def test_an_option_of_text_is_refused_where_no_text_is_predicted(files, kvq, words, other, what):
+    code, _, err = kvq("eval", "exact", "--model", files.path, *other.split(), *words)
+    assert code == 2 and err.startswith(f"kvq: {words[0]}: of text that is predicted, of which {what} measures none;")
+
+
 def test_tasks_of_others_need_lm_eval_and_have_no_picture(files, kvq, monkeypatch):
     words = ["eval", "exact", "--model", files.path, "--tasks", "gsm8k"]
     monkeypatch.setattr(commanded, "find_spec", lambda name: None)

@@ -369,6 +369,8 @@ def test_the_command_writes_a_page_or_prints_the_data(store, kvq_report, monkeyp
         code, _, err = kvq_report("tiny-2bit", "--registry", store.url, "--open")
         assert code == 0 and ("no browser was found" in err) == (len(opened) == 1)
     assert opened[0] == Path("tiny-2bit-v1.0.0.html").absolute().as_uri()
+    code, out, _ = kvq_report("tiny-2bit@1.1.0", "--registry", store.url, "--json", "--open")
+    assert code == 0 and json.loads(out) and opened[2] == Path("tiny-2bit-v1.1.0.html").absolute().as_uri()
     path = store.fetch("tiny-2bit", store.state("tiny-2bit").versions["1.0.0"])
     copy = Path("copy.safetensors")
     copy.write_bytes(path.read_bytes())
