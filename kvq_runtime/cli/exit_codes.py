@@ -1,6 +1,7 @@
 """Exit codes of the commands, and the one place where exceptions become exit codes."""
 
 import atexit
+import io
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 from kvq_runtime.cli.table import printable
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound, spoken
@@ -74,6 +76,31 @@ def loaded() -> None:
     _loaded.append(True)
 
 
+class _Said(io.FileIO):
+    """Standard error, which takes no end of what is written to it: a reader that has gone stops no work."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+
+
+def _streams() -> None:
+    """Give the process the three streams that it may lack, so that no file gets their numbers; let standard error
+    survive its reader."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # it is closed, and the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)))
+    raw = io.BufferedWriter(_Said(2, "w", closefd=False))
+    kind = sys.stderr and sys.stderr.encoding
+    sys.stderr = io.TextIOWrapper(raw, kind, "backslashreplace", line_buffering=True)
+
+
 def program(name: str, command: Callable[[], int]) -> int:
     """Run the command of a process of its own, which then ends at once.
 
@@ -82,6 +109,7 @@ def program(name: str, command: Callable[[], int]) -> int:
     before. Ctrl-C while it imports its modules ends it there: torch goes on without numpy then, and fails much later.
     """
     ended: list[int] = []
+    _streams()
 
     def leave() -> None:
         if ended:

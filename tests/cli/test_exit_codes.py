@@ -77,6 +77,44 @@ sys.exit(exit_codes.program("kvq", command))"""
     assert failed.returncode == 1 and "ValueError" in failed.stderr and "taken apart" in failed.stdout
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_ends_nothing_and_its_number_is_no_file_s(closed, tmp_path):
+    body = f"""
+import os, sys
+from kvq_runtime.cli import exit_codes
+def command():
+    with open({str(tmp_path / "made")!r}, "w") as file:
+        print("out")
+        exit_codes.say("kvq", "err")
+        file.write(str(file.fileno() > 2 and not sys.stderr.isatty()))
+    return 3
+sys.exit(exit_codes.program("kvq", lambda: exit_codes.run("kvq", command)))"""
+    run = ["bash", "-c", f'"$@" {closed}', "bash", sys.executable, "-c", body]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert (done.returncode, (tmp_path / "made").read_text()) == (3, "True")
+    assert done.stdout == "out\n" * (">&-" not in closed.split()) and "Traceback" not in done.stderr
+
+
+def test_what_is_said_to_nobody_stops_no_work():
+    body = """
+import sys, time
+from kvq_runtime.cli import exit_codes
+def command():
+    for _ in range(50):
+        exit_codes.say("kvq", "at work")
+        time.sleep(0.01)
+    print("done")
+    return 0
+sys.exit(exit_codes.program("kvq", lambda: exit_codes.run("kvq", command)))"""
+    with subprocess.Popen(
+        [sys.executable, "-c", body], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as begun:
+        assert begun.stdout and begun.stderr and begun.stderr.readline() == "kvq: at work\n"
+        begun.stderr.close()
+        assert begun.stdout.read() == "done\n"
+    assert begun.returncode == 0
+
+
 def test_an_interrupt_ends_an_import_that_would_go_on(tmp_path):
     """Elsewhere it is an exception as ever, and in what is imported once a command's modules are loaded."""
     (tmp_path / "slow.py").write_text(
