@@ -10,6 +10,7 @@
 #SBATCH --output=kvq-ray-%j.log
 set -eu
 head=$(hostname)
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun, since 22.05, does not take from sbatch by itself
 export RAY_ADDRESS=$head:6379 RAY_AUTH_MODE=disabled # or a token, where others have access
 export KVQ_HOME=${SCRATCH:?names a folder that all nodes see}/kvq
 cd "$HOME/kvq"

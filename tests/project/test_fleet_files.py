@@ -31,7 +31,8 @@ OPTIONS = {"array", "cpus-per-task", "gpus", "gpus-per-node", "job-name", "mem",
 LIST = "- model: demo\n  recipe: aqua-2bit\n- model: demo\n  recipe: aqua-3bit\n"
 NOTE = """#!{python}
 import json, os, sys
-kept = {{name: value for name, value in os.environ.items() if name.startswith(("KVQ_", "PREFECT_", "RAY_", "HF_"))}}
+names = "KVQ_", "PREFECT_", "RAY_", "HF_", "SRUN_"
+kept = {{name: value for name, value in os.environ.items() if name.startswith(names)}}
 with open({file!r}, "a") as file:
     print(json.dumps([{name!r}, sys.argv[1:], kept]), file=file)
 """
@@ -210,8 +211,9 @@ def test_a_worker_is_started_by_a_command_of_prefect(name: str, tmp_path: Path):
 @pytest.mark.slow
 def test_nodes_of_slurm_join_ray_and_one_calibrates(tmp_path: Path):
     ray = pytest.importorskip("ray.scripts.scripts", reason="Ray is in the extra scale: make env")
-    found = run(tmp_path, (FOLDER / "slurm-ray.sh").read_text(), SLURM_JOB_NUM_NODES="4")
+    found = run(tmp_path, (FOLDER / "slurm-ray.sh").read_text(), SLURM_JOB_NUM_NODES="4", SLURM_CPUS_PER_TASK="64")
     starts = [words for program, words, _ in found if program == "ray"]
+    assert all(given["SRUN_CPUS_PER_TASK"] == "64" for program, _, given in found if program == "ray")
     assert len(starts) == 2 and all(words[0] == "start" for words in starts)
     parsed = [ray.start.make_context("start", words[1:]).params for words in starts]
     assert {one["port"] for one in parsed if one["head"]} == {6379}
