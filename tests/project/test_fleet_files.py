@@ -162,7 +162,7 @@ def test_a_job_of_kubernetes_does_an_entry_for_each_index(tmp_path: Path, capsys
         commands.append(entry(words, tmp_path, text, capsys))
     assert commands == [
         "--device cuda --model qwen2.5-7b",
-        "--device cuda --model meta-llama/Llama-3.1-8B --recipe aqua-2bit --recipe aqua-fisher-2bit",
+        "--device cuda --model Qwen/Qwen3-8B --recipe aqua-2bit --recipe aqua-fisher-2bit",
     ]
     assert {one for each in entries if isinstance(each, dict) for one in each["recipe"]} <= set(presets())
 
