@@ -32,7 +32,7 @@ from kvq_calib.run.device import memory_of, usable
 from kvq_calib.tasks import ruler, synthetic
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact, oscar_files, recipe_text
-from kvq_runtime.cli import exit_codes
+from kvq_runtime.cli import exit_codes, options
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.errors import extra
 from kvq_runtime.ops import product
@@ -86,6 +86,13 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _ledger(run: str | None = None) -> Ledger:
+    """Where what was measured is kept; refused before the work if it cannot be."""
+    folder = Path(run or home()) / "evaluated"
+    options.check_output("--run" if run else "$KVQ_HOME", folder, folder=True)
+    return Ledger(folder)
+
+
 def _length(args: argparse.Namespace, files: ModelFiles) -> int:
     return args.length or min(files.entry.seq_len, files.context)
 
@@ -109,12 +116,12 @@ def _kept(
 
 def _greedy(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
     """Run `kvq eval --protocol decode`: follow the 16-bit model's greedy text with each cache."""
-    subjects = [_protocol(args, None).subject(one, files.geometry) for one in subjects]
+    subjects, ledger = [_protocol(args, None).subject(one, files.geometry) for one in subjects], _ledger()
     plan = decode.Plan(args.length or min(decode.LENGTH, files.context))
     source, prompt = args.corpus or files.entry.corpus, args.prompt or decode.PROMPT
     batch = corpus.select(source, files.path, args.windows, prompt, args.seed, "held-out")
     with progress_bar(decode.work(batch, len(subjects), plan), args.quiet) as progress:
-        records = decode.evaluate(files, batch, subjects, plan, *_used(args), progress, Ledger(home() / "evaluated"))
+        records = decode.evaluate(files, batch, subjects, plan, *_used(args), progress, ledger)
     with everywhere() as give:
         shown = _kept(args, subjects, records, GreedyRecord, give)
         if not _told(args, records, give):
@@ -126,7 +133,7 @@ def _greedy(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subj
 def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
     """Run `kvq eval --tasks`: names that kvq does not know are lm-eval's."""
     protocol = _protocol(args, None)
-    subjects = [protocol.subject(one, files.geometry) for one in subjects]
+    subjects, ledger = [protocol.subject(one, files.geometry) for one in subjects], _ledger()
     asked = args.tasks.split(",")
     own = [task for task in asked if task in synthetic.TASKS or task in ruler.TASKS]
     foreign = [task for task in asked if task not in own]
@@ -147,7 +154,7 @@ def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subje
             args.chat, args.answer,
         )  # fmt: skip
         with progress_bar(tasks.work(plan, len(subjects)), args.quiet) as progress:
-            groups.append(tasks.evaluate(files, subjects, plan, *device, progress, Ledger(home() / "evaluated")))
+            groups.append(tasks.evaluate(files, subjects, plan, *device, progress, ledger))
     if foreign:
         from kvq_calib.lm_eval import record as harness
 
@@ -171,7 +178,7 @@ def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subje
 
 def compare(args: argparse.Namespace) -> int:
     """Run `kvq compare`."""
-    files = models.resolve(args.model)
+    files, ledger = models.resolve(args.model), _ledger(args.folder)
     automatic = [text for text in args.recipes if text in budget.AUTOMATIC] or (["auto"] if args.bits else [])
     texts = recipe_text.with_settings([text for text in args.recipes if text not in automatic], args.set)
     chosen, notes = choose(texts, files) if texts or not args.recipes else ([], [])
@@ -198,7 +205,6 @@ def compare(args: argparse.Namespace) -> int:
         rests = ", ".join(f"{length % block} in blocks of {block}" for block in uneven)
         note = f"windows of {length} tokens: the last of them stay exact in a full encode, {rests}"
         print(f"kvq: {note}; use --length with a multiple of all blocks", file=sys.stderr)
-    ledger = Ledger(home() / "evaluated" if args.folder is None else Path(args.folder) / "evaluated")
     with progress_bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
         measured = record.evaluate(
             files, batch, list(subjects.values()), protocol, *_used(args), progress, ledger, others=beside

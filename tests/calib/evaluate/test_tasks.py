@@ -285,6 +285,20 @@ def test_an_option_of_text_is_refused_where_no_text_is_predicted(files, kvq, wor
     assert code == 2 and err.startswith(f"kvq: {words[0]}: of text that is predicted, of which {what} measures none;")
 
 
+@pytest.mark.parametrize("words", ["eval exact --tasks passkey", "eval exact --protocol decode", "compare"])
+def test_a_place_that_keeps_nothing_is_told_before_the_work(words, files, kvq, monkeypatch, tmp_path):
+    (tmp_path / "evaluated").touch()
+    monkeypatch.setenv("KVQ_HOME", str(tmp_path))
+    monkeypatch.setattr(commanded, "progress_bar", lambda *_: pytest.fail("the work has begun"))
+    code, _, err = kvq(*words.split(), "--model", files.path)
+    assert (
+        code == 2
+        and err
+        == f"kvq: $KVQ_HOME {tmp_path / 'evaluated'}: {tmp_path / 'evaluated'} is a file; name a "
+        "folder, which may be new\n"
+    )
+
+
 def test_tasks_of_others_need_lm_eval_and_have_no_picture(files, kvq, monkeypatch):
     words = ["eval", "exact", "--model", files.path, "--tasks", "gsm8k"]
     monkeypatch.setattr(commanded, "find_spec", lambda name: None)
