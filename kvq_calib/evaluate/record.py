@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 
 from kvq_calib.evaluate import errors, perplexity
 from kvq_calib.evaluate.caches import CountedCache, FullCache, fit_tokens, refusal
-from kvq_calib.evaluate.layered import layered
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code, digest_of
-from kvq_calib.evaluate.perplexity import REFERENCE, Score
+from kvq_calib.evaluate.perplexity import REFERENCE, Score, layered
 from kvq_calib.evaluate.subject import Subject, costs
 from kvq_calib.model import sampled
 from kvq_calib.model.files import ModelFiles

@@ -13,8 +13,8 @@ from architectures import random
 
 from kvq_calib.evaluate import perplexity, record
 from kvq_calib.evaluate.caches import FullCache
-from kvq_calib.evaluate.layered import layered
 from kvq_calib.evaluate.ledger import Ledger
+from kvq_calib.evaluate.perplexity import layered
 from kvq_calib.evaluate.record import Protocol
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model import find as models

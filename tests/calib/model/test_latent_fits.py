@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvq_calib.evaluate import errors, perplexity
 from kvq_calib.evaluate.caches import CountedCache, FullCache
-from kvq_calib.evaluate.layered import layered
+from kvq_calib.evaluate.perplexity import layered
 from kvq_calib.model import find as models
 from kvq_calib.model.carried import Carried
 from kvq_calib.model.files import ModelFiles
