@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import State
 from pydantic import Field
 
-from kvq_calib.evaluate import drift as measure
+from kvq_calib.evaluate import held_out
 from kvq_calib.evaluate.gate import Bounds, Refused
 from kvq_calib.flow.flow import calibrated, failed
 from kvq_calib.job.job import Job
@@ -134,7 +134,7 @@ def nightly(
     return failed("; ".join(reasons)) if reasons else rows
 
 
-check = task(name="measure", cache_policy=NO_CACHE, persist_result=False)(publishing()(measure.check))
+check = task(name="measure", cache_policy=NO_CACHE, persist_result=False)(publishing()(held_out.check_drift))
 
 
 @flow(name="drift", flow_run_name="{model}", persist_result=False)
@@ -154,7 +154,7 @@ def drift(
 ) -> list[str] | State:
     """Measure published versions on fresh text; their records go to the registry. The run ends as Drifted, and promotes
     nothing, where one is too bad."""
-    text_seed = measure.week(datetime.now(UTC).date()) if seed is None else seed
+    text_seed = held_out.week(datetime.now(UTC).date()) if seed is None else seed
     bounds = Bounds(max_perplexity_ratio, max_kl)
     checked = check(
         artifacts, model, corpus or "demo", bounds, text_seed, windows or 16, length, alias, promote, device, registry

@@ -10,7 +10,7 @@ import tiny_artifact
 from patience import until
 
 from kvq_calib.cli import calibrate as cli
-from kvq_calib.evaluate import drift
+from kvq_calib.evaluate import held_out
 from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import remarks
 from kvq_runtime.registry import resolve as registry
@@ -177,9 +177,9 @@ def test_drift_is_told_and_what_is_worse_is_not_promoted(model, server):
 
 
 def test_the_text_of_a_drift_check_is_fresh_every_week(model):
-    assert drift.week(date(2026, 4, 1)) == drift.week(date(2026, 4, 3)) == 202614
-    assert drift.week(date(2027, 1, 1)) == 202653
-    assert drift.week(date(2026, 4, 8)) == 202615
+    assert held_out.week(date(2026, 4, 1)) == held_out.week(date(2026, 4, 3)) == 202614
+    assert held_out.week(date(2027, 1, 1)) == 202653
+    assert held_out.week(date(2026, 4, 8)) == 202615
 
 
 def test_a_drift_check_tells_what_it_only_proposed(tmp_path):
@@ -189,10 +189,10 @@ def test_a_drift_check_tells_what_it_only_proposed(tmp_path):
         place.publish(NAME, tiny_artifact.data(seed))
     remarks.protect(place, NAME, "production", 1)
     newest = Reference(NAME, "version", "1.0.1")
-    assert drift._promote(place, newest, "production") == ("", "production")
+    assert held_out._promote(place, newest, "production") == ("", "production")
     remarks.protect(place, NAME, "production", 0)
-    assert drift._promote(place, newest, "production") == ("production", "")
-    assert drift._promote(place, newest, "production") == ("", "")
+    assert held_out._promote(place, newest, "production") == ("production", "")
+    assert held_out._promote(place, newest, "production") == ("", "")
 
 
 def test_a_drift_check_of_what_is_withdrawn_measures_nothing_and_says_so(model, tmp_path):
@@ -200,9 +200,9 @@ def test_a_drift_check_of_what_is_withdrawn_measures_nothing_and_says_so(model, 
     place.publish(NAME, tiny_artifact.data())
     place.yank(NAME, "1.0.0", "of the wrong text")
     with pytest.raises(NotFound, match=f"every version of {NAME} is yanked, and no alias production points to one"):
-        drift.check([NAME], str(model), "demo", drift.Bounds(1.05), seed=0, registry_url=place.url)
+        held_out.check_drift([NAME], str(model), "demo", held_out.Bounds(1.05), seed=0, registry_url=place.url)
 
 
 def test_a_drift_check_without_bounds_is_refused(model):
     with pytest.raises(ValueError, match="needs a bound"):
-        drift.check([NAME], model, "demo", drift.Bounds(), seed=0)
+        held_out.check_drift([NAME], model, "demo", held_out.Bounds(), seed=0)
