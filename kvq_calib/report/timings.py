@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvq_calib.bench.contenders import Contender
-from kvq_calib.bench.rounds import Round
-from kvq_calib.bench.turn import FULL, WARM, Turn
+from kvq_calib.bench.rounds import FULL, WARM, Round, Turn
 from kvq_calib.report import looks as draw
 from kvq_calib.report.looks import BLACK, GREY, Look, looks
 from kvq_runtime.errors import counted

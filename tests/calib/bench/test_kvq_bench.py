@@ -12,9 +12,9 @@ import tiny
 import torch
 from transformers import DynamicCache
 
-from kvq_calib.bench import contenders, rounds, turn
+from kvq_calib.bench import contenders, rounds
 from kvq_calib.bench.contenders import Contender
-from kvq_calib.bench.turn import FULL, WARM, Turn
+from kvq_calib.bench.rounds import FULL, WARM, Turn
 from kvq_calib.cli import commands
 from kvq_calib.model import find as models
 from kvq_calib.report import timings
@@ -61,11 +61,11 @@ def kept(path=None, **about) -> rounds.Rounds:
 def test_bytes_are_those_in_memory(files, model):
     ids_BT = rounds.prompts(model, 280, 2, seed=0)
     held = 280 + WARM + 3  # the newest token is not in the cache yet
-    exact = turn.take(model, contenders.plain(model.dtype), ids_BT, 3)
+    exact = rounds.take(model, contenders.plain(model.dtype), ids_BT, 3)
     assert exact.cache_bytes == 2 * held * 2 * files.geometry.layers * files.geometry.width * model.dtype.itemsize
     assert len(exact.steps_s) == 3 and exact.first_s > 0 and all(step > 0 for step in exact.steps_s)
     (ours,) = contenders.ours(["rtn-4bit"], files)
-    found = turn.take(model, ours, ids_BT, 3)
+    found = rounds.take(model, ours, ids_BT, 3)
     computed = Sizes(preset("rtn-4bit"), files.geometry, model.dtype).at(held, batch=2)
     assert found.cache_bytes == pytest.approx(computed.total, rel=0.01)  # positions are not in the computation
     assert found.shared_bytes == sum(computed.shared.values())
@@ -75,7 +75,7 @@ def test_one_byte_an_element_is_found_in_transformers_8_bit_cache(files, model):
     one = contenders.quantized("fp8")
     if contenders.absent(one, model):
         pytest.skip("this transformers has none")
-    found = turn.take(model, one, rounds.prompts(model, 40, 2, seed=0), 3)
+    found = rounds.take(model, one, rounds.prompts(model, 40, 2, seed=0), 3)
     scales = 2 * files.geometry.layers * 4
     elements = 2 * (40 + WARM + 3) * 2 * files.geometry.layers * files.geometry.width
     assert found.cache_bytes == elements + scales
@@ -102,7 +102,7 @@ def test_tensors_made_of_others_are_counted_by_their_parts():
         __torch_dispatch__ = classmethod(lambda *_: pytest.fail("nothing is computed to count bytes"))
 
     made = Halves(torch.zeros(3, dtype=torch.uint8), torch.zeros(2))
-    found = list(turn._tensors({"codes": (made, {"scale": [torch.zeros(5)]}), "bits": 2}))
+    found = list(rounds._tensors({"codes": (made, {"scale": [torch.zeros(5)]}), "bits": 2}))
     assert [tensor.nbytes for tensor in found] == [3, 8, 20]
 
 
@@ -170,7 +170,7 @@ def test_an_error_of_one_cache_does_not_end_the_others(model, error, said):
     def fails(model):
         raise error
 
-    found = turn.attempt(model, Contender("bad", fails), rounds.prompts(model, 8, 1, 0), 2)
+    found = rounds.attempt(model, Contender("bad", fails), rounds.prompts(model, 8, 1, 0), 2)
     assert found.error == said and not found.steps_s
 
 
@@ -250,7 +250,7 @@ def test_a_recipe_that_fails_is_a_row_and_an_error(files, monkeypatch, capsys):
 
 
 def test_the_peak_is_that_since_it_was_asked_for():
-    asked = turn.watch_peak(torch.device("cpu"))
+    asked = rounds.watch_peak(torch.device("cpu"))
     before = asked()
     if before is None:
         pytest.skip("this system does not say")
@@ -258,18 +258,18 @@ def test_the_peak_is_that_since_it_was_asked_for():
     del large
     most = asked()
     assert most > before + (1 << 25)
-    assert turn.watch_peak(torch.device("cpu"))() < most - (1 << 25), "what was freed before does not count"
-    assert turn.watch_peak(torch.device("meta"))() is None
+    assert rounds.watch_peak(torch.device("cpu"))() < most - (1 << 25), "what was freed before does not count"
+    assert rounds.watch_peak(torch.device("meta"))() is None
 
 
 KEPT = """
 import torch
-from kvq_calib.bench import turn
+from kvq_calib.bench import rounds
 from kvq_calib.run.device import keep_memory
 assert keep_memory()
 pieces = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(256)]  # on the heap: the threshold was raised
 del pieces
-asked = turn.watch_peak(torch.device("cpu"))
+asked = rounds.watch_peak(torch.device("cpu"))
 before = asked()
 large = torch.ones(1 << 26, dtype=torch.uint8)
 print(before is None or asked() > before + (1 << 25))
