@@ -24,7 +24,7 @@ from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
-from kvq_runtime.vllm.engine import own_defaults
+from kvq_runtime.vllm.backend import own_defaults
 
 RECIPE = "lloyd-3bit"
 BYTES = 3 << 20  # of the cache
