@@ -5,18 +5,18 @@ from argparse import Namespace
 from pathlib import Path
 
 from kvq_runtime.cli.table import print_record, print_table
-from kvq_runtime.prefix import shelf, upkeep
+from kvq_runtime.prefix import sets, shelf
 from kvq_runtime.prefix.shelf import parse_bytes
 
 
 def prefix(args: Namespace) -> int:
     """List, verify or clean; `verify` returns 1 if a block is damaged."""
-    root = upkeep.existing(Path(args.folder).expanduser())
+    root = sets.existing(Path(args.folder).expanduser())
     return {"list": _list, "verify": _verify, "gc": _collect}[args.action](root, args)
 
 
 def _list(root: Path, args: Namespace) -> int:
-    rows = upkeep.listed(root)
+    rows = sets.listed(root)
     if rows or args.json:
         print_table(rows, args.json)
     else:
@@ -26,7 +26,7 @@ def _list(root: Path, args: Namespace) -> int:
 
 def _verify(root: Path, args: Namespace) -> int:
     begun, kept = time.perf_counter(), shelf.all_blocks(root)
-    faults = [{"path": str(one.path), "fault": one.fault} for one in upkeep.damaged(root)]
+    faults = [{"path": str(one.path), "fault": one.fault} for one in sets.damaged(root)]
     seconds, size = time.perf_counter() - begun, sum(one.size for one in kept)
     record = {"blocks": len(kept), "bytes": size, "seconds": round(seconds, 3), "damaged": len(faults)}
     if args.json:
@@ -41,6 +41,6 @@ def _verify(root: Path, args: Namespace) -> int:
 
 def _collect(root: Path, args: Namespace) -> int:
     budget = None if args.budget is None else parse_bytes(args.budget, "--budget ")
-    removed = upkeep.collect(root, budget, args.grace, args.damaged, args.dry_run)
+    removed = sets.collect(root, budget, args.grace, args.damaged, args.dry_run)
     print_table([{"removed": not args.dry_run, "path": str(one.path), "bytes": one.size} for one in removed], args.json)
     return 0

@@ -25,7 +25,7 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import entropy
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import about, chain, coder
+from kvq_runtime.prefix import chain, coder, sets
 from kvq_runtime.prefix.block_file import Block, BlockFormat, Link
 from kvq_runtime.prefix.coder import Coder
 from kvq_runtime.prefix.shelf import Folder, Memory, Shelf, parse_bytes
@@ -90,8 +90,8 @@ class PrefixBlocks:
         self.budget = parse_bytes(budget)
         if self.format.usual() > self.budget:
             raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.usual()} bytes")
-        described = about.of(self.format, model, tensors or {})
-        digest = about.digest(described)
+        described = sets.of(self.format, model, tensors or {})
+        digest = sets.digest(described)
         self.root = chain.root(digest, salt)
         self.shelf: Shelf = (
             Memory(self.budget) if path is None else Folder(Path(path).expanduser(), described, digest, self.budget)

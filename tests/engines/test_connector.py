@@ -17,7 +17,7 @@ from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact import artifact as saved
-from kvq_runtime.prefix import upkeep
+from kvq_runtime.prefix import sets
 from kvq_runtime.recipe import preset
 
 BYTES = 8 << 20  # of vLLM's cache, 1,365 tokens in float32
@@ -140,7 +140,7 @@ def test_a_damaged_file_is_computed_again_and_kept_again(server, blocks, folder,
     until = time.monotonic() + 60
     while not third.exists() and time.monotonic() < until:
         time.sleep(0.5)
-    assert not [*upkeep.damaged(folder)]
+    assert not [*sets.damaged(folder)]
     answered(server, text[:PROMPT])
     assert server.metric("kvq_prefix_tokens_loaded_total") - before == 256 + 512
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvq_runtime.engines import keeper as module
 from kvq_runtime.engines.keeper import Keeper
 from kvq_runtime.engines.orders import Order
-from kvq_runtime.prefix import chain, upkeep
+from kvq_runtime.prefix import chain, sets
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.vllm.rows import Rows, asked
 
@@ -272,7 +272,7 @@ def test_workers_share_a_folder(tmp_path):
     for child in children:
         child.join(120)
     assert [child.exitcode for child in children] == [0, 0]
-    assert not [*upkeep.damaged(tmp_path)]
+    assert not [*sets.damaged(tmp_path)]
 
 
 def test_tenants_do_not_find_each_others(tmp_path):

@@ -21,7 +21,7 @@ from kvq_runtime.disk import strict_json
 from kvq_runtime.engines import kept as kept_options
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.ops import lossless
-from kvq_runtime.prefix import block_file, chain, upkeep
+from kvq_runtime.prefix import block_file, chain, sets
 from kvq_runtime.prefix.shelf import Folder
 from kvq_runtime.store.promise import Check, Promise
 
@@ -36,7 +36,7 @@ def test_codes_of_a_file_take_fewer_bytes_and_need_the_fit_alone_to_be_read(tmp_
     raw = sum(part["codes"].numel() for pair in second.fields.values() for part in pair)
     _, path = (kept.shelf.path(one) for one in chain.names(kept.root, chain.token_row(ids(count)), kept.block))  # type: ignore[attr-defined]
     data = path.read_bytes()
-    assert len(data) < 0.8 * raw and first.fields.keys() == second.fields.keys() and not [*upkeep.damaged(tmp_path)]
+    assert len(data) < 0.8 * raw and first.fields.keys() == second.fields.keys() and not [*sets.damaged(tmp_path)]
     assert form.data_bytes(1) == raw + 5 and form.largest() > form.data_bytes(0)
     assert not any(replace(form, tensors=None).read(data)[1].fields[0][0])
     other = replace(form, tensors=fitted.tensors(form.recipe, GEOMETRY, 1))
@@ -55,7 +55,7 @@ def test_numbers_of_a_file_take_fewer_bytes_and_are_the_same(tmp_path, dtype):
     keys, values = rows(count, dtype=dtype)
     keys[1][3, 0, 2] = -0.0
     assert kept.put(ids(count), keys, values) == plain.put(ids(count), keys, values) == count
-    assert kept.tally["written"] < 0.9 * plain.tally["written"] and not [*upkeep.damaged(tmp_path)]
+    assert kept.tally["written"] < 0.9 * plain.tally["written"] and not [*sets.damaged(tmp_path)]
     found, exact = (one.load(ids(count))[1].fields for one in (kept, plain))
     for layer, pair in exact.items():
         for one, own in zip(found[layer], pair, strict=True):
@@ -117,11 +117,11 @@ def test_without_the_library_verify_checks_the_digest_alone(tmp_path, monkeypatc
     kept, (keys, values) = store(tmp_path, "exact-coded"), rows(48)
     kept.put(ids(48), keys, values)
     monkeypatch.setitem(sys.modules, "constriction", None)
-    assert not [*upkeep.damaged(tmp_path)]
+    assert not [*sets.damaged(tmp_path)]
     path = files(tmp_path)[1]
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert [(one.path, one.fault[:8]) for one in upkeep.damaged(tmp_path)] == [(path, "content:")]
+    assert [(one.path, one.fault[:8]) for one in sets.damaged(tmp_path)] == [(path, "content:")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -137,7 +137,7 @@ def test_sinks_of_a_file_take_fewer_bytes_and_are_the_same(tmp_path, monkeypatch
         assert kept.format.coded_sinks is there and (form is None or kept.format == replace(form, coded_sinks=False))
         form = kept.format
         found.append((kept.tally["written"], kept.load(ids(count))[0].sinks_2LSC))
-        assert not [*upkeep.damaged(tmp_path)]
+        assert not [*sets.damaged(tmp_path)]
     (less, sinks), (more, plain) = found
     assert sinks.dtype == dtype and torch.equal(sinks, plain) and sinks.numel()
     assert less < more - 0.1 * sinks.nbytes
@@ -259,12 +259,12 @@ def test_any_damaged_byte_is_a_miss_and_is_said(tmp_path, caplog):
     kept.put(ids(48), keys, values)
     path = kept.shelf.path(chain.names(kept.root, chain.token_row(ids(48)), 16)[1])  # type: ignore[attr-defined]
     whole = path.read_bytes()
-    assert not [*upkeep.damaged(tmp_path)]
+    assert not [*sets.damaged(tmp_path)]
     generator = torch.Generator().manual_seed(0)
     for place in [0, 7, 8, 20, len(whole) - 1, *torch.randint(0, len(whole), (40,), generator=generator).tolist()]:
         caplog.clear()
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x41]) + whole[place + 1 :])
-        assert [one.path for one in upkeep.damaged(tmp_path)] == [path]
+        assert [one.path for one in sets.damaged(tmp_path)] == [path]
         assert len(kept.load(ids(48))) == 1 and "damaged, and removed" in caplog.text
         assert not path.exists()
         path.write_bytes(whole)
@@ -334,7 +334,7 @@ def test_a_block_of_another_place_is_a_miss(tmp_path):
     paths = [kept.shelf.path(name) for name in names]  # type: ignore[attr-defined]
     data = [path.read_bytes() for path in paths]
     paths[1].write_bytes(data[2])
-    assert [one.path for one in upkeep.damaged(tmp_path)] == [paths[1]]
+    assert [one.path for one in sets.damaged(tmp_path)] == [paths[1]]
     assert len(kept.load(ids(48))) == 1
 
 

@@ -12,7 +12,7 @@ from kept_blocks import files, ids, rows, size_of, store
 
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.prefix import upkeep
+from kvq_runtime.prefix import sets
 from kvq_runtime.prefix.shelf import SLACK, Folder, Memory, all_blocks, parse_bytes
 
 # ---- one folder, many processes
@@ -54,7 +54,7 @@ def test_the_budget_holds_and_the_oldest_goes_first(tmp_path):
 def test_of_one_prefix_the_end_goes_first(tmp_path):
     kept, (keys, values) = store(tmp_path), rows(64)
     kept.put(ids(64), keys, values)
-    upkeep.collect(tmp_path, budget=size_of(32) + 100)
+    sets.collect(tmp_path, budget=size_of(32) + 100)
     assert kept.longest(ids(64)) == 32 == 16 * len(files(tmp_path))
 
 
@@ -128,7 +128,7 @@ def test_two_writers_of_one_prefix_and_a_reader(tmp_path):
     for child in children:
         child.join(120)
     assert [child.exitcode for child in children] == [0, 0, 0]
-    assert not [*upkeep.damaged(tmp_path)] and not [*tmp_path.rglob("*.tmp")]
+    assert not [*sets.damaged(tmp_path)] and not [*tmp_path.rglob("*.tmp")]
     assert sum(one.size for one in all_blocks(tmp_path)) <= budget + 3 * budget // SLACK
 
 
