@@ -198,7 +198,7 @@ def _columns(paragraph: str) -> str:
 def served() -> list[list[str]]:
     """A row a family: what it is, its recipes, bits and fit, and how many of the recipes each engine serves."""
     from kvq_runtime.cli.recipes import by_family
-    from kvq_runtime.lmcache.settings import LMCACHE
+    from kvq_runtime.lmcache.chunk import LMCACHE
     from kvq_runtime.recipe import families
     from kvq_runtime.vllm.served import VLLM
 

@@ -35,9 +35,8 @@ from lmcache.v1.memory_management import MemoryObj
 
 from kvq_runtime.engines import source
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.lmcache import settings
-from kvq_runtime.lmcache.chunk import ChunkCodec
-from kvq_runtime.lmcache.settings import Chunks
+from kvq_runtime.lmcache import chunk
+from kvq_runtime.lmcache.chunk import ChunkCodec, Chunks
 
 NAME = "kvq"
 logger = init_logger("lmcache.kvq")
@@ -113,10 +112,10 @@ def key_bytes(key: ObjectKey) -> bytes:
 
 
 def build(given: dict[str, object]) -> SerdeProcessor:
-    """The serde of these settings (`kvq_runtime/lmcache/settings.py`). Raises what `settings.read` does."""
-    found = settings.read(given)
+    """The serde of these settings (`kvq_runtime/lmcache/chunk.py`). Raises what `chunk.read_settings` does."""
+    found = chunk.read_settings(given)
     recipe = found.source.recipe
-    bits = source.bits(recipe, found.geometry or settings.typical(found.head_size))
+    bits = source.bits(recipe, found.geometry or chunk.typical(found.head_size))
     logger.info("kvq: %s, %.4g bits per element", recipe.name, bits)
     if torch_device_type == "cpu":
         _say(

@@ -4,7 +4,7 @@ import pytest
 
 from kvq_runtime.engines import source
 from kvq_runtime.geometry import MODELS
-from kvq_runtime.lmcache.settings import LMCACHE
+from kvq_runtime.lmcache.chunk import LMCACHE
 from kvq_runtime.recipe import families
 from kvq_runtime.vllm.served import VLLM
 

@@ -22,9 +22,7 @@ from kvq_runtime.engines.source import Source
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.lmcache import chunk as chunk_file
-from kvq_runtime.lmcache import settings
-from kvq_runtime.lmcache.chunk import HEADER, ChunkCodec
-from kvq_runtime.lmcache.settings import Chunks, Settings
+from kvq_runtime.lmcache.chunk import HEADER, LMCACHE, ChunkCodec, Chunks, Settings, read_settings
 from kvq_runtime.recipe import preset
 
 SIZE = Geometry(2, 2, 32)
@@ -45,7 +43,7 @@ def _tensors(name: str, size: Geometry, seed: int = 0) -> Mapping[str, Tensor]:
 
 def _codec(name: str, tokens: int = TOKENS, size: Geometry = SIZE, seed: int = 0, dtype=torch.bfloat16) -> ChunkCodec:
     recipe = recipe_text.read(name)
-    settings.LMCACHE.check(recipe, size)
+    LMCACHE.check(recipe, size)
     return ChunkCodec(recipe, size, _tensors(name, size, seed), tokens, dtype)
 
 
@@ -188,10 +186,10 @@ def test_what_is_not_finite_is_not_kept():
 )  # fmt: skip
 def test_what_needs_positions_is_refused_with_the_nearest_that_does_not(name: str, reason: str):
     with pytest.raises(ValueError, match=reason) as refused:
-        settings.LMCACHE.check(recipe := recipe_text.read(name), Geometry(28, 4, 128))
+        LMCACHE.check(recipe := recipe_text.read(name), Geometry(28, 4, 128))
     assert f"LMCache's chunks cannot be kept by {recipe.name}: " in str(refused.value)
     near = str(refused.value).partition("keep them by is ")[2].partition(",")[0]
-    settings.LMCACHE.check(preset(near), Geometry(28, 4, 128))
+    LMCACHE.check(preset(near), Geometry(28, 4, 128))
 
 
 def test_chunks_of_any_length_where_tokens_are_rounded_alone():
@@ -283,8 +281,8 @@ def test_latents_are_not_taken_for_fused_heads(demo_model: Path, tmp_path: Path)
     config = json.loads((demo_model / "config.json").read_text()) | {"kv_lora_rank": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"latent attention \(MLA\).*without kvq"):
-        settings.read({"cache": "lloyd-3bit", "model": str(tmp_path)})
-    chunks = Chunks(settings.read({"cache": "lloyd-3bit", "head_size": 64}))
+        read_settings({"cache": "lloyd-3bit", "model": str(tmp_path)})
+    chunks = Chunks(read_settings({"cache": "lloyd-3bit", "head_size": 64}))
     assert chunks.codec((2, 4, TOKENS, 128), torch.bfloat16).geometry == Geometry(4, 2, 64)
     for shape in [(4, TOKENS, 512), (1, 4, TOKENS, 512)]:
         with pytest.raises(ValueError, match='give the serde "model" in its place'):
@@ -294,14 +292,14 @@ def test_latents_are_not_taken_for_fused_heads(demo_model: Path, tmp_path: Path)
 def test_settings_are_checked_before_anything_is_served(demo_model: Path, tmp_path: Path):
     """A recipe and a model, or a head's size; an artifact and its own model."""
     demo = str(demo_model)
-    assert settings.read({"cache": "lloyd-3bit", "model": demo}).geometry == Geometry(6, 2, 64)
-    assert settings.read({"cache": "lloyd-3bit", "head_size": 64, "workers": 2}).workers == 2
+    assert read_settings({"cache": "lloyd-3bit", "model": demo}).geometry == Geometry(6, 2, 64)
+    assert read_settings({"cache": "lloyd-3bit", "head_size": 64, "workers": 2}).workers == 2
     config = json.loads((demo_model / "config.json").read_text())
     weights = safetensors.torch.load_file(demo_model / "model.safetensors")
     ours = fingerprint.from_config(config, lambda n, name: weights[f"model.layers.{n}.self_attn.{name}.weight"])
     path = str(tmp_path / "mine.safetensors")
     artifact.save(Artifact(preset("oscar-2bit"), ours, _tensors("oscar-2bit", ours.geometry), {}, {}), path)
-    found = settings.read({"cache": path, "model": demo})
+    found = read_settings({"cache": path, "model": demo})
     assert found.source.recipe.name == "oscar-2bit" and found.geometry == Geometry(6, 2, 64)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5, "rope_parameters": None}))
@@ -316,5 +314,5 @@ def test_settings_are_checked_before_anything_is_served(demo_model: Path, tmp_pa
         ({"cache": path, "model": str(tmp_path / "other")}, "rope is .* in the model"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message) as refused:
-            settings.read(given)
+            read_settings(given)
         assert str(refused.value).startswith('serde "kvq": ')
