@@ -10,6 +10,7 @@ If its block has left the folder meanwhile, it is not encoded once more, which w
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.prefix.store import PrefixBlocks
@@ -32,6 +33,20 @@ class Text:
     plain: bool
     reads: bool = True
     resets: int = 0
+
+
+def text_of(request: Any) -> Text:
+    """A request of vLLM as it is planned for, by what of it decides its keys and values."""
+    plain = (
+        request.prompt_token_ids is not None
+        and not request.mm_features
+        and request.prompt_embeds is None
+        and getattr(request, "prompt_is_token_ids", None) is None
+        and request.lora_request is None
+    )
+    reads = not getattr(request, "skip_reading_prefix_cache", False)
+    salt, resets = request.cache_salt or "", request.num_preemptions
+    return Text(request.request_id, request.all_token_ids, salt, plain, reads, resets)
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from kvq_runtime.engines import kept
 from kvq_runtime.engines.keeper import Keeper
-from kvq_runtime.engines.orders import Orders, Planner
+from kvq_runtime.engines.orders import Orders, Planner, text_of
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.prefix.shelf import parse_bytes
 from kvq_runtime.vllm import rows, served
 from kvq_runtime.vllm.rows import Rows
-from kvq_runtime.vllm.text import text_of
 
 logger = init_logger("vllm.kvq")
 

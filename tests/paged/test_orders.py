@@ -9,9 +9,8 @@ import pytest
 import torch
 from feeding import GEOMETRY, RECIPES
 
-from kvq_runtime.engines.orders import Planner, Text
+from kvq_runtime.engines.orders import Planner, Text, text_of
 from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.vllm.text import text_of
 
 RECIPE = RECIPES["rtn-2bit"]
 PAGE, BLOCK = 8, RECIPE.window.block

@@ -22,12 +22,11 @@ from kvq_runtime.artifact import artifact, fingerprint
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.engines import kept, source
 from kvq_runtime.engines.keeper import Keeper
-from kvq_runtime.engines.orders import Planner
+from kvq_runtime.engines.orders import Planner, text_of
 from kvq_runtime.hf.model import CACHE, rotary_of_folder
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.recipe import preset
 from kvq_runtime.vllm.rows import Rows, asked
-from kvq_runtime.vllm.text import text_of
 
 MODEL = Path(__file__).parents[2] / "artifacts" / "demo-model"
 LAYERS, HEADS, SIZE, BLOCK = 6, 2, 64, 128
