@@ -1,12 +1,16 @@
-"""What a version costs is judged without being asked, and a bad one is not promoted unless that is insisted on."""
+"""What a version costs is judged without being asked, and a bad one is not promoted unless that is insisted on; and
+what windows that were measured say of windows that were not.
+"""
 
 import math
+import random
 
 import pytest
 import tiny_artifact as tiny
 
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.registry import resolve, verdict
+from kvq_runtime.registry.measured import Figures, Scores
 from kvq_runtime.registry.sound import read
 
 NAME = "tiny-2bit"
@@ -76,3 +80,25 @@ def test_a_thin_fit_is_said(samples, held, said):
     found = verdict.thinness({"samples": samples, "held_out": held})
     assert found is None if said is None else said in found
     assert verdict.thinness({"samples": "many"}) is None
+
+
+def figures(kls: list[float]) -> Figures:
+    return Figures(perplexity=2.0, relative=0.0, windows=Scores(kl=tuple(kls)))
+
+
+def test_a_bound_is_a_window_that_was_seen():
+    assert figures([float(n) for n in range(19, 0, -1)]).kl_bound(0.95) == (19.0, 0.95)
+    assert figures([float(n) for n in range(1, 40)]).kl_bound(0.95) == (38.0, 0.95)
+    assert figures([3.0, 1.0]).kl_bound(0.95) == (3.0, pytest.approx(2 / 3))
+    assert figures([3.0, 1.0, 2.0]).kl_bound(0.5) == (2.0, 0.5)
+    assert figures([]).kl_bound(0.95) is None and Figures(perplexity=2.0, relative=0.0).kl_bound(0.9) is None
+
+
+@pytest.mark.parametrize("count, level", [(12, 0.9), (19, 0.95), (5, 0.95)])
+def test_it_holds_as_often_as_it_says_of_any_distribution(count, level):
+    """Heavy tails as well: of 4,000 draws, to four standard errors."""
+    draw, kept, trials = random.Random(0), 0, 4000
+    for _ in range(trials):
+        x, share = figures([draw.paretovariate(0.7) for _ in range(count)]).kl_bound(level)
+        kept += draw.paretovariate(0.7) <= x
+    assert kept / trials >= share - 4 * (share * (1 - share) / trials) ** 0.5
