@@ -168,7 +168,7 @@ MUTANTS = [
         "kvq_runtime/store/encode.py",
         "if self.positions.source(block * size, stop * size, store.window.sinks) is None:",
         "if block > store.blocks:",
-        ("store/test_prepared_together.py",),
+        ("codec/test_block_input.py",),
     ),
     Mutant(
         "nan-padding",
