@@ -1,18 +1,26 @@
-"""PolarQuant: errors as published or measured, and the transform against one that computes angles."""
+"""PolarQuant: errors as published or measured, the transform against one that computes angles, and codebooks: the exact
+ones as published, and those of a calibration.
+"""
 
 import json
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from coding import gaussian, one, relative, there_and_back
+from coding import HEADS, gaussian, one, relative, there_and_back
+from scipy.integrate import quad
+from torch import Tensor
 
+from kvq_calib.fit import fitted_codebook
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec.codec import Codec
+from kvq_runtime.fit import polar as polar_fit
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import polar
 from kvq_runtime.recipe import Recipe, Scheme, preset
-from kvq_runtime.stages.polar import Polar
+from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.rotate import Hadamard, Random
 
 # bits of each level → relative squared error of Gaussian vectors of 128 with exact radii, and bits per element
@@ -29,6 +37,19 @@ ERRORS = {
 
 
 # --- the transform
+# Lloyd–Max centroids of the angles, (level, bits) → the lower half; the upper one mirrors it at π/4
+TABLES = {
+    (2, 1): [0.5],
+    (2, 2): [0.30976, 0.63398],
+    (2, 3): [0.18846, 0.38001, 0.54827, 0.70723],
+    (3, 1): [0.58333],
+    (3, 2): [0.42625, 0.67438],
+    (4, 1): [0.64315],
+    (4, 2): [0.52422, 0.70591],
+    (5, 2): [0.59850, 0.72895],
+    (6, 2): [0.65254, 0.74542],
+    (7, 2): [0.69122, 0.75711],
+}
 
 
 def slow(x: np.ndarray, bits: tuple[int, ...], kind: str) -> np.ndarray:
@@ -194,3 +215,147 @@ def test_settings_survive_json():
 def test_settings_that_the_stage_has_not(make):
     with pytest.raises(ValueError, match="; use"):
         make()
+
+
+def density(level: int, angle: float) -> float:
+    return math.sin(2 * angle) ** (2 ** (level - 1) - 1)
+
+
+@pytest.mark.parametrize("level, bits", TABLES)
+def test_codebooks_are_the_published_ones(level, bits):
+    role = torch.tensor(TABLES[level, bits], dtype=torch.float64)
+    expected = torch.cat([role, math.pi / 2 - role.flip(0)])
+    torch.testing.assert_close(polar.codebook(level, bits)[1], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("level, bits", [(2, 4), (3, 3), (4, 2), (7, 1), (10, 2)])
+def test_a_centroid_and_a_mean_point_are_the_means_of_their_cell(level, bits):
+    """Lloyd's two conditions, and E[cos], E[sin], by another integration."""
+    boundaries, centroids = polar.codebook(level, bits)
+    torch.testing.assert_close(boundaries, (centroids[1:] + centroids[:-1]) / 2)
+    ends = [0.0, *boundaries.tolist(), math.pi / 2]
+    for code, (low, high) in enumerate(pairwise(ends)):
+        near = [math.pi / 4] if low < math.pi / 4 < high else None
+        mass, *means = (
+            quad(lambda t, f=f: f(t) * density(level, t), low, high, points=near)[0]
+            for f in (lambda t: 1, lambda t: t, math.cos, math.sin)
+        )
+        assert centroids[code] == pytest.approx(means[0] / mass, abs=1e-6)
+        found = polar.points(level, bits, "mean")[code].tolist()
+        assert found == pytest.approx([mean / mass for mean in means[1:]], abs=1e-6)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6])
+def test_the_first_angle_is_uniform(bits):
+    step = 2 * math.pi / 2**bits
+    middles = (np.arange(2**bits) + 0.5) * step
+    unit, mean = (polar.points(1, bits, kind) for kind in ("unit", "mean"))
+    assert np.allclose(unit, np.stack([np.cos(middles), np.sin(middles)], 1))
+    for code in range(2**bits):
+        span = code * step, (code + 1) * step
+        assert mean[code].tolist() == pytest.approx([quad(f, *span)[0] / step for f in (math.cos, math.sin)])
+
+
+@pytest.mark.parametrize("level", [2, 3, 4, 7])
+def test_angles_of_gaussian_vectors_have_the_density(level):
+    """Codes fall into cells as often as the density says: so the transform and the density belong together."""
+    bits = (4,) * level
+    codes, _ = polar.angles(gaussian(20_000 * level, 2**level, seed=level), bits)
+    ends = [0.0, *polar.codebook(level, 4)[0].tolist(), math.pi / 2]
+    mass = np.array([quad(lambda t: density(level, t), *span)[0] for span in pairwise(ends)])
+    found = codes[-1].flatten().bincount(minlength=16).numpy()
+    expected = mass / mass.sum() * found.sum()
+    assert (((found - expected) ** 2) / expected).sum() < 45  # χ² with 15 degrees: one in ten thousand
+
+
+# --- codebooks from the calibration
+
+
+def fitted(stage: PolarFitted, x: Tensor, rotate=None) -> Codec:
+    """A codec with the codebooks of x, [N, T, C]; the sample is all of it."""
+    scheme = Scheme(stage, rotate=rotate)
+    bare = Codec(Recipe("test", scheme, scheme), 0, "key", HEADS, {})
+    rows_NC = bare.rotated(x).flatten(0, 1)
+    tensors = polar_fit.codebooks(stage, rows_NC, HEADS, lambda x_N, count: fitted_codebook.centres(x_N, count, 0))
+    return Codec(Recipe("test", scheme, scheme), 0, "key", HEADS, {f"quantize.{n}": t for n, t in tensors.items()})
+
+
+def unequal(seed: int) -> Tensor:
+    """Heads whose channels have unequal size, and a mean: as keys after no rotation."""
+    x = gaussian(1, 512, 1024, seed=seed) * torch.tensor([1.0, 0.1]).repeat(512) * torch.logspace(0, 1, 128).repeat(8)
+    return x + 2 * torch.cos(torch.arange(1024))
+
+
+def test_the_circle_is_cut_as_atan2_says():
+    x, generator = gaussian(4000, 2), torch.Generator().manual_seed(1)
+    for count in (1, 3, 15, 63):
+        cuts = (2 * math.pi * torch.rand(count, generator=generator)).sort().values
+        ((codes,), _) = polar.angles(x, [count.bit_length()], [cuts])
+        expected = np.searchsorted(cuts.numpy(), np.arctan2(*x.flip(1).numpy().T) % (2 * np.pi))
+        assert codes[:, 0].tolist() == expected.tolist()
+    axes = torch.tensor([[1.0, 0], [0, 1], [-1, 0], [0, -1], [1, -0.0], [-1, -0.0], [0, 0]])
+    ((codes,), _) = polar.angles(axes, [2], [torch.tensor([0.5, 2.0, 4.0])])
+    assert codes[:, 0].tolist() == [0, 1, 2, 3, 0, 2, 0]
+
+
+def test_given_the_exact_codebooks_the_codes_are_the_same():
+    x, bits = gaussian(200, 128), (4, 2, 2, 3)
+    exact = polar.angles(x, bits)
+    given = polar.angles(x, bits, [polar.codebook(level, wide)[0] for level, wide in enumerate(bits, start=1)])
+    assert torch.equal(exact[1], given[1])
+    assert all(torch.equal(one, two) for one, two in zip(exact[0], given[0], strict=True))
+
+
+@pytest.mark.parametrize("points", ["unit", "mean"])
+def test_after_a_rotation_fitted_codebooks_are_the_exact_ones(points):
+    """What the paper's theory says: the density is known, so k-means finds what Lloyd and Max computed."""
+    stage = PolarFitted((3, 2), 4, points=points)
+    made = fitted(stage, unequal(0), Random())
+    found = made.tensors["quantize.points"].split([8, 4, 4, 4])
+    for level in (2, 3, 4):
+        expected = polar.points(level, 2, points).float()
+        torch.testing.assert_close(found[level - 1], expected, atol=0.03, rtol=0)
+    new = unequal(1)
+    exact = relative(new - there_and_back(one(Polar((3, 2), 4, points=points), rotate=Random()), new), new)
+    assert relative(new - there_and_back(made, new), new) == pytest.approx(exact, rel=0.05)
+
+
+def test_without_a_rotation_only_fitted_codebooks_will_do():
+    """Angles of channels as they are have another density than the exact codebooks are for."""
+    x, new = unequal(0), unequal(1)
+    exact, own = one(Polar()), fitted(PolarFitted(), x)
+    errors = [relative(new - there_and_back(made, new), new) for made in (exact, own)]
+    assert errors[1] < 0.9 * errors[0]
+    assert own.bits() == exact.bits() == 62 / 16  # the codebooks are shared
+
+
+def test_fitted_centroids_are_the_means_of_their_angles():
+    """Lloyd's condition, equation 4, of every level, with angles from numpy."""
+    x = unequal(0)
+    made = fitted(PolarFitted((4, 3, 2), 3), x)
+    tables = made.tensors["quantize.points"].split([16, 8, 4])
+    radii = x.double().numpy().reshape(-1)
+    for table in tables:
+        pairs = radii.reshape(-1, 2)
+        radii, angle = np.hypot(pairs[:, 0], pairs[:, 1]), np.arctan2(pairs[:, 1], pairs[:, 0]) % (2 * np.pi)
+        centroids = np.arctan2(*table.flip(1).numpy().T) % (2 * np.pi)
+        nearest = np.abs(angle[:, None] - centroids).argmin(1)
+        means = [angle[nearest == code].mean() for code in range(len(table))]
+        assert np.abs(means - centroids).max() < 0.03
+
+
+def test_a_fit_to_zeros_and_zero_rows():
+    made = fitted(PolarFitted(levels=0), torch.zeros(1, 8, 1024))
+    assert not there_and_back(made, torch.zeros(1, 2, 1024)).any()
+    x = unequal(2)
+    x[0, 3] = 0
+    made = fitted(PolarFitted(radius="log8"), x)
+    out = there_and_back(made, x)
+    assert out.isfinite().all() and not out[0, 3].any()
+
+
+@pytest.mark.parametrize("name", ["polar-paper-fitted", "polar-paper-fitted+all.rotate=none"])
+def test_fitted_recipes_refuse_the_head_sizes_that_exact_ones_refuse(name):
+    with pytest.raises(ValueError, match="does not fit a vector of 80 elements; use a power of two"):
+        read(name, ["all.quantize.levels=0"]).check(Geometry(2, 2, 80))
+    read(name).check(Geometry(2, 2, 80))
