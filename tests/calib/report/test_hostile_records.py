@@ -1,11 +1,14 @@
 """A record that anybody may add stops no page, card or command: it is read, or left out and counted."""
 
 import io
+import random
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import UTC, datetime
+from typing import Any
 
-import hostile_records
 import many_versions as many
+import mutate
 import pytest
 import tiny_artifact as tiny
 
@@ -13,11 +16,12 @@ from kvq_calib.report.page import known, version, wall
 from kvq_runtime.cli import diff
 from kvq_runtime.cli import main as cli
 from kvq_runtime.cli.version import evaluation_tables
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import card, verdict
 from kvq_runtime.registry.card import UNMEASURED
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.measured import of_text
-from kvq_runtime.registry.sound import sound
+from kvq_runtime.registry.sound import sound, to_bytes
 
 NAME = "tiny-2bit"
 NOW = datetime(2026, 7, 1, tzinfo=UTC)
@@ -37,6 +41,68 @@ BAD = {  # {what is wrong: (path of a field of the record, its value)}
     "a text that nothing is said of": ("protocol.texts", {}),
     "shares that are none": ("result.protocols.full.decoded", {"attention": []}),
 }
+
+
+def seeds(digest: str) -> list[dict[str, Any]]:
+    """A record of each protocol, one of a weekly check, one of the first version."""
+    verdict = {"bounds": {"kl": 0.01}, "protocol": "full", "failed": ["KL divergence"]}
+    usual, week = many.record(digest, 0.02, gate=verdict), many.record(digest, 0.03, seed=202614)
+    first = mutate.copied(usual)
+    first["result"] |= first["result"].pop("protocols")["in-use"]
+    named = {"tasks": {"arc": {"metrics": {"acc,none": {"value": 0.5, "se": 0.1}}, "texts": 30}}}
+    own = many.tasks(needle=0.25) | {"reference": {"needle": {"accuracy": 1.0, "se": 0.0}}}
+    bins = [
+        {"from": n, "to": n + 1, "kl": 0.1, "kl_se": 0.2, "kl_worst": 1, "entropy": 2, "decoded": 0.5} for n in (0, 1)
+    ]
+    part = {"kl": 0.05, "kl_se": 0.01, "top1": 0.875, "trend": {"kl_per_1000": 1.5, "se": 0.5}, "bins": bins}
+    followed = many.greedy(digest, part | {"windows": [{"first": 5, "kl": 0.1}, {"first": None, "kl": 0.0}]})
+    others = [
+        many.asked(digest, named | {"reference": named["tasks"]}, name="lm-eval"),
+        many.asked(digest, own),
+        followed,
+    ]
+    return [usual, usual, week, first, *others]
+
+
+def one_field(digest: str) -> Iterator[dict[str, Any]]:
+    """Records in which one field of protocol or result is missing, null, or of another kind."""
+    for record in seeds(digest)[1:]:
+        for parents, name in _fields(record, ()):
+            for value in (None, [], {}, "x", 7, [None], {"x": {}}, ...):
+                found = mutate.copied(record)
+                place: Any = found
+                for parent in parents:
+                    place = place[parent]
+                place[name] = value
+                if value is ...:
+                    del place[name]
+                yield found
+
+
+def _fields(value: Any, parents: tuple) -> Iterator[tuple[tuple, Any]]:
+    """(where it is, its name) of every field below protocol and result; of lists the first."""
+    below = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for name, one in below:
+        if parents:
+            yield parents, name
+        if parents or name in ("protocol", "result"):
+            yield from _fields(one, (*parents, name))
+
+
+def mutants(digest: str, count: int, first: int = 0) -> Iterator[dict[str, Any]]:
+    """Records with one to eight changes below protocol, result or environment that a registry accepts."""
+    originals = seeds(digest)
+    known = mutate.vocabulary(originals)
+    for number in range(first, first + count):
+        draw = random.Random(77_000 + number)
+        record = mutate.copied(draw.choice(originals))
+        for _ in range(draw.choice((1, 1, 2, 4))):
+            mutate.some_json(record[draw.choice(("protocol", "result", "result", "environment"))], known, draw)
+        try:
+            to_bytes(record)
+        except (ArtifactError, ValueError):
+            continue
+        yield record
 
 
 @pytest.fixture
@@ -87,13 +153,13 @@ def test_a_record_that_is_not_sound_is_left_out_and_counted(path, value, store, 
 
 
 def test_what_kvq_writes_is_sound():
-    given = hostile_records.seeds("a" * 64)
+    given = seeds("a" * 64)
     assert [one.raw for one in sound(given)] == given
 
 
 def test_no_field_of_a_record_stops_a_card_a_verdict_or_a_comparison():
     (good,), left_out, stopped = sound([many.record("a" * 64, 0.25)]), 0, set()
-    for given in hostile_records.one_field("a" * 64):
+    for given in one_field("a" * 64):
         if not (found := sound([given])):
             left_out += 1
             continue
@@ -116,7 +182,7 @@ def test_no_field_of_a_record_stops_a_card_a_verdict_or_a_comparison():
 def test_no_mutant_of_a_record_stops_a_reader(store):
     digest = store.publish(NAME, tiny.data(), attachments={"README.md": CARD.encode()}).sha256
     folder, left_out, stopped = store.root / "evaluations" / digest, 0, []
-    for number, record in enumerate(hostile_records.mutants(digest, 300)):
+    for number, record in enumerate(mutants(digest, 300)):
         for path in folder.glob("*"):
             path.unlink()
         store.add_evaluation(record)
