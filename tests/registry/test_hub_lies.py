@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import tiny_artifact as tiny
 from hub_client import CARD, NAME, REPO, TOKEN, asked, clear
-from hub_faults import ENDLESS
+from hub_http import ENDLESS
 from hub_server import Hub
 from huggingface_hub import constants
 

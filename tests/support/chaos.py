@@ -21,7 +21,7 @@ import pytest
 import tiny
 import tiny_artifact
 import torch
-from hub_faults import Faults
+from hub_http import Faults
 from hub_server import Hub
 from power_cut import Disk
 from traced import Finished, run

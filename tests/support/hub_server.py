@@ -16,8 +16,7 @@ import threading
 from typing import Any
 from urllib.parse import unquote
 
-from hub_faults import Faults
-from hub_http import Exchange, Request, Server
+from hub_http import Exchange, Faults, Request, Server
 from hub_store import Refused, Repo, Store
 from patience import PATIENCE
 
