@@ -10,8 +10,8 @@ from weakref import WeakValueDictionary
 
 import pytest
 import tiny_artifact as tiny
+from local_store import NAME
 from patience import PATIENCE
-from said import NAME
 from webhook import free_port
 
 from kvq_runtime.artifact import artifact

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import tiny_artifact as tiny
-from said import FOLDER, GOOD, NAME, production
+from local_store import FOLDER, GOOD, NAME, production
 
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound

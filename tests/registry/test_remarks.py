@@ -8,7 +8,7 @@ from pathlib import PurePath
 import pytest
 import tiny_artifact as tiny
 from hub_client import asked, hub_for
-from said import FOLDER, GOOD, NAME
+from local_store import FOLDER, GOOD, NAME
 from webhook import posted_to
 
 from kvq_runtime.disk import files, strict_json

@@ -1,12 +1,16 @@
-"""Helpers for tests of a registry in a folder."""
+"""A registry in a folder, and the name in it that tests speak of."""
 
+from hashlib import sha256
 from pathlib import Path
 
 import tiny_artifact as tiny
 
+from kvq_runtime.registry import resolve
 from kvq_runtime.registry.local import LocalRegistry
 
 NAME = "tiny-2bit"
+FOLDER = sha256(NAME.encode()).hexdigest()
+GOOD = {"schema": 1, "name": NAME, "at": "2026-01-31T12:00:00Z", "by": "eve", "replaces": []}  # what every remark has
 
 
 def event_files(store: LocalRegistry, name: str = NAME) -> list[Path]:
@@ -18,3 +22,8 @@ def three(store: LocalRegistry) -> LocalRegistry:
     for seed in range(3):
         store.publish(NAME, tiny.data(seed))
     return store
+
+
+def production() -> str:
+    """What a cache that is made now is made of."""
+    return resolve.resolve(f"{NAME}@production").version
