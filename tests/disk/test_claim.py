@@ -8,8 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from power_cut import Disk
-from traced import run
+from traced import Disk, run
 
 from kvq_runtime.disk import faults, files
 

@@ -14,9 +14,9 @@ from functools import cache
 
 import chaos
 import forked
-import power_cut
 import pytest
 import tiny_artifact
+import traced
 from hub_client import TOKEN
 from hub_server import Hub
 
@@ -60,11 +60,11 @@ def passages(case: chaos.Case) -> list[str]:
 
 
 def test_a_point_stands_in_every_gap(case):
-    assert not power_cut.gaps(case.trace)
+    assert not traced.gaps(case.trace)
 
 
 def test_written_then_synced_then_named_then_lasting(case):
-    power_cut.Disk().play(case.trace)
+    traced.Disk().play(case.trace)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_without_the_variable_a_point_does_nothing(monkeypatch):
 
 def test_the_checks_would_see_a_torn_state(tmp_path):
     """A draft named before it is synced, an event before its blob lasts, a file that is lost, a torn version."""
-    disk = lambda *steps: power_cut.Disk().play([list(step) for step in steps])  # noqa: E731
+    disk = lambda *steps: traced.Disk().play([list(step) for step in steps])  # noqa: E731
     draft, blob, event = (f"{tmp_path}/{name}" for name in ("tmp/.1.tmp", "blobs/a", "events/1.json"))
     good = [("write", draft), ("sync", draft), ("name", draft, blob), ("sync", f"{tmp_path}/blobs")]
     disk(*good)
@@ -177,7 +177,7 @@ def test_the_checks_would_see_a_torn_state(tmp_path):
             disk(*good[:missing], *good[missing + 1 :])
     with pytest.raises(AssertionError, match="may be lost"):
         disk(*good[:3], ("write", draft), ("sync", draft), ("link", draft, event))
-    assert power_cut.gaps([["write", draft], ["sync", draft]]) and not power_cut.gaps(
+    assert traced.gaps([["write", draft], ["sync", draft]]) and not traced.gaps(
         [["write", draft], ["point", "x"], ["sync", draft]]
     )
     registry = chaos.store(tmp_path)

@@ -23,8 +23,7 @@ import tiny_artifact
 import torch
 from hub_http import Faults
 from hub_server import Hub
-from power_cut import Disk
-from traced import Finished, run
+from traced import Disk, Finished, run
 
 from kvq_calib.cli import calibrate as calibrate_cli
 from kvq_calib.job import prepare
