@@ -138,7 +138,7 @@ def in_part(item: pytest.Item, part: tuple[int, int]) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow tests of other parts than --slow-part, and what only --every-pair runs: most tests of a recipe
-    that another stands for (see tests/support/representative.py) and most combinations (see tests/support/tiers.py).
+    that another stands for (see tests/support/written.py) and most combinations (see tests/support/tiers.py).
 
     A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. A recipe that another stands for
     is marked so, and goes through one in ONE_IN of these tests, its neighbour through the next ones. What is asked for
@@ -172,7 +172,7 @@ def represented() -> dict[int, int]:
     if "feeding" not in sys.modules:
         return {}
     from feeding import RECIPES
-    from representative import REPRESENTATIVE
+    from written import REPRESENTATIVE
 
     return {id(recipe): place for place, (name, recipe) in enumerate(RECIPES.items()) if name not in REPRESENTATIVE}
 

@@ -5,8 +5,8 @@ import torch
 from feeding import GEOMETRY, RECIPES, error, feed_in, make, rotary, tensors, turned
 from generating import WAYS, generate, kvq, padded, stock
 from models import prompt, random_model
-from representative import REPRESENTATIVE
 from torch.nn.functional import scaled_dot_product_attention
+from written import REPRESENTATIVE
 
 from kvq_runtime.attention.path import Query, Reference, newest_weights
 from kvq_runtime.cache import BlockCache

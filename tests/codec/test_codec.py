@@ -6,10 +6,9 @@ import fitted
 import numpy as np
 import pytest
 import torch
-from representative import REPRESENTATIVE
 from scipy.linalg import hadamard as walsh
 from torch import Tensor
-from written import EVERY
+from written import EVERY, REPRESENTATIVE
 
 from kvq_calib.fit import predict as fits
 from kvq_calib.fit.statistics import Centred

@@ -19,8 +19,7 @@ from feeding import (
     turned,
     whole,
 )
-from representative import REPRESENTATIVE
-from written import EVERY
+from written import EVERY, REPRESENTATIVE
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec, Context

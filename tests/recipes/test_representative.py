@@ -5,8 +5,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 from feeding import RECIPES
-from representative import REPRESENTATIVE, classes, first_of_each
-from written import EVERY
+from written import EVERY, REPRESENTATIVE, classes, first_of_each
 
 from kvq_runtime.policy_setting import policy_kinds
 from kvq_runtime.stages.kinds import kinds

@@ -9,11 +9,9 @@ import fitted
 import pytest
 import tiny
 import torch
-from feeding import GEOMETRY, feed_in, make, tensors
-from filled import filled
-from representative import REPRESENTATIVE
+from feeding import GEOMETRY, feed_in, filled, make, tensors
 from transformers import AutoModelForCausalLM
-from written import EVERY
+from written import EVERY, REPRESENTATIVE
 
 from kvq_calib.evaluate.subject import costs
 from kvq_calib.model import find as models

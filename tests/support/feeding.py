@@ -1,6 +1,6 @@
 """Drive a BlockCache as a model would: layer by layer, one forward pass at a time, with random keys and values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import fitted
@@ -14,6 +14,7 @@ from kvq_runtime.ops.rope import Rotary, rotate
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import OURS, Recipe, Window
 from kvq_runtime.store.layer import EXTRA
+from kvq_runtime.store.memory import MemoryReport
 
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
 Pairs = list[tuple[Tensor, Tensor]]
@@ -178,3 +179,23 @@ def read(cache: BlockCache, scaling: float = 1.0) -> Pairs:
 def error(found: Tensor, expected: Tensor) -> float:
     """The relative root-mean-square error."""
     return float((found - expected).norm() / expected.norm())
+
+
+@torch.inference_mode()
+def filled(
+    recipe: Recipe, geometry: Geometry, tokens: int, tensors: Mapping[str, Tensor] | None = None
+) -> MemoryReport:
+    """The report of a cache of `tokens` tokens of one row of a 16-bit model; a dynamic window is at its longest."""
+    cache = BlockCache(recipe.widest, geometry, tensors)
+    noise = torch.Generator().manual_seed(0)
+    turning = Rotary(torch.arange(1, geometry.head_size // 2 + 1).float().reciprocal(), 1.0, torch.bfloat16)
+    for count in (tokens - 1, 1):  # a prompt, then a step, so that room taken for the prompt alone is given back
+        if count == 0:
+            continue
+        cache.positions.announce(None, None, turning)
+        for layer in range(geometry.layers):
+            k_BTC, v_BTC = torch.randn(2, 1, count, geometry.width, generator=noise).to(torch.bfloat16)
+            cache.take(layer, k_BTC, v_BTC)
+            cache.take_queries(layer, k_BTC.unflatten(-1, (geometry.kv_heads, -1)).transpose(1, 2))
+            cache.finish(layer)
+    return cache.memory_report()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from filled import filled
+from feeding import filled
 
 from kvq_calib.cli import commands
 from kvq_calib.evaluate import errors, perplexity, record
