@@ -1,4 +1,6 @@
-"""What stands beside an artifact: names of a short list, pinned by a lock, covered by a signature, in nobody's way."""
+"""What stands beside an artifact: names of a short list, pinned by a lock, covered by a signature, in nobody's way.
+After a pull that ended between its file and its lock the old lock refuses the new file, and says what to do.
+"""
 
 import json
 
@@ -6,9 +8,10 @@ import pytest
 import tiny_artifact as tiny
 from local_store import NAME
 
-from kvq_runtime.disk import strict_json
+from kvq_runtime.artifact import artifact
+from kvq_runtime.disk import faults, strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import events
+from kvq_runtime.registry import events, resolve
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import read_lock
 
@@ -136,3 +139,30 @@ def test_a_policy_stays_until_it_is_dropped_by_name(store, signed, kvq, tmp_path
     assert code == 1 and "has no valid signature" in said and read_lock(lock).version == "1.0.0"
     assert kvq(*given, "--no-policy")[0] == 0 and read_lock(lock).policy is None
     assert read_lock(lock).version == "1.0.1"
+
+
+def test_the_lock_is_written_last_and_tells_of_a_file_that_is_newer(tmp_path, kvq, monkeypatch):
+    store, out, lock = LocalRegistry(tmp_path / "registry"), tmp_path / "out", tmp_path / "kvq.lock"
+    given = ("pull", NAME, "-o", out, "--lock", lock, "--registry", store.url)
+    store.publish(NAME, tiny.data(0))
+    assert kvq(*given)[0] == 0
+    before, passed = lock.read_bytes(), []
+    store.publish(NAME, tiny.data(1))
+
+    def stop(name: str) -> None:
+        passed.append(name)
+        if passed.count("draft.begun") == 2:  # the file is there, and the lock is about to be
+            raise OSError("no power")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(faults, "point", stop)
+        assert kvq(*given)[0] == 1
+    file = out / "kvq.safetensors"
+    assert file.read_bytes() == tiny.data(1) and lock.read_bytes() == before
+    with pytest.raises(ArtifactError, match=f"interrupted leaves the new file beside .* pull again with --lock {lock}"):
+        resolve.load_artifact(file, lock=lock)
+    assert artifact.to_bytes(resolve.load_artifact(NAME, store.url, lock)) == tiny.data(0)  # by name: what is pinned
+    assert kvq("pull", NAME, "-o", out, "--locked", lock, "--registry", store.url)[0] == 0
+    assert artifact.to_bytes(resolve.load_artifact(file, lock=lock)) == tiny.data(0)
+    assert kvq(*given)[0] == 0
+    assert artifact.to_bytes(resolve.load_artifact(file, lock=lock)) == tiny.data(1)
