@@ -22,19 +22,26 @@ own cache; the tokens after it are read from that in one pass. A JSON line each,
 Artifacts and recipes are kept by a PrefixStore, in whole blocks, so that prefixes are multiples of 128. `fp8` are e4m3
 numbers, as LMCache keeps them; `lossless` are bfloat16 numbers, high and low bytes apart, by zstandard. `kvtc` is
 `kvtc.py`, fitted here to --samples sequences of the fit part.
+
+For processor seconds functions of the product are replaced by ones that read their thread's clock, so that what threads
+do side by side is added up, and waiting is not counted. What one stage calls of another is the other's. What no stage
+is, "other", is the rest of the process's time: of a process that does nothing else meanwhile.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+import threading
 import time
 import timeit
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import zstandard
@@ -48,19 +55,61 @@ from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
+from kvq_runtime.codec import codec
 from kvq_runtime.hf.model import CACHE, rotary_of_config
 from kvq_runtime.hf.prefix import PrefixStore
-from kvq_runtime.ops import rope
-from kvq_runtime.prefix import block_file, chain
+from kvq_runtime.ops import entropy, lossless, rope
+from kvq_runtime.prefix import block_file, chain, coder, shelf
+from kvq_runtime.stages import latent
 from scripts import kvtc, positions
 from scripts.real_page import machine
-from scripts.stage_times import timed
 
+STAGES = (  # (where, which function, what it is)
+    (codec.Codec, "predicted", "prediction"), (codec.Codec, "unpacked", "prediction"), (latent, "rotate", "transform"),
+    (codec.Codec, "_turned_back", "transform"), (coder, "block_input", "transform"),
+    (codec.Codec, "encode", "quantize"), (codec.Codec, "decode", "quantize"),
+    (entropy, "encode", "coding"), (entropy, "decode", "coding"),
+    (lossless, "encode", "coding"), (lossless, "decode", "coding"),
+    (block_file, "_content", "sha256"), (shelf.Folder, "put", "files"), (shelf.Folder, "get", "files"),
+)  # fmt: skip
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "results" / "real" / "rest.jsonl"
 SINKS = 4
 Pair = tuple[Tensor, Tensor]  # keys after RoPE and values of all layers, [L, T, C]
 Kept = tuple[float, Pair, dict[str, float]]  # bytes, restored, and what else is told
 Keep = Callable[[Tensor, Pair], Kept]  # tokens, exact
+
+
+@contextmanager
+def timed(way: str, elements: int) -> Iterator[dict[str, float]]:
+    """Processor seconds of all threads by stage, and MB of 16-bit cache a second of one, when it is left."""
+    spent, lock, here = defaultdict[str, float](float), threading.Lock(), threading.local()
+    told: dict[str, float] = {}
+
+    def counted(function: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        def inner(*given: Any, **named: Any) -> Any:
+            within: list[float] = here.__dict__.setdefault("within", [])
+            within.append(0.0)
+            begun = time.thread_time()
+            try:
+                return function(*given, **named)
+            finally:
+                took = time.thread_time() - begun
+                with lock:
+                    spent[stage] += took - within.pop()
+                if within:
+                    within[-1] += took
+
+        return inner
+
+    with ExitStack() as patches:
+        for owner, name, stage in STAGES:
+            patches.enter_context(mock.patch.object(owner, name, counted(getattr(owner, name), stage)))
+        begun = time.process_time()
+        yield told
+        whole = time.process_time() - begun
+    spent["other"] = whole - sum(spent.values())
+    told |= {f"{way}_cpu_{stage}": took for stage, took in spent.items()}
+    told[f"{way}_MB_s_core"] = 2 * elements / whole / 1e6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
