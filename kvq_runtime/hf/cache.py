@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
@@ -240,13 +246,15 @@ class KVQCache(Announced, Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens of every row; the number is negative, as transformers passes it.
 
-        Raises ValueError for a positive number, RuntimeError if tokens that would be needed have been evicted (H2O),
-        or layers have a recurrent state.
+        Raises ValueError for a positive number; RuntimeError, and nothing changes, where tokens that would be needed
+        are gone (H2O, sliding layers), or layers are recurrent.
         """
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}); pass the tokens to drop as a negative number")
         self._whole("crop", tokens_to_remove)
+        if tokens_to_remove < 0:
+            self._check_slid(tokens_to_remove)
         if tokens_to_remove < 0 and self.blocks.layers:
             self.blocks.crop(max(0, self.blocks.length + tokens_to_remove))
         self._each("crop", tokens_to_remove)
@@ -287,6 +295,18 @@ class KVQCache(Announced, Cache):
                 f"{method}({given}): this model has recurrent layers, whose state cannot be taken apart; reset() the "
                 "cache, and begin again"
             )
+
+    def _check_slid(self, tokens_to_remove: int) -> None:
+        """Refuse to crop transformers' own layers that have dropped what a token before would see."""
+        for layer in self.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+                seen, window = layer.get_seq_length(), layer.sliding_window
+                if seen >= window and not getattr(layer, "record_past", False):
+                    raise RuntimeError(
+                        f"crop({tokens_to_remove}) after {seen} tokens: layers that slide over {window} tokens have "
+                        "dropped what they would see again; reset() the cache, and begin again, or call "
+                        "activate_past_recording() before the pass"
+                    )
 
     def _each(self, method: str, *args) -> None:
         """Call transformers' own layers (such as sliding windows), which keep their own tensors."""

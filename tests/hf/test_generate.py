@@ -202,6 +202,24 @@ def test_sliding_layers_keep_transformers_own(way):
             assert report.sliding_bytes == 2 * len(ids) * beside  # in float32
 
 
+def test_a_crop_that_sliding_layers_cannot_follow_changes_nothing():
+    model, ids = mixed(), prompt(1, 40)
+    with torch.no_grad():
+        cache, untouched = kvq("exact", model), kvq("exact", model)
+        for held in (cache, untouched):
+            model(ids[:, :30], past_key_values=held)
+        with pytest.raises(RuntimeError, match=r"crop\(-5\) after 30 tokens: layers that slide over 16 tokens"):
+            cache.crop(-5)
+        assert cache.get_seq_length() == 30
+        found = [model(ids[:, 30:], past_key_values=held).logits for held in (cache, untouched)]
+        assert torch.equal(*found)
+        recorded = kvq("exact", model)
+        recorded.activate_past_recording()
+        model(ids[:, :30], past_key_values=recorded)
+        recorded.crop(-5)
+        assert recorded.get_seq_length() == 25
+
+
 def test_recipes_that_cannot_serve_a_model_say_why():
     with pytest.raises(ValueError, match="nothing that kvq would compress"):
         kvq("exact", random_model("mistral", sliding_window=16))
