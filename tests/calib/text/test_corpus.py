@@ -225,6 +225,13 @@ def test_a_hub_dataset_is_pinned_to_a_commit(monkeypatch: pytest.MonkeyPatch, tm
     assert corpus.pin("demo") == "demo" and corpus.pin("folder/file.txt") == "folder/file.txt"
 
 
+@pytest.mark.parametrize("column", [[1, 2], [["a"], ["b"]], [{"a": "b"}] * 2])
+def test_a_hub_dataset_of_other_things_is_refused(column, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict({"text": column}))
+    with pytest.raises(ValueError, match=r"in its column 'text'; documents are strings"):
+        corpus.load(f"org/name@{COMMIT}")
+
+
 def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
     def offline(*_, **__):
         raise OSError("no route")
