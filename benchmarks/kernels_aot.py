@@ -36,13 +36,14 @@ import triton
 from benchmarks import sass
 from benchmarks.cases import layouts
 from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, programs, recorded
+from kvq_calib.fit import gptq
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import host as attention
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.kernel import ENOUGH, EXACT, merge_parts
 from kvq_runtime.kernels.attend.kernel import SHARED as SHARED_ROWS
 from kvq_runtime.kernels.attend.settings import RoundedSettings
-from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn
+from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, trellis
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.store import storage
@@ -173,6 +174,12 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "decode polar": lambda: polar.decode([c[..., : 128 >> i] for i in range(1, 5)], s[..., None], angles),
         "encode latent": lambda: latent.encode_gaussian(z, torch.ones(64), 4),
         "decode latent": lambda: latent.decode_uniform(z, torch.ones(64), torch.ones(64), 4),
+        "try gains": lambda: latent.errors_with_gains(z, torch.ones(64), 4, torch.ones(8)),
+        "round matrix": lambda: gptq.round_group(
+            z[0].double(), torch.eye(64).double(), s.view(-1)[:128], s.view(-1)[:128]
+        ),
+        "encode path": lambda: latent.encode_path(z, torch.ones(64), 2, torch.ones(2, 128)),
+        "encode trellis": lambda: trellis.best_path(x, s.float(), trellis.table(2, 10).float(), 2),
         "feedback": lambda: feedback.follow(z.view(2, 1, 64, 128), torch.zeros(1, 32, 32), z[:, None, :32].clone()),
         "merge rotated": lambda: merge_parts(
             part, level, matrix.half(), None, counts, part[:, 0].bfloat16(), level[..., 0].contiguous()

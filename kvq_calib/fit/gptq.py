@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq_runtime.ops import pack, rtn
+from kvq_runtime.ops import dispatch, pack, rtn
 from kvq_runtime.ops.rtn import MATRIX_BITS, MATRIX_GROUP
 
 Tensors = dict[str, Tensor]
@@ -34,7 +34,7 @@ def rounded(weight_IO: Tensor, upper_II: Tensor) -> Tensors:
     for start in range(0, inputs, group):
         end = min(start + group, inputs)
         _, step, low = rtn.encode(weight[start:end].mT, MATRIX_BITS)
-        codes_OK, errors_KO = _round_group(weight[start:end], upper_II[start:end, start:end], step, low)
+        codes_OK, errors_KO = round_group(weight[start:end], upper_II[start:end, start:end], step, low)
         weight[end:] -= upper_II[start:end, end:].mT @ errors_KO
         codes_OK = functional.pad(codes_OK, (0, group - codes_OK.shape[1]))
         for name, part in (("codes", pack.pack(codes_OK, MATRIX_BITS)), ("step", step), ("low", low)):
@@ -42,7 +42,8 @@ def rounded(weight_IO: Tensor, upper_II: Tensor) -> Tensors:
     return {name: torch.stack(parts, 1) for name, parts in found.items()}
 
 
-def _round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+@dispatch.paired("gptq.round_group")
+def round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Round the inputs of one group in turn: codes [O, K], and each input's error over its U_ii, [K, O]."""
     rest, step, low = weight_KO.clone(), step.double(), low.double()
     unit, diagonal = step.where(step > 0, 1.0), upper_KK.diagonal().tolist()

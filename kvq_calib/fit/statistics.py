@@ -30,7 +30,8 @@ from kvq_runtime.stages.stage import Feedback, Queries
 
 Pair = tuple[Tensor, Tensor]
 
-TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
+# rows of one float32 product, whose error grows with them; products are added in float64, for which a GPU waits
+TILE, WIDE_TILE = 1024, 4096
 # columns that one product takes: of a symmetric matrix about half need not be calculated; a GPU would wait for launches
 PANEL, WIDE_PANEL = 128, 1024
 
@@ -324,11 +325,12 @@ class Sample:
 
 
 def _tiles(mask_NT: Tensor | None, *parts: Tensor):
-    """Rows [R, C] of each part, TILE at a time, without those that the mask leaves out."""
+    """Rows [R, C] of each part, TILE at a time, on a GPU WIDE_TILE, without those that the mask leaves out."""
     flat = [part.flatten(0, -2) for part in parts]
+    rows = TILE if flat[0].device.type == "cpu" else WIDE_TILE
     kept = None if mask_NT is None else mask_NT.to(flat[0].device).flatten().nonzero()[:, 0]
-    for start in range(0, len(flat[0]) if kept is None else len(kept), TILE):
-        tile = slice(start, start + TILE)
+    for start in range(0, len(flat[0]) if kept is None else len(kept), rows):
+        tile = slice(start, start + rows)
         yield [part[tile] if kept is None else part.index_select(0, kept[tile]) for part in flat]
 
 

@@ -24,7 +24,7 @@ from kvq_runtime.ops import product
 from kvq_runtime.recipe import Recipe, attends
 
 CHUNK_TOKENS, GPU_CHUNK_TOKENS = 8192, 32768  # a GPU is at work for less time than its launches take, on fewer
-FITS = 3  # raised with what changes a fit's numbers, or its folder: runs that began before are not gone on with
+FITS = 4  # raised with what changes a fit's numbers, or its folder: runs that began before are not gone on with
 BEGINNING = 4096  # tokens of each corpus, of the fit part, that a draft is fitted to, and that gradients are of
 MEASURED = 4  # chunks of a text that the settings of a budget are measured on
 

@@ -134,6 +134,12 @@ def errors_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     return nearest.square_()
 
 
+@dispatch.paired("latent.errors_with_gains")
+def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Tensor) -> Tensor:
+    """The squared errors that encoding would leave of all channels, if tokens had each of these gains: [G, N, T]."""
+    return torch.stack([errors_gaussian(z_NRT, gain * deviation_R, bits).sum(1) for gain in gain_G])
+
+
 @dispatch.paired("latent.decode_gaussian")
 def decode_gaussian(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Decode codes [N, R, T] of 1 to 8 bits, with deviations [R], to float32."""

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import grid
+from kvq_runtime.ops import dispatch, grid
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import take, word_table
 from kvq_runtime.ops.rotation import Rotation, rotate
@@ -45,7 +45,7 @@ DIGESTS: dict[tuple[int, int], str] = {
 BITS = (1, 2, 3, 4)
 
 _STEP, _PATHS = 1 << 19, 1 << 26  # numbers that one step of the search works on, and bytes that all steps of it keep
-_UNREACHED = 2.0**60  # the cost of states that no path has reached
+UNREACHED = 2.0**60  # the cost of states that no path has reached
 _FAINTEST = 2.0**-10  # of the loudest group's size: the least that a group is weighed with
 
 
@@ -58,6 +58,7 @@ def table(bits: int, memory: int) -> Tensor:
     return grid.pinned("trellis", name, grid.tables("trellises")[name], DIGESTS[bits, memory])
 
 
+@dispatch.paired("path.best_path")
 def best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Tensor:
     """The states int64 [N, G · K] of the path from state 0 with the least Σ (rms · (x - table[state]))², all float32.
 
@@ -76,13 +77,12 @@ def _best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Ten
     """By dynamic programming: the cost of the best path that ends in each state, in units of its group's rms²."""
     (rows, groups, size), codes, states = x_NGK.shape, 2**bits, len(table_S)
     x_TN = x_NGK.flatten(1).mT.contiguous()
-    share_NG = (rms_NG / rms_NG.amax(1, keepdim=True)).nan_to_num(1.0).clamp_min(_FAINTEST).square()
-    ratio_GN = (share_NG[:, :-1] / share_NG[:, 1:]).mT.contiguous()
+    ratio_GN = ratios(rms_NG)
     slope_S1, bias_S1 = -table_S[:, None], table_S.square()[:, None] / 2
     oldest_J11 = torch.arange(1, codes, dtype=torch.int32, device=x_NGK.device)[:, None, None]
     oldest_TPN = torch.empty(groups * size, states // codes, rows, dtype=torch.uint8, device=x_NGK.device)
     cost_SN = x_NGK.new_empty(states, rows)
-    cost_JPN, best_PN = cost_SN.view(codes, -1, rows), x_NGK.new_full((states // codes, rows), _UNREACHED)
+    cost_JPN, best_PN = cost_SN.view(codes, -1, rows), x_NGK.new_full((states // codes, rows), UNREACHED)
     cost_PJN, bits_JPN = cost_SN.view(-1, codes, rows), cost_JPN.view(torch.int32)
     best_PN[0] = 0.0
     for step, x_N in enumerate(x_TN):
@@ -97,6 +97,12 @@ def _best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Ten
         torch.minimum(*cost_JPN, out=best_PN) if codes == 2 else torch.amin(cost_JPN, 0, out=best_PN)
         oldest_TPN[step] = best_PN.view(torch.int32) & (codes - 1)
     return _traced(cost_SN.argmin(0), oldest_TPN, bits)
+
+
+def ratios(rms_NG: Tensor) -> Tensor:
+    """What costs are multiplied with between two groups, whose units they are in: float32 [G - 1, N]."""
+    share_NG = (rms_NG / rms_NG.amax(1, keepdim=True)).nan_to_num(1.0).clamp_min(_FAINTEST).square()
+    return (share_NG[:, :-1] / share_NG[:, 1:]).mT.contiguous()
 
 
 def _traced(last_N: Tensor, oldest_TPN: Tensor, bits: int) -> Tensor:

@@ -240,13 +240,11 @@ class Mixed(Quantizer):
 
         Of a trellis the error is taken to be that of Lloyd–Max codes: a path is searched once, for the gains chosen.
         """
-        errors, own_ends = [], _of_channels(tensors)
-        for gain in latent.gains(tensors["gain_ends"], self.gain):
-            error_NT = z_NRT.new_zeros(len(z_NRT), z_NRT.shape[-1])
-            for part, bits, own in self._parts(width, own_ends):
-                error_NT += self._errors(z_NRT[:, part], gain, own, bits).sum(1)
-            errors.append(error_NT)
-        return torch.stack(errors).argmin(0).to(torch.uint8)
+        gain_G = latent.gains(tensors["gain_ends"], self.gain)
+        error_GNT = z_NRT.new_zeros(len(gain_G), len(z_NRT), z_NRT.shape[-1])
+        for part, bits, own in self._parts(width, _of_channels(tensors)):
+            error_GNT += self._errors(z_NRT[:, part], gain_G, own, bits)
+        return error_GNT.argmin(0).to(torch.uint8)
 
     def _gains(self, codes: Tensor, tensors: Tensors) -> Tensor:
         return latent.gains(tensors["gain_ends"], self.gain)[codes.long()]
@@ -259,11 +257,12 @@ class Mixed(Quantizer):
             yield part, bits, {name: end[..., part] for name, end in ends.items()}
             start += count
 
-    def _errors(self, z_NRT: Tensor, gain: Tensor, own: Tensors, bits: int) -> Tensor:
-        """Squared errors of what has this gain."""
+    def _errors(self, z_NRT: Tensor, gain_G: Tensor, own: Tensors, bits: int) -> Tensor:
+        """Squared errors of all channels with each of these gains, [G, N, T]."""
         if self.codebook in ("gaussian", "trellis"):
-            return latent.errors_gaussian(z_NRT, gain * own["deviation"], bits)
-        return (gain * self._values(self._codes(z_NRT / gain, own, bits), own, bits) - z_NRT).square()
+            return latent.errors_with_gains(z_NRT, own["deviation"], bits, gain_G)
+        decoded = (gain * self._values(self._codes(z_NRT / gain, own, bits), own, bits) for gain in gain_G)
+        return torch.stack([(one - z_NRT).square().sum(1) for one in decoded])
 
     def _codes(self, z_NRT: Tensor, own: Tensors, bits: int, gain_NT: Tensor | None = None) -> Tensor:
         if self._in_paths(bits):

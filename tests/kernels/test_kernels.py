@@ -5,7 +5,8 @@ import torch
 from parity import DEVICE, error, normal, poisoned
 from tiers import each_once
 
-from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn
+from kvq_calib.fit import gptq
+from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, trellis
 from kvq_runtime.ops.rotation import SignedHadamard
 from kvq_runtime.store import storage
 
@@ -186,6 +187,41 @@ def test_latent(bits):
         assert error(got[0], want[0]) <= FLOAT32
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_errors_with_gains(bits):
+    """Of channels that lie side by side, and of tokens that do; with 8 gains and with 5."""
+    gains, deviation = latent.gains(torch.tensor([-0.7, 1.1], device=DEVICE), 3), normal(40, seed=1).abs()
+    deviation[2] = 0
+    z = normal(3, 40, 21) * deviation[:, None] * normal(21, seed=2).exp()
+    for given, gain in ((z, gains), (z.mT.contiguous().mT, gains[:5])):
+        found, wanted = both(latent.errors_with_gains, given, deviation, bits, gain)
+        assert found[0].shape == wanted[0].shape == (len(gain), 3, 21)
+        assert error(found[0], wanted[0]) <= FLOAT32
+        assert len(wanted[0].argmin(0).unique()) > 2
+    found, wanted = both(latent.errors_with_gains, z[:0], deviation, bits, gains)
+    assert found[0].shape == wanted[0].shape == (8, 0, 21)
+
+
+@pytest.mark.parametrize("size", [(bits, memory) for bits, memory in trellis.DIGESTS if memory != 10 or bits in (1, 4)])
+@pytest.mark.parametrize("shape", [(37, 1, 20), (5, 6, 1), (9, 3, 8), (1, 1, 1), (0, 2, 3), (3, 2, 0)])
+def test_paths(shape, size, monkeypatch):
+    """The same ones, bit by bit; of several launches, too."""
+    values = trellis.table(*size).to(DEVICE, torch.float32)
+    rms = normal(*shape[:2], seed=1).exp()
+    monkeypatch.setattr(dispatch.kernels("encode.path"), "PATHS", 1 << 14)
+    found, wanted = both(trellis.best_path, normal(*shape), rms, values, size[0])
+    assert found[0].dtype == wanted[0].dtype and torch.equal(found[0], wanted[0])
+
+
+@pytest.mark.parametrize("inputs, outputs", [(64, 20), (150, 17), (40, 3)])
+def test_matrices_rounded_in_turn(inputs, outputs):
+    weight, rows = normal(inputs, outputs).double(), normal(500, inputs, seed=1).double()
+    weight[:, 1] = 0.25
+    found, wanted = both(lambda *given: tuple(gptq.gptq(*given).values()), weight, rows.mT @ rows / 500)
+    assert len(wanted[0].unique()) > 30
+    assert all(torch.equal(got, want) for got, want in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("shape, rows", each_once([(64, 2, 128), (80, 4, 1), (96, 3, 40), (128, 2, 33)], [False, True]))
 def test_feedback(shape, rows):
     size, blocks, count = shape
@@ -271,5 +307,6 @@ TESTED = [
     lloyd.encode_even,
     *(polar.encode, polar.angles, polar.decode, feedback.follow, fragment.arrange),
     *(latent.encode_gaussian, latent.decode_gaussian, latent.encode_uniform, latent.decode_uniform),
-    storage.append,
+    latent.errors_with_gains,
+    *(trellis.best_path, gptq.round_group, storage.append),
 ]

@@ -23,6 +23,8 @@ OPS = {
     "decode rtn": "_decode",
     "decode polar": "_decode",
     "encode latent": "_elements",
+    "try gains": "_errors",
+    "round matrix": "_round",
     "feedback": "_follow",
     "pack 3": "_pack",
     "hadamard 128": "_hadamard",

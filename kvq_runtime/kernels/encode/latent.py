@@ -1,6 +1,7 @@
 """Encode and decode latent channels, each with its own scale, [..., R, T]; see ops/latent.py.
 
-One kernel goes over elements; what it does with one is a jit function that it takes as an argument.
+One kernel goes over elements; what it does with one is a jit function that it takes as an argument. Another one goes
+over tokens, and tries gains.
 """
 
 import torch
@@ -12,6 +13,7 @@ from kvq_runtime.kernels.encode.tile import FUSED, on, rounded
 from kvq_runtime.ops.latent import gaussian
 
 TOKENS = 128  # of a program
+TRIED, AT_ONCE = 16, 16  # tokens of a program that tries gains, and channels that it takes at a time
 
 
 def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
@@ -32,6 +34,22 @@ def decode_uniform(codes_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> T
     return _launch(_value, codes_NRT, torch.float32, low, high, bits)
 
 
+def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Tensor) -> Tensor:
+    batch, channels, tokens = z_NRT.shape
+    gains = len(gain_G)
+    out = torch.empty(gains, batch, tokens, dtype=torch.float32, device=z_NRT.device)
+    if out.numel():
+        boundaries, centroids = (part.to(z_NRT.device, torch.float32) for part in gaussian(bits))
+        with on(z_NRT):
+            grid = (batch, triton.cdiv(tokens, TRIED))
+            _errors[grid](
+                z_NRT, out, deviation_R.contiguous(), gain_G.contiguous(), boundaries, centroids,
+                batch, channels, tokens, *z_NRT.stride(), gains, bits, triton.next_power_of_2(gains), AT_ONCE, TRIED,
+                **FUSED,
+            )  # fmt: skip
+    return out
+
+
 def _launch(element, x_NRT: Tensor, dtype: torch.dtype, scale: Tensor, other: Tensor, bits: int) -> Tensor:
     """Apply `element` everywhere; `scale` is [R] or [N, R], and `other` the same or a table."""
     x_NRT, out = x_NRT.contiguous(), torch.empty(x_NRT.shape, dtype=dtype, device=x_NRT.device)
@@ -40,52 +58,81 @@ def _launch(element, x_NRT: Tensor, dtype: torch.dtype, scale: Tensor, other: Te
         with on(x_NRT):
             scale, other = scale.contiguous(), other.contiguous()
             grid = (rows, triton.cdiv(tokens, TOKENS))
-            _elements[grid](x_NRT, out, scale, other, tokens, scale.numel(), element, bits, TOKENS, **FUSED)
+            _elements[grid](x_NRT, out, scale, other, tokens, scale.numel(), bits, element, TOKENS, **FUSED)
     return out
 
 
-@triton.jit
-def _elements(
-    p_x, p_out, p_scale, p_other, tokens, period, element: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+@triton.jit(do_not_specialize=["period", "bits"])
+def _elements(p_x, p_out, p_scale, p_other, tokens, period, bits, element: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK tokens of one channel; scales repeat after `period` channels."""
     i_row = tl.program_id(0).to(tl.int64)
     i_token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     o_x = i_row * tokens + i_token
     b_x = tl.load(p_x + o_x, mask=i_token < tokens, other=0)
-    tl.store(p_out + o_x, element(b_x, p_scale, p_other, i_row % period, BITS), mask=i_token < tokens)
+    tl.store(p_out + o_x, element(b_x, p_scale, p_other, i_row % period, bits), mask=i_token < tokens)
+
+
+@triton.jit(do_not_specialize=["batch", "channels", "tokens", "s_n", "gains", "bits"])
+def _errors(
+    p_z, p_out, p_deviation, p_gain, p_boundaries, p_centroids, batch, channels, tokens, s_n, s_r, s_t, gains, bits,
+    GAINS: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The errors of TOKENS tokens with each gain, channel by channel: CHANNELS of them at a time."""
+    i_gain = tl.arange(0, GAINS)
+    i_token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    m_gain, m_token = i_gain < gains, i_token < tokens
+    b_gain = tl.load(p_gain + i_gain, mask=m_gain, other=1.0)[:, None, None]
+    b_error = tl.zeros((GAINS, TOKENS), tl.float32)
+    p_z += tl.program_id(0).to(tl.int64) * s_n
+    for first in range(0, channels, CHANNELS):
+        i_channel = first + tl.arange(0, CHANNELS)
+        m_channel = i_channel < channels
+        o_z = i_channel[:, None] * s_r + i_token[None, :] * s_t
+        b_z = tl.load(p_z + o_z, mask=m_channel[:, None] & m_token[None, :], other=0.0).to(tl.float32)[None, :, :]
+        b_scale = b_gain * tl.load(p_deviation + i_channel, mask=m_channel, other=0.0)[None, :, None]
+        b_code = _halved(b_z * tl.where(b_scale > 0, 1 / tl.maximum(b_scale, 1.1754944e-38), 0.0), p_boundaries, bits)
+        b_left = tl.load(p_centroids + b_code) * b_scale - b_z
+        b_error += tl.sum(b_left * b_left, 1)
+    o_out = (i_gain[:, None] * batch + tl.program_id(0)) * tokens + i_token[None, :]
+    tl.store(p_out + o_out, b_error, mask=m_gain[:, None] & m_token[None, :])
 
 
 @triton.jit
-def _cell(b_z, p_deviation, p_boundaries, i_channel, BITS: tl.constexpr):
-    """The cell of z / σ, by halving: its bits from the highest down; tiles [BLOCK]."""
+def _cell(b_z, p_deviation, p_boundaries, i_channel, bits):
+    """The cell of z / σ; tiles [BLOCK]."""
     deviation = tl.load(p_deviation + i_channel)
     b_z = b_z.to(tl.float32) * tl.where(deviation > 0, 1 / tl.maximum(deviation, 1.1754944e-38), 0.0)
-    b_code = tl.zeros(b_z.shape, tl.int32)
-    for i in tl.static_range(BITS):
-        m_beyond = b_z > tl.load(p_boundaries + b_code + ((1 << (BITS - 1 - i)) - 1))
-        b_code += tl.where(m_beyond, 1 << (BITS - 1 - i), 0)
-    return b_code.to(tl.uint8)
+    return _halved(b_z, p_boundaries, bits).to(tl.uint8)
 
 
 @triton.jit
-def _centroid(b_code, p_deviation, p_centroids, i_channel, BITS: tl.constexpr):
+def _halved(b_z, p_boundaries, bits):
+    """The cells of numbers, by halving: their bits from the highest down; any shape."""
+    b_code = tl.zeros(b_z.shape, tl.int32)
+    for i in range(bits):
+        step = 1 << (bits - 1 - i)
+        b_code += tl.where(b_z > tl.load(p_boundaries + b_code + (step - 1)), step, 0)
+    return b_code
+
+
+@triton.jit
+def _centroid(b_code, p_deviation, p_centroids, i_channel, bits):
     """σ times the centroid; tiles [BLOCK]."""
     return tl.load(p_centroids + b_code.to(tl.int32)) * tl.load(p_deviation + i_channel)
 
 
 @triton.jit
-def _level(b_z, p_low, p_high, i_channel, BITS: tl.constexpr):
+def _level(b_z, p_low, p_high, i_channel, bits):
     """The nearest of the levels from low to high; tiles [BLOCK]."""
     low = tl.load(p_low + i_channel)
-    step = (tl.load(p_high + i_channel) - low) / ((1 << BITS) - 1)
+    step = (tl.load(p_high + i_channel) - low) / ((1 << bits) - 1)
     inverse = tl.where(step > 0, 1 / tl.maximum(step, 1.1754944e-38), 0.0)
-    b_code = tl.minimum(tl.maximum((b_z.to(tl.float32) - low) * inverse, 0.0), (1 << BITS) - 1)
+    b_code = tl.minimum(tl.maximum((b_z.to(tl.float32) - low) * inverse, 0.0), (1 << bits) - 1)
     return rounded(b_code).to(tl.uint8)
 
 
 @triton.jit
-def _value(b_code, p_low, p_high, i_channel, BITS: tl.constexpr):
+def _value(b_code, p_low, p_high, i_channel, bits):
     """The level of a code; tiles [BLOCK]."""
     low = tl.load(p_low + i_channel)
-    return low + b_code.to(tl.float32) * ((tl.load(p_high + i_channel) - low) / ((1 << BITS) - 1))
+    return low + b_code.to(tl.float32) * ((tl.load(p_high + i_channel) - low) / ((1 << bits) - 1))
