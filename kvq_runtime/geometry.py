@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 Role = Literal["key", "value"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-WHOLE = ("full_attention", "attention")  # types of layers that attend to all tokens, the second in files of Granite 4
+# types of layers that attend to all tokens: the second in files of Granite 4, the third recur too
+WHOLE = ("full_attention", "attention", "hybrid")
 SLIDES = ("sliding_attention", "chunked_attention")  # of those to the newest: of a window, of a chunk (Llama 4)
 SLAB = 32  # blocks that are stored, addressed and decoded together; the last slab of a layer may have fewer
 # sides of a square that is one tile of a matrix product, and fits into registers and shared memory whole

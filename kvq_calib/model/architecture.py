@@ -22,10 +22,9 @@ from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty
 from kvq_calib.model.files import STEMS
 from kvq_calib.model.weights import in_files
 from kvq_runtime.artifact.fingerprint import FUSED, LATENT_PROJECTIONS
-from kvq_runtime.geometry import SLIDES, attending, owners, stretches
+from kvq_runtime.geometry import SLIDES, WHOLE, attending, owners, stretches
 from kvq_runtime.hf.model import (
     CACHE,
-    FULL,
     LISTED,
     attention_modules,
     check_model,
@@ -150,7 +149,7 @@ def _check_cache(carried: Carried, under: Under, id: str) -> None:
 def _check_config(config: "PreTrainedConfig", id: str) -> None:
     """Refuse what the configuration says that calibration does not know."""
     kinds = getattr(config, "layer_types", None) or []
-    other = [n for n, kind in enumerate(kinds) if kind not in (FULL, *SLIDES, *RECURRENT)]
+    other = [n for n, kind in enumerate(kinds) if kind not in (*WHOLE, *SLIDES, *RECURRENT)]
     if other:
         raise ValueError(
             f"{id}: layers {_numbers(other)} of {len(kinds)} are of type {kinds[other[0]]!s:.40}; calibration takes "

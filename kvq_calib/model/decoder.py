@@ -136,7 +136,11 @@ class Decoder:
         children = [(name, module) for name, module in core.named_children() if name not in (TABLE, *ENTRY)]
         within = {f"{self.core_name}.{name}": module for name, module in children}
         holds = {id(module) for module in self.whole.children() if any(part is core for part in module.modules())}
-        beside = {name: module for name, module in self.whole.named_children() if id(module) not in holds}
+        beside = {
+            name: module
+            for name, module in self.whole.named_children()
+            if id(module) not in holds and not isinstance(module, PreTrainedModel)  # as towers are
+        }
         return {
             name: module
             for name, module in (within | beside).items()
@@ -185,12 +189,23 @@ class Decoder:
         for part in module.modules():
             unset = {name: buffer for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta}
             for name, buffer in unset.items():
-                part._buffers[name] = torch.empty_like(buffer, device=device)
+                made = torch.empty_like(buffer, device=device)
+                part._buffers[name] = made.fill_(torch.nan) if made.is_floating_point() else made
             if unset:
                 owner: Any = part if isinstance(part, PreTrainedModel) else decoder_of(self.whole)
                 with torch.no_grad():
                     owner._init_weights(part)
+        if type(module) in map(type, self.layers) and any(bool(one.isnan().any()) for one in module.buffers()):
+            self._settle_of_model(module)
         return module
+
+    @torch.no_grad()
+    def _settle_of_model(self, layer: Any) -> None:
+        """Set the buffers that a decoder sets in all of its layers (Falcon H1), in one that is none of its modules."""
+        core: Any = decoder_of(self.whole)
+        around = copy.copy(core)
+        around._modules = core._modules | {str(layers_name(core)): nn.ModuleList([layer])}
+        core._init_weights(around)
 
 
 def _keep_float32(model: Any, dtype: torch.dtype) -> None:

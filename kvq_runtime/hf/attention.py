@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -170,6 +170,21 @@ class LatentLayer(KVQLayer):
         """Take in latents [B, 1, T, R] and rotary keys [B, 1, T, P]; return all, history decoded, in their dtypes."""
         latent, turned = parts(*super().update(*halves(key_states, value_states)), key_states.shape[-1])
         return latent, turned.to(value_states.dtype)
+
+
+class HybridLayer(LinearAttentionLayer, KVQLayer):
+    """A layer that attends and recurs (Falcon H1): its states, which transformers resets and reorders, are 16-bit."""
+
+    is_compileable = False  # type: ignore[assignment]
+
+    def __init__(self, states: int, *given: Any):
+        KVQLayer.__init__(self, *given)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
+        """Make states; the store of the layer is made at the first update."""
+        if states:
+            LinearAttentionLayer.lazy_initialization(self, **states)
 
 
 def halves(latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
 )
 
@@ -21,7 +22,7 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
-from kvq_runtime.hf.attention import KVQLayer, LatentLayer, Pass
+from kvq_runtime.hf.attention import HybridLayer, KVQLayer, LatentLayer, Pass
 from kvq_runtime.hf.model import (
     LISTED,
     attention_modules,
@@ -84,7 +85,8 @@ class KVQCache(Announced, Cache):
         config = model.config.get_text_config(decoder=True)
         geometry, modules = geometry_of(model), attention_modules(model)
         stock = DynamicCache(config=config).layers
-        if [n for n, layer in enumerate(stock) if type(layer) is DynamicLayer] != list(modules):
+        whole = DynamicLayer, LinearAttentionAndFullAttentionLayer
+        if [n for n, layer in enumerate(stock) if type(layer) in whole] != list(modules):
             raise ValueError(
                 f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
             )
@@ -101,12 +103,11 @@ class KVQCache(Announced, Cache):
                 "and reads all tokens, and needs no queries"
             )
         latent, shared = getattr(config, "kv_lora_rank", None), getattr(config, "num_kv_shared_layers", None)
-        kind = LatentLayer if latent else KVQLayer
-        layers = [
-            kind(self.blocks, self.places[n], self._pass, bool(self._decodes and (not shared or n == max(modules))))
-            if n in self.places else layer
-            for n, layer in enumerate(stock)
-        ]  # fmt: skip
+        kind, layers = LatentLayer if latent else KVQLayer, list[Any](stock)
+        for n, place in self.places.items():
+            given = self.blocks, place, self._pass, bool(self._decodes and (not shared or n == max(modules)))
+            states = getattr(stock[n], "number_of_states", None)
+            layers[n] = kind(*given) if states is None else HybridLayer(states, *given)
         super().__init__(layers=layers)  # type: ignore[arg-type]
         self._stock = [layer for layer in layers if isinstance(layer, DynamicLayer)]
         self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
@@ -204,7 +205,7 @@ class KVQCache(Announced, Cache):
 
         Layers that transformers' own classes hold are counted, the state of recurrent ones among them.
         """
-        own = [layer for layer in self.layers if not isinstance(layer, KVQLayer)]
+        own = [layer for layer in self.layers if not isinstance(layer, KVQLayer) or isinstance(layer, HybridLayer)]
         found = [getattr(layer, name, None) for layer in own for name in HELD]
         parts = [part for one in found for part in (one.values() if isinstance(one, dict) else [one])]
         return self.blocks.memory_report().with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
@@ -314,7 +315,7 @@ class KVQCache(Announced, Cache):
             filled = getattr(layer, "is_initialized", False)
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 filled = method in ("reset", "reorder_cache")  # `_whole` has refused the others
-            if not filled or isinstance(layer, KVQLayer):
+            if not filled or (isinstance(layer, KVQLayer) and not isinstance(layer, HybridLayer)):
                 continue
             if method == "reset" and isinstance(layer, DynamicLayer):
                 _empty(layer)

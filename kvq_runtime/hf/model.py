@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import Geometry, attending
+from kvq_runtime.geometry import WHOLE, Geometry, attending
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
@@ -269,7 +269,7 @@ def real_tokens(mask: Any, count: int) -> Tensor | None:
     mask   as the model gets it, [B, all tokens]; or as its decoder does from a model of images, by the type of layer
     """
     if isinstance(mask, Mapping):
-        mask = mask.get(FULL)
+        mask = _of_all(mask)
         if mask is not None and not isinstance(mask, Tensor):
             raise RuntimeError("this attention hands a cache no mask of a model of images; use sdpa or eager attention")
         if mask is not None and mask.ndim == 4:
@@ -279,6 +279,11 @@ def real_tokens(mask: Any, count: int) -> Tensor | None:
     return mask[:, -count:].bool()
 
 
+def _of_all(masks: Mapping[str, Any]) -> Any:
+    """The mask of layers that attend to all tokens."""
+    return next((masks[kind] for kind in WHOLE if kind in masks), None)
+
+
 def _visible(mask: Tensor) -> Tensor:
     """A mask as bool, of one that is added to scores too."""
     return mask if mask.dtype == torch.bool else mask >= 0
@@ -286,7 +291,7 @@ def _visible(mask: Tensor) -> Tensor:
 
 def looks_ahead(mask: Mapping[str, Any], count: int) -> bool:
     """True if one of the newest tokens sees a later one, as those of an image may."""
-    whole = mask.get(FULL)
+    whole = _of_all(mask)
     if count < 2 or not isinstance(whole, Tensor) or whole.ndim != 4:
         return False
     return bool(_visible(whole)[..., -count:].triu(1).any())

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from kvq_runtime.hf.attention import halves
 from kvq_runtime.hf.model import (
@@ -69,15 +70,12 @@ class _Seen(Exception):
     """Ends a layer's pass where it hands keys to a cache."""
 
 
-class _Rows:
-    """Stand in a cache's place: note the keys that it would store, [N, T, H, D]."""
+class _Rows(DynamicCache):
+    """Stand in a cache's place: note the keys that it would store, [N, T, H, D]; states that recur are held."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> None:
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> Any:
         self.seen = key_states, value_states
         raise _Seen
-
-    def get_seq_length(self, *_args: Any) -> int:
-        return 0
 
 
 def _seen(decoder: Any, layers: Mapping[int, Any], positions_NT: Tensor) -> dict[int, Tensor | Exception]:
@@ -98,7 +96,7 @@ def _pass(
     bare = _bare(decoder, positions_NT.device)
     bare.config = copy.deepcopy(decoder.config)
     bare.config._attn_implementation = "sdpa"
-    places = [_Place(layer, n, layers.get(n), found, output) for n, layer in enumerate(layers_of(decoder))]
+    places = [_Place(layer, n, layers.get(n), bare.config, found, output) for n, layer in enumerate(layers_of(decoder))]
     bare._modules[str(layers_name(decoder))] = nn.ModuleList(places[: max(layers) + 1])
     try:
         bare(input_ids=torch.ones_like(positions_NT), position_ids=positions_NT, use_cache=False)
@@ -117,19 +115,20 @@ class _Place(nn.Module):
         layer: nn.Module,
         number: int,
         asked: nn.Module | None,
+        config: Any,
         found: dict[int, Tensor | Exception],
         output: Callable[[Tensor], Any],
     ):
         super().__init__()
         plain = {name: value for name, value in vars(layer).items() if type(value) in (bool, int, str)}
         self.__dict__ |= {name: value for name, value in plain.items() if name not in self.__dict__}
-        self._number, self._asked = number, (asked,)  # a tuple, as it is no part of this module
+        self._number, self._asked, self._config = number, (asked,), config  # a tuple: it is no part of this module
         self._found, self._output = found, output
 
     def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
         (asked,) = self._asked
         if asked is not None:
-            rows = _Rows()
+            rows = _Rows(config=self._config)
             try:
                 _bare(asked, hidden_states.device)(hidden_states, *args, **given | {str(cache_name(asked)): rows})
                 self._found[self._number] = RuntimeError("it hands a cache no keys")

@@ -6,6 +6,7 @@ from architectures import FALCONS, QUICK, random, table
 from generating import generate, kvq, padded, stock
 from models import prompt
 from tiers import some
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.geometry import SLAB
@@ -65,7 +66,7 @@ def rope_is_undone(model) -> bool:
     return bool(torch.allclose(k_TC, k_TC[:1].expand_as(k_TC), rtol=0, atol=1e-3 * float(k_TC.std())))
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "persimmon", *FALCONS])
+@pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "persimmon", "falcon_h1", "zamba2", "zaya", *FALCONS])
 def test_padded_rows_and_beams(kind):
     """`exact` generates what transformers' cache does, and four bits stay close."""
     model = random(kind)
@@ -118,14 +119,19 @@ def test_padded_text_beside_images(kind, name):
     assert cache.blocks.positions.real_BT is not None and cache.memory_report().tokens == 60
 
 
-def test_the_state_of_recurrent_layers_is_counted():
-    model, ids = random("qwen3_next"), prompt(2, 60)
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1"])
+def test_the_state_of_recurrent_layers_is_counted(kind):
+    """Of those that attend too; and it is forgotten."""
+    model, ids = random(kind), prompt(2, 60)
     cache = kvq("exact", model)
-    logits(model, cache, ids)
+    expected = logits(model, cache, ids)
+    cache.reset()
+    assert torch.equal(logits(model, cache, ids), expected)
     layer, report = cache.layers[0], cache.memory_report()
     states = [one for held in (layer.conv_states, layer.recurrent_states)
               for one in (held.values() if isinstance(held, dict) else [held])]  # fmt: skip
-    assert report.sliding_bytes == sum(one.untyped_storage().nbytes() for one in states) > 0
+    of = sum(isinstance(one, LinearAttentionCacheLayerMixin) for one in cache.layers)
+    assert report.sliding_bytes == of * sum(one.untyped_storage().nbytes() for one in states) > 0
 
 
 def test_masks_of_models_of_images():

@@ -23,6 +23,8 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention", "full_attention"
 FULL = {"layer_types": ["full_attention"] * 3}
 RECURRENT = {"layer_types": ["linear_attention", "full_attention", "full_attention"], "linear_num_value_heads": 2,
              "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # fmt: skip
+MAMBA = {"layers_block_type": ["mamba", "hybrid", "hybrid"], "mamba_d_state": 16, "head_dim": ...,
+         "num_key_value_heads": 4}  # fmt: skip
 CONVOLVED = {"layer_types": ["conv", "full_attention", "full_attention"]}
 SECTIONS = {"head_dim": 16, "rope_parameters": {  # of places of images, which text gives three times the same
     "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0,
@@ -62,7 +64,7 @@ LLAMA4 = {"intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_
 LATER = (  # than the oldest transformers
     "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "lfm3_vl", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
     "lara_mini", "apertus1p5_text", "beam", "exaone", "granite_docling", "hyperclovax_vision_v2", "minicpmv4_7",
-    "minicpm_ocr", "muse_spark", "pp_chart2table",
+    "minicpm_ocr", "muse_spark", "pp_chart2table", "zaya",
 )  # fmt: skip
 OLD = {"head_dim": ..., "num_key_value_heads": ...}  # settings that a type does not have
 OWN = {
@@ -147,7 +149,11 @@ OWN = {
     "ovis2": tower({"model_type": "qwen2"}, vocab_size=64), "step3p7": tower({"sliding_window": 16}),
     "bamba": {"attn_layer_indices": [1, 2], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
               "mamba_n_groups": 1},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "n_mamba_heads": 4},
+    "zamba2": MAMBA | {"n_mamba_heads": 4, "use_mem_rope": True, "use_shared_attention_adapter": True,
+                       "adapter_rank": 8},
+    "zamba": MAMBA | {"n_mamba_heads": 2, "attention_head_dim": 32},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_ssm": 128},
+    "zaya": EXPERTS | {"num_experts_per_tok": 1},
     **dict.fromkeys(("gpt_neox", "gpt_neox_japanese", "falcon", "gpt2", "gpt_bigcode", "bloom"), OLD),
     "gpt_neo": OLD | {"attention_types": [[["global"], 3]]},
     "mpt": OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512},
@@ -180,6 +186,7 @@ QUICK = (  # one for each thing that tells architectures apart
     "llama", "qwen2", "qwen3_moe", "phi3", "smollm3", "cohere2+", "gemma3_text", "olmo3", "gemma4", "gpt_oss", "gemma2",
     "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "aria_text", "persimmon", "opt", "nanochat",
     "deepseek_v3", "deepseek_v2", "gemma3n_text", "lfm3_vl", "gpt_neox", "falcon", "dbrx", "bamba", "jetmoe",
+    "falcon_h1",
 )  # fmt: skip
 
 

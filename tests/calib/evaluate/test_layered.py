@@ -73,7 +73,7 @@ def test_it_is_the_whole_models_full_encode(small):
 
 
 KINDS = ["qwen3_moe", "gemma", "cohere2", "smollm3", "granite", "phi3", "gemma3_text", "olmo3",
-         "gpt_oss", "gemma2", "qwen3_5", "lfm2_moe", "qwen2_5_vl", "falcon+"]  # fmt: skip
+         "gpt_oss", "gemma2", "qwen3_5", "lfm2_moe", "qwen2_5_vl", "falcon+", "falcon_h1"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

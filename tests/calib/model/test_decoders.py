@@ -42,15 +42,15 @@ TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
 UNLISTED = {
     "minimax": "its decoder does not run with transformers' own cache, and its layers apart: MiniMax uses",
     "falcon-": "its layers are given alibi, which is known of the whole model alone",
-    "falcon_h1": "layers 0, 1, 2 of 3 are of type hybrid; calibration takes models whose layers attend to every",
     "paligemma": "layer 0 of PaliGemmaForConditionalGeneration attends in both directions",
-    "zamba2": r"no layer of this model attends to all tokens alone \(their types: hybrid, linear_attention\)",
 }  # fmt: skip
 REFUSED = {
     "opt": "embed_positions, .* stand beside its layers",
     "sarvam_moe": r"its files have model.layers.0.attention.query_key_value.weight, and no k_proj in a layer",
     **dict.fromkeys(("gpt_neox_japanese", "bloom", "mpt", "gpt_neo", "xglm"), "attends by code of its own"),
     "biogpt": "its files have biogpt.layers.0.self_attn.k_proj.weight, and no k_proj in a layer",
+    **dict.fromkeys(("zamba", "zamba2"), "its layers are given original_hidden_states, which is known of the whole"),
+    "zaya": "its decoder does not run with transformers' own cache, and its layers apart",
     "gpt2": "GPT2Attention has no k_proj and v_proj, and no qkv_proj, Wqkv, query_key_value, by",
     "gpt_bigcode": "GPTBigCodeAttention has no k_proj",
     "jetmoe": "JetMoeAttention has no k_proj",
