@@ -72,9 +72,10 @@ def _forward(
     b_best = tl.where(i_rest == 0, 0.0, unreached) + tl.zeros((OLDER, ROWS), tl.float32)
     b_oldest = tl.zeros((OLDER, ROWS), tl.int32)
     for step in range(steps):
-        if (step > 0) & (step % size == 0):
-            b_ratio = tl.load(p_ratio + (step // size - 1) * rows + o_row, mask=m_row, other=1.0)
-            b_best = b_best * b_ratio[None, :]
+        if step % size == 0:  # noqa: SIM102 - in one condition it takes more registers
+            if step > 0:
+                b_ratio = tl.load(p_ratio + (step // size - 1) * rows + o_row, mask=m_row, other=1.0)
+                b_best = b_best * b_ratio[None, :]
         b_x = tl.load(p_x + step * rows + o_row, mask=m_row, other=0.0)[None, None, :]
         # read at every step: registers hold costs
         b_slope = tl.reshape(tl.load(p_table + i_state), (OLDER, CODES, 1))
