@@ -22,6 +22,7 @@ from kvq_runtime.disk import faults
 from kvq_runtime.errors import ArtifactError, NotFound
 
 _DRAFT = re.compile(r"\.([1-9][0-9]{0,8})-[0-9a-f]{16}\.tmp")
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: opening a pipe does not wait
 
 
@@ -160,6 +161,10 @@ def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
         with os.fdopen(descriptor, "w+b") as file:
             faults.point("draft.opened")
             yield path, file
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:  # a write does not say where
+            error.filename = str(folder)
+        raise
     finally:
         if path.exists():
             path.unlink()

@@ -17,6 +17,7 @@ from kvq_calib.job import prepare
 from kvq_calib.report import tables
 from kvq_calib.text import documents, tokenizer
 from kvq_runtime.artifact import recipe_text
+from kvq_runtime.disk import faults, files
 from kvq_runtime.errors import ArtifactError, NotFound, counted, spoken
 from kvq_runtime.prefix.shelf import parse_bytes
 from kvq_runtime.recipe import preset
@@ -153,6 +154,17 @@ def test_a_text_that_is_named_as_an_artifact_is_another_kind_of_file(kvq, tmp_pa
     for command in ("show", "verify", "report"):
         code, _, err = kvq(command, tmp_path / "notes.safetensors")
         assert code == 1 and "it is damaged, or another kind of file" in err
+
+
+def test_a_full_disk_is_told_by_its_folder(tmp_path, monkeypatch):
+    def full(name: str) -> None:
+        if name == "draft.written":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(faults, "point", full)
+    with pytest.raises(OSError) as found:
+        files.save(tmp_path / "page.html", b"page")
+    assert spoken(found.value) == f"{tmp_path}: {os.strerror(errno.ENOSPC)}"
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSPC])
