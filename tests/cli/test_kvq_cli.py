@@ -399,10 +399,10 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
         code, _, err = kvq(*given[:3], str(tmp_path))
         assert code == 2 and f"config.json has {name}, as models have whose layers cache otherwise" in err
-    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["mamba", "hybrid"] * 16}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["mamba", "conv"] * 16}))
     code, _, err = kvq(*given[:3], str(tmp_path))
     assert (
-        code == 2 and "no layer of this model attends to all tokens alone (their types: hybrid, mamba): there is" in err
+        code == 2 and "no layer of this model attends to all tokens alone (their types: conv, mamba): there is" in err
     )
     code, _, err = kvq("bytes", "aqua-2bit", "--model", "gpt-5")
     assert code == 3 and "--model gpt-5; use all, one of demo, recall, qwen2.5-0.5b" in err
