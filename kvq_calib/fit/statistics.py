@@ -30,7 +30,7 @@ from kvq_runtime.stages.stage import Feedback, Queries
 
 Pair = tuple[Tensor, Tensor]
 
-# rows of one float32 product, whose error grows with them; products are added in float64, for which a GPU waits
+# rows of one float32 product, whose error grows with them; a GPU takes more, or waits for launches
 TILE, WIDE_TILE = 1024, 4096
 # columns that one product takes: of a symmetric matrix about half need not be calculated; a GPU would wait for launches
 PANEL, WIDE_PANEL = 128, 1024

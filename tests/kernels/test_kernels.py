@@ -189,11 +189,12 @@ def test_latent(bits):
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_errors_with_gains(bits):
-    """Of channels that lie side by side, and of tokens that do; with 8 gains and with 5."""
+    """Of channels that lie side by side, and of tokens that do; with 8 gains, 5 and 19."""
     gains, deviation = latent.gains(torch.tensor([-0.7, 1.1], device=DEVICE), 3), normal(40, seed=1).abs()
     deviation[2] = 0
     z = normal(3, 40, 21) * deviation[:, None] * normal(21, seed=2).exp()
-    for given, gain in ((z, gains), (z.mT.contiguous().mT, gains[:5])):
+    many = latent.gains(torch.tensor([-0.7, 1.1], device=DEVICE), 6)[:19]
+    for given, gain in ((z, gains), (z.mT.contiguous().mT, gains[:5]), (z.mT.contiguous().mT, many)):
         found, wanted = both(latent.errors_with_gains, given, deviation, bits, gain)
         assert found[0].shape == wanted[0].shape == (len(gain), 3, 21)
         assert error(found[0], wanted[0]) <= FLOAT32
@@ -208,7 +209,7 @@ def test_paths(shape, size, monkeypatch):
     """The same ones, bit by bit; of several launches, too."""
     values = trellis.table(*size).to(DEVICE, torch.float32)
     rms = normal(*shape[:2], seed=1).exp()
-    monkeypatch.setattr(dispatch.kernels("encode.path"), "PATHS", 1 << 14)
+    monkeypatch.setattr(dispatch.kernels("encode.path"), "DROPPED", 1 << 14)
     found, wanted = both(trellis.best_path, normal(*shape), rms, values, size[0])
     assert found[0].dtype == wanted[0].dtype and torch.equal(found[0], wanted[0])
 

@@ -19,8 +19,8 @@ def round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor) 
         with on(weight_KO):
             padded = triton.next_power_of_2(size)
             _round[(triton.cdiv(outputs, OUTPUTS),)](
-                weight_KO.contiguous(), upper_KK.contiguous(), step.double(), low.double(), codes_OK, errors_KO,
-                size, outputs, 2**MATRIX_BITS - 1, padded, OUTPUTS, **FUSED,
+                weight_KO.contiguous(), upper_KK.contiguous(), step.double().contiguous(), low.double().contiguous(),
+                codes_OK, errors_KO, size, outputs, 2**MATRIX_BITS - 1, padded, OUTPUTS, **FUSED,
             )  # fmt: skip
     return codes_OK, errors_KO
 

@@ -1,7 +1,7 @@
 """Encode and decode latent channels, each with its own scale, [..., R, T]; see ops/latent.py.
 
 One kernel goes over elements; what it does with one is a jit function that it takes as an argument. Another one goes
-over tokens, and tries gains.
+over tokens and channels, and tries gains.
 """
 
 import torch
@@ -10,20 +10,19 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq_runtime.kernels.encode.tile import FUSED, on, rounded
+from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.latent import gaussian
 
 TOKENS = 128  # of a program
-TRIED, AT_ONCE = 16, 16  # tokens of a program that tries gains, and channels that it takes at a time
+GAINS, TRIED, AT_ONCE = 8, 16, 16  # gains and tokens of a program that tries them, and its channels at a time
 
 
 def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    boundaries = gaussian(bits)[0].to(z_NRT.device, torch.float32)
-    return _launch(_cell, z_NRT, torch.uint8, deviation_R, boundaries, bits)
+    return _launch(_cell, z_NRT, torch.uint8, deviation_R, _tables(bits, z_NRT.device)[0], bits)
 
 
 def decode_gaussian(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    centroids = gaussian(bits)[1].to(codes_NRT.device, torch.float32)
-    return _launch(_centroid, codes_NRT, torch.float32, deviation_R, centroids, bits)
+    return _launch(_centroid, codes_NRT, torch.float32, deviation_R, _tables(bits, codes_NRT.device)[1], bits)
 
 
 def encode_uniform(z_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
@@ -36,18 +35,25 @@ def decode_uniform(codes_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> T
 
 def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Tensor) -> Tensor:
     batch, channels, tokens = z_NRT.shape
-    gains = len(gain_G)
+    gains, together = len(gain_G), min(GAINS, triton.next_power_of_2(len(gain_G)))
     out = torch.empty(gains, batch, tokens, dtype=torch.float32, device=z_NRT.device)
     if out.numel():
-        boundaries, centroids = (part.to(z_NRT.device, torch.float32) for part in gaussian(bits))
+        boundaries, centroids = _tables(bits, z_NRT.device)
         with on(z_NRT):
-            grid = (batch, triton.cdiv(tokens, TRIED))
+            grid = (triton.cdiv(tokens, TRIED), batch, triton.cdiv(gains, together))
             _errors[grid](
                 z_NRT, out, deviation_R.contiguous(), gain_G.contiguous(), boundaries, centroids,
-                batch, channels, tokens, *z_NRT.stride(), gains, bits, triton.next_power_of_2(gains), AT_ONCE, TRIED,
+                batch, channels, tokens, *z_NRT.stride(), gains, bits, together, AT_ONCE, TRIED,
                 **FUSED,
             )  # fmt: skip
     return out
+
+
+@constant(32)
+def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Boundaries and centroids on the device."""
+    boundaries, centroids = gaussian(bits)
+    return boundaries.to(device, torch.float32), centroids.to(device, torch.float32)
 
 
 def _launch(element, x_NRT: Tensor, dtype: torch.dtype, scale: Tensor, other: Tensor, bits: int) -> Tensor:
@@ -77,13 +83,13 @@ def _errors(
     p_z, p_out, p_deviation, p_gain, p_boundaries, p_centroids, batch, channels, tokens, s_n, s_r, s_t, gains, bits,
     GAINS: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The errors of TOKENS tokens with each gain, channel by channel: CHANNELS of them at a time."""
-    i_gain = tl.arange(0, GAINS)
-    i_token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    """The errors of TOKENS tokens with each of GAINS gains, over all channels: CHANNELS of them at a time."""
+    i_gain = tl.program_id(2) * GAINS + tl.arange(0, GAINS)
+    i_token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     m_gain, m_token = i_gain < gains, i_token < tokens
     b_gain = tl.load(p_gain + i_gain, mask=m_gain, other=1.0)[:, None, None]
     b_error = tl.zeros((GAINS, TOKENS), tl.float32)
-    p_z += tl.program_id(0).to(tl.int64) * s_n
+    p_z += tl.program_id(1).to(tl.int64) * s_n
     for first in range(0, channels, CHANNELS):
         i_channel = first + tl.arange(0, CHANNELS)
         m_channel = i_channel < channels
@@ -93,7 +99,7 @@ def _errors(
         b_code = _halved(b_z * tl.where(b_scale > 0, 1 / tl.maximum(b_scale, 1.1754944e-38), 0.0), p_boundaries, bits)
         b_left = tl.load(p_centroids + b_code) * b_scale - b_z
         b_error += tl.sum(b_left * b_left, 1)
-    o_out = (i_gain[:, None] * batch + tl.program_id(0)) * tokens + i_token[None, :]
+    o_out = (i_gain[:, None] * batch + tl.program_id(1)) * tokens + i_token[None, :]
     tl.store(p_out + o_out, b_error, mask=m_gain[:, None] & m_token[None, :])
 
 
