@@ -81,6 +81,11 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     _check_run(copy.deepcopy(config), attend, id)
 
 
+def refuses_function(config: "PreTrainedConfig") -> str | None:
+    """The reason why attention of ours cannot serve a model, as recipes that read queries or weights need; or None."""
+    return own_code(empty(config, None))
+
+
 def _check_attention(model: Any, attend: Mapping[int, Any], layers: Sequence[int], id: str) -> None:
     """Refuse attention that a fit, or a fingerprint, does not know."""
     learned = {name for module in attend.values() for name, _ in module.named_parameters(recurse=False)}

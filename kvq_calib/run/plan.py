@@ -14,7 +14,7 @@ import torch
 from kvq_calib.fit.rotate import OutputMetric
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model import sampled
-from kvq_calib.model.files import ModelFiles
+from kvq_calib.model.files import ARCHITECTURES, ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.text import corpus
 from kvq_runtime.fit.fitting import requested
@@ -196,6 +196,14 @@ def check(recipe: Recipe, files: ModelFiles, by_bits: bool = False, by_token: bo
             f"it {'caches latents' if files.latents else 'has layers that share keys and values'}; use a recipe "
             "that holds and reads all tokens, and needs no queries"
         )
+    if attends(recipe) and files.architecture not in ARCHITECTURES:
+        from kvq_calib.model.architecture import refuses_function  # transformers and all that comes with it
+
+        if (why := refuses_function(files.transformers_config())) is not None:
+            raise ValueError(
+                f"{recipe.name} needs queries or weights of attention, but of {files.id} {why}; use a recipe that "
+                "needs no queries"
+            )
     of_heads = takes(recipe, "capture") or any(isinstance(one, OutputMetric) for one in _requested(recipe))
     if files.latents and (of_heads or by_bits):
         known = "zipcache-2bit" if files.rope_refusal else "aqua-2bit or aqua-fisher-2bit"

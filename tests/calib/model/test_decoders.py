@@ -242,6 +242,15 @@ def test_the_first_layer_by_token_needs_one_that_reads_the_tokens(folders):
         plans.make(files, [recipe], "demo", samples=1, seq_len=256, held_out=0, vocabularies={recipe.name: 97})
 
 
+def test_recipes_that_read_queries_need_attention_that_takes_a_function(folders):
+    files = models.resolve(folders("falcon+"))
+    with pytest.raises(ValueError, match="needs queries or weights .* attends by code of its own"):
+        plans.check(preset("aqua-snapkv-2bit"), files)
+    assert plans.check(preset("aqua-2bit"), files) == preset("aqua-2bit")
+    other = models.resolve(folders("gpt_neox"))
+    assert plans.check(preset("aqua-snapkv-2bit"), other).name == "aqua-snapkv-2bit"
+
+
 def test_the_table_has_them_all():
     assert {kind for kind, cells in ROWS.items() if cells[2] == "no"} == REFUSED.keys()
 
