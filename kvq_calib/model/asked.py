@@ -3,6 +3,7 @@
 transformers takes no function in the place of such code (Falcon). What it calls, scaled_dot_product_attention, is seen.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,11 +41,13 @@ def answered(modules: Iterable[nn.Module], answer: Answer) -> Iterator[None]:
 
 def answer_by(module: Any, answer: Answer) -> None:
     """The same for good."""
-    forward = module.forward
+    # a module that held itself would keep its weights until the next garbage collection
+    held, own, method = weakref.ref(module), vars(module).get("forward"), type(module).forward
 
     def seen(*args: Any, **given: Any) -> Any:
-        with _Asked(module, answer):
-            return forward(*args, **given)
+        asking = held()
+        with _Asked(asking, answer):
+            return method(asking, *args, **given) if own is None else own(*args, **given)
 
     module.forward = seen
 

@@ -317,7 +317,9 @@ class KVQCache(Announced, Cache):
                 filled = method in ("reset", "reorder_cache")  # `_whole` has refused the others
             if not filled or (isinstance(layer, KVQLayer) and not isinstance(layer, HybridLayer)):
                 continue
-            if method == "reset" and isinstance(layer, DynamicLayer):
+            if method == "reset" and isinstance(layer, LinearAttentionCacheLayerMixin):
+                _forget(layer)
+            elif method == "reset" and isinstance(layer, DynamicLayer):
                 _empty(layer)
             else:
                 getattr(layer, method)(*args)
@@ -345,3 +347,11 @@ def _empty(layer: DynamicLayer) -> None:
     layer.reset()
     layer.keys = layer.values = None  # the next update makes new ones, of no tokens
     layer.is_initialized = False
+
+
+def _forget(layer: LinearAttentionCacheLayerMixin) -> None:
+    """Forget the states of a recurrent layer, whose own `reset` leaves zeros, of as many rows as there were."""
+    layer.reset()
+    for number in range(layer.number_of_states):
+        layer.conv_states[number] = layer.recurrent_states[number] = None
+        layer.is_conv_states_initialized[number] = layer.is_recurrent_states_initialized[number] = False

@@ -68,6 +68,8 @@ class Asked:
             return "autocast is on, which keeps weights in another dtype that may be gone at the next step"
         if len(cache.places) < len(cache.layers):
             return "some layers are held by transformers' own classes, whose tensors grow with every token"
+        if cache._recurrent:
+            return "layers are recurrent, whose states a trial of the step would change"
         return cache._decodes or refused(cache.blocks)
 
 

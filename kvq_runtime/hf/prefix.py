@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import check_type
-from kvq_runtime.hf.attention import KVQLayer, LatentLayer
+from kvq_runtime.hf.attention import HybridLayer, KVQLayer, LatentLayer
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import CACHE, decoder_of, fingerprint_of, frequencies, geometry_of, held, rotary_module
 from kvq_runtime.ops import rope
@@ -91,11 +91,11 @@ class PrefixStore:
         self._path = path
         self._check = None if artifact is None else Check.of(artifact.fit)
         layers = self._empty().layers
-        others = [n for n, layer in enumerate(layers) if not isinstance(layer, KVQLayer)]
+        others = [n for n, one in enumerate(layers) if not isinstance(one, KVQLayer) or isinstance(one, HybridLayer)]
         if others:
             raise ValueError(
-                f"layers {others} of {type(model).__name__} do not attend to all tokens: what they hold at the end of "
-                "a prefix is not kept, so that nothing could go on from it"
+                f"layers {others} of {type(model).__name__} do not attend to all tokens, or recur as well: what "
+                "they hold at the end of a prefix is not kept, so that nothing could go on from it"
             )
         if any(isinstance(layer, LatentLayer) for layer in layers):
             raise ValueError(f"{type(model).__name__} caches latents, of which no prefix is kept")

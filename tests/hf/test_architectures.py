@@ -10,7 +10,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.geometry import SLAB
+from kvq_runtime.hf.cuda_graphs import Asked
 from kvq_runtime.hf.model import (
+    CACHE,
     attention_of,
     decoder_of,
     layers_of,
@@ -18,6 +20,7 @@ from kvq_runtime.hf.model import (
     real_tokens,
     settings_of,
 )
+from kvq_runtime.hf.prefix import PrefixStore
 
 ROWS = {kind: cells for kind, *cells in table()}
 CUTS = ((0, 40), (40, 41), (41, 60))
@@ -119,12 +122,34 @@ def test_padded_text_beside_images(kind, name):
     assert cache.blocks.positions.real_BT is not None and cache.memory_report().tokens == 60
 
 
+@pytest.mark.parametrize("kind", ["falcon_h1", "zaya"])
+def test_layers_that_recur_are_not_kept_or_recorded(kind):
+    """Not even where every layer attends, too."""
+    model = random(kind)
+    model.set_attn_implementation("kvq")
+    with pytest.raises(ValueError, match="or recur as well"):
+        PrefixStore(None, "exact", model)
+    cache = kvq("rtn-2bit", model)
+    with torch.no_grad():
+        model(prompt(1, 60), past_key_values=cache)
+    step = {"input_ids": prompt(1, 1), "position_ids": torch.tensor([[60]]), CACHE: cache}
+    reason = Asked(model, step).refused(cache)
+    assert "recurrent" in str(reason) or "transformers' own classes" in str(reason)
+    with pytest.raises(RuntimeError, match="not offloaded"):
+        cache.layers[-1].offload()
+
+
 @pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1"])
 def test_the_state_of_recurrent_layers_is_counted(kind):
-    """Of those that attend too; and it is forgotten."""
+    """Of those that attend too; and it is forgotten, so that other rows may follow."""
     model, ids = random(kind), prompt(2, 60)
     cache = kvq("exact", model)
     expected = logits(model, cache, ids)
+    cache.reset()
+    assert torch.equal(logits(model, cache, ids), expected)
+    for rows in (1, 3):
+        cache.reset()
+        assert torch.equal(logits(model, cache, prompt(rows, 60)), logits(model, stock(model), prompt(rows, 60)))
     cache.reset()
     assert torch.equal(logits(model, cache, ids), expected)
     layer, report = cache.layers[0], cache.memory_report()
