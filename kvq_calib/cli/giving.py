@@ -13,7 +13,8 @@ Give = Callable[..., None]
 
 @contextmanager
 def everywhere() -> Iterator[Give]:
-    """Yield `give(step, *arguments)`, which does a step. What a step ends in is raised at the end, after all others.
+    """Yield `give(step, *arguments)`, which does a step. What a step ends in is raised at the end, after all others; it
+    is said before what ends the block itself.
 
     with everywhere() as give:
         give(save, {path: data})
@@ -29,11 +30,14 @@ def everywhere() -> Iterator[Give]:
 
     try:
         yield give
-    finally:
-        for error in failed[1:]:
+    except BaseException:
+        for error in failed:
             exit_codes.say("kvq", spoken(error))
-        if failed:
-            raise failed[0]
+        raise
+    for error in failed[1:]:
+        exit_codes.say("kvq", spoken(error))
+    if failed:
+        raise failed[0]
 
 
 def save(found: Mapping[str | Path, bytes], folder: str | None = None) -> None:

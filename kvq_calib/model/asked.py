@@ -45,7 +45,7 @@ def answer_by(module: Any, answer: Answer) -> None:
     held, own, method = weakref.ref(module), vars(module).get("forward"), type(module).forward
 
     def seen(*args: Any, **given: Any) -> Any:
-        asking = held()
+        asking: Any = held()
         with _Asked(asking, answer):
             return method(asking, *args, **given) if own is None else own(*args, **given)
 

@@ -355,7 +355,7 @@ def _dataset(source: str, found: dict[str, Any], split: str = "train") -> Sequen
     if "text" not in rows.column_names:
         raise ValueError(f"{source} has columns {', '.join(rows.column_names)}; documents are in a column 'text'")
     kind = rows.features["text"]
-    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+    if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view"):
         raise ValueError(f"{source} has {kind} in its column 'text'; documents are strings")
     return rows["text"]
 

@@ -77,13 +77,15 @@ def loaded() -> None:
 
 
 class _Said(io.FileIO):
-    """Standard error, which takes no end of what is written to it: a reader that has gone stops no work."""
+    """Standard error that stops no work: a reader that has gone, a full disk or a lost terminal takes what follows."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
             return len(data)
 
 

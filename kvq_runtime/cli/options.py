@@ -7,6 +7,7 @@ import argparse
 import difflib
 import os
 import re
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,6 +134,10 @@ def check_output(option: str, given: str | Path | None, folder: bool = False, ma
     if given is None:
         return
     path = Path(given)
+    if not folder and _stream(path) is not None:
+        return
+    if not folder and path.is_symlink():  # which is followed
+        path = path.resolve()
     there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     if folder and not there.is_dir():
         raise ValueError(f"{option} {path}: {there} is a file; name a folder, which may be new")
@@ -149,9 +154,40 @@ def check_output(option: str, given: str | Path | None, folder: bool = False, ma
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Write a file that a user named, whole or not at all; into a device or a pipe, never over it. Links are
-    followed."""
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
-    else:
-        files.save(path.resolve(), data)
+    """Write a file that a user named, whole or not at all, with the mode that it has, or that new ones get; into a
+    device or a pipe, never over it. Links of the user's own are followed.
+
+    Raises PermissionError for a link of somebody else's, RuntimeError for a pipe whose reader went too soon.
+    """
+    if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()) and _stream(path) is None:
+        raise PermissionError(f"{path} is a link of another user's; name another path")
+    try:
+        if (number := _stream(path)) is not None:
+            sys.stdout.flush()
+            with open(os.dup(number), "wb") as file:
+                file.write(data)
+        elif path.exists() and not path.is_file():
+            path.write_bytes(data)
+        else:
+            target = path.resolve()
+            files.replace(target, data, target.parent, _mode(target))
+    except BrokenPipeError:
+        raise RuntimeError(f"{path}: its reader went before all was written") from None
+
+
+def _stream(path: Path) -> int | None:
+    """The number of a stream that is open already, by the name that the system has for it: what wrote goes on there."""
+    names = {"stdin": 0, "stdout": 1, "stderr": 2}
+    folder, name = str(path.parent), path.name
+    if folder in ("/dev/fd", "/proc/self/fd") and name.isdecimal():
+        return int(name)
+    return names.get(name) if folder == "/dev" else None
+
+
+def _mode(path: Path) -> int:
+    """The mode of a file, or of one that would be made now."""
+    if path.exists():
+        return stat.S_IMODE(path.stat().st_mode)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return 0o666 & ~mask

@@ -176,7 +176,7 @@ class HybridLayer(LinearAttentionLayer, KVQLayer):
     """A layer that attends and recurs (Falcon H1): its states, which transformers resets and reorders, are 16-bit."""
 
     is_compileable = False  # type: ignore[assignment]
-    offload = prefetch = KVQLayer.offload
+    offload = prefetch = KVQLayer.offload  # type: ignore[assignment]
 
     def __init__(self, states: int, *given: Any):
         KVQLayer.__init__(self, *given)

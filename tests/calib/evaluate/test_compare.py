@@ -159,7 +159,7 @@ def test_what_chooses_bits_is_named_like_a_recipe(model, tmp_path, monkeypatch, 
 def shaped(*shape: int, **more: Any) -> Any:
     """What is asked of a model by which recipes suit it."""
     plain = {"id": "a model", "rope_refusal": None, "latents": False, "shares": False, "attending": range(shape[0])}
-    return SimpleNamespace(geometry=Geometry(*shape), **plain | more)
+    return SimpleNamespace(geometry=Geometry(*shape), architecture="LlamaForCausalLM", **plain | more)
 
 
 def test_every_family_is_represented_by_default():
