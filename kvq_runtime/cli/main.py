@@ -276,7 +276,14 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("folder", metavar="FOLDER", help="the path of a PrefixStore")
     _option(command, "--budget", "SIZE", "gc: the least recently used go until SIZE is left, as in 5GB")
     _flag(command, "--damaged", "gc: damaged blocks go as well")
-    _option(command, "--grace", "TIME", "gc: minimum age of drafts (default: 10m)", type=seconds, default=600.0)
+    _option(
+        command,
+        "--grace",
+        "TIME",
+        "gc: minimum age of drafts of other machines (default: 10m)",
+        type=seconds,
+        default=600.0,
+    )
     _flag(command, "--dry-run", "gc: print what would be removed")
     text = "which recipe to take, and all that come with kvq"
     command = add("recipes", "recipes", text, "kvq recipes --bits 2-2.5 --unfitted", registry=False)

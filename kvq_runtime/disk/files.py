@@ -13,15 +13,18 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvq_runtime.disk import faults
 from kvq_runtime.errors import ArtifactError, NotFound
 
-_DRAFT = re.compile(r"\.([1-9][0-9]{0,8})-[0-9a-f]{16}\.tmp")
+_DRAFT = re.compile(r"\.([1-9][0-9]{0,8})-([0-9a-f]{8})[0-9a-f]{8,16}\.tmp")
+GRACE = 24 * 3600.0  # seconds: a younger draft of another machine, on a file system that both share, may be at work
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: opening a pipe does not wait
 
@@ -123,16 +126,35 @@ def replace(path: Path, data: bytes, temporary: Path, mode: int = 0o444) -> None
 
 
 def save(path: Path, data: bytes) -> None:
-    """`replace` with the draft beside the file; drafts of dead processes in that folder are removed."""
+    """`replace` with the draft beside the file; `orphans` in that folder are removed."""
     for draft in orphans(path.parent):
         draft.unlink(missing_ok=True)
     replace(path, data, path.parent, mode=0o644)
 
 
-def orphans(folder: Path) -> list[Path]:
-    """Drafts in a folder whose process is dead."""
+def orphans(folder: Path, grace: float = GRACE) -> list[Path]:
+    """Drafts in a folder whose process died here, and those of other machines that are older than `grace` seconds."""
     drafts = [(path, _DRAFT.fullmatch(path.name)) for path in sorted(folder.glob(".*.tmp"))]
-    return [path for path, written_by in drafts if written_by and not _is_alive(int(written_by[1]))]
+    return [path for path, written_by in drafts if written_by and _is_orphan(path, *written_by.groups(), grace)]
+
+
+def _is_orphan(path: Path, process: str, machine: str, grace: float) -> bool:
+    if machine == _here():
+        return not _is_alive(int(process))
+    try:
+        return path.lstat().st_mtime <= time.time() - grace
+    except FileNotFoundError:  # it has its name by now
+        return False
+
+
+@cache
+def _here() -> str:
+    """Name, in 8 digits, where the number of a process is its own: this machine since it started, and container."""
+    try:
+        known = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        known = os.uname().nodename
+    return hashlib.sha256(known.encode()).hexdigest()[:8]
 
 
 def _is_alive(process: int) -> bool:
@@ -149,10 +171,10 @@ def _is_alive(process: int) -> bool:
 def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
     """A new file in a folder, to write and read; removed at the end unless `settle` named it.
 
-    The process id in its name tells `save` whose it is.
+    The process and the machine in its name tell `save` whose it is.
     """
     faults.point("draft.begun")
-    path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    path = folder / f".{os.getpid()}-{_here()}{secrets.token_hex(8)}.tmp"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:  # of the folder, which is what somebody named

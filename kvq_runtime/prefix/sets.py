@@ -137,7 +137,7 @@ def collect(
 ) -> list[Kept]:
     """Remove drafts of dead processes; damaged blocks, if asked; then the least recently used, down to a budget.
 
-    grace     seconds that a draft has to be old
+    grace     seconds that a draft of another machine has to be old
     dry_run   remove nothing; what would be is returned either way
     """
     found = [one for place in shelf.sets(existing(root)) for one in shelf.old_drafts(place, grace)]

@@ -32,7 +32,7 @@ UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 SUFFIX = ".safetensors"
 SLACK = 16  # a process looks at the folder again when it has written 1/16 of the budget
 _DIGEST = "[0-9a-f]" * 64
-GRACE = 600.0  # seconds: a younger draft may be of a process that this one cannot see
+GRACE = 600.0  # seconds: a younger draft of another machine may be at work
 
 
 class Shelf(Protocol):
@@ -222,9 +222,8 @@ def oldest(kept: list[Kept], budget: int) -> list[Kept]:
 
 
 def old_drafts(folder: Path, grace: float) -> list[Kept]:
-    """The drafts of dead processes in a set that are older than `grace` seconds."""
-    drafts = [] if (folder / "tmp").is_symlink() else files.orphans(folder / "tmp")
-    return [one for one in _files(drafts) if one.used <= time.time() - grace]
+    """The drafts in a set whose process died here, and those of other machines older than `grace` seconds."""
+    return [*_files([] if (folder / "tmp").is_symlink() else files.orphans(folder / "tmp", grace))]
 
 
 def remove(one: Kept) -> None:

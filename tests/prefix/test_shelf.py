@@ -10,6 +10,7 @@ import torch
 from feeding import GEOMETRY
 from kept_blocks import files, ids, rows, size_of, store
 
+from kvq_runtime.disk import files as block_files
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.prefix import sets
@@ -169,16 +170,16 @@ def test_list_verify_and_gc(tmp_path, kvq, as_json):
     assert path.exists()
     kvq("prefix", "gc", tmp_path, "--damaged")
     assert not path.exists() and kvq("prefix", "verify", tmp_path)[0] == 0
-    dead = forked.process(lambda: None)
-    dead.start()
-    dead.join()
     drafts = path.parent / "tmp"
-    old, own = drafts / f".{dead.pid}-{'a' * 16}.tmp", drafts / f".{os.getpid()}-{'a' * 16}.tmp"
-    for draft in (old, own):
-        draft.write_bytes(b"half")
-    assert as_json("prefix", "gc", tmp_path) == []  # too young: it may be another machine's
-    assert as_json("prefix", "gc", tmp_path, "--grace", "0s")[0]["bytes"] == 4
-    assert own.exists() and not old.exists()
+    with block_files.draft(drafts) as (own, _):
+        dead = forked.process(forked.leave_draft, drafts)
+        dead.start()
+        dead.join()
+        (theirs := drafts / f".{dead.pid}-{'a' * 16}.tmp").write_bytes(b"half")
+        assert [one["bytes"] for one in as_json("prefix", "gc", tmp_path)] == [4]
+        assert {*drafts.iterdir()} == {own, theirs}  # another machine's, too young
+        assert as_json("prefix", "gc", tmp_path, "--grace", "0s")[0]["path"] == str(theirs)
+        assert {*drafts.iterdir()} == {own}
     kvq("prefix", "gc", tmp_path, "--budget", "1B")
     assert not files(tmp_path)
     assert kvq("prefix", "list", tmp_path / "nowhere")[0] == 3

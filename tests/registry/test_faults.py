@@ -9,6 +9,7 @@ point, and for every way to fail of every request.
 import os
 import random
 import re
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -190,13 +191,27 @@ def test_the_checks_would_see_a_torn_state(tmp_path):
 
 
 def test_a_draft_beside_a_file_is_removed_when_its_process_is_dead(tmp_path):
+    child = forked.process(forked.leave_draft, tmp_path)
+    child.start()
+    child.join()
+    (dead,) = tmp_path.iterdir()
+    (other := tmp_path / ".notes.tmp").write_bytes(b"half")
+    with files.draft(tmp_path) as (alive, _):
+        files.save(tmp_path / "kvq.safetensors", b"whole")
+        assert not dead.exists() and alive.exists() and other.exists()
+
+
+def test_a_draft_of_another_machine_is_removed_only_when_it_is_old(tmp_path):
+    """Its process cannot be asked for here, whatever has its number."""
     child = forked.process(lambda: None)
     child.start()
     child.join()
-    dead, alive, other = (
-        tmp_path / f".{who}.tmp" for who in (f"{child.pid}-{'a' * 16}", f"{os.getpid()}-{'a' * 16}", "notes")
-    )
-    for path in (dead, alive, other):
+    theirs = [tmp_path / f".{number}-{'a' * 16}.tmp" for number in (child.pid, os.getpid())]
+    for path in theirs:
         path.write_bytes(b"half")
     files.save(tmp_path / "kvq.safetensors", b"whole")
-    assert not dead.exists() and alive.exists() and other.exists()
+    assert all(path.exists() for path in theirs)
+    for path in theirs:
+        os.utime(path, (0, time.time() - files.GRACE))
+    files.save(tmp_path / "kvq.safetensors", b"whole")
+    assert not any(path.exists() for path in theirs)

@@ -6,6 +6,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+
+from kvq_runtime.disk import files
 
 context = multiprocessing.get_context("fork")
 
@@ -29,3 +32,11 @@ def process(work: Callable[..., int | None], *arguments: object) -> multiprocess
             os._exit(code)
 
     return context.Process(target=child)
+
+
+def leave_draft(folder: Path) -> None:
+    """Die while a draft is written; for `process`."""
+    with files.draft(folder) as (_, file):
+        file.write(b"half")
+        file.flush()
+        os._exit(0)
