@@ -23,7 +23,7 @@ from kvq_calib.run.plan import by_gradients, set_arithmetic, takes
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.disk import faults
+from kvq_runtime.disk import files
 from kvq_runtime.fit.statistics import Residuals, Statistics
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
 
@@ -154,7 +154,7 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
         if not any(passes.clean(scheme) for recipe in plan.recipes for scheme in recipe.schemes):
             for index in range(len(plan.chunks)):
                 run.activations.remove(folder / passes.file("capture", index))
-                faults.point("capture.unlinked")
+                files.fault_point("capture.unlinked")
     run.activations.finished(run.folder, layer, max(plan.depth, 1), last=layer == plan.geometry.layers - 1)
 
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvq_calib.run.plan import Plan
-from kvq_runtime.disk import faults, files
+from kvq_runtime.disk import files
 from kvq_runtime.errors import Conflict
 
 # names in a run folder, its own and those of rounds, workers and the evaluation
@@ -86,16 +86,16 @@ def whole(final: Path, noted: dict) -> Iterator[Path]:
     """Give a partial folder to fill; on leaving, seal it with digests and what is `noted`, and rename it into place."""
     partial = final.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    faults.point("layer.begun")
+    files.fault_point("layer.begun")
     partial.mkdir()
-    faults.point("layer.made")
+    files.fault_point("layer.made")
     yield partial
     digests = _seal(sorted(path for path in partial.iterdir() if path.is_file()))
     files.save(partial / "done.json", json.dumps(noted | {"files": digests}, sort_keys=True).encode())
     partial.rename(final)
-    faults.point("layer.renamed")
+    files.fault_point("layer.renamed")
     files.sync(final.parent)
-    faults.point("layer.done")
+    files.fault_point("layer.done")
 
 
 def keep(run: Path, layer: int, held: Mapping[Path, Mapping[str, Tensor]]) -> None:
@@ -115,9 +115,9 @@ def _remove_kept(run: Path, but: Path | None = None) -> None:
         if folder != but:
             for path in sorted(folder.iterdir()):
                 path.unlink()
-                faults.point("kept.unlinked")
+                files.fault_point("kept.unlinked")
             folder.rmdir()
-            faults.point("kept.removed")
+            files.fault_point("kept.removed")
 
 
 def kept_files(run: Path) -> dict[Path, Path]:
@@ -209,7 +209,7 @@ def thin(run: Path, layer: int, depth: int, last: bool) -> None:
                 gone.append(path)
     for path in gone:
         path.unlink()
-        faults.point("thin.unlinked")
+        files.fault_point("thin.unlinked")
     if last:
         _remove_kept(run)
 
@@ -230,7 +230,7 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     except SafetensorError as error:  # the disk is full, or worse
         raise OSError(f"{path}: {error}") from error
-    faults.point("layer.saved")
+    files.fault_point("layer.saved")
 
 
 def load(path: Path, device: str = "cpu") -> dict[str, Tensor]:
@@ -244,5 +244,5 @@ def _seal(paths: list[Path]) -> dict[str, str]:
         digests = pool.map(files.digest, paths)
         for path in paths:
             files.sync_file(path)
-            faults.point("layer.sealed")
+            files.fault_point("layer.sealed")
         return {path.name: digest for path, (digest, _) in zip(paths, digests, strict=True)}

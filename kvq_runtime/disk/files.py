@@ -3,6 +3,9 @@
 Reading: the file is opened once, and is not a symbolic link; checks are made on the bytes that were read, never on the
 path again. Writing: a temporary file on the same file system (a draft) is fsynced, gets its name in one atomic step,
 and the folder is fsynced. `claim` is that step for a name that must be new, `replace` for a name that may exist.
+
+There is a fault point between any two steps that change a disk, where tests see what a crash or a full disk leaves
+behind: tests/registry/test_faults.py visits each of them.
 """
 
 import errno
@@ -12,21 +15,23 @@ import json
 import os
 import re
 import secrets
+import signal
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvq_runtime.disk import faults
 from kvq_runtime.errors import ArtifactError, NotFound
 
 _DRAFT = re.compile(r"\.([1-9][0-9]{0,8})-([0-9a-f]{8})[0-9a-f]{8,16}\.tmp")
 GRACE = 24 * 3600.0  # seconds: a younger draft of another machine, on a file system that both share, may be at work
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: opening a pipe does not wait
+_passed: Counter[str] = Counter()  # how often a fault point that $KVQ_FAULT names
 
 
 @contextmanager
@@ -101,9 +106,9 @@ def claim(path: Path, data: bytes, temporary: Path) -> bool:
         file.write(data)
         _finish(file)
         try:
-            faults.point("claim.drafted")
+            fault_point("claim.drafted")
             os.link(drafted, path)
-            faults.point("claim.linked")
+            fault_point("claim.linked")
             claimed = True
         except FileExistsError:
             claimed = False
@@ -112,9 +117,9 @@ def claim(path: Path, data: bytes, temporary: Path) -> bool:
                 text = f"{path.parent}: the file system has no hard links; use a registry elsewhere"
                 raise RuntimeError(text) from error
             raise
-    faults.point("claim.unlinked")
+    fault_point("claim.unlinked")
     sync(path.parent)  # also if another process claimed it: it may have died before this
-    faults.point("claim.synced")
+    fault_point("claim.synced")
     return claimed
 
 
@@ -173,7 +178,7 @@ def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
 
     The process and the machine in its name tell `save` whose it is.
     """
-    faults.point("draft.begun")
+    fault_point("draft.begun")
     path = folder / f".{os.getpid()}-{_here()}{secrets.token_hex(8)}.tmp"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -181,7 +186,7 @@ def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
         raise OSError(error.errno, error.strerror, str(folder)) from None
     try:
         with os.fdopen(descriptor, "w+b") as file:
-            faults.point("draft.opened")
+            fault_point("draft.opened")
             yield path, file
     except OSError as error:
         if error.errno in FULL and error.filename is None:  # a write does not say where
@@ -195,16 +200,16 @@ def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
 def settle(path: Path, file: BinaryIO, name: Path, mode: int = 0o444) -> None:
     """Give a draft its name, on the same file system, whatever has that name."""
     _finish(file, mode)
-    faults.point("replace.drafted")
+    fault_point("replace.drafted")
     os.replace(path, name)
-    faults.point("replace.renamed")
+    fault_point("replace.renamed")
     sync(name.parent)
-    faults.point("replace.synced")
+    fault_point("replace.synced")
 
 
 def _finish(file: BinaryIO, mode: int = 0o444) -> None:
     file.flush()
-    faults.point("draft.written")
+    fault_point("draft.written")
     os.fchmod(file.fileno(), mode)
     os.fsync(file.fileno())
 
@@ -216,11 +221,11 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
             sync(path.parent)
         return
     make_folder(path.parent)
-    faults.point("folder.begun")
+    fault_point("folder.begun")
     path.mkdir(mode, exist_ok=True)
-    faults.point("folder.made")
+    fault_point("folder.made")
     sync(path.parent)
-    faults.point("folder.synced")
+    fault_point("folder.synced")
 
 
 def sync(folder: Path) -> None:
@@ -239,3 +244,21 @@ def _fsync(path: Path, flag: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def fault_point(name: str) -> None:
+    """Pass a point: nothing happens unless $KVQ_FAULT names it.
+
+    KVQ_FAULT=claim.linked:2         kill -9 of this process when it passes the point claim.linked for the second time
+    KVQ_FAULT=claim.linked:2:full    an OSError there instead: no space left on device
+    """
+    setting = os.environ.get("KVQ_FAULT")
+    if setting is None:
+        return
+    target, number, *how = setting.split(":")
+    _passed[name] += target == name
+    if target != name or _passed[name] != int(number):
+        return
+    if how == ["full"]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    os.kill(os.getpid(), signal.SIGKILL)

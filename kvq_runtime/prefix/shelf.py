@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kvq_runtime.disk import faults, files, strict_json
+from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -230,7 +230,7 @@ def remove(one: Kept) -> None:
     """Remove a file; another process may be faster."""
     with suppress(FileNotFoundError):
         one.path.unlink()
-        faults.point("prefix.removed")
+        files.fault_point("prefix.removed")
 
 
 def check_owner(root: Path) -> None:

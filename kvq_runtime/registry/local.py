@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from kvq_runtime.artifact import header
-from kvq_runtime.disk import faults, files
+from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry.events import Version
 from kvq_runtime.registry.place import Finding
@@ -134,7 +134,7 @@ class LocalRegistry(TreeRegistry):
             if sha256 in named and not self.blob(sha256).exists():  # a gc was killed after moving it aside
                 path.rename(self.blob(sha256))
             path.unlink(missing_ok=True)
-            faults.point("gc.draft")
+            files.fault_point("gc.draft")
         return list(map(str, drafts))
 
     def remove_blobs(self, orphans: list[str], before: float) -> list[str]:
@@ -151,12 +151,12 @@ class LocalRegistry(TreeRegistry):
         path, aside = self.blob(sha256), self._tmp / f".{sha256}.tmp"
         aside.parent.mkdir(exist_ok=True)
         path.rename(aside)
-        faults.point("gc.aside")
+        files.fault_point("gc.aside")
         if not _older(aside, before) or sha256 in self.named():
             aside.rename(path)
             return False
         aside.unlink()
-        faults.point("gc.blob")
+        files.fault_point("gc.blob")
         return True
 
     def examine(self) -> list[Finding]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256 as hash_of
-from pathlib import PurePath
-from typing import Any, Literal
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
@@ -13,11 +13,15 @@ from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollbac
 from kvq_runtime.registry.place import Place
 from kvq_runtime.registry.reference import ARTIFACT_FILE, PRODUCTION
 
+if TYPE_CHECKING:  # kvq list and promote should not wait for torch
+    from kvq_runtime.artifact.artifact import Artifact
+
 TRIES = 200
 Kind = Literal["evaluations", "signatures", "remarks"]
 MAX_RECORDS = 1 << 12  # records of an artifact, of one kind, that are in memory at once
 MAX_REMARKS = 1 << 16  # on a name, likewise
 BYTES = 1 << 26  # of all of them
+NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
 
 
 class Registry(Place):
@@ -143,13 +147,11 @@ class Registry(Place):
         """Publish an artifact; if these bytes are published already, return their version and change nothing.
 
         data          the artifact's file
-        version       its number, or None for the next: PATCH for a recalibration, MINOR for other settings or another
-                      corpus, MAJOR for another schema or model
+        version       its number, or None for the one that `following` gives
         attachments   {"README.md": ..., plots}: files stored with the version
         Raises ArtifactError for bytes that do not load, Conflict if the number is taken.
         """
-        from kvq_runtime.artifact import artifact  # kvq list and promote should not wait for torch
-        from kvq_runtime.registry import number
+        from kvq_runtime.artifact import artifact
 
         self.check_name(name)
         if version is not None:
@@ -162,7 +164,7 @@ class Registry(Place):
         def decide(state: State) -> Change | None:
             if state.with_digest(sha256):
                 return None
-            return Publish(version or number.following(state, new, self.fetch), sha256, len(data), entries)
+            return Publish(version or following(state, new, self.fetch), sha256, len(data), entries)
 
         about = header.summary({"recipe": {"name": new.recipe.name}, "provenance": new.provenance})
         self.store(name, content)
@@ -243,3 +245,35 @@ def _check_unmoved(state: State, alias: str, before: str | None) -> None:
             f"{state.name}@{alias} points to {now or 'none'}, expected {before or 'none'}: somebody moved it; "
             f"look at kvq history {state.name}, then retry with --expect {now or 'none'}"
         )
+
+
+def following(state: State, new: "Artifact", fetch: Callable[[str, Version], Path]) -> str:
+    """Number the next version of a name, by what differs between its artifact and that of the highest version.
+
+    patch   a recalibration: the same recipe and provenance, except for model id, revision and environment
+    minor   another setting, or another corpus or choice of it
+    major   another schema, or a model with another fingerprint
+
+    A yanked version counts: numbers are never reused.
+
+    fetch   gets the file of a version
+    """
+    from kvq_runtime.artifact import artifact, fingerprint
+
+    highest = max(state.versions.values(), key=lambda version: reference.order(version.version), default=None)
+    if highest is None:
+        return "1.0.0"
+    try:
+        old = artifact.load(fetch(state.name, highest), highest.sha256, highest.size)
+    except ArtifactError as error:
+        text = f"{error}; it is needed to choose the number after {highest.version}: give one, --artifact-version"
+        raise ArtifactError(text) from None
+    major, minor, patch = reference.order(highest.version)
+    far = any(one > fingerprint.TOLERANCE for one in fingerprint.distances(old.fingerprint, new.fingerprint).values())
+    other_model = far or fingerprint.mismatches(old.fingerprint, new.fingerprint)
+    if old.schema != new.schema or other_model:
+        return f"{major + 1}.0.0"
+    settings = [{k: v for k, v in made.provenance.items() if k not in NOT_SETTINGS} for made in (old, new)]
+    if old.recipe != new.recipe or settings[0] != settings[1]:
+        return f"{major}.{minor + 1}.0"
+    return f"{major}.{minor}.{patch + 1}"

@@ -18,7 +18,7 @@ from hashlib import sha256 as hash_of
 from pathlib import PurePath
 from typing import Any
 
-from kvq_runtime.disk import faults, files
+from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, spoken
 from kvq_runtime.registry import events, reference, remarks, sound
 from kvq_runtime.registry.events import Event, Fold, Publish, State, Version
@@ -170,13 +170,13 @@ class TreeRegistry(Registry):
         self.look(name)
         for data in content.values():
             self.put_blob(data)
-            faults.point("publish.blob")
+            files.fault_point("publish.blob")
 
     def finish(self, name: str, version: Version | None = None, content: Mapping[str, bytes] | None = None) -> None:
         """Write blobs again that gc took before their event."""
         if version is None:
             return
-        faults.point("publish.event")
+        files.fault_point("publish.event")
         for data in (content or {}).values():
             if not self.has(_blob(hash_of(data).hexdigest())):
                 self.put_blob(data)

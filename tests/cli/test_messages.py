@@ -17,7 +17,7 @@ from kvq_calib.job import prepare
 from kvq_calib.report import tables
 from kvq_calib.text import documents, tokenizer
 from kvq_runtime.artifact import recipe_text
-from kvq_runtime.disk import faults, files
+from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, counted, spoken
 from kvq_runtime.prefix.shelf import parse_bytes
 from kvq_runtime.recipe import preset
@@ -161,7 +161,7 @@ def test_a_full_disk_is_told_by_its_folder(tmp_path, monkeypatch):
         if name == "draft.written":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(faults, "point", full)
+    monkeypatch.setattr(files, "fault_point", full)
     with pytest.raises(OSError) as found:
         files.save(tmp_path / "page.html", b"page")
     assert spoken(found.value) == f"{tmp_path}: {os.strerror(errno.ENOSPC)}"

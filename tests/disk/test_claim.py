@@ -10,7 +10,7 @@ from typing import Any
 
 from traced import Disk, run
 
-from kvq_runtime.disk import faults, files
+from kvq_runtime.disk import files
 
 NO_HUB: Any = SimpleNamespace(rest=lambda: None, requests=[])
 
@@ -43,7 +43,7 @@ def test_a_name_that_a_rival_took_and_died_with_is_lasting_when_the_loser_knows(
     folder = folders(tmp_path)
 
     def overtaken(folder: Path) -> int:
-        point = faults.point
+        point = files.fault_point
 
         def rival(name: str) -> None:
             point(name)
@@ -55,7 +55,7 @@ def test_a_name_that_a_rival_took_and_died_with_is_lasting_when_the_loser_knows(
                 os.close(descriptor)
                 os.link(draft, folder / "events" / "1.json")
 
-        faults.point = rival  # in a child of the test
+        files.fault_point = rival  # in a child of the test
         return claim(folder, 1)
 
     lost = run(overtaken, folder, NO_HUB)

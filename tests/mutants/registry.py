@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "version-model",
         "another model is no new major version",
-        "kvq_runtime/registry/number.py",
+        "kvq_runtime/registry/registry.py",
         "if old.schema != new.schema or other_model:",
         "if old.schema != new.schema:",
         ("registry/test_registry.py",),
@@ -103,8 +103,8 @@ MUTANTS = [
         "replace-sync",
         "a renamed file is not lasting before the next step",
         "kvq_runtime/disk/files.py",
-        '    sync(name.parent)\n    faults.point("replace.synced")',
-        '    faults.point("replace.synced")',
+        '    sync(name.parent)\n    fault_point("replace.synced")',
+        '    fault_point("replace.synced")',
         ("registry/test_faults.py",),
     ),
     # ---- registry

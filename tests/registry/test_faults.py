@@ -21,7 +21,7 @@ import traced
 from hub_client import TOKEN
 from hub_server import Hub
 
-from kvq_runtime.disk import faults, files
+from kvq_runtime.disk import files
 
 KILLS = int(os.environ.get("KVQ_KILLS", "20"))
 THOROUGH = KILLS > 20
@@ -159,12 +159,12 @@ def test_a_short_write_is_a_full_disk_too(cases, record_property):
 
 def test_without_the_variable_a_point_does_nothing(monkeypatch):
     monkeypatch.delenv("KVQ_FAULT", raising=False)
-    faults.point("draft.begun")
+    files.fault_point("draft.begun")
     monkeypatch.setenv("KVQ_FAULT", "another:1:full")
-    faults.point("draft.begun")
+    files.fault_point("draft.begun")
     monkeypatch.setenv("KVQ_FAULT", "draft.begun:1:full")
     with pytest.raises(OSError, match="No space left"):
-        faults.point("draft.begun")
+        files.fault_point("draft.begun")
 
 
 def test_the_checks_would_see_a_torn_state(tmp_path):

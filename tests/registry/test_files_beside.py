@@ -9,7 +9,7 @@ import tiny_artifact as tiny
 from local_store import NAME
 
 from kvq_runtime.artifact import artifact
-from kvq_runtime.disk import faults, strict_json
+from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import events, resolve
 from kvq_runtime.registry.local import LocalRegistry
@@ -155,7 +155,7 @@ def test_the_lock_is_written_last_and_tells_of_a_file_that_is_newer(tmp_path, kv
             raise OSError("no power")
 
     with monkeypatch.context() as patched:
-        patched.setattr(faults, "point", stop)
+        patched.setattr(files, "fault_point", stop)
         assert kvq(*given)[0] == 1
     file = out / "kvq.safetensors"
     assert file.read_bytes() == tiny.data(1) and lock.read_bytes() == before

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 from local_store import event_files, three
 
 from kvq_runtime.artifact import artifact
-from kvq_runtime.disk import faults, files
+from kvq_runtime.disk import files
 from kvq_runtime.errors import Conflict
 from kvq_runtime.registry import resolve
 from kvq_runtime.registry.hub import client
@@ -102,7 +102,7 @@ def test_a_publish_that_stalls_beyond_the_grace_writes_again_what_gc_took(store,
                 age(path)
             taken.extend(store.collect())
 
-    monkeypatch.setattr(faults, "point", point)
+    monkeypatch.setattr(files, "fault_point", point)
     version = store.publish(NAME, data, attachments={"README.md": card})
     assert sorted(Path(path).name for path in taken) == sorted([version.sha256, version.files["README.md"]["sha256"]])
     assert artifact.to_bytes(resolve.load_artifact(NAME, store.url)) == data

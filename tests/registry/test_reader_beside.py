@@ -13,7 +13,7 @@ from local_store import NAME, three
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import main as cli
-from kvq_runtime.disk import faults
+from kvq_runtime.disk import files
 from kvq_runtime.registry import mirror, resolve
 from kvq_runtime.registry.local import LocalRegistry
 
@@ -78,14 +78,14 @@ def test_a_reader_finds_it_whole_at_every_point(write, source, tmp_path, monkeyp
     target, seen = LocalRegistry(tmp_path / "target"), []
 
     def point(name: str) -> None:
-        monkeypatch.setattr(faults, "point", lambda name: None)
+        monkeypatch.setattr(files, "fault_point", lambda name: None)
         now = read(target.root)
         lost = [one for one in (seen[-1] if seen else []) if one not in now and "production" not in one]
         assert not lost, f"at {name}"
         seen.append(now)
-        monkeypatch.setattr(faults, "point", point)
+        monkeypatch.setattr(files, "fault_point", point)
 
-    monkeypatch.setattr(faults, "point", point)
+    monkeypatch.setattr(files, "fault_point", point)
     write(source, target)
     monkeypatch.undo()
     assert len(seen) > 30 and seen[0] == [] and len({tuple(now) for now in seen}) >= 4

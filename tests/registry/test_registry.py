@@ -16,7 +16,7 @@ from local_store import NAME, event_files, three
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import events, number, resolve
+from kvq_runtime.registry import events, registry, resolve
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Yank
 from kvq_runtime.registry.local import LocalRegistry
 
@@ -49,7 +49,7 @@ def test_the_next_version_says_what_changed(store):
     assert publish(corpus="b" * 64, bits=3, model=1) == "2.0.0"
     assert publish(corpus="b" * 64, bits=3, model=1, seed=1) == "2.0.1"
     other_schema = replace(tiny.tiny(corpus="b" * 64, bits=3, model=1, seed=1), schema=0)
-    assert number.following(store.state(NAME), other_schema, store.fetch) == "3.0.0"
+    assert registry.following(store.state(NAME), other_schema, store.fetch) == "3.0.0"
 
 
 # ---- order of writing

@@ -254,7 +254,7 @@ def tree(folder: Path) -> set[str]:
 def points_in_the_code() -> list[str]:
     """Every fault point of the project."""
     sources = [path for package in ("kvq_runtime", "kvq_calib") for path in (ROOT / package).rglob("*.py")]
-    calls = re.compile(r'^\s+faults\.point\("([^"]+)"\)', re.MULTILINE)
+    calls = re.compile(r'^\s+(?:files\.)?fault_point\("([^"]+)"\)', re.MULTILINE)
     return [name for path in sorted(sources) for name in calls.findall(path.read_text())]
 
 

@@ -22,7 +22,7 @@ from hub_server import Hub, Request
 from patience import PATIENCE
 
 from kvq_calib.run import checkpoint
-from kvq_runtime.disk import faults
+from kvq_runtime.disk import files
 
 CHANGES = re.compile(r"PUT /lfs|POST .*(repos/create|/(commit|tag)/[^/]+)$")  # requests that change a Hub
 
@@ -132,7 +132,7 @@ def _trace(folder: Path, out: int) -> None:
         elif event == "os.mkdir" and not os.path.lexists(args[0]):
             note("make", args[0])
 
-    fsync, save_file, point = os.fsync, checkpoint.save_file, faults.point
+    fsync, save_file, point = os.fsync, checkpoint.save_file, files.fault_point
 
     def synced(descriptor: int) -> None:
         fsync(descriptor)
@@ -146,7 +146,7 @@ def _trace(folder: Path, out: int) -> None:
         note("point", name)
         point(name)
 
-    os.fsync, checkpoint.save_file, faults.point = synced, saved, passed
+    os.fsync, checkpoint.save_file, files.fault_point = synced, saved, passed
     sys.addaudithook(heard)
 
 

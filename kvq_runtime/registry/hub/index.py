@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvq_runtime.artifact import header
-from kvq_runtime.disk import faults, strict_json
+from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.registry import events
 from kvq_runtime.registry.events import Publish, State, Version
@@ -233,7 +233,7 @@ def collect(repo: str, head: Head, grace: float, dry_run: bool, removed: dict[st
         if client.http_status(error) not in (409, 412):
             raise
         raise Conflict(f"{repo}: somebody changed it first; nothing was removed, retry") from None
-    faults.point("hub.collected")
+    files.fault_point("hub.collected")
 
 
 def check_files(repo: str, head: Head) -> list[Finding]:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from kvq_runtime.disk import faults
+from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict
 from kvq_runtime.registry import card, reference, remarks
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
@@ -147,7 +147,7 @@ class HubRegistry(Elsewhere, Registry):
         if head.commit is None:
             with client.translate_errors(repo):
                 client.retry(lambda: client.api().create_repo(repo, private=self.private, exist_ok=True))
-            faults.point("hub.created")
+            files.fault_point("hub.created")
             return None
         if not head.state.events:
             _check_unused(repo, head.commit)
@@ -173,7 +173,7 @@ class HubRegistry(Elsewhere, Registry):
         repo = self.repo(name)
         with client.translate_errors(repo):
             index.ensure_tag(repo, version, self._heads[name] if content else self.look(name))
-        faults.point("hub.tagged")
+        files.fault_point("hub.tagged")
 
     def add(self, name: str, path: str, data: bytes) -> None:
         """Add a record in a commit. It contradicts nothing, so the commit names no parent."""
@@ -188,7 +188,7 @@ class HubRegistry(Elsewhere, Registry):
         with client.translate_errors(repo):
             client.check_online(repo)
             client.retry(commit)
-        faults.point("hub.recorded")
+        files.fault_point("hub.recorded")
         self._heads.pop(name, None)  # main has moved
 
     # ---- upkeep
@@ -257,9 +257,9 @@ def _commit(repo: str, head: Head, after: State, content: Mapping[str, bytes], a
     title = f"{event.change.kind} {alias}{event.change.version}"
     api = client.api()
     api.preupload_lfs_files(repo, operations, free_memory=False)
-    faults.point("hub.uploaded")
+    files.fault_point("hub.uploaded")
     commit = api.create_commit(repo, operations, commit_message=title, parent_commit=head.commit)
-    faults.point("hub.committed")
+    files.fault_point("hub.committed")
     return replace(written, commit=reference.check_commit(commit.oid))
 
 

@@ -26,7 +26,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec import codec
-from kvq_runtime.disk import faults
+from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
@@ -278,7 +278,7 @@ def test_what_was_measured_is_told_though_a_place_for_it_fails(demo, fitted, tmp
         if name == "draft.written":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(faults, "point", full)
+    monkeypatch.setattr(files, "fault_point", full)
     words = ["demo-mean", "--model", "demo", "--windows", "1", "--length", "160", "--protocol", "full", "--quiet"]
     words += ["--registry", registry.url, "--device", "cpu", "--output", str(tmp_path / "out.json")]
     with pytest.raises((OSError, ArtifactError)):
