@@ -140,7 +140,7 @@ def save(path: Path, data: bytes) -> None:
 def orphans(folder: Path, grace: float = GRACE) -> list[Path]:
     """Drafts in a folder whose process died here, and those of other machines that are older than `grace` seconds."""
     drafts = [(path, _DRAFT.fullmatch(path.name)) for path in sorted(folder.glob(".*.tmp"))]
-    return [path for path, written_by in drafts if written_by and _is_orphan(path, *written_by.groups(), grace)]
+    return [path for path, written_by in drafts if written_by and _is_orphan(path, written_by[1], written_by[2], grace)]
 
 
 def _is_orphan(path: Path, process: str, machine: str, grace: float) -> bool:
