@@ -15,7 +15,7 @@ first use: KVQCache, PrefixStore, CudaGraphs and verified_generate need transfor
 safetensors and huggingface-hub.
 """
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ def __dir__() -> list[str]:
 
 def _transformers() -> str:
     """Return the versions of transformers that kvq takes, and the one that is installed, if any."""
+    from importlib import metadata  # takes longer than all else that an import of this package does
+
     from kvq_runtime.errors import extra
 
     try:
@@ -103,6 +105,8 @@ def _transformers() -> str:
 
 def _version() -> str:
     """The version of the installed distribution; "unknown" in a checkout that is not installed."""
+    from importlib import metadata
+
     try:
         return metadata.version("kvq-runtime")
     except metadata.PackageNotFoundError:

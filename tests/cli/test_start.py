@@ -114,6 +114,27 @@ def test_what_is_wrong_is_said_in_a_line_without_torch():
         assert code in (2, 3) and err.startswith(begins) and err.count("\n") == 1 and not heavy, (given, err, heavy)
 
 
+@pytest.mark.parametrize("name", ["kvq", "kvq_calibrate"])
+def test_an_interrupt_of_its_imports_ends_a_command_without_a_traceback(name, tmp_path):
+    (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    body = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+sys.path.insert(0, {str(tmp_path)!r})
+from kvq_runtime.cli import start
+sys.exit(start.{name}())"""
+    ended = subprocess.run([sys.executable, "-c", body, "--help"], capture_output=True, text=True)
+    said = f"{name.replace('_', '-')}: interrupted while modules were loaded\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", said)
+
+
+@pytest.mark.parametrize("name", ["kvq", "kvq_calibrate"])
+def test_a_command_begins_with_its_program(name):
+    command = [sys.executable, "-c", f"from kvq_runtime.cli import start; start.{name}()", "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0 and ended.stdout.startswith("kvq-runtime ")
+
+
 def test_a_shell_completes_commands_options_and_files(kvq, tmp_path):
     pytest.importorskip("shtab")
     assert kvq("completion", "bash", "--json")[0] == 2, "there is no JSON of a script"
