@@ -32,7 +32,8 @@ def report(args: argparse.Namespace) -> int:
         if args.compare:
             raise ValueError("--compare FILE is for the page of a version; give its NAME")
         found = wall.of_registry(open_registry(args.registry or None), datetime.now(UTC))
-        if args.out and (Path(args.out).is_dir() or not Path(args.out).suffix):
+        out = Path(args.out or "registry.html")
+        if args.out and (out.is_dir() or not (out.suffix or out.exists())):
             _all_pages(args, found)
         damaged = [f"{one['name']}: {one['reason']}" for one in found["faults"]]
         damaged += [f"{row['name']} {row['version']}: {row['damage']}" for row in found["versions"] if row["damage"]]

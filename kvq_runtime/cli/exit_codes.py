@@ -44,7 +44,7 @@ CALIBRATION_EXIT_CODES = _help([code for code in MEANINGS if code != PROPOSED])
 def exit_code(error: BaseException) -> int | None:
     """The exit code for an exception; None for a defect of the program, which should end in a traceback."""
     match error:
-        case SystemExit():  # argparse: help, version or a usage error, already printed
+        case SystemExit():
             return error.code if isinstance(error.code, int) else 2
         case KeyboardInterrupt():
             return 130
@@ -69,6 +69,14 @@ def _flush() -> None:
     with suppress(OSError, ValueError, AttributeError):  # closed ones, or none
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _flush_output() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        error.filename = "standard output"  # a write does not say where
+        raise
 
 
 def loaded() -> None:
@@ -142,8 +150,11 @@ def run(program: str, command: Callable[[], int], extras: str = "[calib]", inter
     Exceptions without an exit code pass through. A closed stdout, as after `| head`, is exit code 0.
     """
     try:
-        code = command()
-        sys.stdout.flush()
+        try:
+            code = command()
+        except SystemExit as ended:  # argparse: help, version or a usage error, already printed
+            code = exit_code(ended) or 0
+        _flush_output()
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -159,7 +170,7 @@ def run(program: str, command: Callable[[], int], extras: str = "[calib]", inter
             text = f"{error.name} is not installed; in a checkout of kvq: pip install -e '.{extras}'"
         if isinstance(error, KeyboardInterrupt):
             text = text or interrupted
-        if text is not None and not isinstance(error, SystemExit):
+        if text is not None:
             say(program, text)
         return code
 

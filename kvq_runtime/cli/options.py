@@ -46,6 +46,9 @@ class Parser(argparse.ArgumentParser):
         print(printable(without_secrets(said)), file=sys.stderr)
         sys.exit(2)
 
+    def _print_message(self, message: str, file: Any = None) -> None:  # argparse's own passes over a full disk
+        (file or sys.stderr).write(message)
+
     def _guess(self, rest: Sequence[str]) -> str:
         """Options that are written nearly as those that were not known, as the end of a sentence."""
         known = [option for action in self._actions for option in action.option_strings]
@@ -173,6 +176,9 @@ def write_output(path: Path, data: bytes) -> None:
             files.replace(target, data, target.parent, _mode(target))
     except BrokenPipeError:
         raise RuntimeError(f"{path}: its reader went before all was written") from None
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write does not say where
+        raise
 
 
 def _stream(path: Path) -> int | None:

@@ -12,6 +12,7 @@ from kvq_runtime.cli import options
 from kvq_runtime.errors import NotFound
 
 DRAFT = ".999998-00112233445566ff.tmp"  # as of a process that is dead here, or alive on another machine
+PROGRAM = "from kvq_runtime.cli.main import program; program()"
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +81,22 @@ def test_a_reader_that_goes_too_soon_is_told(tmp_path):
         options.write_output(tmp_path / "pipe", b"x" * (1 << 22))
 
 
-def test_a_full_disk_under_standard_error_ends_no_command():
-    code = "from kvq_runtime.cli.main import program; program()"
+@pytest.mark.parametrize("given", [["--help"], ["recipes", "--help"], ["--version"], ["recipes"]], ids=" ".join)
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_full_disk_under_standard_output_is_told(given, buffered):
+    command, env = [sys.executable, "-c", PROGRAM, *given], os.environ | {"PYTHONUNBUFFERED": buffered}
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-c", code, "recipes", "aqua-9bit"], stderr=full, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, check=False)
+    assert done.returncode == 1 and done.stderr.endswith("No space left on device\n") and done.stderr.count("\n") == 1
+    assert buffered or "standard output: " in done.stderr
+
+
+def test_a_full_device_is_named():
+    with pytest.raises(OSError, match="/dev/full"):
+        options.write_output(Path("/dev/full"), b"page")
+
+
+def test_a_full_disk_under_standard_error_ends_no_command():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", PROGRAM, "recipes", "aqua-9bit"], stderr=full, check=False)
     assert done.returncode == 3

@@ -172,6 +172,15 @@ def test_a_damaged_version_has_a_page_and_exit_code_1(store, kvq_report):
     assert kvq_report("--registry", store.url, "--out", "wall.html")[0] == 0, "headers alone are read"
 
 
+def test_a_file_or_device_that_is_there_gets_the_page_of_a_registry(store, kvq_report, tmp_path):
+    many.published(store)
+    (tmp_path / "page").touch()
+    for path in (tmp_path / "page", Path("/dev/null")):
+        code, out, err = kvq_report("--registry", store.url, "--out", path)
+        assert code == 0 and str(path) in out and not err
+    assert (tmp_path / "page").read_text().startswith("<!doctype html>")
+
+
 def test_damaged_records_and_a_missing_file_have_a_page(store, kvq_report):
     second = many.published(store)[1]
     next((store.root / "evaluations" / second).iterdir()).write_text("{}")
