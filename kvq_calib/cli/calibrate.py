@@ -20,6 +20,7 @@ from kvq_calib.run.device import keep_memory
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
 from kvq_runtime.cli.options import EXPLAINED, Parser, add_settings, count, registry, seconds
+from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.sound import read
@@ -114,8 +115,11 @@ def _each(args: argparse.Namespace, argv: list[str]) -> int:
             return 130
         fleet.plan([*rows.values()], args.price, args.json, len(refused))
         return next(iter(refused), 0)
-    say = partial(exit_codes.say, "kvq-calibrate")
-    return fleet.run(every, lambda number: _ended(lambda: _calibrate(parsed[number])), say)
+    say, told = partial(exit_codes.say, "kvq-calibrate"), list[dict[str, Any]]()
+    code = fleet.run(every, lambda number: _ended(lambda: _calibrate(parsed[number], told.extend)), say)
+    if any(one.json for one in parsed.values()):
+        _print_records(told)
+    return code
 
 
 def _of_each(path: Path, entries: Mapping[int, Any], made: Callable[[Any], Any]) -> tuple[dict[int, Any], list[int]]:
@@ -147,7 +151,12 @@ def _renamed(args: argparse.Namespace) -> None:
     args.version = args.program
 
 
-def _calibrate(args: argparse.Namespace) -> int:
+def _print_records(records: list[dict[str, Any]]) -> None:
+    print_table(records, json=True)
+
+
+def _calibrate(args: argparse.Namespace, tell: Callable[[list[dict[str, Any]]], None] = _print_records) -> int:
+    """Do what is asked of one model; `tell` takes the records that --json is for."""
     if args.list_models:
         return _list_models(args.json)
     if args.only is not None or args.price is not None or args.commands:
@@ -156,7 +165,6 @@ def _calibrate(args: argparse.Namespace) -> int:
     from kvq_calib.cli import outcome
     from kvq_calib.job import prepare
     from kvq_calib.run import checkpoint
-    from kvq_runtime.cli.table import print_record
 
     exit_codes.loaded()
     if args.dry_run:
@@ -175,7 +183,11 @@ def _calibrate(args: argparse.Namespace) -> int:
     reused = args.reuse is not None and not spent
     if reused:
         caution = verdict.thinness(prepare.base_of(asked, work.files).provenance)
-    outcome.show(done, [read(one, TextRecord) for one in records], args.json, caution)
+    found = [read(one, TextRecord) for one in records]
+    if args.json:
+        tell(outcome.as_records(done, found, caution))
+    else:
+        outcome.show(done, found, caution)
     if reused:
         exit_codes.say("kvq-calibrate", f"{args.reuse} keeps the bounds on this model: nothing was fitted")
     if not args.json and spent:
@@ -214,8 +226,6 @@ def _prepared(args: argparse.Namespace):
 
 
 def _list_models(as_json: bool) -> int:
-    from kvq_runtime.cli.table import print_table
-
     print_table(
         [{"model": e.name, "hub": e.hub or "embedded", "corpus": e.corpus} for e in catalog.CATALOG.values()], as_json
     )

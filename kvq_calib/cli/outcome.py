@@ -2,7 +2,6 @@
 measurements, where the artifact is, what it took, and what to do next.
 """
 
-import json
 import resource
 import shlex
 import time
@@ -182,20 +181,28 @@ def _rounds(plan: Plan) -> dict[str, Any]:
     return {"shared_bits": shared} if shared else {}
 
 
-def show(done: Sequence[Published], records: Sequence[TextRecord], as_json: bool, caution: str | None = None) -> None:
-    """Print the table of results, then a paragraph an artifact, its verdict first; with `as_json`, a list of records.
+def as_records(
+    done: Sequence[Published], records: Sequence[TextRecord], caution: str | None = None
+) -> list[dict[str, Any]]:
+    """Return what `--json` prints of each artifact; the arguments are those of `show`."""
+    beside = records[len(done) :]
+    compared: dict[str, Any] = {"baselines": [published.baseline_record(one) for one in beside]} if beside else {}
+    compared |= {"caution": caution} if caution else {}
+    told = zip(done, _verdicts(done, records), strict=True)
+    return [made.record() | {"verdict": asdict(one)} | compared for made, one in told]
+
+
+def _verdicts(done: Sequence[Published], records: Sequence[TextRecord]) -> list[Verdict]:
+    return [verdict.of_record(records[place] if records else None) for place in range(len(done))]
+
+
+def show(done: Sequence[Published], records: Sequence[TextRecord], caution: str | None = None) -> None:
+    """Print the table of results, then a paragraph an artifact, its verdict first.
 
     records   of the evaluation, artifacts first, then baselines; empty without one
     caution   a warning about a fit on few sequences: `verdict.thin`
     """
     beside = records[len(done) :]
-    verdicts = [verdict.of_record(records[place] if records else None) for place in range(len(done))]
-    if as_json:
-        compared: dict[str, Any] = {"baselines": [published.baseline_record(one) for one in beside]} if beside else {}
-        compared |= {"caution": caution} if caution else {}
-        told = zip(done, verdicts, strict=True)
-        print(json.dumps([made.record() | {"verdict": asdict(one)} | compared for made, one in told], indent=2))
-        return
     rows = [row for made in done for row in made.rows()]
     rows += [row for one in beside for row in published.baseline_rows(one)]
     first = published.reference_row(records)
@@ -208,7 +215,7 @@ def show(done: Sequence[Published], records: Sequence[TextRecord], as_json: bool
             print(f"\n{made.recipe}: bits per element, and the error they put into the model's stream")
             names = ("layer", "keys", "values", "keys attention", "values attention")
             print_table([{name: row[name] for name in names} for row in made.layers], json=False)
-    for made, one in zip(done, verdicts, strict=True):
+    for made, one in zip(done, _verdicts(done, records), strict=True):
         print("\n" + "\n".join(_paragraph(made, one, caution)))
 
 

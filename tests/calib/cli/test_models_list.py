@@ -74,6 +74,12 @@ def test_each_is_calibrated_and_one_that_fails_stops_no_other(model: Path, given
     assert code == 3 and "entry 1, 1 of 2" in said and "not done: entries 1 (exit code 3)" in said
     assert registry.resolve("tiny-model-aqua-2bit").version == "1.0.0"
     assert cli.main([*words, "--only", "2"]) == 0
+    capsys.readouterr()
+    path.write_text(
+        "".join(f"- model: {model}\n  recipe: {one}\n" for one in ("mean-higgs-2bit", "nonsense", "aqua-2bit"))
+    )
+    assert cli.main([*words, "--json"]) == 3
+    assert [one["recipe"] for one in json.loads(capsys.readouterr().out)] == ["mean-higgs-2bit", "aqua-2bit"]
     assert registry.resolve("tiny-model-aqua-2bit").version == "1.0.0", "nothing is done twice"
     with pytest.raises(NotFound):
         registry.resolve("tiny-model-nonsense")

@@ -1,7 +1,6 @@
 """What a calibration says while it works and when it is done."""
 
 import io
-import json
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -43,7 +42,7 @@ def made(tmp_path) -> Published:
 
 
 def test_the_end_says_where_all_of_it_is_and_what_to_do_next(made, capsys):
-    outcome.show([made], [record("ab" * 32, -2e-6), record("higgs-2bit", 0.0312)], as_json=False)
+    outcome.show([made], [record("ab" * 32, -2e-6), record("higgs-2bit", 0.0312)])
     shown = capsys.readouterr().out
     lines = {line.split()[0]: line for line in shown.splitlines() if line}
     assert "vs 16 bit" in lines["recipe"] and lines["16"].split()[:4] == ["16", "bit", "16", "12.000"]
@@ -58,28 +57,27 @@ def test_the_end_says_where_all_of_it_is_and_what_to_do_next(made, capsys):
 
 
 def test_bytes_of_a_withdrawn_version_are_called_so_and_not_promoted(made, capsys):
-    outcome.show([replace(made, places=(replace(made.places[0], yanked="wrong tokenizer"),))], [], as_json=False)
+    outcome.show([replace(made, places=(replace(made.places[0], yanked="wrong tokenizer"),))], [])
     shown = capsys.readouterr().out
     assert "WITHDRAWN            wrong tokenizer; by its number alone it is loaded\n" in shown
     assert "kvq promote" not in shown
 
 
 def test_another_registry_and_a_run_folder_are_named_where_one_loads_from(made, capsys):
-    outcome.show([replace(made, places=made.places[1:])], [], as_json=False)
+    outcome.show([replace(made, places=made.places[1:])], [])
     shown = capsys.readouterr().out
     assert 'from_pretrained("m-aqua-2bit@1.0.0", model=model, registry="file:///other")' in shown
     assert "kvq promote m-aqua-2bit@1.0.0 --registry file:///other" in shown
-    outcome.show([replace(made, places=())], [], as_json=False)
+    outcome.show([replace(made, places=())], [])
     shown = capsys.readouterr().out
     assert f'from_pretrained("{made.folder}/kvq.safetensors", model=model)' in shown and "kvq promote" not in shown
-    outcome.show([replace(made, places=(), failed=["KL"])], [], as_json=False)
+    outcome.show([replace(made, places=(), failed=["KL"])], [])
     shown = capsys.readouterr().out
     assert "not published        it exceeds the bounds" in shown and "from_pretrained" not in shown
 
 
 def test_json_is_numbers_with_their_units_in_the_names(made, capsys):
-    outcome.show([made], [record("ab" * 32, -2e-6), record("higgs-2bit", 0.0312)], as_json=True)
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = outcome.as_records([made], [record("ab" * 32, -2e-6), record("higgs-2bit", 0.0312)])
     assert found["perplexity_over_16_bit"] == 1 - 2e-6 and found["kl_nats_per_token"] == 0.02
     assert found["perplexity"] == 12 * (1 - 2e-6) and found["bits_per_element"] == 2.4583 and found["exceeds"] == []
     assert [place["path"] for place in found["published"]] == ["/blobs/ab", "/other/blobs/ab"]
@@ -237,11 +235,10 @@ def test_the_time_that_an_evaluation_takes_is_told_from_its_own_begin(monkeypatc
 
 
 def test_a_bad_artifact_is_said_to_be_bad_and_not_to_be_promoted(made, capsys):
-    outcome.show([made], [record("ab" * 32, 1.93)], as_json=False, caution="fitted on 1 sequence")
+    outcome.show([made], [record("ab" * 32, 1.93)], caution="fitted on 1 sequence")
     shown = capsys.readouterr().out
     assert "VERDICT              TOO LOSSY: perplexity +193.0%" in shown and "kvq promote m-aqua" not in shown
     assert "CAUTION              fitted on 1 sequence" in shown
-    outcome.show([made], [record("ab" * 32, 1.93)], as_json=True)
-    assert json.loads(capsys.readouterr().out)[0]["verdict"]["word"] == "too lossy"
-    outcome.show([made], [], as_json=False)
+    assert outcome.as_records([made], [record("ab" * 32, 1.93)])[0]["verdict"]["word"] == "too lossy"
+    outcome.show([made], [])
     assert "VERDICT              NOT MEASURED" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """The card says what the records say, and its snippet runs."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -190,14 +189,13 @@ def test_what_was_measured_on_another_text_is_shown(capsys):
         ("demo-code", 4, 0.2),
     ]
     done = Published("aqua-2bit", "x", "0" * 64, 2.1, 0.1, 0.1, both)
-    outcome.show([done], [both, both], as_json=False)
+    outcome.show([done], [both, both])
     said = capsys.readouterr().out
     assert [line.split()[1] for line in said.splitlines() if "+20.00%" in line and "perplexity" not in line] == [
         "demo-code", "demo-code",
     ], "of the artifact and of a baseline"  # fmt: skip
     assert "on demo-code         perplexity +20.00%, KL 0.2 nats, full encode" in said
-    outcome.show([done], [both], as_json=True)
-    (row,) = json.loads(capsys.readouterr().out)
+    (row,) = outcome.as_records([done], [both])
     assert row["kl_nats_per_token"] == 0.1 and row["texts"]["demo-code"]["kl_nats_per_token"] == 0.2
 
 
