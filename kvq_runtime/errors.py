@@ -12,6 +12,7 @@ _PATHS = {  # what to do about a path that the system refuses
     errno.EISDIR: "is a folder, and a file is wanted; name a file",
     errno.ENOTDIR: "leads through a file, or is one, where a folder is wanted; name another one",
     errno.EEXIST: "is there already; name another one",
+    errno.EBUSY: "is mounted by itself, and nothing can take its place; mount its folder, or name another path",
     errno.EACCES: "may not be read, or not be written, by this user; change its permissions, or name another one",
     errno.EPERM: "may not be changed by this user; name another one",
     errno.EROFS: "is in a file system that cannot be written to; name another one",

@@ -5,6 +5,7 @@ Imports nothing that takes long.
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import stat
@@ -158,7 +159,8 @@ def check_output(option: str, given: str | Path | None, folder: bool = False, ma
 
 def write_output(path: Path, data: bytes) -> None:
     """Write a file that a user named, whole or not at all, with the mode that it has, or that new ones get; into a
-    device or a pipe, never over it. Links of the user's own are followed.
+    device or a pipe, never over it, and into a file that is a mount of its own, as containers have them: nothing can
+    take its place, so that an interrupt may leave a part. Links of the user's own are followed.
 
     Raises PermissionError for a link of somebody else's, RuntimeError for a pipe whose reader went too soon.
     """
@@ -172,13 +174,21 @@ def write_output(path: Path, data: bytes) -> None:
         elif path.exists() and not path.is_file():
             path.write_bytes(data)
         else:
-            target = path.resolve()
-            files.replace(target, data, target.parent, _mode(target))
+            _replace(path.resolve(), data)
     except BrokenPipeError:
         raise RuntimeError(f"{path}: its reader went before all was written") from None
     except OSError as error:
         error.filename = error.filename or str(path)  # a write does not say where
         raise
+
+
+def _replace(path: Path, data: bytes) -> None:
+    try:
+        files.replace(path, data, path.parent, _mode(path))
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        path.write_bytes(data)
 
 
 def _stream(path: Path) -> int | None:

@@ -1,5 +1,6 @@
 """Files that a user names for output: whole, with their own mode, beside what is not ours; and streams that fail."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvq_runtime.cli import options
-from kvq_runtime.errors import NotFound
+from kvq_runtime.disk import files
+from kvq_runtime.errors import NotFound, spoken
 
 DRAFT = ".999998-00112233445566ff.tmp"  # as of a process that is dead here, or alive on another machine
 PROGRAM = "from kvq_runtime.cli.main import program; program()"
@@ -72,6 +74,21 @@ def test_standard_output_is_written_into_where_it_is(tmp_path):
     with (tmp_path / "log").open("w") as log:
         subprocess.run([sys.executable, "-c", code], stdout=log, check=True)
     assert (tmp_path / "log").read_text() == "before\ndata\nafter\n"
+
+
+def test_a_file_that_is_a_mount_of_its_own_is_written_into(tmp_path, monkeypatch):
+    """As in a container: the system lets nothing take its place."""
+
+    def busy(draft: Path, name: Path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(draft), None, str(name))
+
+    monkeypatch.setattr(os, "replace", busy)
+    (path := tmp_path / "page.html").write_bytes(b"the old one, which is longer")
+    options.write_output(path, b"page")
+    assert path.read_bytes() == b"page" and [*tmp_path.iterdir()] == [path]
+    with pytest.raises(OSError) as refused:  # what must be whole, or as before
+        files.save(path, b"lock")
+    assert spoken(refused.value).startswith(f"{path}: is mounted by itself") and path.read_bytes() == b"page"
 
 
 def test_a_reader_that_goes_too_soon_is_told(tmp_path):
