@@ -6,6 +6,7 @@ code itself. So a folder may serve any number of evaluations, and what one has f
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -33,9 +34,16 @@ class Ledger:
         return replace(self, about={**self.about, **about})
 
     def read(self, **unit: Any) -> Any | None:
-        """Return the result of a unit, or None."""
+        """Return the result of a unit, or None. PermissionError: it is to be found, and could not be kept then."""
         path = self._path(unit)
-        if path is None or not path.is_file():
+        if path is None:
+            return None
+        if not path.is_file():
+            if path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK):
+                raise PermissionError(
+                    f"{path.parent} may not be written by this user, and has only a part of what is asked for; "
+                    "name another folder: --run DIR, or $KVQ_HOME"
+                )
             return None
         try:
             found = json.loads(path.read_text())["found"]

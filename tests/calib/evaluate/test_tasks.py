@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -137,6 +138,18 @@ def test_an_interrupted_command_says_how_it_goes_on_and_repeats_nothing(files, k
     code, out, _ = kvq(*words)
     assert code == 0 and "multikey" in out
     assert len(seen) == len(set(seen)) == 2, "the 16-bit model, then the recipe"
+
+
+def test_what_is_kept_in_a_folder_that_cannot_be_written_is_read(files, kvq, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVQ_HOME", str(tmp_path))
+    words = ["eval", "rtn-2bit", "--model", files.path, "--tasks", "multikey", "--lengths", "384", "--samples", "1"]
+    code, out, _ = kvq(*words)
+    assert code == 0
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    monkeypatch.setattr(tasks, "stepped", lambda *_: pytest.fail("a text is asked"))
+    assert kvq(*words)[:2] == (0, out)
+    code, out, err = kvq(*words, "--seed", "1")
+    assert (code, out) == (1, "") and err.startswith(f"kvq: {tmp_path / 'evaluated'} may not be written by this user")
 
 
 def test_what_cannot_be_asked(files):
