@@ -16,10 +16,9 @@ from typing import Any, BinaryIO
 
 from kvq_runtime.errors import ArtifactError, NotFound, extra
 from kvq_runtime.registry import reference
-from kvq_runtime.registry.cached import CachedTree
 from kvq_runtime.registry.events import Event, State
 from kvq_runtime.registry.place import Finding, Head
-from kvq_runtime.registry.tree import BLOBS
+from kvq_runtime.registry.tree import BLOBS, CachedTree
 
 TAKEN = re.compile("PreconditionFailed|ConditionalRequestConflict")  # is there, or is written by another one now
 PIECE = 1 << 23  # bytes that are fetched at once

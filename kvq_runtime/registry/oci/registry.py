@@ -40,11 +40,10 @@ from typing import BinaryIO
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import reference
-from kvq_runtime.registry.cached import CachedTree, kept
 from kvq_runtime.registry.events import Event, Publish, Version
 from kvq_runtime.registry.oci.client import EMPTY, Repository
 from kvq_runtime.registry.place import Finding
-from kvq_runtime.registry.tree import BLOBS
+from kvq_runtime.registry.tree import BLOBS, CachedTree, kept
 
 PATIENCE, LEASE = 30.0, 180.0  # seconds
 KINDS = {"e": "evaluations", "s": "signatures", "r": "remarks"}
