@@ -50,8 +50,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import entropy
 from kvq_runtime.recipe import Recipe, Role, Scheme
 from kvq_runtime.stages.abilities import LinearPrediction
-from kvq_runtime.stages.inputs import Place
-from kvq_runtime.stages.stage import SLOTS, Fields
+from kvq_runtime.stages.stage import SLOTS, Fields, Place
 from kvq_runtime.store.promise import Promise, block_errors
 
 V = TypeVar("V", covariant=True)

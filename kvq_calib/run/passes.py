@@ -22,7 +22,7 @@ from kvq_calib.run.device import settle
 from kvq_calib.run.run import Run
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
-from kvq_runtime.stages.inputs import Inputs, Place
+from kvq_runtime.stages.stage import Inputs, Place
 
 Pair = tuple[Tensor, Tensor]
 

@@ -25,8 +25,7 @@ from kvq_runtime.ops.constant import lasting
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens
-from kvq_runtime.stages.inputs import Place
-from kvq_runtime.stages.stage import SLOTS, Specs
+from kvq_runtime.stages.stage import SLOTS, Place, Specs
 
 _CPU = torch.device("cpu")
 

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Role
 from kvq_runtime.ops import product, rtn
-from kvq_runtime.stages.inputs import Inputs
-from kvq_runtime.stages.stage import Predictor, Specs, Tensors
+from kvq_runtime.stages.stage import Inputs, Predictor, Specs, Tensors
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import Geometry, Role, Window
+from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.ops import product
 from kvq_runtime.ops.rotation import Rotation as Turn
-from kvq_runtime.stages.inputs import Inputs
 
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name → shape and dtype
 Tensors = Mapping[str, Tensor]
@@ -35,6 +34,7 @@ Fields = Mapping[str, Tensor]
 Queries = Literal["after", "before", "averaged"]  # RoPE; or over all distances between query and key
 Axis = Literal["token", "channel"]
 Rounded = Callable[[Tensor], Tensor]  # rows encoded and decoded
+Place = tuple[int, Role]  # of a decoded tensor: how many layers below, 0 for this one, and keys or values
 NOTHING: Tensors = MappingProxyType({})
 
 
@@ -84,6 +84,31 @@ class Stage(ABC):
         """Raise a ValueError unless the tokens of one row are enough to fit the stage to."""
         if self.fitted:
             raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")
+
+
+class Inputs(NamedTuple):
+    """The inputs of the prediction of a layer's keys, or of its values.
+
+    keys    this layer's decoded keys; for values
+    below   the depths of the layers below whose decoded keys, for keys, or values, for values, it reads
+    both    whether it reads the other of the two there, too
+    """
+
+    keys: bool = False
+    below: tuple[int, ...] = ()
+    both: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """The number of tensors, each as wide as a token, side by side."""
+        return self.keys + len(self.below) * (1 + self.both)
+
+    def places(self, role: Role) -> list[Place]:
+        """How many layers below each of them is, 0 for this one, and its role; in order."""
+        other: Role = ROLES[1 - ROLES.index(role)]
+        roles = (role, other) if self.both else (role,)
+        own: list[Place] = [(0, "key")] if self.keys else []
+        return own + [(depth, one) for one in roles for depth in self.below]
 
 
 class Predictor(Stage):

@@ -11,10 +11,10 @@ from kvq_runtime.policies.evict import Evicting
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset, presets
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.exact import Exact
-from kvq_runtime.stages.inputs import Inputs
 from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.stages.stage import Inputs
 
 PRESETS = presets()
 GEOMETRY = Geometry(layers=4, kv_heads=2, head_size=64)
