@@ -200,7 +200,7 @@ def served() -> list[list[str]]:
     from kvq_runtime.cli.recipes import by_family
     from kvq_runtime.lmcache.chunk import LMCACHE
     from kvq_runtime.recipe import families
-    from kvq_runtime.vllm.served import VLLM
+    from kvq_runtime.vllm.plugin import VLLM
 
     engines = {"vLLM": VLLM, "LMCache": LMCACHE}
     rows: list[list[str]] = [["family", "method", "recipes", "bits", "fitted", *engines]]

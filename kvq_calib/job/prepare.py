@@ -31,7 +31,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.ops import product
 from kvq_runtime.registry.reference import check_version, home
 from kvq_runtime.registry.resolve import load_artifact
-from kvq_runtime.vllm import served
+from kvq_runtime.vllm import plugin
 
 ENGINES = ("vllm",)
 PLAIN = "higgs-2bit"  # it needs no fit, and suits every model
@@ -59,7 +59,7 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
         )
     recipes = [recipe_text.read(asked) for asked in what.recipes if asked not in automatic]
     for recipe in recipes if what.engine else ():
-        served.VLLM.check(recipe, files.geometry)
+        plugin.VLLM.check(recipe, files.geometry)
     budgets, vocabularies = {}, {}
     for asked, bits in itertools.product(automatic, what.bits):
         if not budget.measured(asked, what.engine):
@@ -144,7 +144,7 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
         base = base_of(job, files)
         checkpoint.check_beside(job.artifact_name(files, base.recipe.name))
         if job.what.engine:
-            served.VLLM.check(base.recipe, files.geometry)
+            plugin.VLLM.check(base.recipe, files.geometry)
         if not encodes(base.recipe, length):
             raise ValueError(f"--reuse {job.what.reuse}: a bound on it could not be judged; use a longer --seq-len")
     for recipe in plan.recipes if evaluation.bounds.given else ():

@@ -69,7 +69,7 @@ from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import Hadamard, OutputBasis, QueryBasis
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.vllm import served
+from kvq_runtime.vllm import plugin
 
 BY_TOKEN = "auto-vocab"  # whose first layer may be stored by token
 AUTOMATIC = ("auto", BY_TOKEN)
@@ -115,7 +115,7 @@ def served_options(geometry: Geometry, role: Role) -> list[Scheme]:
     found = [higgs.scheme(bits, "head", MEAN) for bits in GRIDS]
     found += [turboquant.scheme(bits, predict=MEAN) for bits in turboquant.BITS]
     found += [Scheme(Rtn(bits, "head"), rotate=Hadamard("head"), predict=MEAN) for bits in SERVED]
-    return _allowed(found, lambda scheme: served.VLLM.check(Recipe("option", scheme, scheme), geometry), geometry)
+    return _allowed(found, lambda scheme: plugin.VLLM.check(Recipe("option", scheme, scheme), geometry), geometry)
 
 
 def _allowed(

@@ -43,7 +43,7 @@ from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.vllm import attend, page, served
+from kvq_runtime.vllm import attend, page, plugin
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.exact import FirstTokens, Tails
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
@@ -102,16 +102,16 @@ class Served:
 
 
 def served_by(config: VllmConfig, rank: int) -> Served:
-    """Load and check what KVQ_CACHE names for the model of this configuration. Raises what `served` raises."""
-    reference = served.asked()
+    """Load and check what KVQ_CACHE names for the model of this configuration. Raises what `plugin` raises."""
+    reference = plugin.asked()
     assert reference is not None, "kvq's attention without KVQ_CACHE"
-    found, model, moved = served.load(reference), config.model_config, config.kv_transfer_config is not None
+    found, model, moved = plugin.load(reference), config.model_config, config.kv_transfer_config is not None
     _check(config)
     settings = model.hf_text_config.to_dict()
-    whole = served.check_model(found, settings, model.model, model.revision)
-    by_block = served.by_block(found.recipe, whole)
-    with served.named(reference):
-        recipe = served.paged(found.recipe, whole, config.cache_config.block_size)
+    whole = plugin.check_model(found, settings, model.model, model.revision)
+    by_block = plugin.by_block(found.recipe, whole)
+    with plugin.named(reference):
+        recipe = plugin.paged(found.recipe, whole, config.cache_config.block_size)
         if by_block and model.is_hybrid:
             raise ValueError(
                 f"{recipe.name} encodes whole pages, which this model's layers of other kinds would share; take a "

@@ -39,7 +39,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.prefix.shelf import parse_bytes
-from kvq_runtime.vllm import rows, served
+from kvq_runtime.vllm import plugin, rows
 from kvq_runtime.vllm.rows import Rows
 
 logger = init_logger("vllm.kvq")
@@ -200,8 +200,8 @@ def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:
     parallel, transfer, speculative = config.parallel_config, config.kv_transfer_config, config.speculative_config
     assert transfer is not None
     why = None
-    if served.asked() is not None:
-        why = f"{served.VARIABLE} is set: vLLM's pages hold packed codes, not 16-bit rows; unset it"
+    if plugin.asked() is not None:
+        why = f"{plugin.VARIABLE} is set: vLLM's pages hold packed codes, not 16-bit rows; unset it"
     elif transfer.kv_load_failure_policy != "recompute":
         why = 'a damaged block has to be computed: add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
     elif transfer.kv_role != "kv_both":

@@ -14,7 +14,7 @@ from kvq_runtime.codec.codec import Context
 from kvq_runtime.engines import source
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
-from kvq_runtime.vllm import attend, exact, served
+from kvq_runtime.vllm import attend, exact, plugin
 from kvq_runtime.vllm.exact import FirstTokens, Tail, Tails
 from kvq_runtime.vllm.page import page_of, shared_pages
 
@@ -59,7 +59,7 @@ def test_bytes_of_a_page_are_the_bits_of_the_recipe():
     """What vLLM reserves for a token is what the recipe bills, but for less than a word."""
     size = Geometry(28, 4, 128)
     for name in ("lloyd-3bit", "higgs-2bit", "rtn-4bit", "polar-2.5bit", "exact"):
-        recipe = served.paged(preset(name), size, 128)
+        recipe = plugin.paged(preset(name), size, 128)
         page = page_of(recipe, 0, size, torch.bfloat16)
         billed = sum(scheme.bits(128, size) for scheme in recipe.at(0)) * size.width / 8
         assert billed <= page.per_token < billed + 2
@@ -104,7 +104,7 @@ def test_pages_are_handed_out_for_as_many_tokens_as_fill_a_larger_one(own, besid
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_the_nearest_that_can(name: str, reason: str):
     with pytest.raises(ValueError, match=reason) as refused:
-        served.VLLM.check(preset(name), Geometry(28, 4, 128))
+        plugin.VLLM.check(preset(name), Geometry(28, 4, 128))
     assert "nearest recipe that it can serve is" in str(refused.value)
 
 
@@ -112,7 +112,7 @@ def test_workers_encode_their_heads_as_one_would():
     """Tensor parallelism: each worker's codes are its heads' part of everyone's."""
     for name in ("lloyd-3bit", "mean-higgs-head-2bit-post", "wush-2bit"):
         size = Geometry(2, 4, 32)
-        recipe = served.paged(preset(name), size, PAGE)
+        recipe = plugin.paged(preset(name), size, PAGE)
         tensors = {
             name: torch.randn(shape).to(dtype) for name, (shape, dtype) in codecs.all_specs(recipe, size).items()
         }
@@ -234,4 +234,4 @@ def test_entries_are_those_of_requests_that_go_on():
 
 def test_a_page_of_another_length_is_refused():
     with pytest.raises(ValueError, match="encodes blocks of 128 tokens, and a page has 16: --block-size 128"):
-        served.paged(preset("kivi-2bit"), SIZE, 16)
+        plugin.paged(preset("kivi-2bit"), SIZE, 16)

@@ -19,8 +19,8 @@ from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.lmcache.chunk import LMCACHE
 from kvq_runtime.recipe import families, preset
 from kvq_runtime.registry.lock import Lock, write_lock
-from kvq_runtime.vllm import served
-from kvq_runtime.vllm.served import VLLM
+from kvq_runtime.vllm import plugin
+from kvq_runtime.vllm.plugin import VLLM
 
 SHAPE = MODELS["qwen2.5-7b"]
 ENGINES = {"vLLM": VLLM, "LMCache": LMCACHE}
@@ -28,7 +28,7 @@ ENGINES = {"vLLM": VLLM, "LMCache": LMCACHE}
 
 @pytest.fixture(autouse=True)
 def nothing_loaded():
-    served.load.cache_clear()
+    plugin.load.cache_clear()
 
 
 @pytest.fixture
@@ -48,19 +48,19 @@ def fitted(demo_model: Path, tmp_path: Path) -> tuple[Path, dict]:
 def test_an_artifact_is_compared_with_the_models_own_files(fitted, demo_model: Path, tmp_path: Path):
     """Its weights are read from the model's folder; others of the same shape are another model."""
     path, config = fitted
-    found = served.load(str(path))
-    assert served.check_model(found, config, str(demo_model), None) == Geometry(6, 2, 64)
+    found = plugin.load(str(path))
+    assert plugin.check_model(found, config, str(demo_model), None) == Geometry(6, 2, 64)
     other = safetensors.torch.load_file(demo_model / "model.safetensors")
     other = {name: x.flip(0).contiguous() for name, x in other.items()}
     (tmp_path / "other").mkdir()
     safetensors.torch.save_file(other, tmp_path / "other" / "model.safetensors")
     with pytest.raises(ArtifactError, match=f"KVQ_CACHE={path}: fingerprint: weights of layer"):
-        served.check_model(found, config, str(tmp_path / "other"), None)
+        plugin.check_model(found, config, str(tmp_path / "other"), None)
     turned = config | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     with pytest.raises(ArtifactError, match="rope is .* in the model"):
-        served.check_model(found, turned, str(demo_model), None)
+        plugin.check_model(found, turned, str(demo_model), None)
     with pytest.warns(UserWarning, match="cannot be compared"):
-        served.check_model(found, config, str(tmp_path), None)  # a folder without weights
+        plugin.check_model(found, config, str(tmp_path), None)  # a folder without weights
 
 
 def test_a_lock_file_pins_it(fitted, tmp_path: Path):
@@ -69,11 +69,11 @@ def test_a_lock_file_pins_it(fitted, tmp_path: Path):
     data = path.read_bytes()
     lock = Lock(str(path), "", "mine", "1.0.0", artifact.hash_of(data).hexdigest(), len(data))
     write_lock(tmp_path / "production.lock", lock)
-    assert served.load(str(tmp_path / "production.lock")).recipe.name == "mean-lloyd-3bit-post"
-    served.load.cache_clear()
+    assert plugin.load(str(tmp_path / "production.lock")).recipe.name == "mean-lloyd-3bit-post"
+    plugin.load.cache_clear()
     path.write_bytes(data[:-1] + b"\x00\x01")
     with pytest.raises(ArtifactError, match=r"KVQ_CACHE=.*production.lock: lock: .* pins mine"):
-        served.load(str(tmp_path / "production.lock"))
+        plugin.load(str(tmp_path / "production.lock"))
 
 
 def test_what_is_not_there_or_cannot_be_served_is_said_before_a_model_is_read(tmp_path: Path, monkeypatch):
@@ -84,14 +84,14 @@ def test_what_is_not_there_or_cannot_be_served_is_said_before_a_model_is_read(tm
         ("subkv-2bit", "nearest recipe"), (str(tmp_path / "tiny.safetensors"), "layer below"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message) as refused:
-            served.load(reference)
+            plugin.load(reference)
         assert str(refused.value).startswith(f"KVQ_CACHE={reference}: ")
 
 
 def test_what_the_machine_refuses_is_named_too():
     """An OSError says its file and what to do, not its number."""
     said = r"^KVQ_CACHE=mine: kvq\.safetensors: may not be read, or not be written, by this user; change its"
-    with pytest.raises(OSError, match=said), served.named("mine"):
+    with pytest.raises(OSError, match=said), plugin.named("mine"):
         raise PermissionError(13, "Permission denied", "kvq.safetensors")
 
 

@@ -12,7 +12,7 @@ from kvq_runtime import preset
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").rglob("*.safetensors"))
-VLLM = tuple(f"kvq_runtime.vllm.{name}" for name in ("backend", "engine", "connector", "plugin"))
+VLLM = tuple(f"kvq_runtime.vllm.{name}" for name in ("backend", "connector"))
 STORES = ("kvq_runtime.lmcache.plugin", "kvq_runtime.sglang.storage", "kvq_runtime.tensorrt_llm.connector")
 OPTIONAL = (
     "kvq_runtime.hf",

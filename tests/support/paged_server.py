@@ -13,7 +13,7 @@ from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.vllm import attend, served
+from kvq_runtime.vllm import attend, plugin
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.exact import FirstTokens, Tails
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
@@ -40,11 +40,11 @@ class PagedServer:
         dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         recipe, self.size, self.dtype = recipe_text.read(name), size, dtype
-        self.by_block = served.by_block(recipe, size)
+        self.by_block = plugin.by_block(recipe, size)
         self.page = recipe.window.block if self.by_block else page
         self.by_block |= kernel
-        self.recipe = served.paged(recipe, size, self.page).with_exact(sinks=sinks)
-        served.VLLM.check(self.recipe, size)
+        self.recipe = plugin.paged(recipe, size, self.page).with_exact(sinks=sinks)
+        plugin.VLLM.check(self.recipe, size)
         self.pair = shared.build(self.recipe, size, tensors_of(self.recipe, size))[0]
         half = size.head_size // 2
         self.rotary = replace(ROTARY, frequencies_K=1e4 ** -(torch.arange(half) / half))

@@ -10,7 +10,7 @@ from kvq_calib.run.budget import choose
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.store.memory import asymptotic_bits
-from kvq_runtime.vllm import served
+from kvq_runtime.vllm import plugin
 
 GEOMETRY = Geometry(4, 2, 64)
 
@@ -163,11 +163,11 @@ def test_what_is_chosen_for_an_engine_can_be_served_by_it(asked):
     first = budget.recipe(asked, GEOMETRY, engine="vllm")
     chosen, promised = budget.allocated(first, asked, GEOMETRY, curves([1, 3, 0.1, 1], "vllm"))
     for recipe in (first, chosen):
-        assert served.VLLM.refusal(recipe.check(GEOMETRY)) is None
+        assert plugin.VLLM.refusal(recipe.check(GEOMETRY)) is None
         assert asymptotic_bits(recipe, GEOMETRY) <= asked
     assert asymptotic_bits(chosen, GEOMETRY) > asked - 0.6  # a step between two settings of a layer
     assert promised > 0 and chosen.name == f"auto-{asked:g}bit-vllm" and sorted(chosen.layers) == [0, 1, 2, 3]
-    assert served.VLLM.refusal(budget.recipe(asked, GEOMETRY)) is not None
+    assert plugin.VLLM.refusal(budget.recipe(asked, GEOMETRY)) is not None
 
 
 def test_a_budget_that_an_engine_cannot_have_is_refused():

@@ -28,7 +28,7 @@ from kvq_runtime.ops import rope
 from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.store.memory import asymptotic_bits
-from kvq_runtime.vllm import served
+from kvq_runtime.vllm import plugin
 
 pytestmark = pytest.mark.xdist_group("budget")  # one worker calibrates for all
 NAME = "auto-1.5bit"
@@ -376,7 +376,7 @@ def test_for_an_engine_errors_are_those_of_keys_after_rope(model, tmp_path):
     """What is chosen is what vLLM serves, and its measured error is attention's with keys decoded after RoPE."""
     work = a_run(asked(model, tmp_path, bits=(3.0,), engine="vllm"))
     (made,) = runs.calibrate(work).values()
-    assert served.VLLM.refusal(made.recipe) is None and made.recipe.position == "post"
+    assert plugin.VLLM.refusal(made.recipe) is None and made.recipe.position == "post"
     assert asymptotic_bits(made.recipe, work.plan.geometry) <= 3.0
     notes = [checkpoint.record(work.folder, layer)["attention"]["auto-3bit-vllm"] for layer in range(3)]
     asked_for = work.plan.recipes[0]
