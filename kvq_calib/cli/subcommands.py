@@ -6,8 +6,8 @@ This is imported when one of them runs: `kvq list` must not wait for it.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 
 from kvq_calib.bench import contenders, rounds
-from kvq_calib.cli.giving import Give, everywhere, save
 from kvq_calib.cli.progress import Bar, progress_bar
 from kvq_calib.evaluate import decode, record, tasks
 from kvq_calib.evaluate import probe as probes
@@ -34,7 +33,8 @@ from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact, oscar_files, recipe_text
 from kvq_runtime.cli import exit_codes, options
 from kvq_runtime.cli.table import print_record, print_table
-from kvq_runtime.errors import extra
+from kvq_runtime.disk import files as disk
+from kvq_runtime.errors import ArtifactError, extra, spoken
 from kvq_runtime.ops import product
 from kvq_runtime.prefix.shelf import parse_bytes
 from kvq_runtime.recipe import preset
@@ -44,6 +44,7 @@ from kvq_runtime.registry.resolve import open_registry
 from kvq_runtime.registry.sound import read
 
 R = TypeVar("R", bound=Record)
+Give = Callable[..., None]
 OWN = ", ".join([*synthetic.TASKS, *ruler.TASKS])
 OF_TEXT = ("rows", "layers", "by_layer", "plots")  # options of `kvq eval` that neither tasks nor greedy text have
 
@@ -319,3 +320,40 @@ def _told(args: argparse.Namespace, records: Sequence[Any], give: Give) -> bool:
     if args.json:
         print(text)
     return args.json
+
+
+@contextmanager
+def everywhere() -> Iterator[Give]:
+    """Yield `give(step, *arguments)`, which gives what was measured to one of the places that it is for: one that fails
+    takes nothing from the others. What a step ends in is raised at the end, or said before what ends the block itself.
+
+    with everywhere() as give:
+        give(save, {path: data})
+        print_table(...)
+    """
+    failed: list[Exception] = []
+
+    def give(step: Callable[..., object], *given: object) -> None:
+        try:
+            step(*given)
+        except (ArtifactError, OSError, RuntimeError) as error:
+            failed.append(error)
+
+    try:
+        yield give
+    except BaseException:
+        for error in failed:
+            exit_codes.say("kvq", spoken(error))
+        raise
+    for error in failed[1:]:
+        exit_codes.say("kvq", spoken(error))
+    if failed:
+        raise failed[0]
+
+
+def save(found: Mapping[str | Path, bytes], folder: str | None = None) -> None:
+    """Write files by their paths, below a folder that is made if one is named."""
+    if folder is not None:
+        disk.make_folder(Path(folder))
+    for path, data in found.items():
+        options.write_output(Path(folder or "", path), data)
