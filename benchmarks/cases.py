@@ -105,7 +105,7 @@ def row(case: Case) -> dict[str, Any]:
 
 def layouts(recipe: Recipe, geometry: Geometry, position: str = "") -> tuple[Any, Any]:
     """The readers of keys and values; None for what has no kernel. `position` instead of the recipe's."""
-    layout, block = dispatch.kernels("attend.host").layout, recipe.window.block
+    layout, block = dispatch.kernels("attend.launch").layout, recipe.window.block
     schemes = zip(ROLES, (recipe.key, recipe.value), strict=True)
     keys, values = (layout(scheme, block, geometry, role, position or recipe.position) for role, scheme in schemes)
     return keys, values
@@ -113,7 +113,7 @@ def layouts(recipe: Recipe, geometry: Geometry, position: str = "") -> tuple[Any
 
 def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """The decode step over random codes: a function of the query (and launch settings, and the number of splits)."""
-    attention = dispatch.kernels("attend.host")
+    attention = dispatch.kernels("attend.launch")
     geometry, recipe = case.model.geometry, case.schemes()
     schemes, alive = [], []
     for one, scheme in zip(layouts(recipe, geometry), (recipe.key, recipe.value), strict=True):

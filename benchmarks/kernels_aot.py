@@ -38,7 +38,6 @@ from benchmarks.cases import layouts
 from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, programs, recorded
 from kvq_calib.fit import gptq
 from kvq_runtime.geometry import ROLES, Geometry
-from kvq_runtime.kernels.attend import host as attention
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.kernel import ENOUGH, EXACT, merge_parts
 from kvq_runtime.kernels.attend.kernel import SHARED as SHARED_ROWS
@@ -86,16 +85,16 @@ def attends(
         for one, scheme in zip(read, (recipe.key, recipe.value), strict=True):
             addresses = torch.zeros(4, 1 + len(one.names), dtype=torch.int64)
             mean = None if scheme.predict is None else torch.zeros(geometry.width)
-            schemes.append(replace(attention.Encoded.of(one, addresses), mean=mean))
+            schemes.append(replace(launch.Encoded.of(one, addresses), mean=mean))
         held, sinks = torch.zeros(batch, 256, geometry.width, dtype=torch.bfloat16), recipe.window.sinks
-        exact = attention.Exact(held, held, held[:, :sinks].clone(), held[:, :sinks].clone())
+        exact = launch.Exact(held, held, held[:, :sinks].clone(), held[:, :sinks].clone())
         q = torch.zeros(batch, heads * ratio, tokens, size, dtype=torch.bfloat16)
         lengths, starts = torch.zeros(4, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
         rope = None
         if position == "pre" or recipe.key.predict is not None:
-            rope = attention.RopeTables.of(torch.ones(size // 2), 1.0, recipe.window.block, 8, starts, position)
+            rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, recipe.window.block, 8, starts, position)
         how = launch.default(*read, ratio * tokens)
-        attention.attend(q, *schemes, exact, lengths, starts, size**-0.5, splits, rope, how)
+        launch.attend(q, *schemes, exact, lengths, starts, size**-0.5, splits, rope, how)
 
     return call
 
@@ -113,19 +112,19 @@ def attends_pages(recipe: Recipe):
         table = torch.zeros(batch, 256, dtype=torch.int32)
         schemes = []
         for one, role in zip(read, ROLES, strict=True):
-            encoded = attention.Encoded.of(one, torch.empty(0))
-            schemes.append(replace(encoded, addresses=attention.Pages.of(views[role], one.names, table)))
+            encoded = launch.Encoded.of(one, torch.empty(0))
+            schemes.append(replace(encoded, addresses=launch.Pages.of(views[role], one.names, table)))
         tails, sinks = (
             torch.zeros(8, 2, count, geometry.width, dtype=torch.bfloat16) for count in (tokens, recipe.window.sinks)
         )
-        exact = attention.Exact(*tails.unbind(1), *sinks.unbind(1))
+        exact = launch.Exact(*tails.unbind(1), *sinks.unbind(1))
         q, lengths = torch.zeros(batch, heads * ratio, 1, size, dtype=torch.bfloat16), torch.zeros(batch, 4).int()
         rope = None
         if recipe.position == "pre" or recipe.key.predict is not None:
             starts = torch.zeros(batch, dtype=torch.int32)
-            rope = attention.RopeTables.of(torch.ones(size // 2), 1.0, tokens, 8, starts, recipe.position)
+            rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, tokens, 8, starts, recipe.position)
         how = launch.default(*read, ratio)
-        attention.attend(q, *schemes, exact, lengths, None, size**-0.5, splits, rope, how)
+        launch.attend(q, *schemes, exact, lengths, None, size**-0.5, splits, rope, how)
 
     return call
 

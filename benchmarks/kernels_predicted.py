@@ -46,7 +46,7 @@ from benchmarks.host_work import Operations
 from benchmarks.kernels_aot import FAMILIES, attends, main_pass
 from benchmarks.report import RESULTS
 from benchmarks.simulate import BANDWIDTH, CLOCK, MULTIPROCESSORS, Run, Step, simulate, steps
-from kvq_runtime.kernels.attend import host as attention
+from kvq_runtime.kernels.attend import launch as attention
 from kvq_runtime.kernels.attend.launch import count_splits
 from kvq_runtime.ops import dispatch
 

@@ -82,8 +82,8 @@ def reads(recipe: Recipe, geometry: Geometry) -> str:
 
 
 def kernels() -> ModuleType:
-    """The kernels' side of this: `__all__` of kernels/attend/host.py."""
-    return dispatch.kernels("attend.host")
+    """The kernels' side of this: `__all__` of kernels/attend/launch.py."""
+    return dispatch.kernels("attend.launch")
 
 
 def reader(codec: Codec, position: str, device: torch.device) -> Any:

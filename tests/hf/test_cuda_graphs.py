@@ -54,7 +54,7 @@ def exact_alone(q_BHTD: Tensor, keys: Any, values: Any, exact: Any, lengths: Ten
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel in the interpreter: what is compared are two ways to take a step, not what it computes."""
-    monkeypatch.setattr("kvq_runtime.kernels.attend.host.attend", exact_alone)
+    monkeypatch.setattr("kvq_runtime.kernels.attend.launch.attend", exact_alone)
     monkeypatch.setattr(dispatch, "kernel", dispatch.OPS.__getitem__)
 
 

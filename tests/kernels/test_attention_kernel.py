@@ -8,7 +8,7 @@ from attention_case import FAMILIES, Case, centred, kivi, run, same, scheme, squ
 from parity import error, poisoned
 from tiers import each_once, some, together
 
-from kvq_runtime.kernels.attend import host, launch
+from kvq_runtime.kernels.attend import launch
 from kvq_runtime.stages.codebook import Grid, Lloyd
 from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.rotate import Hadamard, Random
@@ -124,8 +124,8 @@ def test_means_in_corners(corner, monkeypatch):
 def test_queries_of_several_tiles(name, ratio, tokens, monkeypatch):
     """In one launch, whatever their heads and tokens; of codebooks two of 16 rows, two of 64."""
     pair, grids = centred(FAMILIES["higgs-2-16"]) if name == "mean" else FAMILIES[name], []
-    kernel = host.attend_kernel
-    monkeypatch.setattr(host, "attend_kernel", Gridded(kernel, grids))
+    kernel = launch.attend_kernel
+    monkeypatch.setattr(launch, "attend_kernel", Gridded(kernel, grids))
     case = Case(*pair, ratio=ratio, tokens=tokens, heads=2, blocks=2)
     check(case, monkeypatch)
     tile = {"higgs-2-64": 16 if ratio * tokens <= 32 else 64}.get(name, 8)
@@ -209,7 +209,7 @@ class FirstHeads:
 def test_real_sizes_as_a_gpu_would_be_launched(name, monkeypatch):
     """8 KV heads of 128, blocks of 128 tokens in two slabs, a window of 192. Two of the heads are attended to: the
     interpreter takes half a minute for all."""
-    monkeypatch.setattr(host, "attend_kernel", FirstHeads(host.attend_kernel))
+    monkeypatch.setattr(launch, "attend_kernel", FirstHeads(launch.attend_kernel))
     sizes = {"size": 128, "heads": 8, "ratio": 4, "blocks": 33, "window": 192, "splits": 7}
     pair, given = REAL[name]
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what other heads leave to the merge

@@ -21,7 +21,7 @@ import triton.language as tl
 from benchmarks import baselines, cases, compiling, generation, gpu, report
 from benchmarks.clock import Deadline
 from benchmarks.compiling import Done, Job
-from kvq_runtime.kernels.attend import host, kernel, launch
+from kvq_runtime.kernels.attend import kernel, launch
 
 ROOT = Path(__file__).parents[2]
 META = torch.device("meta")
@@ -70,15 +70,15 @@ class Kernel:
 def launches(monkeypatch):
     """Kernels compiled since it was last asked, on an H200 without memory; without a launch is what splits ask for."""
     seen: set = set()
-    for module, name in ((host, "attend_kernel"), (kernel, "merge"), (baselines, "_attend"), (baselines, "_merge")):
+    for module, name in ((launch, "attend_kernel"), (kernel, "merge"), (baselines, "_attend"), (baselines, "_merge")):
         monkeypatch.setattr(module, name, Kernel(seen, getattr(module, name)))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    for module in (host, kernel):
+    for module in (launch, kernel):
         monkeypatch.setattr(module, "on", lambda x: nullcontext())
     gpu_like, choose = SimpleNamespace(type="cuda"), launch.choose
-    monkeypatch.setattr(host, "choose", lambda device, *given: choose(gpu_like, *given))
+    monkeypatch.setattr(launch, "choose", lambda device, *given: choose(gpu_like, *given))
 
     def taken() -> frozenset:
         found = frozenset(seen)
@@ -130,8 +130,8 @@ def test_kernels_are_told_apart(launches):
 def test_splits_are_the_products(monkeypatch):
     """For what the model can hold, as attention/fused.py asks, not for the tokens of a case."""
     asked, cut = [], []
-    monkeypatch.setattr(host, "choose_splits", lambda *given: asked.append((given[6], given[8])) or len(asked))
-    monkeypatch.setattr(host, "attend", lambda *given: cut.append(given[7]))
+    monkeypatch.setattr(launch, "choose_splits", lambda *given: asked.append((given[6], given[8])) or len(asked))
+    monkeypatch.setattr(launch, "attend", lambda *given: cut.append(given[7]))
     for tokens in (2048, 32768):
         case = cases.Case(cases.MODELS[0], "rtn-2bit", tokens, 8)
         step, q, how = cases.built(case, META), cases.queries(case, META), launch.Launch(warps=1)

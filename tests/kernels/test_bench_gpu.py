@@ -16,7 +16,7 @@ from benchmarks import cases, clock, generation, gpu, measure, report
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.hf.model import CACHE
 from kvq_runtime.kernels.attend import launch
-from kvq_runtime.kernels.attend.host import Layout, constants, layout
+from kvq_runtime.kernels.attend.launch import Layout, constants, layout
 from kvq_runtime.recipe import preset
 
 

@@ -215,7 +215,7 @@ def test_padding_that_comes_in_a_step_is_looked_at():
     "starts, name", each_once([None, PADDED, torch.tensor([70, 0])], ["kivi-2-pre-16", "mean-higgs-head-2bit-post"])
 )
 def test_many_queries_attend_slab_by_slab(name, starts, monkeypatch):
-    monkeypatch.setattr("kvq_runtime.kernels.attend.host.attend", None)
+    monkeypatch.setattr("kvq_runtime.kernels.attend.launch.attend", None)
     driver = Driver(FAMILIES[name], starts)
     driver.step(90, expected=False)
     driver.check(33)  # 66 rows of queries per KV head

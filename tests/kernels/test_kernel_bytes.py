@@ -11,8 +11,8 @@ from tiers import each_once, some
 pytest.importorskip("triton")
 from traffic import Traffic, counted
 
-from kvq_runtime.kernels.attend.host import RopeTables
 from kvq_runtime.kernels.attend.kernel import EXACT
+from kvq_runtime.kernels.attend.launch import RopeTables
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter, which a GPU replaces")
 

@@ -88,7 +88,7 @@ def test_kernels_of_a_step_are_counted_as_the_host_launches_them(monkeypatch):
     """Attention and merge; a rotated query is cast and multiplied first, views and allocations are no kernels."""
     import torch
 
-    from kvq_runtime.kernels.attend import host
+    from kvq_runtime.kernels.attend import launch
 
     class One:
         __name__ = "attend"
@@ -96,8 +96,8 @@ def test_kernels_of_a_step_are_counted_as_the_host_launches_them(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **options: None
 
-    monkeypatch.setattr(host, "attend_kernel", One())
-    monkeypatch.setattr(host, "merge_parts", lambda *given: None)
+    monkeypatch.setattr(launch, "attend_kernel", One())
+    monkeypatch.setattr(launch, "merge_parts", lambda *given: None)
     seen = {name: predicted.launches(Case(MODELS[0], name, 4096, 1), 8)[1] for name in ("rtn-2bit", "higgs-head-2bit")}
     assert seen == {"rtn-2bit": 0, "higgs-head-2bit": 0}  # the query is rotated in the kernel
     with predicted.Operations() as kernels:

@@ -13,8 +13,7 @@ import triton.language as tl
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels.attend import read_polar
-from kvq_runtime.kernels.attend.host import Layout, block_table, constants, layout
-from kvq_runtime.kernels.attend.launch import Launch
+from kvq_runtime.kernels.attend.launch import Launch, Layout, block_table, constants, layout
 from kvq_runtime.recipe import Scheme
 from kvq_runtime.stages.polar import Polar, PolarFitted
 

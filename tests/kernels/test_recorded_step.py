@@ -102,7 +102,7 @@ def test_a_step_asks_the_device_nothing(name, monkeypatch):
     driver.announce(1)
     new = driver.x[0, :, :, driver.at : driver.at + 1].unbind(0)
     launched = []
-    monkeypatch.setattr("kvq_runtime.kernels.attend.host.attend", lambda q, *rest: launched.append(q) or (q, q))
+    monkeypatch.setattr("kvq_runtime.kernels.attend.launch.attend", lambda q, *rest: launched.append(q) or (q, q))
     with pytest.MonkeyPatch.context() as patch, Silent(patch):
         driver.cache.take(0, *new)
         driver.cache.attend(0, driver.q[:, :, :1], None, SCALE)

@@ -6,7 +6,7 @@ import pytest
 from fused_driver import FAMILIES, Driver, with_kernels  # noqa: F401
 
 pytest.importorskip("triton")
-from kvq_runtime.kernels.attend import host
+from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.launch import count_splits, resident_programs
 
 H200 = SimpleNamespace(
@@ -45,7 +45,7 @@ def test_one_row_is_cut_into_more_than_128():
 
 def test_a_cache_chooses_once_by_the_room_that_it_has(monkeypatch):
     """So that a step that was recorded stays the step that is taken, however many tokens have come."""
-    asked, cut, choose, attend = [], [], host.choose_splits, host.attend
+    asked, cut, choose, attend = [], [], launch.choose_splits, launch.attend
 
     def chosen(*given):
         asked.append(given[6])
@@ -55,8 +55,8 @@ def test_a_cache_chooses_once_by_the_room_that_it_has(monkeypatch):
         cut.append(given[7])
         return attend(*given)
 
-    monkeypatch.setattr(host, "choose_splits", chosen)
-    monkeypatch.setattr(host, "attend", attended)
+    monkeypatch.setattr(launch, "choose_splits", chosen)
+    monkeypatch.setattr(launch, "attend", attended)
     driver = Driver(FAMILIES["rtn-2bit"])
     driver.step(58, expected=False)
     before = driver.cache.layers[0].blocks

@@ -19,8 +19,7 @@ from kvq_runtime.stages.rotate import Hadamard, Random
 from kvq_runtime.stages.rtn import Even, Rtn
 
 pytest.importorskip("triton")
-from kvq_runtime.kernels.attend.host import Encoded, Exact, RopeTables, attend, block_table, layout
-from kvq_runtime.kernels.attend.launch import Launch
+from kvq_runtime.kernels.attend.launch import Encoded, Exact, Launch, RopeTables, attend, block_table, layout
 
 FREQUENCIES = 10000.0
 

@@ -16,7 +16,7 @@ from kvq_runtime.ops import dispatch
 
 settling = keys.settle
 keys.settle = lambda: None
-for module in ("attend.host", *(f"encode.{name.partition('.')[0]}" for name in dispatch.OPS)):
+for module in ("attend.launch", *(f"encode.{name.partition('.')[0]}" for name in dispatch.OPS)):
     dispatch.kernels(module)
 modules = {name: module for name, module in sys.modules.items() if name.startswith("kvq_runtime.kernels.")}
 functions = {

@@ -1,21 +1,40 @@
-"""Choose how a kernel is launched: from a table that `make bench-gpu` measures, or a safe default.
+"""Launch decode attention over a layer's packed blocks, sinks and window: the kernel and its merge.
 
-And cut a layer's blocks into as many splits as fill the device, by how many programs a multiprocessor runs at once.
+How it is launched is in a table that `make bench-gpu` measures, or a safe default; a layer's blocks are cut into as
+many splits as fill the device, by how many programs a multiprocessor runs at once.
+
+`__all__` is what attention/fused.py and the store call; all of it is imported late, for it imports triton.
+
+Nothing here asks the device anything: lengths and starts are tensors on it, slabs are reached through a block table,
+the number of splits is fixed; so that a decode step can be captured as one graph.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from kvq_runtime.kernels.attend.layout import Layout
+from kvq_runtime.kernels.attend.block_table import Pages, block_table
+from kvq_runtime.kernels.attend.kernel import EXACT, merge_parts
+from kvq_runtime.kernels.attend.kernel import attend as attend_kernel
+from kvq_runtime.kernels.attend.layout import Layout, layout, tile
+from kvq_runtime.kernels.attend.queries import LOG2E
+from kvq_runtime.kernels.attend.rope import RopeTables
+from kvq_runtime.kernels.attend.settings import LayerSettings
+from kvq_runtime.kernels.encode.tile import FUSED, on
+
+__all__ = [
+    "Encoded", "Exact", "Layout", "Pages", "RopeTables", "attend", "block_table", "choose_splits", "layout", "takes",
+]  # fmt: skip
 
 ROWS = 64  # query heads of a KV head, times query tokens, that one tile has, at most
 TOKENS = 8  # of a query, that any number of heads may have
 LINES = 65535  # KV heads of all rows of a batch: an axis of the grid
+REGISTERS = 65536  # of a multiprocessor; ptxas would rather spill than take more than its own guess
 
 
 @dataclass(frozen=True)
@@ -32,6 +51,179 @@ class Launch:
     warps: int = 2
     stages: int = 1
     registers: int = 255
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One scheme's blocks.
+
+    layout      how they are read
+    addresses   their block table, int64 [slabs, 1 + fields]; or the pages of an engine's cache
+    lookup      the layout's lookup on the device, or None
+    rotation    the layout's rotation, transposed, on the device, float16 [D, D]: x̂ = what is read · rotation; or None
+    mean        what was removed from each channel, of keys before RoPE, float32 [C], or None
+    """
+
+    layout: Layout
+    addresses: Tensor | Pages
+    lookup: Tensor | None = None
+    rotation: Tensor | None = None
+    mean: Tensor | None = None
+
+    @staticmethod
+    def of(layout: Layout, addresses: Tensor) -> "Encoded":
+        """With the layout's tensors on the device of the addresses."""
+        back = None if layout.rotation is None else layout.rotation.mT.half().contiguous()
+        lookup, rotation = (None if x is None else x.to(addresses.device) for x in (layout.lookup, back))
+        return Encoded(replace(layout, lookup=None, rotation=None), addresses, lookup, rotation)
+
+
+class Exact(NamedTuple):
+    """Exact keys and values: windows [B, W, C], a buffer; the sinks of each row [B, S, C].
+
+    Of pages: windows [E, N, C], and sinks [F, S, C], views of [F, 2, S, C]; which of E and F are a row's, `lengths`
+    says.
+    """
+
+    k_window: Tensor
+    v_window: Tensor
+    k_sinks: Tensor
+    v_sinks: Tensor
+
+
+def attend(
+    q_BHTD: Tensor,
+    keys: Encoded,
+    values: Encoded,
+    exact: Exact,
+    lengths: Tensor,
+    starts_B: Tensor | None,
+    scale: float,
+    splits: int,
+    rope: RopeTables | None = None,
+    launch: Launch | None = None,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The attention of query tokens that are the last of the window: out [B, Hq, Tq, D] and log2 Σ 2^s [B, Hq, Tq].
+
+    Queries that one tile has no room for are several, which read the blocks again: `tile_rows`.
+
+    lengths    int32 [3]: encoded blocks, the window's first place in its buffer, its tokens; of pages [B, 4], of each
+               row its encoded pages, its row of the windows, its tokens there, its row of the sinks or -1
+    starts_B   int32: the first real slot of each row; of pages None
+    scale      of the scores
+    splits     parts that the blocks are cut into, see `choose_splits`
+    rope       for keys before RoPE, and for keys after it whose mean was removed
+    cap        bound of a score, which is cap · tanh(score / cap); None: there is none
+
+    ValueError: there are more query tokens than `takes` allows.
+    """
+    q_BHTD = q_BHTD.contiguous()
+    batch, q_heads, tokens, size = q_BHTD.shape
+    heads = keys.layout.geometry.kv_heads
+    ratio, lines = q_heads // heads, batch * heads
+    if not takes(lines, ratio, tokens):
+        raise ValueError(
+            f"{batch} rows of {heads} KV heads, {ratio * tokens} rows of queries of each; the kernel takes up to "
+            f"{LINES} KV heads of all rows, and {ROWS} rows of queries, or {TOKENS} tokens of any number of heads: "
+            "give it fewer"
+        )
+    parts, rows = EXACT.value + splits, ratio * tokens
+    part = torch.empty(lines, parts, rows, size, dtype=torch.float32, device=q_BHTD.device)
+    part_lse = torch.empty(lines, rows, parts, dtype=torch.float32, device=q_BHTD.device)
+    out, lse = torch.empty_like(q_BHTD), part_lse.new_empty(batch, q_heads, tokens)
+    arguments, options = _launched(
+        q_BHTD, keys, values, exact, lengths, starts_B, scale, splits, rope, launch, part, part_lse, cap
+    )
+    with on(q_BHTD):
+        attend_kernel[(_tiles(keys, values, rows), lines, parts)](*arguments, **options)
+    merge_parts(part, part_lse, values.rotation, values.mean, lengths, out, lse)
+    return out, lse
+
+
+def choose_splits(
+    q_BHTD: Tensor,
+    keys: Encoded,
+    values: Encoded,
+    exact: Exact,
+    lengths: Tensor,
+    starts_B: Tensor | None,
+    blocks: int,
+    rope: RopeTables | None = None,
+    launch: Launch | None = None,
+    cap: float | None = None,
+) -> int:
+    """Return the number of parts that `attend`, with the same arguments, should cut the blocks into (`count_splits`).
+
+    Compiles the kernel, if it has not been yet. On a CPU, where there is nothing to fill, a few.
+
+    blocks   that there is room for
+    """
+    batch, q_heads, tokens, _ = q_BHTD.shape
+    heads = keys.layout.geometry.kv_heads
+    lines = batch * heads * _tiles(keys, values, q_heads // heads * tokens)
+    if not q_BHTD.is_cuda:
+        return count_splits(lines, blocks, 4, 3)
+    given = (q_BHTD, keys, values, exact, lengths, starts_B, 1.0, 1, rope, launch)
+    limits = torch.cuda.get_device_properties(q_BHTD.device)
+    with on(q_BHTD):
+        resident = _resident(*_launched(*given, torch.float32, torch.float32, cap), limits)
+    return count_splits(lines, blocks, limits.multi_processor_count, resident)
+
+
+def _tiles(keys: Encoded, values: Encoded, rows: int) -> int:
+    """Into how many tiles the query rows of a KV head fall."""
+    return -(-rows // tile_rows(keys.layout, values.layout, rows))
+
+
+def _resident(arguments: tuple, options: dict[str, Any], limits: Any) -> int:
+    """Return how many programs of the kernel a multiprocessor of the current device runs at once."""
+    compiled = attend_kernel.warmup(*arguments, grid=(1,), **options)
+    compiled._init_handles()  # the driver counts registers when it loads a kernel
+    return resident_programs(compiled.n_regs, compiled.metadata.shared, options["num_warps"], limits)
+
+
+def _launched(
+    q_BHTD: Tensor,
+    keys: Encoded,
+    values: Encoded,
+    exact: Exact,
+    lengths: Tensor,
+    starts_B: Tensor | None,
+    scale: float,
+    splits: int,
+    rope: RopeTables | None,
+    launch: Launch | None,
+    part: Any,
+    part_lse: Any,
+    cap: float | None,
+) -> tuple[tuple, dict[str, Any]]:
+    """The kernel's arguments, and the options of its launch."""
+    q_heads, tokens = q_BHTD.shape[1:3]
+    ratio = q_heads // keys.layout.geometry.kv_heads
+    launch = launch or choose(q_BHTD.device, keys.layout, values.layout, ratio * tokens)
+    pointers, paged = None if rope is None else rope.pointers(keys.mean), int(isinstance(keys.addresses, Pages))
+    arguments = (
+        q_BHTD, keys.rotation, scale * LOG2E.value, pointers, keys.addresses, values.addresses, keys.lookup,
+        values.lookup, *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse, ratio * tokens, tokens,
+        splits,
+        *constants(keys.layout, values.layout, ratio * tokens, exact.k_sinks.shape[1], launch, paged, cap),
+    )  # fmt: skip
+    most = min(launch.registers, REGISTERS // (32 * launch.warps))
+    return arguments, {"num_warps": launch.warps, "num_stages": launch.stages, "maxnreg": most} | FUSED
+
+
+def constants(
+    keys: Layout, values: Layout, rows: int, sinks: int, launch: Launch, paged: int = 0, cap: float | None = None
+) -> tuple:
+    """The compile-time arguments of the kernel, in its order."""
+    heads, size = keys.geometry.kv_heads, keys.geometry.head_size
+    bound = LOG2E.value * (cap or 0.0)
+    layer = LayerSettings(heads, size, keys.block, tile_rows(keys, values, rows), launch.tile, sinks, paged, bound)
+    return layer, keys.scan, keys.read, keys.settings, values.read, values.settings, tile(1, size)
+
+
+# ---- settings, and splits
 
 
 def key(arch: int, keys: Layout, values: Layout, rows: int) -> str:
