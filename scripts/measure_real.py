@@ -40,8 +40,8 @@ from kvq_calib.evaluate.record import Protocol, load_model
 from kvq_calib.evaluate.subject import Subject, costs
 from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
 from kvq_calib.job.prepare import prepare
+from kvq_calib.model import find
 from kvq_calib.model import find as models
-from kvq_calib.model import sampled
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import calibrate
 from kvq_calib.text import corpus
@@ -132,7 +132,7 @@ class Home:
 
     @property
     def folder(self) -> Path:
-        return Path(os.environ["KVQ_HOME"]) / "real" / sampled.digest(self.files)[:16]
+        return Path(os.environ["KVQ_HOME"]) / "real" / find.digest(self.files)[:16]
 
     def artifact(self, recipe: str, on: str) -> Path:
         """Return the path of a recipe's artifact, fitted on one of the texts."""
@@ -335,7 +335,7 @@ def _keys(home: Home, args: argparse.Namespace) -> Iterator[tuple[Unit, str]]:
             tokens = home.batch(unit.text, unit.length).digest
             about = {**asdict(unit), "step": unit.step, "sinks": SINKS, "recent": RECENT, "tokens": tokens}
             device = [] if args.device == "cpu" else [args.device]
-            yield unit, real_page.digest([about, digests[who], sampled.digest(home.files), *device])
+            yield unit, real_page.digest([about, digests[who], find.digest(home.files), *device])
 
 
 def scores(home: Home, args: argparse.Namespace) -> int:

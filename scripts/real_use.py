@@ -24,7 +24,7 @@ from kvq_calib.evaluate.caches import WitnessCache
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.subject import Subject, costs
-from kvq_calib.model import sampled
+from kvq_calib.model import find
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.text import corpus
 from kvq_calib.text.tokenizer import Encoder
@@ -252,7 +252,7 @@ def _subjects(args: argparse.Namespace, files: ModelFiles) -> list[Subject]:
 
 
 def _ledger(files: ModelFiles) -> Ledger:
-    return Ledger(Path(os.environ["KVQ_HOME"]) / "real" / sampled.digest(files)[:16] / "answers")
+    return Ledger(Path(os.environ["KVQ_HOME"]) / "real" / find.digest(files)[:16] / "answers")
 
 
 def _lengths(args: argparse.Namespace, usual: Sequence[int]) -> Sequence[int]:

@@ -28,7 +28,7 @@ from kvq_calib.evaluate.caches import CountedCache, FullCache, fit_tokens, refus
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code, digest_of
 from kvq_calib.evaluate.perplexity import REFERENCE, Score, layered
 from kvq_calib.evaluate.subject import Subject, costs
-from kvq_calib.model import sampled
+from kvq_calib.model import find
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run.device import free_on
@@ -106,7 +106,7 @@ def _kind(files: ModelFiles, device: str) -> torch.dtype:
 def setting(files: ModelFiles, device: str, dtype: torch.dtype, ledger: Ledger) -> tuple[dict[str, Any], Ledger]:
     """The environment as records have it, and the ledger of what this code finds of a model in it."""
     used = environment(device, str(dtype).removeprefix("torch."), torch.get_num_threads())
-    return used, ledger.within(model=[files.id, files.revision, sampled.digest(files)], environment=used, code=code())
+    return used, ledger.within(model=[files.id, files.revision, find.digest(files)], environment=used, code=code())
 
 
 def of_subject(

@@ -1,6 +1,10 @@
-"""Find a model: by its name in the catalog, in a local folder or GGUF file, or by its id on the Hugging Face Hub."""
+"""Find a model: by its name in the catalog, in a local folder or GGUF file, or by its id on the Hugging Face Hub; and
+tell models of one name apart, by a digest.
+"""
 
+import hashlib
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
@@ -20,6 +24,7 @@ SMALL = ["*.json", "tokenizer*", "vocab*", "merges*", "README.md"]
 WANTED = ["model*.safetensors", *SMALL]
 BUILT = Path(__file__).parents[2] / "build"  # of a checkout
 UNWANTED = ["*/*", "*.bin", "*.py"]
+PIECES, BYTES = 4, 64  # of each tensor that a digest has, evenly spaced from its first bytes to its last
 
 
 def resolve(name: str | Path, revision: str | None = None) -> ModelFiles:
@@ -180,3 +185,22 @@ def _embedded_folder(name: str) -> Path:
         raise RuntimeError(
             f"the {name} model is neither in artifacts/{name}-model nor installed ({package})"
         ) from error
+
+
+def digest(files: ModelFiles) -> str:
+    """sha256 of a model's settings, tokenizer and some bytes of each tensor, wherever and whenever they were written.
+
+    Of a model in a folder the name is that of the folder, to which a training writes as often as it likes. All bytes
+    would take as long as a download; a training changes most matrices nearly everywhere.
+    """
+    found = hashlib.sha256(json.dumps(dict(files.config), sort_keys=True, default=str).encode())
+    if (tokenizer := files.path / "tokenizer.json").is_file():
+        found.update(tokenizer.read_bytes())
+    for name in sorted(files.names):
+        path, start, stop = files.place(name)
+        found.update(f"\0{name} {stop - start}\0".encode())
+        with path.open("rb") as file:
+            for piece in range(PIECES):
+                file.seek(start + max(0, stop - start - BYTES) * piece // (PIECES - 1))
+                found.update(file.read(min(BYTES, stop - start)))
+    return found.hexdigest()

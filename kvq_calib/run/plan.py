@@ -13,7 +13,7 @@ import torch
 
 from kvq_calib.fit.rotate import OutputMetric
 from kvq_calib.fit.scheme import SchemeFit
-from kvq_calib.model import sampled
+from kvq_calib.model import find
 from kvq_calib.model.files import ARCHITECTURES, ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.text import corpus
@@ -41,7 +41,7 @@ class Plan:
     transfer            a text of another kind, on whose fit part settings are measured too; None: none
     transfer_samples    sequences of it, after all others: nothing is fitted on them
     draft               whether this is a draft (`share.py`), which begins with what another run has begun with
-    weights             of a model without a revision, whose name says nothing of it: its digest (`model/sampled.py`)
+    weights             of a model without a revision, whose name says nothing of it: its digest (`model/find.py`)
     texts               {corpus: sha256} of those that are files here
     """
 
@@ -308,6 +308,6 @@ def make(
         vocabularies=vocabularies or {},
         transfer=corpus.pin(transfer) if transfer else None,
         transfer_samples=min(held_out or samples, MEASURED * chunk) if transfer else 0,
-        weights=None if files.revision else sampled.digest(files),
+        weights=None if files.revision else find.digest(files),
         texts=corpus.in_files(source or known.corpus) | (corpus.in_files(transfer) if transfer else {}),
     )
