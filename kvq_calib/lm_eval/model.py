@@ -2,7 +2,7 @@
 
     lm_eval.simple_evaluate("kvq", {"pretrained": "demo", "recipe": "higgs-2bit"}, tasks=["hellaswag"])
 
-Log-likelihoods arrive in steps through the cache (`evaluate/continuations.py`); lm-eval's own model takes each text in
+Log-likelihoods arrive in steps through the cache (`evaluate/perplexity.py`); lm-eval's own model takes each text in
 one pass without a cache, and gives the same figures whatever the recipe. What is generated is read from the cache from
 its second token on; its prompt is one pass, padded on the left where prompts of different lengths share a batch, which
 moves where their blocks begin. A task of which no request read anything that was encoded is refused.
@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.caches import WitnessCache, attending
-from kvq_calib.evaluate.continuations import Continuation, loglikelihoods
 from kvq_calib.evaluate.ledger import Ledger
-from kvq_calib.evaluate.perplexity import REFERENCE, STEP
+from kvq_calib.evaluate.perplexity import REFERENCE, STEP, Continuation, loglikelihoods
 from kvq_calib.evaluate.record import load_model, setting
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.model import find as models

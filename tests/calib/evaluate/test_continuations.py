@@ -5,7 +5,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvq_calib.evaluate.caches import CountedCache, WitnessCache, attending
-from kvq_calib.evaluate.continuations import Continuation, loglikelihoods
+from kvq_calib.evaluate.perplexity import Continuation, loglikelihoods
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find as models
 from kvq_runtime.artifact import recipe_text
