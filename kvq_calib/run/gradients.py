@@ -24,8 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvq_calib.model.head import Head
-from kvq_calib.model.streamed import Stream
+from kvq_calib.model.streamed import Head, Stream
 from kvq_calib.run import checkpoint
 from kvq_calib.run.plan import Plan, by_gradients
 from kvq_calib.run.run import Run
