@@ -19,10 +19,9 @@ from kvq_calib.job.token import publishing
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import budget, checkpoint
-from kvq_calib.run.copies import Copies
 from kvq_calib.run.device import cores, free_on
 from kvq_calib.run.plan import Plan, make
-from kvq_calib.run.run import EVERY, InFiles, InMemory, Listener, Run, silent
+from kvq_calib.run.run import EVERY, Copies, InFiles, InMemory, Listener, Run, silent
 from kvq_calib.text import corpus
 from kvq_calib.text.documents import EMBEDDED
 from kvq_calib.text.tokenizer import Encoder

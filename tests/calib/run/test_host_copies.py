@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kvq_calib.run.copies import Copies
-from kvq_calib.run.run import InMemory
+from kvq_calib.run.run import Copies, InMemory
 
 
 @dataclass
