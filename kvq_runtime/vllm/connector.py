@@ -39,8 +39,8 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.prefix.shelf import parse_bytes
-from kvq_runtime.vllm import plugin, rows
-from kvq_runtime.vllm.rows import Rows
+from kvq_runtime.vllm import page, plugin
+from kvq_runtime.vllm.page import Rows
 
 logger = init_logger("vllm.kvq")
 
@@ -187,7 +187,7 @@ def _places(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:
     try:
         with torch.inference_mode():
             write = partial(module.impl.do_kv_cache_update, module)
-            return rows.asked(cache, geometry.kv_heads, geometry.head_size, write)
+            return page.places_of(cache, geometry.kv_heads, geometry.head_size, write)
     except (ValueError, AttributeError) as error:
         raise ValueError(
             f"KVQConnector cannot read the cache of {type(module.impl).__name__}: {error}; "

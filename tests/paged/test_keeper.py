@@ -19,7 +19,7 @@ from kvq_runtime.engines.keeper import Keeper
 from kvq_runtime.engines.orders import Order
 from kvq_runtime.prefix import chain, sets
 from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.vllm.rows import Rows, asked
+from kvq_runtime.vllm.page import Rows, places_of
 
 PAGE, KERNEL = 8, 4  # tokens of an engine's page, and of a cache's
 COUNT = 5 * 16 + 3
@@ -40,7 +40,7 @@ class Engine:
         self.store = PrefixBlocks(path, recipe, GEOMETRY, tensors, model="m", rotary=feeding.rotary())
         shape = (64, GEOMETRY.kv_heads, KERNEL, 2 * GEOMETRY.head_size)
         self.caches = [torch.full(shape, 9.0, dtype=torch.bfloat16) for _ in range(GEOMETRY.layers)]
-        places = asked(self.caches[0], GEOMETRY.kv_heads, GEOMETRY.head_size, put)
+        places = places_of(self.caches[0], GEOMETRY.kv_heads, GEOMETRY.head_size, put)
         layers = [Rows(cache, places, PAGE // KERNEL) for cache in self.caches]
         self.keeper = Keeper(self.store, layers, PAGE, pending)
         self.free = torch.randperm(31).add(1).tolist()

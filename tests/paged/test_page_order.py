@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq_runtime.vllm.rows import Rows, asked
+from kvq_runtime.vllm.page import Rows, places_of
 
 HEADS, SIZE, TOKENS = 3, 8, 4
 
@@ -38,7 +38,7 @@ def test_rows_come_back_from_where_the_backend_put_them(write, make, dtype):
     """Read what a backend wrote; write what the same backend would; page 0 is as it was."""
     cache = make(dtype)
     cache[0] = 7
-    places = asked(cache, HEADS, SIZE, write)
+    places = places_of(cache, HEADS, SIZE, write)
     assert bool((cache == 7).all(-1).all(-1).all(-1)[0]) and not cache[1:].any()
     k, v = torch.randn(2, 2 * TOKENS, HEADS, SIZE).to(dtype)
     pages = [4, 2]
@@ -58,7 +58,7 @@ def test_more_elements_than_a_digit_counts_are_told_apart():
     def write(k_THD, v_THD, cache_BHNC, slots_T):
         cache_BHNC[slots_T // 128, :, slots_T % 128] = torch.cat([k_THD, v_THD], -1)
 
-    places = asked(cache, 8, 64, write)
+    places = places_of(cache, 8, 64, write)
     k, v = torch.randn(2, 128, 8, 64).bfloat16()
     write(k, v, cache, 128 + torch.arange(128))
     assert torch.equal(Rows(cache, places).read([1])[0], k.flatten(1))
@@ -71,8 +71,8 @@ def test_a_cache_that_does_not_keep_rows_is_refused():
         plain((k_THD / 16).round() * 16, v_THD, cache_BHNC, slots_T)
 
     with pytest.raises(ValueError, match="as they are"):
-        asked(strided(torch.float32), HEADS, SIZE, rounding)
+        places_of(strided(torch.float32), HEADS, SIZE, rounding)
     with pytest.raises(ValueError, match="16 or 32 bits"):
-        asked(strided(torch.float32)[..., :-1], HEADS, SIZE, plain)
+        places_of(strided(torch.float32)[..., :-1], HEADS, SIZE, plain)
     with pytest.raises(ValueError, match="16 or 32 bits"):
-        asked(strided(torch.uint8), HEADS, SIZE, plain)
+        places_of(strided(torch.uint8), HEADS, SIZE, plain)

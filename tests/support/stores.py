@@ -26,7 +26,7 @@ from kvq_runtime.engines.orders import Planner, text_of
 from kvq_runtime.hf.model import CACHE, rotary_of_folder
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.recipe import preset
-from kvq_runtime.vllm.rows import Rows, asked
+from kvq_runtime.vllm.page import Rows, places_of
 
 MODEL = Path(__file__).parents[2] / "artifacts" / "demo-model"
 LAYERS, HEADS, SIZE, BLOCK = 6, 2, 64, 128
@@ -56,7 +56,7 @@ class VLLM:
         (store,), (own,) = kept.opened(given, served, "a test", 1), kept.opened(given, served, "a test", 1, 0)
         self.planner = Planner([store], self.PAGE, 0)
         self.caches = [torch.zeros(64, HEADS, self.PAGE, 2 * SIZE, dtype=torch.bfloat16) for _ in range(LAYERS)]
-        places = asked(self.caches[0], HEADS, SIZE, self._put)
+        places = places_of(self.caches[0], HEADS, SIZE, self._put)
         self.keeper = Keeper(own, [Rows(one, places) for one in self.caches], self.PAGE, 1 << 30)
 
     def _put(self, k_THD: Tensor, v_THD: Tensor, cache_BHNC: Tensor, slots_T: Tensor) -> None:
