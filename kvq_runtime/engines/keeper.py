@@ -202,7 +202,7 @@ class Keeper:
                 self.store.under(copy.salt).put(copy.tokens, keys, values, copy.start)
             except (OSError, ValueError, RuntimeError) as error:
                 self._count("blocks_refused", len(copy.names))
-                _log.warning("blocks of a prefix are not kept: %s", error)
+                self.store.refused(error)
             self._count("bytes_kept", self.store.tally["written"] - before)
             self._count("tokens_kept", self.store.block * sum(map(self.store.shelf.has, copy.names)))
             self._count("seconds_keeping", time.monotonic() - began)

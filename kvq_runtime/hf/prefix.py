@@ -1,6 +1,5 @@
 """Keep the prefixes of a loaded model's prompts, and generate from them: prefix/store.py for transformers."""
 
-import logging
 import re
 from collections.abc import Iterable
 from hashlib import sha256
@@ -30,7 +29,6 @@ from kvq_runtime.store.memory import human
 from kvq_runtime.store.promise import Check
 
 PLACEHOLDER = "(image|video|audio)_token_(id|index)"  # in a configuration
-_log = logging.getLogger(__name__)
 
 
 class PrefixStore:
@@ -173,7 +171,7 @@ class PrefixStore:
     def generate(self, input_ids: Tensor, **settings: Any) -> Any:
         """`model.generate` of one prompt [1, T], from what is kept of it; then keep prompt and answer.
 
-        A disk that refuses is a warning in the log, and costs no answer.
+        A disk that refuses is a warning in the log, once until it takes a block, and costs no answer.
         """
         mask = settings.get("attention_mask")
         if len(input_ids) != 1 or (mask is not None and not bool(mask.all())):
@@ -189,7 +187,7 @@ class PrefixStore:
             # of several rows, beams or samples, the prompt is what all have
             self.put(cache, text[0] if cache.blocks.rows == 1 else input_ids)
         except OSError as error:
-            _log.warning("the prefix is not kept: %s", error)
+            self._blocks.refused(error)
         return out
 
     def _rows(self, settings: dict[str, Any]) -> int:

@@ -12,6 +12,7 @@ name the later one stays. Nothing is locked. When a file was last used is its mt
 Files are 0600 and the folders of sets 0700; a root of another user, or one that others may write to, is refused.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -32,6 +33,7 @@ UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 SUFFIX = ".safetensors"
 SLACK = 16  # a process looks at the folder again when it has written 1/16 of the budget
 _DIGEST = "[0-9a-f]" * 64
+_log = logging.getLogger(__name__)
 GRACE = 600.0  # seconds: a younger draft of another machine may be at work
 
 
@@ -122,21 +124,25 @@ class Folder:
     """
 
     def __init__(self, root: Path, about: dict[str, Any], digest: str, budget: int):
-        self.root, self.budget = root, budget
-        files.make_folder(root, 0o700)
-        check_owner(root)
+        self.root, self.budget, self._about = root, budget, about
         self.place, self.drafts = root / digest, root / digest / "tmp"
+        self._make()
+        self._room = 0  # bytes that may be written before the folder is looked at again
+        for draft in old_drafts(self.place, GRACE):
+            remove(draft)
+
+    def _make(self) -> None:
+        """Make what is missing of the folders, and check whose they are."""
+        files.make_folder(self.root, 0o700)
+        check_owner(self.root)
         for folder in (self.place, self.drafts):
             files.make_folder(folder, 0o700)
             check_owner(folder)
             if stat.S_IMODE(folder.lstat().st_mode) != 0o700:
                 folder.chmod(0o700)
         if not (self.place / "about.json").exists():
-            files.replace(self.place / "about.json", strict_json.dumps(about).encode(), self.drafts, 0o600)
+            files.replace(self.place / "about.json", strict_json.dumps(self._about).encode(), self.drafts, 0o600)
         files.sync(self.place)  # a process may have died between naming a block and this
-        self._room = 0  # bytes that may be written before the folder is looked at again
-        for draft in old_drafts(self.place, GRACE):
-            remove(draft)
 
     def path(self, name: str) -> Path:
         """Return the path of the block of this name, which may not exist."""
@@ -159,6 +165,13 @@ class Folder:
             files.replace(self.path(name), data, self.drafts, 0o600)
         except IsADirectoryError:  # somebody's folder
             self.drop(name)
+            files.replace(self.path(name), data, self.drafts, 0o600)
+        except FileNotFoundError:
+            _log.warning("%s was removed, with what was kept in it, and is made again", self.place)
+            try:
+                self._make()
+            except ArtifactError as error:
+                raise PermissionError(str(error)) from None
             files.replace(self.path(name), data, self.drafts, 0o600)
 
     def used(self, names: Sequence[str]) -> None:

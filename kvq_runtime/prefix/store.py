@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.errors import ArtifactError, spoken
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import entropy
 from kvq_runtime.ops.rope import Rotary
@@ -99,6 +99,7 @@ class PrefixBlocks:
         # read, written: bytes of blocks; damaged, unreadable: blocks; beyond: keys or values of a layer
         self.tally: Counter[str] = Counter()
         self._said: set[str] = set()
+        self._refused: set[str] = set()  # reasons since a block was last written
 
     def under(self, salt: str) -> "PrefixBlocks":
         """The same store for a tenant of this one's: other chains, on the same shelf. Without a salt it is itself."""
@@ -288,8 +289,16 @@ class PrefixBlocks:
         the log says of `what`."""
         return self._counted(name, what, lambda: self._got(name, parse))
 
+    def refused(self, error: Exception) -> None:
+        """Say in the log that blocks are not kept, and why: once, until a block is written again."""
+        why = spoken(error)
+        if why not in self._refused:
+            self._refused.add(why)
+            _log.warning("blocks of a prefix are not kept: %s (said once, until one is kept)", why)
+
     def _written(self, name: str, data: bytes) -> None:
         self.shelf.put(name, data)
+        self._refused.clear()
         self.tally["written"] += len(data)
 
     def _got(self, name: str, parse: Callable[[bytes], T]) -> tuple[T, int] | None:

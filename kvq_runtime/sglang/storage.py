@@ -127,7 +127,7 @@ class KVQStorage(HiCacheStorage):
                 (block,) = store.coder.encode_run(link.number, pairs)
                 store.write(name, block, link)
         except (OSError, ValueError, RuntimeError) as error:  # a full disk, NaN
-            _log.warning("a page is not kept: %s", error)
+            store.refused(error)
             return False
         store.shelf.used(names)
         return True

@@ -1,5 +1,7 @@
 """A model goes on from a kept prefix as if nothing had happened between."""
 
+import errno
+import os
 import re
 from dataclasses import replace
 
@@ -16,6 +18,7 @@ from kvq_runtime.hf import geometry_of
 from kvq_runtime.hf.model import fingerprint_of
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import rate
+from kvq_runtime.prefix.shelf import Folder
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.recipe import with_each
 
@@ -168,6 +171,22 @@ def test_a_full_disk_costs_no_answer(tmp_path, model, monkeypatch, caplog):
     assert torch.equal(store.generate(ids, **NEW), model.generate(ids, **NEW))
     assert "No space left" in caplog.text and store.longest(ids) == 0
     assert not [*tmp_path.rglob("*.tmp")]
+
+
+def test_a_disk_that_refuses_is_told_once_until_it_takes_a_block(tmp_path, model, monkeypatch, caplog):
+    store = PrefixStore(tmp_path, recipe_of("exact", model), model=model)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+
+    for number in (1, 2):
+        with monkeypatch.context() as patched:
+            patched.setattr(Folder, "put", full)
+            for _ in range(2):
+                store.generate(prompt(50, number), **NEW)
+        assert caplog.text.count("No space left on device") == number
+        store.generate(prompt(50, number), **NEW)
+        assert store.longest(prompt(50, number)) > 0
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path, model):

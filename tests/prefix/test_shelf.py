@@ -1,6 +1,7 @@
 """A folder of prefixes that processes share: its budget, its writers, and the commands that keep it in order."""
 
 import os
+import shutil
 import stat
 import threading
 
@@ -149,6 +150,28 @@ def test_threads_share_a_store_in_memory():
     for thread in threads:
         thread.join()
     assert not failed
+
+
+def test_a_folder_that_is_removed_is_made_again_once(tmp_path, caplog):
+    kept, (keys, values) = store(tmp_path / "root"), rows(32)
+    kept.put(ids(32), keys, values)
+    other = store(tmp_path / "root")
+    shutil.rmtree(tmp_path / "root")
+    assert kept.longest(ids(32)) == 0 and not kept.load(ids(32))
+    assert kept.put(ids(32), keys, values) == other.put(ids(32), keys, values) == 32
+    assert other.put(ids(32, first=2), keys, values) == 32 and other.checked(ids(32)) == 32
+    assert caplog.text.count("is made again") == 1
+    assert store(tmp_path / "root").longest(ids(32)) == 32 and [*sets.listed(tmp_path / "root")]
+
+
+def test_a_folder_that_is_somebody_else_s_now_is_not_written_to(tmp_path):
+    kept, (keys, values) = store(tmp_path / "root"), rows(16)
+    shutil.rmtree(tmp_path / "root")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root").chmod(0o777)
+    with pytest.raises(OSError, match="others can write to it"):
+        kept.put(ids(16), keys, values)
+    assert not [*(tmp_path / "root").iterdir()]
 
 
 # ---- the command
