@@ -51,7 +51,7 @@ def test_gaussian_channels_take_little_more_than_their_entropy(dtype):
         ideal += float((0.5 * torch.log2(2 * np.pi * np.e * x.var(0)) - width.mean(0)).sum()) * len(x)
     count = sum(one.numel() for one in rows)
     assert 0 < 8 * returned(rows) / count - ideal / count < 0.2
-    assert ideal / count < 16 if dtype != torch.float32 else 32
+    assert ideal / count < (16 if dtype != torch.float32 else 32)
 
 
 @settings(deadline=None, max_examples=40)
