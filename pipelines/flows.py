@@ -6,7 +6,7 @@ Every parameter is explained once, by its type; Prefect shows that beside it.
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from prefect import flow, task
+from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.states import State
@@ -17,6 +17,7 @@ from kvq_calib.evaluate.gate import Bounds, Refused
 from kvq_calib.flow.flow import calibrated, failed
 from kvq_calib.job.job import Job
 from kvq_calib.job.token import publishing
+from kvq_calib.model import catalog
 from kvq_runtime.cli.table import percent
 from kvq_runtime.registry.reference import PRODUCTION
 
@@ -122,10 +123,19 @@ def nightly(
 
     Where nothing changed (code, model, text, settings) the bytes are the same, and so is the version: a quiet night
     publishes nothing. One model's failure does not keep the next from its turn; the run then fails with all reasons.
+    Names that can mean no model are told at its beginning.
     """
     settings = {name: value for name, value in locals().items() if name not in ("models", "timeout_hours")}
-    rows, reasons = [], []
+    rows, reasons, known = [], [], []
     for model in models:
+        try:
+            catalog.check(model)
+            known.append(model)
+        except ValueError as error:
+            reasons.append(f"{model}: {error}")
+    if reasons:
+        get_run_logger().error("; ".join(reasons))
+    for model in known:
         try:
             done = calibrated(Job.from_settings(model=model, **settings), 3600 * timeout_hours)
             rows += [artifact.record() for artifact in done]

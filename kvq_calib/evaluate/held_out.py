@@ -154,8 +154,8 @@ def check_drift(
     """
     if not bounds.given:
         raise ValueError("a drift check needs a bound: max_perplexity_ratio, max_kl, or both")
-    files = models.resolve(model)
     wanted = [one for name in names for one in _versions(name, alias, promote, registry_url)]
+    files = models.resolve(model)  # which may be a long download
     subjects = [find(one, files, registry_url) for one in wanted]
     tokens = corpus.select(
         source, files.path, windows, length or min(files.entry.seq_len, files.context), seed, "held-out"

@@ -42,7 +42,6 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
     files   of the model, where it was found already: `models.look_up`, for a plan without its weights
     """
     what, text, machine = job.what, job.text, job.machine
-    files = files or models.resolve(what.model, what.revision)
     automatic = [asked for asked in what.recipes if asked in budget.AUTOMATIC]
     if bool(automatic) != bool(what.bits):
         raise ValueError(
@@ -57,6 +56,7 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
             "pages cannot hold; use --recipe auto"
         )
     recipes = [recipe_text.read(asked) for asked in what.recipes if asked not in automatic]
+    files = files or models.resolve(what.model, what.revision)  # which may be a long download
     for recipe in recipes if what.engine else ():
         plugin.VLLM.check(recipe, files.geometry)
     budgets, vocabularies = {}, {}

@@ -2,6 +2,7 @@
 
 import json
 from datetime import date
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -158,6 +159,17 @@ def test_a_model_that_fails_does_not_stop_the_night(model, server, tmp_path):
     state = nightly([gone, model], **small(model), return_state=True)
     assert state.is_failed() and state.message.startswith(f"{gone}: ") and model not in state.message.replace(gone, "")
     assert registry.resolve(NAME).version == "1.0.0"
+
+
+def test_a_name_that_is_no_model_is_told_before_the_night(server, monkeypatch):
+    from pipelines import flows
+
+    told, before = list[str](), list[list[str]]()
+    monkeypatch.setattr(flows, "get_run_logger", lambda: SimpleNamespace(error=told.append))
+    monkeypatch.setattr(flows, "calibrated", lambda *_: before.append([*told]) or [])
+    state = flows.nightly(["demo", "nosuch", "demo"], return_state=True)
+    assert [len(one) for one in before] == [1, 1] and told[0].startswith("nosuch: model 'nosuch' is no folder")
+    assert state.is_failed() and state.message == told[0]
 
 
 def test_drift_is_told_and_what_is_worse_is_not_promoted(model, server):

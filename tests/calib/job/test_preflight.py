@@ -13,9 +13,12 @@ import torch
 from kvq_calib.bench import rounds
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.cli import outcome
+from kvq_calib.evaluate import held_out
 from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
 from kvq_calib.job.prepare import preflight, prepare
+from kvq_calib.model import find
 from kvq_calib.run import plan as plans
+from kvq_runtime.errors import NotFound
 from kvq_runtime.ops import product
 from kvq_runtime.recipe import preset
 
@@ -60,6 +63,14 @@ def test_a_disk_that_is_one_byte_too_small_is_refused(job, machine, tmp_path):
     with pytest.raises(RuntimeError, match=rf"^the run needs {needs / 1e9:.1f} GB in {work.folder}, and .* are free"):
         preflight(job, work)
     assert looked == [tmp_path, tmp_path], "the run's folder is not there yet: the nearest one above it"
+
+
+def test_names_that_are_none_are_told_before_a_model_is_fetched(job, monkeypatch):
+    monkeypatch.setattr(find, "resolve", lambda *_: pytest.fail("a model is fetched"))
+    with pytest.raises(NotFound, match="no recipe 'aqua-9bit'"):
+        prepare(job.with_settings(recipes=("aqua-9bit",)))
+    with pytest.raises(NotFound, match="nosuch"):
+        held_out.check_drift(["nosuch"], "demo", "demo", held_out.Bounds(1.05), seed=0)
 
 
 @pytest.mark.parametrize(
