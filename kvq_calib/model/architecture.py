@@ -19,8 +19,6 @@ from transformers.models.auto.modeling_auto import (
 from kvq_calib.model.asked import asks
 from kvq_calib.model.carried import EXIT, Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty
-from kvq_calib.model.files import STEMS
-from kvq_calib.model.weights import in_files
 from kvq_runtime.artifact.fingerprint import FUSED, LATENT_PROJECTIONS
 from kvq_runtime.geometry import SLIDES, WHOLE, attending, owners, stretches
 from kvq_runtime.hf.model import (
@@ -32,6 +30,7 @@ from kvq_runtime.hf.model import (
     layers_of,
     own_code,
     settings_of,
+    visible,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     if (why := own_code(model)) is not None and not asks(model):
         raise ValueError(f"{id}: {why}, which would show keys and queries; use a recipe that needs no fit; {LISTED}")
     attend = dict(attentions(enumerate(layers_of(decoder_of(model))), text))
-    _check_attention(model, attend, attending(settings_of(text)), id)
+    _check_attention(attend, attending(settings_of(text)), id)
     _check_run(copy.deepcopy(config), attend, id)
 
 
@@ -86,7 +85,7 @@ def refuses_function(config: "PreTrainedConfig") -> str | None:
     return own_code(empty(config, None))
 
 
-def _check_attention(model: Any, attend: Mapping[int, Any], layers: Sequence[int], id: str) -> None:
+def _check_attention(attend: Mapping[int, Any], layers: Sequence[int], id: str) -> None:
     """Refuse attention that a fit, or a fingerprint, does not know."""
     learned = {name for module in attend.values() for name, _ in module.named_parameters(recurse=False)}
     if learned - LEARNED:
@@ -94,22 +93,12 @@ def _check_attention(model: Any, attend: Mapping[int, Any], layers: Sequence[int
             f"{id}: its attention has parameters of its own ({', '.join(sorted(learned))}), which calibration does not "
             f"know; use a recipe that needs no fit, or another model; {LISTED}"
         )
-    within = {module: name for name, module in model.named_modules()}
+    named = *((name,) for name in FUSED), ("k_proj", "v_proj"), (*LATENT_PROJECTIONS.values(),)
     for n in layers:
-        named = *((name,) for name in FUSED), ("k_proj", "v_proj"), (*LATENT_PROJECTIONS.values(),)
-        told = next((names for names in named if all(hasattr(attend[n], name) for name in names)), None)
-        if told is None:
+        if not any(all(hasattr(attend[n], name) for name in names) for names in named):
             raise ValueError(
                 f"{id}: {type(attend[n]).__name__} has no k_proj and v_proj, and no {', '.join(FUSED)}, by which an "
                 f"artifact knows its model; use a recipe that needs no fit; {LISTED}"
-            )
-        stored = in_files(model, [f"{within[attend[n]]}.{name}.weight" for name in told])
-        if not all(
-            one.startswith(STEMS) and one.endswith(f".{name}.weight") for one, name in zip(stored, told, strict=True)
-        ):
-            raise ValueError(
-                f"{id}: its files have {stored[0]}, and no {told[0]} in a layer, by which an artifact knows its model; "
-                f"use a recipe that needs no fit, or another model; {LISTED}"
             )
 
 
@@ -134,7 +123,7 @@ def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> No
         raise ValueError(f"{id}: its layers are given {what}, which is known of the whole model alone; {LISTED}")
     masks: list[Any] = [given.get("attention_mask") for given in calls]
     caching = [n for n in attend if n < owners(settings_of(text))]
-    whole = [n for n in caching if masks[n] is None or bool(masks[n][..., -1, 0].all())]
+    whole = [n for n in caching if masks[n] is None or bool(visible(masks[n][..., -1, 0]).all())]
     if whole != list(decoder.attending):
         raise ValueError(
             f"{id}: by its configuration layers {_numbers(list(decoder.attending))} attend to every token, by its "

@@ -11,6 +11,7 @@ import copy
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,9 +100,8 @@ def empty(config: "PreTrainedConfig", dtype: torch.dtype | None) -> Any:
     with torch.device("meta"):
         made = maker(config).from_config(config, dtype=dtype).eval()
     if not asks(made):
-        made.config.get_text_config(
-            decoder=True
-        )._attn_implementation = CAPTURED  # towers may know no other than theirs
+        # of the text alone: towers may know no other attention than theirs
+        made.config.get_text_config(decoder=True)._attn_implementation = CAPTURED
     return made
 
 
@@ -132,20 +132,40 @@ class Decoder:
     def top(self) -> dict[str, nn.Module]:
         """The modules with parameters above the layers, by name: the last norm, and the output head."""
         core: Any = decoder_of(self.whole)
-        table = self.whole.get_input_embeddings()
         children = [(name, module) for name, module in core.named_children() if name not in (TABLE, *ENTRY)]
         within = {f"{self.core_name}.{name}": module for name, module in children}
         holds = {id(module) for module in self.whole.children() if any(part is core for part in module.modules())}
-        beside = {
+        beside = {name: module for name, module in self.whole.named_children() if id(module) not in holds}
+        head = {self.output.removesuffix(".weight"): self.whole.get_output_embeddings()}
+        return {name: module for name, module in (within | beside | head).items() if name in self._run}
+
+    @cached_property
+    def _run(self) -> set[str]:
+        """The modules with parameters that text goes through, but for the table of tokens; not those of images.
+
+        Those that are called, without memory; all but towers where the model does not run so.
+        """
+        core, table = decoder_of(self.whole), self.whole.get_input_embeddings()
+        held = {
             name: module
-            for name, module in self.whole.named_children()
-            if id(module) not in holds and not isinstance(module, PreTrainedModel)  # as towers are
-        }
-        return {
-            name: module
-            for name, module in (within | beside).items()
+            for name, module in self.whole.named_modules()
             if module is not table and next(module.parameters(), None) is not None
         }
+        called: set[str] = set()
+        hooks = [
+            module.register_forward_pre_hook(lambda _module, _given, name=name: called.add(name))
+            for name, module in held.items()
+        ]
+        nothing = torch.empty(1, 2, self.carried.hidden, device="meta")
+        try:
+            with torch.no_grad(), self.carried.muted(core):
+                self.whole(inputs_embeds=nothing, use_cache=False)
+        except Exception:  # of the model's own, whatever class it has
+            called = {name for name, module in held.items() if not isinstance(module, PreTrainedModel)}
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return called
 
     def under(self, device: torch.device) -> "Under":
         """The decoder without what stands above its layers, on a device."""

@@ -29,13 +29,13 @@ from kvq_runtime.geometry import Geometry, Sliding, attending, owners, stretches
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from kvq_calib.model.weights import Weights
+
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-# of the tensors of layers: of models of text, and of those that have a tower beside it
-PLAIN = "model.layers.", "gpt_neox.layers.", "transformer.h.", "transformer.blocks.", "model.decoder.layers."
-STEMS = *PLAIN, "model.language_model.layers.", "language_model.model.layers.", "model.text_model.layers."
-HEAD = "lm_head."
+LAYERS = "model.layers"  # the name of these models' list of layers, in files too
 OUTPUTS = ("o_proj", "dense", "out_proj")  # attention's last projection, by the names that models have for it
 BUFFERS = "inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias"  # of old files
+SINGLE = "model.safetensors"  # the file of a model in one
 PIECE = 2**24  # bytes read from a file at a time
 AHEAD = 2**17  # bytes that are asked for at once: of more, Linux reads the beginning
 CONFIG_LIMIT = 1 << 24  # bytes
@@ -50,6 +50,20 @@ class Stored:
     file: str
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of transformers' model by the tensors of files.
+
+    within   the model's list of layers, by its name there
+    named    {tensor: the parameter that it is, or the first of those that it becomes a part of}
+    made     tensors that are no parameters as they are: transformers splits, joins or turns them
+    """
+
+    within: str
+    named: Mapping[str, str]
+    made: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -169,28 +183,51 @@ class ModelFiles:
         return Decoder(self.transformers_config(), torch.float32).under(torch.device("cpu")).refusal
 
     @cached_property
-    def names(self) -> Mapping[str, str]:
-        """The file that holds each tensor; of a model of images, whose text is apart by its names, those of text."""
+    def held(self) -> Mapping[str, str]:
+        """The file that holds each tensor, those of towers too."""
         given = self.headers
         named = weight_map(self.path) if given is None else {name: one.file for name, one in given.items()}
-        if named is None:
-            named = dict.fromkeys(_open(self.path / "model.safetensors").keys(), "model.safetensors")
-        stem = _stem(named)
-        if stem in PLAIN:
-            return named
-        text = stem.removesuffix("layers.")
-        return {name: file for name, file in named.items() if name.startswith(text) or HEAD in name}
+        return dict.fromkeys(_open(self.path / SINGLE).keys(), SINGLE) if named is None else named
 
     @cached_property
-    def stem(self) -> str:
-        """The beginning of the names of its layers' tensors, as most models have `model.layers.`."""
-        return _stem(self.names)
+    def names(self) -> Mapping[str, str]:
+        """The file that holds each tensor of the text."""
+        return {name: file for name, file in self.held.items() if name in self._parameters.named}
+
+    @cached_property
+    def _parameters(self) -> Parameters:
+        kind = self.config.get("model_type")
+        if self.tapped and kind in (None, self.architecture.removesuffix("ForCausalLM").lower()):
+            return Parameters(LAYERS, {name: name for name in self.held}, frozenset())
+        return self._weights.parameters
+
+    @cached_property
+    def _weights(self) -> "Weights":
+        """What transformers makes of its tensors."""
+        from kvq_calib.model.weights import Weights
+
+        return Weights.of(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_weights"}
+
+    @cached_property
+    def _of_layers(self) -> Mapping[int, list[str]]:
+        """The tensors of each decoder layer, ascending by the parameters that they are, or become a part of."""
+        found: dict[int, list[tuple[str, str]]] = {}
+        start = f"{self._parameters.within}."
+        for name, parameter in self._parameters.named.items():
+            number, _, own = parameter.removeprefix(start).partition(".")
+            if parameter.startswith(start) and number.isdigit() and not name.endswith(BUFFERS):
+                found.setdefault(int(number), []).append((own, name))
+        return {number: [name for _, name in sorted(own)] for number, own in found.items()}
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights as stored."""
-        norm = f"{self.stem.removesuffix('layers.')}norm.weight"
-        found = self._stored(norm if norm in self.names else f"{self.stem}0.{self.layer_names(0)[0]}").dtype
+        norm = f"{self._parameters.within.rpartition('.')[0]}.norm.weight"
+        own = (name for name, parameter in self._parameters.named.items() if parameter == norm)
+        found = self._stored(next(own, self.layer_names(0)[0])).dtype
         if found not in DTYPES:
             raise ValueError(f"{self.id} is stored as {found}; use weights in {', '.join(DTYPES)}")
         return DTYPES[found]
@@ -218,7 +255,7 @@ class ModelFiles:
         """
         if not hasattr(os, "posix_fadvise") or layer >= self.geometry.layers:
             return
-        own = [f"{self.stem}{n}.{part}" for n in stretches(self.config)[layer] for part in self.layer_names(n)]
+        own = [name for n in stretches(self.config)[layer] for name in self.layer_names(n)]
         threading.Thread(target=_asked_for, args=([self.place(name) for name in own],), daemon=True).start()
 
     def place(self, name: str) -> tuple[Path, int, int]:
@@ -246,14 +283,13 @@ class ModelFiles:
         )
 
     def layer_names(self, layer: int) -> list[str]:
-        """The tensors of one decoder layer, without `model.layers.{i}.`, and buffers that transformers makes."""
-        start = f"{self.stem}{layer}."
-        return sorted(n.removeprefix(start) for n in self.names if n.startswith(start) and not n.endswith(BUFFERS))
+        """The tensors of one decoder layer in the files, without buffers that transformers makes."""
+        return self._of_layers.get(layer, [])
 
     def layer_bytes(self, layer: int) -> int:
         """The bytes of a layer of the geometry and of those that are run with it, as stored."""
         own = stretches(self.config)[layer]
-        return sum(self._bytes(f"{self.stem}{n}.{name}") for n in own for name in self.layer_names(n))
+        return sum(self._bytes(name) for n in own for name in self.layer_names(n))
 
     @property
     def weight_bytes(self) -> int:
@@ -287,8 +323,7 @@ class ModelFiles:
             if self.latents:
                 name = fingerprint.LATENT_PROJECTIONS[name]
             one = [fingerprint.PROJECTIONS["key"]] if self.config.get(fingerprint.ONE) else []
-            found, stored = self._of_layer(layer, name, *fingerprint.FUSED, *one)
-            weight = self.tensor(stored)
+            found, weight = self._matrix(layer, name, *fingerprint.FUSED, *one)
             return fingerprint.of_fused(weight, self.config, found, name) if found in fingerprint.FUSED else weight
 
         return fingerprint.from_config(self.config, weight)
@@ -299,16 +334,18 @@ class ModelFiles:
 
     def output_projection(self, layer: int) -> Tensor:
         """The matrix of a layer of the geometry behind attention, [hidden width, query heads · head size]."""
-        return self.tensor(self._of_layer(self.attending[layer], *OUTPUTS)[1])
+        return self._matrix(self.attending[layer], *OUTPUTS)[1]
 
-    def _of_layer(self, layer: int, *matrices: str) -> tuple[str, str]:
-        """The first of these matrices that the attention of a layer has: its name there, and in the files."""
-        start = f"{self.stem}{layer}."
-        own = [f"{start}{name}" for name in self.layer_names(layer)]
+    def _matrix(self, layer: int, *matrices: str) -> tuple[str, Tensor]:
+        """The first of these matrices that the attention of a layer has, and its name there."""
+        of = self._parameters
+        start = f"{of.within}.{layer}."
         for matrix in matrices:
-            for name in own:
-                if name.endswith(f".{matrix}.weight"):
-                    return matrix, name
+            for name in self.layer_names(layer):
+                if of.named[name].endswith(f".{matrix}.weight") and name not in of.made:
+                    return matrix, self.tensor(name)
+            if of.made and (found := self._weights.matrix(start, matrix)) is not None:
+                return matrix, found
         raise ValueError(f"{self.id} has no tensor {start}*.{matrices[0]}.weight; is the folder complete?")
 
     def check_form(self) -> None:
@@ -316,7 +353,7 @@ class ModelFiles:
 
     def check_files(self) -> None:
         """Refuse files that are missing or not whole."""
-        single, index = self.path / "model.safetensors", self.path / "model.safetensors.index.json"
+        single, index = self.path / SINGLE, self.path / "model.safetensors.index.json"
         if not single.is_file() and not index.is_file():
             others = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(self.path.glob(pattern))]
             code = f"found {others[0]}, which may run code when it is opened: convert it" if others else ""
@@ -329,9 +366,9 @@ class ModelFiles:
             _open(self.path / shard)  # a shard that was cut off is found here, not after hours
 
     def _file(self, name: str) -> Path:
-        if name not in self.names:
+        if name not in self.held:
             raise ValueError(f"{self.id} has no tensor {name!r}; is the folder complete?")
-        return self.path / self.names[name]
+        return self.path / self.held[name]
 
     def _stored(self, name: str) -> Stored:
         if self.headers is not None and name in self.headers:
@@ -357,11 +394,6 @@ def weight_map(folder: Path) -> dict[str, str] | None:
 
 def _size(stored: Stored) -> int:
     return _WIDTH.get(stored.dtype, 1) * math.prod(stored.shape)
-
-
-def _stem(names: Mapping[str, Any]) -> str:
-    """The beginning of the names of the text's tensors."""
-    return next((stem for stem in STEMS if any(name.startswith(f"{stem}0.") for name in names)), STEMS[0])
 
 
 def gguf_of(folder: Path) -> str:

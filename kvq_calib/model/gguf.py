@@ -81,7 +81,7 @@ class GgufFiles(ModelFiles):
         return _named(gguf.read(self.path), self.path)
 
     @property
-    def names(self) -> Mapping[str, str]:
+    def held(self) -> Mapping[str, str]:
         return dict.fromkeys(self._held, self.path.name)
 
     @property

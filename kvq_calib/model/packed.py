@@ -75,9 +75,9 @@ class PackedFiles(ModelFiles):
             )
 
     @cached_property
-    def names(self) -> Mapping[str, str]:
+    def held(self) -> Mapping[str, str]:
         """The file of each weight, or of its codes, by the weight's name."""
-        return {name: self._raw.names[parts["weight"]] for name, parts in self._parts.items()}
+        return {name: self._raw.held[parts["weight"]] for name, parts in self._parts.items()}
 
     @cached_property
     def _raw(self) -> ModelFiles:
@@ -88,7 +88,7 @@ class PackedFiles(ModelFiles):
     def _parts(self) -> Mapping[str, Mapping[str, str]]:
         """{weight: {part: the tensor's own name}}, "weight" that of its codes."""
         found: dict[str, dict[str, str]] = {}
-        for name in self._raw.names:
+        for name in self._raw.held:
             if FOREIGN.search(name):
                 raise ValueError(
                     f"{self.id} has weights quantized by {self.quantization} in a form that kvq does not read "

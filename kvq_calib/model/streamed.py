@@ -126,7 +126,7 @@ class Stream:
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The hidden states under the first layer. Of the table, which stays in the file, only these rows are read."""
         asked_U, numbers_BT = tokens_BT.cpu().long().unique(return_inverse=True)
-        rows = [self.files.rows(self._weights.stored(table), asked_U) for table in self._tables]
+        rows = [self._weights.rows(table, asked_U) for table in self._tables]
         return self._under.embed(numbers_BT.to(self.device), *(one.to(self.device, self.dtype) for one in rows))
 
     @cached_property

@@ -5,14 +5,13 @@ put together, as experts are, which files have one by one. Its own rules are app
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    PrefixChange,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -20,7 +19,9 @@ from transformers.core_model_loading import (
 )
 
 from kvq_calib.model.decoder import Decoder
-from kvq_calib.model.files import HEAD, ModelFiles
+from kvq_calib.model.files import ModelFiles, Parameters
+
+HEAD = "lm_head."  # in names of a model's own output head
 
 
 class Weights:
@@ -35,14 +36,40 @@ class Weights:
         known, prefix = dict.fromkeys(decoder.parameters, True), decoder.whole.base_model_prefix
         # {parameter: the tensors that it is made of, each with the pattern of the rule that put it here, if one did}
         self._sources: dict[str, list[tuple[str, str | None]]] = {}
-        for name in sorted(files.names, key=dot_natural_key):
+        for name in sorted(files.held, key=dot_natural_key):
             target, pattern = name, None
             if name not in known:
                 target, pattern = rename_source_key(name, renamings, converters, prefix, known)
             self._sources.setdefault(target, []).append((name, pattern))
-        own = any(HEAD in name for name in files.names)
+        own = any(HEAD in name for name in files.held)
         if decoder.output not in self._sources and decoder.table in self._sources and not own:
             self._sources[decoder.output] = self._sources[decoder.table]  # tied
+
+    @staticmethod
+    def of(files: ModelFiles) -> "Weights":
+        """Those of a model of which nothing else is needed."""
+        return Weights(files, Decoder(files.transformers_config(), torch.float32))
+
+    @property
+    def parameters(self) -> Parameters:
+        """Those of the text, by the tensors of the files."""
+        decoder = self._decoder
+        text = f"{decoder.core_name}.", decoder.output.removesuffix("weight")
+        own = {target: parts for target, parts in self._sources.items() if target.startswith(text)}
+        named = {name: target for target, parts in reversed(own.items()) for name, _ in parts}
+        made = {name for parts in own.values() for name, rule in parts if rule is not None or len(parts) > 1}
+        return Parameters(decoder.within, named, frozenset(made))
+
+    def matrix(self, start: str, name: str) -> Tensor | None:
+        """A matrix that a rule makes of tensors, in the layer whose parameters start so; None if no rule makes it."""
+        for target, parts in self._sources.items():
+            rule = self._converter.get(parts[0][1] or "")
+            if rule is not None and target.startswith(start) and any(name in one for one in rule.target_patterns):
+                made = self._made(start, target.removeprefix(start), torch.device("cpu"), torch.float32)
+                found = [tensor for own, tensor in made.items() if own.endswith(f".{name}.weight")]
+                if found:
+                    return found[0]
+        return None
 
     def filled(self, empty: nn.Module, name: str, device: torch.device) -> nn.Module:
         """A copy of a module, by its name in the model, with weights of its own."""
@@ -58,12 +85,16 @@ class Weights:
             raise ValueError(f"the weights of {self.files.id} do not fit its config.json: {error}") from error
         return self._decoder.settled(module.requires_grad_(False), device)
 
-    def stored(self, target: str) -> str:
-        """The one tensor of the files that a parameter is. ValueError if there is none, or it is made of several."""
+    def rows(self, target: str, places: Tensor) -> Tensor:
+        """Single rows of a table, on the CPU; where it is one tensor of the files, the others are not read."""
         parts = self._sources.get(target, [])
-        if len(parts) != 1:
-            raise ValueError(f"{self.files.id} has {len(parts)} tensors for {target}, not one; is the folder complete?")
-        return parts[0][0]
+        if not parts:
+            raise ValueError(f"{self.files.id} has no tensor for {target}; is the folder complete?")
+        if len(parts) == 1 and parts[0][1] is None:
+            return self.files.rows(parts[0][0], places)
+        start, _, name = target.rpartition(".")
+        made = self._made(f"{start}.", name, torch.device("cpu"), self.files.dtype)[name]
+        return nn.functional.embedding(places, made)
 
     def _made(self, prefix: str, name: str, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """A parameter of a module, and what its rule makes beside it, by their names; nothing if no file has it."""
@@ -82,11 +113,3 @@ class Weights:
         made = rule.convert(target, model=self._decoder.whole, config=self._decoder.config)
         first = {key: one[0] if isinstance(one, list) else one for key, one in made.items()}
         return {key.removeprefix(prefix): tensor for key, tensor in first.items()}
-
-
-def in_files(model: Any, names: Iterable[str]) -> list[str]:
-    """The names that parameters have in the files that transformers writes of such a model."""
-    rules = [rule.reverse_transform() for rule in reversed(get_model_conversion_mapping(model, add_legacy=False))]
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming) and not isinstance(rule, PrefixChange)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    return [rename_source_key(name, renamings, converters, reverse=True)[0] for name in names]

@@ -195,8 +195,8 @@ def frequencies(rotary: Any) -> tuple[Tensor, float] | None:
 
 def turns(rotary: Any, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the layers that attend to all tokens, as the model's module gives them, for the dtype of `x`."""
-    if hasattr(rotary, "mrope_section"):  # of time, height and width, which text has the same
-        positions_BT = positions_BT.expand(3, *positions_BT.shape)
+    if hasattr(rotary, "mrope_section"):  # of time, height and width, or more, which text has the same
+        positions_BT = positions_BT.expand(len(rotary.mrope_section), *positions_BT.shape)
     return rotary(x, positions_BT, *([] if hasattr(rotary, "inv_freq") else [FULL]))
 
 
@@ -273,7 +273,7 @@ def real_tokens(mask: Any, count: int) -> Tensor | None:
         if mask is not None and not isinstance(mask, Tensor):
             raise RuntimeError("this attention hands a cache no mask of a model of images; use sdpa or eager attention")
         if mask is not None and mask.ndim == 4:
-            mask = _visible(mask)[:, 0, -1]  # to the newest query, which sees all that is real
+            mask = visible(mask)[:, 0, -1]  # to the newest query, which sees all that is real
     if mask is None or mask.ndim != 2:
         return None
     return mask[:, -count:].bool()
@@ -284,7 +284,7 @@ def _of_all(masks: Mapping[str, Any]) -> Any:
     return next((masks[kind] for kind in WHOLE if kind in masks), None)
 
 
-def _visible(mask: Tensor) -> Tensor:
+def visible(mask: Tensor) -> Tensor:
     """A mask as bool, of one that is added to scores too."""
     return mask if mask.dtype == torch.bool else mask >= 0
 
@@ -294,7 +294,7 @@ def looks_ahead(mask: Mapping[str, Any], count: int) -> bool:
     whole = _of_all(mask)
     if count < 2 or not isinstance(whole, Tensor) or whole.ndim != 4:
         return False
-    return bool(_visible(whole)[..., -count:].triu(1).any())
+    return bool(visible(whole)[..., -count:].triu(1).any())
 
 
 def numbered(mask: Any, length: int, cos: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ CONVOLVED = {"layer_types": ["conv", "full_attention", "full_attention"]}
 SECTIONS = {"head_dim": 16, "rope_parameters": {  # of places of images, which text gives three times the same
     "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0,
 }}  # fmt: skip
+THREE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}}
 SEEING = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
           "num_heads": 2, "out_hidden_size": 64, "image_size": 28, "patch_size": 14}  # fmt: skip
 HEARING = {"num_hidden_layers": 1, "d_model": 32, "output_dim": 64, "encoder_layers": 1, "encoder_attention_heads": 2,
@@ -64,7 +65,7 @@ LLAMA4 = {"intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_
 LATER = (  # than the oldest transformers
     "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "lfm3_vl", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
     "lara_mini", "apertus1p5_text", "beam", "exaone", "granite_docling", "hyperclovax_vision_v2", "minicpmv4_7",
-    "minicpm_ocr", "muse_spark", "pp_chart2table", "zaya",
+    "minicpm_ocr", "muse_spark", "pp_chart2table", "zaya", "molmo2", "apertus1p5",
 )  # fmt: skip
 OLD = {"head_dim": ..., "num_key_value_heads": ...}  # settings that a type does not have
 OWN = {
@@ -166,13 +167,28 @@ OWN = {
     "aria": tower({"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1})
     | {"projector_patch_to_query_dict": {4: 4}},
     "ernie4_5_vl_moe": tower(EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [32, 32],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]}}),
+        "rope_parameters": THREE["rope_parameters"] | {"mrope_section": [6, 6, 4]}}),
     "muse_spark": tower(EXPERTS | {"moe_hidden_size": 32}, max_position_embeddings=16, pos_emb_height=4,
                         pos_emb_width=4)
     | {"audio_config": HEARING | {"patch_sizes": [16], "hidden_sizes": [32], "depths": [1], "out_hidden_size": 64}},
     "pp_chart2table": tower({"model_type": "qwen2"}),
     "qwen2_5_omni_thinker": tower(SECTIONS) | {"audio_config": HEARING, "vision_start_token_id": 5},
     "qwen3_omni_moe_thinker": tower(EXPERTS | SECTIONS) | {"audio_config": HEARING, "vision_start_token_id": 5},
+    "molmo2": tower({}, image_size=[28, 28], head_dim=16, num_key_value_heads=2) | {"adapter_config": {
+        "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "text_hidden_size": 64, "vision_feature_layer": [0]}},
+    "kimi_k25": tower({"model_type": "deepseek_v3"} | EXPERTS | ROUTED | LATENT),
+    "cosmos3_edge": tower(THREE), "cosmos3_omni": tower({"model_type": "qwen3_vl_text"}),
+    "qianfan_ocr": tower({"model_type": "qwen3"}),
+    "hunyuan_vl": tower({"rope_parameters": THREE["rope_parameters"] | {"mrope_section": [4, 4, 4, 4]}},
+                        text_hidden_size=64, max_image_size=64, max_vit_seq_len=64),
+    "chameleon": SHAPE | {"head_dim": 16, "vq_config": {"base_channels": 32, "num_embeddings": 64},
+                          "vocabulary_map": {"<image>": 5}},
+    "granite4_vision": tower({}, model_type="clip_vision_model", hidden_size=64)
+    | {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
+    "apertus1p5": {"text_config": SHAPE, "image_token_offset": 40, "audio_token_offset": 72, "vision_config": {
+        "codebook_size": 32, "embed_dim": 16, "latent_channels": 16, "base_channels": 32, "num_res_blocks": 1},
+        "audio_config": {"codebook_size": 16}},
     "biogpt": OLD,
     "xglm": OLD | {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96},
 }  # fmt: skip
@@ -184,9 +200,9 @@ FALCONS = {  # 7B's; 40B's, which repeats keys before a cache; of as many keys a
 }  # fmt: skip
 QUICK = (  # one for each thing that tells architectures apart
     "llama", "qwen2", "qwen3_moe", "phi3", "smollm3", "cohere2+", "gemma3_text", "olmo3", "gemma4", "gpt_oss", "gemma2",
-    "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "aria_text", "persimmon", "opt", "nanochat",
+    "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "kimi_k25", "aria_text", "persimmon", "opt", "nanochat",
     "deepseek_v3", "deepseek_v2", "gemma3n_text", "lfm3_vl", "gpt_neox", "falcon", "dbrx", "bamba", "jetmoe",
-    "falcon_h1",
+    "falcon_h1", "molmo2", "hunyuan_vl", "sarvam_moe",
 )  # fmt: skip
 
 

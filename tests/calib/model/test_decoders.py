@@ -15,6 +15,7 @@ import torch
 from architectures import FALCONS, MIXED, OWN, QUICK, random, table
 from generating import stock
 from models import prompt
+from safetensors.torch import load_file, save_file
 from tiers import some
 from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalGeneration
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -46,9 +47,8 @@ UNLISTED = {
 }  # fmt: skip
 REFUSED = {
     "opt": "embed_positions, .* stand beside its layers",
-    "sarvam_moe": r"its files have model.layers.0.attention.query_key_value.weight, and no k_proj in a layer",
     **dict.fromkeys(("gpt_neox_japanese", "bloom", "mpt", "gpt_neo", "xglm"), "attends by code of its own"),
-    "biogpt": "its files have biogpt.layers.0.self_attn.k_proj.weight, and no k_proj in a layer",
+    "biogpt": "embed_positions, .* stand beside its layers",
     **dict.fromkeys(("zamba", "zamba2"), "its layers are given original_hidden_states, which is known of the whole"),
     "zaya": "its decoder does not run with transformers' own cache, and its layers apart",
     "gpt2": "GPT2Attention has no k_proj and v_proj, and no qkv_proj, Wqkv, query_key_value, by",
@@ -127,6 +127,34 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
         near(scores.softmax(-1), queries[place] / queries[place].sum(-1, keepdim=True))  # without learned sinks
         h = seen.h_BTE
     near(stream.head()(h), expected.logits)
+
+
+@pytest.mark.parametrize("names", ["authors", "modules"])
+@pytest.mark.parametrize("kind", ["kimi_k25", "molmo2", "cosmos3_edge", "cosmos3_omni", "qianfan_ocr", "hunyuan_vl",
+                                  "sarvam_moe"])  # fmt: skip
+def test_names_of_tensors_are_those_that_transformers_reads(kind, names, folders, tmp_path):
+    """As the model's authors published them, or as transformers' modules have them."""
+    folder = shutil.copytree(folders(kind), tmp_path / kind)
+    before = load_file(folder / "model.safetensors")
+    if names == "modules":
+        made = models.resolve(folder).model(torch.float32).state_dict()
+        tensors = {name: one.clone() for name, one in made.items()}
+    else:
+        tensors = {name.replace("model.blocks.", "model.layers."): one for name, one in before.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    files, ids = models.resolve(folder), prompt(2, 40)
+    whole, stream = files.model(torch.float32).eval(), Stream(files, dtype=torch.float32)
+    h = stream.embed(ids)
+    for index in range(stream.layers):
+        h = stream.layer(index).forward(h).h_BTE
+    with torch.no_grad():
+        near(stream.head()(h), whole(input_ids=ids).logits)
+    assert fingerprint_of(whole).to_json() == files.fingerprint().to_json()
+    probes = fingerprint_of(whole).probes
+    assert all(torch.equal(one, probes[name]) for name, one in files.fingerprint().probes.items())
+    within = sum(one.numel() for one in layers_of(decoder_of(whole)).state_dict().values())
+    assert sum(files.layer_bytes(layer) for layer in range(3)) == 4 * within
+    assert 4 * within < files.weight_bytes < sum(one.nbytes for one in tensors.values()) + (kind == "sarvam_moe")
 
 
 @pytest.mark.parametrize("kind", some(TAKEN, *QUICK))
