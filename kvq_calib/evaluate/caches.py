@@ -368,6 +368,7 @@ def answering(cache: CountedCache, attention: Mapping[int, Any], calls: Mapping[
     try:
         with answered(asking, _attention):
             yield cache
+        cache._end()
     finally:
         for n, module in attention.items():
             module.config._attn_implementation = before[n]

@@ -25,6 +25,7 @@ class Announced:
     """A cache that is told of a forward pass: by `_begin` before the decoder, by `_announce` before its first layer.
 
     _decodes   the reason why the model's own attention reads decoded history at every step; None: it need not
+    _open      whether a pass has begun, and has not been told to have ended
     """
 
     blocks: BlockCache
@@ -32,11 +33,16 @@ class Announced:
     _decodes: str | None
     _mask: Tensor | Mapping[str, Tensor | None] | None = None
     _announced = True
+    _open = False
     _warned = False
 
     def _begin(self, attention_mask: Tensor | Mapping[str, Tensor | None] | None) -> None:
         """Start a forward pass: keep the padding mask for `_announce`."""
-        self._mask, self._announced = attention_mask, False
+        self._mask, self._announced, self._open = attention_mask, False, True
+
+    def _end(self) -> None:
+        """End it. This is told of models with recurrent layers alone."""
+        self._open = False
 
     def _is_whole(self, given: dict[str, Any]) -> bool:
         """True if the decoder gets one token a row, with its position, and no token is padding or ever was.
@@ -104,9 +110,19 @@ def hook(model: PreTrainedModel, first: nn.Module) -> None:
         first.register_forward_pre_hook(_Announce(decoder), with_kwargs=True)
 
 
+def hook_end(model: PreTrainedModel) -> None:
+    """Have a model's decoder tell a cache the end of a pass, too: nothing else does that goes through all layers."""
+    decoder = decoder_of(model)
+    if end not in decoder._forward_hooks.values():
+        decoder.register_forward_hook(end, with_kwargs=True)
+
+
 def unhook(model: nn.Module) -> None:
-    """Take the pre-hooks off a model."""
+    """Take the hooks off a model."""
     for module in model.modules():
+        for key in [key for key, one in module._forward_hooks.items() if one is end]:
+            del module._forward_hooks[key]
+            module._forward_hooks_with_kwargs.pop(key, None)
         hooks = module._forward_pre_hooks
         for key in [key for key, one in hooks.items() if one is begin or isinstance(one, _Announce)]:
             del hooks[key]
@@ -123,6 +139,13 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
         cache._begin(kwargs.get("attention_mask"))
         return args, kwargs
     return None
+
+
+def end(_module: Any, _args: tuple, kwargs: dict[str, Any], _out: Any) -> None:
+    """Announce to the cache that all layers have taken in the pass: of one that fails this is not called."""
+    cache = cache_in(kwargs)
+    if isinstance(cache, Announced):
+        cache._end()
 
 
 def _refuse_nothing(length: int, args: tuple, kwargs: dict[str, Any]) -> None:

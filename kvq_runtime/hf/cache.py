@@ -62,8 +62,8 @@ class KVQCache(Announced, Cache):
     Exact tokens are in the dtype of the model's values: under autocast, in autocast's. A cache can be copied and
     pickled between two forward passes, and goes on as the original would, with the same model or a copy of it.
 
-    Making one puts two forward pre-hooks on the model, once, which do nothing unless a KVQCache is passed; the model
-    can be pickled and copied with them. `KVQCache.unhook(model)` takes them off.
+    Making one puts forward hooks on the model, once, which do nothing unless a KVQCache is passed; the model can be
+    pickled and copied with them. `KVQCache.unhook(model)` takes them off.
     """
 
     def __init__(
@@ -113,6 +113,8 @@ class KVQCache(Announced, Cache):
         self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         self.artifact: Artifact | None = None  # which the cache was made of
         announced.hook(model, attention[0])
+        if self._recurrent:
+            announced.hook_end(model)
 
     @classmethod
     def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel, health: bool = False) -> "KVQCache":
@@ -223,7 +225,7 @@ class KVQCache(Announced, Cache):
 
         Raises RuntimeError where that cannot be undone: of layers with a recurrent state.
         """
-        if self._recurrent and (self.blocks.step is not None or not self._announced):
+        if self._recurrent and (self.blocks.step is not None or self._open):
             raise RuntimeError(
                 "a forward pass stopped midway, and has changed the state of recurrent layers, which cannot be had "
                 "back: reset() the cache, and begin again with the whole text"
@@ -240,7 +242,7 @@ class KVQCache(Announced, Cache):
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
-        self._announced = True
+        self._announced, self._open = True, False
         self.blocks.reset()
         self._each("reset")
 

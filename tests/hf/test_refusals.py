@@ -220,6 +220,31 @@ def test_a_pass_over_recurrent_layers_that_stopped_midway_is_not_undone():
         assert torch.equal(one, model(ids[:, 40:], past_key_values=expected).logits)
 
 
+@pytest.mark.parametrize("place", ["layers.1.self_attn.k_proj", "layers.1.feed_forward", "layers.3", "embedding_norm"])
+def test_a_pass_that_stops_where_no_layer_has_begun_to_cache_is_seen(place):
+    """Below the first layer that a cache holds, or above the last, recurrent ones have taken in a token or not."""
+    kinds = ["conv", "full_attention", "full_attention", "conv"]
+    model, ids = random("lfm2", layer_types=kinds, num_hidden_layers=4), prompt(2, 60)
+    cache = kvq("exact", model)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+        hook = model.model.get_submodule(place).register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(ids[:, 40:41], past_key_values=cache)
+        hook.remove()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="a forward pass stopped midway, .* recurrent layers"):
+                model(ids[:, 40:41], past_key_values=cache)
+        cache.reset()
+        assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=stock(model)).logits)
+    KVQCache.unhook(model)
+    assert not model.model._forward_hooks and not model.model._forward_hooks_with_kwargs
+
+
 def test_a_shorter_prompt_into_a_full_cache_is_refused_and_changes_nothing():
     model = random_model("llama")
     cache = kvq("higgs-2bit", model)
