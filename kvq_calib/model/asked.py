@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from kvq_runtime.hf.model import own_code
+from kvq_runtime.hf.model import LISTED, own_code
 
 Answer = Callable[..., tuple[Tensor, Any]]  # as transformers' AttentionInterface has them
 ASKING = "sdpa"  # the attention under which models ask PyTorch's
@@ -68,5 +68,12 @@ class _Asked(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        found = self._answer(self._module, query, key, value, attn_mask, scaling=scale, is_causal=is_causal)[0]
+        if enable_gqa:
+            raise ValueError(
+                f"{type(self._module).__name__} has PyTorch's attention share heads of keys (enable_gqa), which is not "
+                f"known here; use a recipe that needs no fit; {LISTED}"
+            )
+        found = self._answer(
+            self._module, query, key, value, attn_mask, scaling=scale, is_causal=is_causal, dropout=dropout_p
+        )[0]
         return found.transpose(1, 2)
