@@ -1,7 +1,7 @@
 """Say what a recipe states of a policy: a choice about tokens, as settings that JSON can hold.
 
 What a cache makes of it, the choice at work, is in `kvq_runtime/policies/policy.py`, whose folder is read only where a
-recipe's JSON names a policy: a class is found there by its `kind`, as stages are.
+recipe's JSON names a policy: a class is found there by its `kind`, as stages are, or beside the recipes of its method.
 """
 
 from abc import ABC, abstractmethod
@@ -82,5 +82,5 @@ class PolicySetting(ABC):
 
 @cache
 def policy_kinds() -> dict[str, dict[str, type]]:
-    """The settings of all policies there are in `kvq_runtime/policies`: slot → kind → class."""
-    return by_kind("kvq_runtime.policies", PolicySetting, (*POLICY_SLOTS, "policies"))
+    """The settings of all policies there are, those of one method alone beside its recipes: slot → kind → class."""
+    return by_kind(("kvq_runtime.policies", "kvq_runtime.recipes"), PolicySetting, (*POLICY_SLOTS, "policies"))

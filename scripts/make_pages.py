@@ -227,7 +227,7 @@ def cited() -> list[list[str]]:
         for name, by in one.papers.items():
             linked = re.sub(r"(arXiv|doi) ([\w./-]+)", lambda found: f"[{found[0]}]({LINKS[found[1]]}{found[2]})", by)
             code = sorted({place for number in ARXIV.findall(by) for place in _places(number)})
-            rows.append([f"{name}: {linked}", family, ", ".join(here + code)])
+            rows.append([f"{name}: {linked}", family, ", ".join(dict.fromkeys(here + code))])
         if not one.papers:
             numbers = {number for recipe in families()[file] for number in recipe.papers}
             names = sorted(short[number] for number in numbers)

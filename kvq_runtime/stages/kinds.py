@@ -20,14 +20,14 @@ from kvq_runtime.stages.stage import SLOTS, Stage, setting_types
 @cache
 def kinds() -> dict[str, dict[str, type]]:
     """The classes of all stages: slot → kind → class, in alphabetical order of files."""
-    return by_kind("kvq_runtime.stages", Stage, SLOTS)
+    return by_kind(("kvq_runtime.stages",), Stage, SLOTS)
 
 
-def by_kind(package: str, base: type, slots: Sequence[str]) -> dict[str, dict[str, type]]:
-    """The classes in the files of a package that are derived from `base` and have a kind: slot → kind → class."""
+def by_kind(packages: Sequence[str], base: type, slots: Sequence[str]) -> dict[str, dict[str, type]]:
+    """The classes in the files of packages that are derived from `base` and have a kind: slot → kind → class."""
     found: dict[str, dict[str, type]] = {slot: {} for slot in slots}
-    for file in pkgutil.iter_modules(import_module(package).__path__):
-        module = import_module(f"{package}.{file.name}")
+    files = [f"{one}.{file.name}" for one in packages for file in pkgutil.iter_modules(import_module(one).__path__)]
+    for module in map(import_module, files):
         own: list[Any] = [cls for cls in vars(module).values() if getattr(cls, "__module__", "") == module.__name__]
         for cls in own:
             if isinstance(cls, type) and issubclass(cls, base) and not isabstract(cls) and "kind" in vars(cls):

@@ -9,8 +9,8 @@ import pytest
 
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.artifact.recipe_text import read
-from kvq_runtime.policies.heavy_hitters import HeavyHitters
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset, presets
+from kvq_runtime.recipes.h2o import HeavyHitters
 from kvq_runtime.registry.reference import is_name
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.exact import Exact

@@ -12,8 +12,8 @@ from models import prompt, random_model
 from tiers import together
 
 from kvq_runtime.hf import KVQCache, geometry_of
-from kvq_runtime.policies.heavy_hitters import HeavyHitters
 from kvq_runtime.recipe import preset
+from kvq_runtime.recipes.h2o import HeavyHitters
 
 
 def cached(name: str, model, share: float = 0.4) -> KVQCache:

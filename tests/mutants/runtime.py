@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "window-crop",
         "votes of cropped tokens count",
-        "kvq_runtime/policies/dynamic_window.py",
+        "kvq_runtime/recipes/subkv.py",
         "        if length < self._seen:\n            self._restore(length, {})",
         "        pass",
         ("policies/test_dynamic_window.py",),

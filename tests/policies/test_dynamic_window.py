@@ -13,9 +13,9 @@ from owned_bytes import owned
 from tiers import together
 
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.policies import dynamic_window
-from kvq_runtime.policies.dynamic_window import DynamicWindow
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
+from kvq_runtime.recipes import subkv
+from kvq_runtime.recipes.subkv import DynamicWindow
 from kvq_runtime.stages.rtn import Rtn
 
 WINDOWS = {name: recipe.policy("window") for name, recipe in RECIPES.items()}
@@ -56,27 +56,27 @@ def test_the_window_keeps_its_edge_unless_the_newest_token_is_attended_to_more()
         ((0.1, 0.1), (0.3, 0.0), True),
         ((0.2, 0), (0, 0.2), True),
     ):
-        gap_B = dynamic_window.gaps(weights(list(new), list(edge), 4), 4, 1, None)
+        gap_B = subkv.gaps(weights(list(new), list(edge), 4), 4, 1, None)
         assert gap_B[0] == pytest.approx(sum(new) / 2 - sum(edge) / 2)
-        assert dynamic_window.keep_edge(gap_B[None]) == kept
+        assert subkv.keep_edge(gap_B[None]) == kept
 
 
 def test_the_mean_is_over_layers_and_rows_that_have_a_say():
     nan = torch.nan
-    assert dynamic_window.keep_edge(torch.tensor([[0.3, -0.1], [-0.2, -0.1]]))
-    assert not dynamic_window.keep_edge(torch.tensor([[0.3, nan], [-0.2, nan]]))
-    assert not dynamic_window.keep_edge(torch.full((2, 2), nan))
+    assert subkv.keep_edge(torch.tensor([[0.3, -0.1], [-0.2, -0.1]]))
+    assert not subkv.keep_edge(torch.tensor([[0.3, nan], [-0.2, nan]]))
+    assert not subkv.keep_edge(torch.full((2, 2), nan))
 
 
 def test_the_edge_is_the_first_real_token_that_is_no_sink():
     p = torch.rand(3, 2, 2, 10)
     real = torch.arange(10) >= torch.tensor([0, 5, 9])[:, None]
-    found = dynamic_window.gaps(p, 4, 1, real)
+    found = subkv.gaps(p, 4, 1, real)
     expected = (p[..., 9] - p[torch.arange(3), :, :, torch.tensor([4, 6, 0])]).mean((1, 2))
     assert torch.equal(found[:2], expected[:2])
     assert found[2].isnan()  # its only real token is its sink
-    assert torch.equal(dynamic_window.gaps(p, 0, 2, None), (p[..., 9] - p[..., 2]).mean((1, 2)))
-    assert dynamic_window.gaps(p, 9, 1, None).isnan().all()
+    assert torch.equal(subkv.gaps(p, 0, 2, None), (p[..., 9] - p[..., 2]).mean((1, 2)))
+    assert subkv.gaps(p, 9, 1, None).isnan().all()
 
 
 @pytest.mark.parametrize("blocks", [0, -1, 1025])

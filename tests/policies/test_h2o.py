@@ -13,8 +13,8 @@ from torch import Tensor
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.ops.rope import rotate
-from kvq_runtime.policies.heavy_hitters import HeavyHitters
 from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.recipes.h2o import HeavyHitters
 
 GROUP, SCALE = 2, GEOMETRY.head_size**-0.5
 PRE = replace(EXACT, name="h2o-small-pre", position="pre")

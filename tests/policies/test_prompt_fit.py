@@ -22,9 +22,9 @@ from kvq_runtime.fit.fitting import fit_row
 from kvq_runtime.fit.statistics import QueryMoment, Residuals, Statistics
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.ops import lloyd, rope
-from kvq_runtime.policies.dynamic_window import DynamicWindow
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import ROLES, Recipe, preset
+from kvq_runtime.recipes.subkv import DynamicWindow
 
 ONLINE = {name: recipe for name, recipe in EVERY.items() if recipe.fits_prompt}
 # an online recipe, and the same one fitted offline

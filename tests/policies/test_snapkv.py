@@ -10,8 +10,8 @@ from owned_bytes import owned
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.policies.prompt_votes import PromptVotes
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipes.snapkv import PromptVotes
 from kvq_runtime.store.held import Sizes
 
 TOKENS, NEWEST, KERNEL, GROUP, SCALE = 30, 6, 5, 2, 0.3

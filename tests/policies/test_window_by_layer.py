@@ -23,8 +23,8 @@ from feeding import (
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.policies.dynamic_window import DynamicWindow
 from kvq_runtime.recipe import preset
+from kvq_runtime.recipes.subkv import DynamicWindow
 
 RECIPE = RECIPES["subkv-2bit-by-layer"]
 RECENT, BLOCK, SINKS = RECIPE.window.recent, RECIPE.window.block, RECIPE.window.sinks

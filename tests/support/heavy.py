@@ -1,8 +1,8 @@
 """A recipe of heavy hitters with a small window, and what a cache of it holds."""
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.policies.heavy_hitters import HeavyHitters
 from kvq_runtime.recipe import Recipe, Scheme, Window
+from kvq_runtime.recipes.h2o import HeavyHitters
 from kvq_runtime.stages.exact import Exact
 
 SINKS, RECENT, BLOCK, SHARE = 2, 6, 8, 0.4
