@@ -10,6 +10,7 @@ Prefect's own Ray runner would make every chunk of every pass a task run, 100,00
 reports to a server it must reach; a calibration needs no server. A layer is what Prefect sees, Ray works inside it.
 """
 
+import logging
 import os
 import uuid
 from collections import deque
@@ -61,7 +62,9 @@ def ray_executor(run: Run, count: int) -> Iterator[Executor]:
     cluster = "RAY_ADDRESS" in os.environ
     # local: else Ray joins any cluster that runs on this machine, or one that was killed, and so never signed off
     address, cores = (None, None) if cluster else ("local", count)
-    ray.init(address, num_cpus=cores, log_to_driver=False, include_dashboard=False)
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # a warning that tokens are checked
+    quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
+    ray.init(address, num_cpus=cores, include_dashboard=False, **quiet)
     gpus = int(run.plan.device.startswith("cuda"))
     remote = ray.remote(num_cpus=run.plan.threads if cluster else 1, num_gpus=gpus)(_do)
 

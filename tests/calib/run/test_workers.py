@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,3 +104,15 @@ def test_a_worker_elsewhere_is_refused(model, tmp_path):
     other = replace(run.plan, environment=run.plan.environment | {"torch": "1.0"})
     with pytest.raises(RuntimeError, match=r"torch differ"):
         workers.check_worker(replace(run, plan=other), "mark")
+
+
+def test_ray_says_nothing_of_its_own_start(tmp_path):
+    body = f"""
+from pathlib import Path
+from types import SimpleNamespace
+from kvq_calib.run import workers
+run = SimpleNamespace(folder=Path({str(tmp_path)!r}), plan=SimpleNamespace(device="cpu", threads=1))
+with workers.ray_executor(run, 1):
+    print("started")"""
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("started\n", "")
