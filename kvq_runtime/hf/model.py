@@ -68,9 +68,11 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def decoder_of(model: Any) -> Any:
-    """The module that has the layers: transformers' own answer, or what stands in it (Llama 4)."""
+    """The module that has the layers: transformers' own answer, or what stands in it (Llama 4), or under its head
+    (ModernBERT, which calls a projection its decoder)."""
     found = model.get_decoder()
-    return found if layers_name(found) else getattr(found, "model", found)
+    own = found, getattr(found, "model", found), getattr(model, "base_model", found)
+    return next((one for one in own if layers_name(one)), found)
 
 
 def layers_name(decoder: Any) -> str | None:

@@ -189,6 +189,8 @@ OWN = {
     "apertus1p5": {"text_config": SHAPE, "image_token_offset": 40, "audio_token_offset": 72, "vision_config": {
         "codebook_size": 32, "embed_dim": 16, "latent_channels": 16, "base_channels": 32, "num_res_blocks": 1},
         "audio_config": {"codebook_size": 16}},
+    "modernbert-decoder": OLD | {"layer_types": ["sliding_attention", "full_attention", "full_attention"],
+                                 "sliding_window": 16},
     "biogpt": OLD,
     "xglm": OLD | {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96},
 }  # fmt: skip
@@ -203,6 +205,7 @@ QUICK = (  # one for each thing that tells architectures apart
     "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "kimi_k25", "aria_text", "persimmon", "opt", "nanochat",
     "deepseek_v3", "deepseek_v2", "gemma3n_text", "lfm3_vl", "gpt_neox", "falcon", "dbrx", "bamba", "jetmoe",
     "falcon_h1", "molmo2", "hunyuan_vl", "sarvam_moe",
+    "modernbert-decoder",
 )  # fmt: skip
 
 
@@ -216,7 +219,7 @@ def table() -> list[list[str]]:
     kinds = [
         [kind + "+" * ("some slide" in named), *cells]
         for named, *cells in rows
-        for kind in re.findall(r"`(\w+)`", named)
+        for kind in re.findall(r"`([\w-]+)`", named)
     ]
     assert len(kinds) >= 35
     return kinds

@@ -50,6 +50,7 @@ REFUSED = {
     **dict.fromkeys(("gpt_neox_japanese", "bloom", "mpt", "gpt_neo", "xglm"), "attends by code of its own"),
     "biogpt": "embed_positions, .* stand beside its layers",
     **dict.fromkeys(("zamba", "zamba2"), "its layers are given original_hidden_states, which is known of the whole"),
+    "modernbert-decoder": "model.embeddings, model.final_norm, lm_head, decoder stand beside its layers",
     "zaya": "its decoder does not run with transformers' own cache, and its layers apart",
     "gpt2": "GPT2Attention has no k_proj and v_proj, and no qkv_proj, Wqkv, query_key_value, by",
     "gpt_bigcode": "GPTBigCodeAttention has no k_proj",
