@@ -6,8 +6,8 @@
     python benchmarks/calibration.py encode aqua-1bit aqua-metric-1bit aqua-metric-1bit-vocab [--rounds 5]
 
 time    against the model's own forward pass over the same tokens, in one run. The plain pass is transformers' own
-        model without its output head, which a calibration does not run either but for gradients, in the same dtype,
-        threads and batches as the capture. It takes turns with the calibration: after each layer, the next few chunks.
+        model without its output head, which a calibration does not run either but for gradients; with --logits all of
+        it, as `model(tokens)` runs. It has the capture's dtype, threads and batches. It takes turns with the calibration: after each layer, the next few chunks.
         The text is read and tokenized by neither; gradients and a draft, where a recipe asks for them, count (in
         processor time with the reading of the text). Bound: the capture is one such pass without the last layer's
         attention and MLP.
@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add("memory", memory_of, 4, 256),
         add("encode", encode, 24, 1024),
     )
+    timed.add_argument("--logits", action="store_true", help="the plain pass computes logits, too")
     timed.add_argument("--files", action="store_true", help="activations in files, as with --checkpoint-every 0s")
     for name, size in LLAMA_70B.items():
         held.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
@@ -123,7 +124,7 @@ def time_of(args: argparse.Namespace) -> int:
             begun = time.process_time()
             calibrate.start(work)
             descent = time.process_time() - begun if made.descends else 0.0
-            plain, layers, unit = Plain(work), made.geometry.layers, Spent()
+            plain, layers, unit = Plain(work, args.logits), made.geometry.layers, Spent()
             of_gradients = sum((checkpoint.record(work.folder, -1) or {})["seconds"].values())
             spent = Spent(of_gradients, descent)
             for part in budget.rounds(work):
@@ -140,7 +141,7 @@ def time_of(args: argparse.Namespace) -> int:
         print(f"  {name:20} {seconds:8.2f} s {seconds / unit.wall:8.2f} x")
     print(f"  in processor time the calibration takes {spent.processor / unit.processor:.2f} x")
     if args.json:
-        about = {"benchmark": "calibration", "activations_in": "files" if args.files else "memory", "model": files.id,
+        about = {"benchmark": "calibration", "logits": args.logits, "activations_in": "files" if args.files else "memory", "model": files.id,
                  "tokens": made.tokens, "recipes": [one.name for one in recipes]}  # fmt: skip
         ratios = {"ratio": spent.wall / unit.wall, "processor_ratio": spent.processor / unit.processor}
         record = about | {"environment": made.environment, "seconds": rows} | ratios
@@ -149,11 +150,12 @@ def time_of(args: argparse.Namespace) -> int:
 
 
 class Plain:
-    """transformers' model without its output head, and tokens of the run's batches."""
+    """transformers' model, without its output head or with it, and tokens of the run's batches."""
 
-    def __init__(self, work: Run):
+    def __init__(self, work: Run, logits: bool):
         plan = work.plan
-        self.model = load_model(work.files, plan.device, getattr(torch, plan.dtype)).base_model
+        model = load_model(work.files, plan.device, getattr(torch, plan.dtype))
+        self.model = model if logits else model.base_model
         shape = plan.samples, plan.seq_len
         tokens = torch.randint(work.files.vocabulary, shape, generator=torch.Generator().manual_seed(0))
         self.batches = [tokens[rows.start : rows.stop] for rows in plan.chunks]
