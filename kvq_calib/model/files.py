@@ -199,7 +199,7 @@ class ModelFiles:
         kind = self.config.get("model_type")
         if self.tapped and kind in (None, self.architecture.removesuffix("ForCausalLM").lower()):
             return Parameters(LAYERS, {name: name for name in self.held}, frozenset())
-        return self._weights.parameters
+        return Parameters(*self._weights.parameters)
 
     @cached_property
     def _weights(self) -> "Weights":

@@ -6,7 +6,7 @@ put together, as experts are, which files have one by one. Its own rules are app
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,28 @@ from transformers.core_model_loading import (
 )
 
 from kvq_calib.model.decoder import Decoder
-from kvq_calib.model.files import ModelFiles, Parameters
 
 HEAD = "lm_head."  # in names of a model's own output head
+
+
+class Files(Protocol):
+    """What is read of a model's files; see `ModelFiles`, which asks this module for the names of its own."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def held(self) -> Mapping[str, str]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def transformers_config(self) -> Any: ...
+    def copied(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor: ...
+    def rows(self, name: str, places: Tensor) -> Tensor: ...
 
 
 class Weights:
     """The tensors of a model's files, by the parameters of transformers' model."""
 
-    def __init__(self, files: ModelFiles, decoder: Decoder):
+    def __init__(self, files: Files, decoder: Decoder):
         self.files, self._decoder = files, decoder
         rules = get_model_conversion_mapping(decoder.whole)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -46,19 +59,19 @@ class Weights:
             self._sources[decoder.output] = self._sources[decoder.table]  # tied
 
     @staticmethod
-    def of(files: ModelFiles) -> "Weights":
+    def of(files: Files) -> "Weights":
         """Those of a model of which nothing else is needed."""
         return Weights(files, Decoder(files.transformers_config(), torch.float32))
 
     @property
-    def parameters(self) -> Parameters:
-        """Those of the text, by the tensors of the files."""
+    def parameters(self) -> tuple[str, Mapping[str, str], frozenset[str]]:
+        """Those of the text, by the tensors of the files: fields of `Parameters`."""
         decoder = self._decoder
         text = f"{decoder.core_name}.", decoder.output.removesuffix("weight")
         own = {target: parts for target, parts in self._sources.items() if target.startswith(text)}
         named = {name: target for target, parts in reversed(own.items()) for name, _ in parts}
         made = {name for parts in own.values() for name, rule in parts if rule is not None or len(parts) > 1}
-        return Parameters(decoder.within, named, frozenset(made))
+        return decoder.within, named, frozenset(made)
 
     def matrix(self, start: str, name: str) -> Tensor | None:
         """A matrix that a rule makes of tensors, in the layer whose parameters start so; None if no rule makes it."""
