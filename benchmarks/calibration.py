@@ -7,10 +7,10 @@
 
 time    against the model's own forward pass over the same tokens, in one run. The plain pass is transformers' own
         model without its output head, which a calibration does not run either but for gradients; with --logits all of
-        it, as `model(tokens)` runs. It has the capture's dtype, threads and batches. It takes turns with the calibration: after each layer, the next few chunks.
-        The text is read and tokenized by neither; gradients and a draft, where a recipe asks for them, count (in
-        processor time with the reading of the text). Bound: the capture is one such pass without the last layer's
-        attention and MLP.
+        it, as `model(tokens)` runs. It has the capture's dtype, threads and batches. It takes turns with the
+        calibration: after each layer, the next few chunks. The text is read and tokenized by neither; gradients and a
+        draft, where a recipe asks for them, count (in processor time with the reading of the text). Bound: the capture
+        is one such pass without the last layer's attention and MLP.
 memory  of a model of the given geometry, with random weights and the embedded model's tokenizer, which is calibrated as
         `kvq-calibrate --no-eval` does it, in a process of its own that has calibrated one such layer before, so that
         libraries and their buffers are there. On a CPU, peak memory is how far resident anonymous memory then rises
@@ -141,8 +141,9 @@ def time_of(args: argparse.Namespace) -> int:
         print(f"  {name:20} {seconds:8.2f} s {seconds / unit.wall:8.2f} x")
     print(f"  in processor time the calibration takes {spent.processor / unit.processor:.2f} x")
     if args.json:
-        about = {"benchmark": "calibration", "logits": args.logits, "activations_in": "files" if args.files else "memory", "model": files.id,
-                 "tokens": made.tokens, "recipes": [one.name for one in recipes]}  # fmt: skip
+        about = {"benchmark": "calibration", "activations_in": "files" if args.files else "memory",
+                 "logits": args.logits, "model": files.id, "tokens": made.tokens,
+                 "recipes": [one.name for one in recipes]}  # fmt: skip
         ratios = {"ratio": spent.wall / unit.wall, "processor_ratio": spent.processor / unit.processor}
         record = about | {"environment": made.environment, "seconds": rows} | ratios
         args.json.write_text(json.dumps(record) + "\n")

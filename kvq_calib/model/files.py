@@ -182,9 +182,13 @@ class ModelFiles:
 
         return Decoder(self.transformers_config(), torch.float32).under(torch.device("cpu")).refusal
 
-    @cached_property
+    @property
     def held(self) -> Mapping[str, str]:
         """The file that holds each tensor, those of towers too."""
+        return self._shards
+
+    @cached_property
+    def _shards(self) -> Mapping[str, str]:
         given = self.headers
         named = weight_map(self.path) if given is None else {name: one.file for name, one in given.items()}
         return dict.fromkeys(_open(self.path / SINGLE).keys(), SINGLE) if named is None else named
