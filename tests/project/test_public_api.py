@@ -55,6 +55,6 @@ def test_a_transformers_that_lacks_what_is_used_is_named_with_the_one_that_does_
     vars(kvq_runtime).pop("KVQCache", None)
     monkeypatch.setattr(kvq_runtime, "import_module", without)
     versions = {"transformers": "4.57.6"}
-    monkeypatch.setattr(kvq_runtime.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
     with pytest.raises(ImportError, match=r"KVQCache needs transformers .*>=5\.\d+.*, and 4\.57\.6 is here; .*hf"):
         kvq_runtime.KVQCache  # noqa: B018
