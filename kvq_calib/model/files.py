@@ -1,6 +1,7 @@
 """Read a model folder in Hugging Face format: its configuration, and single tensors from its safetensors files.
 
-Nothing here builds a model or runs code that came with one: `config.json` is data, weights are safetensors only. Of
+Nothing here runs code that came with a model: `config.json` is data, weights are safetensors only. What tensors are
+called in transformers' model is known of a few types, and asked of a model without memory for others (`weights.py`). Of
 weights that have not been downloaded the headers are enough to plan with: names, dtypes and shapes.
 """
 
@@ -231,7 +232,7 @@ class ModelFiles:
         """The dtype of the weights as stored."""
         norm = f"{self._parameters.within.rpartition('.')[0]}.norm.weight"
         own = (name for name, parameter in self._parameters.named.items() if parameter == norm)
-        found = self._stored(next(own, self.layer_names(0)[0])).dtype
+        found = self._stored(next(own, None) or self.layer_names(0)[0]).dtype
         if found not in DTYPES:
             raise ValueError(f"{self.id} is stored as {found}; use weights in {', '.join(DTYPES)}")
         return DTYPES[found]
@@ -297,7 +298,7 @@ class ModelFiles:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of all tensors, as stored."""
+        """The bytes of all tensors of the text, as stored."""
         return sum(map(self._bytes, self.names))
 
     @property
@@ -307,7 +308,7 @@ class ModelFiles:
 
     @property
     def parameters(self) -> int:
-        """The numbers in all tensors: embeddings that also are the output layer are stored, and counted, once."""
+        """The numbers in all tensors of the text: embeddings that are the output layer, too, are counted once."""
         shapes = (self._stored(name).shape for name in self.names if not name.endswith("inv_freq"))
         return sum(map(math.prod, shapes))
 
@@ -363,7 +364,7 @@ class ModelFiles:
             code = f"found {others[0]}, which may run code when it is opened: convert it" if others else ""
             instead = gguf_of(self.path) or code
             raise ValueError(f"{self.id} has no model.safetensors in {self.path}{instead and '; '}{instead}")
-        for shard in sorted(set(self.names.values())):
+        for shard in sorted(set(self._shards.values())):  # those of towers, too: the whole model is read of them
             if Path(shard).name != shard or not (self.path / shard).is_file():
                 said = f"the index names {shard!r}, which is not in {self.path}"
                 raise ArtifactError(f"{self.id}: {said}; download it again")

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from kvq_calib.cli import calibrate
+from kvq_calib.model import files
 from kvq_calib.model import find as models
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.errors import NotFound
@@ -93,6 +94,22 @@ def test_shards_are_one_model(tmp_path: Path):
     (tmp_path / "many" / sorted(set(many.names.values()))[1]).unlink()
     with pytest.raises(ValueError, match="which is not in"):
         models.resolve(tmp_path / "many")
+
+
+def test_the_shards_of_a_tower_have_to_be_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Layers are read of the text's alone; the whole model, which is loaded later, is not."""
+    config = Qwen2Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=64)  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path, max_shard_size="5KB")
+    text = models.resolve(tmp_path).names
+    index = tmp_path / "model.safetensors.index.json"
+    named = json.loads(index.read_text())
+    named["weight_map"]["visual.patch.weight"] = "tower.safetensors"
+    index.write_text(json.dumps(named))
+    of_text = files.Parameters(files.LAYERS, {name: name for name in text}, frozenset())
+    monkeypatch.setattr(files.ModelFiles, "_parameters", of_text)
+    with pytest.raises(ValueError, match="'tower.safetensors', which is not in"):
+        models.resolve(tmp_path)
 
 
 @pytest.mark.parametrize(
