@@ -118,7 +118,8 @@ def _each(args: argparse.Namespace, argv: list[str]) -> int:
     say, told = partial(exit_codes.say, "kvq-calibrate"), list[dict[str, Any]]()
     code = fleet.run(every, lambda number: _ended(lambda: _calibrate(parsed[number], told.extend)), say)
     if any(one.json for one in parsed.values()):
-        _print_records(told)
+        printed = _ended(lambda: _print_records(told) or 0)
+        return code or printed  # a reader who went does not hide an entry that failed
     return code
 
 

@@ -1,5 +1,6 @@
 """`kvq-calibrate --models`: several models, one after the other, or one a job; what all take together."""
 
+import errno
 import json
 import shlex
 from pathlib import Path
@@ -66,7 +67,9 @@ def test_what_all_take_together(given: list[str], capsys):
 
 
 @pytest.mark.slow
-def test_each_is_calibrated_and_one_that_fails_stops_no_other(model: Path, given: list[str], tmp_path: Path, capsys):
+def test_each_is_calibrated_and_one_that_fails_stops_no_other(
+    model: Path, given: list[str], tmp_path: Path, capsys, monkeypatch
+):
     words, path = given, tmp_path / "list.yaml"
     path.write_text(f"- model: {model}\n  recipe: nonsense\n- model: {model}\n  recipe: aqua-2bit\n")
     code = cli.main(words)
@@ -80,6 +83,12 @@ def test_each_is_calibrated_and_one_that_fails_stops_no_other(model: Path, given
     )
     assert cli.main([*words, "--json"]) == 3
     assert [one["recipe"] for one in json.loads(capsys.readouterr().out)] == ["mean-higgs-2bit", "aqua-2bit"]
+
+    def full(_records: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "standard output")
+
+    monkeypatch.setattr(cli, "_print_records", full)
+    assert cli.main([*words, "--json"]) == 3, "a disk that is full does not hide an entry that failed"
     assert registry.resolve("tiny-model-aqua-2bit").version == "1.0.0", "nothing is done twice"
     with pytest.raises(NotFound):
         registry.resolve("tiny-model-nonsense")
