@@ -4,6 +4,7 @@ What this module imports is there already: before it runs, an interrupt is Pytho
 """
 
 import os
+from contextlib import suppress
 from importlib import import_module
 
 
@@ -21,6 +22,7 @@ def _program(name: str, module: str) -> int:
     try:
         program = import_module(module).program
     except KeyboardInterrupt:
-        os.write(2, f"{name}: interrupted while modules were loaded\n".encode())
+        with suppress(OSError):  # a stream that is closed or full
+            os.write(2, f"{name}: interrupted while modules were loaded\n".encode())
         os._exit(130)
     return program()
