@@ -167,11 +167,11 @@ class Folder:
             self.drop(name)
             files.replace(self.path(name), data, self.drafts, 0o600)
         except FileNotFoundError:
-            _log.warning("%s was removed, with what was kept in it, and is made again", self.place)
             try:
                 self._make()
             except ArtifactError as error:
                 raise PermissionError(str(error)) from None
+            _log.warning("%s was removed, with what was kept in it, and is made again", self.place)
             files.replace(self.path(name), data, self.drafts, 0o600)
 
     def used(self, names: Sequence[str]) -> None:
