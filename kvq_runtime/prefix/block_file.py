@@ -5,7 +5,7 @@
 `packed` are all fields of one dtype, one behind the other: by layer, keys before values, in the order of the scheme's
 fields. `sinks` are the exact tokens among the block's own, keys and values: [2, layers, S, C] in the model's dtype, or
 coded without loss, [bytes] (`ops/lossless.py`); blocks after the first have none. `exact` is what is kept of the tokens
-of the keys, or values, of a layer whose error is beyond what the fit promised (`prefix/beyond.py`), and only there.
+of the keys, or values, of a layer whose error is beyond what the fit promised (`store/promise.py`), and only there.
 `coded` [bytes] are the fields, of all layers, that a recipe entropy-codes at rest (`ops/entropy.py`): of any length up
 to that of the codes; `lossless` likewise are those that it codes without loss. The metadata key `kvq` holds the chain
 (root, previous, number, tokens) and `content`, a sha256 of that and of every tensor.
@@ -35,9 +35,9 @@ from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import entropy, lossless
-from kvq_runtime.prefix import beyond
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.stage import Quantizer
+from kvq_runtime.store.promise import decode_beyond, sizes_beyond
 from kvq_runtime.store.storage import Slab
 
 CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded", "lossless")
@@ -241,7 +241,7 @@ class BlockFormat:
     def _read(self, data: bytes, head: header.Header, link: Link) -> Block:
         expected, listed = self.specs(link.number), head.specs()
         block, width = self.recipe.window.block, self.geometry.width
-        few = {((width, size), torch.uint8) for size in beyond.sizes(block)}
+        few = {((width, size), torch.uint8) for size in sizes_beyond(block)}
         for name in self._exact.keys() & listed.keys():
             expected[name] = listed[name] if listed[name] in few else ((block, width), self.dtype)
         for name, longest in self.longest(link.number).items():
@@ -270,7 +270,7 @@ class BlockFormat:
                 fields[site.layer][site.role][site.field] = x
         exact = {site: tensors[name] for name, site in self._exact.items() if name in tensors}
         for (layer, role), kept in exact.items():
-            if not bool(torch.isfinite(beyond.decode(kept, block, self.dtype)).all()):
+            if not bool(torch.isfinite(decode_beyond(kept, block, self.dtype)).all()):
                 raise ArtifactError(f"finite: {ROLES[role]}.{layer}.{EXACT} decodes to NaN or infinity")
         nothing = torch.empty(2, len(self.held), 0, width, dtype=self.dtype)
         sinks_2LSC = tensors.get(SINKS, nothing)

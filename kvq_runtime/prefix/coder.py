@@ -22,11 +22,10 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.shared import Fitted
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import beyond
 from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.promise import Check, Watch
+from kvq_runtime.store.promise import Check, Watch, decode_beyond, encode_beyond
 from kvq_runtime.store.storage import Slab
 
 Rows = Mapping[int, tuple[Tensor, Tensor]]  # by layer, keys (after RoPE) and values [T, C]
@@ -112,7 +111,7 @@ class Coder:
                 errors = torch.stack([watch.errors(*each, counted) for each in pairs])
                 found = watch.beyond(errors[:, None], one.number)
                 for role, _ in found:
-                    one.beyond[layer, role] = beyond.encode(pair_TC[role], one.sinks, watch.promises[role])
+                    one.beyond[layer, role] = encode_beyond(pair_TC[role], one.sinks, watch.promises[role])
         else:
             k_fields, v_fields = keys.encode(x_NTC, Context(rope)), values.encode(v_NTC, Context())
         one.fields[layer] = _first(k_fields), _first(v_fields)
@@ -193,7 +192,7 @@ def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str)
     exact: dict[int, tuple[dict[int, Tensor], dict[int, Tensor]]] = {layer: ({}, {}) for layer in layers}
     for number, block in enumerate(blocks):
         for (layer, role), kept in block.exact.items():
-            tokens_TC = beyond.decode(kept, cache.recipe.window.block, sinks_2LSC.dtype)
+            tokens_TC = decode_beyond(kept, cache.recipe.window.block, sinks_2LSC.dtype)
             exact[layer][role][number] = tokens_TC[None].to(device)
     cache.adopt(len(blocks), fields, sinks, exact)  # type: ignore[arg-type]
 
@@ -212,7 +211,7 @@ def held(cache: BlockCache, number: int, row: int = 0) -> Block:
                 fields[layer][role][name] = field[row, 0].cpu()
             if store.watch is not None and number in store.watch.exact[role]:
                 x_TC = store.watch.exact[role][number][row]
-                exact[layer, role] = beyond.encode(x_TC, sinks_2LSC.shape[2], store.watch.promises[role])
+                exact[layer, role] = encode_beyond(x_TC, sinks_2LSC.shape[2], store.watch.promises[role])
     return Block(fields, sinks_2LSC, exact)
 
 

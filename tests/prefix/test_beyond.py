@@ -6,8 +6,8 @@ from feeding import GEOMETRY
 from kept_blocks import ids, rows, store
 from safetensors.torch import load as from_safetensors
 
-from kvq_runtime.prefix import beyond, chain
-from kvq_runtime.store.promise import Check, Promise
+from kvq_runtime.prefix import chain
+from kvq_runtime.store.promise import Check, Promise, decode_beyond, encode_beyond
 
 BLOCK, WIDTH = 128, 24
 
@@ -33,37 +33,37 @@ def error(x_TC: torch.Tensor, y_TC: torch.Tensor) -> float:
 def test_the_fewest_bits_within_an_eighth_of_the_bound_are_taken(bound, dtype):
     """With one bit less the error is larger; what was decoded is encoded to the same codes."""
     x_TC = tokens(dtype)
-    kept = beyond.encode(x_TC, 0, promise(bound / 2, 2.0))
+    kept = encode_beyond(x_TC, 0, promise(bound / 2, 2.0))
     bits = (kept.shape[1] - 4) * 8 // BLOCK
-    back_TC = beyond.decode(kept, BLOCK, dtype)
+    back_TC = decode_beyond(kept, BLOCK, dtype)
     assert kept.dtype == torch.uint8 and kept.shape == (WIDTH, BLOCK * bits // 8 + 4) and bits < 8
     assert back_TC.dtype == dtype and error(x_TC.float(), back_TC.float()) <= bound / 8 * 1.001
     low_C, high_C = x_TC.float().aminmax(dim=0)
     step_C = (high_C - low_C) / (2 ** (bits - 1) - 1) if bits > 1 else high_C - low_C
     coarse_TC = low_C + step_C * ((x_TC.float() - low_C) / step_C).round()
     assert bits == 1 or error(x_TC.float(), coarse_TC) > bound / 8 * 0.98
-    again = beyond.encode(back_TC, 0, promise(bound / 2, 2.0))
+    again = encode_beyond(back_TC, 0, promise(bound / 2, 2.0))
     assert torch.equal(again[:, :-4], kept[:, :-4])
 
 
 def test_tokens_stay_as_they_are_where_few_bits_do_not_do():
     x_TC = tokens()
     for given in (None, promise(1e-9)):
-        assert torch.equal(beyond.encode(x_TC, 0, given), x_TC)
+        assert torch.equal(encode_beyond(x_TC, 0, given), x_TC)
     wide_TC = x_TC * 1e6  # ends are of float16
-    assert torch.equal(beyond.encode(wide_TC, 0, promise(1e9)), wide_TC)
-    assert torch.equal(beyond.decode(x_TC, BLOCK, torch.float32), x_TC)
+    assert torch.equal(encode_beyond(wide_TC, 0, promise(1e9)), wide_TC)
+    assert torch.equal(decode_beyond(x_TC, BLOCK, torch.float32), x_TC)
     two_TC = x_TC[:2].bfloat16()  # two codes and the ends take as many bytes as they do
-    assert torch.equal(beyond.encode(two_TC, 0, promise(1e9)), two_TC)
+    assert torch.equal(encode_beyond(two_TC, 0, promise(1e9)), two_TC)
 
 
 def test_sinks_among_the_tokens_do_not_widen_steps():
     x_TC = tokens()
-    plain = beyond.encode(x_TC, 0, promise(3.0))
+    plain = encode_beyond(x_TC, 0, promise(3.0))
     x_TC[:4] = 5e4
-    kept = beyond.encode(x_TC, 4, promise(3.0))
-    assert kept.shape == plain.shape and beyond.encode(x_TC, 0, promise(3.0)).dtype == torch.float32
-    assert error(x_TC[4:], beyond.decode(kept, BLOCK, torch.float32)[4:]) <= 3 / 8 * 1.001
+    kept = encode_beyond(x_TC, 4, promise(3.0))
+    assert kept.shape == plain.shape and encode_beyond(x_TC, 0, promise(3.0)).dtype == torch.float32
+    assert error(x_TC[4:], decode_beyond(kept, BLOCK, torch.float32)[4:]) <= 3 / 8 * 1.001
 
 
 def test_a_files_bytes_are_fewer_and_what_is_read_is_within_the_promise():
