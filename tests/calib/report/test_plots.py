@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
 from kvq_calib.evaluate.subject import compared
-from kvq_calib.report import fit_plots, labels, panels, plots, tables
+from kvq_calib.report import fit_plots, panels, plots, tables
 from kvq_calib.report import looks as draw
 from kvq_calib.report.looks import families, looks
 from kvq_runtime.cli.table import print_table
@@ -162,9 +162,9 @@ def test_a_name_without_a_free_place_is_left_out():
     figure = Figure(figsize=(2, 2))
     axis = figure.subplots()
     axis.set(xlim=(0, 1), ylim=(0, 1))
-    given = [labels.Label(0.5, 0.5, f"a name that is far too long for such axes {number}") for number in range(9)]
-    assert labels.place(axis, given, [(0.5, 0.5, 3.5)]) == []
-    assert len(labels.place(axis, [labels.Label(0.5, 0.5, "short")] * 3, [(0.5, 0.5, 3.5)])) == 3
+    given = [panels.Label(0.5, 0.5, f"a name that is far too long for such axes {number}") for number in range(9)]
+    assert panels.place(axis, given, [(0.5, 0.5, 3.5)]) == []
+    assert len(panels.place(axis, [panels.Label(0.5, 0.5, "short")] * 3, [(0.5, 0.5, 3.5)])) == 3
 
 
 def test_one_bad_recipe_does_not_flatten_the_rest():
