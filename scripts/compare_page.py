@@ -11,8 +11,7 @@ from typing import Any
 
 from kvq_calib.evaluate.perplexity import Score
 from kvq_calib.report.looks import short
-from kvq_calib.report.tables import comparison, notes, relative
-from kvq_calib.report.words import size_of
+from kvq_calib.report.tables import comparison, notes, relative, size_of
 from kvq_runtime.recipe import facts, family
 from kvq_runtime.registry.measured import FULL, SPOKEN, Figures, Scores, TextRecord, texts
 from scripts.real_page import table

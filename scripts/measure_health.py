@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model import find
-from kvq_calib.report.words import markdown_table
+from kvq_calib.report.tables import markdown_table
 from kvq_calib.text import corpus, tokenizer
 from kvq_runtime import KVQCache, load_artifact, preset
 from kvq_runtime.artifact.artifact import Artifact

@@ -11,7 +11,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
 from kvq_calib.report import looks as draw
-from kvq_calib.report.words import in_bold, markdown_table, spread, where
+from kvq_calib.report.tables import in_bold, markdown_table, spread, where
 from kvq_runtime.registry.card import TASKS
 from kvq_runtime.registry.measured import SPOKEN, Answer, Asked, Cell, Record, TasksRecord, of_tasks
 

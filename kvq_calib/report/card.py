@@ -16,8 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from kvq_calib.model.catalog import entry
 from kvq_calib.report import answered, greedy, sections
 from kvq_calib.report import fit_plots as draw
-from kvq_calib.report.tables import by_layer
-from kvq_calib.report.words import in_bold, markdown_table, size_of
+from kvq_calib.report.tables import by_layer, in_bold, markdown_table, size_of
 from kvq_calib.text.documents import SUFFIXES
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact

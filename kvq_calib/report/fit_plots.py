@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from kvq_calib.evaluate.probe import means
 from kvq_calib.report import looks as draw
 from kvq_calib.report.looks import COLOURS
-from kvq_calib.report.words import size_of
+from kvq_calib.report.tables import size_of
 
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 

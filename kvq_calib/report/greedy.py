@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from kvq_calib.report.words import in_bold, markdown_table, spread, where
+from kvq_calib.report.tables import in_bold, markdown_table, spread, where
 from kvq_runtime.errors import counted
 from kvq_runtime.registry.measured import DECODE, GreedyRecord, Record
 

@@ -16,8 +16,7 @@ from kvq_calib.report import panels
 from kvq_calib.report.looks import Look, families, family, looks
 from kvq_calib.report.panels import ATTENTION, KL, PERPLEXITY, TITLES, Panel, Point, not_drawn, points, recommended
 from kvq_calib.report.panels import frontier as frontier_of
-from kvq_calib.report.tables import by_bits, elsewhere, named, reference
-from kvq_calib.report.words import where
+from kvq_calib.report.tables import by_bits, elsewhere, named, reference, where
 from kvq_runtime.errors import counted
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, Model, TextRecord, Windows, texts
 

@@ -12,8 +12,7 @@ from typing import Any
 from huggingface_hub.repocard import metadata_load
 
 from kvq_calib.report import tables
-from kvq_calib.report.tables import by_layer
-from kvq_calib.report.words import escaped, markdown_table
+from kvq_calib.report.tables import by_layer, escaped, markdown_table
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import artifact_record, recipe_row, stages

@@ -34,7 +34,7 @@ from kvq_calib.report.fit_plots import layer_bits
 from kvq_calib.report.looks import BLUE, COLOURS, GREY, INDIGO, OLIVE, SAID, WINE, Look, names_as_they_are
 from kvq_calib.report.panels import Point
 from kvq_calib.report.plots import SHORT, layer_errors, scatter
-from kvq_calib.report.words import change, exact, figure, size_of
+from kvq_calib.report.tables import change, exact, figure, size_of
 from kvq_runtime.cli.table import cell
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import SPOKEN, Cell

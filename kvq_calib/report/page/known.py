@@ -70,6 +70,11 @@ def aliases(state: State, version: Version) -> list[str]:
     return [alias for alias in state.aliases if state.at(alias) == version.version]
 
 
+def named(one: Mapping[str, Any]) -> str:
+    """The reference of a version: its name and number."""
+    return f"{one['name']}@{one['version']}" if one.get("version") else str(one["name"])
+
+
 def of_artifact(made: Artifact) -> dict[str, Any]:
     """Describe a file from its contents: recipe, model, origin, sizes, layers of the fit."""
     geometry, (model, revision) = made.fingerprint.geometry, model_of(made)

@@ -10,10 +10,11 @@ from typing import Any
 from kvq_calib.report import card, greedy
 from kvq_calib.report.answered import cell
 from kvq_calib.report.page import evidence, html
+from kvq_calib.report.page.known import named
 from kvq_calib.report.panels import Point, not_drawn
 from kvq_calib.report.panels import frontier as frontier_of
 from kvq_calib.report.sections import machine_of
-from kvq_calib.report.words import change, figure, named, size_of, spread
+from kvq_calib.report.tables import change, figure, size_of, spread
 from kvq_runtime.cli.table import percent
 from kvq_runtime.disk.strict_json import flatten
 from kvq_runtime.registry.measured import SPOKEN

@@ -13,9 +13,8 @@ from datetime import datetime
 from typing import Any
 
 from kvq_calib.report.page import evidence, html
-from kvq_calib.report.page.known import aliases
+from kvq_calib.report.page.known import aliases, named
 from kvq_calib.report.panels import Point
-from kvq_calib.report.words import named
 from kvq_runtime import __version__
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import verdict
