@@ -159,7 +159,7 @@ def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subje
         with progress_bar(tasks.work(plan, len(subjects)), args.quiet) as progress:
             groups.append(tasks.evaluate(files, subjects, plan, *device, progress, ledger))
     if foreign:
-        from kvq_calib.lm_eval import record as harness
+        from kvq_calib.lm_eval import model as harness
 
         given = harness.Asked(tuple(foreign), args.limit, args.num_fewshot, args.batch_size, args.chat, args.step)
         groups.append(harness.evaluate(files, subjects, given, *device, args.include_path, args.quiet))

@@ -21,8 +21,7 @@ from transformers import AutoTokenizer
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.subject import find
 from kvq_calib.lm_eval import model as models_of
-from kvq_calib.lm_eval import record
-from kvq_calib.lm_eval.model import CompressedLM, NotThroughTheCache
+from kvq_calib.lm_eval.model import Asked, CompressedLM, NotThroughTheCache, evaluate
 from kvq_calib.model.find import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -171,8 +170,8 @@ def test_a_run_that_read_nothing_encoded_is_refused(folder, model):
     with pytest.raises(NotThroughTheCache, match=r"own_short: nothing was encoded .* its 3 requests .* block of 128"):
         results(folder, lm(model, NAMES[1]), "own_short")
     assert results(folder, lm(model, None), "own_short")["own_short"]["acc,none"] in (0, 1)
-    given = record.Asked(("own_short", "own_choice"))
-    _, found = record.evaluate(DEMO, [find(NAMES[1], DEMO)], given, include_path=str(folder), quiet=True)
+    given = Asked(("own_short", "own_choice"))
+    _, found = evaluate(DEMO, [find(NAMES[1], DEMO)], given, include_path=str(folder), quiet=True)
     part = found["result"]["protocols"]["in-use"]
     assert "nothing was encoded" in part["tasks"]["own_short"]["reason"]
     assert part["through_the_cache"]["own_choice"]["read_encoded"] == 9 and part["tasks"]["own_choice"]["metrics"]
