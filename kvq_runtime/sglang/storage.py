@@ -25,8 +25,8 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 from torch import Tensor
 
-from kvq_runtime.engines import kept, source
-from kvq_runtime.engines.kept import Served
+from kvq_runtime.engines import keeper, source
+from kvq_runtime.engines.keeper import Served
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.hf.model import rotary_of_folder
 from kvq_runtime.prefix.block_file import Block, Link
@@ -46,7 +46,7 @@ _log = logging.getLogger("sglang.kvq")
 class KVQStorage(HiCacheStorage):
     """The part of a folder of kept prefixes that is one worker's.
 
-    Of the option's parts `path`, `recipe`, `budget`, `threads` are those of `kept.Settings`; `model` and `revision`
+    Of the option's parts `path`, `recipe`, `budget`, `threads` are those of `keeper.Settings`; `model` and `revision`
     name the served model, whose files are on this machine, `quantization` how its weights are quantized as they load.
     Raises ValueError, ArtifactError or NotFound, a sentence, for what cannot be kept, so that SGLang does not start.
     """
@@ -65,7 +65,7 @@ class KVQStorage(HiCacheStorage):
             raise ValueError(f'KVQStorage: {OPTION} lacks "model", the served model: a folder, or an id on a Hub')
         if ignored := sorted({"recent", "pending"} & extra.keys()):
             raise ValueError(f"KVQStorage: {OPTION} has {', '.join(ignored)}, which SGLang decides; leave it out")
-        self._settings = kept.settings(extra, OPTION, f"KVQStorage, beside {', '.join(names)}")
+        self._settings = keeper.settings(extra, OPTION, f"KVQStorage, beside {', '.join(names)}")
         self._model, self._rank = names, (storage_config.tp_size, storage_config.tp_rank)
         self._warned = False
 
@@ -83,7 +83,7 @@ class KVQStorage(HiCacheStorage):
             source.config(model, revision), model, revision, pool.dtype, self._model["quantization"],
             partial(rotary_of_folder, source.folder(model, revision) or Path(model), pool.dtype),
         )  # fmt: skip
-        (store,) = kept.opened(self._settings, served, "KVQStorage", *self._rank)
+        (store,) = keeper.opened(self._settings, served, "KVQStorage", *self._rank)
         shape, own = store.format.geometry, (pool.layer_num, pool.head_num, pool.head_dim)
         if own != (shape.layers, shape.kv_heads, shape.head_size):
             raise ValueError(

@@ -37,7 +37,7 @@ from tensorrt_llm._utils import mpi_rank
 from torch import Tensor
 
 from kvq_runtime.disk import strict_json
-from kvq_runtime.engines import kept, source
+from kvq_runtime.engines import keeper, source
 from kvq_runtime.engines.keeper import Keeper
 from kvq_runtime.engines.orders import Orders, Planner, Text
 from kvq_runtime.geometry import Geometry
@@ -188,7 +188,7 @@ def _text(request: Any) -> Text:
 class _Opened:
     """The options, the stores of all parts of the model, or that of a rank, and which part it is."""
 
-    settings: kept.Settings
+    settings: keeper.Settings
     stores: list[PrefixBlocks]
     part: int
 
@@ -202,15 +202,15 @@ class _Opened:
         if not isinstance(extra, dict):
             raise ValueError(f"{WHO}: {OPTION} is no JSON object of options")
         quantization = extra.pop("quantization", None)
-        settings = kept.settings(extra, OPTION, f"{WHO}, beside quantization,")
+        settings = keeper.settings(extra, OPTION, f"{WHO}, beside quantization,")
         model, ranks = str(args.model), args.tensor_parallel_size
         config = source.config(model, args.revision)
         dtype = _dtype(args.dtype, config)
-        served = kept.Served(
+        served = keeper.Served(
             config, model, args.revision, dtype, quantization,
             lambda: _rotary(source.folder(model, args.revision) or Path(model), dtype),
         )  # fmt: skip
-        stores = kept.opened(settings, served, WHO, ranks, rank)
+        stores = keeper.opened(settings, served, WHO, ranks, rank)
         return _Opened(settings, stores, source.share_of(Geometry.from_config(config), rank or 0, ranks).part)
 
 

@@ -2,8 +2,8 @@
 
 vLLM's own cache stays as it is, in 16 bits; what has left it, or was computed by another server or before a restart,
 comes from the folder. Every layer of a prefix is at hand here, with its positions, so that recipes which predict across
-layers or encode keys before RoPE are kept as all others. The parts, of `engines`: options (kept.py), what is to be done
-(orders.py, in the scheduler's process), and the doing of it (keeper.py, in each worker).
+layers or encode keys before RoPE are kept as all others. The parts, of `engines`: what is to be done (orders.py, in the
+scheduler's process), the options and the doing of it (keeper.py, in each worker).
 
     --kv-transfer-config '{"kv_connector": "KVQConnector", "kv_connector_module_path": "kvq_runtime.vllm.connector",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -32,7 +32,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from kvq_runtime.engines import kept
+from kvq_runtime.engines import keeper
 from kvq_runtime.engines.keeper import Keeper
 from kvq_runtime.engines.orders import Orders, Planner, text_of
 from kvq_runtime.geometry import Geometry
@@ -51,19 +51,19 @@ class Metadata(Orders, KVConnectorMetadata):
 
 
 class KVQConnector(KVConnectorBase_V1):
-    """Loads and keeps prefixes; its options are those of `kept.Settings`."""
+    """Loads and keeps prefixes; its options are those of `keeper.Settings`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         _check_engine(vllm_config, kv_cache_config)
-        self._settings = kept.settings(
+        self._settings = keeper.settings(
             self._kv_transfer_config.kv_connector_extra_config, "kv_connector_extra_config", "KVQConnector"
         )
         self._page = vllm_config.cache_config.block_size
         ranks = vllm_config.parallel_config.tensor_parallel_size
         rank = vllm_config.parallel_config.rank % ranks if role is KVConnectorRole.WORKER else None
         with own_defaults():
-            self._stores = kept.opened(self._settings, _served(vllm_config), "KVQConnector", ranks, rank)
+            self._stores = keeper.opened(self._settings, _served(vllm_config), "KVQConnector", ranks, rank)
         self._keeper: Keeper | None = None
         self._planner: Planner | None = None
         if rank is None:
@@ -176,10 +176,10 @@ class KVQConnector(KVConnectorBase_V1):
         return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _served(config: VllmConfig) -> kept.Served:
+def _served(config: VllmConfig) -> keeper.Served:
     model, decoder = config.model_config, config.model_config.hf_text_config
     rotary = partial(rotary_of_config, decoder, model.dtype)
-    return kept.Served(decoder.to_dict(), model.model, model.revision, model.dtype, model.quantization, rotary)
+    return keeper.Served(decoder.to_dict(), model.model, model.revision, model.dtype, model.quantization, rotary)
 
 
 def _places(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:

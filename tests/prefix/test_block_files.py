@@ -18,7 +18,7 @@ from feeding import GEOMETRY
 from kept_blocks import FEW, files, ids, rows, store
 
 from kvq_runtime.disk import strict_json
-from kvq_runtime.engines import kept as kept_options
+from kvq_runtime.engines import keeper
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.ops import lossless
 from kvq_runtime.prefix import block_file, chain, sets
@@ -107,10 +107,10 @@ def test_an_engine_sets_its_threads(tmp_path):
     options = {"path": str(tmp_path / "kept"), "recipe": "rtn-2bit", "threads": 3}
     folder = Path(__file__).parents[2] / "artifacts" / "demo-model"
     config = json.loads((folder / "config.json").read_text())
-    served = kept_options.Served(config, str(folder), None, torch.bfloat16, None, feeding.rotary)
-    assert [one.threads for one in kept_options.opened(kept_options.settings(options, "o", "w"), served, "w", 1)] == [3]
+    served = keeper.Served(config, str(folder), None, torch.bfloat16, None, feeding.rotary)
+    assert [one.threads for one in keeper.opened(keeper.settings(options, "o", "w"), served, "w", 1)] == [3]
     with pytest.raises(ValueError, match="o: threads=0; use a number, 1 or more"):
-        kept_options.settings(options | {"threads": 0}, "o", "w")
+        keeper.settings(options | {"threads": 0}, "o", "w")
 
 
 def test_without_the_library_verify_checks_the_digest_alone(tmp_path, monkeypatch):

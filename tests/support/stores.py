@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvq_runtime.artifact import artifact, fingerprint
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.engines import kept, source
+from kvq_runtime.engines import keeper, source
 from kvq_runtime.engines.keeper import Keeper
 from kvq_runtime.engines.orders import Planner, text_of
 from kvq_runtime.hf.model import CACHE, rotary_of_folder
@@ -48,12 +48,12 @@ class VLLM:
     PAGE = 32
 
     def __init__(self, folder: Path, recipe: str, model: Path = MODEL):
-        served = kept.Served(
+        served = keeper.Served(
             source.config(str(model), None), str(model), None, torch.bfloat16, None,
             partial(rotary_of_folder, model, torch.bfloat16),
         )  # fmt: skip
-        given = kept.Settings(str(folder), recipe, recent=0)
-        (store,), (own,) = kept.opened(given, served, "a test", 1), kept.opened(given, served, "a test", 1, 0)
+        given = keeper.Settings(str(folder), recipe, recent=0)
+        (store,), (own,) = keeper.opened(given, served, "a test", 1), keeper.opened(given, served, "a test", 1, 0)
         self.planner = Planner([store], self.PAGE, 0)
         self.caches = [torch.zeros(64, HEADS, self.PAGE, 2 * SIZE, dtype=torch.bfloat16) for _ in range(LAYERS)]
         places = places_of(self.caches[0], HEADS, SIZE, self._put)
