@@ -5,11 +5,15 @@ Everything here has shape [N, T, C]: N blocks, T tokens, C channels of all heads
 sums inside matrix products: its rounding is far below the quantizer's, and it is several times faster, on a CPU without
 bfloat16 instructions too (`kvq_runtime/ops/product.py`).
 
+A quantizer may decode in another order than it was given (`Quantizer.order`), the stored order: so the rows of the
+matrix that turns decoded elements back are in that order, and nothing is put in place by itself.
+
 What is stored, and what it costs, is the Scheme's own answer. A codec never changes: caches of one fit share it, see
 `shared.py`.
 """
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec.matrices import matrices, places
 from kvq_runtime.codec.packed import packed_reader
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch, product, rope
-from kvq_runtime.ops.constant import lasting
+from kvq_runtime.ops.constant import constant, lasting
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
+from kvq_runtime.stages import stage as contract
 from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens
-from kvq_runtime.stages.stage import SLOTS, Place, Specs
+from kvq_runtime.stages.stage import SLOTS, Place, Quantizer, Specs
 
 _CPU = torch.device("cpu")
 
@@ -120,8 +124,18 @@ class Codec:
         self.packed_reader = None if self.before_rope else packed_reader(self.scheme, self.geometry, self.back, device)
 
     def _made(self, device: torch.device) -> tuple[Rotation, Tensor | None]:
-        rotate, own = self.scheme.rotate, self._own["rotate"]
-        return matrices(rotate, self.scheme.quantize, self._width, self.geometry, device, own)
+        """The rotation before rounding; and the one back (bfloat16), its rows in stored order. None: there is none.
+
+        Of a matrix for each head both are [H, D, D].
+        """
+        rotate, quantize = self.scheme.rotate, self.scheme.quantize
+        if rotate is None or not rotate.fitted:
+            return _fixed_matrices(rotate, quantize, self._width, self.geometry, device)
+        pair = rotate.pair(self._width, self.geometry, self._own["rotate"])
+        if pair is None:
+            return None, None
+        forward, back = pair
+        return forward, back if back.ndim == 2 else _stored_rows(back, quantize.order(self._width, self.geometry))
 
     @property
     def _inputs(self) -> int:
@@ -245,7 +259,7 @@ class Codec:
 
     def _quantized(self, x_NRW: Tensor) -> Tensor:
         """Rows encoded and decoded, before any rotation back."""
-        quantize, place = self.scheme.quantize, places(self.scheme.quantize, self._width, self.geometry, x_NRW.device)
+        quantize, place = self.scheme.quantize, _places(self.scheme.quantize, self._width, self.geometry, x_NRW.device)
         fields = quantize.encode(x_NRW, None, self._own["quantize"], self.geometry)
         decoded = quantize.decode(fields, self._width, self.geometry, self._own["quantize"]).float()
         return decoded if place is None else decoded[..., place]
@@ -324,6 +338,51 @@ class Codec:
     def bits(self, dtype: torch.dtype = torch.bfloat16) -> float:
         """Return the bits of a stored element: codes and everything stored beside them."""
         return self.scheme.bits(self.block, self.geometry, dtype)
+
+
+@constant(64)
+def _places(quantize: Quantizer, width: int, geometry: Geometry, device: torch.device) -> Tensor | None:
+    """Return the place of each element among the decoded ones; None if each has kept its place."""
+    order = quantize.order(width, geometry)
+    return None if torch.equal(order, torch.arange(width)) else order.argsort().to(device)
+
+
+def _stored_rows(back_HDD: Tensor, order_W: Tensor) -> Tensor:
+    """The rows of each head's matrix in stored order, which stays inside heads."""
+    heads, size, _ = back_HDD.shape
+    inside_D = order_W[:size].to(back_HDD.device)
+    assert torch.equal(order_W.view(heads, size), order_W[:size] + torch.arange(0, heads * size, size)[:, None])
+    return back_HDD[:, inside_D].contiguous()
+
+
+@constant(64)
+def _fixed_matrices(
+    rotate: contract.Rotation | None, quantize: Quantizer, width: int, geometry: Geometry, device: torch.device
+) -> tuple[Rotation, Tensor | None]:
+    """The same for a rotation that is known without a fit: codecs of all layers share the two."""
+    order = quantize.order(width, geometry)
+    if rotate is None and torch.equal(order, torch.arange(width)):
+        return None, None
+    pair = None if rotate is None else rotate.pair(width, geometry, {})
+    matrix = None if pair is None else pair[0]
+    period = _period(order)
+    size = math.lcm(period, len(matrix)) if matrix is not None else period
+    eye = torch.eye(size, dtype=torch.float32)
+    full = torch.block_diag(*[matrix] * (size // len(matrix))) if matrix is not None else eye
+    back = full.mT[order[:size]].to(device, torch.bfloat16).contiguous()
+    forward = None if rotate is None else rotate.forward(width, geometry)
+    return (forward.to(device) if isinstance(forward, Tensor) else forward), back
+
+
+def _period(order: Tensor) -> int:
+    """The shortest run after which the stored order repeats itself."""
+    width = len(order)
+    for size in (n for n in range(1, width + 1) if width % n == 0):
+        if torch.equal(
+            order.view(-1, size) - torch.arange(0, width, size)[:, None], order[:size].expand(width // size, -1)
+        ):
+            return size
+    return width
 
 
 def specs(recipe: Recipe, layer: int, role: Role, geometry: Geometry) -> Specs:
