@@ -1,1 +1,0 @@
-"""The scheduled flows: composed of `kvq_calib.flow.flow`, deployed by `flows.yaml`."""

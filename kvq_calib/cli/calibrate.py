@@ -14,7 +14,6 @@ from typing import Any
 
 from kvq_calib.cli import fleet
 from kvq_calib.cli.progress import Status
-from kvq_calib.evaluate import gate
 from kvq_calib.model import catalog
 from kvq_calib.run.device import keep_memory
 from kvq_runtime import __version__
@@ -202,7 +201,7 @@ def _calibrate(args: argparse.Namespace, tell: Callable[[list[dict[str, Any]]], 
 
 def _prepared(args: argparse.Namespace):
     """The job, its run, and the caution that is due, after all checks; notes are printed."""
-    gate.Bounds(args.max_perplexity_ratio, args.max_kl)
+    verdict.Bounds(args.max_perplexity_ratio, args.max_kl)
     if args.model is not None:
         catalog.check(args.model)
     with Status("kvq-calibrate", args.quiet) as show:

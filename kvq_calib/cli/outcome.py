@@ -24,7 +24,7 @@ from kvq_calib.run.device import settle
 from kvq_calib.run.plan import Plan, set_arithmetic
 from kvq_calib.run.run import InMemory, Run
 from kvq_calib.text import corpus
-from kvq_runtime.artifact import ARTIFACT_FILE
+from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.errors import counted
 from kvq_runtime.registry import verdict

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from kvq_calib.evaluate import gate, record
-from kvq_calib.evaluate.gate import Bounds
+from kvq_calib.evaluate import record
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.record import Protocol
 from kvq_calib.evaluate.subject import Subject, find
@@ -26,12 +25,13 @@ from kvq_calib.text.corpus import Batch
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import NotFound
-from kvq_runtime.registry import reference
+from kvq_runtime.registry import reference, verdict
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.reference import PRODUCTION, Reference, order
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.sound import read
+from kvq_runtime.registry.verdict import Bounds
 
 SHARE = 32  # of the tokens of the fit one in so many is measured on,
 TOKENS = 32768  # and no more than these
@@ -163,11 +163,11 @@ def check_drift(
     found = record.evaluate(files, tokens, subjects, PROTOCOL, device)
     checked = []
     for subject, measured in zip(subjects, found, strict=True):
-        judged = gate.judged(measured, bounds)
+        judged = verdict.judged(measured, bounds)
         place, version = _place(subject.name, registry_url)
         place.add_evaluation(judged, version.name)
         told = read(judged, TextRecord)
-        failed, (protocol, found) = gate.passes(told, bounds), told.decisive or (None, None)
+        failed, (protocol, found) = verdict.passes(told, bounds), told.decisive or (None, None)
         costs = (1 + found.relative, found.kl) if found else (None, None)
         promoted, proposed = _promote(place, version, alias) if promote and not failed else ("", "")
         checked.append(DriftResult(subject.name, *costs, failed, promoted, protocol, proposed))

@@ -39,7 +39,6 @@ from prefect.runtime import flow_run  # noqa: E402
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings  # noqa: E402
 from prefect.states import Crashed, Failed  # noqa: E402
 
-from kvq_calib.evaluate.gate import Refused  # noqa: E402
 from kvq_calib.job import prepare as preparation  # noqa: E402
 from kvq_calib.job import run as job  # noqa: E402
 from kvq_calib.job.job import Job  # noqa: E402
@@ -51,6 +50,7 @@ from kvq_calib.run.run import InFiles, Listener, Progress, Run, silent  # noqa: 
 from kvq_runtime.registry import reference  # noqa: E402
 from kvq_runtime.registry.measured import TextRecord  # noqa: E402
 from kvq_runtime.registry.sound import read  # noqa: E402
+from kvq_runtime.registry.verdict import Refused  # noqa: E402
 
 DIED = "Its process ended without a word; another run has taken its folder over, and goes on where it stopped."
 EVERY = 5.0  # seconds between two updates of what one layer's progress shows

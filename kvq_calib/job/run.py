@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.evaluate import gate, held_out
+from kvq_calib.evaluate import held_out
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import base_of, prepare
@@ -22,10 +22,11 @@ from kvq_calib.report import plots, sections, tables
 from kvq_calib.report.published import Place, Published
 from kvq_calib.run import calibrate, checkpoint
 from kvq_calib.run.run import Executor, Listener, Run, silent
-from kvq_runtime.artifact import ARTIFACT_FILE, artifact, fingerprint
+from kvq_runtime.artifact import artifact, fingerprint
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.disk import files as disk
-from kvq_runtime.registry import card
+from kvq_runtime.registry import card, verdict
 from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.sound import read
@@ -63,7 +64,7 @@ def reused(job: Job, work: Run) -> list[Published]:
     made = _offered(job, work.files)
     fitted = {made.recipe.name: made}
     records = evaluate(job, work, fitted)
-    failed = gate.passes(read(records[0], TextRecord), job.evaluation.bounds)
+    failed = verdict.passes(read(records[0], TextRecord), job.evaluation.bounds)
     if failed:
         _log.warning("%s is not reused: %s; calibrating", job.what.reuse, "; ".join(failed))
         return []
@@ -117,7 +118,7 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
         return []
     beside = [find(given, work.files, job.publication.registry) for given in asked.baselines]
     records = held_out.evaluate(work, fitted, beside, asked.eval_windows, also=job.beside(work.files))
-    records = [gate.judged(one, asked.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
+    records = [verdict.judged(one, asked.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
     text = json.dumps(records, indent=1) + "\n"
     disk.save(work.folder / "evaluation.json", text.encode())
     return records
@@ -138,7 +139,7 @@ def publish(
     for number, (recipe, made) in enumerate(fitted.items()):
         name, data = job.artifact_name(work.files, recipe), artifact.to_bytes(made)
         own = records[number] if records else None
-        failed = gate.passes(named[number], job.evaluation.bounds) if own else []
+        failed = verdict.passes(named[number], job.evaluation.bounds) if own else []
         shown = [named[number], *named[:number], *named[number + 1 :]] if own else []
         layers = tables.by_layer(made) if "budget" in made.fit else []
         beside, folder = report.files(made, shown, name, drawn, license), work.folder / name

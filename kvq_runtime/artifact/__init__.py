@@ -1,1 +1,0 @@
-ARTIFACT_FILE = "kvq.safetensors"  # in a folder, and in a repository of a Hub

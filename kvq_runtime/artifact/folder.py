@@ -10,8 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.artifact import ARTIFACT_FILE, artifact, header
+from kvq_runtime.artifact import artifact, header
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.disk import files
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits, human

@@ -20,6 +20,7 @@ from kvq_runtime.errors import ArtifactError
 if TYPE_CHECKING:  # kvq list reads headers, and should not wait for torch
     import torch
 
+ARTIFACT_FILE = "kvq.safetensors"  # in a folder, and in a repository of a Hub
 SCHEMA = 1
 CHECKS = ("header", "size", "sha256", "schema", "content", "recipe", "fingerprint", "tensors", "finite")
 LIMIT = 1 << 20

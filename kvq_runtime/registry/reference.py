@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from kvq_runtime.artifact import ARTIFACT_FILE as ARTIFACT_FILE
+from kvq_runtime.artifact.header import ARTIFACT_FILE as ARTIFACT_FILE
 from kvq_runtime.errors import check_type
 
 SUFFIX = ".safetensors"

@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "gate-nan",
         "a figure that is no number passes every bound",
-        "kvq_calib/evaluate/gate.py",
+        "kvq_runtime/registry/verdict.py",
         "if not found[name] <= bound",
         "if found[name] > bound",
         ("calib/evaluate/test_held_out.py",),
@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         "gate-nothing",
         "an evaluation that has encoded nothing keeps every bound",
-        "kvq_calib/evaluate/gate.py",
+        "kvq_runtime/registry/verdict.py",
         "        return [f\"a bound cannot be judged; {'; '.join(record.reasons())}\"]",
         "        return []",
         ("calib/evaluate/test_full_encode.py",),

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import kvq_calib
 import kvq_runtime
-from kvq_calib.evaluate import caches, gate, ledger, perplexity, record
+from kvq_calib.evaluate import caches, ledger, perplexity, record
 from kvq_calib.evaluate.caches import CountedCache, FullCache, Reads, attending
-from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
 from kvq_calib.evaluate.subject import find
 from kvq_calib.model import find as models
@@ -27,8 +26,10 @@ from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.recipe import preset
+from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import PROTOCOLS
 from kvq_runtime.registry.sound import read
+from kvq_runtime.registry.verdict import Bounds
 from kvq_runtime.stages.predict import Linear
 
 GEOMETRY = Geometry(3, 2, 16)
@@ -382,10 +383,10 @@ def test_nothing_encoded_is_said_and_no_zero_is_printed(small):
         assert "0.00%" not in text and "100.0" not in text
     assert all("nothing was encoded" in text for text in (texts[0], texts[2], texts[3]))
     assert plots.perplexity_by_bits([told]) and plots.comparison([told])
-    failed = gate.passes(told, Bounds(perplexity_ratio=1.5, kl=1.0))
+    failed = verdict.passes(told, Bounds(perplexity_ratio=1.5, kl=1.0))
     assert len(failed) == 1 and "cannot be judged" in failed[0] and "nothing was encoded" in failed[0]
-    assert gate.passes(told, Bounds()) == []
-    assert gate.judged(found[0], Bounds(kl=1.0))["result"]["gate"]["protocol"] is None
+    assert verdict.passes(told, Bounds()) == []
+    assert verdict.judged(found[0], Bounds(kl=1.0))["result"]["gate"]["protocol"] is None
     # of windows in which all are sinks, too
     sinks = evaluated(small, ["higgs-2bit"], length=100, sinks=100, error_windows=0)
     assert "are all sinks" in sinks[0]["result"]["protocols"]["full"]["reason"]
@@ -399,13 +400,13 @@ def test_the_gate_judges_the_full_encode_where_there_is_one():
         {"perplexity": 12.0, "relative": cost, "kl": cost, "decoded": {"reads": 0.9}} for cost in (0.001, 0.1)
     )
     bounds = Bounds(perplexity_ratio=1.01)
-    (reason,) = gate.passes(made(dear, cheap), bounds)
-    assert "full encode: 1.1, allowed 1.01" in reason and gate.passes(made(cheap, dear), bounds) == []
-    (reason,) = gate.passes(made({"reason": "it chooses"}, dear), bounds)
-    assert "in use: 1.1" in reason and gate.passes(made({"reason": "it chooses"}, cheap), bounds) == []
+    (reason,) = verdict.passes(made(dear, cheap), bounds)
+    assert "full encode: 1.1, allowed 1.01" in reason and verdict.passes(made(cheap, dear), bounds) == []
+    (reason,) = verdict.passes(made({"reason": "it chooses"}, dear), bounds)
+    assert "in use: 1.1" in reason and verdict.passes(made({"reason": "it chooses"}, cheap), bounds) == []
     nothing = cheap | {"decoded": {"reads": 0}}  # tokens were evicted, and the others read exactly
-    assert "cannot be judged" in gate.passes(made({"reason": "it chooses"}, nothing), bounds)[0]
-    assert gate.passes(made({"reason": "it chooses"}, cheap | {"decoded": None}), bounds) == []
+    assert "cannot be judged" in verdict.passes(made({"reason": "it chooses"}, nothing), bounds)[0]
+    assert verdict.passes(made({"reason": "it chooses"}, cheap | {"decoded": None}), bounds) == []
 
 
 def test_a_record_has_both_and_says_what_was_fitted_on(small):

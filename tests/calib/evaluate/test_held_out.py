@@ -16,8 +16,7 @@ from patience import held, until
 from safetensors.torch import load_file, save_file
 
 from kvq_calib.cli import calibrate as cli
-from kvq_calib.evaluate import gate, held_out, perplexity, record
-from kvq_calib.evaluate.gate import Bounds
+from kvq_calib.evaluate import held_out, perplexity, record
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import find
 from kvq_calib.job.job import Job
@@ -26,7 +25,9 @@ from kvq_calib.job.run import run
 from kvq_calib.model import find as models
 from kvq_runtime.artifact import artifact
 from kvq_runtime.registry import resolve as registry
+from kvq_runtime.registry import verdict
 from kvq_runtime.registry.sound import read
+from kvq_runtime.registry.verdict import Bounds
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +132,9 @@ def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
 def test_gate(bounds, failed):
     costs = {"perplexity": 12.0, "relative": 0.01, "kl": 0.01}
     given, unknown = many.of_parts(full=costs), many.of_parts(full=costs | {"relative": math.nan, "kl": math.nan})
-    assert len(gate.passes(read(given), bounds)) == failed
-    assert len(gate.passes(read(unknown), bounds)) == len(bounds.given)
-    assert ("gate" in gate.judged(given, bounds)["result"]) == bool(bounds.given)
+    assert len(verdict.passes(read(given), bounds)) == failed
+    assert len(verdict.passes(read(unknown), bounds)) == len(bounds.given)
+    assert ("gate" in verdict.judged(given, bounds)["result"]) == bool(bounds.given)
 
 
 @pytest.mark.parametrize(

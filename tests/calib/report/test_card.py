@@ -9,21 +9,21 @@ import yaml
 from PIL import Image
 
 from kvq_calib.cli import outcome
-from kvq_calib.evaluate import gate
-from kvq_calib.evaluate.gate import Bounds
 from kvq_calib.model import find as models
 from kvq_calib.report import card as report
 from kvq_calib.report import plots, sections, tables
 from kvq_calib.report.published import Published
-from kvq_calib.report.words import size_of
+from kvq_calib.report.tables import size_of
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.version import evaluation_tables
 from kvq_runtime.codec import codec
 from kvq_runtime.recipe import preset
+from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.resolve import open_registry
 from kvq_runtime.registry.sound import read
+from kvq_runtime.registry.verdict import Bounds
 from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -213,7 +213,7 @@ def test_records_of_either_version_are_read():
     assert tables.by_bits([new, old])[0] is old and plots.comparison([old]) != plots.comparison([old, new])
     shown = evaluation_tables([old, new])["evaluations (--json has all of each)"]
     assert shown[0]["relative"] == 0.0123 == shown[1]["in-use: relative"] and shown[1]["full: relative"] == 0.1
-    assert gate.passes(old, Bounds(kl=0.01)) == [] != gate.passes(new, Bounds(kl=0.01))
+    assert verdict.passes(old, Bounds(kl=0.01)) == [] != verdict.passes(new, Bounds(kl=0.01))
 
 
 def test_records_of_other_protocols_are_not_compared(fitted):
