@@ -155,7 +155,9 @@ OWN = {
     "zamba": MAMBA | {"n_mamba_heads": 2, "attention_head_dim": 32},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_ssm": 128},
     "zaya": EXPERTS | {"num_experts_per_tok": 1},
-    **dict.fromkeys(("gpt_neox", "gpt_neox_japanese", "falcon", "gpt2", "gpt_bigcode", "bloom"), OLD),
+    **dict.fromkeys(("gpt_neox", "gpt_neox_japanese", "falcon", "gpt2", "gpt-sw3", "gpt_bigcode", "bloom"), OLD),
+    "ctrl": OLD | {"intermediate_size": ..., "dff": 32},
+    "trocr": OLD | {"d_model": 64, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
     "gpt_neo": OLD | {"attention_types": [[["global"], 3]]},
     "mpt": OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512},
     "dbrx": OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512, "intermediate_size": ...,
@@ -178,6 +180,14 @@ OWN = {
         "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
         "text_hidden_size": 64, "vision_feature_layer": [0]}},
     "kimi_k25": tower({"model_type": "deepseek_v3"} | EXPERTS | ROUTED | LATENT),
+    "fast_vlm": tower({"model_type": "qwen2"}, model_type="clip_vision_model"),
+    "perception_lm": tower({"model_type": "llama"}, model_type="clip_vision_model", model_args={"embed_dim": 32}),
+    "deepseek_ocr2": {
+        "text_config": SHAPE | EXPERTS | ROUTED | {"head_dim": 16, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        "vision_config": {"encoder_config": SEEING, "sam_config": SEEING | {
+            "image_size": 64, "output_channels": 16, "downsample_channels": [32, 32]}}},
+    "kosmos-2.5": {"vision_config": SEEING, "text_config": {
+        "vocab_size": 97, "embed_dim": 64, "layers": 3, "ffn_dim": 96, "attention_heads": 4}},
     "cosmos3_edge": tower(THREE), "cosmos3_omni": tower({"model_type": "qwen3_vl_text"}),
     "qianfan_ocr": tower({"model_type": "qwen3"}),
     "hunyuan_vl": tower({"rope_parameters": THREE["rope_parameters"] | {"mrope_section": [4, 4, 4, 4]}},
@@ -219,7 +229,7 @@ def table() -> list[list[str]]:
     kinds = [
         [kind + "+" * ("some slide" in named), *cells]
         for named, *cells in rows
-        for kind in re.findall(r"`([\w-]+)`", named)
+        for kind in re.findall(r"`([\w.-]+)`", named)
     ]
     assert len(kinds) >= 35
     return kinds

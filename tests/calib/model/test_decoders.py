@@ -8,6 +8,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny
@@ -18,7 +19,10 @@ from models import prompt
 from safetensors.torch import load_file, save_file
 from tiers import some
 from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalGeneration
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from kvq_calib.evaluate import caches, errors
 from kvq_calib.evaluate.caches import CountedCache, FullCache
@@ -39,6 +43,7 @@ from kvq_runtime.recipe import preset
 
 ROWS = {kind: cells for kind, *cells in table()}
 ROWS |= {kind: ROWS["falcon"] for kind in FALCONS if kind != "falcon-"}
+MADE = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # {type: the class of its models}
 TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
 UNLISTED = {
     "minimax": "its decoder does not run with transformers' own cache, and its layers apart: MiniMax uses",
@@ -47,12 +52,14 @@ UNLISTED = {
 }  # fmt: skip
 REFUSED = {
     "opt": "embed_positions, .* stand beside its layers",
-    **dict.fromkeys(("gpt_neox_japanese", "bloom", "mpt", "gpt_neo", "xglm"), "attends by code of its own"),
+    **dict.fromkeys(("gpt_neox_japanese", "bloom", "mpt", "gpt_neo", "xglm", "trocr"), "attends by code of its own"),
     "biogpt": "embed_positions, .* stand beside its layers",
     **dict.fromkeys(("zamba", "zamba2"), "its layers are given original_hidden_states, which is known of the whole"),
     "modernbert-decoder": "model.embeddings, model.final_norm, lm_head, decoder stand beside its layers",
     "zaya": "its decoder does not run with transformers' own cache, and its layers apart",
-    "gpt2": "GPT2Attention has no k_proj and v_proj, and no qkv_proj, Wqkv, query_key_value, by",
+    **dict.fromkeys(("gpt2", "gpt-sw3"), "GPT2Attention has no k_proj and v_proj, and no qkv_proj, Wqkv, query_key"),
+    "ctrl": "MultiHeadAttention has no k_proj",
+    "kosmos-2.5": "text_model.model.segment_emb, .* stand beside its layers",
     "gpt_bigcode": "GPTBigCodeAttention has no k_proj",
     "jetmoe": "JetMoeAttention has no k_proj",
     "diffllama": r"its attention has parameters of its own \(lambda_k1, ",
@@ -83,6 +90,18 @@ def folders(tmp_path_factory):
 
 def near(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4 * float(expected.std()))
+
+
+def beside(folder: Path) -> tuple[ModelFiles, Any]:
+    """The model of a folder, and whole: run a layer at a time, it has the same logits."""
+    files, ids = models.resolve(folder), prompt(2, 40)
+    whole, stream = files.model(torch.float32).eval(), Stream(files, dtype=torch.float32)
+    h = stream.embed(ids)
+    for index in range(stream.layers):
+        h = stream.layer(index).forward(h).h_BTE
+    with torch.no_grad():
+        near(stream.head()(h), whole(input_ids=ids).logits)
+    return files, whole
 
 
 @pytest.mark.parametrize("kind", some(TAKEN, *QUICK))
@@ -143,13 +162,7 @@ def test_names_of_tensors_are_those_that_transformers_reads(kind, names, folders
     else:
         tensors = {name.replace("model.blocks.", "model.layers."): one for name, one in before.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    files, ids = models.resolve(folder), prompt(2, 40)
-    whole, stream = files.model(torch.float32).eval(), Stream(files, dtype=torch.float32)
-    h = stream.embed(ids)
-    for index in range(stream.layers):
-        h = stream.layer(index).forward(h).h_BTE
-    with torch.no_grad():
-        near(stream.head()(h), whole(input_ids=ids).logits)
+    files, whole = beside(folder)
     assert fingerprint_of(whole).to_json() == files.fingerprint().to_json()
     probes = fingerprint_of(whole).probes
     assert all(torch.equal(one, probes[name]) for name, one in files.fingerprint().probes.items())
@@ -225,13 +238,13 @@ def test_what_cannot_be_calibrated_is_refused_from_its_configuration(kind, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - {kind.strip("+") for kind in ROWS}))
-def test_every_other_type_of_text_is_refused_from_its_configuration(kind, tmp_path):
+@pytest.mark.parametrize("kind", sorted(MADE.keys() - {kind.strip("+") for kind in ROWS}))
+def test_every_other_type_is_refused_from_its_configuration(kind, tmp_path):
     """With transformers' defaults, which are those of a model that there is."""
-    if kind in ("emu3", "moss_transcribe_diarize", "gemma4_assistant"):
+    if kind in ("emu3", "moss_transcribe_diarize", "gemma4_assistant", "shieldgemma2"):
         pytest.skip("would be taken, or has no defaults")
     given = AutoConfig.for_model(kind).to_diff_dict() | {"model_type": kind}
-    given["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    given["architectures"] = [MADE[kind]]
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(ValueError, match=r"models\.md|is needed|kvq takes|timm"):
         models.resolve(tmp_path)
@@ -319,13 +332,7 @@ def test_gradients_of_logits_that_are_scaled(kind, folders):
 def test_the_text_of_a_folder_that_transformers_reads_alone(tmp_path):
     """Of Llama 4, whose model of images transformers 5.24 does not run."""
     Llama4ForConditionalGeneration(AutoConfig.for_model("llama4", **OWN["llama4"])).save_pretrained(tmp_path)
-    files, ids = models.resolve(tmp_path), prompt(2, 40)
-    whole, stream = files.model(torch.float32).eval(), Stream(files, dtype=torch.float32)
-    h = stream.embed(ids)
-    for index in range(stream.layers):
-        h = stream.layer(index).forward(h).h_BTE
-    with torch.no_grad():
-        near(stream.head()(h), whole(ids).logits)
+    files, whole = beside(tmp_path)
     assert fingerprint_of(whole).to_json() == files.fingerprint().to_json()
     assert (files.chosen_experts, files.sliding.window) == (4, 16)
 
