@@ -15,9 +15,9 @@ from pydantic import Field
 from kvq_calib.evaluate import held_out
 from kvq_calib.flow.flow import calibrated, failed
 from kvq_calib.job.job import Job
-from kvq_calib.job.token import publishing
 from kvq_calib.model import catalog
 from kvq_runtime.cli.table import percent
+from kvq_runtime.registry.hub.client import publishing
 from kvq_runtime.registry.reference import PRODUCTION
 from kvq_runtime.registry.verdict import Bounds, Refused
 

@@ -8,7 +8,7 @@ known by its id and the moment it began, so that an id that the system has reuse
 from the system's start, since clocks are set.
 
     auth        what every request to the server must know: made when it is started, passed to worker and commands
-    hf-token    $HF_TOKEN, which the worker does not have: see kvq_calib/job/token.py
+    hf-token    $HF_TOKEN, which the worker does not have: see `publishing` of kvq_runtime/registry/hub/client.py
 """
 
 import argparse
@@ -22,8 +22,8 @@ import psutil
 from filelock import FileLock
 
 from kvq_calib.flow import server as flow_server
-from kvq_calib.job import token
 from kvq_runtime.disk import files
+from kvq_runtime.registry.hub.client import TOKEN_FILE, TOKENS
 from kvq_runtime.registry.reference import home
 
 ROOT = Path(__file__).parents[1]
@@ -49,8 +49,8 @@ def up(port: int = PORT, file: Path = ROOT / "flows.yaml", webhook: str | None =
             raise RuntimeError("the server that is running asks for no secret: make flows-down, then make flows-up")
         if not flow_server.wait(url, lambda: _running(folder / "server.json") is not None):
             raise RuntimeError(f"the server did not start: see {folder / 'server.log'}")
-        if os.environ.get(token.TOKENS[0]):
-            _keep(folder / "hf-token", os.environ[token.TOKENS[0]])
+        if os.environ.get(TOKENS[0]):
+            _keep(folder / "hf-token", os.environ[TOKENS[0]])
         environment = client_environment(folder, url)
         setup = ["-m", "pipelines.service", "deploy", "--file", str(file)]
         given = [sys.executable, *setup] + (["--webhook", webhook] if webhook else [])
@@ -125,12 +125,12 @@ def server_environment(folder: Path, port: int) -> dict[str, str]:
 
 def client_environment(folder: Path, url: str) -> dict[str, str]:
     """The environment of worker and commands: they know the secret, and where the token is that they do not have."""
-    own = {"PREFECT_API_AUTH_STRING": (folder / "auth").read_text(), token.FILE: str(folder / "hf-token")}
+    own = {"PREFECT_API_AUTH_STRING": (folder / "auth").read_text(), TOKEN_FILE: str(folder / "hf-token")}
     return _environment(folder, url) | own
 
 
 def _environment(folder: Path, url: str) -> dict[str, str]:
-    dropped = ("PREFECT_API", "PREFECT_SERVER_API", *token.TOKENS)
+    dropped = ("PREFECT_API", "PREFECT_SERVER_API", *TOKENS)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     own = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_API_URL": url, "KVQ_CHECKOUT": str(ROOT)}
     own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

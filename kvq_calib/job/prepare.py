@@ -15,7 +15,6 @@ from kvq_calib.evaluate import held_out, record
 from kvq_calib.evaluate.caches import encodes
 from kvq_calib.evaluate.subject import find
 from kvq_calib.job.job import Job, Machine, Text
-from kvq_calib.job.token import publishing
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import budget, checkpoint
@@ -28,6 +27,7 @@ from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.ops import product
+from kvq_runtime.registry.hub.client import publishing
 from kvq_runtime.registry.reference import check_version, home
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.vllm import plugin

@@ -15,7 +15,6 @@ from kvq_calib.evaluate import held_out
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import base_of, prepare
-from kvq_calib.job.token import publishing
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import card as report
 from kvq_calib.report import plots, sections, tables
@@ -27,6 +26,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.disk import files as disk
 from kvq_runtime.registry import card, verdict
+from kvq_runtime.registry.hub.client import publishing
 from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.sound import read

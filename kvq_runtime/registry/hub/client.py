@@ -24,6 +24,8 @@ from kvq_runtime.registry.reference import without_secrets
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # what huggingface_hub reads
+TOKEN_FILE = "KVQ_HF_TOKEN_FILE"  # names a file with one; where it is not set, or there is none, nothing is done
 TRIES = 5
 MAX_WAIT = 60.0  # seconds; a longer Retry-After is an error
 SILENCE = 60.0  # seconds without a byte of an answer after which a request has failed
@@ -64,6 +66,29 @@ def using(access: Access) -> Iterator[None]:
 def token() -> str | bool | None:
     """The token of this thread's requests, in the words of huggingface_hub."""
     return _access.get().token
+
+
+@contextmanager
+def publishing() -> Iterator[None]:
+    """Set $HF_TOKEN from the file that $KVQ_HF_TOKEN_FILE names, and restore what was there.
+
+    `make flows-up` keeps the token in a file that its user alone can read, and starts the worker without it. What asks
+    to write to a registry, or writes, has it for its length; private models and artifacts are read with the token of
+    `hf auth login`.
+    """
+    path = Path(os.environ.get(TOKEN_FILE) or os.devnull)
+    token = path.read_text().strip() if path.exists() else ""
+    if not token:
+        yield
+        return
+    before = os.environ.get(TOKENS[0])
+    os.environ[TOKENS[0]] = token
+    try:
+        yield
+    finally:
+        del os.environ[TOKENS[0]]
+        if before is not None:
+            os.environ[TOKENS[0]] = before
 
 
 def cache_folder() -> Path:

@@ -6,29 +6,30 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvq_calib.job import prepare, run, token
+from kvq_calib.job import prepare, run
 from kvq_runtime.errors import NotFound
+from kvq_runtime.registry.hub import client
 
 
 @pytest.mark.parametrize("before", [None, "hf_of_the_shell"])
 def test_the_token_is_there_for_as_long_as_it_is_needed(before, tmp_path, monkeypatch):
     from huggingface_hub import get_token
 
-    for name in token.TOKENS:
+    for name in client.TOKENS:
         monkeypatch.delenv(name, raising=False)
     if before is not None:
         monkeypatch.setenv("HF_TOKEN", before)
     (tmp_path / "hf-token").write_text("hf_canary\n")
-    monkeypatch.setenv(token.FILE, str(tmp_path / "hf-token"))
+    monkeypatch.setenv(client.TOKEN_FILE, str(tmp_path / "hf-token"))
 
-    @token.publishing()
+    @client.publishing()
     def publish() -> str | None:
         return get_token()
 
     for _ in range(2):
         assert publish() == "hf_canary"
         assert os.environ.get("HF_TOKEN") == before
-    with pytest.raises(RuntimeError, match="no answer"), token.publishing():
+    with pytest.raises(RuntimeError, match="no answer"), client.publishing():
         assert get_token() == "hf_canary"
         raise RuntimeError("no answer")
     assert os.environ.get("HF_TOKEN") == before
@@ -40,8 +41,8 @@ def test_without_a_token_to_give_the_environment_stays(kept, tmp_path, monkeypat
     if kept is not None:
         (tmp_path / "hf-token").write_text(kept)
     for path in (str(tmp_path / "hf-token"), ""):
-        monkeypatch.setenv(token.FILE, path)
-        with token.publishing():
+        monkeypatch.setenv(client.TOKEN_FILE, path)
+        with client.publishing():
             assert os.environ["HF_TOKEN"] == "hf_of_the_shell"
 
 
@@ -54,7 +55,7 @@ def test_the_steps_that_publish_have_it_and_those_that_compute_do_not(tmp_path, 
 
     seen = {}
     (tmp_path / "hf-token").write_text("hf_canary")
-    monkeypatch.setenv(token.FILE, str(tmp_path / "hf-token"))
+    monkeypatch.setenv(client.TOKEN_FILE, str(tmp_path / "hf-token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
 
     def saw(name, found=None):
