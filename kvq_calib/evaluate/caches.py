@@ -33,7 +33,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 from transformers.masking_utils import sdpa_mask
 
-from kvq_calib.model.asked import ASKING, answered, asks
+from kvq_calib.model.attention import ASKING, answered, asks
 from kvq_runtime.geometry import SLAB, WHOLE, owners
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf import attention as packed

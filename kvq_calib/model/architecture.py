@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from kvq_calib.model.asked import asks
+from kvq_calib.model.attention import asks
 from kvq_calib.model.carried import EXIT, Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty
 from kvq_runtime.artifact.fingerprint import FUSED, LATENT_PROJECTIONS

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvq_calib.model.asked import answer_by, asks
-from kvq_calib.model.attention import Captured, Projected, Rows, expanded
+from kvq_calib.model.attention import Captured, Projected, Rows, answer_by, asks, expanded
 from kvq_calib.model.carried import TABLE, Carried, blank
 from kvq_calib.model.decoder import Decoder, Seen, attentions, captured, empty
 from kvq_calib.model.files import ModelFiles

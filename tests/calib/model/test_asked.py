@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvq_calib.model.asked import answered
+from kvq_calib.model.attention import answered
 from kvq_runtime.hf.attention import dense
 
 Q, K, V = torch.randn(3, 2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
