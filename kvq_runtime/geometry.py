@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args
 Role = Literal["key", "value"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-# types of layers that attend to all tokens: the second in files of Granite 4, the third recur too
-WHOLE = ("full_attention", "attention", "hybrid")
+INDEXED = "indexed_attention"  # of layers whose queries read tokens that are chosen by keys of an indexer
+# types of layers that cache all tokens: the second in files of Granite 4, the third recur too
+WHOLE = ("full_attention", "attention", "hybrid", INDEXED)
 SLIDES = ("sliding_attention", "chunked_attention")  # of those to the newest: of a window, of a chunk (Llama 4)
 SLAB = 32  # blocks that are stored, addressed and decoded together; the last slab of a layer may have fewer
 # sides of a square that is one tile of a matrix product, and fits into registers and shared memory whole
@@ -87,18 +88,19 @@ def check_group(group: str | int) -> None:
         raise ValueError(f"group={group!r}; use at least 1")
 
 
-def _shape(config: Mapping[str, Any], layer: int | None = None) -> tuple[int, int]:
-    """KV heads and head size of a layer that attends to all tokens; without one, of those that slide."""
-    kv_heads, size = config.get("num_key_value_heads"), config.get("head_dim")
+def _shape(config: Mapping[str, Any], layer: int | None = None, slides: bool = False) -> tuple[int, int]:
+    """KV heads and head size of a layer that caches all tokens, or slides; without one, of all that its type has."""
+    given = config.get("per_layer_config")
+    by_layer = {str(n).lstrip("0"): one for n, one in given.items()} if isinstance(given, Mapping) else {}
+    found = by_layer.get(str(layer).lstrip("0"))
+    own = found if isinstance(found, Mapping) else {}
+    config = {**config, **own}
     if rank := config.get("kv_lora_rank"):  # a row of latent and rotary key for all heads: `hf/attention.py`
         return 1, (rank + (config.get("qk_rope_head_dim") or 0)) // 2
+    kv_heads, size = config.get("num_key_value_heads"), config.get("head_dim")
     if config.get("multi_query") and not config.get("new_decoder_architecture"):  # of Falcon
         kv_heads = 1
-    if layer is not None:  # of Gemma 4 these have heads of their own: by layer, or as its files say it
-        given = config.get("per_layer_config")
-        by_layer = {str(n).lstrip("0"): one for n, one in given.items()} if isinstance(given, Mapping) else {}
-        found = by_layer.get(str(layer).lstrip("0"))
-        own = found if isinstance(found, Mapping) else {}
+    if not slides:  # of Gemma 4 these have heads of their own: by layer, or as its files say it
         shared = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
         kv_heads = own.get("num_key_value_heads") or shared or kv_heads
         size = own.get("head_dim") or config.get("global_head_dim") or size
@@ -118,12 +120,13 @@ class Sliding:
     def from_config(config: Mapping[str, Any]) -> "Sliding":
         """Those of a model; none of one whose other layers do not slide."""
         kinds, window = config.get("layer_types"), config.get("sliding_window") or config.get("attention_chunk_size")
-        count = owners(config) - len(attending(config))
+        count, first = owners(config) - len(attending(config)), None
         if isinstance(kinds, (list, tuple)):
-            count = sum(kind in SLIDES for kind in kinds[: owners(config)])
+            sliding = [n for n, kind in enumerate(kinds[: owners(config)]) if kind in SLIDES]
+            count, first = len(sliding), next(iter(sliding), None)
         if not count or type(window) is not int:
             return Sliding()
-        heads, size = _shape(config)
+        heads, size = _shape(config, first, slides=True)
         return Sliding(count, heads * size, window)
 
     def bytes(self, tokens: int) -> int:

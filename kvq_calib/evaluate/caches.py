@@ -377,7 +377,8 @@ def answering(cache: CountedCache, attention: Mapping[int, Any], calls: Mapping[
 
 def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _at_work.get().attend(module, query, key, value, attention_mask, scale, **kwargs)
+    mask = packed.chosen(attention_mask, kwargs.pop("indices", None))
+    return _at_work.get().attend(module, query, key, value, mask, scale, **kwargs)
 
 
 AttentionInterface.register(NAME, _attention)

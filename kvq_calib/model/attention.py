@@ -40,6 +40,7 @@ class Projected:
     softmax   what the layer's attention has beside scores
     expand    of latents, what makes keys after RoPE and values by head of rows as they are cached, [N, S, C] each; the
               queries are after RoPE then
+    mask      bool [N, 1, T, T] of the tokens that a model has chosen for a query to read; None: all up to it
     """
 
     k_NTC: Tensor
@@ -47,6 +48,7 @@ class Projected:
     q_NTC: Tensor | None
     softmax: dense.Softmax = dense.PLAIN
     expand: Callable[[Tensor, Tensor], Pair] | None = None
+    mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Captured(Projected):
 
 
 def joined(parts: Sequence[Projected]) -> Projected:
-    """The tensor of all parts' sequences, one part after the other."""
+    """The tensors of all parts' sequences, one part after the other, without what their queries read."""
     if len(parts) == 1:
         return parts[0]
     k, v, q = (
@@ -74,7 +76,7 @@ class AttentionInputs:
     k_pre   keys before RoPE; `k`, `q`: keys and queries after RoPE
     rope    cos and sin of the positions, [1, T, K] each
     softmax   what the layer's attention has beside scores
-    expand    as of `Projected`
+    expand, mask   as of `Projected`
     """
 
     k_pre: Tensor
@@ -84,6 +86,7 @@ class AttentionInputs:
     rope: Pair
     softmax: dense.Softmax = dense.PLAIN
     expand: Callable[[Tensor, Tensor], Pair] | None = None
+    mask: Tensor | None = None
 
 
 class Rows:
@@ -96,6 +99,10 @@ class Rows:
         """Take in a layer's latents and rotary keys; return them, as read from what was noted."""
         self._seen["k"], self._seen["v"] = halves(key_states, value_states)
         return parts(self._seen["k"], self._seen["v"], key_states.shape[-1])
+
+    def update_indexer(self, indexer_key_states: Tensor, *_args: Any) -> Tensor:
+        """Return an indexer's keys: all there are."""
+        return indexer_key_states
 
 
 def expanded(attention: Any, k_NSC: Tensor, v_NSC: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +118,7 @@ def inputs(captured: Captured, tables: Pair, geometry: Geometry) -> AttentionInp
     k, v, q = (x.float() for x in (captured.k_NTC, captured.v_NTC, captured.q_NTC))
     turned_k = apply_rope(k, tables, geometry.kv_heads)
     turned_q = q if captured.expand else apply_rope(q, tables, q.shape[-1] // geometry.head_size)
-    return AttentionInputs(k, turned_k, v, turned_q, tables, captured.softmax, captured.expand)
+    return AttentionInputs(k, turned_k, v, turned_q, tables, captured.softmax, captured.expand, captured.mask)
 
 
 def apply_rope(x_NTC: Tensor, tables: Pair, heads: int) -> Tensor:
@@ -161,7 +168,8 @@ def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile],
         size = keys_BHSD.shape[-1]
         visible = torch.arange(stop, device=k.device) <= torch.arange(start, stop, device=k.device)[:, None]
         queries = by_head(chunk.q[:, start:stop], size)
-        tile = dense.attention(queries, keys_BHSD, values_BHSD, visible[None, None], size**-0.5, chunk.softmax)
+        mask = visible[None, None] if chunk.mask is None else chunk.mask[:, :, start:stop, :stop]
+        tile = dense.attention(queries, keys_BHSD, values_BHSD, mask, size**-0.5, chunk.softmax)
         out.append(tile.transpose(1, 2).flatten(2))
     return torch.cat(out, 1)
 

@@ -2,10 +2,13 @@
 not know what is in it.
 
     [B, T, S · E + n · P]      S streams side by side, then the inputs by layer of the n layers that follow
+    [B, T, S · E + 2 K]        or the K tokens that the layer has chosen for each query, where others read the same
 
-Most models have one stream, their hidden states, and no inputs by layer. Gemma 3n has several (AltUp), of which the
-first goes through attention and MLP; there, and in Gemma 4's E2B and E4B, a token has an embedding for each layer,
-which that layer alone reads. Both are made under the first layer, of the token and its embedding.
+Most models have one stream, their hidden states, and nothing behind. Gemma 3n has several (AltUp), of which the
+first goes through attention and MLP; so has Qwen 4 (hyper-connections). In Gemma 3n and Gemma 4's E2B and E4B, a token
+has an embedding for each layer, which that layer alone reads. Both are made under the first layer, of the token and its
+embedding. In GLM 5 some layers have no indexer, and read the tokens that the last one below has chosen: each is two
+numbers from 0 to 255, which every dtype holds.
 
 E = hidden width · P = width of an input by layer.
 """
@@ -25,37 +28,60 @@ EXIT = "altup_unembed_projections"  # above them, beside the last norm
 
 @dataclass(frozen=True)
 class Carried:
-    """The parts of what is carried: `layers` of the model, `streams` and `inputs` as S and P above."""
+    """The parts of what is carried: `layers` of the model; `streams`, `inputs` and `chosen` as S, P and K above.
+
+    axis     of streams in what layers are given; None: they are side by side there too
+    chosen   at the most; 0: no layer reads what another has chosen
+    """
 
     hidden: int
     layers: int
     streams: int = 1
     inputs: int = 0
+    axis: int | None = None
+    chosen: int = 0
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "Carried":
         """Those of a model, from its configuration with transformers' defaults."""
-        own = config.get("hidden_size_per_layer_input") or 0
-        return Carried(config["hidden_size"], config["num_hidden_layers"], config.get("altup_num_inputs") or 1, own)
+        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+        axis = 0 if config.get("altup_num_inputs") else None
+        streams = config.get("altup_num_inputs") or config.get("hc_count") or 1
+        chosen = config.get("index_topk") if "shared" in (config.get("indexer_types") or ()) else 0
+        return Carried(
+            hidden, layers, streams, config.get("hidden_size_per_layer_input") or 0, axis if streams > 1 else None,
+            chosen or 0,
+        )  # fmt: skip
 
     @property
     def width(self) -> int:
         """Numbers of a token under the first layer, where they are the most."""
-        return self.streams * self.hidden + self.layers * self.inputs
+        return self.streams * self.hidden + self.layers * self.inputs + 2 * self.chosen
 
-    def pack(self, h: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """One tensor of hidden states, [B, T, E] or of streams [S, B, T, E], and inputs [B, T, P] of layers to come."""
-        h_BTE = h.permute(1, 2, 0, 3).flatten(2) if self.streams > 1 else h
-        return torch.cat([h_BTE, *inputs], -1) if inputs else h_BTE
+    def pack(self, h: Tensor, inputs: Sequence[Tensor], chosen_BTK: Tensor | None = None) -> Tensor:
+        """One tensor of hidden states, [B, T, E] or of streams [S, B, T, E], and of what stands behind them.
 
-    def unpack(self, packed_BTE: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        inputs       of layers to come, [B, T, P] each
+        chosen_BTK   numbers of tokens, below 65,536
+        """
+        if self.axis is not None:
+            h = h.movedim(self.axis, 2).flatten(2)
+        if chosen_BTK is not None:
+            inputs = [part.to(h.dtype) for part in (chosen_BTK // 256, chosen_BTK % 256)]
+        return torch.cat([h, *inputs], -1) if inputs else h
+
+    def unpack(self, packed_BTE: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor | None]:
         """The parts of one tensor again, as `pack` takes them."""
         states = self.streams * self.hidden
-        inputs = packed_BTE[..., states:].split(self.inputs, -1) if packed_BTE.shape[-1] > states else ()
-        h = packed_BTE[..., :states] if inputs else packed_BTE
-        if self.streams > 1:
-            h = h.unflatten(-1, (self.streams, self.hidden)).permute(2, 0, 1, 3).contiguous()
-        return h, inputs
+        h, behind = packed_BTE[..., :states], packed_BTE[..., states:]
+        if not behind.shape[-1]:
+            h = packed_BTE
+        if self.axis is not None:
+            h = h.unflatten(-1, (self.streams, self.hidden)).movedim(2, self.axis).contiguous()
+        if not self.inputs and behind.shape[-1]:
+            high, low = behind.detach().to(torch.int32).chunk(2, -1)
+            return h, (), 256 * high + low
+        return h, behind.split(self.inputs, -1) if behind.shape[-1] else (), None
 
     def mute(self, core: Any) -> None:
         """Have a decoder make inputs by layer of zeros, as long as nobody reads them."""

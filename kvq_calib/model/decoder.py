@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import (
 from kvq_calib.model.attention import asks
 from kvq_calib.model.carried import ENTRY, TABLE, Carried, blank
 from kvq_runtime.geometry import attending
-from kvq_runtime.hf.attention import dense
+from kvq_runtime.hf.attention import chosen, dense
 from kvq_runtime.hf.model import attention_of, decoder_of, layers_name, layers_of, rotary_module, settings_of, turns
 from kvq_runtime.hf.rotation import rope_refusal
 from kvq_runtime.ops.dense import Softmax
@@ -60,6 +60,8 @@ def captured(
     """Attention that notes in the module's `seen`, if it has one, what it gets: [B, H, T, D], after RoPE."""
     if module.seen is not None:
         found = {"k": key, "v": value, "q": query, "scale": scaling, "softmax": Softmax.of(given)}
+        if hasattr(module, "indexer"):
+            found["mask"] = chosen(attention_mask, given.get("indices"))
         for name, one in found.items():
             module.seen.setdefault(name, one)  # of latents what is cached has been noted
         if module.seen.get("alone"):

@@ -87,7 +87,7 @@ class Head:
 
     def _logits(self, h_BTE: Tensor) -> Tensor:
         last = layers_of(decoder_of(self._around))[-1]
-        last.out, _ = self._carried.unpack(h_BTE)
+        last.out = self._carried.unpack(h_BTE)[0]
         try:
             nothing = h_BTE.new_zeros(()).expand(*h_BTE.shape[:-1], self._carried.hidden)
             return self._around(inputs_embeds=nothing, use_cache=False).logits
@@ -258,15 +258,16 @@ class Layer:
     def _run(self, h_BTE: Tensor, **more: Any) -> Tensor:
         stream, (batch, tokens, _) = self._stream, h_BTE.shape
         calls, carried = stream._under.calls(batch, tokens, stream.dtype, stream.device), stream._decoder.carried
-        h, inputs = carried.unpack(h_BTE)
+        h, inputs, chosen = carried.unpack(h_BTE)
         handed: Any = calls[self._index].get("shared_kv_states")  # to layers that cache none
         common = more if handed is None else more | {"shared_kv_states": type(handed)()}
         for place, (n, module) in enumerate(self._modules.items()):
             own = self._rows if n == self._index else {}
             read = {"per_layer_input": inputs[place]} if inputs else {}
-            out = module(h, **calls[n] | read | own | common)
-            h = out[0] if isinstance(out, tuple) else out
-        return carried.pack(h, inputs[len(self._modules) :])
+            shared = {"prev_topk_indices": chosen} if carried.chosen else {}
+            out = module(h, **calls[n] | read | own | common | shared)
+            h, chosen = out if carried.chosen else (out[0] if isinstance(out, tuple) else out, None)
+        return carried.pack(h, inputs[len(self._modules) :], chosen)
 
     def _captured(self, queries: bool) -> Projected:
         """The input of attention, keys and queries turned back, queries scaled as if attention's scale were 1/√D."""
@@ -281,7 +282,7 @@ class Layer:
             size = seen["q"].shape[-1]
             factor = 1.0 if seen["scale"] is None else seen["scale"] * size**0.5
             q = q if math.isclose(factor, 1) else q * factor
-        return Projected(k, v, q, seen["softmax"], expand)
+        return Projected(k, v, q, seen["softmax"], expand, seen.get("mask"))
 
     def _turned_back(self, x_BHTD: Tensor, back: Any = rope.unrotate) -> Tensor:
         """Keys or queries [B, T, H, D] before RoPE, in their dtype; a gradient is turned back by `rotate`."""

@@ -16,17 +16,20 @@ SIZES = {  # {setting: the least, and the most that any model has, with room}
     "num_hidden_layers": (1, 1 << 12),
     "num_attention_heads": (1, 1 << 12),
     "num_key_value_heads": (1, 1 << 12),
-    "head_dim": (1, 1 << 14),
+    "head_dim": (0, 1 << 14),  # 0: of latents without RoPE
     "hidden_size": (1, 1 << 20),
     "intermediate_size": (1, 1 << 22),
     "vocab_size": (1, 1 << 26),
     "max_position_embeddings": (1, 1 << 28),
     "altup_num_inputs": (1, 1 << 6),
     "altup_active_idx": (0, (1 << 6) - 1),
+    "hc_count": (1, 1 << 6),
+    "index_topk": (1, 1 << 16),
     "hidden_size_per_layer_input": (0, 1 << 16),
 }
 OPTIONAL = (
     "num_key_value_heads", "head_dim", "altup_num_inputs", "altup_active_idx", "hidden_size_per_layer_input",
+    "hc_count", "index_topk",
 )  # fmt: skip
 Files = TypeVar("Files", bound=ModelFiles)
 

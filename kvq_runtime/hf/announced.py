@@ -3,6 +3,7 @@
 A model is pickled and copied with its hooks: they are a function of this module, and an object that goes with it.
 """
 
+import inspect
 import logging
 import warnings
 from collections.abc import Mapping
@@ -169,9 +170,14 @@ class _Announce:
         cache = cache_in(kwargs)
         if isinstance(cache, Announced):
             config: Any = getattr(module, "config", self.decoder.config)
+            if args:  # Qwen 4 gives its layers' attention some by place
+                named = inspect.signature(type(module).forward).parameters
+                kwargs = dict(zip(named, (module, *args), strict=False)) | kwargs
             positions = kwargs.get("position_ids")
             if positions is not None and positions.ndim == 3:  # of time, height and width, which text has the same
                 positions = positions[0]
             turned, rotary = kwargs.get("position_embeddings"), rotary_module(self.decoder)
             cos_sin = (turned.real, turned.imag) if isinstance(turned, Tensor) else turned  # cos + i sin (Llama 4)
+            if cos_sin is not None and (hidden := kwargs.get("hidden_states")) is not None:
+                cos_sin = tuple(part[..., -hidden.shape[1] :, :] for part in cos_sin)  # those before are an indexer's
             cache._announce(positions, cos_sin, rotary, config._attn_implementation)

@@ -21,7 +21,7 @@ HARMLESS = frozenset(
 )
 HIDDEN = -1e4  # and less: what hides a token, where it is added to its score
 SINKS = "s_aux"  # one learned logit a head, of no token
-DENSE = HARMLESS | {"is_causal", "position_bias", "cache", "softcap", SINKS}  # over whole keys and values
+DENSE = HARMLESS | {"is_causal", "position_bias", "cache", "softcap", "indices", SINKS}  # over whole keys and values
 PACKED = HARMLESS | {"softcap", SINKS}
 EAGER = 'use model.set_attn_implementation("eager"), under which a KVQCache hands out decoded keys and values'
 
@@ -68,6 +68,8 @@ class KVQLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     supports_early_init = False
+    indexer_keys: Tensor | None = None  # [B, T, I] by which a model chooses what its queries read, as they are
+    indexer_position_ids: Tensor | None = None  # [axes, B, T], which Qwen 4 keeps beside them
 
     def __init__(self, blocks: BlockCache, index: int, current: Pass, decodes: bool = False):
         super().__init__()
@@ -134,6 +136,38 @@ class KVQLayer(CacheLayerMixin):
                     f"layer {self.index} caches {name} of {x.shape[1]} heads of {x.shape[3]}; the configuration says "
                     f"{geometry.kv_heads} heads of {geometry.head_size}, and kvq takes layers of one shape alone"
                 )
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Take in the keys of an indexer [B, T, I], by which it chooses what queries read; return all, none rounded."""
+        held, length = self.indexer_keys, self.blocks.length  # more are held of a pass that stopped midway
+        new = indexer_key_states.detach()
+        self.indexer_keys = torch.cat([held[:, :length], new], 1) if held is not None and length else new
+        return self.indexer_keys
+
+    def reset(self) -> None:
+        """Forget an indexer's keys: what else a layer holds, `blocks` holds."""
+        self.indexer_keys = self.indexer_position_ids = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Keep those of as many tokens as `blocks` holds, which has been cropped."""
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[:, : self.blocks.length]
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., : self.blocks.length]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep those of these rows, in this order."""
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[beam_idx.to(self.indexer_keys.device)]
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[:, beam_idx.to(self.indexer_position_ids.device)]
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat those of every row, copies side by side."""
+        if self.indexer_keys is not None:
+            self.reorder_cache(torch.arange(len(self.indexer_keys)).repeat_interleave(repeats))
 
     def get_seq_length(self) -> int:
         """Tokens that every layer has seen, held or not: those of a forward pass that stopped midway do not count."""
@@ -261,7 +295,9 @@ def dense(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `sdpa` does, and to a cap on scores and learned logits of no token too, which it drops or refuses."""
+    """Attend as `sdpa` does, and to a cap on scores and learned logits of no token too, which it drops or refuses; and
+    to the tokens alone that a model has chosen."""
+    attention_mask = chosen(attention_mask, kwargs.pop("indices", None))
     softmax = whole.Softmax.of(kwargs)
     causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
     later = attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]  # which sdpa takes for the first
@@ -269,6 +305,15 @@ def dense(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
     factor = scaling if scaling is not None else query.shape[-1] ** -0.5
     return whole.attention(query, key, value, attention_mask, factor, softmax).transpose(1, 2).contiguous(), None
+
+
+def chosen(mask: Any, indices_BTK: Tensor | None) -> Any:
+    """A mask [B, 1, T, S], of which a model has chosen tokens for each query, by their numbers; None: all."""
+    if indices_BTK is None:
+        return mask
+    among = torch.zeros(mask.shape, dtype=torch.bool, device=mask.device)
+    among = among.expand(len(indices_BTK), -1, -1, -1).scatter(-1, indices_BTK[:, None].long(), True)
+    return among & mask if mask.dtype == torch.bool else mask.masked_fill(~among, torch.finfo(mask.dtype).min)
 
 
 def _seen(mask: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -20,6 +21,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
+from kvq_runtime.geometry import INDEXED
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
 from kvq_runtime.hf.attention import HybridLayer, KVQLayer, LatentLayer, Pass
@@ -32,6 +34,7 @@ from kvq_runtime.hf.model import (
     geometry_of,
     layers_of,
     own_code,
+    settings_of,
 )
 from kvq_runtime.hf.rotation import rope_refusal
 from kvq_runtime.recipe import Recipe, attends
@@ -41,7 +44,8 @@ from kvq_runtime.store.promise import Check, Health
 from kvq_runtime.store.storage import storage_bytes
 
 _begin, _Announce = announced.begin, announced._Announce  # by which names models were pickled before, with their hooks
-HELD = ("keys", "values", "conv_states", "recurrent_states")  # by transformers' own layers
+# by transformers' own layers, and beside blocks
+HELD = ("keys", "values", "conv_states", "recurrent_states", "indexer_keys", "indexer_position_ids")
 
 
 class KVQCache(Announced, Cache):
@@ -85,25 +89,26 @@ class KVQCache(Announced, Cache):
         config = model.config.get_text_config(decoder=True)
         geometry, modules = geometry_of(model), attention_modules(model)
         stock = DynamicCache(config=config).layers
-        whole = DynamicLayer, LinearAttentionAndFullAttentionLayer
+        whole = DynamicLayer, LinearAttentionAndFullAttentionLayer, DynamicIndexedLayer
         if [n for n, layer in enumerate(stock) if type(layer) in whole] != list(modules):
             raise ValueError(
                 f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
             )
-        made_for = getattr(config, "max_position_embeddings", None)
+        settings = settings_of(config)
+        made_for = settings.get("max_position_embeddings")
         self.blocks = BlockCache(recipe, geometry, tensors, None, made_for or 1 << 17, model.dtype, made_for, check)
         self.places = {layer: place for place, layer in enumerate(modules)}
         attention = list(modules.values())
         if "positions" in recipe.needs and (why := _rope_refusal(model, modules)):
             raise ValueError(f"{recipe.name} undoes RoPE, but {why}; use a post-RoPE recipe")
-        self._pass, self._decodes = Pass(), _decoding(config, model)
+        self._pass, self._decodes = Pass(), _decoding(settings, model)
         if self._decodes and attends(recipe):
             raise ValueError(
                 f"{recipe.name} needs queries or weights of attention, and {self._decodes}; use a recipe that holds "
                 "and reads all tokens, and needs no queries"
             )
-        latent, shared = getattr(config, "kv_lora_rank", None), getattr(config, "num_kv_shared_layers", None)
-        kind, layers = LatentLayer if latent else KVQLayer, list[Any](stock)
+        shared = settings.get("num_kv_shared_layers")
+        kind, layers = LatentLayer if settings.get("kv_lora_rank") else KVQLayer, list[Any](stock)
         for n, place in self.places.items():
             given = self.blocks, place, self._pass, bool(self._decodes and (not shared or n == max(modules)))
             states = getattr(stock[n], "number_of_states", None)
@@ -205,10 +210,9 @@ class KVQCache(Announced, Cache):
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold; `print` it, or read its fields.
 
-        Layers that transformers' own classes hold are counted, the state of recurrent ones among them.
+        Layers that transformers' own classes hold are counted, the state of recurrent ones and the keys of indexers.
         """
-        own = [layer for layer in self.layers if not isinstance(layer, KVQLayer) or isinstance(layer, HybridLayer)]
-        found = [getattr(layer, name, None) for layer in own for name in HELD]
+        found = [getattr(layer, name, None) for layer in self.layers for name in HELD]
         parts = [part for one in found for part in (one.values() if isinstance(one, dict) else [one])]
         return self.blocks.memory_report().with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
 
@@ -231,8 +235,10 @@ class KVQCache(Announced, Cache):
                 "back: reset() the cache, and begin again with the whole text"
             )
         self.blocks.settle()
-        if self._stock:
-            shortest = min([self.blocks.length, *(layer.get_seq_length() for layer in self._stock)])
+        indexed = [getattr(layer, "indexer_keys", None) for layer in self.layers]
+        held = [keys.shape[1] for keys in indexed if keys is not None]
+        if held or self._stock:
+            shortest = min([self.blocks.length, *held, *(layer.get_seq_length() for layer in self._stock)])
             if self.blocks.length > shortest:
                 self.blocks.crop(shortest)
             for layer in self._stock:
@@ -312,12 +318,13 @@ class KVQCache(Announced, Cache):
                     )
 
     def _each(self, method: str, *args) -> None:
-        """Call transformers' own layers (such as sliding windows), which keep their own tensors."""
+        """Call transformers' own layers (such as sliding windows), which keep their own tensors, and ours, for those of
+        an indexer."""
         for layer in self.layers:
-            filled = getattr(layer, "is_initialized", False)
+            filled = isinstance(layer, KVQLayer) or getattr(layer, "is_initialized", False)
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 filled = method in ("reset", "reorder_cache")  # `_whole` has refused the others
-            if not filled or (isinstance(layer, KVQLayer) and not isinstance(layer, HybridLayer)):
+            if not filled:
                 continue
             if method == "reset" and isinstance(layer, LinearAttentionCacheLayerMixin):
                 _forget(layer)
@@ -332,14 +339,16 @@ def _rope_refusal(model: PreTrainedModel, modules: Mapping[int, Any]) -> str | N
     return rope_refusal(decoder, {n: layers_of(decoder)[n] for n in modules})
 
 
-def _decoding(config: Any, model: PreTrainedModel) -> str | None:
+def _decoding(settings: Mapping[str, Any], model: PreTrainedModel) -> str | None:
     """The reason why a model's own attention reads a layer's decoded history at every step; None: it need not."""
     name = type(model).__name__
     if (why := own_code(model)) is not None:
         return why
-    if getattr(config, "kv_lora_rank", None):
+    if settings.get("kv_lora_rank"):
         return f"{name} makes keys and values of decoded latents by itself"
-    if getattr(config, "num_kv_shared_layers", None):
+    if INDEXED in (settings.get("layer_types") or ()):
+        return f"{name} chooses the tokens that a query reads, of decoded keys and values"
+    if settings.get("num_kv_shared_layers"):
         return f"the last layers of {name} read what the last of those that cache has decoded"
     return None
 

@@ -12,22 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import WHOLE, Geometry, attending
+from kvq_runtime.geometry import INDEXED, WHOLE, Geometry, attending
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
-FULL = "full_attention"  # the type of layers that attend to all tokens, where a model has several
 LISTED = "docs/models.md lists the architectures that work"
 # the argument by which models and `generate` take a cache; transformers 5.24 renamed it
 CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"
 
 
 CACHES = CACHE, "past_key_values", "layer_past"  # the last: of GPT-NeoX's and Falcon's layers
+BY_HEAD = transformers.__version__.startswith(
+    "5.17."
+)  # which makes keys and values of an indexed layer's latents first
 LAYERS = "layers", "h", "blocks"  # names that decoders have for the list of theirs
 
 
@@ -187,19 +190,27 @@ def rotary_name(decoder: Any) -> str | None:
 
 
 def frequencies(rotary: Any) -> tuple[Tensor, float] | None:
-    """inv_freq and scaling of the layers that attend to all tokens; None of a module that has no such."""
-    for kind in ("", f"{FULL}_"):  # of all layers, or by their type
-        if hasattr(rotary, f"{kind}inv_freq"):
-            scaling = float(getattr(rotary, f"{kind}attention_scaling", 1.0))
-            return torch.as_tensor(getattr(rotary, f"{kind}inv_freq")), scaling
-    return None
+    """inv_freq and scaling of the layers that cache all tokens; None of a module that has no such."""
+    kind = _turned(rotary)
+    if kind is None:
+        return None
+    start = f"{kind}_" if kind else ""
+    scaling = float(getattr(rotary, f"{start}attention_scaling", 1.0))
+    return torch.as_tensor(getattr(rotary, f"{start}inv_freq")), scaling
+
+
+def _turned(rotary: Any) -> str | None:
+    """The type of layers that cache all tokens, by which a module has their inv_freq; "": it is that of all layers."""
+    by_type = (kind for kind in WHOLE if hasattr(rotary, f"{kind}_inv_freq"))
+    return "" if hasattr(rotary, "inv_freq") else next(by_type, None)
 
 
 def turns(rotary: Any, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the layers that attend to all tokens, as the model's module gives them, for the dtype of `x`."""
+    """cos and sin of the layers that cache all tokens, as the model's module gives them, for the dtype of `x`."""
     if hasattr(rotary, "mrope_section"):  # of time, height and width, or more, which text has the same
         positions_BT = positions_BT.expand(len(rotary.mrope_section), *positions_BT.shape)
-    return rotary(x, positions_BT, *([] if hasattr(rotary, "inv_freq") else [FULL]))
+    kind = _turned(rotary)
+    return rotary(x, positions_BT, *([kind] if kind else []))
 
 
 def rotary_of(module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], positions_BT: Tensor) -> Rotary:
@@ -226,7 +237,10 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
     """
     name, geometry, found = type(model).__name__, geometry_of(model), {}
     layers = dict(enumerate(layers_of(decoder_of(model))))
-    for layer in attending(settings_of(model.config.get_text_config(decoder=True))):
+    settings = settings_of(model.config.get_text_config(decoder=True))
+    if (why := _unheld(settings)) is not None:
+        raise ValueError(f"{name} {why}; {LISTED}")
+    for layer in attending(settings):
         module = attention_of(layers.get(layer))
         if not isinstance(module, nn.Module) or cache_name(module) is None:
             raise ValueError(f"layer {layer} of {name} has no attention that takes {CACHE}, as Llama's; {LISTED}")
@@ -246,6 +260,18 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
                 )
         found[layer] = module
     return found
+
+
+def _unheld(settings: Mapping[str, Any]) -> str | None:
+    """What a model does with a cache's layers that ours do not go along with, by its configuration; None: nothing."""
+    if any(source != layer for layer, source in enumerate(settings.get("kv_source_layers") or ())):
+        return "has layers that read the latents of another one, and keys of an indexer beside (kv_source_layers)"
+    if settings.get("index_kpool"):
+        return "asks transformers' own layers how many tokens a pass under way has (index_kpool)"
+    latents = INDEXED in (settings.get("layer_types") or ()) and settings.get("kv_lora_rank")
+    if latents and BY_HEAD:
+        return "caches keys and values by head in transformers 5.17; latents, as kvq takes them, from 5.18 on"
+    return None
 
 
 def rotary_of_config(config: Any, dtype: torch.dtype) -> Rotary:

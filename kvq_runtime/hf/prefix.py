@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import check_type
+from kvq_runtime.geometry import INDEXED
 from kvq_runtime.hf.attention import HybridLayer, KVQLayer, LatentLayer
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import CACHE, decoder_of, fingerprint_of, frequencies, geometry_of, held, rotary_module
@@ -97,6 +98,8 @@ class PrefixStore:
             )
         if any(isinstance(layer, LatentLayer) for layer in layers):
             raise ValueError(f"{type(model).__name__} caches latents, of which no prefix is kept")
+        if INDEXED in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()):
+            raise ValueError(f"{type(model).__name__} chooses tokens by keys of an indexer, of which no prefix is kept")
         turning = rope.settings(model.config.get_text_config(decoder=True).to_dict()).get("rope_type")
         if turning in rope.VARYING_TYPES:
             raise ValueError(

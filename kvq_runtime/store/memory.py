@@ -26,7 +26,7 @@ class MemoryReport:
     recipe, batch             name of the recipe; rows
     total_bytes               sequence_bytes + shared_bytes + sliding_bytes
     exact_bytes               bytes of a 16-bit cache of all tokens seen, sliding_bytes included
-    sliding_bytes             of layers that slide over a window, or recur, which transformers holds; not in the bits
+    sliding_bytes             of layers that slide over a window, or recur, and of indexers' keys; not in the bits
     tokens, kept              tokens of a row that the model has seen; those that are held, all unless the recipe evicts
     bits_per_element          sequence_bytes, in bits per key or value element of the tokens seen
     bits_per_kept             sequence_bytes, in bits per key or value element of the tokens held
@@ -70,7 +70,7 @@ class MemoryReport:
     sliding_bytes: int = 0
 
     def with_sliding(self, size: int) -> MemoryReport:
-        """The same beside layers that slide or recur, which hold so many bytes in either cache."""
+        """The same beside what slides, recurs or indexes: so many bytes in either cache."""
         total, exact = self.total_bytes + size, self.exact_bytes + size
         return replace(self, total_bytes=total, exact_bytes=exact, sliding_bytes=self.sliding_bytes + size)
 
@@ -80,7 +80,11 @@ class MemoryReport:
 
     def __str__(self) -> str:
         shared = f"{human(self.shared_bytes)} shared by all caches of the recipe"
-        sliding = f" · {human(self.sliding_bytes)} of layers that slide or recur" if self.sliding_bytes else ""
+        sliding = (
+            f" · {human(self.sliding_bytes)} of layers that slide or recur, or of indexers"
+            if self.sliding_bytes
+            else ""
+        )
         if not self.tokens:
             start = self.smaller_than_16bit_from
             when = "never smaller than 16 bit" if start is None else f"smaller than 16 bit from {start:,} tokens on"

@@ -1,5 +1,8 @@
 """docs/models.md against small random models of the architectures that it lists: what the table says is so."""
 
+import copy
+import re
+
 import pytest
 import torch
 from architectures import FALCONS, QUICK, random, table
@@ -24,6 +27,7 @@ from kvq_runtime.hf.prefix import PrefixStore
 
 ROWS = {kind: cells for kind, *cells in table()}
 CUTS = ((0, 40), (40, 41), (41, 60))
+CHOOSING = ("deepseek_v32", "axk2", "glm_moe_dsa", "dots3_note_text", "hy_v4", "mistral_large4", "qwen4_exp_text")
 
 
 def logits(model, cache, ids) -> torch.Tensor:
@@ -69,7 +73,8 @@ def rope_is_undone(model) -> bool:
     return bool(torch.allclose(k_TC, k_TC[:1].expand_as(k_TC), rtol=0, atol=1e-3 * float(k_TC.std())))
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "persimmon", "falcon_h1", "zamba2", "zaya", *FALCONS])
+@pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "persimmon", "falcon_h1", "zamba2", "zaya", *FALCONS,
+                                  *CHOOSING])  # fmt: skip
 def test_padded_rows_and_beams(kind):
     """`exact` generates what transformers' cache does, and four bits stay close."""
     model = random(kind)
@@ -82,7 +87,8 @@ def test_padded_rows_and_beams(kind):
     ids, found = prompt(2, 60), []
     for cache in (stock(model), kvq("higgs-4bit", model)):
         found.append(logits(model, cache, ids)[:, 40:])
-    assert 0 < float((found[1] - found[0]).norm() / found[0].norm()) < 0.2
+    near = 0.3 if kind in CHOOSING else 0.2  # a choice of tokens, as one of experts, is made by less than 4 bits tell
+    assert 0 < float((found[1] - found[0]).norm() / found[0].norm()) < near
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "phi3", "falcon", "falcon+", "falcon="])
@@ -157,6 +163,84 @@ def test_the_state_of_recurrent_layers_is_counted(kind):
               for one in (held.values() if isinstance(held, dict) else [held])]  # fmt: skip
     of = sum(isinstance(one, LinearAttentionCacheLayerMixin) for one in cache.layers)
     assert report.sliding_bytes == of * sum(one.untyped_storage().nbytes() for one in states) > 0
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"])
+def test_the_keys_of_an_indexer_go_with_the_rows(kind):
+    """They are those of transformers' cache after all that can be done to one, and are counted."""
+    model, ids = random(kind), prompt(2, 40)
+    ours, other = kvq("exact", model), stock(model)
+
+    def same(ids) -> bool:
+        found = []
+        for cache in (ours, other):
+            with torch.no_grad():
+                found.append(model(ids, past_key_values=cache).logits)
+        held = [[getattr(layer, "indexer_keys", None) for layer in cache.layers] for cache in (ours, other)]
+        assert all(one is None if two is None else torch.equal(one, two) for one, two in zip(*held, strict=True))
+        keys = sum(one.untyped_storage().nbytes() for one in held[0] if one is not None)
+        assert 0 < keys <= ours.memory_report().sliding_bytes
+        return torch.equal(*found)
+
+    assert same(ids) and same(ids[:, :3])
+    for method, given, rows in (
+        ("crop", -9, 2), ("batch_repeat_interleave", 2, 4), ("reorder_cache", torch.tensor([3, 0, 0, 1]), 4),
+        ("batch_select_indices", torch.tensor([2, 0]), 2),
+    ):  # fmt: skip
+        if "qwen4" in kind and method != "reorder_cache":  # whose recurrent layers refuse it
+            with pytest.raises(RuntimeError, match="recurrent layers"):
+                getattr(ours, method)(given)
+            continue
+        given = given if rows == 2 or method != "reorder_cache" or "qwen4" not in kind else torch.tensor([1, 0])
+        for cache in (ours, other):
+            getattr(cache, method)(given)
+        assert same(prompt(2 if "qwen4" in kind else rows, 5)), method
+    if "qwen4" not in kind:
+        handle = layers_of(decoder_of(model))[1].register_forward_hook(lambda *_given: 1 / 0)
+        with pytest.raises(ZeroDivisionError), torch.no_grad():
+            model(ids[:, :4], past_key_values=ours)
+        handle.remove()
+        assert same(ids[:, :4]), "a pass that stopped midway is undone"
+    again = copy.deepcopy(ours)
+    with torch.no_grad():
+        assert torch.equal(*(model(ids[:, :5], past_key_values=cache).logits for cache in (again, ours)))
+    ours.reset()
+    other = stock(model)
+    assert same(prompt(3, 20)), "reset"
+
+
+@pytest.mark.parametrize("kind, settings, why", [
+    ("deepseek_v32", {}, "caches latents, of which no prefix is kept"),
+    ("qwen4_exp_text", {"layer_types": ["indexed_attention"] * 3}, "keys of an indexer, of which no prefix is kept"),
+])  # fmt: skip
+def test_the_keys_of_an_indexer_are_not_kept_or_recorded(kind, settings, why):
+    model = random(kind, **settings)
+    with pytest.raises(ValueError, match=why):
+        PrefixStore(None, "exact", model)
+    model.set_attn_implementation("kvq")
+    cache = kvq("rtn-2bit", model)
+    with torch.no_grad():
+        model(prompt(1, 60), past_key_values=cache)
+    step = {"input_ids": prompt(1, 1), "position_ids": torch.tensor([[60]]), CACHE: cache}
+    assert re.search("decoded latents|chooses the tokens that a query reads", str(Asked(model, step).refused(cache)))
+    with pytest.raises(ValueError, match="needs queries or weights of attention"):
+        kvq("h2o-higgs-2bit", model)
+
+
+@pytest.mark.parametrize("kind, why", [
+    ("glm5_next", "asks transformers' own layers how many tokens a pass under way has"),
+    ("mistral_large4", "has layers that read the latents of another one"),
+    ("glm_moe_dsa", "caches keys and values by head in transformers 5.17"),
+    ("deepseek_v4", "no layer of this model attends to all tokens"),
+])  # fmt: skip
+def test_indexers_of_which_a_cache_would_be_wrong(kind, why, monkeypatch):
+    model = random(kind)
+    if kind == "mistral_large4":
+        model.config.text_config.kv_source_layers = [0, 0, 2]
+    if kind == "glm_moe_dsa":
+        monkeypatch.setattr("kvq_runtime.hf.model.BY_HEAD", True)
+    with pytest.raises(ValueError, match=why + ".*models.md"):
+        kvq("exact", model)
 
 
 def test_masks_of_models_of_images():

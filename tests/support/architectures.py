@@ -54,6 +54,17 @@ NORTH = MIXED | {"head_dim": 16, "rope_parameters": {  # of Cohere's models of i
 }}  # fmt: skip
 LATENT = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 24,
           "head_dim": 16, "num_key_value_heads": 4}  # fmt: skip
+CHOSEN = EXPERTS | ROUTED | LATENT | {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 2}  # by an indexer
+SHARED_CHOICE = CHOSEN | {"indexer_types": ["full", "shared", "full"]}
+NOTE = CHOSEN | {"layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"], "head_dim": 32,
+    "sliding_window": 16, "shared_experts_intermediate_size": 32, "swa_num_attention_heads": 4, "swa_head_dim": 32,
+    "swa_num_key_value_heads": 4, "swa_q_lora_rank": 24, "swa_kv_lora_rank": 32, "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16}  # fmt: skip
+QSA = EXPERTS | SHARED | RECURRENT | {
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "hc_count": 2, "hc_lowrank": 16,
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
 SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 16,
            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}  # fmt: skip
 E2B = SHARING | {  # of Gemma 4
@@ -65,7 +76,8 @@ LLAMA4 = {"intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_
 LATER = (  # than the oldest transformers
     "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "lfm3_vl", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
     "lara_mini", "apertus1p5_text", "beam", "exaone", "granite_docling", "hyperclovax_vision_v2", "minicpmv4_7",
-    "minicpm_ocr", "muse_spark", "pp_chart2table", "zaya", "molmo2", "apertus1p5",
+    "minicpm_ocr", "muse_spark", "pp_chart2table", "zaya", "molmo2", "apertus1p5", "dots3_note", "dots3_note_text",
+    "mistral_large4", "hy_v4_vl",
 )  # fmt: skip
 OLD = {"head_dim": ..., "num_key_value_heads": ...}  # settings that a type does not have
 OWN = {
@@ -106,6 +118,16 @@ OWN = {
     "youtu": LATENT | {"pad_token_id": None},  # whose row transformers sets to 0 when it loads
     "gemma3n_text": SHARING | {"head_dim": 16, "altup_num_inputs": 2, "laurel_rank": 8, "intermediate_size": [128] * 6,
                                "activation_sparsity_pattern": [0.0] * 6},
+    "deepseek_v32": CHOSEN, "axk2": CHOSEN | {"gated_norm_rank": 8, "first_k_dense_replace": ...},
+    "glm_moe_dsa": SHARED_CHOICE, "hy_v4": SHARED_CHOICE, "dots3_note_text": NOTE, "qwen4_exp_text": QSA,
+    "dots3_note": tower(NOTE, adapter_in_dim=32, adapter_out_dim=64, mlp_layer_types=["dense"])
+    | {"audio_config": {"adapter_input_size": 32, "adapter_out_dim": 64, "whisper_config": HEARING}},
+    "glm5_next": tower(CHOSEN | {"index_kpool": 4, "hc_mult": 2, "linear_head_dim": 16, "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "qk_rope_head_dim": 0,
+        "mlp_layer_types": ["dense", "sparse", "sparse"]}, projection_intermediate_size=32),
+    "qwen4_exp": tower(QSA),
+    "hy_v4_vl": tower(SHARED_CHOICE | {"rope_parameters": THREE["rope_parameters"] | {"mrope_section": [3, 3, 2]}}),
+    "mistral_large4": tower(SHARED_CHOICE, model_type="pixtral"),
     "bitnet": {"head_dim": 16}, "helium": {"head_dim": 16},
     "persimmon": {"head_dim": 16, "num_key_value_heads": 4}, "fuyu": {"head_dim": 16, "num_key_value_heads": 4},
     "granitemoehybrid": EXPERTS | RECURRENT | {

@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from kvq_calib.evaluate import caches, errors
 from kvq_calib.evaluate.caches import CountedCache, FullCache
+from kvq_calib.model import attention
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.streamed import Stream
@@ -48,6 +49,8 @@ TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
 UNLISTED = {
     "minimax": "its decoder does not run with transformers' own cache, and its layers apart: MiniMax uses",
     "falcon-": "its layers are given alibi, which is known of the whole model alone",
+    "glm5_next": "asks transformers' own layers how many tokens a pass under way has",
+    "deepseek_v4": r"no layer of this model attends to all tokens alone \(their types: heavily_compressed_attention\)",
     "paligemma": "layer 0 of PaliGemmaForConditionalGeneration attends in both directions",
 }  # fmt: skip
 REFUSED = {
@@ -56,6 +59,8 @@ REFUSED = {
     "biogpt": "embed_positions, .* stand beside its layers",
     **dict.fromkeys(("zamba", "zamba2"), "its layers are given original_hidden_states, which is known of the whole"),
     "modernbert-decoder": "model.embeddings, model.final_norm, lm_head, decoder stand beside its layers",
+    **dict.fromkeys(("hy_v4", "hy_v4_vl"), "norm, .*hc_head, lm_head stand beside its layers"),
+    "mistral_large4": "norm, .*rotary_emb, lm_head stand beside its layers",
     "zaya": "its decoder does not run with transformers' own cache, and its layers apart",
     **dict.fromkeys(("gpt2", "gpt-sw3"), "GPT2Attention has no k_proj and v_proj, and no qkv_proj, Wqkv, query_key"),
     "ctrl": "MultiHeadAttention has no k_proj",
@@ -143,10 +148,40 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
         scores = q @ expanded.mT * q.shape[-1] ** -0.5
         if seen.softmax.cap:
             scores = torch.tanh(scores / seen.softmax.cap) * seen.softmax.cap
-        scores = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf)
+        hidden = torch.ones(40, 40).triu(1).bool() if seen.mask is None else ~seen.mask
+        scores = scores.masked_fill(hidden, -torch.inf)
         near(scores.softmax(-1), queries[place] / queries[place].sum(-1, keepdim=True))  # without learned sinks
         h = seen.h_BTE
     near(stream.head()(h), expected.logits)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa", "qwen4_exp_text"])
+def test_errors_are_of_the_tokens_that_a_model_has_chosen(kind, folders):
+    """Attention to what is captured is the model's own, which chooses 16 of 40 tokens, or 16 and a few, for a query."""
+    files, ids, outputs = models.resolve(folders(kind)), prompt(2, 40), {}
+    whole, stream = files.model(torch.float32).eval(), Stream(files, dtype=torch.float32)
+    for n, layer in enumerate(layers_of(decoder_of(whole))):
+        if n in files.attending:
+            attention_of(layer).register_forward_hook(lambda module, args, out, n=n: outputs.__setitem__(n, out[0]))
+    with torch.no_grad():
+        whole(input_ids=ids)
+    h = stream.embed(ids)
+    for index, n in enumerate(files.attending):
+        layer = stream.layer(index)
+        seen = layer.forward(h, queries=True)
+        assert 16 <= int(seen.mask.sum(-1).max()) < 24
+        chunk, pair = attention.inputs(seen, stream.rope(40), files.geometry), (seen.k_NTC, seen.v_NTC)
+        if kind == "qwen4_exp_text":
+            pair = chunk.k, chunk.v
+        else:
+            pair = attention.apply_rope(pair[0], stream.rope(40), 1), pair[1]
+        out = attention.attend(chunk, pair, pair, attention.tiles(40), files.geometry.head_size)
+        module = layer._attention[n]
+        if kind == "qwen4_exp_text":  # whose output is gated
+            assert out.shape == (2, 40, module.o_proj.in_features)
+        else:
+            near(module.o_proj(out), outputs[n])
+        h = seen.h_BTE
 
 
 @pytest.mark.parametrize("names", ["authors", "modules"])
