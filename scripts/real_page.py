@@ -2,6 +2,7 @@
 records/compare.md, and a table for README.md."""
 
 import json
+import math
 import os
 import platform
 import re
@@ -11,18 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from kvq_calib.evaluate.ledger import code, digest_of
 from kvq_calib.evaluate.perplexity import REFERENCE
-from kvq_calib.report import plots
+from kvq_calib.report import looks, plots
 from kvq_calib.report.answered import heat
 from kvq_calib.report.looks import short
-from kvq_calib.report.tables import by_bits, relative
+from kvq_calib.report.tables import by_bits, relative, where
 from kvq_calib.run.plan import environment
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.cli.table import cell
 from kvq_runtime.disk import files as disk
-from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, Figures, TasksRecord, TextRecord
+from kvq_runtime.errors import counted
+from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, Figures, Model, TasksRecord, TextRecord
 from kvq_runtime.registry.sound import of_json
 from kvq_runtime.registry.sound import read as read_record
 
@@ -237,8 +240,59 @@ def _positions(lines: Sequence[Mapping[str, Any]], docs: Path) -> list[str]:
     drawn = [known[name, protocol] for name in DRAWN for protocol in (FULL, IN_USE) if (name, protocol) in known]
     if not drawn:
         return []
-    (docs / POSITIONS).write_bytes(plots.by_position(reference["part"], drawn, reference["text"]))
+    (docs / POSITIONS).write_bytes(by_position(reference["part"], drawn, reference["text"]))
     return [f"![Divergence by position, {NAME}, windows of {reference['length']} tokens]({POSITIONS})"]
+
+
+@looks.picture
+def by_position(exact: Mapping[str, Any], lines: Sequence[Line], text: str) -> Figure:
+    """Divergence and perplexity above 16 bit against position in long windows, a column a protocol.
+
+    exact   the part of the 16-bit model, {"bins": [...]}, as `positions.part` gives it
+    lines   {"recipe", "protocol", "bits", "part", "model"} of one text and length
+    text    what it is called
+    """
+    protocols = [name for name in PROTOCOLS if any(one["protocol"] == name for one in lines)]
+    names = list(dict.fromkeys(one["recipe"] for one in lines))
+    styles = dict(zip(names, looks.looks(names), strict=True))
+    figure = Figure(figsize=(5.6 * len(protocols) + 2, 7.6), layout="constrained")
+    grid = figure.subplots(2, len(protocols), squeeze=False, sharex=True)
+    places, own = [(one["from"] + one["to"]) / 2 for one in exact["bins"]], _means(exact, "loss")
+    for (upper, lower), protocol in zip(grid.T, protocols, strict=True):
+        heights, above = [], []
+        for one in (one for one in lines if one["protocol"] == protocol):
+            kl, style = _means(one["part"], "kl"), styles[one["recipe"]].line
+            upper.plot(places, kl, label=f"{one['recipe']} ({one['bits']['asymptotic']:.2f})", **style)
+            heights += [height for height in kl if height > 0]
+            losses = zip(_means(one["part"], "loss"), own, strict=True)
+            worse = [100 * math.expm1(loss - reference) for loss, reference in losses]
+            lower.plot(places, worse, **style)
+            above += worse
+        upper.set_title(SPOKEN[protocol], loc="left", fontsize=10)
+        if heights:
+            looks.log_scale(upper, min(heights) / 1.4, max(heights) * 1.4)
+        lower.axhline(0, color="0.35", linewidth=1, linestyle="--", zorder=1)
+        looks.symlog_scale(lower, 1.2 * min(0.0, *above) - 0.1, 1.3 * max(0.1, *above), 1.0)
+        lower.set_xlabel("position in the text, tokens", fontsize=9)
+        looks.tidy(upper)
+        looks.tidy(lower)
+    grid[0][0].set_ylabel("KL divergence from the 16-bit model, nats")
+    grid[1][0].set_ylabel("perplexity above that of the 16-bit model, %")
+    looks.key(figure, grid[0])
+    last = exact["bins"][-1]
+    looks.caption(
+        figure,
+        f"{where(Model(**lines[0]['model']))}. {counted(len(last['loss']), 'window')} of {last['to']} tokens of "
+        f"{text}; each point is the mean of {last['to'] - last['from']} tokens of each. In brackets: bits per element. "
+        f"Mean loss of the 16-bit model in the first part {own[0]:.3g} nats, in the last {own[-1]:.3g}. "
+        + " ".join(plots.SENTENCES.values()),
+    )
+    return figure
+
+
+def _means(part: Mapping[str, Any], name: str) -> list[float]:
+    """The mean over windows at each position."""
+    return [sum(one[name]) / len(one[name]) for one in part["bins"]]
 
 
 def _needles(folder: Path, docs: Path) -> list[str]:

@@ -1,7 +1,7 @@
-"""Draw what was measured of recipes: errors by layer, what they cost against bits and by position, and the frontier.
+"""Draw what was measured of recipes: errors by layer, what they cost against bits, and the frontier.
 
 Pictures are the bytes of a PNG; the same numbers give the same picture. Every family has its own look (`looks.py`),
-every point its name beside it (`labels.py`), every picture a caption on what was measured.
+every point its name beside it (`panels.py`), every picture a caption on what was measured.
 """
 
 import math
@@ -18,10 +18,9 @@ from kvq_calib.report.panels import ATTENTION, KL, PERPLEXITY, TITLES, Panel, Po
 from kvq_calib.report.panels import frontier as frontier_of
 from kvq_calib.report.tables import by_bits, elsewhere, named, reference, where
 from kvq_runtime.errors import counted
-from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, Model, TextRecord, Windows, texts
+from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, TextRecord, Windows, texts
 
 Records = Sequence[TextRecord]
-Lines = Sequence[Mapping[str, Any]]
 LINES = 7  # of a panel that are drawn in colour and named; of more records the others are thin and grey
 SHORT = 24  # letters of a family's name in the key
 NAMED = 16  # points of a panel; of more, those of the frontier and one of each family have their names
@@ -203,58 +202,7 @@ def _with_names(records: Records) -> Records:
     return records if any(one.name != one.result.recipe for one in records) else named(records)
 
 
-@draw.picture
-def by_position(exact: Mapping[str, Any], lines: Lines, text: str) -> Figure:
-    """Divergence and perplexity above 16 bit against position in long windows, a column a protocol.
-
-    exact   the part of the 16-bit model, {"bins": [...]}, as `positions.part` gives it
-    lines   {"recipe", "protocol", "bits", "part", "model"} of one text and length
-    text    what it is called
-    """
-    protocols = [name for name in PROTOCOLS if any(one["protocol"] == name for one in lines)]
-    names = list(dict.fromkeys(one["recipe"] for one in lines))
-    styles = dict(zip(names, looks(names), strict=True))
-    figure = Figure(figsize=(5.6 * len(protocols) + 2, 7.6), layout="constrained")
-    grid = figure.subplots(2, len(protocols), squeeze=False, sharex=True)
-    places, own = [(one["from"] + one["to"]) / 2 for one in exact["bins"]], _means(exact, "loss")
-    for (upper, lower), protocol in zip(grid.T, protocols, strict=True):
-        heights, above = [], []
-        for one in (one for one in lines if one["protocol"] == protocol):
-            kl, style = _means(one["part"], "kl"), styles[one["recipe"]].line
-            upper.plot(places, kl, label=f"{one['recipe']} ({one['bits']['asymptotic']:.2f})", **style)
-            heights += [height for height in kl if height > 0]
-            losses = zip(_means(one["part"], "loss"), own, strict=True)
-            relative = [100 * math.expm1(loss - reference) for loss, reference in losses]
-            lower.plot(places, relative, **style)
-            above += relative
-        upper.set_title(SPOKEN[protocol], loc="left", fontsize=10)
-        if heights:
-            draw.log_scale(upper, min(heights) / 1.4, max(heights) * 1.4)
-        lower.axhline(0, color="0.35", linewidth=1, linestyle="--", zorder=1)
-        draw.symlog_scale(lower, 1.2 * min(0.0, *above) - 0.1, 1.3 * max(0.1, *above), 1.0)
-        lower.set_xlabel("position in the text, tokens", fontsize=9)
-        draw.tidy(upper)
-        draw.tidy(lower)
-    grid[0][0].set_ylabel("KL divergence from the 16-bit model, nats")
-    grid[1][0].set_ylabel("perplexity above that of the 16-bit model, %")
-    draw.key(figure, grid[0])
-    last = exact["bins"][-1]
-    draw.caption(
-        figure,
-        f"{where(Model(**lines[0]['model']))}. {counted(len(last['loss']), 'window')} of {last['to']} tokens of "
-        f"{text}; each point is the mean of {last['to'] - last['from']} tokens of each. In brackets: bits per element. "
-        f"Mean loss of the 16-bit model in the first part {own[0]:.3g} nats, in the last {own[-1]:.3g}. "
-        + " ".join(_SAID.values()),
-    )
-    return figure
-
-
-def _means(part: Mapping[str, Any], name: str) -> list[float]:
-    """The mean over windows at each position."""
-    return [sum(one[name]) / len(one[name]) for one in part["bins"]]
-
-
-_SAID = {
+SENTENCES = {
     FULL: "Full encode: every token but the sinks is encoded before it is read.",
     IN_USE: "In use: tokens arrive in steps, the newest stay exact.",
 }
@@ -265,7 +213,7 @@ def about(records: Records, drawn: Sequence[Panel] = (), beside: bool = True) ->
     given = records[0].protocol
     said = [f"{where(given.model)}, {_windows(given)}."]
     said += [f"{text}: {_windows(other)}." for text, other in given.texts.items()] if beside else []
-    said += [_SAID[name] for name in _measured(records)]
+    said += [SENTENCES[name] for name in _measured(records)]
     exact = [f"{one:.4g}" for name in PROTOCOLS if (one := reference(records, name))][:1]
     said += [f"Perplexity of the 16-bit model: {exact[0]}."] if exact else []
     return " ".join(said + (_marks(records, drawn) if drawn else []))

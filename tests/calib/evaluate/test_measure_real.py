@@ -156,7 +156,7 @@ def test_of_two_fits_the_table_has_the_newest_whichever_takes_fewer_bits(tmp_pat
 
 def test_the_picture_by_position_is_of_the_longest_windows(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(real_page.plots, "by_position", lambda *given: drawn.append(given) or b"")
+    monkeypatch.setattr(real_page, "by_position", lambda *given: drawn.append(given) or b"")
     for key, length in enumerate((8192, 1024)):
         for recipe in ("16 bit", "rtn-4bit"):
             line = {"key": f"{key}{recipe}", "recipe": recipe, "on": None, "text": "book", "length": length,
