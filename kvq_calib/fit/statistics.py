@@ -26,6 +26,7 @@ from torch import Tensor
 from kvq_runtime.fit.statistics import add_moment, averaged_moment
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
+from kvq_runtime.ops.rotation import mix
 from kvq_runtime.stages.stage import Feedback, Queries
 
 Pair = tuple[Tensor, Tensor]
@@ -292,7 +293,7 @@ class Sample:
         N, T = len(sequences_N), tokens
         sequence = sequences_N.cpu().long()[:, None].expand(N, T).flatten()
         position = torch.arange(start, start + T).expand(N, T).flatten()
-        hashes = _mix(_mix(_mix(torch.tensor(self.seed)) ^ sequence) ^ position)
+        hashes = mix(mix(mix(torch.tensor(self.seed)) ^ sequence) ^ position)
         open_R = hashes <= self._most
         kept = (open_R if mask_NT is None else open_R & mask_NT.cpu().flatten()).nonzero()[:, 0]
         kept = kept[torch.argsort(hashes[kept], stable=True)[: self.rows]]
@@ -349,15 +350,3 @@ def _in_order(index: int, expected: int) -> None:
     """Refuse a partial out of turn."""
     if index != expected:
         raise ValueError(f"merge of chunk {index}; the next one is {expected}: sums are added in ascending order")
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Mix the bits of int64s by splitmix64; products wrap, shifts are logical. Source: Steele et al., 2014."""
-    x = x + -7046029254386353131  # 0x9E3779B97F4A7C15
-    x = (x ^ _shifted(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    x = (x ^ _shifted(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -17,6 +17,7 @@ from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import artifact_record, recipe_row, stages
 from kvq_runtime.disk import gguf
+from kvq_runtime.errors import counted
 from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.store.held import Sizes
@@ -104,11 +105,11 @@ def _exceptions(recipe: Recipe) -> list[tuple[str, str, str]]:
 
 def sizes(artifact: Artifact) -> tuple[list[dict[str, str]], int | None]:
     """All bytes of a cache of one row at a few lengths, beside 16 bit; and from how many tokens on they are fewer."""
-    counted = Sizes(artifact.recipe, artifact.fingerprint.geometry, sliding=artifact.fingerprint.sliding)
-    found = [counted.at(tokens) for tokens in folder.LENGTHS]
+    whole = Sizes(artifact.recipe, artifact.fingerprint.geometry, sliding=artifact.fingerprint.sliding)
+    found = [whole.at(tokens) for tokens in folder.LENGTHS]
     rows = [{"tokens": f"{one.tokens:,}", "all bytes": human(one.total), "16 bit": human(one.exact),
              "share": f"{one.total / one.exact:.0%}"} for one in found]  # fmt: skip
-    return rows, counted.smaller_from()
+    return rows, whole.smaller_from()
 
 
 def provenance(artifact: Artifact, license: Mapping[str, str]) -> str:
@@ -141,7 +142,7 @@ def machine_of(given: Mapping[str, Any]) -> str:
     device = {"cpu": "CPU", None: ""}.get(given.get("device"), given.get("device"))
     said += [" ".join(filter(None, (device, processor and f"({processor})")))] if device or processor else []
     said += [str(given["dtype"])] if "dtype" in given else []
-    said += ["1 thread" if given["threads"] == 1 else f"{given['threads']} threads"] if "threads" in given else []
+    said += [counted(given["threads"], "thread")] if "threads" in given else []
     return ", ".join(said)
 
 

@@ -152,8 +152,7 @@ def notes(found: Rows, about: Mapping[str, Any], memory: int) -> list[str]:
 def _spoken(machine: Mapping[str, Any]) -> str:
     if machine["device"] != "cpu":
         return machine["device"]
-    threads = machine["threads"]
-    return f"a CPU ({machine['machine']}, {machine['cpu']}, {threads} {'thread' if threads == 1 else 'threads'})"
+    return f"a CPU ({machine['machine']}, {machine['cpu']}, {counted(machine['threads'], 'thread')})"
 
 
 @draw.picture

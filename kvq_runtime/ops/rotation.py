@@ -145,11 +145,16 @@ def hash64(*words: int) -> int:
 
 def uniform(seed: int, count: int) -> Tensor:
     """Numbers inside (0, 1), float64 [count]: the upper 53 bits of `hash64(seed, position)`."""
-    x = (torch.arange(count) ^ _signed(hash64(seed))) + _signed(0x9E3779B97F4A7C15)
+    x = mix(torch.arange(count) ^ _signed(hash64(seed)))
+    return (_shifted(x, 11).double() + 0.5) / 2**53
+
+
+def mix(x: Tensor) -> Tensor:
+    """Mix the bits of each int64 by a step of `hash64`; products wrap. Source: Steele et al., 2014 (splitmix64)."""
+    x = x + _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ _shifted(x, shift)) * _signed(factor)
-    x = x ^ _shifted(x, 31)
-    return (_shifted(x, 11).double() + 0.5) / 2**53
+    return x ^ _shifted(x, 31)
 
 
 def _signed(word: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
+from kvq_runtime.errors import counted
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import LayerStore
@@ -92,7 +93,7 @@ class MemoryReport:
         held = "" if self.kept == self.tokens else f", {self.kept:,} of them held,"
         kinds = ", ".join(f"{kind} {human(size)}" for kind, size in self.parts.items() if size)
         return (
-            f"{self.recipe}: {self.tokens:,} tokens{held} x {self.batch} {'row' if self.batch == 1 else 'rows'} hold "
+            f"{self.recipe}: {self.tokens:,} tokens{held} x {counted(self.batch, 'row')} hold "
             f"{human(self.total_bytes)}, {self._beside_16bit()}\n"
             f"  of these {human(self.sequence_bytes)} grow with tokens and rows ({kinds}) · {shared}{sliding} · "
             f"scratch at most {human(self.scratch_peak)}\n"

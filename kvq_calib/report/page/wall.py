@@ -16,7 +16,7 @@ from kvq_calib.report.page import evidence, html
 from kvq_calib.report.page.known import aliases, named
 from kvq_calib.report.panels import Point
 from kvq_runtime import __version__
-from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.errors import ArtifactError, NotFound, counted
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.measured import FULL
@@ -122,7 +122,7 @@ def page(whole: Mapping[str, Any]) -> str:
     return html.page(
         "wall.html",
         whole=whole,
-        heading=f"Registry: {_count(len({row['name'] for row in rows}), 'name')}, {_count(len(rows), 'version')}",
+        heading=f"Registry: {counted(len({row['name'] for row in rows}), 'name')}, {counted(len(rows), 'version')}",
         verdicts={word: counts[word] for word in COLOURS if counts[word]},
         figures=_figures(rows, now, len(needs)),
         needs=needs,
@@ -130,10 +130,6 @@ def page(whole: Mapping[str, Any]) -> str:
         worst=min(WORST, len({(one.bits, one.cost) for one in points})),
         versions=[(row, _classes(row, id(row) in chosen), _marks(row), *_spark(row["losses"])) for row in rows],
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def current(rows: Sequence[Row]) -> list[Row]:
