@@ -15,10 +15,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.cache_utils import DynamicIndexedLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import INDEXED, WHOLE, Geometry, attending
+from kvq_runtime.geometry import WHOLE, Geometry, attending
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
@@ -28,9 +29,6 @@ CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).paramete
 
 
 CACHES = CACHE, "past_key_values", "layer_past"  # the last: of GPT-NeoX's and Falcon's layers
-BY_HEAD = transformers.__version__.startswith(
-    "5.17."
-)  # which makes keys and values of an indexed layer's latents first
 LAYERS = "layers", "h", "blocks"  # names that decoders have for the list of theirs
 
 
@@ -268,9 +266,8 @@ def _unheld(settings: Mapping[str, Any]) -> str | None:
         return "has layers that read the latents of another one, and keys of an indexer beside (kv_source_layers)"
     if settings.get("index_kpool"):
         return "asks transformers' own layers how many tokens a pass under way has (index_kpool)"
-    latents = INDEXED in (settings.get("layer_types") or ()) and settings.get("kv_lora_rank")
-    if latents and BY_HEAD:
-        return "caches keys and values by head in transformers 5.17; latents, as kvq takes them, from 5.18 on"
+    if settings.get("indexer_budget") and not hasattr(DynamicIndexedLayer(), "indexer_position_ids"):
+        return f"keeps positions where transformers {transformers.__version__} leaves them when rows change; take 5.24"
     return None
 
 

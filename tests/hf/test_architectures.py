@@ -230,15 +230,15 @@ def test_the_keys_of_an_indexer_are_not_kept_or_recorded(kind, settings, why):
 @pytest.mark.parametrize("kind, why", [
     ("glm5_next", "asks transformers' own layers how many tokens a pass under way has"),
     ("mistral_large4", "has layers that read the latents of another one"),
-    ("glm_moe_dsa", "caches keys and values by head in transformers 5.17"),
+    ("qwen4_exp_text", "keeps positions where transformers"),
     ("deepseek_v4", "no layer of this model attends to all tokens"),
 ])  # fmt: skip
 def test_indexers_of_which_a_cache_would_be_wrong(kind, why, monkeypatch):
     model = random(kind)
+    if kind == "qwen4_exp_text":
+        monkeypatch.setattr("kvq_runtime.hf.model.DynamicIndexedLayer", dict)
     if kind == "mistral_large4":
         model.config.text_config.kv_source_layers = [0, 0, 2]
-    if kind == "glm_moe_dsa":
-        monkeypatch.setattr("kvq_runtime.hf.model.BY_HEAD", True)
     with pytest.raises(ValueError, match=why + ".*models.md"):
         kvq("exact", model)
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from models import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.cache_utils import DynamicIndexedLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -266,6 +267,9 @@ def random(kind: str, **settings: Any) -> PreTrainedModel:
     if plain in LATER and plain not in CONFIG_MAPPING_NAMES:
         pytest.skip(f"transformers {transformers.__version__} has no {plain}")
     own = OWN.get(plain, {})
+    dsa = "index_topk" in str(own) and transformers.__version__.startswith("5.17.")
+    if dsa or ("indexer_budget" in str(own) and not hasattr(DynamicIndexedLayer(), "indexer_position_ids")):
+        pytest.skip(f"transformers {transformers.__version__} has other caches for what an indexer chooses")
     given = (
         own
         if "text_config" in own
