@@ -5,10 +5,10 @@ not know what is in it.
     [B, T, S · E + 2 K]        or the K tokens that the layer has chosen for each query, where others read the same
 
 Most models have one stream, their hidden states, and nothing behind. Gemma 3n has several (AltUp), of which the
-first goes through attention and MLP; so has Qwen 4 (hyper-connections). In Gemma 3n and Gemma 4's E2B and E4B, a token
-has an embedding for each layer, which that layer alone reads. Both are made under the first layer, of the token and its
-embedding. In GLM 5 some layers have no indexer, and read the tokens that the last one below has chosen: each is two
-numbers from 0 to 255, which every dtype holds.
+first goes through attention and MLP; so have Qwen 4 and HY 4 (hyper-connections). In Gemma 3n and Gemma 4's E2B and
+E4B, a token has an embedding for each layer, which that layer alone reads. Both are made under the first layer, of the
+token and its embedding. In GLM 5 some layers have no indexer, and read the tokens that the last one below has chosen:
+each is two numbers from 0 to 255, which every dtype holds.
 
 E = hidden width · P = width of an input by layer.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 TABLE = "embed_tokens_per_layer"  # the decoder's table of inputs by layer
 ENTRY = ("altup_projections", "per_layer_model_projection", "per_layer_projection_norm")  # its modules under the layers
-EXIT = "altup_unembed_projections"  # above them, beside the last norm
+EXIT = ("altup_unembed_projections", "hc_head")  # above them, beside the last norm
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Carried:
     def of(config: Mapping[str, Any]) -> "Carried":
         """Those of a model, from its configuration with transformers' defaults."""
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-        axis = 0 if config.get("altup_num_inputs") else None
-        streams = config.get("altup_num_inputs") or config.get("hc_count") or 1
+        own = {axis: config.get(name) for name, axis in (("altup_num_inputs", 0), ("hc_mult", 2), ("hc_count", None))}
+        axis, streams = next(((axis, count) for axis, count in own.items() if count), (None, 1))
         chosen = config.get("index_topk") if "shared" in (config.get("indexer_types") or ()) else 0
         return Carried(
             hidden, layers, streams, config.get("hidden_size_per_layer_input") or 0, axis if streams > 1 else None,
@@ -59,7 +59,7 @@ class Carried:
         return self.streams * self.hidden + self.layers * self.inputs + 2 * self.chosen
 
     def pack(self, h: Tensor, inputs: Sequence[Tensor], chosen_BTK: Tensor | None = None) -> Tensor:
-        """One tensor of hidden states, [B, T, E] or of streams [S, B, T, E], and of what stands behind them.
+        """One tensor of hidden states, [B, T, E], or of streams as layers are given them, and of what stands behind.
 
         inputs       of layers to come, [B, T, P] each
         chosen_BTK   numbers of tokens, below 65,536

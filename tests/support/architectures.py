@@ -55,7 +55,7 @@ NORTH = MIXED | {"head_dim": 16, "rope_parameters": {  # of Cohere's models of i
 }}  # fmt: skip
 LATENT = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 24,
           "head_dim": 16, "num_key_value_heads": 4}  # fmt: skip
-CHOSEN = EXPERTS | ROUTED | LATENT | {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 2}  # by an indexer
+CHOSEN = EXPERTS | ROUTED | LATENT | {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 8}  # by an indexer
 SHARED_CHOICE = CHOSEN | {"indexer_types": ["full", "shared", "full"]}
 NOTE = CHOSEN | {"layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"], "head_dim": 32,
     "sliding_window": 16, "shared_experts_intermediate_size": 32, "swa_num_attention_heads": 4, "swa_head_dim": 32,
@@ -238,7 +238,7 @@ QUICK = (  # one for each thing that tells architectures apart
     "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "kimi_k25", "aria_text", "persimmon", "opt", "nanochat",
     "deepseek_v3", "deepseek_v2", "gemma3n_text", "lfm3_vl", "gpt_neox", "falcon", "dbrx", "bamba", "jetmoe",
     "falcon_h1", "molmo2", "hunyuan_vl", "sarvam_moe",
-    "modernbert-decoder",
+    "modernbert-decoder", "glm_moe_dsa", "qwen4_exp_text", "hy_v4",
 )  # fmt: skip
 
 
