@@ -105,7 +105,7 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
 
 
 def one_chunk(layer: int, tables: Pair, role: Role, data: Blocks, context: Context) -> Source:
-    """A source of statistics: all sequences of a layer in one chunk. For gradients stand queries, which are enough."""
+    """A source of statistics: all sequences of a layer in one chunk. For gradients stand queries, and a channel."""
 
     def keys() -> Tensor:
         given = activations(layer)[0]
@@ -117,8 +117,10 @@ def one_chunk(layer: int, tables: Pair, role: Role, data: Blocks, context: Conte
     sums = QuerySums(GEOMETRY, tables, fitted=1)
     sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
     found = sums.value()[0]
-    tokens = activations(layer)[ROLES.index(role)].flatten(0, 1)[:200]  # of a model whose text has 200
-    return Source(partials, found, projection, lambda: found.before, lambda: tokens)
+    rows_NTC = activations(layer)[ROLES.index(role)]
+    tokens = rows_NTC.flatten(0, 1)[:200]  # of a model whose text has 200
+    logs = rows_NTC[..., 0]  # of what errors count
+    return Source(partials, found, projection, lambda: found.before, lambda: logs, lambda: tokens)
 
 
 def first_block(recipe: Recipe, role: Role, x_NTC: Tensor) -> tuple[Tensor, Pair]:

@@ -16,16 +16,19 @@ Source: Cover and Thomas, 2006, section 10.3.3; Shoham and Gersho, 1988 (whole b
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from kvq_calib.fit.rotate import metric
+from kvq_calib.fit.scheme import Chunk, Empty, SchemeFit, Source, Summed
+from kvq_calib.fit.statistics import CrossMoments
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import mixed
-from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistics
+from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistic, Statistics
 from kvq_runtime.ops import entropy, ladder
 from kvq_runtime.stages.latent import DeadZone, Mixed
 
@@ -33,12 +36,52 @@ QUIET = 0.25  # of a step: a channel whose deviation is less is not stored
 HALVINGS = 24  # of an interval of logarithms that a step is found in
 TURNS = 2  # of choosing rungs and what tokens are off them
 SAMPLE = 1024  # tokens that a rate is measured on
+RIDGE = 0.1  # of the variance of a channel: what tells importance is fitted to few tokens, and noisy gradients
 Kind = Mixed | DeadZone
 
 
-def requests(stage: Kind) -> tuple[ResidualMoment, Residuals]:
+class LogImportance(CrossMoments):
+    """Sums of tokens and of logarithms of how much their errors count: float32 [first sequences, T]."""
+
+    def __init__(self, logs_ST: Tensor, zeros_C: Tensor):
+        super().__init__(zeros_C, zeros_C[:1])
+        self.logs_ST = logs_ST
+
+    def add(self, chunk: Chunk) -> None:
+        """Add the tokens of a chunk whose gradients were taken."""
+        numbers_N, (_, size, _) = chunk.data.sequences, chunk.data.x.shape
+        known_N = numbers_N < len(self.logs_ST)
+        if not bool(known_N.any()):
+            return
+        place_N = torch.cat([torch.arange(int(count)) for count in numbers_N.unique_consecutive(return_counts=True)[1]])
+        token_NT = place_N[known_N, None] * size + torch.arange(size)
+        logs_NT = self.logs_ST[numbers_N[known_N, None], token_NT].to(chunk.data.x.device)
+        self.update(chunk.target[known_N], logs_NT[..., None], chunk.data.mask_NT[known_N])
+
+
+@dataclass(frozen=True)
+class Importance(Summed[Tensor]):
+    """u, float32 [C], by which a token about the mean says how much its errors count: ln w ≈ u x and a constant, by
+    least squares with a ridge."""
+
+    passes = ("gradients", "residuals")
+
+    def empty(self, fit: SchemeFit, source: Source) -> Empty:
+        return partial(LogImportance, source.logs(), fit.statistics.mean_C.new_zeros(len(fit.statistics.mean_C)))
+
+    def add(self, sums: LogImportance, chunk: Chunk) -> None:
+        sums.add(chunk)
+
+    def value(self, sums: LogImportance, fit: SchemeFit) -> Tensor:
+        found = sums.value()
+        ridged_CC = found.xx_II + RIDGE * found.xx_II.diagonal().clamp_min(1e-30).diag()
+        return torch.linalg.solve(ridged_CC, found.xy_IO)[:, 0].float()
+
+
+def requests(stage: Kind) -> tuple[Statistic[Tensor], ...]:
     """Return the statistics that a fit needs."""
-    return ResidualMoment(), Residuals()
+    weighed = isinstance(stage, Mixed) and stage.weighed
+    return ResidualMoment(), Residuals(), *([Importance()] if weighed else [])
 
 
 def solve(stage: Kind, statistics: Statistics, codec: Codec) -> tuple[Kind, dict[str, Tensor]]:
@@ -46,7 +89,8 @@ def solve(stage: Kind, statistics: Statistics, codec: Codec) -> tuple[Kind, dict
     rungs."""
     stage = schedule(stage, statistics.directions(metric(codec.scheme.rotate))[0])
     if isinstance(stage, Mixed):
-        return mixed.solve(stage, statistics, codec)
+        stage, found = mixed.solve(stage, statistics, codec)
+        return stage, found | ({"importance": statistics[Importance()]} if stage.weighed else {})
     z_NR = codec.rotated(statistics[Residuals()][None])[0].float()
     return stage, rungs(z_NR, stage.step)
 

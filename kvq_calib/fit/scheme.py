@@ -152,6 +152,7 @@ class Source:
     queries      those to fit on; None: they were not summed
     projection   the weight of the output projection, [hidden, query heads · D]
     gradients    the second moment of the gradients at the keys, or values, float64 [H, D, D]
+    logs         logarithms of how much an error of each token counts there, float32 [first sequences, T]
     vocabulary   the first layer's keys before RoPE, or values, of every token that there is: float32 [V, C]
     """
 
@@ -159,6 +160,7 @@ class Source:
     queries: LayerQueries | None
     projection: Callable[[], Tensor]
     gradients: Callable[[], Tensor]
+    logs: Callable[[], Tensor]
     vocabulary: Callable[[], Tensor]
 
 

@@ -1,8 +1,8 @@
 """Choose the bits of each layer's keys and values, so that a recipe keeps a budget of bits per element.
 
-`auto` is `aqua-fisher` with the budget as its target: `share.py` gives bits to all latent channels of all layers by one
-measure, in two rounds and without trying any setting. Where settings differ in kind, as for `auto-vocab` and for an
-engine (`--for vllm`), they are measured one by one:
+`auto` is `aqua-fisher` with paths that weigh tokens, and the budget as its target: `share.py` gives bits to all latent
+channels of all layers by one measure, in two rounds and without trying any setting. Where settings differ in kind, as
+for `auto-vocab` and for an engine (`--for vllm`), they are measured one by one:
 
     round 0   fit the recipe with one setting everywhere, measure every setting in its place in every layer, by what it
               does to what attention adds to the model's stream
@@ -61,7 +61,7 @@ from kvq_calib.run.plan import MEASURED, Plan
 from kvq_calib.run.run import Run
 from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistics
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme, Window
+from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme, Window, with_each
 from kvq_runtime.recipes import aqua_fisher, higgs, turboquant
 from kvq_runtime.recipes.aqua_metric import GAIN
 from kvq_runtime.stages.fitted_codebook import Vocabulary
@@ -148,11 +148,14 @@ def measured(asked: str, engine: str | None) -> bool:
 
 
 def shared(bits: float, geometry: Geometry) -> Recipe:
-    """`aqua-fisher` with at most `bits` bits per element, averaged over all layers. ValueError: no such budget."""
+    """`aqua-fisher` with paths that weigh tokens and at most `bits` bits per element, averaged over all layers.
+
+    ValueError: no such budget."""
     low, high = (GAIN + 1) / geometry.width, float(Mixed().bits[0])
     if not low <= bits <= high:
         raise ValueError(f"--bits {bits:g}; this model can have {math.ceil(1e3 * low) / 1e3:g} to {high:g}")
-    found = aqua_fisher.recipe(math.floor(bits * geometry.width + 1e-6) / geometry.width)
+    plain = aqua_fisher.recipe(math.floor(bits * geometry.width + 1e-6) / geometry.width)
+    found = with_each(plain, lambda scheme: replace(scheme, quantize=replace(scheme.quantize, weighed=True)))
     return replace(found, name=f"auto-{bits:g}bit", summary=f"bits by layer, by the model's gradients, {bits:g} in all")
 
 

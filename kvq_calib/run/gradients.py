@@ -32,6 +32,7 @@ from kvq_runtime.geometry import ROLES, Role
 
 TILE = 256  # tokens whose logits are computed at once
 FILE = "gradients.safetensors"
+LEAST = 1e-3  # of the mean token's energy, so that a gradient of zero has a logarithm
 
 
 def chunks(plan: Plan) -> list[range]:
@@ -41,13 +42,14 @@ def chunks(plan: Plan) -> list[range]:
 
 def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: dict[str, float]) -> dict[str, Tensor]:
     """Second moments of the gradients, float64 [H, D, D] each, of every layer and role, by the number of sinks that
-    are left out; by name (`name`).
+    are left out, by name (`name`); and the squared length of each gradient, float32 [sequences, T, H].
 
     folder    for hidden states; those between layers stay
     seconds   to note what the way up and the way down took
     """
     sinks = sorted({recipe.window.sinks for recipe in run.plan.recipes if by_gradients(recipe)})
     sums: dict[str, Tensor] = {}
+    energies: dict[str, list[Tensor]] = {}
     plan, layers, parts = run.plan, run.plan.geometry.layers, chunks(run.plan)
     indices = range(len(parts))
     work = 2 * layers * len(indices)
@@ -85,6 +87,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
             from_above = checkpoint.load(gradient(index))["gradient"]
             below, *pair = module.gradients(checkpoint.load(hidden(layer, index))["hidden"], from_above)
             for role, g_NTC in zip(ROLES, pair, strict=True):
+                energies.setdefault(f"layers.{layer}.{role}.energy", []).append(_energy(g_NTC, plan.geometry.kv_heads))
                 for left_out in sinks:
                     part = _moment(g_NTC[:, left_out:], plan.geometry.kv_heads)
                     part /= counted * (plan.seq_len - left_out)
@@ -97,7 +100,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
         gradient(index).unlink()
         hidden(0, index).unlink()
     seconds["gradients"] = time.perf_counter() - begun - seconds["forward"]
-    return sums
+    return sums | {key: torch.cat(parts) for key, parts in energies.items()}
 
 
 def above(run: Run, layer: int, index: int) -> Tensor:
@@ -129,6 +132,16 @@ def moment(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
     return checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[name(layer, role, sinks)]
 
 
+def logs(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
+    """Logarithms of how much an error of each token counts at a layer's keys, or values: float32 [sequences, T].
+
+    That is the squared length of a token's gradient, of each head over the mean of that: noisy, of one draw a token.
+    """
+    energy_NTH = checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[f"layers.{layer}.{role}.energy"]
+    mean_H = energy_NTH[:, sinks:].mean((0, 1)).clamp_min(torch.finfo(torch.float32).tiny)
+    return ((energy_NTH / mean_H).mean(-1) + LEAST).log()
+
+
 def _drawn(head: Head, h_BTE: Tensor, seed: int, index: int) -> Tensor:
     """The gradient of Σ (log p(y) - log p(y')) / √2 with respect to the hidden states under the head."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
@@ -137,6 +150,11 @@ def _drawn(head: Head, h_BTE: Tensor, seed: int, index: int) -> Tensor:
         torch.rand(len(tile_TE), 2, dtype=torch.float32, generator=generator).to(h_BTE.device) for tile_TE in tiles
     ]
     return torch.cat(list(map(head.gradient, tiles, uniform))).view(h_BTE.shape)
+
+
+def _energy(g_NTC: Tensor, heads: int) -> Tensor:
+    """Squared lengths of the gradients of every head, float32 [N, T, H]."""
+    return g_NTC.float().unflatten(-1, (heads, -1)).square().sum(-1).cpu()
 
 
 def _moment(g_NTC: Tensor, heads: int) -> Tensor:

@@ -88,7 +88,7 @@ def drafted(recipe: Recipe) -> Recipe:
             return scheme
         predict = scheme.predict and scheme.predict.in_full()
         quantize: Any = scheme.quantize
-        quantize = quantize if quantize.at_rest else replace(quantize, gain=0)
+        quantize = quantize if quantize.at_rest else replace(quantize, gain=0, weighed=False)
         return replace(scheme, quantize=quantize, predict=predict)
 
     return with_each(recipe, plain)

@@ -28,7 +28,7 @@ from kvq_runtime.ops.constant import constant, lasting
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages import stage as contract
-from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens
+from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens, Weighing
 from kvq_runtime.stages.stage import SLOTS, Place, Quantizer, Specs
 
 _CPU = torch.device("cpu")
@@ -173,15 +173,17 @@ class Codec:
         bare = self.predictor is None and self.scheme.correct is None
         x = x_NTC if bare else self.residual(x_NTC, context)
         if self.scheme.correct is None:
-            return self._round(x)
+            return self._round(x, self._importance(x_NTC, context))
         fields = self._round(self.scheme.correct.rest(x))
         return fields | self.scheme.correct.encode(x, self._unround(fields), self.geometry, self._own["correct"])
 
+    def centred(self, x_NTC: Tensor, context: Context) -> Tensor:
+        """Return rows about the mean, if one is removed, float32."""
+        return x_NTC.float() if self.predictor is None else x_NTC.float() - self.mean(context)
+
     def residual(self, x_NTC: Tensor, context: Context) -> Tensor:
         """Return the residual that is left to round after mean and prediction, float32."""
-        x = x_NTC.float()
-        if self.predictor is not None:
-            x = x - self.mean(context)
+        x = self.centred(x_NTC, context)
         predicted = self.predicted(context)
         return x if predicted is None else x - predicted.float()
 
@@ -198,7 +200,9 @@ class Codec:
             return self.encode_decode(x_NTC, context)[1]
         predicted = self.predicted(context)
         x = self.residual(x_NTC, replace(context, predicted=predicted))
-        x = self._turned_back(quantize.approximated(x, self._rotation, self._own["quantize"], self.geometry), self.back)
+        level_NT = self._importance(x_NTC, context)
+        x = quantize.approximated(x, self._rotation, self._own["quantize"], self.geometry, level_NT)
+        x = self._turned_back(x, self.back)
         return x if predicted is None else predicted.add_(x.to(torch.bfloat16))
 
     def decode(self, fields: Mapping[str, Tensor], context: Context, out: Tensor | None = None) -> Tensor:
@@ -250,11 +254,21 @@ class Codec:
             return False
         return self.scheme.quantize.one_launch(self._rotation, self._width, self.geometry)
 
-    def _round(self, x_NTC: Tensor) -> dict[str, Tensor]:
+    def _importance(self, x_NTC: Tensor, context: Context) -> Tensor | None:
+        """Levels of how much errors of tokens count, int8 [N, T]; None: all alike."""
+        quantize = self.scheme.quantize
+        if not isinstance(quantize, Weighing) or not quantize.weighed:
+            return None
+        return quantize.importance(self.centred(x_NTC, context), self._own["quantize"])
+
+    def _round(self, x_NTC: Tensor, level_NT: Tensor | None = None) -> dict[str, Tensor]:
         x, rotation = x_NTC if self.scheme.axis == "token" else x_NTC.mT, self._rotation
         if self._own["feedback"] and self.scheme.feedback is not None:  # it comes between rotation and rounding
             x, rotation = self.rotated(x), None
             x = self.scheme.feedback.apply(x, self.scheme.axis, self.geometry, self._own["feedback"], self._quantized)
+        if level_NT is not None and isinstance(self.scheme.quantize, Weighing):
+            own = self._own["quantize"]
+            return self.scheme.quantize.encode_weighed(x, level_NT, rotation, own, self.geometry)
         return self.scheme.quantize.encode(x, rotation, self._own["quantize"], self.geometry)
 
     def _quantized(self, x_NRW: Tensor) -> Tensor:

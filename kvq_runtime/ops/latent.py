@@ -39,6 +39,7 @@ FINE, REACH = 64, 8  # cells of a table to a unit, and the largest number in it
 PAIRED = 4  # up to so many bits errors are found without codes
 MEMORY = 7  # bits that a number is decoded from
 PATH_BITS = 5  # bits of a code
+LEVELS = 8  # of importance, on either side of the mean token's
 # Of a standard Gaussian in blocks of 128 tokens; `scripts/build_tables.py` prints them.
 PATH_DISTORTIONS = {1: 0.29562, 2: 0.08264, 3: 0.02273, 4: 0.00658, 5: 0.00204}
 
@@ -202,6 +203,20 @@ def like_path(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     alpha = 1 - paths - beta * (1 - left)
     rounded_NRT = decode_gaussian(encode_gaussian(z_NRT, deviation_R, bits), deviation_R, bits)
     return rounded_NRT.mul_(beta).add_(z_NRT, alpha=alpha)
+
+
+def importance(x_NTC: Tensor, direction_C: Tensor) -> Tensor:
+    """Levels of how much errors of tokens count, int8 [N, T], from their rows about the mean: ln w = level / 2.
+
+    level = 2 u x, rounded, from -LEVELS to LEVELS      so few that machines and batches find the same ones
+    """
+    level_NT = ((x_NTC.float() * direction_C).sum(-1) * 2).round_()
+    return level_NT.clamp_(-LEVELS, LEVELS).to(torch.int8)
+
+
+def token_scale(level_NT: Tensor) -> Tensor:
+    """The square root of what errors of tokens of these levels count, float32."""
+    return (level_NT.float() / 4).exp_()
 
 
 def history(bits: int) -> int:

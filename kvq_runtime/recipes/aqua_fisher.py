@@ -9,6 +9,9 @@ g and the sharing are those of `aqua_metric.py`. Other than there
         and values alike. `aqua-metric` weighs them by what the layer itself makes of them
     z   has trellis paths along a block's tokens, which leave 1.2 to 1.5 times less squared error than Lloyd–Max codes
 
+With `+all.quantize.weighed=true`, as `auto` has it, paths are those of the least error as tokens count: how much, each
+key or value tells itself, by a direction that is fitted to the lengths of gradients.
+
 All layers share one budget, the first with them, so that bits in a name are the mean over all, gains included; others
 are a setting, `aqua-fisher-1bit+all.quantize.target=0.6`. Predictors are stored in 4 bits, which cost 4.5 with their
 scales. Bases have 16: in 4, what they lose themselves is more than what 3 bits lose. It costs a backward pass over a
@@ -31,7 +34,7 @@ from kvq_runtime.stages.rotate import GradientBasis
 
 FAMILY = Family(
     look=("black", "*"),
-    golden=("aqua-fisher-1bit",),
+    golden=("aqua-fisher-1bit", "aqua-fisher-1bit+all.quantize.weighed=true+name=aqua-fisher-1bit-weighed"),
     compared=("aqua-fisher-0.5bit", "aqua-fisher-1bit", "aqua-fisher-2bit", "aqua-fisher-3bit"),
     combined=("aqua-fisher",),
 )

@@ -74,6 +74,31 @@ class Approximated(Protocol):
         """True if encoding takes a search under these settings."""
         ...
 
-    def approximated(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> Tensor:
-        """Return other numbers than encoding and decoding would give, with errors of the same moments: [N, R, V]."""
+    def approximated(
+        self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry, level_NT: Tensor | None = None
+    ) -> Tensor:
+        """Return other numbers than encoding and decoding would give, with errors of the same moments: [N, R, V].
+
+        level_NT   how much errors of tokens count, of a quantizer that weighs them
+        """
+        ...
+
+
+@runtime_checkable
+class Weighing(Protocol):
+    """A quantizer that may weigh errors of tokens by how much these matter."""
+
+    @property
+    def weighed(self) -> bool:
+        """True if it does under these settings."""
+        ...
+
+    def importance(self, x_NTC: Tensor, tensors: Tensors) -> Tensor:
+        """Levels of how much errors of tokens count, int8 [N, T], from their rows about the mean."""
+        ...
+
+    def encode_weighed(
+        self, x_NTC: Tensor, level_NT: Tensor | None, rotation: Rotation, tensors: Tensors, geometry: Geometry
+    ) -> dict[str, Tensor]:
+        """`Quantizer.encode`, of tokens whose errors count so much; None: alike."""
         ...

@@ -16,6 +16,8 @@ from kvq_runtime.ops import ladder, latent, pack
 from kvq_runtime.ops.rotation import Rotation, rotate
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
+WEIGHED = 0.8  # of what errors of paths cost where all tokens count alike, they cost where paths weigh them
+
 
 @dataclass(frozen=True)
 class Mixed(Quantizer):
@@ -32,6 +34,8 @@ class Mixed(Quantizer):
     gain       bits of a token's gain, between calibrated ends, 0 to 8; 0: none
     shared     the targets of all schemes that say so are one budget, which calibration shares out among layers, keys
                and values; what is fitted has a target of its own
+    weighed    of a trellis: paths are those of the least error in what matters. A token's error counts as much as its
+               own key, or value, says (`ops/latent.importance`), by a direction that calibration fits to gradients
 
     Latent channels come in the order of their eigenvalues, so a schedule is a list of runs: so many channels of so many
     bits. Channels of 0 bits are not stored, and their columns are not in the basis. Codes are packed along the tokens
@@ -41,6 +45,9 @@ class Mixed(Quantizer):
     the calibrated proportions of their scales; a token's own gain says how large it is as a whole, so that text of
     another kind than the calibration's, and outliers, are rounded in cells of their own size. A token costs `gain` bits
     more. All gains are tried, and the one with the least error in the latents is taken.
+
+    What is decoded does not depend on `weighed`: it says which of the paths is searched for. All tokens have as many
+    bits, but a path gives those that count more of its freedom.
 
     Source: Hong et al., 2025 (SVDq), equations 2, 3 and 6 and algorithm 1.
     Differs: ranges are calibrated, so that tokens of the decode phase are encoded too (theirs are of the whole prompt,
@@ -60,6 +67,7 @@ class Mixed(Quantizer):
     _: KW_ONLY  # younger than the file format
     gain: int = 0
     shared: bool = False
+    weighed: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -76,6 +84,8 @@ class Mixed(Quantizer):
             raise ValueError(f"gain={self.gain}; use 0 to 8 bits a token")
         if self.gain and self.codebook == "block":
             raise ValueError(f'gain={self.gain}; a block\'s own ends need none: use codebook "gaussian" or "uniform"')
+        if self.weighed and self.codebook != "trellis":
+            raise ValueError(f'weighed=True with codebook "{self.codebook}"; only paths, "trellis", weigh tokens')
         if self.shared and not self.target:
             raise ValueError("shared=True, but there is no target to share; give one")
         if self.target and self.bits != tuple(range(self.bits[0], -1, -1)):
@@ -109,10 +119,11 @@ class Mixed(Quantizer):
         return sum(count for count, _ in self.runs(width))
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """The scales of the stored channels; logarithms of the least and the largest gain."""
+        """The scales of the stored channels; logarithms of the least and the largest gain; what tells importance."""
         names = {"uniform": ("low", "high"), "block": ()}.get(self.codebook, ("deviation",))
         specs: Specs = {name: ((self.stored(geometry.width),), torch.float32) for name in names}
-        return specs | ({"gain_ends": ((2,), torch.float32)} if self.gain else {})
+        specs |= {"gain_ends": ((2,), torch.float32)} if self.gain else {}
+        return specs | ({"importance": ((geometry.width,), torch.float32)} if self.weighed else {})
 
     def check(self, site: Site) -> None:
         if site.scheme.axis != "token" or site.window.block % 8:
@@ -122,6 +133,8 @@ class Mixed(Quantizer):
     def check_prompt_fit(self) -> None:
         if self.target:
             raise ValueError(f"target={self.target} would differ by row; fitted to the prompt give counts")
+        if self.weighed:
+            raise ValueError("weighed=True takes gradients, which a prompt has not; fit it by a calibration")
 
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
         """Names, shapes and dtypes of what one block [rows, width] is stored as."""
@@ -138,6 +151,15 @@ class Mixed(Quantizer):
 
         tensors   those of `specs`
         """
+        return self.encode_weighed(x_NTC, None, rotation, tensors, geometry)
+
+    def importance(self, x_NTC: Tensor, tensors: Tensors) -> Tensor:
+        return latent.importance(x_NTC, tensors["importance"])
+
+    def encode_weighed(
+        self, x_NTC: Tensor, level_NT: Tensor | None, rotation: Rotation, tensors: Tensors, geometry: Geometry
+    ) -> dict[str, Tensor]:
+        """`encode` of tokens whose errors count so much; None: alike."""
         z_NRT, codes_NT, gain_NT = self._over_gains(rotate(x_NTC, rotation).mT, tensors, geometry)
         stored = {} if codes_NT is None else {"gain": pack.pack(codes_NT, self.gain)}
         ends = _of_channels(tensors)
@@ -145,6 +167,7 @@ class Mixed(Quantizer):
             low, high = (end.half() for end in z_NRT.aminmax(dim=-1))
             stored = {"low": low, "high": high}
             ends = {name: end.float() for name, end in stored.items()}
+        gain_NT = self._counted(gain_NT, level_NT)
         packed = []
         for part, bits, own in self._parts(geometry.width, ends):
             packed.append(pack.pack(self._codes(z_NRT[:, part], own, bits, gain_NT), bits).flatten(1))
@@ -190,19 +213,22 @@ class Mixed(Quantizer):
     def searches(self) -> bool:
         return self.codebook == "trellis"
 
-    def approximated(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> Tensor:
+    def approximated(
+        self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry, level_NT: Tensor | None = None
+    ) -> Tensor:
         """Approximate what codes decode to, bfloat16 [N, T, R]: `latent.like_path` in place of paths of 2 bits or more.
 
         Paths of one bit are searched: a search of few steps is cheap, and `like` supposes Gaussian channels. On
         SmolLM2-135M half a bit fitted to it diverged by 0.137 nats, fitted to paths by 0.125.
         """
         z_NRT, _, gain_NT = self._over_gains(rotate(x_NRW, rotation).mT, tensors, geometry)
+        counted_NT = self._counted(gain_NT, level_NT)
         found = []
         for part, bits, own in self._parts(geometry.width, _of_channels(tensors)):
             if self._in_paths(bits) and bits > 1:
                 found.append(latent.like_path(z_NRT[:, part], own["deviation"], bits))
             else:
-                found.append(self._values(self._codes(z_NRT[:, part], own, bits, gain_NT), own, bits))
+                found.append(self._values(self._codes(z_NRT[:, part], own, bits, counted_NT), own, bits))
         values_NRT = torch.cat(found, 1)
         return (values_NRT if gain_NT is None else gain_NT[:, None] * values_NRT).bfloat16().mT
 
@@ -215,6 +241,13 @@ class Mixed(Quantizer):
         codes_NT = self.best_gain(z_NRT, tensors, geometry.width)
         gain_NT = self._gains(codes_NT, tensors)
         return z_NRT / gain_NT[:, None], codes_NT, gain_NT
+
+    @staticmethod
+    def _counted(gain_NT: Tensor | None, level_NT: Tensor | None) -> Tensor | None:
+        """What errors of tokens over their gains are multiplied with as they count."""
+        if level_NT is None:
+            return gain_NT
+        return latent.token_scale(level_NT) * (1.0 if gain_NT is None else gain_NT)
 
     def _past(self, bits: int) -> range:
         """Return how far back the codes are that a token is decoded from, the farthest first."""
@@ -233,6 +266,8 @@ class Mixed(Quantizer):
         found = [latent.distortion(bits) for bits in range(self.bits[0] + 1)]
         if self.codebook == "trellis":
             found[1 : latent.PATH_BITS + 1] = list(latent.PATH_DISTORTIONS.values())[: self.bits[0]]
+        if self.weighed:
+            found[1 : latent.PATH_BITS + 1] = [WEIGHED * each for each in found[1 : latent.PATH_BITS + 1]]
         return found
 
     def best_gain(self, z_NRT: Tensor, tensors: Tensors, width: int) -> Tensor:
@@ -281,7 +316,7 @@ class Mixed(Quantizer):
 
 def _of_channels(tensors: Tensors) -> dict[str, Tensor]:
     """Return the tensors that scale single channels."""
-    return {name: tensor for name, tensor in tensors.items() if name != "gain_ends"}
+    return {name: tensor for name, tensor in tensors.items() if name not in ("gain_ends", "importance")}
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,14 @@ def chunks(
     def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:
         return (summed(asked, Chunk(fit.codec, *one, keys=lambda: NOTHING)) for one in given)
 
-    return Source(partials, queries, lambda: weight_EQ, gradients=lambda: NOTHING, vocabulary=lambda: NOTHING)
+    return Source(
+        partials,
+        queries,
+        lambda: weight_EQ,
+        gradients=lambda: NOTHING,
+        logs=lambda: NOTHING,
+        vocabulary=lambda: NOTHING,
+    )
 
 
 def blocks(x_NTC: Tensor, first: int) -> Blocks:

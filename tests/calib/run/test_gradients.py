@@ -36,7 +36,8 @@ def a_run(model: Path, folder: Path, *recipes: Recipe, chunk: int = 2) -> Run:
 def whole_model(
     model: Path, tokens_BT: torch.Tensor, chunk: int, seed: int, sinks: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
-    """The same draws, one sequence at a time, through transformers' own forward pass and one backward pass."""
+    """Moments and squared lengths by the same draws, one sequence at a time, by transformers' own forward pass and one
+    backward pass."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     seen: dict[str, torch.Tensor] = {}
     for layer, module in enumerate(loaded.model.layers):
@@ -45,6 +46,7 @@ def whole_model(
         for role, tap in zip(ROLES, taps, strict=True):
             tap.register_forward_hook(lambda _m, _i, out, name=f"{layer}.{role}": seen.__setitem__(name, out))
     sums: dict[str, torch.Tensor] = {}
+    lengths: dict[str, list[torch.Tensor]] = {}
     for index, rows_BT in enumerate(tokens_BT.split(chunk)):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
         for row_T in rows_BT:
@@ -56,12 +58,14 @@ def whole_model(
             first_T, second_T = log_TV.gather(1, drawn_T2).unbind(1)
             loss = (first_T - second_T).sum() / 2**0.5
             for name, gradient in zip(names, torch.autograd.grad(loss, [seen[name] for name in names]), strict=True):
+                by_head_TH = gradient.flatten(2)[0].unflatten(-1, (2, 16)).square().sum(-1)
+                lengths.setdefault(f"layers.{name}.energy", []).append(by_head_TH)
                 for count in sinks:
                     g_THD = gradient.flatten(2)[0, count:].unflatten(-1, (2, 16)).double()
                     moment = torch.einsum("thd,the->hde", g_THD, g_THD) / (tokens_BT.numel() - count * len(tokens_BT))
                     key = f"layers.{name}.{count}"
                     sums[key] = sums.get(key, 0) + moment
-    return sums
+    return sums | {name: torch.stack(rows) for name, rows in lengths.items()}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -80,8 +84,8 @@ def test_moments_are_those_of_one_backward_pass(tmp_path, architecture):
     found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder, {})
     expected = whole_model(model, tokens_BT[:4], 2, run.plan.seed, sinks=(0, 4))
     assert found.keys() == expected.keys() and gradients.name(1, "key", 4) in expected
-    for name, moment in expected.items():
-        torch.testing.assert_close(found[name], moment, rtol=2e-3, atol=1e-6 * float(moment.abs().max()))
+    for name, sums in expected.items():
+        torch.testing.assert_close(found[name], sums, rtol=2e-3, atol=1e-6 * float(sums.abs().max()))
     kept = {path.name for path in folder.iterdir()}  # what is between layers
     assert kept == {checkpoint.stream_file(n, index) for n in range(1, run.plan.geometry.layers) for index in range(2)}
 
