@@ -113,7 +113,7 @@ MUTANTS = [
         "x_NTC.float() + self.mean(context)",
         ("codec/test_codec.py",),
     ),
-    (
+    Mutant(
         "paths-weigh-inversely",
         "errors of the tokens that count most are weighed least",
         "kvq_runtime/ops/latent.py",
