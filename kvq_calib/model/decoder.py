@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
 )
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -32,7 +33,16 @@ from kvq_calib.model.attention import asks
 from kvq_calib.model.carried import ENTRY, TABLE, Carried, blank
 from kvq_runtime.geometry import attending
 from kvq_runtime.hf.attention import chosen, dense
-from kvq_runtime.hf.model import attention_of, decoder_of, layers_name, layers_of, rotary_module, settings_of, turns
+from kvq_runtime.hf.model import (
+    CACHE,
+    attention_of,
+    decoder_of,
+    layers_name,
+    layers_of,
+    rotary_module,
+    settings_of,
+    turns,
+)
 from kvq_runtime.hf.rotation import rope_refusal
 from kvq_runtime.ops.dense import Softmax
 
@@ -41,7 +51,8 @@ if TYPE_CHECKING:
 
 CAPTURED = "kvq-captured"  # the attention of a streamed layer, by the name that transformers knows it by
 Call = dict[str, Any]  # a layer's arguments beside hidden states, by name
-RECURRENT = ("linear_attention", "conv")  # types of layers that keep a state in place of keys and values
+# types of layers that keep a state in place of keys and values; or, the last two, nothing
+RECURRENT = ("linear_attention", "conv", "moe", "mlp")
 
 
 class Seen(Exception):
@@ -124,7 +135,7 @@ class Decoder:
         named = {id(module): name for name, module in made.named_modules()}
         self.core_name = named[id(core)]
         self.table = f"{named[id(made.get_input_embeddings())]}.weight"
-        self.output = f"{named[id(made.get_output_embeddings())]}.weight"
+        self.output = f"{named[id(output_of(made))]}.weight"
         self.layers = list(layers_of(core))
         self.attending = attending(settings)  # of the layers
         self.within = f"{self.core_name}.{layers_name(core)}"  # the name of their list
@@ -138,7 +149,7 @@ class Decoder:
         within = {f"{self.core_name}.{name}": module for name, module in children}
         holds = {id(module) for module in self.whole.children() if any(part is core for part in module.modules())}
         beside = {name: module for name, module in self.whole.named_children() if id(module) not in holds}
-        head = {self.output.removesuffix(".weight"): self.whole.get_output_embeddings()}
+        head = {self.output.removesuffix(".weight"): output_of(self.whole)}
         return {name: module for name, module in (within | beside | head).items() if name in self._run}
 
     @cached_property
@@ -155,13 +166,17 @@ class Decoder:
         }
         called: set[str] = set()
         hooks = [
-            module.register_forward_pre_hook(lambda _module, _given, name=name: called.add(name))
+            # with what it is in, too: a list of modules is never called itself
+            module.register_forward_pre_hook(
+                lambda _m, _given, name=name: called.update((name, name.rpartition(".")[0]))
+            )
             for name, module in held.items()
         ]
         nothing = torch.empty(1, 2, self.carried.hidden, device="meta")
         try:
             with torch.no_grad(), self.carried.muted(core):
-                self.whole(inputs_embeds=nothing, use_cache=False)
+                # with a cache no position is looked at, of which there are none without memory
+                self.whole(inputs_embeds=nothing, **{CACHE: DynamicCache(config=self.config)}, use_cache=True)
         except Exception:  # of the model's own, whatever class it has
             called = {name for name, module in held.items() if not isinstance(module, PreTrainedModel)}
         finally:
@@ -290,6 +305,12 @@ class Under:
         for place in places:
             place.under, place.call = None, {}
         return found
+
+
+def output_of(model: Any) -> Any:
+    """The output head of a model, or of the model of text within (Nemotron 3 Nano Omni)."""
+    found = (part.get_output_embeddings() for part in (model, *model.children()) if isinstance(part, PreTrainedModel))
+    return next((head for head in found if head is not None), None)
 
 
 def attentions(layers: Iterable[tuple[int, Any]], config: Any) -> Iterator[tuple[int, nn.Module]]:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from kvq_calib.model.attention import Captured, Projected, Rows, answer_by, asks, expanded
 from kvq_calib.model.carried import TABLE, Carried, blank
-from kvq_calib.model.decoder import Decoder, Seen, attentions, captured, empty
+from kvq_calib.model.decoder import Decoder, Seen, attentions, captured, empty, output_of
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
 from kvq_runtime.geometry import stretches
@@ -46,7 +46,7 @@ class Head:
 
     @property
     def device(self) -> torch.device:
-        return self._around.get_output_embeddings().weight.device
+        return output_of(self._around).weight.device
 
     @torch.no_grad()
     def __call__(self, h_BTE: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Head:
             seen.extend((inputs[0], out.detach().requires_grad_()))
             return seen[1]
 
-        h_TE, output = h_TE.detach().requires_grad_(), self._around.get_output_embeddings()
+        h_TE, output = h_TE.detach().requires_grad_(), output_of(self._around)
         handle = output.register_forward_hook(cut)
         try:
             with torch.enable_grad():

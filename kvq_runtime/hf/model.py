@@ -30,6 +30,7 @@ CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).paramete
 
 CACHES = CACHE, "past_key_values", "layer_past"  # the last: of GPT-NeoX's and Falcon's layers
 LAYERS = "layers", "h", "blocks"  # names that decoders have for the list of theirs
+LOOPS = "n_recurrent_loops", "loop_num_passes"  # settings: how often a pass goes through some layers
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
@@ -60,6 +61,13 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has an encoder and attention across to it; kvq takes decoders alone; {LISTED}")
     if layers_name(decoder_of(model)) is None:
         raise ValueError(f"{name} has no decoder with layers as Llama has; {LISTED}")
+    text = model.config.get_text_config(decoder=True)
+    for setting in LOOPS:
+        if (loops := getattr(text, setting, 1)) > 1:
+            raise ValueError(
+                f"{name} runs some layers {loops} times a pass ({setting}), each time with other keys and values; kvq "
+                f"takes those that run once; {LISTED}"
+            )
     devices = _devices(model)
     if len(devices) > 1:
         raise ValueError(
@@ -106,11 +114,11 @@ def own_code(model: PreTrainedModel) -> str | None:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """A decoder's configuration as a dict: what its type calls otherwise has the common name too."""
+    """A decoder's configuration as a dict: what its type calls otherwise, or computes, has the common name too."""
     found = config.to_dict()
-    return found | {
-        name: found[own] for name, own in config.attribute_map.items() if own in found and name not in found
-    }
+    computed = {name: getattr(config, name, None) for name in ("num_hidden_layers", "layer_types")}
+    named = {name: found[own] for name, own in config.attribute_map.items() if own in found and name not in found}
+    return found | named | {name: value for name, value in computed.items() if value is not None}
 
 
 def _devices(model: PreTrainedModel) -> list[str]:

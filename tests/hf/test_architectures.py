@@ -73,8 +73,8 @@ def rope_is_undone(model) -> bool:
     return bool(torch.allclose(k_TC, k_TC[:1].expand_as(k_TC), rtol=0, atol=1e-3 * float(k_TC.std())))
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "persimmon", "falcon_h1", "zamba2", "zaya", *FALCONS,
-                                  *CHOOSING])  # fmt: skip
+@pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "persimmon", "falcon_h1", "zamba2", "zaya", "jamba",
+                                  "nemotron_h", *FALCONS, *CHOOSING])  # fmt: skip
 def test_padded_rows_and_beams(kind):
     """`exact` generates what transformers' cache does, and four bits stay close."""
     model = random(kind)

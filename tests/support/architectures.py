@@ -78,8 +78,13 @@ LATER = (  # than the oldest transformers
     "internlm3", "iquestcoder", "kolibri1", "flint", "lfm3", "lfm3_vl", "bailing_hybrid", "sarvam_moe", "sarvam_mla",
     "lara_mini", "apertus1p5_text", "beam", "exaone", "granite_docling", "hyperclovax_vision_v2", "minicpmv4_7",
     "minicpm_ocr", "muse_spark", "pp_chart2table", "zaya", "molmo2", "apertus1p5", "dots3_note", "dots3_note_text",
-    "mistral_large4", "hy_v4_vl",
+    "mistral_large4", "hy_v4_vl", "nemotron_h_omni", "dory",
+    "inkling2_loop_text",
 )  # fmt: skip
+NEMOTRON = EXPERTS | ROUTED | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "full_attention"], "mamba_num_heads": 4,
+    "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 16, "moe_shared_expert_intermediate_size": 32,
+}  # fmt: skip
 OLD = {"head_dim": ..., "num_key_value_heads": ...}  # settings that a type does not have
 OWN = {
     "glm4_moe": EXPERTS | ROUTED, "sarvam_moe": EXPERTS | ROUTED,
@@ -175,6 +180,10 @@ OWN = {
               "mamba_n_groups": 1},
     "zamba2": MAMBA | {"n_mamba_heads": 4, "use_mem_rope": True, "use_shared_attention_adapter": True,
                        "adapter_rank": 8},
+    "jamba": EXPERTS | {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 16, "head_dim": ...},
+    "nemotron_h": NEMOTRON,
+    "nemotron_h_omni": tower(NEMOTRON, video_temporal_patch_size=2) | {
+        "vision_hidden_size": 32, "projector_hidden_size": 32},
     "zamba": MAMBA | {"n_mamba_heads": 2, "attention_head_dim": 32},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_ssm": 128},
     "zaya": EXPERTS | {"num_experts_per_tok": 1},
@@ -222,6 +231,10 @@ OWN = {
     "apertus1p5": {"text_config": SHAPE, "image_token_offset": 40, "audio_token_offset": 72, "vision_config": {
         "codebook_size": 32, "embed_dim": 16, "latent_channels": 16, "base_channels": 32, "num_res_blocks": 1},
         "audio_config": {"codebook_size": 16}},
+    "dory": MIXED | {"n_input_layers": 1, "n_output_layers": 1},
+    "inkling2_loop_text": EXPERTS | {"n_routed_experts": 4, "layer_types": ["hybrid"] * 3, "unpadded_vocab_size": 97,
+                                     "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1,
+                                     "loop_layer_index_end": 2},
     "modernbert-decoder": OLD | {"layer_types": ["sliding_attention", "full_attention", "full_attention"],
                                  "sliding_window": 16},
     "biogpt": OLD,
@@ -238,7 +251,7 @@ QUICK = (  # one for each thing that tells architectures apart
     "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "kimi_k25", "aria_text", "persimmon", "opt", "nanochat",
     "deepseek_v3", "deepseek_v2", "gemma3n_text", "lfm3_vl", "gpt_neox", "falcon", "dbrx", "bamba", "jetmoe",
     "falcon_h1", "molmo2", "hunyuan_vl", "sarvam_moe",
-    "modernbert-decoder", "glm_moe_dsa", "qwen4_exp_text", "hy_v4",
+    "modernbert-decoder", "glm_moe_dsa", "qwen4_exp_text", "hy_v4", "nemotron_h", "jamba",
 )  # fmt: skip
 
 

@@ -51,6 +51,8 @@ UNLISTED = {
     "falcon-": "its layers are given alibi, which is known of the whole model alone",
     "glm5_next": "asks transformers' own layers how many tokens a pass under way has",
     "deepseek_v4": r"no layer of this model attends to all tokens alone \(their types: heavily_compressed_attention\)",
+    "dory": "DoryForCausalLM runs some layers 2 times a pass",
+    "inkling2_loop_text": "Inkling2LoopForCausalLM runs some layers 3 times a pass",
     "paligemma": "layer 0 of PaliGemmaForConditionalGeneration attends in both directions",
 }  # fmt: skip
 REFUSED = {
@@ -69,7 +71,6 @@ REFUSED = {
     "diffllama": r"its attention has parameters of its own \(lambda_k1, ",
     "doge": r"its attention has parameters of its own \(A\)",
     "beam": r"its attention has parameters of its own \(gate_bias\)",
-    "phi4_multimodal": "model.norm, model.embed_tokens_extend, lm_head stand beside its layers",
 }  # fmt: skip
 
 
