@@ -67,6 +67,10 @@ class Carried:
         if self.axis is not None:
             h = h.movedim(self.axis, 2).flatten(2)
         if chosen_BTK is not None:
+            if h.shape[1] > 1 << 16:
+                raise ValueError(
+                    f"sequences of {h.shape[1]} tokens; where layers share what they choose, use at most 65536"
+                )
             inputs = [part.to(h.dtype) for part in (chosen_BTK // 256, chosen_BTK % 256)]
         return torch.cat([h, *inputs], -1) if inputs else h
 

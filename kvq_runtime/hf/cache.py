@@ -244,6 +244,9 @@ class KVQCache(Announced, Cache):
             for layer in self._stock:
                 if layer.get_seq_length() > shortest:
                     layer.crop(shortest - layer.get_seq_length()) if shortest else _empty(layer)
+        for layer in self.layers:  # positions come before any layer runs
+            if isinstance(layer, KVQLayer) and layer.indexer_position_ids is not None:
+                layer.crop(0) if self.blocks.length else layer.reset()
         super()._begin(attention_mask)
 
     def reset(self) -> None:

@@ -28,6 +28,7 @@ from transformers import (
 from transformers.cache_utils import Cache, StaticLayer
 
 from kvq_runtime.errors import check_type
+from kvq_runtime.geometry import INDEXED
 from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import CACHE, check_model
@@ -141,6 +142,10 @@ def _check_given(model: PreTrainedModel, cache: KVQCache, input_ids: Tensor, dra
     """Refuse arguments of other types, before `generate` fails on them; TypeError or ValueError."""
     check_model(model)
     check_type("cache", cache, KVQCache, "a KVQCache, which drafts")
+    if INDEXED in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()):
+        raise ValueError(
+            f"{type(model).__name__} chooses tokens by keys of an indexer, which no second cache is given; use generate"
+        )
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point() or input_ids.dim() != 2:
         shape = f", of shape {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else ""
         kind = getattr(input_ids, "dtype", type(input_ids).__name__)

@@ -24,6 +24,7 @@ from kvq_runtime.hf.model import (
     settings_of,
 )
 from kvq_runtime.hf.prefix import PrefixStore
+from kvq_runtime.hf.verified import verified_generate
 
 ROWS = {kind: cells for kind, *cells in table()}
 CUTS = ((0, 40), (40, 41), (41, 60))
@@ -207,6 +208,29 @@ def test_the_keys_of_an_indexer_go_with_the_rows(kind):
     ours.reset()
     other = stock(model)
     assert same(prompt(3, 20)), "reset"
+
+
+@pytest.mark.parametrize("read", [0, 40])
+def test_positions_of_a_pass_that_stopped_midway_are_undone(read):
+    """Of a model that takes them in before any layer runs; the pass that follows has another length."""
+    model, ids = random("qwen4_exp_text", layer_types=["indexed_attention"] * 3), prompt(1, 60)
+    ours, other = kvq("exact", model), stock(model)
+    with torch.no_grad():
+        for cache in (ours, other) if read else ():
+            model(ids[:, :read], past_key_values=cache)
+        handle = layers_of(decoder_of(model))[1].register_forward_hook(lambda *_given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, read : read + 4], past_key_values=ours)
+        handle.remove()
+        found = [model(ids[:, read : read + 9], past_key_values=cache).logits for cache in (ours, other)]
+    assert torch.equal(*found)
+    assert torch.equal(*(cache.layers[0].indexer_position_ids for cache in (ours, other)))
+
+
+def test_a_model_with_an_indexer_is_not_verified():
+    model = random("deepseek_v32")
+    with pytest.raises(ValueError, match="indexer, which no second cache is given; use generate"):
+        verified_generate(model, kvq("rtn-4bit", model), prompt(1, 40), max_new_tokens=4)
 
 
 @pytest.mark.parametrize("kind, settings, why", [
