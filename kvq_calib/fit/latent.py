@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ class Importance(Summed[Tensor]):
     passes = ("gradients", "residuals")
 
     def empty(self, fit: SchemeFit, source: Source) -> Empty:
-        return partial(LogImportance, source.logs(), fit.statistics.mean_C.new_zeros(len(fit.statistics.mean_C)))
+        return partial(LogImportance, source.log_importance(), fit.zeros(fit.codec.geometry.width))
 
     def add(self, sums: LogImportance, chunk: Chunk) -> None:
         sums.add(chunk)
@@ -108,18 +107,19 @@ def schedule(stage: Kind, variances_C: Tensor) -> Kind:
     return replace(stage, counts=counts(bits_C, stage.bits))
 
 
-def water_fill(variances_R: Tensor, budget: int, distortions: Sequence[float]) -> list[int]:
+def water_fill(variances_R: Tensor, budget: int, distortions: Sequence[float] | Tensor) -> list[int]:
     """Bits of each channel, in the channels' order. Ties go to the channel that comes first.
 
-    distortions   d(0), d(1), ..., d(most): falling, and by less and less
+    distortions   d(0), d(1), ..., d(most): falling, and by less and less; of all channels, or [R, most + 1] of each
     """
-    most = len(distortions) - 1
-    gains = [first - second for first, second in pairwise(distortions)]
-    if any(gain <= 0 for gain in gains) or gains != sorted(gains, reverse=True):
-        raise ValueError(f"distortions={list(distortions)}; they must fall, by less and less")
+    table_DB = torch.as_tensor(distortions, dtype=torch.float64).cpu()
+    table_DB = table_DB if table_DB.ndim == 2 else table_DB[None]
+    most, gains_DB = table_DB.shape[1] - 1, -table_DB.diff(dim=1)
+    if bool((gains_DB <= 0).any() or (gains_DB.diff(dim=1) > 0).any()):
+        raise ValueError(f"distortions={table_DB.tolist()}; they must fall, by less and less")
     if not 0 <= budget <= most * len(variances_R):
         raise ValueError(f"budget={budget} for {len(variances_R)} channels of at most {most} bits; use less, or 0")
-    table_RB = variances_R.cpu().double()[:, None] * torch.tensor(gains, dtype=torch.float64)
+    table_RB = variances_R.cpu().double()[:, None] * gains_DB
     # bit by bit over all channels: on equal gains the lower bit and then the first channel comes first
     order = table_RB.mT.flatten().argsort(descending=True, stable=True)[:budget]
     return (order % len(variances_R)).bincount(minlength=len(variances_R)).tolist()

@@ -148,19 +148,19 @@ class Chunk:
 class Source:
     """Everything that a calibration knows of a layer's keys, or values.
 
-    partials     a pass: the sums of every chunk to fit on (`summed`), in ascending order
-    queries      those to fit on; None: they were not summed
-    projection   the weight of the output projection, [hidden, query heads · D]
-    gradients    the second moment of the gradients at the keys, or values, float64 [H, D, D]
-    logs         logarithms of how much an error of each token counts there, float32 [first sequences, T]
-    vocabulary   the first layer's keys before RoPE, or values, of every token that there is: float32 [V, C]
+    partials         a pass: the sums of every chunk to fit on (`summed`), in ascending order
+    queries          those to fit on; None: they were not summed
+    projection       the weight of the output projection, [hidden, query heads · D]
+    gradients        the second moment of the gradients at the keys, or values, float64 [H, D, D]
+    log_importance   logarithms of how much an error of each token counts there, float32 [first sequences, T]
+    vocabulary       the first layer's keys before RoPE, or values, of every token that there is: float32 [V, C]
     """
 
     partials: Callable[["SchemeFit", Asked], Iterable[list[Sums]]]
     queries: LayerQueries | None
     projection: Callable[[], Tensor]
     gradients: Callable[[], Tensor]
-    logs: Callable[[], Tensor]
+    log_importance: Callable[[], Tensor]
     vocabulary: Callable[[], Tensor]
 
 

@@ -265,7 +265,7 @@ def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Sourc
         queries,
         projection=lambda: run.files.output_projection(layer).to(run.plan.device),
         gradients=lambda: _gradients(work, role),
-        logs=lambda: gradients.logs(run, layer, role, work.recipe.window.sinks),
+        log_importance=lambda: gradients.log_importance(run, layer, role, work.recipe.window.sinks),
         vocabulary=lambda: fitted_codebook.vocabulary(work.stream, role),
     )
 

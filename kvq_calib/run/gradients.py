@@ -87,7 +87,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
             from_above = checkpoint.load(gradient(index))["gradient"]
             below, *pair = module.gradients(checkpoint.load(hidden(layer, index))["hidden"], from_above)
             for role, g_NTC in zip(ROLES, pair, strict=True):
-                energies.setdefault(f"layers.{layer}.{role}.energy", []).append(_energy(g_NTC, plan.geometry.kv_heads))
+                energies.setdefault(energy_name(layer, role), []).append(_energy(g_NTC, plan.geometry.kv_heads))
                 for left_out in sinks:
                     part = _moment(g_NTC[:, left_out:], plan.geometry.kv_heads)
                     part /= counted * (plan.seq_len - left_out)
@@ -127,17 +127,22 @@ def name(layer: int, role: Role, sinks: int) -> str:
     return f"layers.{layer}.{role}.{sinks}"
 
 
+def energy_name(layer: int, role: Role) -> str:
+    """Return the name of the squared lengths at a layer's keys, or values."""
+    return f"layers.{layer}.{role}.energy"
+
+
 def moment(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
     """M of a layer's keys, or values, of tokens without the first `sinks`, as it was collected: float64 [H, D, D]."""
     return checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[name(layer, role, sinks)]
 
 
-def logs(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
+def log_importance(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
     """Logarithms of how much an error of each token counts at a layer's keys, or values: float32 [sequences, T].
 
     That is the squared length of a token's gradient, of each head over the mean of that: noisy, of one draw a token.
     """
-    energy_NTH = checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[f"layers.{layer}.{role}.energy"]
+    energy_NTH = checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[energy_name(layer, role)]
     mean_H = energy_NTH[:, sinks:].mean((0, 1)).clamp_min(torch.finfo(torch.float32).tiny)
     return ((energy_NTH / mean_H).mean(-1) + LEAST).log()
 

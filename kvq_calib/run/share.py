@@ -132,7 +132,10 @@ def shared_out(
             for place, stage in zip(places, stages, strict=True) if place in steps
         })  # fmt: skip
     budget = sum(stage.budget(geometry.width) for stage in stages)
-    distortions = stages[0].distortions()
+    if len({stage.bits for stage in stages}) > 1:
+        raise ValueError("keys and values that share bits have unlike `bits`; give both the same")
+    each = torch.tensor([stage.distortions() for stage in stages], dtype=torch.float64)
+    distortions = each.repeat_interleave(geometry.width, 0)
     variances = torch.tensor([notes[layer][role] for layer, role in places], dtype=torch.float64)
     bits = torch.tensor(water_fill(variances.flatten(), budget, distortions)).view(len(places), -1).sum(1).tolist()
     for place in range(len(bits)):

@@ -167,19 +167,19 @@ def gains(ends_2: Tensor, bits: int) -> Tensor:
     return torch.exp(low + (high - low) * torch.arange(2**bits, device=ends_2.device) / (2**bits - 1)).float()
 
 
-def encode_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_NT: Tensor | None = None) -> Tensor:
+def encode_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None = None) -> Tensor:
     """Codes uint8 [N, R, T] of float32 channels, divided by their tokens' gains, with these deviations [R].
 
     bits      1 to PATH_BITS
-    gain_NT   what errors of a token are multiplied with when it is decoded; None: 1
+    scale_NT   what errors of a token are multiplied with when it is decoded; None: 1
     """
     N, R, T = z_NRT.shape
     rows = (z_NRT * product.inverse(deviation_R)[:, None]).reshape(N * R, T)
     values = trellis.table(bits, MEMORY).to(rows.device, torch.float32)
-    if gain_NT is None:
+    if scale_NT is None:
         path = trellis.best_path(rows[:, None], rows.new_ones(N * R, 1), values, bits)
     else:  # groups of one token each
-        path = trellis.best_path(rows[..., None], gain_NT.repeat_interleave(R, 0), values, bits)
+        path = trellis.best_path(rows[..., None], scale_NT.repeat_interleave(R, 0), values, bits)
     return (path & (2**bits - 1)).to(torch.uint8).view(N, R, T)
 
 
@@ -208,10 +208,10 @@ def like_path(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
 def importance(x_NTC: Tensor, direction_C: Tensor) -> Tensor:
     """Levels of how much errors of tokens count, int8 [N, T], from their rows about the mean: ln w = level / 2.
 
-    level = 2 u x, rounded, from -LEVELS to LEVELS      so few that machines and batches find the same ones
+    level = 2 u x, rounded, from -LEVELS to LEVELS      so few that machines nearly always find the same ones
     """
     level_NT = ((x_NTC.float() * direction_C).sum(-1) * 2).round_()
-    return level_NT.clamp_(-LEVELS, LEVELS).to(torch.int8)
+    return level_NT.nan_to_num_(0.0).clamp_(-LEVELS, LEVELS).to(torch.int8)
 
 
 def token_scale(level_NT: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from scheme_fit import GEOMETRY, WIDTH, blocks, chunks, low_rank
 from torch import Tensor
 
+from kvq_calib.fit.latent import water_fill
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.fit.statistics import Moments
 from kvq_runtime.codec.codec import Codec, Context
@@ -15,6 +16,7 @@ from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.stages.correct import Sparse
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
@@ -36,7 +38,7 @@ def fit(stage, x_NTC: Tensor, noise: float = 0.0) -> SchemeFit:
     statistics = Statistics(moments.value().mean_C.float())
     found, cut = SchemeFit(Recipe("test", scheme, scheme, "pre"), 0, "key", GEOMETRY, statistics), len(x_NTC) // 2
     halves = [(blocks(x_NTC[:cut], 0), Context()), (blocks(x_NTC[cut:], cut), Context())]
-    found.fit(replace(chunks(halves), logs=lambda: planted(x_NTC, noise)[: cut // 2]))
+    found.fit(replace(chunks(halves), log_importance=lambda: planted(x_NTC, noise)[: cut // 2]))
     return found
 
 
@@ -106,10 +108,28 @@ def test_paths_of_weighed_tokens_are_stored_as_any_others():
 
 def test_json_names_weighing_only_where_there_is_any():
     for weighed in (False, True):
-        scheme = Scheme(replace(PATHS, weighed=weighed), rotate=Basis())
+        scheme = Scheme(replace(PATHS, weighed=weighed), predict=Mean(), rotate=Basis())
         stated = Recipe("r", scheme, scheme, "pre").to_json()
         assert stated["key"]["quantize"].get("weighed") == (weighed or None)
         assert Recipe.from_json(stated).key == scheme
+
+
+@pytest.mark.parametrize("others", [{}, {"predict": Mean(), "correct": Sparse()}], ids=["no mean", "a correction"])
+def test_a_scheme_in_which_nothing_would_weigh_is_refused(others):
+    scheme = Scheme(PATHS, rotate=Basis(), **others)
+    with pytest.raises(ValueError, match="needs a prediction"):
+        Recipe("r", scheme, scheme, "pre").check(GEOMETRY)
+
+
+def test_bits_are_shared_out_by_what_each_side_costs():
+    """The same channels, of a side that weighs and one that does not, against every way to share six bits."""
+    plain = replace(PATHS, weighed=False)
+    tables = torch.tensor([plain.distortions(), PATHS.distortions()]).double().repeat_interleave(3, 0)
+    variances = torch.tensor([1.0, 0.3, 0.25]).repeat(2)
+    together = water_fill(variances, 6, tables)
+    ways = [list(bits) for bits in product(range(4), repeat=6) if sum(bits) == 6]
+    costs = [float((variances * tables[range(6), bits]).sum()) for bits in ways]
+    assert float((variances * tables[range(6), together]).sum()) == pytest.approx(min(costs))
 
 
 def test_what_cannot_weigh_is_refused():

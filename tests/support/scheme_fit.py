@@ -54,7 +54,7 @@ def chunks(
         queries,
         lambda: weight_EQ,
         gradients=lambda: NOTHING,
-        logs=lambda: NOTHING,
+        log_importance=lambda: NOTHING,
         vocabulary=lambda: NOTHING,
     )
 
