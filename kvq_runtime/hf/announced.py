@@ -179,5 +179,6 @@ class _Announce:
             turned, rotary = kwargs.get("position_embeddings"), rotary_module(self.decoder)
             cos_sin = (turned.real, turned.imag) if isinstance(turned, Tensor) else turned  # cos + i sin (Llama 4)
             if cos_sin is not None and (hidden := kwargs.get("hidden_states")) is not None:
-                cos_sin = tuple(part[..., -hidden.shape[1] :, :] for part in cos_sin)  # those before are an indexer's
+                cos, sin = (part[..., -hidden.shape[1] :, :] for part in cos_sin)  # those before are an indexer's
+                cos_sin = cos, sin
             cache._announce(positions, cos_sin, rotary, config._attn_implementation)

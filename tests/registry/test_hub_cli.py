@@ -181,6 +181,7 @@ def test_calibrate_pushes_and_the_snippet_of_the_card_works(hub, monkeypatch, tm
         "reference": "hf://org/tiny-model-aqua-2bit@1.0.0",
         "path": None,
         "new": True,
+        "yanked": None,
     }
     assert resolve.resolve("tiny-model-aqua-2bit").sha256 == row["sha256"]
     assert calibrate.main([*given, "--push", "hf://org"]) == 0

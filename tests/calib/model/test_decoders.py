@@ -270,6 +270,7 @@ def fitted(files: ModelFiles, folder: Path, *names: str) -> dict[str, Artifact]:
     return runs.calibrate(Run(plan, files, folder / "run"))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of GPT BigCode, in older transformers
 @pytest.mark.parametrize("kind", REFUSED | UNLISTED)
 def test_what_cannot_be_calibrated_is_refused_from_its_configuration(kind, tmp_path):
     random(kind).config.save_pretrained(tmp_path)
@@ -295,6 +296,8 @@ def test_every_other_type_is_refused_from_its_configuration(kind, tmp_path):
 
 @pytest.mark.parametrize("kind, width", [("gptj", 256), ("dbrx", 32)])
 def test_a_type_that_calls_the_width_of_its_layers_otherwise(kind, width, folders):
+    if own_code(random(kind)):
+        pytest.skip(f"in this transformers {kind} attends by code of its own, and is refused")
     files = models.resolve(folders(kind))
     assert (files.inner, files.chosen_experts) == (width, 2 if kind == "dbrx" else 0)
 
