@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.errors import check_type
+from kvq_runtime.errors import check_type, counted
 from kvq_runtime.geometry import INDEXED
 from kvq_runtime.hf.attention import HybridLayer, KVQLayer, LatentLayer
 from kvq_runtime.hf.cache import KVQCache
@@ -51,6 +51,7 @@ class PrefixStore:
     allow_other_weights  take an artifact that was calibrated on other weights of the same shape
     bits      of an entropy-coded artifact: about as many an element, all bytes counted, by coarser steps than a fit's;
               no errors are promised then, so that nothing is kept beside codes
+    strict    raise a RuntimeError for a block, made or loaded, whose error is beyond what calibration promised
     threads   that make and read files; None: those processors that the process may use, at most 8
 
     Raises ValueError for a recipe whose blocks cannot be kept (fitted to the prompt, dependent on arrival, choosing
@@ -70,6 +71,7 @@ class PrefixStore:
         registry: str | Path | None = None,
         allow_other_weights: bool = False,
         bits: float | None = None,
+        strict: bool = False,
         threads: int | None = None,
     ):
         found: Any = recipe
@@ -88,7 +90,10 @@ class PrefixStore:
         check(found)
         self.model, self.recipe, self._artifact = model, found, artifact
         self._path = path
-        self._check = None if artifact is None else Check.of(artifact.fit)
+        check_type("strict", strict, bool, "True or False")
+        self._check = None
+        if artifact is not None or strict:
+            self._check = Check.of(artifact.fit if artifact is not None else {}, found.name, strict)
         layers = self._empty().layers
         others = [n for n, one in enumerate(layers) if not isinstance(one, KVQLayer) or isinstance(one, HybridLayer)]
         if others:
@@ -118,8 +123,9 @@ class PrefixStore:
         place = (
             f"{human(shelf.size)} of {budget} in memory" if isinstance(shelf, Memory) else f"{budget} in {self._path}"
         )
-        moved = {what: self._blocks.tally[what] for what in ("read", "written")}
+        moved, beyond = {what: self._blocks.tally[what] for what in ("read", "written")}, self._blocks.tally["beyond"]
         said = "".join(f", {human(size)} {what}" for what, size in moved.items() if size)
+        said += f", {counted(beyond, 'block')} beyond the promise" if beyond else ""
         return f"PrefixStore({self.recipe.name}, {place}{said})"
 
     def longest(self, input_ids: Tensor | Iterable[int]) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import ArtifactError, spoken
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import entropy
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain, coder, sets
@@ -209,6 +209,7 @@ class PrefixBlocks:
                 block = self._counted(names[number], f"block {number} of a kept prefix", future.result)
                 if block is None:
                     break
+                self._allowed(number, block)
                 count = number + 1
                 yield block
         self.shelf.used(names[:count])
@@ -235,6 +236,7 @@ class PrefixBlocks:
                 end = next((n for n in range(number + 1, end) if self.shelf.has(names[n])), end)
                 ready.update(zip(counting(number), encoded(number, end), strict=False))
             block = ready.pop(number).cpu()  # here, where the device's stream is the caller's
+            self._allowed(number, block)
             self._count_beyond(block)
             return pool.submit(self.format.to_bytes, block, self._link(names, token_T, number))
 
@@ -271,17 +273,26 @@ class PrefixBlocks:
         self._count_beyond(block)
         self._written(name, self.format.to_bytes(block, link))
 
+    def _allowed(self, number: int, block: Block) -> None:
+        """Raise RuntimeError for a block of which something is beyond, where nothing may be."""
+        if block.exact and self.coder.check is not None and self.coder.check.strict:
+            layer, role = min(block.exact)
+            raise RuntimeError(
+                f"layer {layer}, block {number}: the error of its {ROLES[role]}s is beyond what calibration promised; "
+                "without strict=True they are kept beside their codes"
+            )
+
     def _count_beyond(self, block: Block) -> None:
-        """Count keys and values that are beyond; say it, once, where these are most of a block."""
+        """Count keys and values that are beyond; say it, once, where these are more than a quarter of a block."""
         count, sites = len(block.exact), 2 * len(self.format.held)
         self.tally["beyond"] += count
-        if 2 * count > sites and not self._said:
+        if 4 * count > sites and not self._said:
             self._said.add("beyond")
             _log.warning(
                 "%s: %d of the %d keys and values of a block, one each a layer, are beyond what calibration promised, "
-                "and are kept once more beside their codes, so that files save less than the recipe's bits say; the "
-                "text, or the model, is other than that of the fit (said once)",
-                self.format.recipe.name, count, sites,
+                "from layer %d on, and are kept once more beside their codes, so that files save less than the "
+                "recipe's bits say; the text, or the model, is other than that of the fit (said once)",
+                self.format.recipe.name, count, sites, min(block.exact)[0],
             )  # fmt: skip
 
     def read(self, name: str, what: str, parse: Callable[[bytes], T]) -> T | None:

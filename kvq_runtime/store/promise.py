@@ -120,7 +120,8 @@ class Check:
             if isinstance(measures, Mapping) and isinstance(measures.get(name), Mapping) and "promise" in measures[name]
         }
         if strict and not found:
-            raise ValueError(f"strict=True, but {name or 'the artifact'} promises nothing; fit it with this version")
+            who = name or "the artifact"
+            raise ValueError(f"strict=True, but {who} promises nothing; new artifacts do, at the bits of their fit")
         return Check(found, strict)
 
 

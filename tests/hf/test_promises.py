@@ -1,5 +1,7 @@
 """A cache made of an artifact keeps exact what is beyond the artifact's promise: if that is all, it loses nothing."""
 
+from functools import partial
+
 import fitted
 import pytest
 import torch
@@ -76,6 +78,29 @@ def test_strict_stops_generation_and_an_artifact_without_a_promise(model):
     assert not cache.health().promised and not cache.health().blocks, (
         "measuring costs time, and is told against nothing"
     )
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_a_strict_store_keeps_and_loads_nothing_that_is_beyond(name, model, tmp_path):
+    made, ids = artifact_of(name, model), prompt(1, 90)
+    plain, strict = (PrefixStore(tmp_path, made, model=model, strict=strict) for strict in (False, True))
+    exact, cache = DynamicCache(config=model.config), KVQCache.from_artifact(made, model)
+    for one in (exact, cache):
+        generate(model, ids, one)
+    answer = partial(strict.generate, ids, max_new_tokens=9)
+    for refused in (partial(strict.put, exact, ids), partial(strict.put, cache, ids), answer):
+        with pytest.raises(RuntimeError, match="layer 0, block 0: the error of its keys is .*without strict=True"):
+            refused()
+    assert not strict.longest(ids) and "beyond" not in repr(strict)
+    kept = plain.put(cache, ids)
+    assert f"{2 * cache.blocks.geometry.layers * kept // made.recipe.window.block} blocks beyond" in repr(plain)
+    for load in (strict.load, strict.load_decoded):
+        with pytest.raises(RuntimeError, match="layer 0, block 0: .* beyond what calibration promised"):
+            load(ids)
+    with pytest.raises(ValueError, match="strict=True, but kivi-2bit promises nothing"):
+        PrefixStore(tmp_path, small(read("kivi-2bit"), geometry_of(model)), model=model, strict=True)
+    good = PrefixStore(tmp_path / "good", artifact_of(name, model, spread=1e9), model=model, strict=True)
+    assert good.put(exact, ids) == good.longest(ids) and good.load(ids).health().beyond == 0
 
 
 def test_a_recipe_is_measured_where_that_is_asked(model):

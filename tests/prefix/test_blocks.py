@@ -253,7 +253,7 @@ def test_a_padded_cache_is_refused():
 
 
 def test_a_fit_of_another_text_is_told_once(caplog):
-    """Where most of a block is beyond the promise its file saves next to nothing, which nothing else says."""
+    """Where much of a block is beyond the promise its file saves little, which nothing else says."""
     sites = [(layer, role) for layer in range(GEOMETRY.layers) for role in (0, 1)]
 
     def put(beyond: int) -> list[str]:
@@ -266,5 +266,5 @@ def test_a_fit_of_another_text_is_told_once(caplog):
         return [one.message for one in caplog.records]
 
     (told,) = put(len(sites))
-    assert f"{len(sites)} of the {len(sites)} keys and values of a block" in told
-    assert not put(len(sites) // 2)
+    assert f"{len(sites)} of the {len(sites)} keys and values of a block" in told and "from layer 0 on" in told
+    assert len(put(2)) == 1 and not put(len(sites) // 4)
