@@ -28,7 +28,7 @@ from kvq_runtime.ops.constant import constant, lasting
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages import stage as contract
-from kvq_runtime.stages.abilities import Approximated, LinearPrediction, ScaledLookup, SingleTokens, Weighing
+from kvq_runtime.stages.abilities import LinearPrediction, ScaledLookup, Searching, SingleTokens, Weighing
 from kvq_runtime.stages.stage import SLOTS, Place, Quantizer, Specs
 
 _CPU = torch.device("cpu")
@@ -187,6 +187,25 @@ class Codec:
         predicted = self.predicted(context)
         return x if predicted is None else x - predicted.float()
 
+    def encode_each(self, blocks: Sequence[tuple[Tensor, Context]]) -> list[tuple[dict[str, Tensor], Context]]:
+        """`encode` of each of these alone, to the bit, but that all paths are searched at once; and what decodes it.
+
+        Products of matrices may round a block otherwise in other company; a search does not.
+        """
+        known = [(x_NTC, replace(context, predicted=self.predicted(context))) for x_NTC, context in blocks]
+        quantize, own, prepared = self.scheme.quantize, self._own["quantize"], []
+        alone = len(known) == 1 or self.scheme.correct is not None or self._own["feedback"]
+        if alone or not isinstance(quantize, Searching) or not quantize.searches:
+            return [(self.encode(*each), each[1]) for each in known]
+        for x_NTC, context in known:
+            x, level_NT = self.residual(x_NTC, context), self._importance(x_NTC, context)
+            prepared.append(quantize.prepare(x, level_NT, self._rotation, own, self.geometry))
+        whole = {name: torch.cat([each[name] for each in prepared]) for name in prepared[0]}
+        fields = quantize.search(whole, own, self.geometry)
+        sizes = [len(x_NTC) for x_NTC, _ in known]
+        parts = zip(*(field.split(sizes) for field in fields.values()), strict=True)
+        return [(dict(zip(fields, part, strict=True)), of) for part, (_, of) in zip(parts, known, strict=True)]
+
     def encode_decode(self, x_NTC: Tensor, context: Context) -> tuple[dict[str, Tensor], Tensor]:
         """`encode`, and `decode` of what it gives, from one prediction."""
         context = replace(context, predicted=self.predicted(context))
@@ -196,7 +215,7 @@ class Codec:
     def approximated(self, x_NTC: Tensor, context: Context) -> Tensor:
         """Return what `encode_decode` decodes to, or, where encoding takes a search, something with errors like it."""
         quantize = self.scheme.quantize
-        if not isinstance(quantize, Approximated) or not quantize.searches or self.scheme.correct is not None:
+        if not isinstance(quantize, Searching) or not quantize.searches or self.scheme.correct is not None:
             return self.encode_decode(x_NTC, context)[1]
         predicted = self.predicted(context)
         x = self.residual(x_NTC, replace(context, predicted=predicted))

@@ -29,6 +29,7 @@ from kvq_runtime.store.promise import Check, Watch, decode_beyond, encode_beyond
 from kvq_runtime.store.storage import Slab
 
 Rows = Mapping[int, tuple[Tensor, Tensor]]  # by layer, keys (after RoPE) and values [T, C]
+_Coded = tuple[Codec, Tensor, Context, Tensor]  # the codec of a role, what it encoded, and what that decodes to
 
 
 class Coder:
@@ -67,9 +68,8 @@ class Coder:
             codecs = [shared.moved(codec, rows[layer][0].device) for codec in self._codecs[layer]]
             if count > 1:
                 codecs = [codec.unpacked() for codec in codecs]
-            for place, one in enumerate(begun):
-                k_TC, v_TC = (x_TC[place * size : (place + 1) * size] for x_TC in rows[layer])
-                self._encode(one, layer, (codecs[0], codecs[1]), (k_TC, v_TC))
+            k_NTC, v_NTC = (x_TC[: count * size].unflatten(0, (count, size)) for x_TC in rows[layer])
+            self._encode(begun, layer, (codecs[0], codecs[1]), (k_NTC, v_NTC))
         return [Block(one.fields, torch.stack(one.exact, 1), one.beyond) for one in begun]
 
     def _begun(self, number: int) -> "_Begun":
@@ -85,37 +85,56 @@ class Coder:
             positions.valid(start, stop, window.sinks) if sinks else None,
         )
 
-    def _encode(self, one: "_Begun", layer: int, codecs: tuple[Codec, Codec], pair_TC: tuple[Tensor, Tensor]) -> None:
-        """Encode a block's tokens of one layer, those of all layers below being encoded."""
-        (keys, values), (k_NTC, v_NTC) = codecs, (x_TC[None] for x_TC in pair_TC)
-        below = [one.decoded[layer - depth] for depth in range(1, _reads(codecs) + 1)]
-        x_NTC, rope = k_NTC.clone(), None
+    def _encode(
+        self, begun: list["_Begun"], layer: int, codecs: tuple[Codec, Codec], pair_NTC: tuple[Tensor, Tensor]
+    ) -> None:
+        """Encode these blocks' tokens of one layer, those of all layers below being encoded."""
+        keys, values = codecs
+        inputs = [self._inputs(one, keys, *pair_TC) for one, *pair_TC in zip(begun, *pair_NTC, strict=True)]
+        if self.recipe.cross_layer or self.check:
+            below = [[one.decoded[layer - depth] for depth in range(1, _reads(codecs) + 1)] for one in begun]
+            of_keys = [(x, Context(rope, None, under)) for (x, rope, _), under in zip(inputs, below, strict=True)]
+            k_encoded = keys.encode_each(of_keys)
+            k_decoded = [keys.decode(*each) for each in k_encoded]
+            given = zip(inputs, k_decoded, below, strict=True)
+            v_encoded = values.encode_each([(v, Context(keys=read, below=under)) for (_, _, v), read, under in given])
+            for place, one in enumerate(begun):
+                one.decoded[layer] = k_decoded[place], values.decode(*v_encoded[place])
+                one.decoded.pop(layer - self._depth, None)
+                if self.check is not None:
+                    (x_NTC, rope, v_NTC), (k_decoded_NTC, v_decoded_NTC) = inputs[place], one.decoded[layer]
+                    of_keys, of_values = Context(rope), v_encoded[place][1]
+                    found = (keys, x_NTC, of_keys, k_decoded_NTC), (values, v_NTC, of_values, v_decoded_NTC)
+                    self._check(one, layer, found, tuple(x_NTC[place] for x_NTC in pair_NTC))
+            encoded = [(k_fields, v_fields) for (k_fields, _), (v_fields, _) in zip(k_encoded, v_encoded, strict=True)]
+        else:
+            encoded = [(keys.encode(x, Context(rope)), values.encode(v, Context())) for x, rope, v in inputs]
+        for place, (one, (k_fields, v_fields)) in enumerate(zip(begun, encoded, strict=True)):
+            one.fields[layer] = _first(k_fields), _first(v_fields)
+            one.exact.append(torch.stack([x_NTC[place, : one.sinks] for x_NTC in pair_NTC]))
+
+    def _inputs(
+        self, one: "_Begun", keys: Codec, k_TC: Tensor, v_TC: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor]:
+        """A block's keys as their codec wants them, their cos and sin or None, and its values: [1, T, C]."""
+        x_NTC, rope = k_TC[None].clone(), None
         if one.tables is not None:
             undo = "undo" if self.recipe.position == "pre" else None
-            cos, sin = (table.to(k_NTC.device) for table in one.tables)
+            cos, sin = (table.to(k_TC.device) for table in one.tables)
             x_NTC, rope = block_input(x_NTC, one.source_NS, (cos, sin), undo, self.geometry.kv_heads)
-            x_NTC = x_NTC.to(k_NTC.dtype) if keys.scheme.quantize.keeps_dtype else x_NTC
+            x_NTC = x_NTC.to(k_TC.dtype) if keys.scheme.quantize.keeps_dtype else x_NTC
         else:
             x_NTC, _ = block_input(x_NTC, one.source_NS)
-        v_NTC, _ = block_input(v_NTC.clone(), one.source_NS)
-        if self.recipe.cross_layer or self.check:
-            k_fields, k_decoded = keys.encode_decode(x_NTC, Context(rope, None, below))
-            from_keys = Context(keys=k_decoded, below=below)
-            v_fields, v_decoded = values.encode_decode(v_NTC, from_keys)
-            one.decoded[layer] = k_decoded, v_decoded
-            one.decoded.pop(layer - self._depth, None)
-            if self.check is not None:
-                watch = Watch(self.check, layer, keeps=True)
-                counted = None if one.counted is None else one.counted.to(v_NTC.device)
-                pairs = (keys, x_NTC, Context(rope), k_decoded), (values, v_NTC, from_keys, v_decoded)
-                errors = torch.stack([watch.errors(*each, counted) for each in pairs])
-                found = watch.beyond(errors[:, None], one.number)
-                for role, _ in found:
-                    one.beyond[layer, role] = encode_beyond(pair_TC[role], one.sinks, watch.promises[role])
-        else:
-            k_fields, v_fields = keys.encode(x_NTC, Context(rope)), values.encode(v_NTC, Context())
-        one.fields[layer] = _first(k_fields), _first(v_fields)
-        one.exact.append(torch.stack([x_TC[: one.sinks] for x_TC in pair_TC]))
+        return x_NTC, rope, block_input(v_TC[None].clone(), one.source_NS)[0]
+
+    def _check(self, one: "_Begun", layer: int, found: Sequence[_Coded], pair_TC: Sequence[Tensor]) -> None:
+        """Keep beside its codes what of a block's keys and values is beyond what the artifact promises of errors."""
+        assert self.check is not None
+        watch = Watch(self.check, layer, keeps=True)
+        counted = None if one.counted is None else one.counted.to(pair_TC[0].device)
+        errors = torch.stack([watch.errors(*each, counted) for each in found])
+        for role, _ in watch.beyond(errors[:, None], one.number):
+            one.beyond[layer, role] = encode_beyond(pair_TC[role], one.sinks, watch.promises[role])
 
     def decode(
         self, blocks: Sequence[Block], device: torch.device | str = "cpu", start: int = 0

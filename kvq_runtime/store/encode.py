@@ -11,7 +11,7 @@ from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.geometry import ROLES, SLAB
 from kvq_runtime.ops import dispatch
 from kvq_runtime.store.decode import Decoder
-from kvq_runtime.store.layer import LayerStore
+from kvq_runtime.store.layer import LayerStore, Run
 from kvq_runtime.store.storage import Slab
 
 # a layer → what is stored beside its window's oldest block: the same fields for every block of the layer
@@ -22,7 +22,7 @@ class Encoder:
     """Turns the oldest blocks of windows into encoded ones.
 
     extra      what policies store beside a block
-    together   predicted blocks that are encoded at once: 1, so that a block does not depend on its company, but for a
+    together   predicted blocks that share matrix products: 1, so that a block does not depend on its company, but for a
                cache of one pass that is not kept, which takes a third of the time with whole slabs
     """
 
@@ -56,8 +56,9 @@ class Encoder:
         if self.recipe.cross_layer and count > 1:
             codecs = [codec.unpacked() for codec in codecs if isinstance(codec, Codec)]  # none is fitted to a prompt
         while store.blocks < target:
-            some = min(together, target - store.blocks, SLAB - store.blocks % SLAB)
-            keys, values, errors = self._encoded(store, codecs, some)
+            most = SLAB if self.recipe.cross_layer and not self.recipe.policies else together
+            some = min(most, target - store.blocks, SLAB - store.blocks % SLAB)
+            keys, values, errors = self._encoded(store, codecs, _runs(store.blocks, store.blocks + some, together))
             if store.watch is None or not store.watch.keeps:  # else what is beyond stays exact
                 self._watch_scales(layer, store.blocks, (keys, values))
             extra = {name: field[:, None] for name, field in self.extra(store).items()}
@@ -116,51 +117,59 @@ class Encoder:
                 )
 
     def _encoded(
-        self, store: LayerStore, codecs: Sequence[Codec | RowCodec], count: int
+        self, store: LayerStore, codecs: Sequence[Codec | RowCodec], runs: Sequence[Run]
     ) -> tuple[Slab, Slab, list[Tensor]]:
-        """The fields of the window's oldest blocks of keys and of values, [B, count, ...] each, and their errors,
-        [B, count], if they are measured; those of a recipe that predicts from the decoded blocks of layers below."""
-        run, predicted = (store.blocks, store.blocks + count), self.recipe.cross_layer
-        below = self.decoder.below(store.layer, run) if predicted else ()
-        read_above = count > 1 or store.layer + 1 < self.decoder.geometry.layers
-        found, decoded, errors = list[Slab](), list[Tensor](), list[Tensor]()
+        """The fields of the window's oldest blocks of keys and of values, [B, blocks, ...] each, and their errors,
+        [B, blocks], if they are measured; those of a recipe that predicts from the decoded blocks of layers below.
+
+        runs   the blocks, those of a run in the same matrix products
+        """
+        predicted = self.recipe.cross_layer
+        below = [self.decoder.below(store.layer, run) if predicted else () for run in runs]
+        read_above = runs[0][1] - runs[0][0] > 1 or store.layer + 1 < self.decoder.geometry.layers
+        found, decoded, errors = list[Slab](), list[list[Tensor]](), list[Tensor]()
         for role, codec in enumerate(codecs):
-            x_NTC, context = self._inputs(store, role, count)
+            inputs = [self._inputs(store, role, run) for run in runs]
             if predicted:
-                context = Context(context.rope, decoded[0] if role else None, below)
-            if predicted and (role == 0 or read_above or store.watch is not None):
                 assert isinstance(codec, Codec), "nothing fitted to a prompt is predicted"
-                fields, decoded_NTC = codec.encode_decode(x_NTC, context)
-                decoded.append(decoded_NTC)
+                keys = decoded[0] if role else [None] * len(runs)
+                given = zip(inputs, keys, below, strict=True)
+                encoded = codec.encode_each(
+                    [(x, Context(of.rope, of_keys, under)) for (x, of), of_keys, under in given]
+                )
             else:
-                fields = codec.encode(x_NTC, context)
+                encoded = [(codec.encode(x_NTC, context), context) for x_NTC, context in inputs]
+            if store.watch is not None or (predicted and (role == 0 or read_above)):
+                decoded.append([codec.decode(*each) for each in encoded])
             if store.watch is not None:
-                decoded_NTC = decoded[role] if predicted else codec.decode(fields, context)
-                errors.append(self._error(store, role, count, x_NTC, context, decoded_NTC))
-            found.append({name: field.unflatten(0, (-1, count)) for name, field in fields.items()})
-        if len(decoded) == 2:
-            self.decoder.add(store.layer, run, (decoded[0], decoded[1]))
+                each = zip(runs, inputs, encoded, decoded[role], strict=True)
+                of_runs = [self._error(store, role, run, x, of, back) for run, (x, _), (_, of), back in each]
+                errors.append(torch.cat(of_runs, 1))
+            found.append(_side_by_side([fields for fields, _ in encoded], store.rows))
+        if predicted and len(decoded) == 2:
+            for run, *pair in zip(runs, *decoded, strict=True):
+                self.decoder.add(store.layer, run, (pair[0], pair[1]))
         return found[0], found[1], errors
 
     def _error(
-        self, store: LayerStore, role: int, count: int, x_NTC: Tensor, context: Context, decoded: Tensor
+        self, store: LayerStore, role: int, run: Run, x_NTC: Tensor, context: Context, decoded: Tensor
     ) -> Tensor:
-        """The errors of the window's oldest blocks, which are decoded, centred, to this: [B, count]."""
+        """The errors of blocks of the window, which are decoded, centred, to this: [B, count]."""
         codec, block, sinks = store.codecs[role], store.window.block, store.window.sinks
-        start, counted = store.encoded, None
+        start, count, counted = run[0] * block, run[1] - run[0], None
         if self.positions.real_BT is not None or start < sinks:
             counted = self.positions.valid(start, start + count * block, sinks).to(x_NTC.device)
             counted = counted.expand(store.rows, -1).unflatten(1, (count, block)).flatten(0, 1)
         assert store.watch is not None
         return store.watch.errors(codec, x_NTC, context, decoded, counted).view(store.rows, count)
 
-    def _inputs(self, store: LayerStore, role: int, count: int) -> tuple[Tensor, Context]:
-        """The window's oldest blocks as their codec wants them, those of a row side by side: [B · count, block, C].
+    def _inputs(self, store: LayerStore, role: int, run: Run) -> tuple[Tensor, Context]:
+        """Blocks of the window as their codec wants them, those of a row side by side: [B · count, block, C].
 
         Blocks in which every slot holds a token of its own are prepared together, from the first after which all do.
         """
-        size, stop, inputs = store.window.block, store.blocks + count, []
-        for block in range(store.blocks, stop):
+        size, stop, inputs = store.window.block, run[1], []
+        for block in range(*run):
             if self.positions.source(block * size, stop * size, store.window.sinks) is None:
                 inputs.append(self._input(store, role, block, stop - block))
                 break
@@ -195,3 +204,13 @@ class Encoder:
         k_BTC = k_BTC.to(x_BTC.dtype) if keeps else k_BTC
         assert rope is not None, "tables were given"
         return k_BTC.unflatten(1, (count, size)), tuple(part.unflatten(1, (count, size)) for part in rope)
+
+
+def _runs(first: int, stop: int, most: int) -> list[Run]:
+    """Split blocks from `first` on into runs of at most `most`."""
+    return [(start, min(start + most, stop)) for start in range(first, stop, most)]
+
+
+def _side_by_side(runs: Sequence[Slab], rows: int) -> Slab:
+    """The fields of runs of blocks, [B · count, ...] each, those of a row one after another: [B, blocks, ...]."""
+    return {name: torch.cat([run[name].unflatten(0, (rows, -1)) for run in runs], 1) for name in runs[0]}

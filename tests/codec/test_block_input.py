@@ -14,7 +14,7 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.store.encode import Encoder
-from kvq_runtime.store.layer import LayerStore
+from kvq_runtime.store.layer import LayerStore, Run
 
 TOKENS, HEADS, SIZE = 6, 2, 8
 ROTARY = Rotary(10000.0 ** (-torch.arange(SIZE // 2) / (SIZE // 2)), 1.0, torch.float32)
@@ -96,9 +96,9 @@ def test_blocks_of_a_prompt(name: str, sinks: int, padding: str, monkeypatch: py
     recipe = replace(recipe, window=replace(recipe.window, sinks=sinks))
     together, prepare = Encoder._inputs, Encoder._input
 
-    def compared(self: Encoder, store: LayerStore, role: int, count: int) -> tuple[Tensor, Context]:
-        x_NTC, context = together(self, store, role, count)
-        alone = [prepare(self, store, role, block, 1) for block in range(store.blocks, store.blocks + count)]
+    def compared(self: Encoder, store: LayerStore, role: int, run: Run) -> tuple[Tensor, Context]:
+        x_NTC, context = together(self, store, role, run)
+        alone = [prepare(self, store, role, block, 1) for block in range(*run)]
         assert torch.equal(x_NTC, torch.cat([x_BnTC for x_BnTC, _ in alone], 1).flatten(0, 1))
         for place, part in enumerate(context.rope or ()):
             assert torch.equal(part, torch.cat([rope[place] for _, rope in alone if rope], 1).flatten(0, 1))

@@ -491,7 +491,7 @@ MUTANTS = [
         "kvq_runtime/codec/codec.py",
         " or self.scheme.correct is not None:",
         ":",
-        ("codec/test_approximated.py",),
+        ("codec/test_searching.py",),
     ),
     Mutant(
         "one-bit-paths",
