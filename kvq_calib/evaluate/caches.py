@@ -37,7 +37,7 @@ from kvq_calib.model.attention import ASKING, answered, asks
 from kvq_runtime.geometry import SLAB, WHOLE, owners
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf import attention as packed
-from kvq_runtime.hf.model import attention_modules, real_tokens, settings_of
+from kvq_runtime.hf.model import attention_modules, real_tokens, settings_of, visible
 from kvq_runtime.ops.dense import PLAIN, Softmax, attention
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Pair
@@ -70,7 +70,7 @@ class Reads:
         k         the keys that they read, needed where any is decoded
         read      tokens, the queries' own among them, which are the newest
         decoded   which of them came out of encoded blocks
-        mask      bool [B or 1, 1, T, S], True where a query sees a token; None: causal
+        mask      [B or 1, 1, T, S], True where a query sees a token, or what is added to scores; None: causal
         evicted   older tokens of every row that are gone
         softmax   what the layer's attention has beside scores
         """
@@ -79,22 +79,22 @@ class Reads:
         if mask is None:
             places = torch.arange(read, device=q_BHTD.device)
             mask = (places <= places[read - queries :, None])[None, None]
-        visible = mask.expand(batch, 1, queries, read)
-        self.pairs += int(visible.sum()) + batch * queries * evicted
+        seen = visible(mask).expand(batch, 1, queries, read)
+        self.pairs += int(seen.sum()) + batch * queries * evicted
         self.unread_pairs += batch * queries * evicted
         self.weight += batch * heads * queries
         if not decoded:
             return
         assert k_BHSD is not None, "decoded tokens without their keys"
         part = slice(decoded.start, decoded.stop)
-        self.decoded_pairs += int(visible[..., part].sum())
+        self.decoded_pairs += int(seen[..., part].sum())
         keys_BHSD = k_BHSD.float().repeat_interleave(heads // k_BHSD.shape[1], 1)
         is_decoded = keys_BHSD.new_zeros(keys_BHSD.shape[-2:])  # stored whole: else no fused kernel takes them
         is_decoded[part] = 1
         causal = given is None and queries == read
         # with values of 1 where a token was decoded, and 0 elsewhere, out comes the weight on decoded tokens
         weight_BHTD = attention(
-            q_BHTD.float(), keys_BHSD, is_decoded.expand_as(keys_BHSD), None if causal else visible, scale, softmax
+            q_BHTD.float(), keys_BHSD, is_decoded.expand_as(keys_BHSD), None if causal else seen, scale, softmax
         )
         self.decoded_weight += float(weight_BHTD[..., 0].sum(dtype=torch.float64))
 

@@ -9,7 +9,8 @@ asks of PyTorch, scaled_dot_product_attention, is seen, and answered.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -90,10 +91,16 @@ class AttentionInputs:
 
 
 class Rows:
-    """Stand in a cache's place, and note what it would store of latents as keys and as values: [B, 1, T, D] each."""
+    """Stand in a cache's place, and in its layers', and note what it would store of latents as keys and as values: [B,
+    1, T, D] each."""
 
     def __init__(self, seen: dict[str, Any]):
         self._seen = seen
+
+    @property
+    def layers(self) -> Mapping[int, "Rows"]:
+        """Itself, whichever is asked for."""
+        return defaultdict(lambda: self)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> tuple[Tensor, Tensor]:
         """Take in a layer's latents and rotary keys; return them, as read from what was noted."""
@@ -102,7 +109,12 @@ class Rows:
 
     def update_indexer(self, indexer_key_states: Tensor, *_args: Any) -> Tensor:
         """Return an indexer's keys: all there are."""
+        self.keys = indexer_key_states[:, None]
         return indexer_key_states
+
+    def get_seq_length(self) -> int:
+        """Tokens of which an indexer has put in keys."""
+        return self.keys.shape[-2]
 
 
 def expanded(attention: Any, k_NSC: Tensor, v_NSC: Tensor) -> tuple[Tensor, Tensor]:

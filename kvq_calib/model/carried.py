@@ -47,10 +47,12 @@ class Carried:
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
         own = {axis: config.get(name) for name, axis in (("altup_num_inputs", 0), ("hc_mult", 2), ("hc_count", None))}
         axis, streams = next(((axis, count) for axis, count in own.items() if count), (None, 1))
-        chosen = config.get("index_topk") if "shared" in (config.get("indexer_types") or ()) else 0
+        chosen = 0
+        if "shared" in (config.get("indexer_types") or ()):
+            chosen = config["index_topk"] + (config.get("index_kpool") or 1) - 1  # with the rest of an unfinished pool
         return Carried(
             hidden, layers, streams, config.get("hidden_size_per_layer_input") or 0, axis if streams > 1 else None,
-            chosen or 0,
+            chosen,
         )  # fmt: skip
 
     @property

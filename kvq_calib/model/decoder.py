@@ -42,6 +42,7 @@ from kvq_runtime.hf.model import (
     rotary_module,
     settings_of,
     turns,
+    visible,
 )
 from kvq_runtime.hf.rotation import rope_refusal
 from kvq_runtime.ops.dense import Softmax
@@ -72,7 +73,7 @@ def captured(
     if module.seen is not None:
         found = {"k": key, "v": value, "q": query, "scale": scaling, "softmax": Softmax.of(given)}
         if hasattr(module, "indexer"):
-            found["mask"] = chosen(attention_mask, given.get("indices"))
+            found["mask"] = visible(chosen(attention_mask, given.get("indices")))
         for name, one in found.items():
             module.seen.setdefault(name, one)  # of latents what is cached has been noted
         if module.seen.get("alone"):

@@ -142,6 +142,7 @@ class KVQLayer(CacheLayerMixin):
         held, length = self.indexer_keys, self.blocks.length  # more are held of a pass that stopped midway
         new = indexer_key_states.detach()
         self.indexer_keys = torch.cat([held[:, :length], new], 1) if held is not None and length else new
+        self.keys = new.new_empty(1, 1, self.indexer_keys.shape[1], 0)  # GLM 5.3 asks it how many tokens there are
         return self.indexer_keys
 
     def reset(self) -> None:
@@ -170,12 +171,13 @@ class KVQLayer(CacheLayerMixin):
             self.reorder_cache(torch.arange(len(self.indexer_keys)).repeat_interleave(repeats))
 
     def get_seq_length(self) -> int:
-        """Tokens that every layer has seen, held or not: those of a forward pass that stopped midway do not count."""
-        return self.blocks.length
+        """Tokens that the layer has seen, held or not, with those of a pass that it has taken in and is under way."""
+        step = self.blocks.step
+        return self.blocks.length + (step.count if step is not None and self.index in step.taken else 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys that the next query attends to, offset of the first)."""
-        return self.get_seq_length() + query_length, 0
+        return self.blocks.length + query_length, 0
 
     def get_max_length(self) -> int:
         """No bound."""

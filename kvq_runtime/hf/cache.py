@@ -207,6 +207,10 @@ class KVQCache(Announced, Cache):
         """
         return self._decodes or self.blocks.refusal
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that every layer has seen."""
+        return self.blocks.length
+
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold; `print` it, or read its fields.
 

@@ -272,8 +272,6 @@ def _unheld(settings: Mapping[str, Any]) -> str | None:
     """What a model does with a cache's layers that ours do not go along with, by its configuration; None: nothing."""
     if any(source != layer for layer, source in enumerate(settings.get("kv_source_layers") or ())):
         return "has layers that read the latents of another one, and keys of an indexer beside (kv_source_layers)"
-    if settings.get("index_kpool"):
-        return "asks transformers' own layers how many tokens a pass under way has (index_kpool)"
     if settings.get("indexer_budget") and not hasattr(DynamicIndexedLayer(), "indexer_position_ids"):
         return f"keeps positions where transformers {transformers.__version__} leaves them when rows change; take 5.24"
     return None

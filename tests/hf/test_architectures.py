@@ -28,7 +28,9 @@ from kvq_runtime.hf.verified import verified_generate
 
 ROWS = {kind: cells for kind, *cells in table()}
 CUTS = ((0, 40), (40, 41), (41, 60))
-CHOOSING = ("deepseek_v32", "axk2", "glm_moe_dsa", "dots3_note_text", "hy_v4", "mistral_large4", "qwen4_exp_text")
+CHOOSING = (
+    "deepseek_v32", "glm5_next", "axk2", "glm_moe_dsa", "dots3_note_text", "hy_v4", "mistral_large4", "qwen4_exp_text",
+)  # fmt: skip
 
 
 def logits(model, cache, ids) -> torch.Tensor:
@@ -252,7 +254,6 @@ def test_the_keys_of_an_indexer_are_not_kept_or_recorded(kind, settings, why):
 
 
 @pytest.mark.parametrize("kind, why", [
-    ("glm5_next", "asks transformers' own layers how many tokens a pass under way has"),
     ("mistral_large4", "has layers that read the latents of another one"),
     ("qwen4_exp_text", "keeps positions where transformers"),
     ("deepseek_v4", "no layer of this model attends to all tokens"),

@@ -130,6 +130,7 @@ OWN = {
     | {"audio_config": {"adapter_input_size": 32, "adapter_out_dim": 64, "whisper_config": HEARING}},
     "glm5_next": tower(CHOSEN | {"index_kpool": 4, "hc_mult": 2, "linear_head_dim": 16, "linear_num_heads": 4,
         "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "qk_rope_head_dim": 0,
+        "indexer_types": ["full", "full", "shared"],
         "mlp_layer_types": ["dense", "sparse", "sparse"]}, projection_intermediate_size=32),
     "qwen4_exp": tower(QSA),
     "hy_v4_vl": tower(SHARED_CHOICE | {"rope_parameters": THREE["rope_parameters"] | {"mrope_section": [3, 3, 2]}}),
