@@ -16,7 +16,8 @@ PAGES = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").glob("*.md"))
 PACKAGES = ("kvq_runtime", "kvq_calib", "pipelines", "tests", "scripts", "benchmarks", "artifacts", "docs")
 # Where a path may begin if it is written in short: `store/layer.py`, `flow/`.
 ROOMS = [ROOT / room for room in ("", "kvq_runtime", "kvq_runtime/registry", "kvq_runtime/kernels", "kvq_calib")]
-MOST_WORDS = 20_000
+MOST_WORDS = 19_100  # and 900 of the tables of methods, which are made from the recipes and grow with them
+TABLES = re.compile(r"<!-- (papers|families) -->.*?<!-- end of \1 -->", re.DOTALL)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
 MODULE = re.compile(r"(?:kvq_runtime|kvq_calib|pipelines|scripts|benchmarks)(?:\.\w+)+")
@@ -108,8 +109,8 @@ def test_the_documents_stay_short():
 
 
 def _words(page: Path) -> int:
-    """Words of a page, code and tables included, without lone signs such as a table's bars."""
-    return sum(re.search(r"\w", word) is not None for word in page.read_text().split())
+    """Words of a page, code and other tables included, without lone signs such as a table's bars."""
+    return sum(re.search(r"\w", word) is not None for word in TABLES.sub("", page.read_text()).split())
 
 
 def test_the_api_page_is_what_the_docstrings_say():
