@@ -66,7 +66,7 @@ class Recipe:
         return self.at(layer)[ROLES.index(role)]
 
     def sites(self, geometry: Geometry, layers: Iterable[int] | None = None) -> Iterator[Site]:
-        """Where its Schemes are used: keys, then values, of each of these layers; None: of all."""
+        """The sites of its Schemes: keys, then values, of each of these layers; None: of all."""
         for layer in range(geometry.layers) if layers is None else layers:
             for role, scheme in zip(ROLES, self.at(layer), strict=True):
                 yield Site(scheme, role, layer, self.position, self.window, geometry)

@@ -123,8 +123,8 @@ def _each(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _of_each(path: Path, entries: Mapping[int, Any], made: Callable[[Any], Any]) -> tuple[dict[int, Any], list[int]]:
-    """What is made of each entry of the list; for those of which nothing is, which is told with the reason, their exit
-    codes. Ctrl-C ends it."""
+    """Make each entry of the list; for those that fail, each told with its reason, return the exit code. Ctrl-C ends
+    it."""
     found, refused = dict[int, Any](), list[int]()
     for number, entry in entries.items():
 

@@ -88,8 +88,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def _ledger(run: str | None = None) -> Ledger:
-    """Where what was measured is kept; refused before the work if it cannot be. What is there already is read though
-    nothing can be written: the ledger refuses what it lacks."""
+    """The ledger of what was measured; refused before the work if it cannot be kept. What is there already is read
+    though nothing can be written: the ledger refuses what it lacks."""
     folder = Path(run or home()) / "evaluated"
     if not folder.is_dir():
         options.check_output("--run" if run else "$KVQ_HOME", folder, folder=True)

@@ -140,7 +140,7 @@ def found(rate: Callable[[float], float], target: float, largest: float) -> floa
 
 
 def where_it_falls_to_0(function: Callable[[float], float], low: float, high: float, halvings: int = 50) -> float:
-    """Where a function that falls is 0; the end that is nearer to it, if it is nowhere."""
+    """Find where a function that falls is 0; the end that is nearer to it, if it is nowhere."""
     for _ in range(halvings):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) > 0 else (low, middle)

@@ -118,7 +118,7 @@ class Chunk:
 
     @property
     def target(self) -> Tensor:
-        """What a prediction is to give, [N, T, C]."""
+        """The target of a prediction, [N, T, C]."""
         x, codec = self.data.x, self.codec
         return x if codec.predictor is None else x - codec.mean(self.context)
 
@@ -256,7 +256,7 @@ class SchemeFit(Fitting):
 
     @property
     def left(self) -> Known | None:
-        """What it knows of its inputs, for other fits; None: nothing."""
+        """The moments of its inputs, for other fits; None: it has none."""
         joint = self.joint
         moment = None if joint is None else joint.xx_II + torch.outer(joint.mean_x_I, joint.mean_x_I)
         return None if moment is None else Known(self.codec.places, moment)

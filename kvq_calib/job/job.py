@@ -58,7 +58,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it is computed.
+    """The machine that computes.
 
     dtype      of the forward pass; None: the model's
     threads    of a process; None: all cores of this machine, or each worker's share of them. A part of the plan
@@ -104,7 +104,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Publication:
-    """Where artifacts go.
+    """The destination of artifacts.
 
     publish    whether they go to `registry`: file:///folder or hf://org; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
     push       another registry, hf://org, that they go to as well; it gives them numbers of its own

@@ -109,5 +109,5 @@ class Carried:
 
 
 def blank(module: nn.Module) -> nn.Module:
-    """What does nothing in a module's place, or in the place of each of a list."""
+    """Make a module that does nothing in another's place, or in the place of each of a list."""
     return nn.ModuleList(nn.Identity() for _ in module) if isinstance(module, nn.ModuleList) else nn.Identity()

@@ -270,8 +270,8 @@ class Under:
         self._last: tuple[Any, list[Call]] = None, []
 
     def embed(self, tokens_BT: Tensor, *rows: Tensor) -> Tensor:
-        """What is carried under the first layer, of tokens that are numbers of these rows: of the table, and of that of
-        inputs by layer, if there is one."""
+        """Embed tokens that are numbers of these rows, for the first layer: rows of the table, and of that of inputs by
+        layer, if there is one."""
         tables = [self.core.get_input_embeddings(), getattr(self.core, TABLE, None)][: len(rows)]
         empty = [table.weight for table in tables]
         for table, own in zip(tables, rows, strict=True):

@@ -208,7 +208,7 @@ class ModelFiles:
 
     @cached_property
     def _weights(self) -> "Weights":
-        """What transformers makes of its tensors."""
+        """Its tensors as transformers reads them."""
         from kvq_calib.model.weights import Weights
 
         return Weights.of(self)

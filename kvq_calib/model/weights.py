@@ -24,7 +24,7 @@ HEAD = "lm_head."  # in names of a model's own output head
 
 
 class Files(Protocol):
-    """What is read of a model's files; see `ModelFiles`, which asks this module for the names of its own."""
+    """The part of `ModelFiles` that is read here; that class asks this module for the names of its own tensors."""
 
     @property
     def id(self) -> str: ...

@@ -140,7 +140,7 @@ def _front(artifact: Artifact, name: str, records: Sequence[Record], license: Ma
 
 
 def _source(model: str, images: bool) -> dict[str, Any]:
-    """Where transformers finds a model, in the words of the snippet: extra, classes, and what loads it."""
+    """State where transformers finds a model, in the words of the snippet: extra, classes, and what loads it."""
     classes = ["AutoModelForImageTextToText" if images else "AutoModelForCausalLM", "AutoTokenizer"]
     found = {"extra": "hf", "classes": classes, "finder": "", "options": "", "load": "model_id"}
     if model.endswith(".gguf"):

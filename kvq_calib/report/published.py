@@ -110,7 +110,7 @@ def baseline_record(record: TextRecord) -> dict[str, Any]:
 
 
 def lines(record: TextRecord | None) -> dict[str, str]:
-    """What was lost on each text of another kind, in words, by its name."""
+    """The losses on each text of another kind, in words, by its name."""
     found = {name: _cells(one) for name, one in (record.elsewhere() if record else {}).items()}
     return {
         name: f"perplexity {row['vs 16 bit']}, KL {row['KL']:.2g} nats, {row['protocol']}"

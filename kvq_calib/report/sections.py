@@ -155,8 +155,8 @@ def fit(artifact: Artifact) -> list[dict[str, Any]]:
 
 
 def evaluations(records: Sequence[TextRecord]) -> list[dict[str, Any]]:
-    """What was measured since, texts of other kinds too: of records that can be compared the protocol, the text in
-    words, a row a recipe and protocol, and what their windows promise of others."""
+    """Group what was measured since, texts of other kinds too, by what can be compared: of each the protocol, the text
+    in words, a row a recipe and protocol, and what their windows promise of others."""
     elsewhere = [one for record in records for one in record.elsewhere().values()]
     found = []
     for group in _groups([*records, *elsewhere]):

@@ -128,7 +128,7 @@ def kept_files(run: Path) -> dict[Path, Path]:
 
 
 def kept_file(path: Path) -> Path | None:
-    """Where the newest `keep` wrote what would have this path as a file; None where there is that file, or neither."""
+    """The path at which the newest `keep` wrote what would be this file; None if the file is there, or neither is."""
     name = f"{path.parent.name.removesuffix('.partial')}.{path.name}"
     return None if path.is_file() else max(path.parent.parent.glob(f"kept-????/{name}"), default=None)
 
@@ -185,7 +185,7 @@ def _check(folder: Path, digests: Mapping[str, str], run: Path) -> None:
 
 
 def _object(path: Path, run: Path) -> dict[str, Any]:
-    """What a file of JSON in a run folder holds."""
+    """Read a file of JSON in a run folder."""
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
@@ -220,7 +220,7 @@ def is_past(name: str, older: int, layer: int, depth: int) -> bool:
 
 
 def stream_file(layer: int, index: int | None = None) -> str:
-    """Where hidden states of a chunk, under a layer, are kept from the start; or how the names of all chunks begin."""
+    """The name under which a chunk's hidden states, under a layer, are kept; without a chunk, how all names begin."""
     return f"stream-{layer:04d}" + ("" if index is None else f".{index:05d}.safetensors")
 
 

@@ -141,7 +141,7 @@ class RecipeWork:
         return any(below) or (role == "key" and self._inputs(self.layer, "value").keys)
 
     def known(self, role: Role) -> Known | None:
-        """What other fits have summed of what keys, or values, of this layer are predicted from."""
+        """Sums by other fits of what keys, or values, of this layer are predicted from."""
         if clean(self.recipe.scheme(self.layer, role)) or not self.layer:
             return None
         if role == "value":
@@ -161,7 +161,7 @@ class RecipeWork:
             self.run.activations.save({"moment": moment_KK}, path)
 
     def _passed(self, layer: int) -> list[Place]:
-        """What the keys of a layer are predicted from that the values of the layer below were predicted from, too."""
+        """Inputs of the prediction of a layer's keys that the values of the layer below were predicted from, too."""
         below = self._inputs(layer - 1, "value").places("value")
         passed: list[Place] = [(depth + 1, role) for depth, role in below]
         return [place for place in passed if place in self._inputs(layer, "key").places("key")]

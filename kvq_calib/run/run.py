@@ -66,7 +66,7 @@ class InFiles:
 
     @property
     def place(self) -> str:
-        """Where they are, in words."""
+        """The place of what is saved, in words."""
         return "files, each layer a checkpoint"
 
     def save(self, tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -168,7 +168,7 @@ class InMemory(InFiles):
 
     @property
     def place(self) -> str:
-        """Where they are, in words."""
+        """The place of what is saved, in words."""
         return f"memory{'' if self._device == 'cpu' else f' of {self._device}'}, a checkpoint every few minutes"
 
     def save(self, tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -96,7 +96,7 @@ class Batch:
 
     @staticmethod
     def of_json(kept: Mapping[str, Any]) -> "Batch":
-        """What `to_json` gave."""
+        """Read what `to_json` gave."""
         return Batch(torch.tensor(kept["tokens"], dtype=torch.int32), kept["digest"], kept["description"])
 
 

@@ -169,7 +169,7 @@ class Fused(Path):
         self.padding.forget()
 
     def declined(self, query: Query) -> str:
-        """Why another path attends."""
+        """The reason why another path attends."""
         why, q_BHTD = refusal(self.recipe, self.geometry, query.store.layer), query.q_BHTD
         if why is None and dispatch.runs_kernel(q_BHTD):
             return "these queries or their padding are not for it"

@@ -35,7 +35,7 @@ Observer = Callable[[LayerStore, Tensor, range], None]
 
 
 class Query(NamedTuple):
-    """What a layer is asked: queries [B, query heads, T, D], those of the newest T tokens, to attend to all it holds.
+    """A question to a layer: queries [B, query heads, T, D], those of the newest T tokens, to attend to all it holds.
 
     mask    bool [B or 1, 1, T, all tokens], True where a query sees a token; None: causal, nothing padded
     scale   what scores are multiplied with

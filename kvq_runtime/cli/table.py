@@ -130,7 +130,7 @@ def cell(value: Any) -> str:
 
 
 def cells(text: str) -> int:
-    """How many cells of a terminal a text takes: two for a wide character, none for a mark on the one before."""
+    """Count the cells of a terminal that a text takes: two for a wide character, none for a mark on the one before."""
     return len(text) if text.isascii() else sum(map(_cells_of, text))
 
 

@@ -42,7 +42,7 @@ def copy(args: Namespace) -> int:
 
 
 def _version(args: Namespace) -> tuple[Registry, str, Version]:
-    """What `copy` copies without --all: one version; a ValueError that names none says what --all does."""
+    """The one version that `copy` copies without --all; a ValueError for no version says what --all does."""
     try:
         return target(args, "copy")
     except ArtifactError:

@@ -338,7 +338,7 @@ class Codec:
 
     @property
     def places(self) -> list[Place]:
-        """What the prediction reads."""
+        """The inputs of the prediction, in order."""
         return self.scheme.inputs(self.layer, self.role).places(self.role)
 
     def inputs(self, context: Context, places: Sequence[Place] | None = None) -> Tensor:

@@ -77,7 +77,7 @@ def json_object(path: Path, limit: int = 1 << 26) -> dict[str, Any]:
 
 
 def json_value(path: Path, limit: int = 1 << 26) -> Any:
-    """What a file of JSON holds, of a model's folder; ArtifactError with its name if it is none.
+    """Read a file of JSON of a model's folder; ArtifactError with its name if it is none.
 
     limit   the most bytes that it may have; links are followed
     """

@@ -225,7 +225,7 @@ class HybridLayer(LinearAttentionLayer, KVQLayer):
 
 
 def halves(latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-    """What is stored as keys, and what as values, of latents [..., R] and rotary keys [..., P]: [..., (R + P) / 2]."""
+    """Share latents [..., R] and rotary keys [..., P] between stored keys and values, [..., (R + P) / 2] each."""
     first, second = torch.cat([turned.to(latent.dtype), latent], -1).chunk(2, -1)
     return first, second
 

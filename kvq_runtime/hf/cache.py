@@ -21,7 +21,6 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
-from kvq_runtime.geometry import INDEXED
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
 from kvq_runtime.hf.attention import HybridLayer, KVQLayer, LatentLayer, Pass
@@ -32,6 +31,7 @@ from kvq_runtime.hf.model import (
     decoder_of,
     fingerprint_of,
     geometry_of,
+    indexed,
     layers_of,
     own_code,
     settings_of,
@@ -353,7 +353,7 @@ def _decoding(settings: Mapping[str, Any], model: PreTrainedModel) -> str | None
         return why
     if settings.get("kv_lora_rank"):
         return f"{name} makes keys and values of decoded latents by itself"
-    if INDEXED in (settings.get("layer_types") or ()):
+    if indexed(model):
         return f"{name} chooses the tokens that a query reads, of decoded keys and values"
     if settings.get("num_kv_shared_layers"):
         return f"the last layers of {name} read what the last of those that cache has decoded"

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import WHOLE, Geometry, attending
+from kvq_runtime.geometry import INDEXED, WHOLE, Geometry, attending
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
@@ -111,6 +111,11 @@ def own_code(model: PreTrainedModel) -> str | None:
     decoder = type(decoder_of(model))
     takes = decoder._can_set_attn_implementation()
     return None if takes else f"{decoder.__name__} attends by code of its own, for which transformers takes no function"
+
+
+def indexed(model: PreTrainedModel) -> bool:
+    """True if layers of a model read tokens that are chosen by keys of an indexer."""
+    return INDEXED in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -269,7 +274,7 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
 
 
 def _unheld(settings: Mapping[str, Any]) -> str | None:
-    """What a model does with a cache's layers that ours do not go along with, by its configuration; None: nothing."""
+    """Say what a model does with a cache's layers that ours do not support, by its configuration; None: nothing."""
     if any(source != layer for layer, source in enumerate(settings.get("kv_source_layers") or ())):
         return "has layers that read the latents of another one, and keys of an indexer beside (kv_source_layers)"
     if settings.get("indexer_budget") and not hasattr(DynamicIndexedLayer(), "indexer_position_ids"):

@@ -14,10 +14,18 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import check_type, counted
-from kvq_runtime.geometry import INDEXED
 from kvq_runtime.hf.attention import HybridLayer, KVQLayer, LatentLayer
 from kvq_runtime.hf.cache import KVQCache
-from kvq_runtime.hf.model import CACHE, decoder_of, fingerprint_of, frequencies, geometry_of, held, rotary_module
+from kvq_runtime.hf.model import (
+    CACHE,
+    decoder_of,
+    fingerprint_of,
+    frequencies,
+    geometry_of,
+    held,
+    indexed,
+    rotary_module,
+)
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain, coder, rate
@@ -103,7 +111,7 @@ class PrefixStore:
             )
         if any(isinstance(layer, LatentLayer) for layer in layers):
             raise ValueError(f"{type(model).__name__} caches latents, of which no prefix is kept")
-        if INDEXED in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()):
+        if indexed(model):
             raise ValueError(f"{type(model).__name__} chooses tokens by keys of an indexer, of which no prefix is kept")
         turning = rope.settings(model.config.get_text_config(decoder=True).to_dict()).get("rope_type")
         if turning in rope.VARYING_TYPES:

@@ -28,10 +28,9 @@ from transformers import (
 from transformers.cache_utils import Cache, StaticLayer
 
 from kvq_runtime.errors import check_type
-from kvq_runtime.geometry import INDEXED
 from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
-from kvq_runtime.hf.model import CACHE, check_model
+from kvq_runtime.hf.model import CACHE, check_model, indexed
 
 MADE = {CACHE, "use_cache", "position_ids", "cache_position", "logits_to_keep"}  # by `generate` itself
 OTHER = (  # ways of generating, and of reading a prompt
@@ -59,7 +58,7 @@ class Verified:
 
     @property
     def histogram(self) -> dict[int, int]:
-        """How many rounds accepted so many tokens, by that number."""
+        """Rounds by the number of tokens that they accepted."""
         return dict(sorted(Counter(self.accepted).items()))
 
     def __str__(self) -> str:
@@ -142,7 +141,7 @@ def _check_given(model: PreTrainedModel, cache: KVQCache, input_ids: Tensor, dra
     """Refuse arguments of other types, before `generate` fails on them; TypeError or ValueError."""
     check_model(model)
     check_type("cache", cache, KVQCache, "a KVQCache, which drafts")
-    if INDEXED in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()):
+    if indexed(model):
         raise ValueError(
             f"{type(model).__name__} chooses tokens by keys of an indexer, which no second cache is given; use generate"
         )

@@ -198,7 +198,7 @@ def _order(off: Sequence[Tensor], rungs: Sequence[Tensor]) -> tuple[Iterator[np.
 
 
 def _seats(rung_S: np.ndarray, size_S: np.ndarray, first_S: np.ndarray, rung_R: Tensor) -> np.ndarray:
-    """Where the codes of one place are, from the first seats of its runs."""
+    """The seats of the codes of one place, from the first seats of its runs."""
     seat_X = (first_S - (size_S.cumsum() - size_S)).repeat(size_S)
     seat_X += np.arange(len(seat_X))
     for rung in (0, ladder.RUNGS - 1):  # where channels of several rungs may meet, and are in their own order

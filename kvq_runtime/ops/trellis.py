@@ -100,7 +100,7 @@ def _best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Ten
 
 
 def ratios(rms_NG: Tensor) -> Tensor:
-    """What costs are multiplied with between two groups, whose units they are in: float32 [G - 1, N]."""
+    """Factors that turn costs from the units of one group into those of the next: float32 [G - 1, N]."""
     share_NG = (rms_NG / rms_NG.amax(1, keepdim=True)).nan_to_num(1.0).clamp_min(_FAINTEST).square()
     return (share_NG[:, :-1] / share_NG[:, 1:]).mT.contiguous()
 

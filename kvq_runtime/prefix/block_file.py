@@ -152,7 +152,7 @@ class BlockFormat:
 
     @cached_property
     def _rungs(self) -> list[Tensor]:
-        """What the fit knows of the channels of entropy-coded fields."""
+        """The rungs that a fit gave the channels of entropy-coded fields."""
         assert self.tensors is not None, "coded fields without the tensors of a fit"
         sites = self._streams[CODED].sites
         return [self.tensors[f"layers.{one.layer}.{ROLES[one.role]}.quantize.rung"].cpu() for one in sites]

@@ -89,7 +89,7 @@ def _made(artifact: Artifact, factor: float, bits: float) -> Artifact:
 
 
 class _Model:
-    """What files of an artifact take at coarser steps."""
+    """The size of an artifact's files at coarser steps."""
 
     def __init__(self, artifact: Artifact):
         self.artifact, self.geometry = artifact, artifact.fingerprint.geometry

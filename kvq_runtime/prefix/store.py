@@ -296,8 +296,8 @@ class PrefixBlocks:
             )  # fmt: skip
 
     def read(self, name: str, what: str, parse: Callable[[bytes], T]) -> T | None:
-        """What `parse` makes of a file of the shelf, and counts it; None: it is missing, unreadable, or damaged, which
-        the log says of `what`."""
+        """Parse a file of the shelf, and count it; None: it is missing, unreadable, or damaged, which the log says of
+        `what`."""
         return self._counted(name, what, lambda: self._got(name, parse))
 
     def refused(self, error: Exception) -> None:

@@ -167,7 +167,7 @@ class LocalRegistry(TreeRegistry):
 
 
 def _changed(path: Path) -> float | None:
-    """When a regular file was last changed; None for anything else that is there."""
+    """The time at which a regular file was last changed; None for anything else that is there."""
     status = path.lstat()
     return status.st_mtime if stat.S_ISREG(status.st_mode) else None
 

@@ -45,7 +45,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Source:
-    """Where windows are from."""
+    """The text that windows are from."""
 
     source: str
     split: str | None = None

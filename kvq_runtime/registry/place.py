@@ -44,7 +44,7 @@ class Head:
 
 
 class Place(ABC):
-    """What a registry of each kind does in its own way.
+    """The operations that each kind of registry has of its own.
 
     moves_again   whether a promote or rollback is decided again after another change came first, or ends in a Conflict
     """

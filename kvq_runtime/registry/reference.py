@@ -222,7 +222,7 @@ def without_secrets(text: str) -> str:
 
 
 def kind_and_root(url: str) -> tuple[str, str]:
-    """What a registry is, FOLDER, HUB, BUCKET or OCI, and the rest of its address; ValueError if it is none.
+    """Split a registry's address: its kind, FOLDER, HUB, BUCKET or OCI, and the rest; ValueError if it is none.
 
     The rest is a path, an organization, bucket/prefix or host/repository. A single word that is no folder yet is
     refused: it may be the name of an organization.

@@ -76,9 +76,10 @@ class Registry(Place):
     def records(
         self, kind: Kind, sha256: str, name: str = "", of: Callable[[PurePath, bytes], Any] = lambda *record: record
     ) -> list[Any]:
-        """What `of` makes of each record's path, .../artifact's digest/record's digest.json, and content, by path.
+        """Read an artifact's records, in the order of their paths, .../artifact's digest/record's digest.json.
 
-        A record of which it makes None is let go, and not counted. RuntimeError for too many others.
+        of   makes of path and content what is returned. A record of which it makes None is let go, and not counted
+        RuntimeError for too many others.
         """
         folder, found, left = f"{kind}/{reference.check_sha256(sha256)}", [], BYTES
         most = MAX_REMARKS if kind == "remarks" else MAX_RECORDS

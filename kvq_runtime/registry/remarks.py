@@ -74,7 +74,7 @@ class Remark:
     replaces: tuple[str, ...] = ()
 
     def about(self) -> dict[str, Any]:
-        """What it has in common with those that it may replace and that may replace it; nothing if none may."""
+        """The fields that it shares with those that it may replace, or that may replace it; none if none may."""
         return {key: self.said[key] for key in _SUBJECTS.get(self.what, ())}
 
 
@@ -106,7 +106,7 @@ class Remarks:
         return sorted({one.said["tag"] for one in self.holding("tag", version=version)})
 
     def approvals(self, alias: str) -> int:
-        """How many others have to approve before an alias moves; 0: nobody."""
+        """The number of others that have to approve before an alias moves; 0: nobody."""
         return max((one.said["approvals"] for one in self.holding("protect", alias=alias)), default=0)
 
     def proposals(self, state: State, **said: Any) -> list[Remark]:

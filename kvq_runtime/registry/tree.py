@@ -82,11 +82,11 @@ class TreeRegistry(Registry):
     # ---- reading
 
     def blob(self, sha256: str) -> Any:
-        """Where the blob with this digest is, whether it exists or not."""
+        """The path of the blob with this digest, whether it exists or not."""
         return self.at(_blob(sha256))
 
     def events_folder(self, name: str) -> Any:
-        """Where a name's events are, whether there are any or not."""
+        """The path of a name's events, whether there are any or not."""
         return self.at(_events(name))
 
     def names(self) -> list[str]:
@@ -374,7 +374,7 @@ class CachedTree(Elsewhere, TreeRegistry):
 
 
 def kept(sha256: str) -> Path:
-    """Where a blob is in the cache, whether it is there or not."""
+    """The path of a blob in the cache, whether it is there or not."""
     return reference.home() / "cache" / "blobs" / reference.check_sha256(sha256)
 
 

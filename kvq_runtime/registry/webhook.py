@@ -58,7 +58,7 @@ def tell(registry: str, event: Mapping[str, Any]) -> None:
 
 
 def cause(error: Exception) -> str:
-    """Why a request failed, in words that do not quote its address, as the error's own may."""
+    """The reason why a request failed, in words that do not quote its address, as the error's own may."""
     reason = getattr(error, "reason", error)
     return reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
 

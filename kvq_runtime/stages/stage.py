@@ -104,7 +104,7 @@ class Inputs(NamedTuple):
         return self.keys + len(self.below) * (1 + self.both)
 
     def places(self, role: Role) -> list[Place]:
-        """How many layers below each of them is, 0 for this one, and its role; in order."""
+        """The depth below this layer, 0 for itself, and the role of each of them, in order."""
         other: Role = ROLES[1 - ROLES.index(role)]
         roles = (role, other) if self.both else (role,)
         own: list[Place] = [(0, "key")] if self.keys else []

@@ -58,7 +58,7 @@ class Positions:
         self.rotary = rotary or self.rotary
 
     def agrees(self, mask_BT: Tensor, count: int) -> Tensor | bool:
-        """Whether a mask of all tokens, `count` of them new, says of those that are held what was announced of them."""
+        """True if a mask of all tokens, `count` of them new, says of those that are held what was announced of them."""
         if not self.seen:
             return True
         held_BT = mask_BT[:, :-count].bool()

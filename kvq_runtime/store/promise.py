@@ -332,8 +332,8 @@ def sizes_beyond(block: int) -> dict[int, int]:
 
 
 def encode_beyond(x_TC: Tensor, sinks: int, promise: Promise | None) -> Tensor:
-    """What is kept of a block's tokens, on the CPU, the first of which are sinks; all of them, if nothing is known of
-    a promise."""
+    """Keep a block's tokens, the first of which are sinks, in as few bits as the promise allows, on the CPU; without
+    a promise as they are."""
     x_TC = x_TC.detach().cpu()
     if promise is None:
         return x_TC

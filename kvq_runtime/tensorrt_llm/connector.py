@@ -58,7 +58,7 @@ FOREIGN = (
 
 
 class Scheduler(KvCacheConnectorScheduler):
-    """What is loaded and kept, decided on rank 0. Raises ValueError or OSError, a sentence, for what cannot be kept."""
+    """Decide on rank 0 what is loaded and kept. Raises ValueError or OSError, a sentence, for what cannot be kept."""
 
     def __init__(self, llm_args: Any):
         super().__init__(llm_args)

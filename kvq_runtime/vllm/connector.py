@@ -183,7 +183,7 @@ def _served(config: VllmConfig) -> keeper.Served:
 
 
 def _places(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:
-    """Where a layer's attention puts the elements of a page."""
+    """The places at which a layer's attention puts the elements of a page."""
     try:
         with torch.inference_mode():
             write = partial(module.impl.do_kv_cache_update, module)

@@ -45,7 +45,7 @@ def page(known: Known) -> str:
 
 
 def faults(known: Known) -> list[str]:
-    """What checks found damaged, a sentence each."""
+    """Damage that checks found, a sentence each."""
     failed = (row for row in known["health"] if row["result"] == evidence.FAILED and row["check"] != "yanked")
     return [f"{row['check']}: {row['what']}" for row in failed]
 

@@ -221,7 +221,7 @@ def _body(response: Any, limit: int) -> Iterator[bytes]:
 
 
 def paced(chunks: Iterator[bytes], limit: int, place: str, advice: str) -> Iterator[bytes]:
-    """What a place sends, in pieces; RuntimeError, with the advice, for more than `limit` bytes, or if it is slow."""
+    """Yield what a place sends; RuntimeError, with the advice, for more than `limit` bytes, or if it is slow."""
     began, received = time.monotonic(), 0
     for chunk in chunks:
         received += len(chunk)

@@ -126,7 +126,7 @@ def note_head(repo: str, commit: str) -> None:
 
 
 def unfinished(repo: str, older: float) -> list[Path]:
-    """What a killed process left half done, at least `older` seconds ago: downloads, and drafts of refs and links."""
+    """List what a killed process left half done, at least `older` seconds ago: downloads, drafts of refs and links."""
     store, paths = _store(repo), []
     links = [path for path in store.glob("snapshots/*/**/.*.tmp") if _DRAFT.fullmatch(path.name) and path.is_symlink()]
     for path in [*store.glob("blobs/.*.tmp"), *store.glob("refs/.*.tmp"), *store.glob("blobs/*.incomplete"), *links]:

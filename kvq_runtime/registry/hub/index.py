@@ -63,7 +63,7 @@ def from_bytes(data: bytes, name: str, where: str) -> Head:
 
 
 def at(repo: str, commit: str) -> Head:
-    """What kvq.json of a repository, org/name, says at a commit; nothing if the commit has none."""
+    """Read kvq.json of a repository, org/name, at a commit; nothing if the commit has none."""
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     name = repo.rpartition("/")[2]
