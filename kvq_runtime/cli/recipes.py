@@ -16,7 +16,7 @@ from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files, gguf
 from kvq_runtime.errors import ArtifactError, NotFound, counted
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding
-from kvq_runtime.prefix import block_file
+from kvq_runtime.prefix import block_file, rate
 from kvq_runtime.recipe import Recipe, families, preset, presets
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.held import Sizes, smaller_from
@@ -267,11 +267,8 @@ def _rows(model: Model, recipes: list[Recipe], counts: list[int], args: Namespac
         shared = sum(sizes.shared.values())
         row["under 16 bit from"] = sizes.smaller_from(args.batch)
         row["under HIGGS from"] = smaller_from(recipe, geometry, shared // args.batch)
-        coded: list[Any] = [
-            scheme.quantize for n in range(geometry.layers) for scheme in recipe.at(n) if scheme.quantize.at_rest
-        ]
-        if coded:  # of a name: of prefixes of one length
-            named = sum(stage.target for stage in coded) / len(coded)
+        named = rate.named(recipe, geometry.layers)
+        if named is not None:  # of prefixes of one length
             row["bits in files"] = round(named, 4)
             for count in counts:
                 more = block_file.beside(recipe, geometry, count) - block_file.beside(recipe, geometry)

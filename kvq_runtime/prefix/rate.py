@@ -31,6 +31,7 @@ from kvq_runtime.codec import shared
 from kvq_runtime.geometry import ROLES, Role
 from kvq_runtime.ops import ladder
 from kvq_runtime.prefix.block_file import LENGTH, beside
+from kvq_runtime.recipe import Recipe
 
 PER = 24  # factors of an octave: so few that machines choose the same
 MOST = PER  # of them: twice the step
@@ -40,6 +41,13 @@ HALVINGS = 18
 Place = tuple[int, Role]
 
 
+def named(recipe: Recipe, layers: int) -> float | None:
+    """Return the bits per element that files of an entropy-coded recipe were fitted for; None for other recipes."""
+    stages: list[Any] = [scheme.quantize for n in range(layers) for scheme in recipe.at(n)]
+    targets = [stage.target for stage in stages if stage.at_rest]
+    return sum(targets) / len(targets) if targets else None
+
+
 def coarser(artifact: Artifact, bits: float) -> Artifact:
     """The artifact with the steps at which files take so many bits per element, sinks in 16 bits and frames counted, of
     prefixes of LENGTH tokens of text like that of calibration. It promises no errors: the fit's were of its own steps.
@@ -47,17 +55,14 @@ def coarser(artifact: Artifact, bits: float) -> Artifact:
     bits   at most those that the artifact was fitted for; the least are those at the coarsest step
     Raises ValueError for other bits, and for recipes whose files have no rate to set.
     """
-    recipe, bits = artifact.recipe, float(bits)
-    stages: list[Any] = [
-        scheme.quantize for n in range(artifact.fingerprint.geometry.layers) for scheme in recipe.at(n)
-    ]
-    if not all(stage.at_rest for stage in stages):
+    recipe, bits, layers = artifact.recipe, float(bits), artifact.fingerprint.geometry.layers
+    own = named(recipe, layers)
+    if own is None or not all(scheme.quantize.at_rest for n in range(layers) for scheme in recipe.at(n)):
         raise ValueError(f"bits={bits:g}; files of {recipe.name} have no rate to set; leave bits out, or use rest-*")
-    named = sum(stage.target for stage in stages) / len(stages)
-    if bits == named:
+    if bits == own:
         return artifact
     model = _Model(artifact)
-    least, most = model.bits(MOST), max(model.bits(0), named)
+    least, most = model.bits(MOST), max(model.bits(0), own)
     if not least <= bits <= most:
         raise ValueError(
             f"bits={bits:g}; of {recipe.name} prefixes of {LENGTH} tokens can take {least:.3g} to {most:.3g} bits an "
