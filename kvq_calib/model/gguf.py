@@ -61,8 +61,8 @@ NORMS = {  # around attention and the MLP, each
 }
 INNER_OF = {"gemma3": INNER | NORMS}
 FACTORS = "rope_freqs.weight"
-FOREIGN = ("expert_count", "attention.sliding_window", "attention.scale", "attention.clamp_kqv", "logit_scale",
-           "residual_scale", "embedding_scale", "rope.scale_linear")  # fmt: skip
+FOREIGN = ("expert_count", "attention.scale", "attention.clamp_kqv", "logit_scale", "residual_scale", "embedding_scale",
+           "rope.scale_linear")  # fmt: skip
 _PLAIN = ("F32", "F16", "BF16")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TOP = re.compile(r"(\w+)\.(weight|bias)")
@@ -187,10 +187,10 @@ def read(path: Path, id: str) -> GgufFiles:
     if name not in CLASSES:
         raise ValueError(f"{path} has architecture {name[:60]}; supported are {', '.join(CLASSES)}")
     for key in FOREIGN:
-        if header.of_model(key) not in (None, 0, 1) and (name, key) != ("gemma3", "attention.sliding_window"):
+        if header.of_model(key) not in (None, 0, 1):
             raise ValueError(
                 f"{path} has {name}.{key}={header.of_model(key)!r:.60}, and calibration knows no {name} with that; use "
-                "a model without experts and sliding windows"
+                "a model in Hugging Face format"
             )
     held = _named(header, path)
     config = gguf.config(header, path) | {

@@ -281,7 +281,8 @@ def pin(source: str) -> str:
     except Exception as error:  # whatever the HTTP client, the cause is in the message
         said = " ".join(str(error).split()).rstrip(".")
         raise RuntimeError(f"could not ask the Hub for {source}: {said}. Give a commit, {found['repo']}@<40 hex "
-                           "digits>, or a local file (.txt, .jsonl, .parquet)") from error  # fmt: skip
+                           "digits>, or a local file (.txt, .jsonl, .parquet); demo, Python's documentation, is in "
+                           "every installation") from error  # fmt: skip
     config = f":{found['config']}" if found["config"] else ""
     return f"{found['repo']}{config}@{commit}"
 

@@ -204,14 +204,16 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
         yield Model(text, MODELS[text], tokens or VOCABULARIES[text])
     elif shape:
         yield Model(text, Geometry(*map(int, shape.groups())), tokens)
-    elif gguf.is_gguf(path) and path.exists():
+    elif gguf.is_gguf(path):
         config = gguf.config(gguf.read(path.resolve()), path)
         yield _of_config(path.name, config, tokens or config["vocab_size"])
     elif path.exists():
         try:
             config = files.json_value(path / "config.json" if path.is_dir() else path)
         except NotFound as error:
-            raise NotFound(f"{error}; --model takes the folder of a model in Hugging Face format") from None
+            raise NotFound(
+                f"{error}; --model takes the folder of a model in Hugging Face format, or a .gguf file"
+            ) from None
         if isinstance(config, dict) and isinstance(config.get("text_config"), dict):  # of a model of images and text
             config = config["text_config"]
         if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():

@@ -115,10 +115,15 @@ def config(header: Header, path: Path) -> dict[str, Any]:
     if header.of_model("attention.value_length", size) != size:
         raise ValueError(f"{path} has keys of {size} and values of another size; heads of one size are supported")
     found |= {"head_dim": size}
-    if header.architecture not in PATTERNS:
-        return found
     window = header.of_model("attention.sliding_window")
-    return found | {"sliding_window": window, "sliding_window_pattern": PATTERNS[header.architecture]}
+    if header.architecture in PATTERNS:
+        return found | {"sliding_window": window, "sliding_window_pattern": PATTERNS[header.architecture]}
+    if window:
+        raise ValueError(
+            f"{path} has {header.architecture}.attention.sliding_window={window!r:.60}, and does not say which layers "
+            "slide; use a model in Hugging Face format, whose config.json does"
+        )
+    return found
 
 
 def _same(value: Any, name: str, path: Path) -> Any:

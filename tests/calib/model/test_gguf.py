@@ -366,3 +366,12 @@ def test_bytes_need_the_header_alone(llama, tmp_path: Path, as_json):
     assert row["GiB at 1024"] == round(1024 * 2 * 2 * 2 * 2 * 16 / (1 << 30), 3) and row["model"] == "model.gguf"
     path.write_bytes(path.read_bytes()[:5000])  # no tensor is there
     assert as_json("bytes", "higgs-2bit", "--model", path, "--tokens", "1024")[0] == row
+
+
+def test_bytes_of_a_file_that_cannot_be_told_are_refused(llama, tmp_path: Path, kvq):
+    """Layers that slide keep fewer tokens: taken for ones that attend to all, they would count too many bytes."""
+    path = tmp_path / "model.gguf"
+    assert kvq("bytes", "higgs-2bit", "--model", path)[::2] == (3, f"kvq: {path}: no such file\n")
+    tiny_gguf.write(llama, path, **{"llama.attention.sliding_window": 4096})
+    code, out, err = kvq("bytes", "higgs-2bit", "--model", path)
+    assert (code, out) == (2, "") and "sliding_window=4096, and does not say which layers slide" in err
