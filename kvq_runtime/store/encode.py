@@ -145,7 +145,7 @@ class Encoder:
                 each = zip(runs, inputs, encoded, decoded[role], strict=True)
                 of_runs = [self._error(store, role, run, x, of, back) for run, (x, _), (_, of), back in each]
                 errors.append(torch.cat(of_runs, 1))
-            found.append(_side_by_side([fields for fields, _ in encoded], store.rows))
+            found.append(_side_by_side(runs, [fields for fields, _ in encoded], store.rows))
         if predicted and len(decoded) == 2:
             for run, *pair in zip(runs, *decoded, strict=True):
                 self.decoder.add(store.layer, run, (pair[0], pair[1]))
@@ -211,6 +211,10 @@ def _runs(first: int, stop: int, most: int) -> list[Run]:
     return [(start, min(start + most, stop)) for start in range(first, stop, most)]
 
 
-def _side_by_side(runs: Sequence[Slab], rows: int) -> Slab:
+def _side_by_side(runs: Sequence[Run], fields: Sequence[Slab], rows: int) -> Slab:
     """The fields of runs of blocks, [B · count, ...] each, those of a row one after another: [B, blocks, ...]."""
-    return {name: torch.cat([run[name].unflatten(0, (rows, -1)) for run in runs], 1) for name in runs[0]}
+    sizes = [(rows, stop - start) for start, stop in runs]
+    return {
+        name: torch.cat([one[name].unflatten(0, size) for one, size in zip(fields, sizes, strict=True)], 1)
+        for name in fields[0]
+    }
