@@ -95,6 +95,8 @@ def _shape(config: Mapping[str, Any], layer: int | None = None, slides: bool = F
     found = by_layer.get(str(layer).lstrip("0"))
     own = found if isinstance(found, Mapping) else {}
     config = {**config, **own}
+    if slides:  # Dots 3 Note's, which have latents of their own
+        config |= {name.removeprefix("swa_"): one for name, one in config.items() if name.startswith("swa_")}
     if rank := config.get("kv_lora_rank"):  # a row of latent and rotary key for all heads: `hf/attention.py`
         return 1, (rank + (config.get("qk_rope_head_dim") or 0)) // 2
     kv_heads, size = config.get("num_key_value_heads"), config.get("head_dim")
@@ -110,31 +112,49 @@ def _shape(config: Mapping[str, Any], layer: int | None = None, slides: bool = F
 
 @dataclass(frozen=True)
 class Sliding:
-    """Layers that slide over a window: transformers holds their newest `window` tokens, in 16 bits."""
+    """Layers that slide over a window: transformers holds their newest `window` tokens, in 16 bits; and `indexed`, the
+    bytes of a token in keys of indexers, which are not compressed either."""
 
     layers: int = 0
     width: int = 0
     window: int = 1
+    indexed: int = 0
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> "Sliding":
         """Those of a model; none of one whose other layers do not slide."""
+        indexed = _indexed(config)
         kinds, window = config.get("layer_types"), config.get("sliding_window") or config.get("attention_chunk_size")
         count, first = owners(config) - len(attending(config)), None
         if isinstance(kinds, (list, tuple)):
             sliding = [n for n, kind in enumerate(kinds[: owners(config)]) if kind in SLIDES]
             count, first = len(sliding), next(iter(sliding), None)
         if not count or type(window) is not int:
-            return Sliding()
+            return Sliding(indexed=indexed)
         heads, size = _shape(config, first, slides=True)
-        return Sliding(count, heads * size, window)
+        return Sliding(count, heads * size, window, indexed)
 
     def bytes(self, tokens: int) -> int:
         """Bytes of a row of this length, after a step; from a prompt to the next step all of it is held."""
-        return 4 * self.layers * self.width * min(tokens, self.window)
+        return 4 * self.layers * self.width * min(tokens, self.window) + self.indexed * tokens
 
 
 NONE_SLIDE = Sliding()
+
+
+def _indexed(config: Mapping[str, Any]) -> int:
+    """Bytes of a token in the keys of indexers, in 16 bits, of all layers that have one and share no other's choice."""
+    kinds = config.get("indexer_types") or config.get("index_topk_pattern")
+    if isinstance(kinds, (list, tuple, str)):
+        own = [n for n in attending(config) if n >= len(kinds) or kinds[n] not in ("shared", "S")]
+    else:  # as files of GLM 5 say it, and of HY 4 leave to the type
+        every = config.get("index_topk_freq") or (4 if str(config.get("model_type")).startswith("hy_v4") else 1)
+        start = config.get("index_skip_topk_offset", 2)
+        own = [n for n in attending(config) if max(n - start + 1, 0) % every == 0]
+    if not config.get("index_topk"):  # of Qwen 4, with the token's three positions beside
+        return 2 * len(own) * config["indexer_head_dim"] + 24 if config.get("indexer_head_dim") else 0
+    size = config["index_head_dim"]
+    return 2 * len(own) * (2 * size + 1 if config.get("index_kpool") else size)  # of GLM 5.3 with gates, and a mark
 
 
 def owners(config: Mapping[str, Any]) -> int:

@@ -30,6 +30,7 @@ PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
 LATENT_PROJECTIONS = {"k_proj": "kv_a_proj_with_mqa", "v_proj": "kv_b_proj"}
 BY_HEAD = "query_key_value"  # a projection of the queries, the key and the value of a KV head, then of the next
 FUSED = "qkv_proj", "Wqkv", BY_HEAD  # names of projections to queries, keys and values in one
+SLIDING = {"layers", "width", "window"}  # what is said of sliding layers; `indexed` beside, where there are indexers
 ONE = "attention_k_eq_v"  # in a config.json: values are the projection of keys, before the norm and RoPE
 
 
@@ -41,7 +42,7 @@ class Fingerprint:
     probes      {"layers.0.key.fingerprint.probe": float32 [8, 8], ...}; without those of packed weights
     quantized   whether the model's weights are quantized, so that probes are only approximately equal
     attending   which layers of the model attend to all tokens, and are those of the geometry; None: all
-    sliding     layers that slide over a window
+    sliding     layers that slide over a window, and keys of indexers
     """
 
     geometry: Geometry
@@ -57,14 +58,18 @@ class Fingerprint:
         size = self.geometry
         shape = {"layers": size.layers, "kv_heads": size.kv_heads, "head_size": size.head_size}
         found = {"geometry": shape, "rope": dict(self.rope), "qk_norm": self.qk_norm, "quantized": self.quantized}
-        if self.attending is None:
-            return found
-        return found | {"attending": list(self.attending), "sliding": asdict(self.sliding)}
+        if self.attending is not None:
+            found["attending"] = list(self.attending)
+        if self.attending is not None or self.sliding.indexed:
+            beside = asdict(self.sliding)
+            found["sliding"] = beside if self.sliding.indexed else {name: beside[name] for name in SLIDING}
+        return found
 
 
 def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
     """Read what `to_json` wrote; raises ArtifactError for anything else."""
-    some = {"attending", "sliding"} if isinstance(fields, dict) and "attending" in fields else set()
+    some = {"attending", "sliding"} & set(fields) if isinstance(fields, dict) else set()
+    some |= {"sliding"} if some else set()
     strict_json.keys(fields, {"geometry", "rope", "qk_norm", "quantized"} | some, "fingerprint")
     shape = strict_json.keys(fields["geometry"], {"layers", "kv_heads", "head_size"}, "fingerprint: geometry")
     if any(type(fields[name]) is not bool for name in ("qk_norm", "quantized")) or not isinstance(fields["rope"], dict):
@@ -78,14 +83,18 @@ def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
 
 
 def _hybrid(fields: Any, count: int) -> dict[str, Any]:
-    """The layers of the model that attend to all tokens, and the bytes of those that slide."""
+    """The layers of the model that attend to all tokens, None for all, and the bytes of those that slide."""
+    given = fields["sliding"]
+    named = SLIDING | ({"indexed"} & set(given) if isinstance(given, dict) else set())
+    others = strict_json.keys(given, named, "fingerprint: sliding")
+    if any(type(one) is not int or not 0 <= one < 1 << 28 for one in others.values()):
+        raise ArtifactError(f"fingerprint: {', '.join(sorted(named))} of sliding must be whole numbers of at least 0")
+    if "attending" not in fields:
+        return {"sliding": Sliding(**others)}
     layers = fields["attending"]
     whole = isinstance(layers, list) and len(layers) == count and all(type(one) is int for one in layers)
     if not whole or layers[0] < 0 or layers != sorted(set(layers)):
         raise ArtifactError(f"fingerprint: attending={layers!r:.80}; {count} layers in ascending order are needed")
-    others = strict_json.keys(fields["sliding"], {"layers", "width", "window"}, "fingerprint: sliding")
-    if any(type(one) is not int or not 0 <= one < 1 << 28 for one in others.values()):
-        raise ArtifactError("fingerprint: layers, width and window of sliding must be whole numbers of at least 0")
     return {"attending": tuple(layers), "sliding": Sliding(**others)}
 
 
@@ -126,9 +135,8 @@ def from_config(config: Mapping[str, Any], weight: Callable[[int, str], Tensor |
     probes = {name: probe(matrix) for name, matrix in weights.items() if matrix is not None and not _packed(matrix)}
     quantized = any(config.get(name) for name in ("quantization_config", DEQUANTIZED)) or len(probes) < len(weights)
     found = Fingerprint(geometry, _rope(config), normed, probes, quantized)
-    if len(layers) == config["num_hidden_layers"]:
-        return found
-    return replace(found, attending=tuple(layers), sliding=Sliding.from_config(config))
+    found = replace(found, sliding=Sliding.from_config(config))
+    return found if len(layers) == config["num_hidden_layers"] else replace(found, attending=tuple(layers))
 
 
 def of_fused(weight_OI: Tensor, config: Mapping[str, Any], fused: str, projection: str) -> Tensor:

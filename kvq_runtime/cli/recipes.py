@@ -29,7 +29,7 @@ ADVICE = {  # which to take, as README.md has it
 }
 # of config.json: which layers cache what is said otherwise than by layer_types, num_key_value_heads and head_dim
 OTHERWISE = ("layers_block_type", "attn_layer_indices", "attn_layer_period", "hybrid_override_pattern", "multi_query",
-             "attention_chunk_size", "index_topk")  # fmt: skip
+             "attention_chunk_size")  # fmt: skip
 MODEL = "Qwen2.5-7B (28 layers, 4 KV heads of 128)"
 BITS = f"""
 bits: per element of an encoded token, scales and all metadata included, on {MODEL};
@@ -45,6 +45,7 @@ row from which all bytes are fewer than those of 16 bit, and of the plain HIGGS 
 RECURRENT = ("linear_attention", "conv", "mamba")
 RECUR = "Layers that recur: {}. Their state, which does not grow with the text, is not counted ({})."
 SLIDES = "Bytes of {} layers that slide over a window of {:,} tokens are in all GiB, and not in the bits ({})."
+INDEXES = "Keys of indexers, {:,} bytes of a token, are in all GiB, and not in the bits ({})."
 FILED = "Bits in files: what calibration steers files of a kept prefix of {:,} tokens to, sinks and frames among them."
 
 
@@ -161,6 +162,8 @@ def held(args: Namespace) -> int:
         for model in models.values():
             if (sliding := model.sliding).layers:
                 print(SLIDES.format(sliding.layers, sliding.window, model.name))
+            if sliding.indexed:
+                print(INDEXES.format(sliding.indexed, model.name))
             if model.recurrent:
                 print(RECUR.format(model.recurrent, model.name))
         if any("bits in files" in row for row in rows):

@@ -42,7 +42,7 @@ class HeldBytes:
     """Bytes of `batch` rows of `tokens` tokens each.
 
     sequence   by kind: grow with tokens and batch      shared   by kind: do not
-    exact      what 16 bits would hold                  sliding    of layers that slide, in `total` and `exact` both
+    exact      what 16 bits would hold                  sliding    of layers that slide, or of indexers, in both
     """
 
     tokens: int
@@ -64,7 +64,7 @@ class HeldBytes:
 
     @property
     def bits(self) -> float:
-        """All bytes but of layers that slide, in bits per key or value element of the tokens seen."""
+        """All bytes but of layers that slide and of indexers, in bits per key or value element of the tokens seen."""
         return 16 * (self.total - self.sliding) / (self.exact - self.sliding)
 
 
@@ -73,7 +73,7 @@ class Sizes:
     """A recipe on a model whose exact tokens are of `dtype`; a window that may grow is billed at its longest.
 
     held      the layers that the cache holds, if not all
-    sliding   layers that slide over a window, which transformers holds beside it
+    sliding   layers that slide over a window, which transformers holds beside it, and keys of indexers
     """
 
     recipe: Recipe
@@ -158,7 +158,7 @@ class Sizes:
 
     def smaller_from(self, batch: int = 1) -> int | None:
         """From how many tokens a row on all bytes are always fewer than in 16 bits; None: never."""
-        if self.sliding.layers:
+        if self.sliding != NONE_SLIDE:
             return replace(self, sliding=NONE_SLIDE).smaller_from(batch)
         far = 1 << 24
         rate = (self.at(2 * far, batch).total - self.at(far, batch).total) / far

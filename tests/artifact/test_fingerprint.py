@@ -65,12 +65,24 @@ def test_layers_that_slide_are_no_part_of_the_shape(given, layers):
 
 @pytest.mark.parametrize("change", [
     {"attending": [1, 1]}, {"attending": []}, {"attending": [-1]}, {"attending": ["0"]}, {"attending": 0},
-    {"sliding": {}}, {"sliding": {"layers": 1, "width": 16, "window": 1e9}}, {"sliding": None},
+    {"sliding": {"layers": 1, "width": 16, "window": 8, "indexed": -1}}, {"sliding": {}},
+    {"sliding": {"layers": 1, "width": 16, "window": 1e9}}, {"sliding": None},
 ])  # fmt: skip
 def test_layers_in_a_file_may_be_anything(change):
     found = stamp(sliding_window=8, sliding_window_pattern=2)
     with pytest.raises(ArtifactError, match="fingerprint"):
         fingerprint.from_json(found.to_json() | change, found.probes)
+
+
+@pytest.mark.parametrize("given, count", [
+    ({}, 2), ({"indexer_types": ["full", "shared"]}, 1), ({"index_topk_pattern": "SF"}, 1),
+    ({"index_topk_freq": 4, "num_hidden_layers": 6}, 3), ({"model_type": "hy_v4", "num_hidden_layers": 6}, 3),
+])  # fmt: skip
+def test_layers_that_choose_by_keys_of_their_own(given, count):
+    """As files of DeepSeek V3.2, GLM 5 and HY 4 say it."""
+    config = {**CONFIG, "index_topk": 2048, "index_head_dim": 128, **given}
+    assert Sliding.from_config(config) == Sliding(indexed=256 * count)
+    assert Sliding.from_config(config).bytes(1000) == 256_000 * count
 
 
 def test_the_same_weights_pass_in_every_float_format():

@@ -1,6 +1,7 @@
 """docs/models.md against small random models of the architectures that it lists: what the table says is so."""
 
 import copy
+import json
 import re
 
 import pytest
@@ -12,12 +13,13 @@ from tiers import some
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import SLAB
+from kvq_runtime.geometry import SLAB, Sliding
 from kvq_runtime.hf.cuda_graphs import Asked
 from kvq_runtime.hf.model import (
     CACHE,
     attention_of,
     decoder_of,
+    fingerprint_of,
     layers_of,
     looks_ahead,
     real_tokens,
@@ -210,6 +212,24 @@ def test_the_keys_of_an_indexer_go_with_the_rows(kind):
     ours.reset()
     other = stock(model)
     assert same(prompt(3, 20)), "reset"
+
+
+@pytest.mark.parametrize("kind", CHOOSING)
+def test_the_keys_of_an_indexer_are_predicted(kind):
+    """By the configuration, in 16 bits, with what slides beside them; an artifact's fingerprint says it again."""
+    model, ids = random(kind), prompt(2, 41)
+    cache = kvq("rtn-4bit", model)
+    with torch.no_grad():
+        for part in ids.split((40, 1), 1):
+            model(part, past_key_values=cache)
+    names = "keys", "values", "indexer_keys", "indexer_position_ids"
+    held = [one for layer in cache.layers for name in names if (one := getattr(layer, name, None)) is not None]
+    sizes = [one.untyped_storage().nbytes() // (2 if one.dtype == torch.float32 else 1) for one in held]
+    sliding = Sliding.from_config(settings_of(model.config.get_text_config(decoder=True)))
+    assert sliding.indexed and 2 * sliding.bytes(41) == sum(sizes)
+    found = fingerprint_of(model)
+    again = fingerprint.from_json(json.loads(json.dumps(found.to_json())), found.probes)
+    assert found.sliding == again.sliding == sliding and found.attending == again.attending
 
 
 @pytest.mark.parametrize("read", [0, 40])
