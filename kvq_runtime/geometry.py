@@ -13,9 +13,10 @@ from typing import Any, Literal, get_args
 Role = Literal["key", "value"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-INDEXED = "indexed_attention"  # of layers whose queries read tokens that are chosen by keys of an indexer
+BLOCKS = "minimax_m3_sparse"  # of layers whose queries read blocks of tokens, by KV head, that an indexer chooses
+INDEXED = ("indexed_attention", BLOCKS)  # of all whose queries read what is chosen by keys of an indexer
 # types of layers that cache all tokens: the second in files of Granite 4, the third recur too
-WHOLE = ("full_attention", "attention", "hybrid", INDEXED)
+WHOLE = ("full_attention", "attention", "hybrid", *INDEXED)
 SLIDES = ("sliding_attention", "chunked_attention")  # of those to the newest: of a window, of a chunk (Llama 4)
 SLAB = 32  # blocks that are stored, addressed and decoded together; the last slab of a layer may have fewer
 # sides of a square that is one tile of a matrix product, and fits into registers and shared memory whole
@@ -144,6 +145,8 @@ NONE_SLIDE = Sliding()
 
 def _indexed(config: Mapping[str, Any]) -> int:
     """Bytes of a token in the keys of indexers, in 16 bits, of all layers that have one and share no other's choice."""
+    if blocks := sum(kind == BLOCKS for kind in config.get("layer_types") or ()):
+        return 2 * blocks * config["index_head_dim"]
     kinds = config.get("indexer_types") or config.get("index_topk_pattern")
     if isinstance(kinds, (list, tuple, str)):
         own = [n for n in attending(config) if n >= len(kinds) or kinds[n] not in ("shared", "S")]

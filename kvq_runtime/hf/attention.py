@@ -21,7 +21,15 @@ HARMLESS = frozenset(
 )
 HIDDEN = -1e4  # and less: what hides a token, where it is added to its score
 SINKS = "s_aux"  # one learned logit a head, of no token
-DENSE = HARMLESS | {"is_causal", "position_bias", "cache", "softcap", "indices", SINKS}  # over whole keys and values
+DENSE = HARMLESS | {
+    "is_causal",
+    "position_bias",
+    "cache",
+    "softcap",
+    "indices",
+    "block_indices",
+    SINKS,
+}  # over whole keys and values
 PACKED = HARMLESS | {"softcap", SINKS}
 EAGER = 'use model.set_attn_implementation("eager"), under which a KVQCache hands out decoded keys and values'
 
@@ -144,6 +152,10 @@ class KVQLayer(CacheLayerMixin):
         self.indexer_keys = torch.cat([held[:, :length], new], 1) if held is not None and length else new
         self.keys = new.new_empty(1, 1, self.indexer_keys.shape[1], 0)  # GLM 5.3 asks it how many tokens there are
         return self.indexer_keys
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """The same of MiniMax M3's indexer, [B, 1, T, I]."""
+        return self.update_indexer(idx_k[:, 0])[:, None]
 
     def reset(self) -> None:
         """Forget an indexer's keys: what else a layer holds, `blocks` holds."""
@@ -300,6 +312,10 @@ def dense(
     """Attend as `sdpa` does, and to a cap on scores and learned logits of no token too, which it drops or refuses; and
     to the tokens alone that a model has chosen."""
     attention_mask = chosen(attention_mask, kwargs.pop("indices", None))
+    if (blocks := kwargs.pop("block_indices", None)) is not None:
+        places = kwargs["position_ids"].expand(len(query), -1)
+        asked = blocks, attention_mask, key.shape[2], query.dtype, query.device, places
+        attention_mask = module.indexer.build_block_mask(*asked)  # type: ignore[union-attr]
     softmax = whole.Softmax.of(kwargs)
     causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
     later = attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]  # which sdpa takes for the first

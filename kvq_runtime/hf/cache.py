@@ -21,6 +21,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
+from kvq_runtime.geometry import WHOLE
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
 from kvq_runtime.hf.attention import HybridLayer, KVQLayer, LatentLayer, Pass
@@ -90,7 +91,8 @@ class KVQCache(Announced, Cache):
         geometry, modules = geometry_of(model), attention_modules(model)
         stock = DynamicCache(config=config).layers
         whole = DynamicLayer, LinearAttentionAndFullAttentionLayer, DynamicIndexedLayer
-        if [n for n, layer in enumerate(stock) if type(layer) in whole] != list(modules):
+        kinds = [type(layer) in whole or getattr(layer, "_layer_type", None) in WHOLE for layer in stock]
+        if [n for n, held in enumerate(kinds) if held] != list(modules):
             raise ValueError(
                 f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
             )

@@ -115,7 +115,7 @@ def own_code(model: PreTrainedModel) -> str | None:
 
 def indexed(model: PreTrainedModel) -> bool:
     """True if layers of a model read tokens that are chosen by keys of an indexer."""
-    return INDEXED in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    return not {*INDEXED}.isdisjoint(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def settings_of(config: Any) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def rope_is_undone(model) -> bool:
     return bool(torch.allclose(k_TC, k_TC[:1].expand_as(k_TC), rtol=0, atol=1e-3 * float(k_TC.std())))
 
 
+# not MiniMax M3, whose queries behind padding see nothing but padding
 @pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "persimmon", "falcon_h1", "zamba2", "zaya", "jamba",
                                   "nemotron_h", *FALCONS, *CHOOSING])  # fmt: skip
 def test_padded_rows_and_beams(kind):
@@ -214,7 +215,7 @@ def test_the_keys_of_an_indexer_go_with_the_rows(kind):
     assert same(prompt(3, 20)), "reset"
 
 
-@pytest.mark.parametrize("kind", CHOOSING)
+@pytest.mark.parametrize("kind", [*CHOOSING, "minimax_m3_vl_text"])
 def test_the_keys_of_an_indexer_are_predicted(kind):
     """By the configuration, in 16 bits, with what slides beside them; an artifact's fingerprint says it again."""
     model, ids = random(kind), prompt(2, 41)

@@ -61,6 +61,8 @@ NOTE = CHOSEN | {"layer_types": ["indexed_attention", "sliding_attention", "inde
     "sliding_window": 16, "shared_experts_intermediate_size": 32, "swa_num_attention_heads": 4, "swa_head_dim": 32,
     "swa_num_key_value_heads": 4, "swa_q_lora_rank": 24, "swa_kv_lora_rank": 32, "swa_qk_nope_head_dim": 16,
     "swa_v_head_dim": 16}  # fmt: skip
+M3 = EXPERTS | {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2,
+      "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3}  # fmt: skip
 QSA = EXPERTS | SHARED | RECURRENT | {
     "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "hc_count": 2, "hc_lowrank": 16,
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 16,
@@ -100,7 +102,7 @@ OWN = {
     "flex_olmo": EXPERTS, "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "granitemoeshared": EXPERTS | {"shared_intermediate_size": 32}, "solar_open": EXPERTS | ROUTED,
     "hy_v3": EXPERTS | ROUTED, "laguna": EXPERTS | FULL | SHARED | {"num_attention_heads_per_layer": [4, 4, 4]},
-    "mellum": EXPERTS | FULL, "minimax_m3_vl_text": EXPERTS | FULL, "cohere2_moe": EXPERTS | FULL,
+    "mellum": EXPERTS | FULL, "cohere2_moe": EXPERTS | FULL,
     "exaone_moe": EXPERTS | ROUTED | FULL | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "kolibri1": EXPERTS | FULL, "flint": EXPERTS | FULL, "granite_swa": MIXED, "granitemoe_swa": EXPERTS | MIXED,
     "vaultgemma": MIXED, "gemma4_text": GEMMA4, "gemma4_unified_text": GEMMA4,
@@ -132,7 +134,7 @@ OWN = {
         "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "qk_rope_head_dim": 0,
         "indexer_types": ["full", "full", "shared"],
         "mlp_layer_types": ["dense", "sparse", "sparse"]}, projection_intermediate_size=32),
-    "qwen4_exp": tower(QSA),
+    "qwen4_exp": tower(QSA), "minimax_m3_vl_text": M3, "minimax_m3_vl": tower(M3),
     "hy_v4_vl": tower(SHARED_CHOICE | {"rope_parameters": THREE["rope_parameters"] | {"mrope_section": [3, 3, 2]}}),
     "mistral_large4": tower(SHARED_CHOICE, model_type="pixtral"),
     "bitnet": {"head_dim": 16}, "helium": {"head_dim": 16},
@@ -175,7 +177,7 @@ OWN = {
     "idefics2": tower({"model_type": "mistral", "sliding_window": None}),
     "janus": tower({"model_type": "llama"}) | {"vq_config": {"base_channels": 32, "num_embeddings": 64}},
     "llava_onevision": tower({"model_type": "qwen2"}, model_type="siglip_vision_model"),
-    "minimax_m3_vl": tower(EXPERTS | FULL), "muse_glimmer": tower(EXPERTS), "paddleocr_vl": tower(SECTIONS),
+    "muse_glimmer": tower(EXPERTS), "paddleocr_vl": tower(SECTIONS),
     "ovis2": tower({"model_type": "qwen2"}, vocab_size=64), "step3p7": tower({"sliding_window": 16}),
     "bamba": {"attn_layer_indices": [1, 2], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
               "mamba_n_groups": 1},

@@ -69,6 +69,7 @@ REFUSED = {
     "jetmoe": "JetMoeAttention has no k_proj",
     "diffllama": r"its attention has parameters of its own \(lambda_k1, ",
     "doge": r"its attention has parameters of its own \(A\)",
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "layers 1, 2 of 3 are of type minimax_m3_sparse"),
     "beam": r"its attention has parameters of its own \(gate_bias\)",
 }  # fmt: skip
 
