@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -61,6 +61,8 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has an encoder and attention across to it; kvq takes decoders alone; {LISTED}")
     if layers_name(decoder_of(model)) is None:
         raise ValueError(f"{name} has no decoder with layers as Llama has; {LISTED}")
+    if (own := _own_cache(decoder_of(model))) is not None:
+        raise ValueError(f"{name} takes no cache but its own {own}; {LISTED}")
     text = model.config.get_text_config(decoder=True)
     for setting in LOOPS:
         if (loops := getattr(text, setting, 1)) > 1:
@@ -87,6 +89,14 @@ def decoder_of(model: Any) -> Any:
 def layers_name(decoder: Any) -> str | None:
     """The decoder's name for the list of its layers; None if it has no such list."""
     return next((name for name in LAYERS if isinstance(getattr(decoder, name, None), nn.ModuleList)), None)
+
+
+def _own_cache(decoder: Any) -> str | None:
+    """The name of the class of cache that a decoder asks for, if it is of its own (MiniMax); None: any will do."""
+    given = inspect.signature(type(decoder).forward).parameters.get(str(cache_name(decoder)))
+    asked = get_args(given.annotation) if given is not None else ()
+    own = (one for one in asked if isinstance(one, type) and one.__module__ == type(decoder).__module__)
+    return next((one.__name__ for one in own), None)
 
 
 def layers_of(decoder: Any) -> Any:

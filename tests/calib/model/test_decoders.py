@@ -47,7 +47,7 @@ ROWS |= {kind: ROWS["falcon"] for kind in FALCONS if kind != "falcon-"}
 MADE = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # {type: the class of its models}
 TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
 UNLISTED = {
-    "minimax": "its decoder does not run with transformers' own cache, and its layers apart: MiniMax uses",
+    "minimax": "MiniMaxForCausalLM takes no cache but its own MiniMaxCache",
     "falcon-": "its layers are given alibi, which is known of the whole model alone",
     "deepseek_v4": r"no layer of this model attends to all tokens alone \(their types: heavily_compressed_attention\)",
     "dory": "DoryForCausalLM runs some layers 2 times a pass",
