@@ -21,10 +21,10 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
-from kvq_runtime.geometry import WHOLE
+from kvq_runtime.geometry import WHOLE, Geometry
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
-from kvq_runtime.hf.attention import HybridLayer, KVQLayer, LatentLayer, Pass
+from kvq_runtime.hf.attention import EAGER, HybridLayer, KVQLayer, LatentLayer, Pass
 from kvq_runtime.hf.model import (
     LISTED,
     attention_modules,
@@ -108,6 +108,12 @@ class KVQCache(Announced, Cache):
             raise ValueError(
                 f"{recipe.name} needs queries or weights of attention, and {self._decodes}; use a recipe that holds "
                 "and reads all tokens, and needs no queries"
+            )
+        asked = attends(recipe) or config._attn_implementation == "kvq"
+        if asked and not self._decodes and _repeats(attention[0], geometry, settings):
+            raise ValueError(
+                f"kvq attention does not know keys and values that {type(model).__name__} repeats behind a cache; "
+                f"{EAGER}"
             )
         shared = settings.get("num_kv_shared_layers")
         kind, layers = LatentLayer if settings.get("kv_lora_rank") else KVQLayer, list[Any](stock)
@@ -360,6 +366,12 @@ def _decoding(settings: Mapping[str, Any], model: PreTrainedModel) -> str | None
     if settings.get("num_kv_shared_layers"):
         return f"the last layers of {name} read what the last of those that cache has decoded"
     return None
+
+
+def _repeats(attention: Any, geometry: Geometry, settings: Mapping[str, Any]) -> bool:
+    """True of attention that repeats by itself what a cache gives back, for each head (JetMoe)."""
+    alone = getattr(attention, "num_key_value_groups", None) == 1
+    return alone and geometry.kv_heads < settings["num_attention_heads"]
 
 
 def _empty(layer: DynamicLayer) -> None:

@@ -277,7 +277,8 @@ def test_the_keys_of_an_indexer_are_not_kept_or_recorded(kind, settings, why):
 @pytest.mark.parametrize("kind, why", [
     ("mistral_large4", "has layers that read the latents of another one"),
     ("qwen4_exp_text", "keeps positions where transformers"),
-    ("minimax", "takes no cache but its own MiniMaxCache"), ("deepseek_v4", "no layer of this model attends to all tokens"),
+    ("minimax", "takes no cache but its own MiniMaxCache"),
+    ("deepseek_v4", "no layer of this model attends to all tokens"),
 ])  # fmt: skip
 def test_indexers_of_which_a_cache_would_be_wrong(kind, why, monkeypatch):
     model = random(kind)

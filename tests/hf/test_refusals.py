@@ -59,6 +59,15 @@ def test_a_model_that_attends_by_code_of_its_own_shows_no_queries():
         KVQCache.from_recipe("h2o", random("falcon"))
 
 
+def test_keys_that_are_repeated_behind_a_cache_are_refused_when_it_is_made():
+    model = random("jetmoe")
+    KVQCache.from_recipe("exact", model)
+    for recipe in ("h2o", "exact"):
+        with pytest.raises(ValueError, match="keys and values that JetMoeForCausalLM repeats behind a cache; .*eager"):
+            KVQCache.from_recipe(recipe, model)
+        model.set_attn_implementation("kvq")
+
+
 @pytest.mark.parametrize("kind, why", [
     ("glm4", r"layer 0 \(glm4\) turns keys otherwise"), ("ernie4_5", "layer 0 .* turns keys otherwise"),
     ("cohere", "layer 0 .* turns keys otherwise"), ("smollm3", r"layer 2 \(smollm3\) has no RoPE"),

@@ -229,6 +229,7 @@ OWN = {
                         text_hidden_size=64, max_image_size=64, max_vit_seq_len=64),
     "chameleon": SHAPE | {"head_dim": 16, "vq_config": {"base_channels": 32, "num_embeddings": 64},
                           "vocabulary_map": {"<image>": 5}},
+    "moss_transcribe_diarize": {"text_config": SHAPE | {"model_type": "qwen3"}, "audio_config": HEARING},
     "granite4_vision": tower({}, model_type="clip_vision_model", hidden_size=64)
     | {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
     "apertus1p5": {"text_config": SHAPE, "image_token_offset": 40, "audio_token_offset": 72, "vision_config": {
