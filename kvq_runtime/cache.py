@@ -10,7 +10,7 @@ Knows nothing of transformers: see `hf/`. Tensors are [B, T, C], all heads side 
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -41,7 +41,6 @@ _log = logging.getLogger(__name__)
 class BlockCache:
     """The compressed cache of `geometry` under `recipe`, with an artifact's tensors where the recipe is fitted.
 
-    held         the layers it holds, if not all
     max_tokens   what the tables of a GPU are made for, see attention/fused.py
     dtype        of the model, which an empty cache takes for that of its tokens
     made_for     the tokens that the model was made for; None: not known
@@ -59,7 +58,6 @@ class BlockCache:
         recipe: Recipe,
         geometry: Geometry,
         tensors: Mapping[str, Tensor] | None = None,
-        held: Iterable[int] | None = None,
         max_tokens: int = 1 << 17,
         dtype: torch.dtype = torch.bfloat16,
         made_for: int | None = None,
@@ -67,9 +65,8 @@ class BlockCache:
     ):
         self.recipe = recipe.check(geometry)
         self.geometry = geometry
-        self.held = frozenset(range(geometry.layers) if held is None else held)
         self.codecs = shared.build(recipe, geometry, tensors or {})
-        self._last, self._max_tokens = max(self.held), max_tokens
+        self._last, self._max_tokens = geometry.layers - 1, max_tokens
         self.dtype, self.made_for, self.check = dtype, made_for, check
         self._smaller: dict[tuple[int, torch.dtype], int | None] = {}  # than 16 bit, from so many tokens
         self._warned = False  # whether the log has said that blocks are beyond
@@ -83,7 +80,7 @@ class BlockCache:
         self.layers = self.decoder.stores
         self.encoder = Encoder(self.decoder)
         self.fused = Fused(recipe, geometry, self.positions, self._max_tokens)
-        self.policies = Policies(CacheParts(sorted(self.held), self.codecs, self.encoder))
+        self.policies = Policies(CacheParts(self.codecs, self.encoder))
         self.encoder.extra = self.policies.extra_fields
         weigh = self.policies.weighed if self.policies.newest else None
         own = [policy.path for policy in self.policies if policy.path is not None]
@@ -151,10 +148,10 @@ class BlockCache:
         if self.layers or self.policies:
             what = "the cache holds tokens: reset() it" if self.layers else f"{self.recipe.name} chooses among tokens"
             raise RuntimeError(f"blocks that were encoded elsewhere cannot be taken in; {what}")
-        for layer in sorted(self.held):
+        for layer in range(self.geometry.layers):
             store = self.layers[layer] = self._store(layer, sinks[layer][0])
             store.adopt(count, *fields[layer], sinks[layer], exact[layer])
-        first = self.layers[min(self.held)]
+        first = self.layers[0]
         self.positions.extend(first.rows, count * self.recipe.window.block, first.buffer_2BTC.device)
 
     def take_queries(self, layer: int, q_BHTD: Tensor) -> None:
@@ -190,7 +187,7 @@ class BlockCache:
         if step is None:
             return
         step.done.add(layer)
-        if len(step.done) == len(self.held) and not self.positions.recorded:
+        if len(step.done) == self.geometry.layers and not self.positions.recorded:
             self.encoder.refuse_nan()
             for policy in self.policies:
                 policy.end(step)
@@ -208,8 +205,8 @@ class BlockCache:
         if step is not None and (layer in step.taken or count != step.count):
             self.settle()
             step = None
-        if layer not in self.held:
-            raise ValueError(f"layer {layer}; the cache was made for {sorted(self.held)}")
+        if not 0 <= layer <= self._last:
+            raise ValueError(f"layer {layer}; the cache was made for layers 0 to {self._last}")
         if width != self.geometry.width:
             raise ValueError(f"keys of width {width}; the cache was made for {self.geometry}")
         store = self.layers.get(layer)
@@ -321,7 +318,8 @@ class BlockCache:
     @property
     def refusal(self) -> str | None:
         """The reason why, on a GPU, some layer is decoded before attention; None: all are read packed."""
-        return next(filter(None, (refusal(self.recipe, self.geometry, layer) for layer in sorted(self.held))), None)
+        reasons = (refusal(self.recipe, self.geometry, layer) for layer in range(self.geometry.layers))
+        return next(filter(None, reasons), None)
 
     def health(self) -> Health:
         """The health of the blocks that are held, by what calibration promised."""
@@ -344,8 +342,7 @@ class BlockCache:
         dtype = next((store.buffer_2BTC.dtype for store in stores), self.dtype)
         case = max(1, self.rows), dtype
         if case not in self._smaller:
-            sizes = Sizes(self.recipe, self.geometry, dtype, tuple(sorted(self.held)))
-            self._smaller[case] = sizes.smaller_from(case[0])
+            self._smaller[case] = Sizes(self.recipe, self.geometry, dtype).smaller_from(case[0])
         return report(
             self.recipe, self.geometry, stores, self.positions, others, shared, dtype, tokens=self.length,
             scratch_peak=self.decoder.scratch_peak, positions=self.made_for,

@@ -82,7 +82,7 @@ class KVQLayer(CacheLayerMixin):
     def __init__(self, blocks: BlockCache, index: int, current: Pass, decodes: bool = False):
         super().__init__()
         self.blocks, self.index, self.current, self.decodes = blocks, index, current, decodes
-        self._leads = index == min(blocks.held)
+        self._leads = index == 0
         self._marks = {first: Mark(blocks, index, first, current) for first in (True, False)}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -98,7 +98,7 @@ class KVQCache(Announced, Cache):
             )
         settings = settings_of(config)
         made_for = settings.get("max_position_embeddings")
-        self.blocks = BlockCache(recipe, geometry, tensors, None, made_for or 1 << 17, model.dtype, made_for, check)
+        self.blocks = BlockCache(recipe, geometry, tensors, made_for or 1 << 17, model.dtype, made_for, check)
         self.places = {layer: place for place, layer in enumerate(modules)}
         attention = list(modules.values())
         if "positions" in recipe.needs and (why := _rope_refusal(model, modules)):

@@ -29,7 +29,7 @@ def graph(step: Callable[[], T]) -> tuple[T, Callable[[], None]]:
 def refused(cache: BlockCache) -> str | None:
     """Return the reason why no step of this cache can be recorded while it holds these rows; None: one can."""
     stores = list(cache.layers.values())
-    if len(stores) < len(cache.held):
+    if len(stores) < cache.geometry.layers:
         return cache.refusal or "the cache holds no tokens yet"
     if cache.recipe.policies:
         kinds = " and ".join(policy.kind for policy in cache.recipe.policies)

@@ -28,13 +28,12 @@ ALL = 1 << 30  # queries, as many as a forward pass has
 class CacheParts:
     """The cache that a policy works in.
 
-    layers   those that it holds, in rising order
     codecs   of keys and of values, by layer, as the recipe and its artifact have them
     stores   by layer, those that have taken in tokens; empty for an empty cache
     """
 
-    def __init__(self, layers: Sequence[int], codecs: Sequence[tuple[Codec, Codec]], encoder: Encoder):
-        self.layers, self.codecs, self.encoder, self.decoder = layers, codecs, encoder, encoder.decoder
+    def __init__(self, codecs: Sequence[tuple[Codec, Codec]], encoder: Encoder):
+        self.codecs, self.encoder, self.decoder = codecs, encoder, encoder.decoder
         self.recipe, self.geometry = self.decoder.recipe, self.decoder.geometry
         self.positions = self.decoder.positions
         self.stores: Mapping[int, LayerStore] = self.decoder.stores
@@ -63,7 +62,7 @@ class CacheParts:
             store = self.stores[layer]
             self.encoder.encode(layer, store.due if blocks is None else blocks)
             store.trim()
-            self.decoder.forget(layer, layer == self.layers[-1])
+            self.decoder.forget(layer, layer == self.geometry.layers - 1)
 
 
 class Policy:

@@ -103,7 +103,6 @@ class _Stream(NamedTuple):
 class BlockFormat:
     """The contents of a block's file.
 
-    held         layers, in rising order
     dtype        of the model's keys and values
     tensors      of the fit; None: blocks are checked, and fields that are coded are missing in them, and what is coded
                  without loss if the library is missing
@@ -113,7 +112,6 @@ class BlockFormat:
 
     recipe: Recipe
     geometry: Geometry
-    held: tuple[int, ...]
     dtype: torch.dtype
     tensors: Mapping[str, Tensor] | None = dataclasses.field(default=None, compare=False, repr=False)
     promised: bool = False
@@ -126,7 +124,7 @@ class BlockFormat:
 
     @cached_property
     def _sites(self) -> list[_Site]:
-        places = [(layer, role) for layer in self.held for role in (0, 1)]
+        places = [(layer, role) for layer in range(self.geometry.layers) for role in (0, 1)]
         return [_Site(*place, *spec) for place in places for spec in self._fields(*place)]
 
     @cached_property
@@ -167,19 +165,19 @@ class BlockFormat:
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             name: ((sum(one.numbers for one in sites),), sites[0].dtype) for name, sites in self._packed.items()
         }
-        shape = (2, len(self.held), self.sinks(number), self.geometry.width)
+        shape = (2, self.geometry.layers, self.sinks(number), self.geometry.width)
         return specs | ({SINKS: (shape, self.dtype)} if shape[2] and not self.coded_sinks else {})
 
     def longest(self, number: int) -> dict[str, int]:
         """Of every tensor of a block's file that is coded, the most bytes that it may have."""
-        count = 2 * len(self.held) * self.sinks(number) * self.geometry.width
+        count = 2 * self.geometry.layers * self.sinks(number) * self.geometry.width
         sinks = {SINKS: lossless.most(count, self.dtype)} if count and self.coded_sinks else {}
         return {name: stream.longest for name, stream in self._streams.items()} | sinks
 
     @cached_property
     def _exact(self) -> dict[str, tuple[int, int]]:
         """(layer, role) of what may be beyond, by the name of its tensor."""
-        sites = [(layer, role) for layer in self.held for role in (0, 1)] if self.promised else []
+        sites = [(layer, role) for layer in range(self.geometry.layers) for role in (0, 1)] if self.promised else []
         return {f"{ROLES[role]}.{layer}.{EXACT}": (layer, role) for layer, role in sites}
 
     @property
@@ -261,7 +259,7 @@ class BlockFormat:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise ArtifactError(f"finite: {name} has NaN or infinity")
-        fields: dict[int, tuple[Slab, Slab]] = {layer: ({}, {}) for layer in self.held}
+        fields: dict[int, tuple[Slab, Slab]] = {layer: ({}, {}) for layer in range(self.geometry.layers)}
         for name, sites in self._packed.items():
             for site, x in zip(sites, tensors[name].split([one.numbers for one in sites]), strict=True):
                 fields[site.layer][site.role][site.field] = x.view(site.shape)
@@ -272,12 +270,12 @@ class BlockFormat:
         for (layer, role), kept in exact.items():
             if not bool(torch.isfinite(decode_beyond(kept, block, self.dtype)).all()):
                 raise ArtifactError(f"finite: {ROLES[role]}.{layer}.{EXACT} decodes to NaN or infinity")
-        nothing = torch.empty(2, len(self.held), 0, width, dtype=self.dtype)
+        nothing = torch.empty(2, self.geometry.layers, 0, width, dtype=self.dtype)
         sinks_2LSC = tensors.get(SINKS, nothing)
         if SINKS in tensors and self.coded_sinks:
-            places = 2 * len(self.held) * self.sinks(link.number)
+            places = 2 * self.geometry.layers * self.sinks(link.number)
             for x in self._without_loss(SINKS, sinks_2LSC, width, [places]):
-                sinks_2LSC = x.mT.reshape(2, len(self.held), -1, width)
+                sinks_2LSC = x.mT.reshape(2, self.geometry.layers, -1, width)
         return Block(fields, sinks_2LSC, exact)
 
     def _decoded(self, name: str, stream_X: Tensor) -> list[Tensor]:

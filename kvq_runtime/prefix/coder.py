@@ -35,7 +35,6 @@ _Coded = tuple[Codec, Tensor, Context, Tensor]  # the codec of a role, what it e
 class Coder:
     """Codecs of a recipe for tokens at positions that count from 0.
 
-    held     layers, in rising order
     rotary   the model's rotation, where the recipe needs positions; may be set later
     check    what a fit promises, so that tokens beyond are kept beside codes; None: errors are not measured
     """
@@ -45,13 +44,12 @@ class Coder:
         recipe: Recipe,
         geometry: Geometry,
         tensors: Mapping[str, Tensor],
-        held: Sequence[int],
         rotary: Rotary | None = None,
         check: Check | None = None,
     ):
         self.recipe, self.geometry, self.check = recipe.check(geometry), geometry, check
         self.tensors = tensors if isinstance(tensors, Fitted) else Fitted(tensors)  # so that caches share the codecs
-        self.held, self.rotary = tuple(held), rotary
+        self.rotary = rotary
         self._codecs = shared.build(recipe, geometry, self.tensors)
         self._depth = max(1, *map(_reads, self._codecs))  # of layers below that are read
 
@@ -64,7 +62,7 @@ class Coder:
         size = self.recipe.window.block
         count = self._finite(first, rows)
         begun = [self._begun(number) for number in range(first, first + count)]
-        for layer in self.held:
+        for layer in range(self.geometry.layers):
             codecs = [shared.moved(codec, rows[layer][0].device) for codec in self._codecs[layer]]
             if count > 1:
                 codecs = [codec.unpacked() for codec in codecs]
@@ -146,16 +144,16 @@ class Coder:
         """
         cache = self._cache(start, start + len(blocks) * self.recipe.window.block, device)
         fill(cache, blocks, device)
-        for layer in self.held:
+        for layer in range(self.geometry.layers):
             k_BTC, v_BTC = cache.decoder.whole(layer)
             heads = (self.geometry.kv_heads, self.geometry.head_size)
             yield layer, k_BTC[0].unflatten(-1, heads), v_BTC[0].unflatten(-1, heads)
-            cache.decoder.forget(layer, layer == self.held[-1])
+            cache.decoder.forget(layer, layer == self.geometry.layers - 1)
 
     def _cache(self, start: int, stop: int, device: torch.device | str) -> BlockCache:
         """An empty cache for tokens `start` to `stop` of a text, and no others."""
         recipe = self.recipe.with_exact(sinks=max(0, self.recipe.window.sinks - start)) if start else self.recipe
-        cache = BlockCache(recipe, self.geometry, self.tensors, self.held)
+        cache = BlockCache(recipe, self.geometry, self.tensors)
         near = None
         if self.rotary is not None:
             near = Rotary(self.rotary.frequencies_K.to(device), self.rotary.scaling, self.rotary.dtype)
@@ -165,8 +163,8 @@ class Coder:
     def _finite(self, first: int, rows: Rows) -> int:
         """Return how many of these blocks are before one with NaN or infinity, all if there is none."""
         size, width = self.recipe.window.block, self.geometry.width
-        count = good = max(1, len(rows[self.held[0]][0]) // size)
-        for layer in self.held:
+        count = good = max(1, len(rows[0][0]) // size)
+        for layer in range(self.geometry.layers):
             for role, x_TC in zip(ROLES, rows[layer], strict=True):
                 if x_TC.shape != (count * size, width):
                     raise ValueError(
@@ -201,7 +199,7 @@ class _Begun:
 
 def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str) -> None:
     """Put a text's first blocks into an empty cache, as one row."""
-    layers = sorted(cache.held)
+    layers = range(cache.geometry.layers)
     fields = {
         layer: tuple(_stacked([block.fields[layer][role] for block in blocks], device) for role in (0, 1))
         for layer in layers
@@ -218,7 +216,7 @@ def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str)
 
 def held(cache: BlockCache, number: int, row: int = 0) -> Block:
     """Encoded block `number` of one row of a cache, as it holds it, on the CPU."""
-    layers, size = sorted(cache.held), cache.recipe.window.block
+    layers, size = range(cache.geometry.layers), cache.recipe.window.block
     fields: dict[int, tuple[Slab, Slab]] = {layer: ({}, {}) for layer in layers}
     exact: dict[tuple[int, int], Tensor] = {}
     sinks_2LSC = torch.stack([cache.layers[layer].sinks_2BSC[:, row] for layer in layers], 1)
@@ -237,7 +235,7 @@ def held(cache: BlockCache, number: int, row: int = 0) -> Block:
 def window_rows(cache: BlockCache, number: int, end: int, row: int) -> Rows:
     """Exact keys and values [T, C] of blocks that are still in the window."""
     size, found = cache.recipe.window.block, {}
-    for layer in sorted(cache.held):
+    for layer in range(cache.geometry.layers):
         store = cache.layers[layer]
         found[layer] = tuple(store.window_2BTC[:, row, number * size - store.encoded : end * size - store.encoded])
     return found

@@ -36,7 +36,7 @@ def of(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> dict[str
         "recipe": form.recipe.to_json(),
         "fit": fit,
         "geometry": asdict(form.geometry),
-        "layers": list(form.held),
+        "layers": list(range(form.geometry.layers)),
         "dtype": str(form.dtype).removeprefix("torch."),
     } | {name: True for name in MORE if getattr(form, name)}
 
@@ -67,12 +67,11 @@ def _format_of(about: dict[str, Any]) -> BlockFormat:
             raise ValueError(f"{geometry}; at most {MAX_LAYERS} layers and {MAX_WIDTH} channels are read")
         recipe = Recipe.from_json(about["recipe"]).check(geometry)
         dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[about["dtype"]]
-        layers = tuple(about["layers"])
-        if list(layers) != sorted(set(layers)) or not layers or not set(layers) <= set(range(geometry.layers)):
-            raise ValueError(f"layers {layers}")
+        if about["layers"] != list(range(geometry.layers)):
+            raise ValueError(f"layers {about['layers']!r:.80}; a set holds all {geometry.layers}")
     except (ValueError, TypeError, KeyError) as error:
         raise ArtifactError(f"about: {error}") from None
-    return BlockFormat(recipe, geometry, layers, dtype, promised="promised" in more, coded_sinks="coded_sinks" in more)
+    return BlockFormat(recipe, geometry, dtype, promised="promised" in more, coded_sinks="coded_sinks" in more)
 
 
 @dataclass(frozen=True)

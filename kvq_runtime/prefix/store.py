@@ -48,7 +48,6 @@ class PrefixBlocks:
                where processes hold parts
     dtype      of the model's keys and values
     rotary     the model's rotation; needed where "positions" is among `recipe.needs`
-    held       layers, if not all
     salt       of a tenant: blocks that are put under one are found under no other
     budget     bytes on the shelf: a number, or text such as "20GB"
     promised   what the fit promises of errors, so that of a block beyond tokens are kept beside codes; None: nothing
@@ -69,7 +68,6 @@ class PrefixBlocks:
         model: str,
         dtype: torch.dtype = torch.bfloat16,
         rotary: Rotary | None = None,
-        held: Iterable[int] | None = None,
         salt: str = "",
         budget: str | int = "20GB",
         promised: Check | None = None,
@@ -81,9 +79,8 @@ class PrefixBlocks:
         if self.threads < 1:
             raise ValueError(f"threads={threads}; use 1 or more")
         promised = promised if promised is not None and promised.promises else None
-        layers = tuple(sorted(range(geometry.layers) if held is None else held))
-        self.coder = Coder(recipe, geometry, tensors or {}, layers, rotary, promised)
-        self.format = BlockFormat(recipe, geometry, layers, dtype, self.coder.tensors, promised is not None,
+        self.coder = Coder(recipe, geometry, tensors or {}, rotary, promised)
+        self.format = BlockFormat(recipe, geometry, dtype, self.coder.tensors, promised is not None,
                                   bool(recipe.window.sinks) and entropy.found())  # fmt: skip
         if self.format.coded:
             entropy.check()
@@ -128,24 +125,23 @@ class PrefixBlocks:
     ) -> int:
         """Keep the whole blocks of a prefix; returns how many tokens of it are kept now.
 
-        keys     of each held layer, after RoPE, [T, H, D] or [T, C]: those of tokens `start` to start + T
+        keys     of each layer, after RoPE, [T, H, D] or [T, C]: those of tokens `start` to start + T
         values   the same
         start    the first token of the rows, a multiple of `block`; all before it should be kept already
         Blocks that are kept are not encoded again. OSError: the disk refused; the blocks before it are kept.
         """
         if start % self.block:
             raise ValueError(f"start={start}; give rows from a multiple of {self.block} on")
-        if not len(keys) == len(values) == len(self.format.held):
-            raise ValueError(f"rows of {len(keys)} and {len(values)} layers; the store holds {len(self.format.held)}")
+        count = self.format.geometry.layers
+        if not len(keys) == len(values) == count:
+            raise ValueError(f"rows of {len(keys)} and {len(values)} layers; the store holds {count}")
         pairs = [(k.flatten(1), v.flatten(1)) for k, v in zip(keys, values, strict=True)]
         self._check_dtype(pairs[0][1].dtype)
         stop = start + min(len(x) for pair in pairs for x in pair)
 
         def rows(number: int, end: int) -> list[Block]:
             span = slice(number * self.block - start, end * self.block - start)
-            return self.coder.encode_run(
-                number, {n: (k[span], v[span]) for n, (k, v) in zip(self.format.held, pairs, strict=True)}
-            )
+            return self.coder.encode_run(number, {n: (k[span], v[span]) for n, (k, v) in enumerate(pairs)})
 
         return self._keep(chain.token_row(tokens)[:stop], rows, start // self.block)
 
@@ -284,7 +280,7 @@ class PrefixBlocks:
 
     def _count_beyond(self, block: Block) -> None:
         """Count keys and values that are beyond; say it, once, where these are more than a quarter of a block."""
-        count, sites = len(block.exact), 2 * len(self.format.held)
+        count, sites = len(block.exact), 2 * self.format.geometry.layers
         self.tally["beyond"] += count
         if 4 * count > sites and not self._said:
             self._said.add("beyond")

@@ -139,7 +139,7 @@ class DynamicWindowPolicy(Policy):
         due = any(store.beyond(window.recent, step.count) for store in stores)
         gaps_LB = [gap_B for _, gap_B in sorted(self.gaps.items())]
         # unless a block is due, and every layer has been weighed, nothing is asked of the device
-        weighed = due and len(gaps_LB) == len(self.cache.layers)
+        weighed = due and len(gaps_LB) == self.cache.geometry.layers
         keep = weighed and keep_edge(torch.stack([gap_B.to(gaps_LB[-1].device) for gap_B in gaps_LB]))
         for store in stores:
             store.recent = self._most if keep else window.recent

@@ -15,7 +15,7 @@ channels count.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -72,14 +72,12 @@ class HeldBytes:
 class Sizes:
     """A recipe on a model whose exact tokens are of `dtype`; a window that may grow is billed at its longest.
 
-    held      the layers that the cache holds, if not all
     sliding   layers that slide over a window, which transformers holds beside it, and keys of indexers
     """
 
     recipe: Recipe
     geometry: Geometry
     dtype: torch.dtype = torch.bfloat16
-    held: tuple[int, ...] | None = None
     sliding: Sliding = NONE_SLIDE
 
     @cached_property
@@ -110,28 +108,24 @@ class Sizes:
         specs = rotate.tensors(site, self.geometry)
         return {f"rotate.{name}": torch.zeros(*shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
 
-    @property
-    def _layers(self) -> Collection[int]:
-        return range(self.geometry.layers) if self.held is None else self.held
-
     @cached_property
     def _block(self) -> dict[str, int]:
         """Bytes of one block of one row in all layers, by kind, what policies store beside it included."""
         window, found = self.recipe.window, Counter[str]()
-        for site in self.recipe.sites(self.geometry, self._layers):
+        for site in self.recipe.sites(self.geometry):
             kinds = site.scheme.memory_kinds(window.block, self.geometry)
             for name, spec in site.scheme.fields(window.block, self.geometry, self.dtype).items():
                 found[kinds[name]] += _bytes(spec)
         for role in ROLES:
             extra = sum(policy.extra_bits(role, self.dtype) for policy in self.recipe.policies)
             each = round(extra * window.block * self.geometry.width / 8)
-            found["beside blocks"] += len(self._layers) * each
+            found["beside blocks"] += self.geometry.layers * each
         return dict(+found)
 
     @cached_property
     def _fitted_by_row(self) -> int:
         """Bytes of what a cache fits to each row."""
-        sites = [one for one in self.recipe.sites(self.geometry, self._layers) if self.recipe.fits(one.scheme)]
+        sites = [one for one in self.recipe.sites(self.geometry) if self.recipe.fits(one.scheme)]
         return sum(_bytes(spec) for one in sites for spec in one.scheme.tensors(one, self.geometry).values())
 
     def at(self, tokens: int, batch: int = 1) -> HeldBytes:
@@ -139,14 +133,13 @@ class Sizes:
         window = self.recipe.widest.window
         blocks, exact = max(0, tokens - window.recent) // window.block, window.recent + window.block
         found: Counter[str] = Counter()
-        geometry = replace(self.geometry, layers=len(self._layers))
         for policy in self.recipe.policies:
             chosen = policy.chosen(tokens, window)
             if chosen is not None:
                 blocks, exact = chosen[0], max(exact, chosen[1])
-            for kind, size in policy.held_bytes(geometry, tokens, window, self.dtype).items():
+            for kind, size in policy.held_bytes(self.geometry, tokens, window, self.dtype).items():
                 found[kind] += batch * size
-        elements = 2 * geometry.layers * geometry.width
+        elements = 2 * self.geometry.layers * self.geometry.width
         token = elements * self.dtype.itemsize
         found["window"] += batch * exact * token
         found["sinks"] += batch * window.sinks * token

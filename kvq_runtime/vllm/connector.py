@@ -112,10 +112,11 @@ class KVQConnector(KVConnectorBase_V1):
         modules = self._vllm_config.compilation_config.static_forward_context
         names = sorted(kv_caches, key=extract_layer_index)
         store = self._stores[0]
-        if [extract_layer_index(name) for name in names] != list(store.format.held):
+        count = store.format.geometry.layers
+        if [extract_layer_index(name) for name in names] != list(range(count)):
             raise ValueError(
                 f"KVQConnector: vLLM has caches of {len(names)} layers ({', '.join(names[:3])}, ...), the model "
-                f"{len(store.format.held)}; models whose layers share caches, and draft models, are not kept"
+                f"{count}; models whose layers share caches, and draft models, are not kept"
             )
         known, layers = {}, []
         for name in names:

@@ -402,7 +402,7 @@ def test_sinks_that_have_not_come_are_waited_for(quick):
 def test_layers_that_transformers_holds_say_so(quick):
     model = random_model("qwen2", "kvq", use_sliding_window=True, sliding_window=16, max_window_layers=1)
     cache = KVQCache(RECIPE, model)
-    assert len(cache.blocks.held) < len(cache.layers)
+    assert cache.blocks.geometry.layers < len(cache.layers)
     with graphs_of(model, cache) as graphs:
         generate(model, prompt(1, 40), cache, max_new_tokens=5)
     assert len(graphs.eager) == 1 and "transformers' own classes" in str(graphs.reason)

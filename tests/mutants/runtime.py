@@ -502,14 +502,6 @@ MUTANTS = [
         ("stages/test_gain.py",),
     ),
     Mutant(
-        "held-layers",
-        "layers that a cache does not hold are billed",
-        "kvq_runtime/store/held.py",
-        "return range(self.geometry.layers) if self.held is None else self.held",
-        "return range(self.geometry.layers)",
-        ("store/test_held.py",),
-    ),
-    Mutant(
         "decode-peak",
         "what is carried is not in the peak",
         "kvq_runtime/store/decode.py",

@@ -31,7 +31,7 @@ def test_a_frame_is_what_a_file_has_beside_its_tensors(number):
     codes = torch.zeros(128, 32, dtype=torch.int8)
     tensors = {f"layers.{n}.{role}.quantize.rung": torch.zeros(32, dtype=torch.uint8) for n in range(2)
                for role in ("key", "value")}  # fmt: skip
-    form = block_file.BlockFormat(recipe, geometry, (0, 1), torch.bfloat16, tensors)
+    form = block_file.BlockFormat(recipe, geometry, torch.bfloat16, tensors)
     block = block_file.Block({n: ({"codes": codes}, {"codes": codes}) for n in range(2)}, torch.zeros(2, 2, 4, 32))
     link = block_file.Link("1" * 64, "2" * 64, number, tuple(range(1000, 1128)))
     data = form.to_bytes(block, link)

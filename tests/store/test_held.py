@@ -76,15 +76,6 @@ def test_rows_hold_as_much_each_and_share_what_is_fitted(name):
     assert (held.total, held.exact) == (report.total_bytes, report.exact_bytes)
 
 
-def test_layers_that_a_cache_holds_are_billed_alone():
-    """The first layer of AQUA-KV has 4 bits, the others 2."""
-    whole, *parts = (Sizes(preset("aqua-2bit"), SMALL, held=held).at(700, 2) for held in (None, (0,), (1,)))
-    assert parts[0].sequence["codes"] != parts[1].sequence["codes"]
-    for kind, size in whole.sequence.items():
-        assert size == sum(part.sequence[kind] for part in parts), kind
-    assert whole.exact == sum(part.exact for part in parts)
-
-
 def test_large_models_by_pencil():
     """Llama 3.1 8B: 32 layers, C = 1024. KIVI: 3 bits; AQUA-KV: 31 layers of a C x C and a 2C x C map in 16 bits."""
     tokens, elements = 131072, 2 * 32 * 1024
