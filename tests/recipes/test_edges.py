@@ -22,9 +22,10 @@ from feeding import (
 from written import EVERY, REPRESENTATIVE
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.codec.codec import Context
+from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops.rope import rotate
+from kvq_runtime.store.encode import Encoder
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 CHAINED = {name: recipe for name, recipe in RECIPES.items() if recipe.cross_layer}
@@ -249,13 +250,14 @@ def test_keys_are_encoded_as_they_were_before_rope(recipe, scaling, monkeypatch)
     tables = rotary(scaling=scaling).tables((real.cumsum(1) - 1).clamp(min=0))
     for keys in given[:, 0]:
         keys.copy_(rotate(keys.unflatten(-1, (2, 32)), *tables).flatten(-2))
-    encode = Codec.encode
+    inputs = Encoder._inputs
 
-    def watching(self, x_NTC, context):
-        seen.setdefault((self.layer, self.role), []).append(x_NTC.clone())
-        return encode(self, x_NTC, context)
+    def watching(self, store, role, run):
+        x_NTC, context = inputs(self, store, role, run)
+        seen.setdefault((store.layer, ROLES[role]), []).append(x_NTC.clone())
+        return x_NTC, context
 
-    monkeypatch.setattr(Codec, "encode", watching)
+    monkeypatch.setattr(Encoder, "_inputs", watching)
     cache = make(recipe)
     feed_in(cache, given, [block + 3, 1, total - block - 4], real_BT=real, scaling=scaling)
     assert seen.keys() == {(layer, role) for layer in range(len(x)) for role in ("key", "value")}
