@@ -60,6 +60,10 @@ Divergence = Annotated[
     float | None,
     _about("Allowed at most: KL divergence of a full encode from 16 bit, nats per token; empty: no bound", gt=0),
 ]
+Beyond = Annotated[
+    float | None,
+    _about("Allowed at most: share of blocks whose error is beyond what the fit promises; empty: no bound", gt=0, le=1),
+]
 TimeoutHours = Annotated[
     float, _about("Hours after which a model's run fails; its retry goes on where it stopped", gt=0)
 ]
@@ -90,6 +94,7 @@ def on_demand(
     baselines: Baselines = [],  # noqa: B006
     max_perplexity_ratio: PerplexityRatio = None,
     max_kl: Divergence = None,
+    max_beyond: Beyond = None,
     timeout_hours: TimeoutHours = 24,
 ) -> list[dict] | State:
     """Fit, measure, publish. An artifact that does not keep the bounds is not published, and the run fails with why."""
@@ -117,6 +122,7 @@ def nightly(
     also: Also = None,
     max_perplexity_ratio: PerplexityRatio = None,
     max_kl: Divergence = None,
+    max_beyond: Beyond = None,
     timeout_hours: TimeoutHours = 8,
 ) -> list[dict] | State:
     """Fit, measure and publish each model in turn, every recipe of it.
@@ -161,11 +167,12 @@ def drift(
     registry: Registry = None,
     max_perplexity_ratio: PerplexityRatio = 1.05,
     max_kl: Divergence = None,
+    max_beyond: Beyond = None,
 ) -> list[str] | State:
     """Measure published versions on fresh text; their records go to the registry. The run ends as Drifted, and promotes
     nothing, where one is too bad."""
     text_seed = held_out.week(datetime.now(UTC).date()) if seed is None else seed
-    bounds = Bounds(max_perplexity_ratio, max_kl)
+    bounds = Bounds(max_perplexity_ratio, max_kl, max_beyond)
     checked = check(
         artifacts, model, corpus or "demo", bounds, text_seed, windows or 16, length, alias, promote, device, registry
     )

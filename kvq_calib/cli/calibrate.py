@@ -201,7 +201,7 @@ def _calibrate(args: argparse.Namespace, tell: Callable[[list[dict[str, Any]]], 
 
 def _prepared(args: argparse.Namespace):
     """The job, its run, and the caution that is due, after all checks; notes are printed."""
-    verdict.Bounds(args.max_perplexity_ratio, args.max_kl)
+    verdict.Bounds(args.max_perplexity_ratio, args.max_kl, args.max_beyond)
     if args.model is not None:
         catalog.check(args.model)
     with Status("kvq-calibrate", args.quiet) as show:
@@ -351,6 +351,8 @@ def parser() -> argparse.ArgumentParser:
     add("--max-perplexity-ratio", type=float, metavar="X",
         help="publish only if perplexity / 16-bit perplexity <= X, every token but the sinks encoded")  # fmt: skip
     add("--max-kl", type=float, metavar="X", help="publish only if the KL divergence, nats per token, <= X, likewise")
+    add("--max-beyond", type=float, metavar="X",
+        help="publish only if the share of blocks beyond what the fit promises of errors <= X, likewise")  # fmt: skip
     add = top.add_argument_group("how").add_argument
     add("--prefect", action="store_true", help="run as a Prefect flow (also when PREFECT_API_URL is set)")
     add("--dry-run", action="store_true", help="check everything, print the plan, and stop")

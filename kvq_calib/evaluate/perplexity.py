@@ -16,6 +16,7 @@ its weights; figures are those of the whole model but for rounding. The device h
     kl           mean of Σ p (log p - log q), in nats             p the 16-bit model, q the model with this cache:
                  Σ p (x - y) + log Σ exp y - log Σ exp x          of their logits x and y
     top1         share of places where the likeliest tokens agree
+    beyond       share of blocks whose error is beyond what the artifact promises
 
 And score what may follow a text, which multiple-choice tasks ask (`loglikelihoods`).
 
@@ -54,7 +55,8 @@ State = tuple[Tensor, CountedCache | None]  # hidden states [B, T, E] on the CPU
 class Score:
     """Sums over tokens; `losses` and `kls` have the means of each window, in nats.
 
-    reads   of a cache that counts what is read from it; None: it does not
+    reads            of a cache that counts what is read from it; None: it does not
+    blocks, beyond   blocks of keys and of values, if something is promised of their errors, and those of them beyond it
     """
 
     tokens: int = 0
@@ -62,11 +64,20 @@ class Score:
     losses: list[float] = field(default_factory=list)
     kls: list[float] = field(default_factory=list)
     reads: Reads | None = None
+    blocks: int = 0
+    beyond: int = 0
 
     @staticmethod
     def of(kept: Mapping[str, Any]) -> "Score":
         """Make a score from what `asdict` made of one."""
         return Score(**{**kept, "reads": None if kept["reads"] is None else Reads(**kept["reads"])})
+
+    def counted(self, cache: Cache | None) -> None:
+        """Take in what a cache has counted, if it counts."""
+        if not isinstance(cache, CountedCache):
+            return
+        self.reads, health = cache.reads, cache.health()
+        self.blocks, self.beyond = health.blocks, health.beyond
 
     def add(self, other: "Score") -> None:
         """Take other windows in."""
@@ -74,6 +85,8 @@ class Score:
         self.agreed += other.agreed
         self.losses += other.losses
         self.kls += other.kls
+        self.blocks += other.blocks
+        self.beyond += other.beyond
         if other.reads is not None:
             self.reads = self.reads or Reads()
             self.reads.add(other.reads)
@@ -110,6 +123,7 @@ class Score:
             "relative_se": spread,
             "kl": self.kl,
             "top1": self.top1,
+            **({"beyond": self.beyond / self.blocks} if self.blocks else {}),
             "windows": {"loss": self.losses, "reference_loss": reference.losses, "kl": self.kls},
         }
 
@@ -216,7 +230,7 @@ def scores(
                 cache = None if name == REFERENCE else caches[name]()
                 given = windows.expected if cache is None else logits(model, some, cache, step, prompt)
                 made = windows.score(given, progress)
-                made.reads = cache.reads if isinstance(cache, CountedCache) else None
+                made.counted(cache)
                 kept = asdict(made)
                 ledger.write(kept, **unit)
             else:
@@ -279,7 +293,7 @@ def layered(
             for name in left:
                 hidden, cache = states[name]
                 score = windows.score(windows.expected if cache is None else _of_head(head, hidden))
-                score.reads = None if cache is None else cache.reads
+                score.counted(cache)
                 told[name] = asdict(score)
                 ledger.write(told[name], **own[name])
     found = {name: Score() for name in names}

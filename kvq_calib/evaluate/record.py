@@ -80,7 +80,9 @@ class Protocol:
 
     def subject(self, given: Subject, geometry: Geometry) -> Subject:
         """The subject as it is measured: see `recipe`."""
-        return replace(given, recipe=self.recipe(given.recipe, geometry, given.tensors))
+        recipe = self.recipe(given.recipe, geometry, given.tensors)
+        promised = recipe.window.block == given.recipe.window.block  # of blocks of its size
+        return replace(given, recipe=recipe, check=given.check if promised else None)
 
     def recipe(self, recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> Recipe:
         """The recipe as it is measured. Raises ValueError where its fit does not allow another block."""
@@ -230,7 +232,7 @@ class _Work:
             left = {digest: one for digest, one in subjects.items() if self._refusal(name, one.recipe) is None}
             self.progress(tokens_BT.numel() * (len(subjects) - len(left) + (not left)))
             empty = partial(FullCache, length=length) if name == FULL else CountedCache
-            caches = {digest: partial(empty, one.recipe, model, one.tensors) for digest, one in left.items()}
+            caches = {digest: partial(empty, one.recipe, model, one.tensors, one.check) for digest, one in left.items()}
             common, kept = (protocol.rows, self.progress), self.ledger.within(encoded=name)
             if not left:
                 found[name] = {}

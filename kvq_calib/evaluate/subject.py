@@ -16,6 +16,7 @@ from kvq_runtime.registry import reference
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.store.held import Sizes, smaller_from
 from kvq_runtime.store.memory import asymptotic_bits
+from kvq_runtime.store.promise import Check
 
 TOKENS = 4096
 
@@ -27,6 +28,7 @@ class Subject:
     name       as the user gave it
     sha256     of the artifact; None for a recipe that needs none
     published  whether a registry holds it, and so keeps its records
+    check      what it promises of the errors of blocks; None: nothing
     """
 
     name: str
@@ -34,11 +36,13 @@ class Subject:
     tensors: Mapping[str, Tensor]
     sha256: str | None = None
     published: bool = False
+    check: Check | None = None
 
     @staticmethod
     def of(artifact: Artifact, sha256: str, name: str | None = None, published: bool = True) -> "Subject":
         """An artifact at hand."""
-        return Subject(name or artifact.recipe.name, artifact.recipe, artifact.tensors, sha256, published)
+        name, check = name or artifact.recipe.name, Check.of(artifact.fit)
+        return Subject(name, artifact.recipe, artifact.tensors, sha256, published, check if check.promises else None)
 
     @property
     def identity(self) -> list[Any]:

@@ -95,11 +95,12 @@ class Evaluation:
     also: tuple[str, ...] | None = None
     max_perplexity_ratio: float | None = None
     max_kl: float | None = None
+    max_beyond: float | None = None
 
     @property
     def bounds(self) -> Bounds:
         """The bounds within which an artifact is published."""
-        return Bounds(self.max_perplexity_ratio, self.max_kl)
+        return Bounds(self.max_perplexity_ratio, self.max_kl, self.max_beyond)
 
 
 @dataclass(frozen=True)

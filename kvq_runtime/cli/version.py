@@ -42,7 +42,10 @@ MEASURED = {  # {column of the table of evaluations: dotted key in the record's 
     **{
         f"{protocol}: {name}": f"result.protocols.{protocol}.{key}"
         for protocol in ("full", "in-use")
-        for name, key in {"relative": "relative", "kl": "kl", "decoded": "decoded.attention", "none": "reason"}.items()
+        for name, key in {
+            **{"relative": "relative", "kl": "kl", "decoded": "decoded.attention", "beyond": "beyond"},
+            "none": "reason",
+        }.items()
     },
 }
 
@@ -89,7 +92,7 @@ def show(args: Namespace) -> int:
 def _shown(column: str, value: Any) -> Any:
     """A cell of the table of evaluations; shares in per cent, as in the tables of kvq eval."""
     what = column.rpartition(" ")[2]
-    if not isinstance(value, float) or what not in ("relative", "top1", "decoded"):
+    if not isinstance(value, float) or what not in ("relative", "top1", "decoded", "beyond"):
         return value
     return percent(value) if what == "relative" else f"{value:.2%}"
 

@@ -147,13 +147,18 @@ class Unmeasured(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Figures(Part):
-    """Loss against the 16-bit model; windows None: records of version 1 do not keep them."""
+    """Loss against the 16-bit model; windows None: records of version 1 do not keep them.
+
+    beyond   share of blocks, 0 to 1, whose error is beyond what the artifact promises; None: nothing is promised, or an
+             older record
+    """
 
     perplexity: float
     relative: float
     relative_se: float | None = None
     kl: float | None = None
     top1: float | None = None
+    beyond: float | None = None
     windows: Scores | None = None
 
     def kl_bound(self, level: float) -> tuple[float, float] | None:

@@ -122,10 +122,12 @@ class Bounds:
 
     perplexity_ratio   held-out perplexity over that of the 16-bit model; above 1 it has got worse
     kl                 divergence from the 16-bit model, nats per token
+    beyond             share of blocks whose error is beyond what the artifact promises, up to 1
     """
 
     perplexity_ratio: float | None = None
     kl: float | None = None
+    beyond: float | None = None
 
     def __post_init__(self):
         for name, bound in self.given.items():
@@ -136,6 +138,8 @@ class Bounds:
                 f"--max-perplexity-ratio {self.perplexity_ratio}: perplexity over that of 16 bit, which is the least "
                 "that can be asked for; use a number of at least 1: 1.02 allows +2%"
             )
+        if self.beyond is not None and self.beyond > 1:
+            raise ValueError(f"--max-beyond {self.beyond}: a share of blocks; use a number up to 1: 0.02 allows 2%")
 
     @property
     def given(self) -> dict[str, float]:
@@ -165,8 +169,11 @@ def passes(record: TextRecord, bounds: Bounds) -> list[str]:
     protocol, result = record.decisive
     if result.decoded is not None and result.decoded.reads == 0:
         return [f"a bound cannot be judged; {SPOKEN[protocol]}: nothing that was read had been encoded"]
-    found = {"perplexity_ratio": 1 + result.relative, "kl": math.nan if result.kl is None else result.kl}
+    found = {"perplexity_ratio": 1 + result.relative, "kl": result.kl, "beyond": result.beyond}
+    found = {name: math.nan if value is None else value for name, value in found.items()}
     named = {"perplexity_ratio": "perplexity over that of 16 bit", "kl": "KL divergence, nats"}
+    made = "the promise" if result.beyond is not None else "a promise that was not made"
+    named["beyond"] = f"share of blocks beyond {made}"
     return [
         f"{named[name]}, {SPOKEN[protocol]}: {found[name]:.6g}, allowed {bound:.6g}"
         for name, bound in bounds.given.items()

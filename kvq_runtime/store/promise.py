@@ -104,10 +104,12 @@ class Check:
 
     promises   by layer, and keys (0) or values (1)
     strict     whether a block beyond is an error
+    counts     whether blocks beyond are counted alone: no error, not told of in the log, and not kept exact
     """
 
     promises: Mapping[tuple[int, int], Promise] = field(default_factory=dict)
     strict: bool = False
+    counts: bool = False
 
     @staticmethod
     def of(fit: Mapping[str, Any], name: str = "", strict: bool = False) -> "Check":
@@ -235,7 +237,7 @@ class Watch:
     """
 
     def __init__(self, check: Check, layer: int, keeps: bool):
-        self.layer, self.keeps, self.strict = layer, keeps, check.strict
+        self.layer, self.keeps, self.check = layer, keeps and not check.counts, check
         self.promises = tuple(check.promises.get((layer, role)) for role in (0, 1))
         self.exact: Exact = ({}, {})
         self._errors: list[Tensor] = []  # of each block [2, B]: NaN if it was encoded elsewhere, infinite if beyond
@@ -252,14 +254,14 @@ class Watch:
 
     def beyond(self, errors_2BN: Tensor, first: int) -> list[tuple[int, int]]:
         """(role, block) of those beyond, of blocks from `first` on. RuntimeError if there are, and none may be."""
-        if self.promises == (None, None):
+        if self.check.counts or self.promises == (None, None):
             return []
         found = []
         for role, (promise, errors_NB) in enumerate(zip(self.promises, errors_2BN.mT.tolist(), strict=True)):
             for number, errors_B in enumerate(errors_NB):
                 if promise is None or max(errors_B, default=0.0) <= promise.bound:
                     continue
-                if self.strict:
+                if self.check.strict:
                     raise RuntimeError(
                         f"layer {self.layer}, block {first + number}: the error of its {ROLES[role]}s is "
                         f"{max(errors_B):.3g} of their spread, calibration promised at most {promise.bound:.3g}; "

@@ -1,8 +1,10 @@
 """The full encode: held to an independent forward pass in float64, what is exact in it, and what is counted."""
 
+import copy
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import many_versions as many
@@ -31,6 +33,7 @@ from kvq_runtime.registry.measured import PROTOCOLS
 from kvq_runtime.registry.sound import read
 from kvq_runtime.registry.verdict import Bounds
 from kvq_runtime.stages.predict import Linear
+from kvq_runtime.store.promise import Check, Promise
 
 GEOMETRY = Geometry(3, 2, 16)
 LENGTH = 300  # two blocks of 128, and a rest
@@ -183,6 +186,43 @@ def test_shares_are_those_of_the_tokens_that_are_scored(small):
     )
     assert found["x"].reads is not None
     assert found["x"].reads.shares == pytest.approx(counted_by_hand(small, recipe.window, 24, 100), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mean-higgs-2bit", "aqua-2bit"])
+@pytest.mark.parametrize("full", [True, False])
+def test_an_outlier_in_the_text_is_counted_and_read_as_it_is_decoded(small, name, full):
+    """A token whose keys and values in layer 0 are fifty times as long, in the second block of one of two windows."""
+    model = copy.deepcopy(small.model)
+    first, odd = model.model.layers[0].self_attn, 255
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0], model.model.embed_tokens.weight[odd] = 0, 0
+        model.model.embed_tokens.weight[odd, 0] = 1
+        for part in (first.k_proj, first.v_proj):
+            part.weight[:, 0] *= 50
+    plain = small.tokens.clamp(max=odd - 1)
+    planted = plain.clone()
+    planted[0, 200:204] = odd
+    recipe = preset(name).with_exact(recent=0)
+    given, step = (recipe, model, tensors_of(recipe)), LENGTH if full else 50
+
+    def made(check):
+        return FullCache(*given, check, length=LENGTH) if full else CountedCache(*given, check)
+
+    places = [(layer, role) for layer in range(GEOMETRY.layers) for role in (0, 1)]
+    seen = made(Check(dict.fromkeys(places, Promise(1.0, 4, (math.inf,) * 4))))
+    with torch.inference_mode(), attending(model, seen):
+        for part in plain.split(step, 1):
+            model(part, past_key_values=seen, use_cache=True)
+    promises = {place: Promise(1.0, 4, one.seen) for place, one in zip(places, seen.health().layers, strict=True)}
+    scored = partial(perplexity.scores, model, step=step)
+    caches = {"counted": lambda: made(Check(promises)), "not": lambda: made(None)}
+    before, after = (scored(tokens, caches) for tokens in (plain, planted))
+    assert before["counted"].blocks == after["counted"].blocks == 2 * 2 * 2 * 3
+    assert before["counted"].beyond == 0 and 2 <= after["counted"].beyond <= 6  # of keys and of values, by layer
+    assert after["counted"].losses == after["not"].losses and after["counted"].kls == after["not"].kls
+    reference = after[perplexity.REFERENCE]
+    assert after["counted"].figures(reference)["beyond"] == after["counted"].beyond / 24
+    assert "beyond" not in after["not"].figures(reference)
 
 
 def test_a_ledger_tells_prompts_apart(small, tmp_path):

@@ -28,6 +28,7 @@ from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.sound import read
 from kvq_runtime.registry.verdict import Bounds
+from kvq_runtime.store import promise
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,7 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], held_out.PROTOCOL)
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
     first, second = (read(one).figures("full") for one in (kept, again[0]))
+    assert first.beyond == second.beyond and 0 <= first.beyond <= 1
     assert second.kl == pytest.approx(first.kl, rel=1e-6)
     assert kept["protocol"]["text"]["split"] == "held-out" and kept["protocol"]["windows"] == 2
     told = done[0].record()
@@ -79,6 +81,7 @@ def test_card_and_plots_carry_the_results(model, tmp_path):
     result = registry.open_registry().evaluations(found.sha256)[0]["result"]
     for found in result["protocols"].values():
         assert f"{found['perplexity']:.3f}" in card and f"{found['kl']:.4g}" in card
+        assert f"; {found['beyond']:.2%} of blocks beyond the promise" in card
     assert "| higgs-2bit |" in card and "| full encode |" in card and "| in use |" in card
     assert "![error by layer](error-by-layer.png)" in card and "Not evaluated" not in card
 
@@ -127,14 +130,32 @@ def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
         (Bounds(perplexity_ratio=1.02, kl=0.02), 0),
         (Bounds(perplexity_ratio=1.005), 1),
         (Bounds(perplexity_ratio=1.005, kl=0.005), 2),
+        (Bounds(beyond=0.02), 0),
+        (Bounds(kl=0.02, beyond=0.01), 1),
     ],
 )
 def test_gate(bounds, failed):
     costs = {"perplexity": 12.0, "relative": 0.01, "kl": 0.01}
-    given, unknown = many.of_parts(full=costs), many.of_parts(full=costs | {"relative": math.nan, "kl": math.nan})
+    unknown = many.of_parts(full=costs | {"relative": math.nan, "kl": math.nan})
+    given = many.of_parts(full=costs | {"beyond": 0.02})
     assert len(verdict.passes(read(given), bounds)) == failed
     assert len(verdict.passes(read(unknown), bounds)) == len(bounds.given)
     assert ("gate" in verdict.judged(given, bounds)["result"]) == bool(bounds.given)
+
+
+def test_more_blocks_beyond_the_promise_than_allowed_stop_publication(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(promise, "MARGIN", 0.01)  # so that nearly all are
+    words = arguments(model, tmp_path / "run", "--recipe", "mean-higgs-2bit", "--max-beyond", "0.5")
+    assert cli.main(words) == 5
+    assert "not published. share of blocks beyond the promise, full encode: 1, allowed 0.5" in capsys.readouterr().err
+    assert registry.open_registry().names() == []
+
+
+def test_a_record_without_blocks_beyond_is_read_and_passes_no_bound_on_them():
+    older = read(many.of_parts(full={"perplexity": 12.0, "relative": 0.01, "kl": 0.01}))
+    assert older.figures("full").beyond is None and verdict.passes(older, Bounds(kl=0.02)) == []
+    (reason,) = verdict.passes(older, Bounds(kl=0.02, beyond=1.0))
+    assert reason == "share of blocks beyond a promise that was not made, full encode: nan, allowed 1"
 
 
 @pytest.mark.parametrize(
@@ -143,6 +164,7 @@ def test_gate(bounds, failed):
         (["--no-eval", "--max-kl", "0.1"], "--no-eval"),
         (["--max-kl", "-1"], "above 0"),
         (["--max-perplexity-ratio", "0.02"], "1.02 allows +2%"),
+        (["--max-beyond", "2"], "0.02 allows 2%"),
         (["--max-kl", "1", "--seq-len", "64", "--recipe", "subkv-aqua-2bit"], "no block of 32 is encoded"),
         (["--eval-windows", "5000"], "held-out part"),
         (["--baseline", "nothing-2bit"], "nothing-2bit"),
