@@ -196,9 +196,9 @@ class Health:
         return (
             f"{self.recipe}: {str(self).split(chr(10))[0].partition(': ')[2]}; most in layer {worst.layer}, "
             f"{worst.beyond} of {worst.blocks} blocks of its {worst.role}s, error up to "
-            f"{max(worst.seen, default=math.inf):.3g} where {worst.bound:.3g} is promised: the text, or the model, is "
-            f"other than that of the fit. They are {'kept exact' if kept else 'held as they are'}; cache.health() has "
-            "all layers"
+            f"{max(worst.seen, default=math.inf):.3g} where {worst.bound:.3g} is promised. A few are what the blocks "
+            "that the fit held out did not show; many, another text, or model, than the fit's. They are "
+            f"{'kept exact' if kept else 'held as they are'}; cache.health() has all layers"
         )
 
     def prometheus(self) -> str:
