@@ -287,8 +287,8 @@ class PrefixBlocks:
             _log.warning(
                 "%s: %d of the %d keys and values of a block, one each a layer, are beyond what calibration promised, "
                 "from layer %d on, and are kept once more beside their codes, so that files save less than the "
-                "recipe's bits say: of a few blocks no surprise, of many a sign of another text, or model, than the fit's "
-                "(said once)",
+                "recipe's bits say: no surprise of a few blocks, of many a sign of other text, or another model, than "
+                "the fit's (said once)",
                 self.format.recipe.name, count, sites, min(block.exact)[0],
             )  # fmt: skip
 

@@ -1,5 +1,9 @@
-"""A real language model behind vLLM on a CPU: SmolLM2-135M with each family that needs no fit. `make test-engines`."""
+"""A real language model behind vLLM on a CPU: SmolLM2-135M with each family that needs no fit, and one that is fitted.
 
+`make test-engines`.
+"""
+
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +13,11 @@ pytest.importorskip("vllm.v1", reason="vLLM is in an environment of its own: mak
 
 import torch
 from transformers import AutoModelForCausalLM
-from vllm_server import Server, losses, served, tokens_of_a_text
+from vllm_server import ROOT, Server, losses, served, tokens_of_a_text
 
 from kvq_calib.evaluate.caches import FullCache, attending
 from kvq_calib.model import find as models
+from kvq_runtime.artifact import artifact
 from kvq_runtime.recipe import preset
 
 LENGTH = 512
@@ -20,6 +25,7 @@ RECIPES = (  # of each family that vLLM serves without a fit
     "lloyd-3bit", "rtn-4bit", "kivi-4bit", "higgs-4bit", "quarot-4bit", "gear-4bit", "turboquant-3bit",
     "trellis-head-2bit", "polar-3bit",
 )  # fmt: skip
+FITTED = "wush-3bit"
 BYTES = 64 << 20  # of the cache
 NAME = "smollm2-135m"
 
@@ -36,9 +42,17 @@ def folder() -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=RECIPES)
-def recipe(request: pytest.FixtureRequest) -> str:
-    return request.param
+@pytest.fixture(scope="module", params=[*RECIPES, FITTED])
+def recipe(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A recipe's name, or the file of an artifact that is fitted here."""
+    if request.param != FITTED:
+        return request.param
+    fits, run = ROOT / ".venv" / "bin" / "kvq-calibrate", tmp_path_factory.mktemp("fit") / "run"
+    if not fits.is_file():
+        pytest.skip("what fits is in another environment: make env")
+    asked = ["--model", folder, "--recipe", FITTED, "--corpus", "demo", "--samples", "4", "--seq-len", "256"]
+    subprocess.run([fits, *asked, "--no-eval", "--no-publish", "--quiet", "--run", run], check=True)
+    return str(next(run.rglob("kvq.safetensors")))
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +74,10 @@ def test_perplexity_is_that_of_a_full_encode(server: Server, folder: Path, recip
     tokens = tokens_of_a_text(folder)[:LENGTH]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = {}
-    for name in ("exact", recipe):
-        cache = FullCache(preset(name), model, length=LENGTH)
+    fitted = artifact.load(Path(recipe)) if recipe.endswith(".safetensors") else None
+    of_recipe = (preset(recipe), None) if fitted is None else (fitted.recipe, fitted.tensors)
+    for name, (own, tensors) in {"exact": (preset("exact"), None), recipe: of_recipe}.items():
+        cache = FullCache(own, model, tensors, length=LENGTH)
         with torch.no_grad(), attending(model, cache):
             logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
         expected[name] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
