@@ -33,7 +33,7 @@ def recipe(bits: float) -> Recipe:
     """The recipe whose files take so many bits per element, in the mean over all layers, keys and values."""
     rounding = DeadZone(target=bits, shared=True)
     made = with_each(aqua_fisher.recipe(bits), lambda scheme: replace(scheme, quantize=rounding))
-    summary = f"AQUA-KV, bases in the metric of gradients, one step, entropy-coded in files; bits there: {bits:g}"
+    summary = f"AQUA-KV, bases in the metric of gradients, one step, entropy-coded in files: {bits:g} bits there"
     return replace(made, name=f"rest-{bits:g}bit", summary=summary)
 
 
