@@ -35,6 +35,7 @@ MEANINGS = {  # of the checks, for people
     "lock": "all that the lock file pins or demands",
     "signature": "made with the key that was given",
 }
+FIGURES = {"relative": "relative", "kl": "kl", "decoded": "decoded.attention", "beyond": "beyond", "none": "reason"}
 MEASURED = {  # {column of the table of evaluations: dotted key in the record's JSON, which `kvq show --json` prints}
     **{"model": "protocol.model.id", "text": "protocol.text.source", "windows": "protocol.windows"},
     **{"length": "protocol.length", "recent": "protocol.recent", "perplexity": "result.perplexity"},
@@ -42,10 +43,7 @@ MEASURED = {  # {column of the table of evaluations: dotted key in the record's 
     **{
         f"{protocol}: {name}": f"result.protocols.{protocol}.{key}"
         for protocol in ("full", "in-use")
-        for name, key in {
-            **{"relative": "relative", "kl": "kl", "decoded": "decoded.attention", "beyond": "beyond"},
-            "none": "reason",
-        }.items()
+        for name, key in FIGURES.items()  # {column: key within a protocol}
     },
 }
 

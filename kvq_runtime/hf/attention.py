@@ -21,15 +21,8 @@ HARMLESS = frozenset(
 )
 HIDDEN = -1e4  # and less: what hides a token, where it is added to its score
 SINKS = "s_aux"  # one learned logit a head, of no token
-DENSE = HARMLESS | {
-    "is_causal",
-    "position_bias",
-    "cache",
-    "softcap",
-    "indices",
-    "block_indices",
-    SINKS,
-}  # over whole keys and values
+# over whole keys and values
+DENSE = HARMLESS | {"is_causal", "position_bias", "cache", "softcap", "indices", "block_indices", SINKS}
 PACKED = HARMLESS | {"softcap", SINKS}
 EAGER = 'use model.set_attn_implementation("eager"), under which a KVQCache hands out decoded keys and values'
 
