@@ -137,7 +137,8 @@ def _cells(record: TextRecord | None) -> dict[str, Any]:
         return {} if record is None else {"vs 16 bit": "; ".join(record.reasons())}
     protocol, found = record.decisive
     row = {"protocol": SPOKEN[protocol], "perplexity": f"{found.perplexity:.3f}"}
-    return row | {"vs 16 bit": percent(found.relative), "KL": found.kl}
+    row |= {"vs 16 bit": percent(found.relative), "KL": found.kl}
+    return row if found.beyond is None else row | {"beyond": f"{found.beyond:.2%}"}
 
 
 def _texts(record: TextRecord | None) -> dict[str, Any]:
@@ -152,4 +153,5 @@ def _numbers(record: TextRecord | None) -> dict[str, Any]:
         return {} if record is None else {"unmeasured": "; ".join(record.reasons())}
     protocol, found = record.decisive
     ratio = {"perplexity_over_16_bit": 1 + found.relative, "kl_nats_per_token": found.kl}
+    ratio |= {} if found.beyond is None else {"blocks_beyond": found.beyond}
     return {"protocol": SPOKEN[protocol], "perplexity": found.perplexity, **ratio}

@@ -122,7 +122,7 @@ class Bounds:
 
     perplexity_ratio   held-out perplexity over that of the 16-bit model; above 1 it has got worse
     kl                 divergence from the 16-bit model, nats per token
-    beyond             share of blocks whose error is beyond what the artifact promises, up to 1
+    beyond             share of blocks whose error is beyond what the artifact promises, 0 to 1
     """
 
     perplexity_ratio: float | None = None
@@ -131,15 +131,15 @@ class Bounds:
 
     def __post_init__(self):
         for name, bound in self.given.items():
-            if not (math.isfinite(bound) and bound > 0):
+            if name != "beyond" and not (math.isfinite(bound) and bound > 0):
                 raise ValueError(f"--max-{name.replace('_', '-')} {bound}; use a number above 0")
         if self.perplexity_ratio is not None and self.perplexity_ratio < 1:
             raise ValueError(
                 f"--max-perplexity-ratio {self.perplexity_ratio}: perplexity over that of 16 bit, which is the least "
                 "that can be asked for; use a number of at least 1: 1.02 allows +2%"
             )
-        if self.beyond is not None and self.beyond > 1:
-            raise ValueError(f"--max-beyond {self.beyond}: a share of blocks; use a number up to 1: 0.02 allows 2%")
+        if self.beyond is not None and not 0 <= self.beyond <= 1:
+            raise ValueError(f"--max-beyond {self.beyond}: a share of blocks; use a number from 0 to 1: 0.02 allows 2%")
 
     @property
     def given(self) -> dict[str, float]:

@@ -65,6 +65,9 @@ def test_bounds_are_refused_by_the_option_that_they_were_given_as():
     for given, option in (({"kl": 0.0}, "--max-kl 0.0"), ({"perplexity_ratio": -1.0}, "--max-perplexity-ratio -1.0")):
         with pytest.raises(ValueError, match=f"^{option}; use a number above 0"):
             verdict.Bounds(**given)
+    assert verdict.Bounds(beyond=0.0).given == {"beyond": 0.0}  # no block at all
+    with pytest.raises(ValueError, match="^--max-beyond -0.1: .*from 0 to 1"):
+        verdict.Bounds(beyond=-0.1)
 
 
 def test_one_is_not_spoken_of_as_many():

@@ -18,8 +18,8 @@ from kvq_runtime.registry.reference import registry_url
 from kvq_runtime.registry.sound import read
 
 
-def record(name: str, relative: float) -> TextRecord:
-    figures = {"perplexity": 12 * (1 + relative), "reference_perplexity": 12.0, "relative": relative, "kl": 0.02}
+def record(name: str, relative: float, **more: float) -> TextRecord:
+    figures = {"perplexity": 12 * (1 + relative), "reference_perplexity": 12.0, "relative": relative, "kl": 0.02} | more
     bits = {"asymptotic": 2.125}
     about = {"windows": 4, "length": 64, "text": {"source": "demo"}}
     result = {"recipe": name, "bits": bits, "protocols": {"full": figures}}
@@ -94,6 +94,15 @@ def test_json_is_numbers_with_their_units_in_the_names(made, capsys):
     (beside,) = found["baselines"]
     assert beside["recipe"] == "higgs-2bit" and beside["perplexity_over_16_bit"] == pytest.approx(1.0312)
     assert found["folder"] == made.folder
+
+
+def test_blocks_beyond_the_promise_are_told_where_there_is_one(made, capsys):
+    outcome.show([made], [record("ab" * 32, -2e-6)])
+    assert "beyond:" not in capsys.readouterr().out
+    one = record("ab" * 32, -2e-6, beyond=0.0125)
+    outcome.show([replace(made, measured=one)], [one])
+    shown = capsys.readouterr().out
+    assert "1.25%" in shown and "\nbeyond: blocks of keys or values whose error" in shown
 
 
 @pytest.mark.parametrize(

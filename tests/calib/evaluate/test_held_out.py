@@ -147,7 +147,9 @@ def test_more_blocks_beyond_the_promise_than_allowed_stop_publication(model, tmp
     monkeypatch.setattr(promise, "MARGIN", 0.01)  # so that nearly all are
     words = arguments(model, tmp_path / "run", "--recipe", "mean-higgs-2bit", "--max-beyond", "0.5")
     assert cli.main(words) == 5
-    assert "not published. share of blocks beyond the promise, full encode: 1, allowed 0.5" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "not published. share of blocks beyond the promise, full encode: 1, allowed 0.5" in told.err
+    assert '"blocks_beyond": 1.0' in told.out
     assert registry.open_registry().names() == []
 
 
