@@ -18,6 +18,8 @@ INDEXED = ("indexed_attention", BLOCKS)  # of all whose queries read what is cho
 # types of layers that cache all tokens: the second in files of Granite 4, the third recur too
 WHOLE = ("full_attention", "attention", "hybrid", *INDEXED)
 SLIDES = ("sliding_attention", "chunked_attention")  # of those to the newest: of a window, of a chunk (Llama 4)
+MIMO = "mimo_v2_flash"
+LATENTS = "latents"  # of multi-head latent attention (MLA)
 SLAB = 32  # blocks that are stored, addressed and decoded together; the last slab of a layer may have fewer
 # sides of a square that is one tile of a matrix product, and fits into registers and shared memory whole
 MATRIX_SIZES = (16, 32, 64, 128)
@@ -96,7 +98,9 @@ def _shape(config: Mapping[str, Any], layer: int | None = None, slides: bool = F
     found = by_layer.get(str(layer).lstrip("0"))
     own = found if isinstance(found, Mapping) else {}
     config = {**config, **own}
-    if slides:  # Dots 3 Note's, which have latents of their own
+    if slides:  # MiMo V2 Flash's, of twice the heads; Dots 3 Note's, which have latents of their own
+        if config.get("model_type") == MIMO:
+            config["num_key_value_heads"] *= 2
         config |= {name.removeprefix("swa_"): one for name, one in config.items() if name.startswith("swa_")}
     if rank := config.get("kv_lora_rank"):  # a row of latent and rotary key for all heads: `hf/attention.py`
         return 1, (rank + (config.get("qk_rope_head_dim") or 0)) // 2
@@ -108,7 +112,17 @@ def _shape(config: Mapping[str, Any], layer: int | None = None, slides: bool = F
         kv_heads = own.get("num_key_value_heads") or shared or kv_heads
         size = own.get("head_dim") or config.get("global_head_dim") or size
     heads = config["num_attention_heads"]
-    return kv_heads or heads, size or config["hidden_size"] // heads  # of Mistral head_dim may be null
+    size = size or config["hidden_size"] // heads  # of Mistral head_dim may be null
+    return kv_heads or heads, (size + (config.get("v_head_dim") or size)) // 2
+
+
+def joined(config: Mapping[str, Any]) -> str | None:
+    """What the layers of a model cache as one row of a token, half of which is stored as keys are, the other half as
+    values (`hf/attention.py`); None: they cache keys and values of one size."""
+    if config.get("kv_lora_rank"):
+        return LATENTS
+    same = config.get("v_head_dim") in (None, config.get("head_dim"))
+    return None if same else "keys and values of different widths"
 
 
 @dataclass(frozen=True)
@@ -126,6 +140,8 @@ class Sliding:
         """Those of a model; none of one whose other layers do not slide."""
         indexed = _indexed(config)
         kinds, window = config.get("layer_types"), config.get("sliding_window") or config.get("attention_chunk_size")
+        if config.get("model_type") == MIMO and config.get("sliding_window_size"):  # without the query's own token
+            window = config["sliding_window_size"] + 1
         count, first = owners(config) - len(attending(config)), None
         if isinstance(kinds, (list, tuple)):
             sliding = [n for n, kind in enumerate(kinds[: owners(config)]) if kind in SLIDES]
@@ -180,7 +196,9 @@ def attending(config: Mapping[str, Any]) -> Sequence[int]:
     if isinstance(kinds, (list, tuple)):
         return [n for n, kind in enumerate(kinds[:count]) if kind in WHOLE]
     chosen = config.get("full_attn_idxs", config.get("attn_layer_indices"))
-    interval = config.get("full_attention_interval")
+    interval, slides = config.get("full_attention_interval"), config.get("hybrid_layer_pattern")
+    if isinstance(slides, list):  # as files of MiMo V2 Flash
+        return [n for n, one in enumerate(slides[:count]) if not one]
     if isinstance(chosen, list):  # as files of LFM2 and Bamba say it
         return sorted({n for n in chosen if type(n) is int and 0 <= n < count})
     if type(interval) is int and interval > 0:  # as files of Qwen3-Next

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from kvq_runtime.geometry import Geometry
+from kvq_runtime.geometry import LATENTS, Geometry
 from kvq_runtime.hf.attention import halves, parts
 from kvq_runtime.hf.model import LISTED, own_code
 from kvq_runtime.ops import dense, rope
@@ -39,7 +39,7 @@ class Projected:
     """One layer's keys, values and queries of a chunk, before RoPE, all heads side by side.
 
     softmax   what the layer's attention has beside scores
-    expand    of latents, what makes keys after RoPE and values by head of rows as they are cached, [N, S, C] each; the
+    expand    of rows (`geometry.joined`), what makes keys after RoPE and values by head of them, [N, S, C] each; the
               queries are after RoPE then
     mask      bool [N, 1, T, T] of the tokens that a model has chosen for a query to read; None: all up to it
     """
@@ -91,11 +91,11 @@ class AttentionInputs:
 
 
 class Rows:
-    """Stand in a cache's place, and in its layers', and note what it would store of latents as keys and as values: [B,
-    1, T, D] each."""
+    """Stand in a cache's place, and in its layers', and note what it would store of a row (`geometry.joined`) as keys
+    and as values: [B, H, T, D] each."""
 
-    def __init__(self, seen: dict[str, Any]):
-        self._seen = seen
+    def __init__(self, what: str, seen: dict[str, Any]):
+        self._what, self._seen = what, seen
 
     @property
     def layers(self) -> Mapping[int, "Rows"]:
@@ -103,9 +103,9 @@ class Rows:
         return defaultdict(lambda: self)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> tuple[Tensor, Tensor]:
-        """Take in a layer's latents and rotary keys; return them, as read from what was noted."""
-        self._seen["k"], self._seen["v"] = halves(key_states, value_states)
-        return parts(self._seen["k"], self._seen["v"], key_states.shape[-1])
+        """Take in what a layer caches; return it, as read from what was noted."""
+        self._seen["k"], self._seen["v"] = halves(self._what, key_states, value_states)
+        return parts(self._what, self._seen["k"], self._seen["v"], key_states.shape[-1])
 
     def update_indexer(self, indexer_key_states: Tensor, *_args: Any) -> Tensor:
         """Return an indexer's keys: all there are."""
@@ -117,10 +117,12 @@ class Rows:
         return self.keys.shape[-2]
 
 
-def expanded(attention: Any, k_NSC: Tensor, v_NSC: Tensor) -> tuple[Tensor, Tensor]:
+def expanded(attention: Any, what: str, heads: int, k_NSC: Tensor, v_NSC: Tensor) -> tuple[Tensor, Tensor]:
     """Keys after RoPE and values by head, float32 [N, H, S, D], that attention makes of rows as they are cached."""
-    made = attention.expand_kv(*(x.to(attention.kv_b_proj.weight.dtype)[:, None] for x in
-                                 parts(k_NSC, v_NSC, attention.kv_lora_rank)))  # fmt: skip
+    k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (k_NSC, v_NSC))
+    made = parts(what, k, v, attention.kv_lora_rank if what == LATENTS else attention.head_dim)
+    if what == LATENTS:
+        made = attention.expand_kv(*(x.to(attention.kv_b_proj.weight.dtype) for x in made))
     return made[0].float(), made[1].float()
 
 

@@ -75,7 +75,7 @@ def captured(
         if hasattr(module, "indexer"):
             found["mask"] = visible(chosen(attention_mask, given.get("indices")))
         for name, one in found.items():
-            module.seen.setdefault(name, one)  # of latents what is cached has been noted
+            module.seen.setdefault(name, one)  # of rows what is cached has been noted
         if module.seen.get("alone"):
             raise Seen
     return dense(module, query, key, value, attention_mask, scaling, **given)

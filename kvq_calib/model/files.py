@@ -25,7 +25,7 @@ from kvq_calib.model.carried import Carried
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.geometry import Geometry, Sliding, attending, owners, stretches
+from kvq_runtime.geometry import Geometry, Sliding, attending, joined, owners, stretches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -160,6 +160,11 @@ class ModelFiles:
     def latents(self) -> bool:
         """True if a token's cached row is a latent of all heads (multi-head latent attention), and its rotary key."""
         return bool(self.config.get("kv_lora_rank"))
+
+    @property
+    def joined(self) -> str | None:
+        """What is cached of a token as one row, so that the attention of the model itself reads it decoded."""
+        return joined(self.config)
 
     @property
     def shares(self) -> bool:

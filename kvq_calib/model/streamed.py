@@ -207,7 +207,7 @@ class Layer:
                 tap.register_forward_hook(lambda _module, _inputs, out, name=name: seen.__setitem__(name, out))
         self._seen = seen
         self._cache = str(cache_name(modules[index]))  # by which name the layers are handed one
-        self._rows = {self._cache: Rows(seen)} if stream.files.latents else {}
+        self._rows = {self._cache: Rows(stream.files.joined, seen)} if stream.files.joined else {}
 
     @torch.no_grad()
     def forward(self, h_BTE: Tensor, queries: bool = False) -> Captured:
@@ -275,7 +275,9 @@ class Layer:
         self._seen.clear()
         k, v, q = seen["k"], seen["v"].transpose(1, 2).flatten(2), None
         k = seen["k_pre"].flatten(2) if "k_pre" in seen else self._turned_back(k).flatten(2)
-        expand = partial(expanded, self._attention[self._index]) if self._rows else None
+        files, expand = self._stream.files, None
+        if files.joined:
+            expand = partial(expanded, self._attention[self._index], files.joined, files.geometry.kv_heads)
         if queries:
             q = seen["q"].transpose(1, 2) if expand else seen.get("q_pre")
             q = (self._turned_back(seen["q"]) if q is None else q).flatten(2)

@@ -188,12 +188,12 @@ def check(recipe: Recipe, files: ModelFiles, by_bits: bool = False, by_token: bo
     if "positions" in recipe.needs and files.rope_refusal:
         raise ValueError(
             f"{recipe.name} undoes RoPE, but of {files.id} {files.rope_refusal}; use a recipe that is fitted after "
-            f"RoPE and without a mean, as {'zipcache' if files.latents else 'oscar'}-2bit, or one that needs no fit"
+            f"RoPE and without a mean, as {'zipcache' if files.joined else 'oscar'}-2bit, or one that needs no fit"
         )
-    if (files.latents or files.shares) and attends(recipe):
+    if (files.joined or files.shares) and attends(recipe):
         raise ValueError(
             f"{recipe.name} needs queries or weights of attention, but {files.id} reads what a cache has decoded: "
-            f"it {'caches latents' if files.latents else 'has layers that share keys and values'}; use a recipe "
+            f"it {f'caches {files.joined}' if files.joined else 'has layers that share keys and values'}; use a recipe "
             "that holds and reads all tokens, and needs no queries"
         )
     if attends(recipe) and files.architecture not in ARCHITECTURES:
@@ -205,12 +205,11 @@ def check(recipe: Recipe, files: ModelFiles, by_bits: bool = False, by_token: bo
                 "needs no queries"
             )
     of_heads = takes(recipe, "capture") or any(isinstance(one, OutputMetric) for one in _requested(recipe))
-    if files.latents and (of_heads or by_bits):
+    if files.joined and (of_heads or by_bits):
         known = "zipcache-2bit" if files.rope_refusal else "aqua-2bit or aqua-fisher-2bit"
         raise ValueError(
-            f"{recipe.name} is fitted to queries or outputs of heads, but {files.id} caches latents of all heads "
-            f"(multi-head latent attention); use a recipe that is fitted to tokens or gradients, as {known}, or "
-            "one that needs no fit"
+            f"{recipe.name} is fitted to queries or outputs of heads, but {files.id} caches {files.joined}; "
+            f"use a recipe that is fitted to tokens or gradients, as {known}, or one that needs no fit"
         )
     if files.attending[0] and (by_token or recipe.of_vocabulary(2) != recipe):
         raise ValueError(

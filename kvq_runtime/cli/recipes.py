@@ -224,7 +224,7 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
                 f"--model {text}: no config.json of a model, or one that leaves layers and heads to transformers; give "
                 "its shape as layers x KV heads x head size"
             )
-        kinds = config.get("layer_types")
+        kinds = config.get("layer_types", config.get("hybrid_layer_pattern"))
         told = isinstance(kinds, list) and "chunked_attention" not in kinds
         if other := [name for name in OTHERWISE if config.get(name) is not None and not told]:
             raise ValueError(

@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvq_runtime.cache import BlockCache
+from kvq_runtime.geometry import LATENTS
 from kvq_runtime.ops import dense as whole
 
 # What models pass on, and does not change what a query gets: masks have what positions and kinds of tokens say. Only
@@ -200,17 +201,24 @@ class KVQLayer(CacheLayerMixin):
     prefetch = offload
 
 
-class LatentLayer(KVQLayer):
-    """A layer of multi-head latent attention: of each token it caches one row for all heads.
+class JoinedLayer(KVQLayer):
+    """A layer that caches one row of a token (`geometry.joined`): its first half is stored as keys are, so that RoPE
+    can be undone there, the second as values.
 
-    The row is the rotary key, after RoPE, and then the latent that the model makes keys and values of; its first half
-    is stored as keys are, so that RoPE can be undone there, the second as values. Source: DeepSeek-AI, 2024 (V2), 2.1.
+    Of multi-head latent attention the row is the rotary key, after RoPE, and then the latent that the model makes keys
+    and values of, for all heads. Source: DeepSeek-AI, 2024 (V2), 2.1. Of others it is a head's key and then its value.
     """
 
+    def __init__(self, what: str, *given: Any):
+        super().__init__(*given)
+        self.what = what
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Take in latents [B, 1, T, R] and rotary keys [B, 1, T, P]; return all, history decoded, in their dtypes."""
-        latent, turned = parts(*super().update(*halves(key_states, value_states)), key_states.shape[-1])
-        return latent, turned.to(value_states.dtype)
+        """Take in keys and values [B, H, T, D], or latents and rotary keys; return all, history decoded, in their
+        dtypes."""
+        stored = super().update(*halves(self.what, key_states, value_states))
+        keys, values = parts(self.what, *stored, key_states.shape[-1])
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
 
 
 class HybridLayer(LinearAttentionLayer, KVQLayer):
@@ -229,16 +237,17 @@ class HybridLayer(LinearAttentionLayer, KVQLayer):
             LinearAttentionLayer.lazy_initialization(self, **states)
 
 
-def halves(latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-    """Share latents [..., R] and rotary keys [..., P] between stored keys and values, [..., (R + P) / 2] each."""
-    first, second = torch.cat([turned.to(latent.dtype), latent], -1).chunk(2, -1)
-    return first, second
+def halves(what: str, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Share the row of what a cache gets, F and L wide, between stored keys and values, [..., (F + L) / 2] each."""
+    first, last = (value_states, key_states) if what == LATENTS else (key_states, value_states)
+    keys, values = torch.cat([first.to(last.dtype), last], -1).chunk(2, -1)
+    return keys, values
 
 
-def parts(keys: Tensor, values: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The latents, `rank` wide, and the rotary keys of such halves."""
+def parts(what: str, keys: Tensor, values: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """What a cache got, of such halves; `width`: of keys, or of latents."""
     row = torch.cat([keys, values], -1)
-    return row[..., -rank:], row[..., :-rank]
+    return (row[..., -width:], row[..., :-width]) if what == LATENTS else (row[..., :width], row[..., width:])
 
 
 def attention(

@@ -1,6 +1,7 @@
 """Serve the compressed cache of a whole model to transformers."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
-from kvq_runtime.geometry import WHOLE, Geometry
+from kvq_runtime.geometry import WHOLE, Geometry, joined
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
-from kvq_runtime.hf.attention import EAGER, HybridLayer, KVQLayer, LatentLayer, Pass
+from kvq_runtime.hf.attention import EAGER, HybridLayer, JoinedLayer, KVQLayer, Pass
 from kvq_runtime.hf.model import (
     LISTED,
     attention_modules,
@@ -116,7 +117,8 @@ class KVQCache(Announced, Cache):
                 f"{EAGER}"
             )
         shared = settings.get("num_kv_shared_layers")
-        kind, layers = LatentLayer if settings.get("kv_lora_rank") else KVQLayer, list[Any](stock)
+        what, layers = joined(settings), list[Any](stock)
+        kind = KVQLayer if what is None else partial(JoinedLayer, what)
         for n, place in self.places.items():
             given = self.blocks, place, self._pass, bool(self._decodes and (not shared or n == max(modules)))
             states = getattr(stock[n], "number_of_states", None)
@@ -359,8 +361,8 @@ def _decoding(settings: Mapping[str, Any], model: PreTrainedModel) -> str | None
     name = type(model).__name__
     if (why := own_code(model)) is not None:
         return why
-    if settings.get("kv_lora_rank"):
-        return f"{name} makes keys and values of decoded latents by itself"
+    if (what := joined(settings)) is not None:
+        return f"the attention of {name} itself reads decoded {what}"
     if indexed(model):
         return f"{name} chooses the tokens that a query reads, of decoded keys and values"
     if settings.get("num_kv_shared_layers"):

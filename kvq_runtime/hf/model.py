@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import INDEXED, WHOLE, Geometry, attending
+from kvq_runtime.geometry import INDEXED, WHOLE, Geometry, attending, joined
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
@@ -272,13 +272,13 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
             )
         if not getattr(module, "is_causal", True):
             raise ValueError(f"layer {layer} of {name} attends in both directions; kvq takes decoders alone; {LISTED}")
-        for projection in ("k_proj", "v_proj"):
-            width = getattr(getattr(module, projection, None), "out_features", geometry.width)
-            if width != geometry.width:
-                raise ValueError(
-                    f"{projection} of layer {layer} of {name} is {width} wide, not {geometry.kv_heads} heads of "
-                    f"{geometry.head_size} as its configuration says; kvq takes layers of one shape alone"
-                )
+        own = (getattr(module, projection, None) for projection in fingerprint.PROJECTIONS.values())
+        keys, values = (getattr(one, "out_features", geometry.width) for one in own)
+        if keys + values != 2 * geometry.width or (keys != values and not joined(settings)):
+            raise ValueError(
+                f"k_proj and v_proj of layer {layer} of {name} are {keys} and {values} wide, not {geometry.kv_heads} "
+                f"heads of {geometry.head_size} as its configuration says; kvq takes layers of one shape alone"
+            )
         found[layer] = module
     return found
 

@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import check_type, counted
-from kvq_runtime.hf.attention import HybridLayer, KVQLayer, LatentLayer
+from kvq_runtime.geometry import joined
+from kvq_runtime.hf.attention import HybridLayer, KVQLayer
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import (
     CACHE,
@@ -25,6 +26,7 @@ from kvq_runtime.hf.model import (
     held,
     indexed,
     rotary_module,
+    settings_of,
 )
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
@@ -109,8 +111,8 @@ class PrefixStore:
                 f"layers {others} of {type(model).__name__} do not attend to all tokens, or recur as well: what "
                 "they hold at the end of a prefix is not kept, so that nothing could go on from it"
             )
-        if any(isinstance(layer, LatentLayer) for layer in layers):
-            raise ValueError(f"{type(model).__name__} caches latents, of which no prefix is kept")
+        if (what := joined(settings_of(model.config.get_text_config(decoder=True)))) is not None:
+            raise ValueError(f"{type(model).__name__} caches {what}, of which no prefix is kept")
         if indexed(model):
             raise ValueError(f"{type(model).__name__} chooses tokens by keys of an indexer, of which no prefix is kept")
         turning = rope.settings(model.config.get_text_config(decoder=True).to_dict()).get("rope_type")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from kvq_runtime.geometry import joined
 from kvq_runtime.hf.attention import halves
 from kvq_runtime.hf.model import (
-    attention_of,
     cache_name,
     frequencies,
     layers_name,
@@ -56,6 +56,8 @@ def _refusal(decoder: Any, layers: Mapping[int, Any]) -> str | None:
             return f"{layer} does not show how it turns keys: {' '.join(str(seen).split()):.120}"
         if _is_one(seen):
             return f"{layer} has no RoPE"
+        if (turned := 2 * len(found[0])) > seen.shape[-1]:
+            return f"{layer} turns {turned} channels of a key, of which {seen.shape[-1]} are stored as keys are"
         if not _is_one(rope.unrotate(seen, *cos_sin)):
             return f"{layer} turns keys otherwise than half of a head with the other, by position and inv_freq"
     return None
@@ -133,8 +135,8 @@ class _Place(nn.Module):
                 _bare(asked, hidden_states.device)(hidden_states, *args, **given | {str(cache_name(asked)): rows})
                 self._found[self._number] = RuntimeError("it hands a cache no keys")
             except _Seen:
-                latents = getattr(attention_of(asked), "kv_lora_rank", None)
-                self._found[self._number] = (halves(*rows.seen)[0] if latents else rows.seen[0]).transpose(1, 2)
+                keys, what = rows.seen[0], joined(settings_of(self._config))
+                self._found[self._number] = (halves(what, *rows.seen)[0] if what else keys).transpose(1, 2)
             except _MACHINE:
                 raise
             except Exception as error:  # of the layer's own, whatever class it has

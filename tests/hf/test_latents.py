@@ -1,4 +1,5 @@
-"""What a model's own attention reads decoded: latents of all heads (MLA), and keys that several layers share."""
+"""What a model's own attention reads decoded: latents of all heads (MLA), keys and values of different widths, and keys
+that several layers share."""
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvq_runtime.hf import CudaGraphs, KVQCache, PrefixStore
 
-LATENTS = ["deepseek_v3", "minicpm3", "deepseek_v2"]
+JOINED = ["deepseek_v3", "minicpm3", "deepseek_v2", "mimo_v2_flash"]
 SHARED = ["gemma3n_text", "gemma4_text"]  # Gemma 4 as E2B
 
 
@@ -17,14 +18,15 @@ def model_of(kind: str) -> PreTrainedModel:
     return random(kind, **(E2B if kind == "gemma4_text" else {}))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "kvq"])
+@pytest.mark.parametrize("attention", ["own", "kvq"])
 @pytest.mark.parametrize("way", ["greedy", "beams"])
-@pytest.mark.parametrize("kind", LATENTS + SHARED)
+@pytest.mark.parametrize("kind", JOINED + SHARED)
 def test_what_is_kept_exactly_generates_as_transformers_cache(kind, way, attention):
     model = model_of(kind)
     ids, mask = padded(prompt(2, 50), 43, 50)
     expected = generate(model, ids, stock(model), way, attention_mask=mask)
-    model.set_attn_implementation(attention)
+    if attention == "kvq":
+        model.set_attn_implementation("kvq")
     cache = kvq("exact", model)
     assert torch.equal(generate(model, ids, cache, way, attention_mask=mask), expected)
     assert all(store.encoded for store in cache.blocks.layers.values())
@@ -47,7 +49,7 @@ def test_the_newest_queries_of_layers_that_share_keys():
     torch.testing.assert_close(found, expected[:, -5:], rtol=0, atol=1e-3 * float(expected.std()))
 
 
-@pytest.mark.parametrize("kind", LATENTS + SHARED)
+@pytest.mark.parametrize("kind", JOINED + SHARED)
 def test_few_bits_are_near(kind):
     model, ids = model_of(kind), prompt(2, 120)
     expected, errors = logits(model, stock(model), ids), {}
@@ -60,21 +62,27 @@ def test_few_bits_are_near(kind):
     assert max(errors["kivi-4bit"], errors["higgs-4bit"]) < 0.3, errors
 
 
-def test_a_token_takes_its_latent_and_its_rotary_key():
+@pytest.mark.parametrize("kind, size", [("deepseek_v3", 3 * (48 + 16)), ("mimo_v2_flash", 2 * 2 * (36 + 28))])
+def test_a_token_takes_what_transformers_caches_of_it(kind, size):
     """As many elements as transformers' own cache has, and no expanded head among them."""
-    model, ids = random("deepseek_v3"), prompt(2, 60)
+    model, ids = random(kind), prompt(2, 60)
     own, cache = stock(model), KVQCache.from_recipe("exact", model)
     with torch.no_grad():
         model(ids, past_key_values=own)
         model(ids, past_key_values=cache)
     report = cache.memory_report()
-    elements = sum(x.numel() for layer in own.layers for x in (layer.keys, layer.values))
-    assert elements == 3 * 2 * 60 * (48 + 16) and report.exact_bytes == 2 * elements
-    row = torch.cat([x[0, :60] for x in cache.blocks.layers[1].window_2BTC], -1)
-    assert torch.equal(row, torch.cat([own.layers[1].values, own.layers[1].keys], -1)[0, 0])
+    elements = sum(x.numel() for n in cache.places for x in (own.layers[n].keys, own.layers[n].values))
+    assert elements == 2 * 60 * size and report.exact_bytes == 2 * elements + report.sliding_bytes
+    parts = own.layers[1].keys, own.layers[1].values
+    row = torch.cat(parts if kind == "mimo_v2_flash" else parts[::-1], -1)[0].transpose(0, 1)
+    stored = [x[0, :60].unflatten(-1, (row.shape[1], -1)) for x in cache.blocks.layers[cache.places[1]].window_2BTC]
+    assert torch.equal(torch.cat(stored, -1), row)
 
 
-@pytest.mark.parametrize("kind, why", [("deepseek_v3", "decoded latents"), ("gemma3n_text", "the last layers of")])
+@pytest.mark.parametrize("kind, why", [
+    ("deepseek_v3", "decoded latents"), ("mimo_v2_flash", "decoded keys and values of different widths"),
+    ("gemma3n_text", "the last layers of"),
+])  # fmt: skip
 def test_what_reads_packed_codes_or_weights_is_refused(kind, why, tmp_path):
     model = model_of(kind)
     for name in ("h2o", "snapkv"):

@@ -84,10 +84,20 @@ def test_rope_that_is_not_ours_is_not_undone(kind, why):
     KVQCache.from_recipe("exact", model)
 
 
+def test_rope_that_reaches_beyond_what_is_stored_of_a_key_is_refused():
+    """Of 36 channels, beside values of 28, the first 32 are."""
+    turning = {kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+               for kind in ("full_attention", "sliding_attention")}  # fmt: skip
+    model = random("mimo_v2_flash", rope_parameters=turning)
+    with pytest.raises(ValueError, match="turns 36 channels of a key, of which 32 are stored as keys"):
+        KVQCache.from_recipe("exact-pre", model)
+    KVQCache.from_recipe("exact", model)
+
+
 def test_layers_of_other_shapes_are_refused_when_made_or_first_seen():
     model = random_model("llama")
     model.model.layers[2].self_attn.v_proj = torch.nn.Linear(64, 96)
-    with pytest.raises(ValueError, match="v_proj of layer 2 of LlamaForCausalLM is 96 wide, not 2 heads of 32"):
+    with pytest.raises(ValueError, match="layer 2 of LlamaForCausalLM are 64 and 96 wide, not 2 heads of 32"):
         KVQCache.from_recipe("exact", model)
     cache = kvq("exact", random_model("llama"))
     with pytest.raises(

@@ -278,10 +278,11 @@ def test_chunks_that_an_artifact_says_nothing_of_are_refused():
 
 def test_latents_are_not_taken_for_fused_heads(demo_model: Path, tmp_path: Path):
     """By the model's configuration where it is named; where it is not, one row of a token may be either."""
-    config = json.loads((demo_model / "config.json").read_text()) | {"kv_lora_rank": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"latent attention \(MLA\).*without kvq"):
-        read_settings({"cache": "lloyd-3bit", "model": str(tmp_path)})
+    config = json.loads((demo_model / "config.json").read_text())
+    for name, what in (("kv_lora_rank", "latents"), ("v_head_dim", "keys and values of different widths")):
+        (tmp_path / "config.json").write_text(json.dumps(config | {name: 48}))
+        with pytest.raises(ValueError, match=f"caches {what}; .*serve it without"):
+            read_settings({"cache": "lloyd-3bit", "model": str(tmp_path)})
     chunks = Chunks(read_settings({"cache": "lloyd-3bit", "head_size": 64}))
     assert chunks.codec((2, 4, TOKENS, 128), torch.bfloat16).geometry == Geometry(4, 2, 64)
     for shape in [(4, TOKENS, 512), (1, 4, TOKENS, 512)]:

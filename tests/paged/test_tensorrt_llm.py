@@ -138,8 +138,8 @@ def test_what_cannot_be_kept_stops_the_start(args: dict, option: str, message: s
 def test_latents_stop_the_start(tmp_path: Path, monkeypatch):
     connector = trtllm_stand_in.installed(monkeypatch)
     monkeypatch.setenv(connector.OPTION, OPTIONS)
-    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}))
-    with pytest.raises(ValueError, match="latent attention"):
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512, "dtype": "bfloat16"}))
+    with pytest.raises(ValueError, match="caches latents"):
         connector.Worker(trtllm_stand_in.arguments(str(tmp_path)))
 
 

@@ -38,6 +38,7 @@ from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.geometry import attending, stretches
 from kvq_runtime.hf import KVQCache, fingerprint_of
+from kvq_runtime.hf.attention import halves
 from kvq_runtime.hf.model import attention_of, decoder_of, layers_of, own_code
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset
@@ -136,13 +137,14 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
         k = rope.rotate(seen.k_NTC.unflatten(-1, (heads, -1)), *tables).transpose(1, 2)
         v = seen.v_NTC.unflatten(-1, (-1, size)).transpose(1, 2)
         cached = cache.layers[place].keys, cache.layers[place].values
-        if files.latents:
-            cached = torch.cat([*reversed(cached)], -1).chunk(2, -1)
-            expanded = seen.expand(k[:, 0], v[:, 0])[0]
-            q = seen.q_NTC.unflatten(-1, (expanded.shape[1], -1)).transpose(1, 2)
+        if files.joined:
+            cached = halves(files.joined, *cached)
+            expanded = seen.expand(*(x.transpose(1, 2).flatten(2) for x in (k, v)))[0]
+            q = seen.q_NTC.unflatten(-1, (-1, expanded.shape[-1])).transpose(1, 2)
+            expanded = expanded.repeat_interleave(q.shape[1] // expanded.shape[1], 1)
         near(k, cached[0])
         near(v, cached[1])
-        if not files.latents:
+        if not files.joined:
             q = rope.rotate(seen.q_NTC.unflatten(-1, (-1, size)), *tables).transpose(1, 2)
             expanded = k.repeat_interleave(q.shape[1] // heads, 1)
         scores = q @ expanded.mT * q.shape[-1] ** -0.5
@@ -222,7 +224,7 @@ def test_what_is_fitted_serves(kind, folders, tmp_path, monkeypatch):
     files, before = models.resolve(folder), ROWS[kind][0] == "yes"
     text = SimpleNamespace(tokens_BT=prompt(1, 256, seed=1), description={"source": "random"})
     monkeypatch.setattr(corpus, "select", lambda *given: text)
-    after = "zipcache-2bit" if files.latents else "oscar-2bit"
+    after = "zipcache-2bit" if files.joined else "oscar-2bit"
     made = fitted(files, tmp_path, after, *(["aqua-2bit"] if before else []))
     model = files.model(torch.float32).eval()
     assert fingerprint_of(model).to_json() == files.fingerprint().to_json()
