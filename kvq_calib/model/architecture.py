@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvq_calib.model.attention import asks
-from kvq_calib.model.carried import EXIT, Carried
+from kvq_calib.model.carried import Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty
 from kvq_runtime.artifact.fingerprint import FUSED, LATENT_PROJECTIONS
 from kvq_runtime.geometry import BLOCKS, SLIDES, WHOLE, attending, owners, stretches
@@ -54,7 +54,9 @@ def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
 
 def _inner(settings: Mapping[str, Any]) -> Any:
     """The width inside an MLP of a type that has another name for it, or has four times the width of a layer."""
-    given = next((settings[name] for name in ("ffn_hidden_size", "n_inner") if settings.get(name) is not None), None)
+    given = next(
+        (settings[name] for name in ("ffn_hidden_size", "ffn_dim", "n_inner") if settings.get(name) is not None), None
+    )
     return 4 * settings["hidden_size"] if given is None and type(settings.get("hidden_size")) is int else given
 
 
@@ -67,11 +69,15 @@ def known(config: Mapping[str, Any]) -> bool:
 
 def check(config: "PreTrainedConfig", id: str) -> None:
     """Raise ValueError, a sentence, for a model that cannot be run a layer at a time, and compressed in some layers."""
+    if getattr(config, "is_encoder_decoder", False):  # which transformers sets otherwise for the decoder alone
+        raise ValueError(f"{id}: config.json has an encoder, too; calibration takes decoders alone; {LISTED}")
     text = config.get_text_config(decoder=True)
     _check_config(text, id)
     with _explained(f"{id}: transformers makes no model of config.json", f"check it; {LISTED}"):
         model: Any = empty(config, None)
     check_model(model)
+    if model.main_input_name != "input_ids":
+        raise ValueError(f"{id}: it needs {model.main_input_name}, and calibration runs models on text alone; {LISTED}")
     attention_modules(model)
     if (why := own_code(model)) is not None and not asks(model):
         raise ValueError(f"{id}: {why}, which would show keys and queries; use a recipe that needs no fit; {LISTED}")
@@ -109,11 +115,8 @@ def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> No
         if getattr(text, width, None):
             setattr(text, width, 2)
     decoder = Decoder(config, torch.float32)
-    above = [name for name in decoder.top() if not name.endswith(EXIT)]
-    if len(above) > 2:
-        raise ValueError(
-            f"{id}: {', '.join(above)} stand beside its layers; a last norm and an output head can; {LISTED}"
-        )
+    if decoder.apart:
+        raise ValueError(f"{id}: {', '.join(decoder.apart)} stand neither under its layers alone nor above; {LISTED}")
     under = decoder.under(torch.device("cpu"))
     _check_cache(decoder.carried, under, id)
     calls = under.calls(1, 4, torch.float32, torch.device("cpu"))
@@ -136,7 +139,7 @@ def _check_cache(carried: Carried, under: Under, id: str) -> None:
     config = under.core.config
     said = f"{id}: its decoder does not run with transformers' own cache, and its layers apart"
     with torch.no_grad(), carried.muted(under.core), _explained(said, LISTED):
-        nothing = torch.zeros(1, 4, config.hidden_size)
+        nothing = torch.zeros(1, 4, carried.embedded)
         under.core(inputs_embeds=nothing, **{CACHE: DynamicCache(config=config)}, use_cache=True)
 
 

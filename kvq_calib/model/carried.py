@@ -22,19 +22,19 @@ import torch
 from torch import Tensor, nn
 
 TABLE = "embed_tokens_per_layer"  # the decoder's table of inputs by layer
-ENTRY = ("altup_projections", "per_layer_model_projection", "per_layer_projection_norm")  # its modules under the layers
-EXIT = ("altup_unembed_projections", "hc_head")  # above them, beside the last norm
 
 
 @dataclass(frozen=True)
 class Carried:
     """The parts of what is carried: `layers` of the model; `streams`, `inputs` and `chosen` as S, P and K above.
 
-    axis     of streams in what layers are given; None: they are side by side there too
-    chosen   at the most; 0: no layer reads what another has chosen
+    embedded   width of a row of the table of tokens: of OPT-350m half of E
+    axis       of streams in what layers are given; None: they are side by side there too
+    chosen     at the most; 0: no layer reads what another has chosen
     """
 
     hidden: int
+    embedded: int
     layers: int
     streams: int = 1
     inputs: int = 0
@@ -50,10 +50,8 @@ class Carried:
         chosen = 0
         if "shared" in (config.get("indexer_types") or ()):
             chosen = config["index_topk"] + (config.get("index_kpool") or 1) - 1  # with the rest of an unfinished pool
-        return Carried(
-            hidden, layers, streams, config.get("hidden_size_per_layer_input") or 0, axis if streams > 1 else None,
-            chosen,
-        )  # fmt: skip
+        embedded, inputs = config.get("word_embed_proj_dim") or hidden, config.get("hidden_size_per_layer_input") or 0
+        return Carried(hidden, embedded, layers, streams, inputs, axis if streams > 1 else None, chosen)
 
     @property
     def width(self) -> int:

@@ -7,6 +7,7 @@ model above the last (norm, output head, multipliers, soft caps) is so what the 
 E = hidden width · V = vocabulary.
 """
 
+import contextlib
 import copy
 import inspect
 import re
@@ -30,7 +31,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvq_calib.model.attention import asks
-from kvq_calib.model.carried import ENTRY, TABLE, Carried, blank
+from kvq_calib.model.carried import TABLE, Carried, blank
 from kvq_runtime.geometry import attending
 from kvq_runtime.hf.attention import chosen, dense
 from kvq_runtime.hf.model import (
@@ -119,6 +120,15 @@ def empty(config: "PreTrainedConfig", dtype: torch.dtype | None) -> Any:
     return made
 
 
+def hollow(module: Any, device: torch.device | str = "cpu") -> Any:
+    """The module, its parameters zeros that take no memory."""
+    for part in module.modules():
+        for name, one in part.named_parameters(recurse=False):
+            nothing = torch.zeros((), dtype=one.dtype, device=device).expand(one.shape)
+            setattr(part, name, nn.Parameter(nothing, requires_grad=False))
+    return module
+
+
 class Decoder:
     """A model without weights: its layers, and all around them with a Place for each."""
 
@@ -140,18 +150,62 @@ class Decoder:
         self.layers = list(layers_of(core))
         self.attending = attending(settings)  # of the layers
         self.within = f"{self.core_name}.{layers_name(core)}"  # the name of their list
-        self.places = nn.ModuleList(map(Place, self.layers))
+        self.places: Any = nn.ModuleList(map(Place, self.layers))
         setattr(core, str(layers_name(core)), self.places)
+        paired, self._called = self._walk()
+        for place in self.places:
+            place.paired = paired
 
     def top(self) -> dict[str, nn.Module]:
         """The modules with parameters above the layers, by name: the last norm, and the output head."""
         core: Any = decoder_of(self.whole)
-        children = [(name, module) for name, module in core.named_children() if name not in (TABLE, *ENTRY)]
-        within = {f"{self.core_name}.{name}": module for name, module in children}
+        within = {f"{self.core_name}.{name}": module for name, module in core.named_children()}
         holds = {id(module) for module in self.whole.children() if any(part is core for part in module.modules())}
         beside = {name: module for name, module in self.whole.named_children() if id(module) not in holds}
         head = {self.output.removesuffix(".weight"): output_of(self.whole)}
-        return {name: module for name, module in (within | beside | head).items() if name in self._run}
+        below = [f"{name}." for name in self._below]
+        return {
+            name: module
+            for name, module in (within | beside | head).items()
+            if name in self._run and not any(one.startswith(f"{name}.") for one in below)
+        }
+
+    def entry(self) -> dict[str, nn.Module]:
+        """The modules that make of embeddings what the first layer gets, by name: of positions, norms, streams."""
+        tables = self.table, f"{self.core_name}.{TABLE}.weight"
+        return {name: self.whole.get_submodule(name) for name in self._below if f"{name}.weight" not in tables}
+
+    @property
+    def apart(self) -> list[str]:
+        """The modules with parameters, by name, that are called elsewhere than under all layers, or else above all."""
+        known = set(), {0}, {len(self.layers)}
+        return [name for name, behind in self._called.items() if behind not in known or name == self.core_name]
+
+    @property
+    def _below(self) -> list[str]:
+        return [name for name, behind in self._called.items() if 0 in behind]
+
+    @torch.no_grad()
+    def _walk(self) -> tuple[bool, dict[str, set[int]]]:
+        """True if the decoder takes no layers that put out hidden states alone, but those that put out a pair; and
+        {module with parameters of its own: behind how many layers it is called}, by name."""
+        core: Any = self.settled(hollow(copy.deepcopy(decoder_of(self.whole))), torch.device("cpu"))
+        places: Any = layers_of(core)
+        passed, called = list[Any](), dict[str, set[int]]()
+        for place in places:
+            place.register_forward_pre_hook(lambda *given: passed.append(given))
+        for name, module in core.named_modules(prefix=self.core_name):
+            if next(module.parameters(recurse=False), None) is not None:
+                called[name] = behind = set()
+                module.register_forward_pre_hook(lambda *_given, behind=behind: behind.add(len(passed)))
+        for paired in (False, True):
+            passed.clear()
+            for place in places:
+                place.paired = paired
+            with contextlib.suppress(Exception):  # of the decoder's own, whatever class it has
+                if core(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)[0].shape[:2] == (2, 3):
+                    return paired, called
+        return False, called
 
     @cached_property
     def _run(self) -> set[str]:
@@ -173,7 +227,7 @@ class Decoder:
             )
             for name, module in held.items()
         ]
-        nothing = torch.empty(1, 2, self.carried.hidden, device="meta")
+        nothing = torch.empty(1, 2, self.carried.embedded, device="meta")
         try:
             with torch.no_grad(), self.carried.muted(core):
                 # with a cache no position is looked at, of which there are none without memory
@@ -187,38 +241,15 @@ class Decoder:
 
     def under(self, device: torch.device) -> "Under":
         """The decoder without what stands above its layers, on a device."""
-        bare: Any = copy.deepcopy(decoder_of(self.whole))
-        for name in (*self.top(), *self.entry()):
+        bare: Any = hollow(copy.deepcopy(decoder_of(self.whole)), device)
+        for name in self.top():
             parent, _, child = name.rpartition(".")
             if parent == self.core_name:
                 setattr(bare, child, blank(getattr(bare, child)))
         core = self.settled(bare, device)
         with self.carried.muted(core):
             refusal = rope_refusal(core, {n: self.layers[n] for n in self.attending})
-            pairs, places = self._pairs(core, device), [*self.places, *layers_of(core)]
-            for place in places:
-                place.paired = pairs
         return Under(core, self.carried, refusal)
-
-    @torch.no_grad()
-    def _pairs(self, core: Any, device: torch.device) -> bool:
-        """True if a decoder takes no layers that put out hidden states alone, but those that put out a pair."""
-        nothing = torch.zeros(2, 3, self.carried.hidden, device=device)
-        found = []
-        places: Any = layers_of(core)
-        for paired in (False, True):
-            for place in places:
-                place.paired = paired
-            try:
-                found.append(core(inputs_embeds=nothing, use_cache=False)[0].shape[:2] == nothing.shape[:2])
-            except Exception:  # of the decoder's own, whatever class it has
-                found.append(False)
-        return found == [False, True]
-
-    def entry(self) -> dict[str, nn.Module]:
-        """The modules that make streams and inputs by layer of embeddings, by name."""
-        core: Any = decoder_of(self.whole)
-        return {f"{self.core_name}.{name}": getattr(core, name) for name in ENTRY if hasattr(core, name)}
 
     def settled(self, module: Any, device: torch.device) -> Any:
         """The module, its buffers that no file has (frequencies, scales of embeddings) set as transformers does."""
@@ -277,7 +308,8 @@ class Under:
         for table, own in zip(tables, rows, strict=True):
             table.padding_idx, table.weight = None, nn.Parameter(own, requires_grad=False)
         try:
-            self.core(input_ids=tokens_BT, use_cache=False)
+            given = {"input_ids": tokens_BT} if len(rows) > 1 else {"inputs_embeds": tables[0](tokens_BT)}
+            self.core(**given, use_cache=False)
         finally:
             for table, weight in zip(tables, empty, strict=True):
                 table.weight = weight
@@ -288,7 +320,7 @@ class Under:
         """The arguments of each layer beside hidden states, for whole sequences from position 0."""
         key = batch, tokens, dtype, device
         if self._last[0] != key:
-            nothing = torch.zeros((), dtype=dtype, device=device).expand(batch, tokens, self._carried.hidden)
+            nothing = torch.zeros((), dtype=dtype, device=device).expand(batch, tokens, self._carried.embedded)
             with torch.no_grad(), self._carried.muted(self.core):
                 self.core(inputs_embeds=nothing, use_cache=False)
             self._last = key, [place.call for place in layers_of(self.core)]

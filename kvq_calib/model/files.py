@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LAYERS = "model.layers"  # the name of these models' list of layers, in files too
-OUTPUTS = ("o_proj", "dense", "out_proj")  # attention's last projection, by the names that models have for it
+OUTPUTS = ("o_proj", "dense", "out_proj", "Wo", "c_proj")  # names that models have for attention's last projection
 BUFFERS = "inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias"  # of old files
 SINGLE = "model.safetensors"  # the file of a model in one
 PIECE = 2**24  # bytes read from a file at a time
@@ -296,6 +296,10 @@ class ModelFiles:
         """The tensors of one decoder layer in the files, without buffers that transformers makes."""
         return self._of_layers.get(layer, [])
 
+    def parameter(self, name: str) -> str:
+        """The parameter of transformers' model that a tensor of the text is, or becomes a part of."""
+        return self._parameters.named[name]
+
     def layer_bytes(self, layer: int) -> int:
         """The bytes of a layer of the geometry and of those that are run with it, as stored."""
         own = stretches(self.config)[layer]
@@ -344,7 +348,9 @@ class ModelFiles:
 
     def output_projection(self, layer: int) -> Tensor:
         """The matrix of a layer of the geometry behind attention, [hidden width, query heads · head size]."""
-        return self._matrix(self.attending[layer], *OUTPUTS)[1]
+        name, weight = self._matrix(self.attending[layer], *OUTPUTS)
+        inputs_first = name == "c_proj" and len(self._matrix(self.attending[layer], "c_attn")[1]) == self.hidden
+        return weight.mT if inputs_first else weight  # of GPT-2
 
     def _matrix(self, layer: int, *matrices: str) -> tuple[str, Tensor]:
         """The first of these matrices that the attention of a layer has, and its name there."""

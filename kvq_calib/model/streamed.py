@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvq_calib.model.attention import Captured, Projected, Rows, answer_by, asks, expanded
-from kvq_calib.model.carried import TABLE, Carried, blank
-from kvq_calib.model.decoder import Decoder, Seen, attentions, captured, empty, output_of
+from kvq_calib.model.carried import TABLE, Carried
+from kvq_calib.model.decoder import Decoder, Seen, attentions, captured, empty, hollow, output_of
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
 from kvq_runtime.geometry import stretches
@@ -89,7 +89,7 @@ class Head:
         last = layers_of(decoder_of(self._around))[-1]
         last.out = self._carried.unpack(h_BTE)[0]
         try:
-            nothing = h_BTE.new_zeros(()).expand(*h_BTE.shape[:-1], self._carried.hidden)
+            nothing = h_BTE.new_zeros(()).expand(*h_BTE.shape[:-1], self._carried.embedded)
             return self._around(inputs_embeds=nothing, use_cache=False).logits
         finally:
             last.out = last.under = None
@@ -110,6 +110,10 @@ class Stream:
         self._stretches = stretches(settings_of(self._decoder.config))
         self._under = self._decoder.under(self.device)
         self.turns = self._under.refusal is None
+        core, start = self._under.core, f"{self._decoder.core_name}."
+        for name, module in self._decoder.entry().items():
+            core.set_submodule(name.removeprefix(start), self._weights.filled(module, name, self.device))
+        self._tables = [self._decoder.table, *([f"{start}{TABLE}.weight"] if self._decoder.carried.inputs else [])]
 
     @property
     def layers(self) -> int:
@@ -127,14 +131,6 @@ class Stream:
         asked_U, numbers_BT = tokens_BT.cpu().long().unique(return_inverse=True)
         rows = [self._weights.rows(table, asked_U) for table in self._tables]
         return self._under.embed(numbers_BT.to(self.device), *(one.to(self.device, self.dtype) for one in rows))
-
-    @cached_property
-    def _tables(self) -> list[str]:
-        """The names of the tables of tokens; the modules that make more of their rows have weights from now on."""
-        core, start = self._under.core, f"{self._decoder.core_name}."
-        for name, module in self._decoder.entry().items():
-            core.set_submodule(name.removeprefix(start), self._weights.filled(module, name, self.device))
-        return [self._decoder.table, *([f"{start}{TABLE}.weight"] if self._decoder.carried.inputs else [])]
 
     def layer(self, index: int) -> "Layer":
         """Load one decoder layer, and those that are run with it. Drop it before the next is loaded."""
@@ -161,8 +157,8 @@ class Stream:
         around: Any = copy.deepcopy(self._decoder.whole)
         for name, module in self._decoder.top().items():
             around.set_submodule(name, self._weights.filled(module, name, self.device))
-        for name, module in self._decoder.entry().items():
-            around.set_submodule(name, blank(module))
+        for name in self._decoder.entry():
+            hollow(around.get_submodule(name), self.device)
         around.set_input_embeddings(nn.Identity())
         self._decoder.carried.mute(decoder_of(around))
         return Head(self._decoder.settled(around, self.device), self._decoder.carried)

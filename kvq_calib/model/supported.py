@@ -131,8 +131,8 @@ def _slides(files: ModelFiles) -> bool:
 def _check_weights(files: ModelFiles) -> None:
     if files.headers is None:
         files.check_files()
-    told = files.attending if files.latents else []
-    if not all(any("kv_a_proj_with_mqa" in name for name in files.layer_names(layer)) for layer in told):
+    told = [map(files.parameter, files.layer_names(layer)) for layer in files.attending if files.latents]
+    if not all(any("kv_a_proj_with_mqa" in name for name in names) for names in told):
         raise ValueError(
             f"{files.id}: its files have no kv_a_proj_with_mqa in a layer, by which an artifact knows its model; use a "
             "recipe that needs no fit, or another model (docs/models.md)"

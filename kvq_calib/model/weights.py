@@ -20,8 +20,6 @@ from transformers.core_model_loading import (
 
 from kvq_calib.model.decoder import Decoder
 
-HEAD = "lm_head."  # in names of a model's own output head
-
 
 class Files(Protocol):
     """The part of `ModelFiles` that is read here; that class asks this module for the names of its own tensors."""
@@ -54,9 +52,9 @@ class Weights:
             if name not in known:
                 target, pattern = rename_source_key(name, renamings, converters, prefix, known)
             self._sources.setdefault(target, []).append((name, pattern))
-        own = any(HEAD in name for name in files.held)
-        if decoder.output not in self._sources and decoder.table in self._sources and not own:
-            self._sources[decoder.output] = self._sources[decoder.table]  # tied
+        for target, source in decoder.whole.all_tied_weights_keys.items():
+            if target not in self._sources and source in self._sources:
+                self._sources[target] = self._sources[source]
 
     @staticmethod
     def of(files: Files) -> "Weights":

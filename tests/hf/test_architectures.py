@@ -97,10 +97,13 @@ def test_padded_rows_and_beams(kind):
     assert 0 < float((found[1] - found[0]).norm() / found[0].norm()) < near
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "phi3", "falcon", "falcon+", "falcon="])
-def test_the_rows_of_one_projection_that_make_keys_and_values(kind):
+@pytest.mark.parametrize("kind, settings", [
+    *((kind, {}) for kind in ("gpt_neox", "dbrx", "phi3", "falcon", "falcon+", "falcon=", "gpt2", "gpt_bigcode")),
+    ("gpt_bigcode", {"multi_query": False}),
+])  # fmt: skip
+def test_the_rows_of_one_projection_that_make_keys_and_values(kind, settings):
     """By the first token's keys, which RoPE does not turn, and its values, as transformers' cache gets them."""
-    model, seen = random(kind), []
+    model, seen = random(kind, **settings), []
     module = attention_of(layers_of(decoder_of(model))[0])
     (fused,) = (name for name in fingerprint.FUSED if hasattr(module, name))
     projection, cache = getattr(module, fused), stock(model)

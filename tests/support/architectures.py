@@ -98,7 +98,7 @@ OWN = {
     "mistral": {"sliding_window": None}, "mixtral": EXPERTS, "qwen2_moe": EXPERTS | SHARED, "qwen3_moe": EXPERTS,
     "granitemoe": EXPERTS, "gpt_oss": EXPERTS | FULL, "gemma2": MIXED, "gemma3_text": MIXED, "cohere2": FULL,
     "olmo3": MIXED, "exaone4": FULL | {"sliding_window": None}, "smollm3": {"no_rope_layers": [1, 1, 0]},
-    "stablelm": {"head_dim": 16, "partial_rotary_factor": 0.5}, "opt": {"head_dim": 16, "num_key_value_heads": 4},
+    "stablelm": {"head_dim": 16, "partial_rotary_factor": 0.5}, "opt": OLD | {"intermediate_size": ..., "ffn_dim": 96},
     "flex_olmo": EXPERTS, "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "granitemoeshared": EXPERTS | {"shared_intermediate_size": 32}, "solar_open": EXPERTS | ROUTED,
     "hy_v3": EXPERTS | ROUTED, "laguna": EXPERTS | FULL | SHARED | {"num_attention_heads_per_layer": [4, 4, 4]},
@@ -223,8 +223,9 @@ OWN = {
         "text_config": SHAPE | EXPERTS | ROUTED | {"head_dim": 16, "mlp_layer_types": ["dense", "sparse", "sparse"]},
         "vision_config": {"encoder_config": SEEING, "sam_config": SEEING | {
             "image_size": 64, "output_channels": 16, "downsample_channels": [32, 32]}}},
-    "kosmos-2.5": {"vision_config": SEEING, "text_config": {
-        "vocab_size": 97, "embed_dim": 64, "layers": 3, "ffn_dim": 96, "attention_heads": 4}},
+    **{kind: {"vision_config": SEEING, "text_config": {
+        "vocab_size": 97, "embed_dim": 64, "layers": 3, "ffn_dim": 96, "attention_heads": 4,
+    }} for kind in ("kosmos-2", "kosmos-2.5")},
     "cosmos3_edge": tower(THREE), "cosmos3_omni": tower({"model_type": "qwen3_vl_text"}),
     "qianfan_ocr": tower({"model_type": "qwen3"}),
     "hunyuan_vl": tower({"rope_parameters": THREE["rope_parameters"] | {"mrope_section": [4, 4, 4, 4]}},

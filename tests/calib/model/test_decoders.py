@@ -28,7 +28,7 @@ from kvq_calib.evaluate import caches, errors
 from kvq_calib.evaluate.caches import CountedCache, FullCache
 from kvq_calib.model import attention
 from kvq_calib.model import find as models
-from kvq_calib.model.files import ModelFiles
+from kvq_calib.model.files import OUTPUTS, ModelFiles
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget
 from kvq_calib.run import calibrate as runs
@@ -53,20 +53,14 @@ UNLISTED = {
     "deepseek_v4": r"no layer of this model attends to all tokens alone \(their types: heavily_compressed_attention\)",
     "dory": "DoryForCausalLM runs some layers 2 times a pass",
     "inkling2_loop_text": "Inkling2LoopForCausalLM runs some layers 3 times a pass",
+    "kosmos-2": "it needs pixel_values, and calibration runs",
     "paligemma": "layer 0 of PaliGemmaForConditionalGeneration attends in both directions",
 }  # fmt: skip
 REFUSED = {
-    "opt": "embed_positions, .* stand beside its layers",
     **dict.fromkeys(("gpt_neox_japanese", "bloom", "mpt", "gpt_neo", "xglm", "trocr"), "attends by code of its own"),
-    "biogpt": "embed_positions, .* stand beside its layers",
     **dict.fromkeys(("zamba", "zamba2"), "its layers are given original_hidden_states, which is known of the whole"),
-    "modernbert-decoder": "model.embeddings, model.final_norm, lm_head, decoder stand beside its layers",
-    "mistral_large4": "norm, .*rotary_emb, lm_head stand beside its layers",
-    "zaya": "its decoder does not run with transformers' own cache, and its layers apart",
-    **dict.fromkeys(("gpt2", "gpt-sw3"), "GPT2Attention has no k_proj and v_proj, and no qkv_proj, Wqkv, query_key"),
+    "zaya": "model stand neither under its layers alone nor above",
     "ctrl": "MultiHeadAttention has no k_proj",
-    "kosmos-2.5": "text_model.model.segment_emb, .* stand beside its layers",
-    "gpt_bigcode": "GPTBigCodeAttention has no k_proj",
     "jetmoe": "JetMoeAttention has no k_proj",
     "diffllama": r"its attention has parameters of its own \(lambda_k1, ",
     "doge": r"its attention has parameters of its own \(A\)",
@@ -193,6 +187,27 @@ def test_errors_are_of_the_tokens_that_a_model_has_chosen(kind, folders):
             tails = 6 * (1 + 2 + 3) if kind == "glm5_next" else 0  # of pools of four that are not full
             assert cache.reads.pairs == 2 * len(files.attending) * (16 * 17 // 2 + 24 * 16 + tails)
     assert max(losses) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_bigcode", "modernbert-decoder", "opt", "llama"])
+def test_the_projection_behind_attention(kind, folders):
+    """By its input and output in the whole model, without its bias."""
+    files, seen = models.resolve(folders(kind)), []
+    whole = files.model(torch.float32).eval()
+    module = attention_of(layers_of(decoder_of(whole))[files.attending[1]])
+    projection = next(getattr(module, name) for name in OUTPUTS if hasattr(module, name))
+    projection.register_forward_hook(lambda _module, given, out: seen.extend((given[0], out)))
+    with torch.no_grad():
+        whole(input_ids=prompt(2, 40))
+    bias = 0 if projection.bias is None else projection.bias.detach()
+    near(seen[0] @ files.output_projection(1).mT, seen[1] - bias)
+
+
+def test_embeddings_of_another_width_than_the_layers(tmp_path):
+    """Of OPT-350m, whose norms stand behind attention and MLP."""
+    random("opt", word_embed_proj_dim=32, do_layer_norm_before=False).save_pretrained(tmp_path)
+    files, _ = beside(tmp_path)
+    assert (files.hidden, files.inner) == (64, 96)
 
 
 @pytest.mark.parametrize("names", ["authors", "modules"])
