@@ -10,8 +10,8 @@ between all of them.
 
 The first sequences of the fit part go up through the layers once, and their gradients down again; one layer is on the
 device at a time, hidden states are files. The way down costs as much as two to three forward passes of these sequences.
-The hidden states stay (`above`): neither a draft nor the fit runs a layer on these sequences again. All is kept beside
-the tokens: a run that was killed before that begins it anew.
+What layers put out, and their keys and values, stay (`known`): neither a draft nor the fit runs a layer on these
+sequences again. All is kept beside the tokens: a run that was killed before that begins it anew.
 
 Source: Amari, 1998 (Fisher information and divergence); Theis et al., 2018 (Fisher pruning: one draw for each token).
 Differs: of channels of the cache, not of weights; a second draw in place of the mean of all; nothing between KV heads,
@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvq_calib.model.attention import Captured
 from kvq_calib.model.streamed import Head, Stream
 from kvq_calib.run import checkpoint
 from kvq_calib.run.plan import Plan, by_gradients
@@ -44,7 +45,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
     """Second moments of the gradients, float64 [H, D, D] each, of every layer and role, by the number of sinks that
     are left out, by name (`name`); and the squared length of each gradient, float32 [sequences, T, H].
 
-    folder    for hidden states; those between layers stay
+    folder    for hidden states; those above each layer stay, with its keys and values
     seconds   to note what the way up and the way down took
     """
     sinks = sorted({recipe.window.sinks for recipe in run.plan.recipes if by_gradients(recipe)})
@@ -69,8 +70,9 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
     for layer in range(layers):
         module = stream.layer(layer)
         for index in indices:
-            h_BTE = module.forward(checkpoint.load(hidden(layer, index))["hidden"]).h_BTE
-            checkpoint.save({"hidden": h_BTE.cpu()}, hidden(layer + 1, index))
+            out = module.forward(checkpoint.load(hidden(layer, index))["hidden"])
+            found = {"hidden": out.h_BTE, "key": out.k_NTC, "value": out.v_NTC}
+            checkpoint.save({name: x.cpu() for name, x in found.items()}, hidden(layer + 1, index))
             report(layer * len(indices) + index + 1, index)
         del module
     seconds["forward"] = time.perf_counter() - begun
@@ -78,7 +80,6 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
     for index in indices:
         h_BTE = checkpoint.load(hidden(layers, index))["hidden"].to(stream.device)
         checkpoint.save({"gradient": _drawn(head, h_BTE, plan.seed, index).cpu()}, gradient(index))
-        hidden(layers, index).unlink()
     del head
     counted = sum(map(len, parts))
     for layer in reversed(range(layers)):
@@ -103,22 +104,23 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
     return sums | {key: torch.cat(parts) for key, parts in energies.items()}
 
 
-def above(run: Run, layer: int, index: int) -> Tensor:
-    """The hidden states above a layer, of as many of a chunk's sequences as there are: those gradients are of."""
+def known(run: Run, layer: int, index: int, device: torch.device) -> Captured | None:
+    """What a layer makes of as many of a chunk's sequences as gradients are of, without queries; None: of none."""
     path = checkpoint.folder_of(_kept(run), -1) / checkpoint.stream_file(layer + 1, index)
     if not path.is_file():
-        return torch.empty(0, dtype=getattr(torch, run.plan.dtype))
-    return checkpoint.load(path)["hidden"]
+        return None
+    found = checkpoint.load(path, str(device))
+    return Captured(found["key"], found["value"], None, h_BTE=found["hidden"])
 
 
 def verify(run: Run, layer: int) -> None:
-    """Compare the hidden states above this layer, and above all that follow, with their digests."""
+    """Compare what is known of this layer, and of all that follow, with its digests."""
     names = tuple(checkpoint.stream_file(n + 1) for n in range(layer, run.plan.geometry.layers))
     checkpoint.verify(_kept(run), -1, names)
 
 
 def _kept(run: Run) -> Path:
-    """The run folder that the hidden states are in: a draft reads those of the run that it is of."""
+    """The run folder that this is in: a draft reads that of the run that it is of."""
     return run.folder.parent if run.plan.draft else run.folder
 
 

@@ -6,7 +6,7 @@ order, so that who did which chunk leaves no trace in the bytes.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvq_calib.fit.scheme import Asked, Blocks, Chunk, Errors, Known, SchemeFit, Sums, blocks, summed
 from kvq_calib.fit.statistics import Moments, QueryMoments, QuerySums
-from kvq_calib.model.attention import Projected, joined
+from kvq_calib.model.attention import Captured, Projected, joined
 from kvq_calib.model.streamed import Layer, Stream
 from kvq_calib.run import checkpoint, gradients
 from kvq_calib.run.device import settle
@@ -66,23 +66,26 @@ class ChunkStatistics:
 def capture(shared: Capture, index: int) -> ChunkStatistics:
     """Run the layer on a chunk, keep its keys and values, and sum their moments.
 
-    What comes out of it is known of the first sequences already, where gradients were collected, and nothing reads what
-    comes out of the last layer: there it is run no further than its keys and values.
+    Of the first sequences all but queries is known already, where gradients were collected, and nothing reads what comes
+    out of the last layer: there it is run no further than its keys and values.
     """
     run, folder, asked = shared.run, shared.folder, shared.query_sums is not None
     hidden = under(run, shared.stream, shared.layer, index)
     begun = time.perf_counter()
     last = shared.layer == run.plan.geometry.layers - 1
-    above = hidden[:0] if last else gradients.above(run, shared.layer, index).to(hidden.device)
-    known = len(hidden) if last else len(above)
-    parts: list[Projected] = [shared.module.project(hidden[:known], asked)] if known else []
-    if known < len(hidden):
-        parts.append(rest := shared.module.forward(hidden[known:], asked))
-        above = torch.cat([above, rest.h_BTE]) if known else rest.h_BTE
+    known = gradients.known(run, shared.layer, index, hidden.device)
+    parts: list[Projected] = [] if known is None else [known]
+    count = sum(len(part.k_NTC) for part in parts)
+    if known is not None and asked:
+        parts = [replace(known, q_NTC=shared.module.project(hidden[:count], asked).q_NTC)]
+    if count < len(hidden):
+        run_layer = shared.module.project if last else shared.module.forward
+        parts.append(run_layer(hidden[count:], asked))
     captured = joined(parts)
     settle(hidden.device)
     spent = time.perf_counter() - begun
     if not last:
+        above = torch.cat([part.h_BTE for part in parts if isinstance(part, Captured)])
         run.activations.save({"hidden": above}, folder / file("hidden", index))
     run.activations.save({"key": captured.k_NTC, "value": captured.v_NTC}, folder / file("capture", index))
     moments = {}

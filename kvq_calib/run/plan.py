@@ -160,12 +160,12 @@ class Plan:
         if files.chosen_experts:  # which see a whole chunk, and are put together from tensors of single ones
             inside, layer = token_rows * files.chosen_experts * (2 * files.hidden + 3 * files.inner), 2 * layer
         chunk = (token_rows * (6 * files.carried + 8 * width) + inside) * itemsize
-        kept = self.beginning().tokens * files.carried * itemsize * (self.geometry.layers - 1) if self.descends else 0
+        known = self.beginning().tokens * (files.carried + 2 * width) * itemsize * self.geometry.layers
         return {
             "layer": layer,
             "chunk": chunk,
             "held": (held := 2 * hidden + tokens * 2 * width * itemsize + (self.depth + 2) * decoded),
-            "disk": held + kept,
+            "disk": held + known * self.descends,
         }
 
 

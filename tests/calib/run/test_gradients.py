@@ -86,8 +86,8 @@ def test_moments_are_those_of_one_backward_pass(tmp_path, architecture):
     assert found.keys() == expected.keys() and gradients.name(1, "key", 4) in expected
     for name, sums in expected.items():
         torch.testing.assert_close(found[name], sums, rtol=2e-3, atol=1e-6 * float(sums.abs().max()))
-    kept = {path.name for path in folder.iterdir()}  # what is between layers
-    assert kept == {checkpoint.stream_file(n, index) for n in range(1, run.plan.geometry.layers) for index in range(2)}
+    kept = {path.name for path in folder.iterdir()}  # what is above layers
+    assert kept == {checkpoint.stream_file(n + 1, i) for n in range(run.plan.geometry.layers) for i in range(2)}
 
 
 def test_errors_cost_half_their_square_in_nats(tmp_path):
@@ -189,8 +189,14 @@ def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path, monkeyp
     assert len({(checkpoint.folder_of(folder, -1) / gradients.FILE).read_bytes() for folder in folders}) == 1
     stopped = a_run(model, tmp_path / "two", recipe)
     runs.start(stopped)  # and killed there
-    some = gradients.above
-    monkeypatch.setattr(gradients, "above", lambda *given: some(*given)[:1])  # what was kept is what layers put out
+    known = gradients.known
+
+    def less(*given):
+        some = known(*given)
+        rows = some and {name: getattr(some, name)[:1] for name in ("k_NTC", "v_NTC", "h_BTE")}
+        return some and replace(some, **rows)
+
+    monkeypatch.setattr(gradients, "known", less)  # what was kept is what layers put out
     again = runs.calibrate(a_run(model, tmp_path / "two", recipe))[RECIPE]
     assert artifact.to_bytes(again) == artifact.to_bytes(made)
 
