@@ -117,28 +117,36 @@ def _cells(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def errors_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    """The squared errors [N, R, T] that encoding would leave, without codes: distances to the nearest point.
+    """The squared errors [N, R, T] that encoding would leave, without codes: distances to the nearest point."""
+    if not 1 <= bits <= PAIRED:
+        return (decode_gaussian(encode_gaussian(z_NRT, deviation_R, bits), deviation_R, bits) - z_NRT).square_()
+    return _away(z_NRT.abs(), deviation_R[:, None], bits).square_()
+
+
+def _away(size_NRT: Tensor, scale_R1: Tensor, bits: int) -> Tensor:
+    """How far numbers of these sizes are from the nearest point, of either sign.
 
     Points lie on both sides of zero alike. Of two points c ± h of one side the nearer is | |z| - c | - h away.
     """
-    if not 1 <= bits <= PAIRED:
-        return (decode_gaussian(encode_gaussian(z_NRT, deviation_R, bits), deviation_R, bits) - z_NRT).square_()
     points = gaussian(bits)[1][2 ** (bits - 1) :].float().tolist()
-    size_NRT, scale_R1 = z_NRT.abs(), deviation_R[:, None]
     if bits == 1:
-        return size_NRT.sub_(points[0] * scale_R1).square_()
+        return size_NRT - points[0] * scale_R1
     nearest = None
     for low, high in zip(points[::2], points[1::2], strict=True):
-        away = (size_NRT - (low + high) / 2 * scale_R1).abs_().sub_((high - low) / 2 * scale_R1).abs_()
-        nearest = away if nearest is None else torch.minimum(nearest, away, out=nearest)
+        away = (size_NRT - (low + high) / 2 * scale_R1).abs_().sub_((high - low) / 2 * scale_R1)
+        nearest = away if nearest is None else torch.minimum(nearest.abs_(), away.abs_(), out=nearest)
     assert nearest is not None
-    return nearest.square_()
+    return nearest
 
 
 @dispatch.paired("latent.errors_with_gains")
 def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Tensor) -> Tensor:
     """The squared errors that encoding would leave of all channels, if tokens had each of these gains: [G, N, T]."""
-    return torch.stack([errors_gaussian(z_NRT, gain * deviation_R, bits).sum(1) for gain in gain_G])
+    if not 1 <= bits <= PAIRED:
+        return torch.stack([errors_gaussian(z_NRT, gain * deviation_R, bits).sum(1) for gain in gain_G])
+    size_NRT = z_NRT.abs()
+    scales = (gain * deviation_R[:, None] for gain in gain_G)
+    return torch.stack([_away(size_NRT, scale_R1, bits).square_().sum(1) for scale_R1 in scales])
 
 
 @dispatch.paired("latent.decode_gaussian")
@@ -173,6 +181,17 @@ def encode_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor 
     bits      1 to PATH_BITS
     scale_NT   what errors of a token are multiplied with when it is decoded; None: 1
     """
+    return (_path(z_NRT, deviation_R, bits, scale_NT) & (2**bits - 1)).to(torch.uint8)
+
+
+def on_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None = None) -> Tensor:
+    """What those codes decode to, float32, of whole blocks."""
+    path_NRT = _path(z_NRT, deviation_R, bits, scale_NT)
+    values = trellis.table(bits, MEMORY).to(z_NRT.device, torch.float32)
+    return values.index_select(0, path_NRT.flatten()).view(z_NRT.shape) * deviation_R[:, None]
+
+
+def _path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None) -> Tensor:
     N, R, T = z_NRT.shape
     rows = (z_NRT * product.inverse(deviation_R)[:, None]).reshape(N * R, T)
     values = trellis.table(bits, MEMORY).to(rows.device, torch.float32)
@@ -180,7 +199,7 @@ def encode_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor 
         path = trellis.best_path(rows[:, None], rows.new_ones(N * R, 1), values, bits)
     else:  # groups of one token each
         path = trellis.best_path(rows[..., None], scale_NT.repeat_interleave(R, 0), values, bits)
-    return (path & (2**bits - 1)).to(torch.uint8).view(N, R, T)
+    return path.reshape(N, R, T)
 
 
 def decode_path(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:

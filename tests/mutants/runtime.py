@@ -497,8 +497,8 @@ MUTANTS = [
         "one-bit-paths",
         "channels of one bit have a stand-in in place of paths",
         "kvq_runtime/stages/latent.py",
-        "if self._in_paths(bits) and bits > 1:",
-        "if self._in_paths(bits):",
+        "elif bits > 1:",
+        "elif bits > 0:",
         ("stages/test_gain.py",),
     ),
     Mutant(

@@ -40,6 +40,7 @@ def test_no_other_path_has_less_weighted_error(bits, tokens):
     z, deviation = numbers(2, 3, tokens), torch.tensor([0.7, 1.0, 2.0])
     gain = torch.exp(0.7 * numbers(2, tokens, seed=1))
     found = latent.decode_path(latent.encode_path(z / gain[:, None], deviation, bits, gain), deviation, bits)
+    assert torch.equal(latent.on_path(z / gain[:, None], deviation, bits, gain), found)
     error = (found.double() * gain[:, None] - z).square().sum(-1)
     paths = np.array([by_hand(list(path), bits) for path in itertools.product(range(2**bits), repeat=tokens)])
     for block, channel in itertools.product(range(2), range(3)):
