@@ -58,6 +58,7 @@ from kvq_calib.job.run import complete, run
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import budget, calibrate, checkpoint, plan
+from kvq_calib.run.device import keep_memory
 from kvq_calib.run.run import InFiles, InMemory, Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import recipe_text
@@ -114,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def time_of(args: argparse.Namespace) -> int:
     """Print seconds of a calibration and of its parts, and their ratios to a plain forward pass."""
+    keep_memory()  # as `kvq-calibrate` does
     files = models.resolve(args.model)
     recipes = tuple(preset(name) for name in args.recipe or ["aqua-2bit"])
     text = {"samples": args.samples, "seq_len": args.seq_len}

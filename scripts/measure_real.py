@@ -44,6 +44,7 @@ from kvq_calib.model import find
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import calibrate
+from kvq_calib.run.device import keep_memory
 from kvq_calib.text import corpus
 from kvq_calib.text.corpus import Batch
 from kvq_calib.text.tokenizer import Encoder
@@ -112,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("KVQ_HOME", str(ROOT / "build" / "real"))
     torch.set_num_threads(args.threads)
     torch.backends.cuda.matmul.allow_tf32 = False
+    keep_memory()
     files = replace(models.resolve(args.model), id=args.name)
     if args.what not in ("fit", "scores", "left"):
         from scripts import real_use

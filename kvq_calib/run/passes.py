@@ -66,8 +66,8 @@ class ChunkStatistics:
 def capture(shared: Capture, index: int) -> ChunkStatistics:
     """Run the layer on a chunk, keep its keys and values, and sum their moments.
 
-    Of the first sequences all but queries is known already, where gradients were collected, and nothing reads what comes
-    out of the last layer: there it is run no further than its keys and values.
+    Of the first sequences all but queries is known, where gradients were collected, and nothing reads what comes out of
+    the last layer: there it is run no further than its keys and values.
     """
     run, folder, asked = shared.run, shared.folder, shared.query_sums is not None
     hidden = under(run, shared.stream, shared.layer, index)
