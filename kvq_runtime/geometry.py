@@ -18,7 +18,7 @@ INDEXED = ("indexed_attention", BLOCKS)  # of all whose queries read what is cho
 # types of layers that cache all tokens: the second in files of Granite 4, the third recur too
 WHOLE = ("full_attention", "attention", "hybrid", *INDEXED)
 SLIDES = ("sliding_attention", "chunked_attention")  # of those to the newest: of a window, of a chunk (Llama 4)
-MIMO = "mimo_v2_flash"
+MIMO, LONGCAT = "mimo_v2_flash", "longcat_flash"
 LATENTS = "latents"  # of multi-head latent attention (MLA)
 SLAB = 32  # blocks that are stored, addressed and decoded together; the last slab of a layer may have fewer
 # sides of a square that is one tile of a matrix product, and fits into registers and shared memory whole
@@ -211,6 +211,12 @@ def attending(config: Mapping[str, Any]) -> Sequence[int]:
     if type(pattern) is int and pattern > 0:  # as files of Gemma 3 say it
         return range(pattern - 1, count, pattern)
     return range(min(count, first) if type(first) is int else 0)
+
+
+def caching(config: Mapping[str, Any]) -> int:
+    """How many attentions a layer of the model has, each a layer of the cache: two of LongCat Flash, of which
+    `num_hidden_layers` counts these, and `num_layers` its own."""
+    return 2 if config.get("model_type") == LONGCAT else 1
 
 
 def stretches(config: Mapping[str, Any]) -> list[range]:

@@ -18,9 +18,9 @@ from transformers.models.auto.modeling_auto import (
 
 from kvq_calib.model.attention import asks
 from kvq_calib.model.carried import Carried
-from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty
+from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty, split
 from kvq_runtime.artifact.fingerprint import FUSED, LATENT_PROJECTIONS
-from kvq_runtime.geometry import BLOCKS, SLIDES, WHOLE, attending, owners, stretches
+from kvq_runtime.geometry import BLOCKS, SLIDES, WHOLE, attending, caching, owners, stretches
 from kvq_runtime.hf.model import (
     CACHE,
     LISTED,
@@ -81,8 +81,10 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     attention_modules(model)
     if (why := own_code(model)) is not None and not asks(model):
         raise ValueError(f"{id}: {why}, which would show keys and queries; use a recipe that needs no fit; {LISTED}")
-    attend = dict(attentions(enumerate(layers_of(decoder_of(model))), text))
-    _check_attention(attend, attending(settings_of(text)), id)
+    settings = settings_of(text)
+    layers = [one for layer in layers_of(decoder_of(model)) for one in split(layer, caching(settings))]
+    attend = dict(attentions(enumerate(layers), text))
+    _check_attention(attend, attending(settings), id)
     _check_run(copy.deepcopy(config), attend, id)
 
 

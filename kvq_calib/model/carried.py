@@ -5,10 +5,11 @@ not know what is in it.
     [B, T, S · E + 2 K]        or the K tokens that the layer has chosen for each query, where others read the same
 
 Most models have one stream, their hidden states, and nothing behind. Gemma 3n has several (AltUp), of which the
-first goes through attention and MLP; so have Qwen 4 and HY 4 (hyper-connections). In Gemma 3n and Gemma 4's E2B and
-E4B, a token has an embedding for each layer, which that layer alone reads. Both are made under the first layer, of the
-token and its embedding. In GLM 5 some layers have no indexer, and read the tokens that the last one below has chosen:
-each is two numbers from 0 to 255, which every dtype holds.
+first goes through attention and MLP; so have Qwen 4 and HY 4 (hyper-connections), and LongCat Flash between the two
+attentions of a layer, whose experts are added after both. In Gemma 3n and Gemma 4's E2B and E4B, a token has an
+embedding for each layer, which that layer alone reads. Both are made under the first layer, of the token and its
+embedding. In GLM 5 some layers have no indexer, and read the tokens that the last one below has chosen: each is two
+numbers from 0 to 255, which every dtype holds.
 
 E = hidden width · P = width of an input by layer.
 """
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from kvq_runtime.geometry import caching
 
 TABLE = "embed_tokens_per_layer"  # the decoder's table of inputs by layer
 
@@ -46,6 +49,7 @@ class Carried:
         """Those of a model, from its configuration with transformers' defaults."""
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
         own = {axis: config.get(name) for name, axis in (("altup_num_inputs", 0), ("hc_mult", 2), ("hc_count", None))}
+        own[None] = own[None] or caching(config)
         axis, streams = next(((axis, count) for axis, count in own.items() if count), (None, 1))
         chosen = 0
         if "shared" in (config.get("indexer_types") or ()):

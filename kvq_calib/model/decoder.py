@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import (
 
 from kvq_calib.model.attention import asks
 from kvq_calib.model.carried import TABLE, Carried, blank
-from kvq_runtime.geometry import attending
+from kvq_runtime.geometry import attending, caching
 from kvq_runtime.hf.attention import chosen, dense
 from kvq_runtime.hf.model import (
     CACHE,
@@ -147,10 +147,11 @@ class Decoder:
         self.core_name = named[id(core)]
         self.table = f"{named[id(made.get_input_embeddings())]}.weight"
         self.output = f"{named[id(output_of(made))]}.weight"
-        self.layers = list(layers_of(core))
+        self.whole_layers, self.each = list(layers_of(core)), caching(settings)
+        self.layers = [one for layer in self.whole_layers for one in split(layer, self.each)]
         self.attending = attending(settings)  # of the layers
         self.within = f"{self.core_name}.{layers_name(core)}"  # the name of their list
-        self.places: Any = nn.ModuleList(map(Place, self.layers))
+        self.places: Any = nn.ModuleList(map(Place, self.whole_layers))
         setattr(core, str(layers_name(core)), self.places)
         paired, self._called = self._walk()
         for place in self.places:
@@ -178,7 +179,7 @@ class Decoder:
     @property
     def apart(self) -> list[str]:
         """The modules with parameters, by name, that are called elsewhere than under all layers, or else above all."""
-        known = set(), {0}, {len(self.layers)}
+        known = set(), {0}, {len(self.places)}
         return [name for name, behind in self._called.items() if behind not in known or name == self.core_name]
 
     @property
@@ -248,7 +249,8 @@ class Decoder:
                 setattr(bare, child, blank(getattr(bare, child)))
         core = self.settled(bare, device)
         with self.carried.muted(core):
-            refusal = rope_refusal(core, {n: self.layers[n] for n in self.attending})
+            own = (n // self.each for n in self.attending)
+            refusal = rope_refusal(core, {n: self.whole_layers[n] for n in own})
         return Under(core, self.carried, refusal)
 
     def settled(self, module: Any, device: torch.device) -> Any:
@@ -323,7 +325,8 @@ class Under:
             nothing = torch.zeros((), dtype=dtype, device=device).expand(batch, tokens, self._carried.embedded)
             with torch.no_grad(), self._carried.muted(self.core):
                 self.core(inputs_embeds=nothing, use_cache=False)
-            self._last = key, [place.call for place in layers_of(self.core)]
+            each = caching(settings_of(self.core.config))
+            self._last = key, [place.call for place in layers_of(self.core) for _ in range(each)]
             self._taken()
         return self._last[1]
 
@@ -338,6 +341,52 @@ class Under:
         for place in places:
             place.under, place.call = None, {}
         return found
+
+
+def split(layer: Any, count: int) -> list[Any]:
+    """A layer; of two attentions (LongCat Flash) two that compute the same, one after the other.
+
+    The first hands on what its experts put out, behind the stream, and the second adds it, as the layer does at its
+    end. Each is the layer itself, in which nothing stands in the place of the other's parts.
+    """
+    if count == 1:
+        return [layer]
+    first, second = copy.deepcopy(layer), copy.deepcopy(layer)
+    for half, other in ((first, 1), (second, 0)):
+        half.self_attn[other] = half.mlps[other] = Nothing()
+        half.input_layernorm[other] = half.post_attention_layernorm[other] = nn.Identity()
+    first.mlp.register_forward_hook(_held_back)
+    first.register_forward_hook(_handed_on)
+    second.mlp = Nothing()
+    second.register_forward_pre_hook(_taken_off)
+    second.register_forward_hook(_added)
+    return [first, second]
+
+
+class Nothing(nn.Module):
+    """Stand in the place of an MLP, or of attention, which is called by names: add nothing to the stream."""
+
+    def forward(self, hidden_states: Tensor, **given: Any) -> Any:
+        nothing = torch.zeros_like(hidden_states)
+        return (nothing, None) if given else nothing
+
+
+def _held_back(mlp: Any, _given: Any, out: Tensor) -> Tensor:
+    mlp.held = out
+    return torch.zeros_like(out)
+
+
+def _handed_on(layer: Any, _given: Any, out: Tensor) -> Tensor:
+    return torch.cat([out, layer.mlp.held], -1)
+
+
+def _taken_off(layer: Any, given: tuple) -> tuple:
+    hidden, layer.held = given[0].chunk(2, -1)
+    return hidden, *given[1:]
+
+
+def _added(layer: Any, _given: Any, out: Tensor) -> Tensor:
+    return out + layer.held
 
 
 def output_of(model: Any) -> Any:

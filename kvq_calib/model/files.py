@@ -25,7 +25,7 @@ from kvq_calib.model.carried import Carried
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.geometry import Geometry, Sliding, attending, joined, owners, stretches
+from kvq_runtime.geometry import Geometry, Sliding, attending, caching, joined, owners, stretches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -225,11 +225,12 @@ class ModelFiles:
     def _of_layers(self) -> Mapping[int, list[str]]:
         """The tensors of each decoder layer, ascending by the parameters that they are, or become a part of."""
         found: dict[int, list[tuple[str, str]]] = {}
-        start = f"{self._parameters.within}."
+        start, each = f"{self._parameters.within}.", caching(self.config)
         for name, parameter in self._parameters.named.items():
             number, _, own = parameter.removeprefix(start).partition(".")
             if parameter.startswith(start) and number.isdigit() and not name.endswith(BUFFERS):
-                found.setdefault(int(number), []).append((own, name))
+                second = each > 1 and own.split(".")[1] == "1"  # self_attn.1.o_proj
+                found.setdefault(each * int(number) + second, []).append((own, name))
         return {number: [name for _, name in sorted(own)] for number, own in found.items()}
 
     @property

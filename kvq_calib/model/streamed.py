@@ -135,7 +135,9 @@ class Stream:
     def layer(self, index: int) -> "Layer":
         """Load one decoder layer, and those that are run with it. Drop it before the next is loaded."""
         modules = {
-            n: self._weights.filled(self._decoder.layers[n], f"{self._decoder.within}.{n}", self.device)
+            n: self._weights.filled(
+                self._decoder.layers[n], f"{self._decoder.within}.{n // self._decoder.each}", self.device
+            )
             for n in self._stretches[index]
         }
         return Layer(modules, self, self._decoder.attending[index])

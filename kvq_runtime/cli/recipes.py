@@ -15,7 +15,7 @@ from kvq_runtime.attention import absorbed, fused
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files, gguf
 from kvq_runtime.errors import ArtifactError, NotFound, counted
-from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding
+from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding, caching
 from kvq_runtime.prefix import block_file, rate
 from kvq_runtime.recipe import Recipe, families, preset, presets
 from kvq_runtime.registry.resolve import load_artifact
@@ -219,6 +219,8 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
             ) from None
         if isinstance(config, dict) and isinstance(config.get("text_config"), dict):  # of a model of images and text
             config = config["text_config"]
+        if isinstance(config, dict) and caching(config) > 1 and type(config.get("num_layers")) is int:
+            config = config | {"num_hidden_layers": caching(config) * config["num_layers"]}
         if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
             raise ValueError(
                 f"--model {text}: no config.json of a model, or one that leaves layers and heads to transformers; give "

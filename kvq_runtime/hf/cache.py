@@ -22,7 +22,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
-from kvq_runtime.geometry import WHOLE, Geometry, joined
+from kvq_runtime.geometry import WHOLE, Geometry, caching, joined
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
 from kvq_runtime.hf.attention import EAGER, HybridLayer, JoinedLayer, KVQLayer, Pass
@@ -353,7 +353,8 @@ class KVQCache(Announced, Cache):
 
 def _rope_refusal(model: PreTrainedModel, modules: Mapping[int, Any]) -> str | None:
     decoder: Any = decoder_of(model)
-    return rope_refusal(decoder, {n: layers_of(decoder)[n] for n in modules})
+    own = (n // caching(settings_of(decoder.config)) for n in modules)
+    return rope_refusal(decoder, {n: layers_of(decoder)[n] for n in own})
 
 
 def _decoding(settings: Mapping[str, Any], model: PreTrainedModel) -> str | None:

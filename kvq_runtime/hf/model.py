@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicIndexedLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import INDEXED, WHOLE, Geometry, attending, joined
+from kvq_runtime.geometry import INDEXED, WHOLE, Geometry, attending, caching, joined
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
@@ -104,16 +104,18 @@ def layers_of(decoder: Any) -> Any:
     return getattr(decoder, str(layers_name(decoder)))
 
 
-def attention_of(layer: Any) -> Any:
-    """The attention of a layer, wherever it stands in it; None if there is none that is handed a cache, or several.
+def attention_of(layer: Any, number: int = 0, count: int = 1) -> Any:
+    """The attention of a layer, of `count` the one of this number, wherever it stands in it; None if not as many are
+    handed a cache.
 
     Mixers that recur are handed one too, and attention across to images.
     """
-    if hasattr(layer, "self_attn"):
-        return layer.self_attn
+    own = getattr(layer, "self_attn", None)
+    if own is not None and not isinstance(own, nn.ModuleList):
+        return own if count == 1 else None
     handed = [] if layer is None else [part for part in layer.modules() if cache_name(part)]
     found = [one for one in handed if any(hasattr(one, name) for name in ("is_causal", *fingerprint.FUSED))]
-    return found[0] if len(found) == 1 else None
+    return found[number] if len(found) == count else None
 
 
 def own_code(model: PreTrainedModel) -> str | None:
@@ -261,8 +263,9 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
     settings = settings_of(model.config.get_text_config(decoder=True))
     if (why := _unheld(settings)) is not None:
         raise ValueError(f"{name} {why}; {LISTED}")
+    each = caching(settings)
     for layer in attending(settings):
-        module = attention_of(layers.get(layer))
+        module = attention_of(layers.get(layer // each), layer % each, each)
         if not isinstance(module, nn.Module) or cache_name(module) is None:
             raise ValueError(f"layer {layer} of {name} has no attention that takes {CACHE}, as Llama's; {LISTED}")
         if getattr(module, "kv_lora_rank", None) and not hasattr(module, "expand_kv"):

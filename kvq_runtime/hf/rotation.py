@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from kvq_runtime.geometry import joined
+from kvq_runtime.geometry import caching, joined
 from kvq_runtime.hf.attention import halves
 from kvq_runtime.hf.model import (
     cache_name,
@@ -130,18 +130,28 @@ class _Place(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
         (asked,) = self._asked
         if asked is not None:
-            rows = _Rows(config=self._config)
+            self._found[self._number] = self._keys(asked, hidden_states, *args, **given)
+        return self._output(hidden_states)
+
+    def _keys(self, asked: nn.Module, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor | Exception:
+        """The keys that a layer hands a cache, those of all its attentions as so many heads; or what its pass ended
+        with."""
+        settings, seen = settings_of(self._config), list[Tensor]()
+        what = joined(settings)
+        for number in range(caching(settings)):
+            rows, layer = _Rows(config=self._config), _bare(asked, hidden_states.device)
+            if number:  # in the place of the first
+                layer.self_attn = nn.ModuleList([*layer.self_attn][number:])
             try:
-                _bare(asked, hidden_states.device)(hidden_states, *args, **given | {str(cache_name(asked)): rows})
-                self._found[self._number] = RuntimeError("it hands a cache no keys")
+                layer(hidden_states, *args, **given | {str(cache_name(asked)): rows})
+                return RuntimeError("it hands a cache no keys")
             except _Seen:
-                keys, what = rows.seen[0], joined(settings_of(self._config))
-                self._found[self._number] = (halves(what, *rows.seen)[0] if what else keys).transpose(1, 2)
+                seen.append((halves(what, *rows.seen)[0] if what else rows.seen[0]).transpose(1, 2))
             except _MACHINE:
                 raise
             except Exception as error:  # of the layer's own, whatever class it has
-                self._found[self._number] = error
-        return self._output(hidden_states)
+                return error
+        return torch.cat(seen, 2)
 
 
 class _Constant(nn.Module):

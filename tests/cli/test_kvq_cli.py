@@ -385,6 +385,10 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
     row = as_json("bytes", "aqua-2bit", "--model", str(tmp_path), "--tokens", 512)[1]["bytes"][0]
     assert row["sliding"] == 24 * 129 * 16 * 2 * (192 + 128)  # of twice the heads
     assert row["exact"] == 8 * 512 * 8 * 2 * (192 + 128) + row["sliding"]
+    longcat = {"model_type": "longcat_flash", "num_layers": 28, "num_attention_heads": 64, "hidden_size": 6144}
+    (tmp_path / "config.json").write_text(json.dumps(longcat | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}))
+    row = as_json("bytes", "aqua-2bit", "--model", str(tmp_path), "--tokens", 512)[1]["bytes"][0]
+    assert row["exact"] == 2 * 28 * 512 * 2 * (512 + 64)
     assert "Computed from shapes, not measured: all bytes of 1 row" in kvq("bytes", "aqua-2bit")[1]
     assert len(as_json("bytes", "higgs-2bit", "--model", "all")) == 2 * len(MODELS)
     table = 2 * 1024 * 128256  # keys' and values' of a first layer by token

@@ -80,7 +80,7 @@ def rope_is_undone(model) -> bool:
 
 # not MiniMax M3, whose queries behind padding see nothing but padding
 @pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "persimmon", "falcon_h1", "zamba2", "zaya", "jamba",
-                                  "nemotron_h", "mimo_v2_flash", *FALCONS, *CHOOSING])  # fmt: skip
+                                  "nemotron_h", "mimo_v2_flash", "longcat_flash", *FALCONS, *CHOOSING])  # fmt: skip
 def test_padded_rows_and_beams(kind):
     """`exact` generates what transformers' cache does, and four bits stay close."""
     model = random(kind)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvq_runtime.hf import CudaGraphs, KVQCache, PrefixStore
 
-JOINED = ["deepseek_v3", "minicpm3", "deepseek_v2", "mimo_v2_flash"]
+JOINED = ["deepseek_v3", "minicpm3", "deepseek_v2", "mimo_v2_flash", "longcat_flash"]
 SHARED = ["gemma3n_text", "gemma4_text"]  # Gemma 4 as E2B
 
 
@@ -62,7 +62,10 @@ def test_few_bits_are_near(kind):
     assert max(errors["kivi-4bit"], errors["higgs-4bit"]) < 0.3, errors
 
 
-@pytest.mark.parametrize("kind, size", [("deepseek_v3", 3 * (48 + 16)), ("mimo_v2_flash", 2 * 2 * (36 + 28))])
+@pytest.mark.parametrize(
+    "kind, size",
+    [("deepseek_v3", 3 * (48 + 16)), ("longcat_flash", 2 * 2 * (48 + 16)), ("mimo_v2_flash", 2 * 2 * (36 + 28))],
+)
 def test_a_token_takes_what_transformers_caches_of_it(kind, size):
     """As many elements as transformers' own cache has, and no expanded head among them."""
     model, ids = random(kind), prompt(2, 60)

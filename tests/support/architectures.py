@@ -81,7 +81,7 @@ LATER = (  # than the oldest transformers
     "lara_mini", "apertus1p5_text", "beam", "exaone", "granite_docling", "hyperclovax_vision_v2", "minicpmv4_7",
     "minicpm_ocr", "muse_spark", "pp_chart2table", "zaya", "molmo2", "apertus1p5", "dots3_note", "dots3_note_text",
     "mistral_large4", "hy_v4_vl", "nemotron_h_omni", "dory",
-    "inkling2_loop_text", "mimo_v2_flash",
+    "inkling2_loop_text",
 )  # fmt: skip
 NEMOTRON = EXPERTS | ROUTED | {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "full_attention"], "mamba_num_heads": 4,
@@ -125,6 +125,8 @@ OWN = {
     "minicpm3": LATENT | {"scale_emb": 1.0, "dim_model_base": 64},
     "mimo_v2_flash": EXPERTS | MIXED | {"n_routed_experts": 4, "head_dim": 36, "v_head_dim": 28,
                                         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "longcat_flash": LATENT | {"num_layers": 2, "num_hidden_layers": ..., "n_routed_experts": 4, "zero_expert_num": 2,
+                               "moe_topk": 2, "expert_ffn_hidden_size": 32, "routed_scaling_factor": 1.0},
     "youtu": LATENT | {"pad_token_id": None},  # whose row transformers sets to 0 when it loads
     "gemma3n_text": SHARING | {"head_dim": 16, "altup_num_inputs": 2, "laurel_rank": 8, "intermediate_size": [128] * 6,
                                "activation_sparsity_pattern": [0.0] * 6},
@@ -257,7 +259,7 @@ QUICK = (  # one for each thing that tells architectures apart
     "llama", "qwen2", "qwen3_moe", "phi3", "smollm3", "cohere2+", "gemma3_text", "olmo3", "gemma4", "gpt_oss", "gemma2",
     "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "kimi_k25", "aria_text", "persimmon", "opt", "nanochat",
     "deepseek_v3", "deepseek_v2", "gemma3n_text", "lfm3_vl", "gpt_neox", "falcon", "dbrx", "bamba", "jetmoe",
-    "falcon_h1", "molmo2", "hunyuan_vl", "sarvam_moe", "mimo_v2_flash",
+    "falcon_h1", "molmo2", "hunyuan_vl", "sarvam_moe", "mimo_v2_flash", "longcat_flash",
     "modernbert-decoder", "glm_moe_dsa", "qwen4_exp_text", "hy_v4", "nemotron_h", "jamba",
 )  # fmt: skip
 

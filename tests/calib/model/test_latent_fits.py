@@ -26,14 +26,14 @@ from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.geometry import ROLES, stretches
+from kvq_runtime.geometry import ROLES, caching, stretches
 from kvq_runtime.hf import KVQCache, fingerprint_of
 from kvq_runtime.hf.attention import halves
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset
 
 FOUR = "aqua-4bit-first-16bit"
-KINDS = ["minicpm3", "gemma3n_text", "gemma4_text", "mimo_v2_flash"]
+KINDS = ["minicpm3", "gemma3n_text", "gemma4_text", "mimo_v2_flash", "longcat_flash"]
 NAMES = ["aqua-2bit", FOUR, "svdq-2bit-v4", "aqua-fisher-2bit"]
 
 
@@ -87,7 +87,8 @@ class Noted(DynamicCache):
 
 def test_gradients_are_those_of_what_the_whole_model_reads(model, files):
     ids, index = prompt(1, 24, seed=2), files.geometry.layers - 1
-    place, last, outs = files.attending[index], stretches(files.config)[index].stop - 1, []
+    last, outs = (stretches(files.config)[index].stop - 1) // caching(files.config), []
+    place = files.attending[index]
     handle = model.get_decoder().layers[last].register_forward_hook(lambda _module, _given, out: outs.append(out))
     cache = Noted(config=model.config)
     model(ids, past_key_values=cache)
