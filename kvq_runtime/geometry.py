@@ -121,8 +121,10 @@ def joined(config: Mapping[str, Any]) -> str | None:
     values (`hf/attention.py`); None: they cache keys and values of one size."""
     if config.get("kv_lora_rank"):
         return LATENTS
-    same = config.get("v_head_dim") in (None, config.get("head_dim"))
-    return None if same else "keys and values of different widths"
+    if not config.get("v_head_dim"):  # 0: of models whose type may have latents, and that have none
+        return None
+    keys = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return None if config["v_head_dim"] == keys else "keys and values of different widths"
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ import pytest
 import torch
 from architectures import E2B, random
 from generating import generate, kvq, padded, stock
-from models import prompt
+from models import SHAPE, prompt
 from transformers import PreTrainedModel
 
+from kvq_runtime.geometry import Geometry, joined
 from kvq_runtime.hf import CudaGraphs, KVQCache, PrefixStore
 
 JOINED = ["deepseek_v3", "minicpm3", "deepseek_v2", "mimo_v2_flash", "longcat_flash"]
@@ -80,6 +81,13 @@ def test_a_token_takes_what_transformers_caches_of_it(kind, size):
     row = torch.cat(parts if kind == "mimo_v2_flash" else parts[::-1], -1)[0].transpose(0, 1)
     stored = [x[0, :60].unflatten(-1, (row.shape[1], -1)) for x in cache.blocks.layers[cache.places[1]].window_2BTC]
     assert torch.equal(torch.cat(stored, -1), row)
+
+
+@pytest.mark.parametrize("left", [{"v_head_dim": 0}, {"v_head_dim": 32}, {"v_head_dim": 16, "head_dim": None}])
+def test_widths_that_a_file_says_of_latents_that_a_model_does_not_have(left):
+    """As files of DeepSeek-OCR do."""
+    config = SHAPE | {"kv_lora_rank": None, "qk_rope_head_dim": 0} | left
+    assert joined(config) is None and Geometry.from_config(config) == Geometry(3, 2, config["head_dim"] or 16)
 
 
 @pytest.mark.parametrize("kind, why", [
