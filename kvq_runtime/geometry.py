@@ -14,12 +14,14 @@ Role = Literal["key", "value"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 BLOCKS = "minimax_m3_sparse"  # of layers whose queries read blocks of tokens, by KV head, that an indexer chooses
-INDEXED = ("indexed_attention", BLOCKS)  # of all whose queries read what is chosen by keys of an indexer
+POOLED = "compressed_sparse_attention"  # of those that cache one entry for `rate` tokens (DeepSeek V4)
+INDEXED = ("indexed_attention", BLOCKS, POOLED)  # of all whose queries read what is chosen by keys of an indexer
 # types of layers that cache all tokens: the second in files of Granite 4, the third recur too
 WHOLE = ("full_attention", "attention", "hybrid", *INDEXED)
 SLIDES = ("sliding_attention", "chunked_attention")  # of those to the newest: of a window, of a chunk (Llama 4)
 MIMO, LONGCAT = "mimo_v2_flash", "longcat_flash"
 LATENTS = "latents"  # of multi-head latent attention (MLA)
+ENTRIES = "entries of several tokens"  # of layers of type POOLED
 SLAB = 32  # blocks that are stored, addressed and decoded together; the last slab of a layer may have fewer
 # sides of a square that is one tile of a matrix product, and fits into registers and shared memory whole
 MATRIX_SIZES = (16, 32, 64, 128)
@@ -30,14 +32,16 @@ class Geometry:
     """The shape of one model's cache: `layers` × `kv_heads` × `head_size` keys per token, and as many values.
 
     Its layers are those that attend to all tokens (`attending`), numbered from 0 on whatever stands between them.
+    They may cache one entry for `rate` tokens: entries are what sinks, windows and blocks then have in tokens' place.
     """
 
     layers: int
     kv_heads: int
     head_size: int
+    rate: int = 1
 
     def __post_init__(self):
-        for field in ("layers", "kv_heads", "head_size"):
+        for field in ("layers", "kv_heads", "head_size", "rate"):
             given = getattr(self, field)
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise ValueError(f"{field}={given!r}; a geometry needs whole numbers of at least 1")
@@ -47,7 +51,7 @@ class Geometry:
         """The shape of a model, from its configuration as in config.json. ValueError if no layer attends to all."""
         layers = attending(config)
         if not layers:
-            kinds = config.get("layer_types")
+            kinds = _kinds(config)
             told = sorted({f"{kind!s:.40}" for kind in kinds}) if isinstance(kinds, (list, tuple)) else []
             of = f" alone (their types: {', '.join(told[:4])})" if told else ""
             raise ValueError(
@@ -60,10 +64,15 @@ class Geometry:
                 f"layers that attend to all tokens have other shapes, (KV heads, head size) = {sorted(shapes)}; kvq "
                 "takes those of one shape alone"
             )
-        return Geometry(len(layers), *shapes.pop())
+        return Geometry(len(layers), *shapes.pop(), _rates(config).get(POOLED, 1))
 
     def __str__(self) -> str:
         return f"{self.layers} layers of {self.kv_heads} KV heads of {self.head_size} channels"
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Its numbers as artifacts and kept prefixes have them, which are of tokens."""
+        return {"layers": self.layers, "kv_heads": self.kv_heads, "head_size": self.head_size}
 
     @property
     def width(self) -> int:
@@ -104,6 +113,8 @@ def _shape(config: Mapping[str, Any], layer: int | None = None, slides: bool = F
         config |= {name.removeprefix("swa_"): one for name, one in config.items() if name.startswith("swa_")}
     if rank := config.get("kv_lora_rank"):  # a row of latent and rotary key for all heads: `hf/attention.py`
         return 1, (rank + (config.get("qk_rope_head_dim") or 0)) // 2
+    if _rates(config):  # of an entry, likewise
+        return 1, config["head_dim"] // 2
     kv_heads, size = config.get("num_key_value_heads"), config.get("head_dim")
     if config.get("multi_query") and not config.get("new_decoder_architecture"):  # of Falcon
         kv_heads = 1
@@ -121,6 +132,8 @@ def joined(config: Mapping[str, Any]) -> str | None:
     values (`hf/attention.py`); None: they cache keys and values of one size."""
     if config.get("kv_lora_rank"):
         return LATENTS
+    if _rates(config):
+        return ENTRIES
     if not config.get("v_head_dim"):  # 0: of models whose type may have latents, and that have none
         return None
     keys = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -140,6 +153,8 @@ class Sliding:
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> "Sliding":
         """Those of a model; none of one whose other layers do not slide."""
+        if rates := _rates(config):
+            return Pooling.of(config, rates)
         indexed = _indexed(config)
         kinds, window = config.get("layer_types"), config.get("sliding_window") or config.get("attention_chunk_size")
         if config.get("model_type") == MIMO and config.get("sliding_window_size"):  # without the query's own token
@@ -159,6 +174,53 @@ class Sliding:
 
 
 NONE_SLIDE = Sliding()
+
+
+@dataclass(frozen=True)
+class Pooling(Sliding):
+    """The same of DeepSeek V4: a window in every layer, and what stands beside the entries that are compressed.
+
+    shared   of the layers, those whose windows are keys and values at once: those with entries
+    lists    (channels, tokens of an entry, entries that a token goes into, whether they are held here) of each list of
+             entries: a layer's own, its indexer's
+    """
+
+    shared: int = 0
+    lists: tuple[tuple[int, int, int, bool], ...] = ()
+
+    @staticmethod
+    def of(config: Mapping[str, Any], rates: Mapping[str, int]) -> "Pooling":
+        """That of a configuration, by the tokens of an entry of each type of layer."""
+        count, size, lists = config["num_hidden_layers"], config["head_dim"], []
+        kinds = [kind for kind in (_kinds(config) or ())[:count] if kind in rates]
+        for kind in kinds:
+            lists += [(size, rates[kind], 1 + (kind == POOLED), kind != POOLED)]
+            lists += [(config["index_head_dim"], rates[kind], 2, True)] if kind == POOLED else []
+        return Pooling(count, size, config["sliding_window"], 0, len(kinds), tuple(lists))
+
+    def bytes(self, tokens: int) -> int:
+        """The same. Of tokens that are yet to make an entry, and of those of the last one that go into the next, a row
+        and a gate are held, which is in 32 bits there."""
+        found = super().bytes(tokens) - 2 * self.shared * self.width * min(tokens, self.window)
+        for size, rate, into, held in self.lists:
+            found += 4 * into * size * ((tokens - 1) % rate + 1)
+            found += 6 * size * rate if into == 2 and tokens >= rate else 0
+            found += 2 * size * (tokens // rate) if held else 0
+        return found
+
+
+def _kinds(config: Mapping[str, Any]) -> Any:
+    """The types of layers, which files of DeepSeek V4 say by the tokens of an entry."""
+    ratios = config.get("compress_ratios")
+    named = {0: "sliding_attention", 4: POOLED, 128: "heavily_compressed_attention"}
+    return [named.get(one) for one in ratios] if isinstance(ratios, list) else config.get("layer_types")
+
+
+def _rates(config: Mapping[str, Any]) -> Mapping[str, int]:
+    """The tokens of an entry by type of layer, of DeepSeek V4; none of others."""
+    given = config.get("compress_rates")
+    fixed = {POOLED: 4, "heavily_compressed_attention": 128}
+    return given or (fixed if config.get("model_type") == "deepseek_v4" else {})
 
 
 def _indexed(config: Mapping[str, Any]) -> int:
@@ -194,7 +256,7 @@ def attending(config: Mapping[str, Any]) -> Sequence[int]:
 
     config   as in config.json, which may leave out what transformers knows of its type; or with its defaults
     """
-    count, kinds = owners(config), config.get("layer_types")
+    count, kinds = owners(config), _kinds(config)
     if isinstance(kinds, (list, tuple)):
         return [n for n, kind in enumerate(kinds[:count]) if kind in WHOLE]
     chosen = config.get("full_attn_idxs", config.get("attn_layer_indices"))

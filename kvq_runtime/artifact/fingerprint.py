@@ -55,9 +55,12 @@ class Fingerprint:
 
     def to_json(self) -> dict:
         """Everything but the probes, which are tensors of the artifact."""
-        size = self.geometry
-        shape = {"layers": size.layers, "kv_heads": size.kv_heads, "head_size": size.head_size}
-        found = {"geometry": shape, "rope": dict(self.rope), "qk_norm": self.qk_norm, "quantized": self.quantized}
+        found = {
+            "geometry": self.geometry.shape,
+            "rope": dict(self.rope),
+            "qk_norm": self.qk_norm,
+            "quantized": self.quantized,
+        }
         if self.attending is not None:
             found["attending"] = list(self.attending)
         if self.attending is not None or self.sliding.indexed:

@@ -46,6 +46,9 @@ RECURRENT = ("linear_attention", "conv", "mamba")
 RECUR = "Layers that recur: {}. Their state, which does not grow with the text, is not counted ({})."
 SLIDES = "Bytes of {} layers that slide over a window of {:,} tokens are in all GiB, and not in the bits ({})."
 INDEXES = "Keys of indexers, {:,} bytes of a token, are in all GiB, and not in the bits ({})."
+POOLS = """\
+Compressed are entries, one of {} tokens each. Those of other layers and of indexers, and tokens that are yet to make
+one, are in all GiB, and not in the bits ({})."""
 FILED = "Bits in files: what calibration steers files of a kept prefix of {:,} tokens to, sinks and frames among them."
 
 
@@ -164,6 +167,8 @@ def held(args: Namespace) -> int:
                 print(SLIDES.format(sliding.layers, sliding.window, model.name))
             if sliding.indexed:
                 print(INDEXES.format(sliding.indexed, model.name))
+            if model.geometry.rate > 1:
+                print(POOLS.format(model.geometry.rate, model.name))
             if model.recurrent:
                 print(RECUR.format(model.recurrent, model.name))
         if any("bits in files" in row for row in rows):
@@ -255,12 +260,12 @@ def _of_config(name: str, config: Mapping[str, Any], vocabulary: int | None) -> 
 
 def _rows(model: Model, recipes: list[Recipe], counts: list[int], args: Namespace) -> Iterator[dict[str, Any]]:
     geometry, sliding = model.geometry, model.sliding
-    token = 4 * geometry.layers * geometry.width * args.batch  # bytes of keys and values in 16 bits
+    token = 4 * geometry.layers * geometry.width * args.batch  # bytes of keys and values, or an entry's, in 16 bits
     row: dict[str, Any] = {"model": model.name, "recipe": "16 bit", "bits": 16.0, "shared MiB": 0.0}
     for count in counts:
         row |= {
             f"bits at {count}": 16.0,
-            f"GiB at {count}": round((count * token + args.batch * sliding.bytes(count)) / GIB, 3),
+            f"GiB at {count}": round((count // geometry.rate * token + args.batch * sliding.bytes(count)) / GIB, 3),
         }
     yield row | {"under 16 bit from": None, "under HIGGS from": None}
     for recipe in recipes:

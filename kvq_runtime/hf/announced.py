@@ -6,14 +6,14 @@ A model is pickled and copied with its hooks: they are a function of this module
 import inspect
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.hf.attention import Pass
+from kvq_runtime.hf.attention import EAGER, Pass
 from kvq_runtime.hf.model import cache_in, decoder_of, looks_ahead, numbered, real_tokens, rotary_module, rotary_of
 from kvq_runtime.recipe import OURS, attends
 
@@ -27,14 +27,17 @@ class Announced:
 
     _decodes   the reason why the model's own attention reads decoded history at every step; None: it need not
     _open      whether a pass has begun, and has not been told to have ended
+    _pooled    whether layers hold entries, which are real and stand in a row, whatever tokens they are made of
     """
 
     blocks: BlockCache
+    get_seq_length: Callable[..., int]
     _pass: Pass
     _decodes: str | None
     _mask: Tensor | Mapping[str, Tensor | None] | None = None
     _announced = True
     _open = False
+    _pooled = False
     _warned = False
 
     def _begin(self, attention_mask: Tensor | Mapping[str, Tensor | None] | None) -> None:
@@ -134,10 +137,14 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     """Announce the decoder's start to the cache: a step without padding needs no mask."""
     cache = cache_in(kwargs)
     if isinstance(cache, Announced):
-        _refuse_nothing(cache.blocks.length, args, kwargs)
-        if module.config._attn_implementation == "kvq" and cache._is_whole(kwargs):
+        _refuse_nothing(cache.get_seq_length(), args, kwargs)
+        ours = module.config._attn_implementation == "kvq"
+        if ours and cache._pooled:
+            name = type(module).__name__
+            raise ValueError(f"kvq attention does not know entries that {name} puts beside keys and values; {EAGER}")
+        if ours and cache._is_whole(kwargs):
             kwargs["attention_mask"] = None
-        cache._begin(kwargs.get("attention_mask"))
+        cache._begin(None if cache._pooled else kwargs.get("attention_mask"))
         return args, kwargs
     return None
 
@@ -168,7 +175,7 @@ class _Announce:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         cache = cache_in(kwargs)
-        if isinstance(cache, Announced):
+        if isinstance(cache, Announced) and not cache._pooled:
             config: Any = getattr(module, "config", self.decoder.config)
             if args:  # Qwen 4 gives its layers' attention some by place
                 named = inspect.signature(type(module).forward).parameters

@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import LATENTS
@@ -219,6 +220,27 @@ class JoinedLayer(KVQLayer):
         stored = super().update(*halves(self.what, key_states, value_states))
         keys, values = parts(self.what, *stored, key_states.shape[-1])
         return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+
+class PooledLayer(DeepseekV4CSACache):
+    """A layer that caches one entry for some tokens: `entries` holds them, rotary channels first, as of latents.
+
+    The window, the entries of its indexer, and tokens that are yet to be pooled are transformers' own.
+    """
+
+    _layer_type = None  # by which transformers would take the class for its own
+
+    def __init__(self, config: Any, entries: JoinedLayer):
+        super().__init__(config)
+        self.entries, self.turned = entries, config.qk_rope_head_dim
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """Take in entries [B, T, R + P], rotary channels last, or an indexer's; return all, history decoded."""
+        if name != "compressor":
+            return super().update_compressor_states(name, compressed)
+        self.entry_count[name] += compressed.shape[1]
+        rest, turned = compressed[:, None].tensor_split([-self.turned], -1)
+        return torch.cat(self.entries.update(turned, rest)[::-1], -1)[:, 0]
 
 
 class HybridLayer(LinearAttentionLayer, KVQLayer):

@@ -1,6 +1,7 @@
 """Serve the compressed cache of a whole model to transformers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
-from kvq_runtime.geometry import WHOLE, Geometry, caching, joined
+from kvq_runtime.geometry import ENTRIES, WHOLE, Geometry, caching, joined
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
-from kvq_runtime.hf.attention import EAGER, HybridLayer, JoinedLayer, KVQLayer, Pass
+from kvq_runtime.hf.attention import EAGER, HybridLayer, JoinedLayer, KVQLayer, Pass, PooledLayer
 from kvq_runtime.hf.model import (
     LISTED,
     attention_modules,
@@ -47,7 +48,10 @@ from kvq_runtime.store.storage import storage_bytes
 
 _begin, _Announce = announced.begin, announced._Announce  # by which names models were pickled before, with their hooks
 # by transformers' own layers, and beside blocks
-HELD = ("keys", "values", "conv_states", "recurrent_states", "indexer_keys", "indexer_position_ids")
+HELD = (
+    "keys", "values", "conv_states", "recurrent_states", "indexer_keys", "indexer_position_ids", "buffer_kv",
+    "buffer_gate", "compressed_kv", "overlap_kv", "overlap_gate",
+)  # fmt: skip
 
 
 class KVQCache(Announced, Cache):
@@ -118,14 +122,16 @@ class KVQCache(Announced, Cache):
             )
         shared = settings.get("num_kv_shared_layers")
         what, layers = joined(settings), list[Any](stock)
-        kind = KVQLayer if what is None else partial(JoinedLayer, what)
+        kind, self._pooled = KVQLayer if what is None else partial(JoinedLayer, what), what == ENTRIES
         for n, place in self.places.items():
             given = self.blocks, place, self._pass, bool(self._decodes and (not shared or n == max(modules)))
             states = getattr(stock[n], "number_of_states", None)
             layers[n] = kind(*given) if states is None else HybridLayer(states, *given)
+            layers[n] = PooledLayer(config, layers[n]) if self._pooled else layers[n]
         super().__init__(layers=layers)  # type: ignore[arg-type]
-        self._stock = [layer for layer in layers if isinstance(layer, DynamicLayer)]
-        self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+        recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+        self._recurrent = "recurrent layers" if recurrent else "layers that pool tokens" if self._pooled else ""
+        self._stock = [] if self._recurrent else [layer for layer in layers if isinstance(layer, DynamicLayer)]
         self.artifact: Artifact | None = None  # which the cache was made of
         announced.hook(model, attention[0])
         if self._recurrent:
@@ -219,7 +225,8 @@ class KVQCache(Announced, Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that every layer has seen."""
-        return self.blocks.length
+        layer: Any = self.layers[layer_idx]
+        return layer.get_seq_length() if self._pooled else self.blocks.length
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold; `print` it, or read its fields.
@@ -228,7 +235,10 @@ class KVQCache(Announced, Cache):
         """
         found = [getattr(layer, name, None) for layer in self.layers for name in HELD]
         parts = [part for one in found for part in (one.values() if isinstance(one, dict) else [one])]
-        return self.blocks.memory_report().with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
+        report, seen = self.blocks.memory_report(), self.get_seq_length()
+        if report.tokens != seen:  # but entries
+            report = replace(report, tokens=seen, kept=seen)
+        return report.with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
 
     def health(self) -> Health:
         """Errors of the blocks that are held, beside those that calibration saw; `print` it, or read its fields.
@@ -245,7 +255,7 @@ class KVQCache(Announced, Cache):
         """
         if self._recurrent and (self.blocks.step is not None or self._open):
             raise RuntimeError(
-                "a forward pass stopped midway, and has changed the state of recurrent layers, which cannot be had "
+                f"a forward pass stopped midway, and has changed the state of {self._recurrent}, which cannot be had "
                 "back: reset() the cache, and begin again with the whole text"
             )
         self.blocks.settle()
@@ -318,7 +328,7 @@ class KVQCache(Announced, Cache):
         """Refuse what transformers' recurrent layers do not do."""
         if self._recurrent and given:
             raise RuntimeError(
-                f"{method}({given}): this model has recurrent layers, whose state cannot be taken apart; reset() the "
+                f"{method}({given}): this model has {self._recurrent}, whose state cannot be taken apart; reset() the "
                 "cache, and begin again"
             )
 

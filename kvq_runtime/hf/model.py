@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
@@ -290,8 +291,11 @@ def _unheld(settings: Mapping[str, Any]) -> str | None:
     """Say what a model does with a cache's layers that ours do not support, by its configuration; None: nothing."""
     if any(source != layer for layer, source in enumerate(settings.get("kv_source_layers") or ())):
         return "has layers that read the latents of another one, and keys of an indexer beside (kv_source_layers)"
+    left = f"where transformers {transformers.__version__} leaves them when rows change; take 5.24"
     if settings.get("indexer_budget") and not hasattr(DynamicIndexedLayer(), "indexer_position_ids"):
-        return f"keeps positions where transformers {transformers.__version__} leaves them when rows change; take 5.24"
+        return f"keeps positions {left}"
+    if settings.get("compress_rates") and "reorder_cache" not in vars(DeepseekV4CSACache):
+        return f"keeps entries {left}"
     return None
 
 

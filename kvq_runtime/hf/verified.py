@@ -169,7 +169,7 @@ def _check(
     if len(input_ids) != 1:
         what = f"{len(input_ids)} rows; give one prompt, and neither num_beams nor num_return_sequences"
     elif cache._recurrent:
-        what = "a model with recurrent layers, whose state cannot go back; use generate"
+        what = f"a model with {cache._recurrent}, whose state cannot go back; use generate"
     elif cache._stock and __version__.startswith("5.17."):
         what = "layers with sliding windows, which go back over one pass alone in transformers 5.17; use 5.18 or newer"
     elif others:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def of(form: BlockFormat, model: str, tensors: Mapping[str, Tensor]) -> dict[str
         "model": model,
         "recipe": form.recipe.to_json(),
         "fit": fit,
-        "geometry": asdict(form.geometry),
+        "geometry": form.geometry.shape,
         "layers": list(range(form.geometry.layers)),
         "dtype": str(form.dtype).removeprefix("torch."),
     } | {name: True for name in MORE if getattr(form, name)}

@@ -60,12 +60,12 @@ class HeldBytes:
     @property
     def own_bits(self) -> float:
         """Bytes that grow with tokens, in bits per key or value element of the tokens seen."""
-        return 16 * sum(self.sequence.values()) / (self.exact - self.sliding)
+        return 16 * sum(self.sequence.values()) / max(1, self.exact - self.sliding)
 
     @property
     def bits(self) -> float:
         """All bytes but of layers that slide and of indexers, in bits per key or value element of the tokens seen."""
-        return 16 * (self.total - self.sliding) / (self.exact - self.sliding)
+        return 16 * (self.total - self.sliding) / max(1, self.exact - self.sliding)
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,14 @@ class Sizes:
 
     def at(self, tokens: int, batch: int = 1) -> HeldBytes:
         """Return the bytes that a cache of `batch` rows of `tokens` tokens holds in a step, by kind."""
-        window = self.recipe.widest.window
-        blocks, exact = max(0, tokens - window.recent) // window.block, window.recent + window.block
+        window, rows = self.recipe.widest.window, tokens // self.geometry.rate
+        blocks, exact = max(0, rows - window.recent) // window.block, window.recent + window.block
         found: Counter[str] = Counter()
         for policy in self.recipe.policies:
-            chosen = policy.chosen(tokens, window)
+            chosen = policy.chosen(rows, window)
             if chosen is not None:
                 blocks, exact = chosen[0], max(exact, chosen[1])
-            for kind, size in policy.held_bytes(self.geometry, tokens, window, self.dtype).items():
+            for kind, size in policy.held_bytes(self.geometry, rows, window, self.dtype).items():
                 found[kind] += batch * size
         elements = 2 * self.geometry.layers * self.geometry.width
         token = elements * self.dtype.itemsize
@@ -147,10 +147,13 @@ class Sizes:
             found[kind] += batch * _allocated(blocks) * size
         found["fitted to each row"] += batch * self._fitted_by_row
         beside = batch * self.sliding.bytes(tokens)
-        return HeldBytes(tokens, batch, dict(+found), self.shared, batch * tokens * elements * 2 + beside, beside)
+        return HeldBytes(tokens, batch, dict(+found), self.shared, batch * rows * elements * 2 + beside, beside)
 
     def smaller_from(self, batch: int = 1) -> int | None:
         """From how many tokens a row on all bytes are always fewer than in 16 bits; None: never."""
+        if (rate := self.geometry.rate) > 1:
+            entries = replace(self, geometry=replace(self.geometry, rate=1)).smaller_from(batch)
+            return None if entries is None else rate * entries
         if self.sliding != NONE_SLIDE:
             return replace(self, sliding=NONE_SLIDE).smaller_from(batch)
         far = 1 << 24
@@ -187,7 +190,7 @@ def smaller_from(recipe: Recipe, geometry: Geometry, shared_bytes: int) -> int |
     wider = [peer for peer in peers if peer >= bits]
     if not wider:
         return None
-    saved = (min(wider) - bits) * 2 * geometry.layers * geometry.width / 8  # bytes a token
+    saved = (min(wider) - bits) * 2 * geometry.layers * geometry.width / 8 / geometry.rate  # bytes a token
     return None if saved <= 0 else -int(-shared_bytes // saved)
 
 

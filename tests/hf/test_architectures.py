@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from architectures import FALCONS, QUICK, random, table
 from generating import generate, kvq, padded, stock
 from models import prompt
 from tiers import some
+from transformers import DeepseekV4ForCausalLM
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvq_runtime.artifact import fingerprint
@@ -27,6 +29,7 @@ from kvq_runtime.hf.model import (
 )
 from kvq_runtime.hf.prefix import PrefixStore
 from kvq_runtime.hf.verified import verified_generate
+from kvq_runtime.store.held import Sizes
 
 ROWS = {kind: cells for kind, *cells in table()}
 CUTS = ((0, 40), (40, 41), (41, 60))
@@ -281,16 +284,106 @@ def test_the_keys_of_an_indexer_are_not_kept_or_recorded(kind, settings, why):
     ("mistral_large4", "has layers that read the latents of another one"),
     ("qwen4_exp_text", "keeps positions where transformers"),
     ("minimax", "takes no cache but its own MiniMaxCache"),
-    ("deepseek_v4", "no layer of this model attends to all tokens"),
+    ("deepseek_v4", "keeps entries where transformers"),
 ])  # fmt: skip
 def test_indexers_of_which_a_cache_would_be_wrong(kind, why, monkeypatch):
     model = random(kind)
     if kind == "qwen4_exp_text":
         monkeypatch.setattr("kvq_runtime.hf.model.DynamicIndexedLayer", dict)
+    if kind == "deepseek_v4":
+        monkeypatch.setattr("kvq_runtime.hf.model.DeepseekV4CSACache", dict)
     if kind == "mistral_large4":
         model.config.text_config.kv_source_layers = [0, 0, 2]
     with pytest.raises(ValueError, match=why + ".*models.md"):
         kvq("exact", model)
+
+
+# ---- DeepSeek V4, whose layers cache one entry for some tokens ----
+
+
+def in_passes(model, cache, ids, *lengths: int) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(part, **{CACHE: cache}).logits for part in ids.split(lengths, 1)], 1)
+
+
+@pytest.mark.parametrize("lengths", [(100, 1, 1, 1, 37), (1, 1, 1, 70, 1, 66)])
+def test_entries_of_several_tokens(lengths):
+    """They end where they end, whatever a pass reads; `exact` has transformers' logits, of other rows too, and four
+    bits are close to them."""
+    model, ids = random("deepseek_v4"), prompt(2, 140)
+    ours, other, four = kvq("exact", model), stock(model), kvq("higgs-4bit", model)
+    expected = in_passes(model, other, ids, *lengths)
+    assert torch.equal(in_passes(model, ours, ids, *lengths), expected)
+    assert all(store.blocks == 3 for store in ours.blocks.layers.values()) and ours.get_seq_length() == 140
+    found = in_passes(model, four, ids, *lengths)[:, -37:]
+    assert 0 < float((found - expected[:, -37:]).norm() / expected[:, -37:].norm()) < 0.3
+    for rows in (torch.tensor([1, 1, 0]), torch.tensor([2, 0])):
+        for cache in (ours, other):
+            cache.reorder_cache(rows)
+        more = prompt(len(rows), 5)
+        again = pickle.loads(pickle.dumps(copy.deepcopy(ours)))
+        expected = in_passes(model, other, more, 2, 3)
+        assert torch.equal(in_passes(model, ours, more, 2, 3), expected)
+        assert torch.equal(in_passes(model, again, more, 2, 3), expected)
+    ours.reset()
+    assert torch.equal(in_passes(model, ours, prompt(3), 40), in_passes(model, stock(model), prompt(3), 40))
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "chunked"])
+def test_padded_rows_of_a_model_with_entries(way):
+    model = random("deepseek_v4")
+    ids, mask = padded(prompt(3), 40, 33, 3)
+    one, two = (generate(model, ids, made, way, attention_mask=mask) for made in (kvq("exact", model), stock(model)))
+    assert torch.equal(one, two)
+
+
+def test_bytes_beside_entries_are_predicted(tmp_path):
+    """At every length, what is held of tokens that are yet to make an entry, too."""
+    random("deepseek_v4").save_pretrained(tmp_path)
+    model = DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    cache, settings = kvq("higgs-4bit", model), settings_of(model.config)
+    sizes = Sizes(cache.blocks.recipe, cache.blocks.geometry, sliding=Sliding.from_config(settings))
+    ids = prompt(2, 130)
+    in_passes(model, cache, ids[:, :1], 1)
+    for token in ids[:, 1:].split(1, 1):
+        in_passes(model, cache, token, 1)
+        report, held = cache.memory_report(), sizes.at(cache.get_seq_length(), 2)
+        assert (report.tokens, report.total_bytes, report.exact_bytes, report.sliding_bytes) == (
+            held.tokens, held.total, held.exact, held.sliding)  # fmt: skip
+    assert report.kept == 130 and report.parts["codes"] and str(report).startswith("higgs-4bit: 130 tokens x 2 rows")
+    start = report.smaller_than_16bit_from
+    assert start == sizes.smaller_from(2) and held.bits > held.own_bits > 4
+    here, before = sizes.at(start, 2), sizes.at(start - 1, 2)
+    assert here.total < here.exact and before.total >= before.exact
+    assert sizes.at(1).exact == sizes.at(1).sliding and sizes.at(1).bits > 0  # of no entry yet
+
+
+def test_what_a_cache_with_entries_does_not_do():
+    model = random("deepseek_v4")
+    cache = kvq("higgs-4bit", model)
+    in_passes(model, cache, prompt(2, 70), 70)
+    for method, given in (("crop", -3), ("batch_repeat_interleave", 2), ("batch_select_indices", torch.tensor([0]))):
+        with pytest.raises(RuntimeError, match="layers that pool tokens, whose state cannot be taken apart; reset()"):
+            getattr(cache, method)(given)
+    with pytest.raises(ValueError, match="needs queries or weights of attention"):
+        kvq("h2o-higgs-2bit", model)
+    with pytest.raises(ValueError, match="do not attend to all tokens, or recur as well"):
+        PrefixStore(None, "exact", model)
+    with pytest.raises(ValueError, match="no artifact is of such a model"):
+        fingerprint_of(model)
+    model.set_attn_implementation("kvq")  # before anything has changed
+    with pytest.raises(ValueError, match="kvq attention does not know entries"):
+        in_passes(model, cache, prompt(2, 1), 1)
+    model.set_attn_implementation("eager")
+    in_passes(model, cache, prompt(2, 1), 1)
+    with pytest.raises(ValueError, match="the cache holds 71 tokens, and the prompt has none beyond them"):
+        in_passes(model, cache, prompt(2, 0), 0)
+    handle = layers_of(decoder_of(model))[2].register_forward_hook(lambda *_given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        in_passes(model, cache, prompt(2, 4), 4)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="has changed the state of layers that pool tokens"):
+        in_passes(model, cache, prompt(2, 4), 4)
 
 
 def test_masks_of_models_of_images():

@@ -248,6 +248,6 @@ def test_what_is_refused(model):
             verified_generate(*given, ids)
     recurrent = random_model("llama", "kvq")
     held = KVQCache.from_recipe("higgs-4bit", recurrent)
-    held._recurrent = True
+    held._recurrent = "recurrent layers"
     with pytest.raises(ValueError, match="recurrent layers, whose state cannot go back"):
         verified_generate(recurrent, held, ids, **GREEDY)

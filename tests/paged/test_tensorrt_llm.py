@@ -135,11 +135,17 @@ def test_what_cannot_be_kept_stops_the_start(args: dict, option: str, message: s
         trtllm_stand_in.Runtime(connector, arguments, LAYERS, HEADS, SIZE)
 
 
-def test_latents_stop_the_start(tmp_path: Path, monkeypatch):
+LATENT = {"kv_lora_rank": 512, "dtype": "bfloat16"}
+POOLED = {"model_type": "deepseek_v4", "num_hidden_layers": 1, "head_dim": 512, "compress_ratios": [4],
+          "dtype": "bfloat16"}  # fmt: skip
+
+
+@pytest.mark.parametrize("config, why", [(LATENT, "latents"), (POOLED, "entries of several tokens")])
+def test_latents_and_entries_stop_the_start(config, why, tmp_path: Path, monkeypatch):
     connector = trtllm_stand_in.installed(monkeypatch)
     monkeypatch.setenv(connector.OPTION, OPTIONS)
-    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512, "dtype": "bfloat16"}))
-    with pytest.raises(ValueError, match="caches latents"):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"caches {why}"):
         connector.Worker(trtllm_stand_in.arguments(str(tmp_path)))
 
 

@@ -68,6 +68,13 @@ QSA = EXPERTS | SHARED | RECURRENT | {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
+V4 = EXPERTS | {
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+    "num_hidden_layers": 6, "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
+    "num_key_value_heads": 1, "head_dim": 32, "partial_rotary_factor": 0.25, "sliding_window": 16, "q_lora_rank": 24,
+    "n_routed_experts": 4, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 6,
+    "hc_mult": 2, "mlp_layer_types": ["hash_moe"] + ["moe"] * 5,
+}  # fmt: skip
 SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 16,
            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}  # fmt: skip
 E2B = SHARING | {  # of Gemma 4
@@ -141,6 +148,7 @@ OWN = {
     "qwen4_exp": tower(QSA), "minimax_m3_vl_text": M3, "minimax_m3_vl": tower(M3),
     "hy_v4_vl": tower(SHARED_CHOICE | {"rope_parameters": THREE["rope_parameters"] | {"mrope_section": [3, 3, 2]}}),
     "mistral_large4": tower(SHARED_CHOICE, model_type="pixtral"),
+    "deepseek_v4": V4,
     "bitnet": {"head_dim": 16}, "helium": {"head_dim": 16},
     "persimmon": {"head_dim": 16, "num_key_value_heads": 4}, "fuyu": {"head_dim": 16, "num_key_value_heads": 4},
     "granitemoehybrid": EXPERTS | RECURRENT | {

@@ -80,11 +80,10 @@ def of_artifact(made: Artifact) -> dict[str, Any]:
     geometry, (model, revision) = made.fingerprint.geometry, model_of(made)
     sizes = Sizes(made.recipe, geometry, sliding=made.fingerprint.sliding)
     held = [sizes.at(tokens) for tokens in folder.LENGTHS]
-    shape = {"layers": geometry.layers, "kv_heads": geometry.kv_heads, "head_size": geometry.head_size}
     return {
         "recipe": recipe_row(made.recipe, geometry) | {"papers": [f"arXiv:{one}" for one in made.recipe.papers]},
         "settings": made.recipe.to_json(),
-        "model": {"id": model, "revision": revision, **shape},
+        "model": {"id": model, "revision": revision, **geometry.shape},
         "corpus": dict(corpus_of(made)),
         "provenance": dict(made.provenance),
         "tensor_bytes": sum(tensor.nbytes for tensor in made.tensors.values()),

@@ -50,7 +50,6 @@ TAKEN = [kind for kind, cells in ROWS.items() if cells[2] == "yes"]
 UNLISTED = {
     "minimax": "MiniMaxForCausalLM takes no cache but its own MiniMaxCache",
     "falcon-": "its layers are given alibi, which is known of the whole model alone",
-    "deepseek_v4": r"no layer of this model attends to all tokens alone \(their types: heavily_compressed_attention\)",
     "dory": "DoryForCausalLM runs some layers 2 times a pass",
     "inkling2_loop_text": "Inkling2LoopForCausalLM runs some layers 3 times a pass",
     "kosmos-2": "it needs pixel_values, and calibration runs",
@@ -65,6 +64,7 @@ REFUSED = {
     "diffllama": r"its attention has parameters of its own \(lambda_k1, ",
     "doge": r"its attention has parameters of its own \(A\)",
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "layers 1, 2 of 3 are of type minimax_m3_sparse"),
+    "deepseek_v4": "layers 1, 2, 4, 5 of 6 are of type compressed_sparse_attention",
     "beam": r"its attention has parameters of its own \(gate_bias\)",
 }  # fmt: skip
 
