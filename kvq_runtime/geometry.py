@@ -18,7 +18,8 @@ POOLED = "compressed_sparse_attention"  # of those that cache one entry for `rat
 INDEXED = ("indexed_attention", BLOCKS, POOLED)  # of all whose queries read what is chosen by keys of an indexer
 # types of layers that cache all tokens: the second in files of Granite 4, the third recur too
 WHOLE = ("full_attention", "attention", "hybrid", *INDEXED)
-SLIDES = ("sliding_attention", "chunked_attention")  # of those to the newest: of a window, of a chunk (Llama 4)
+# of those to the newest: of a window, of a chunk (Llama 4); the last recur too
+SLIDES = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 MIMO, LONGCAT = "mimo_v2_flash", "longcat_flash"
 LATENTS = "latents"  # of multi-head latent attention (MLA)
 ENTRIES = "entries of several tokens"  # of layers of type POOLED

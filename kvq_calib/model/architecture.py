@@ -101,6 +101,11 @@ def _check_attention(attend: Mapping[int, Any], layers: Sequence[int], id: str) 
             f"{id}: its attention has parameters of its own ({', '.join(sorted(learned))}), which calibration does not "
             f"know; use a recipe that needs no fit, or another model; {LISTED}"
         )
+    if any(hasattr(module, "rel_logits_proj") for module in attend.values()):
+        raise ValueError(
+            f"{id}: its attention adds to scores by distance, which calibration does not know; use a recipe that needs "
+            f"no fit; {LISTED}"
+        )
     named = *((name,) for name in FUSED), ("k_proj", "v_proj"), (*LATENT_PROJECTIONS.values(),)
     for n in layers:
         if not any(all(hasattr(attend[n], name) for name in names) for names in named):

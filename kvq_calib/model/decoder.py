@@ -405,6 +405,7 @@ def attentions(layers: Iterable[tuple[int, Any]], config: Any) -> Iterator[tuple
 
 
 def maker(config: "PreTrainedConfig") -> Any:
-    """The class of transformers that makes a model: of text where there is one of its type, else of text and images."""
-    of_text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """The class of transformers that makes a model: of text where there is one of its type, which reads its files
+    (Emu 3's does not), else of text and images."""
+    of_text = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and config.model_type != "emu3"
     return AutoModelForCausalLM if of_text else AutoModelForImageTextToText

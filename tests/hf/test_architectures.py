@@ -47,6 +47,8 @@ def logits(model, cache, ids) -> torch.Tensor:
 def test_what_the_table_says(kind):
     before, ours, _ = ROWS[kind]
     model, ids = random(kind), prompt(2, 60)
+    if kind == "inkling_text":  # to whose scores is added, which sdpa rounds by how keys lie in memory
+        model.set_attn_implementation("eager")
     expected = logits(model, stock(model), ids)
     cache = kvq("exact", model)
     assert torch.equal(logits(model, cache, ids), expected)

@@ -75,6 +75,10 @@ V4 = EXPERTS | {
     "n_routed_experts": 4, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 6,
     "hc_mult": 2, "mlp_layer_types": ["hash_moe"] + ["moe"] * 5,
 }  # fmt: skip
+INKLING = EXPERTS | {
+    "n_routed_experts": 4, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4, "swa_head_dim": 16, "sliding_window_size": 16, "unpadded_vocab_size": 97,
+}  # fmt: skip
 SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 16,
            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}  # fmt: skip
 E2B = SHARING | {  # of Gemma 4
@@ -245,6 +249,9 @@ OWN = {
     "moss_transcribe_diarize": {"text_config": SHAPE | {"model_type": "qwen3"}, "audio_config": HEARING},
     "granite4_vision": tower({}, model_type="clip_vision_model", hidden_size=64)
     | {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
+    "emu3": {"text_config": SHAPE | {"head_dim": 16}, "vocabulary_map": {"<image>": 5}, "vq_config": {
+        "base_channels": 32, "codebook_size": 64, "embed_dim": 16, "z_channels": 16, "latent_channels": 16}},
+    **dict.fromkeys(("inkling_text", "inkling2_text"), INKLING),
     "apertus1p5": {"text_config": SHAPE, "image_token_offset": 40, "audio_token_offset": 72, "vision_config": {
         "codebook_size": 32, "embed_dim": 16, "latent_channels": 16, "base_channels": 32, "num_res_blocks": 1},
         "audio_config": {"codebook_size": 16}},
@@ -306,7 +313,8 @@ def random(kind: str, **settings: Any) -> PreTrainedModel:
         else SHAPE | own | (MIXED if plain != kind and kind not in FALCONS else {}) | settings
     )
     config = AutoConfig.for_model(plain, **copy.deepcopy({name: one for name, one in given.items() if one is not ...}))
-    made = AutoModelForCausalLM if plain in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
+    of_text = plain in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and plain != "emu3"
+    made = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
     model = made.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
