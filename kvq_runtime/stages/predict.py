@@ -29,6 +29,8 @@ from kvq_runtime.geometry import Role
 from kvq_runtime.ops import product, rtn
 from kvq_runtime.stages.stage import Inputs, Predictor, Specs, Tensors
 
+DEPTHS = range(1, 9)  # of layers that a prediction can read, below its own
+
 
 @dataclass(frozen=True)
 class Mean(Predictor):
@@ -73,8 +75,8 @@ class Neighbours(Predictor):
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "below", tuple(self.below))
-        if len(set(self.below)) != len(self.below) or any(depth not in (1, 2, 3) for depth in self.below):
-            raise ValueError(f"below={list(self.below)}; inputs come from 1, 2 or 3 layers below, each once")
+        if len(set(self.below)) != len(self.below) or not {*self.below} <= {*DEPTHS}:
+            raise ValueError(f"below={list(self.below)}; inputs come from 1 to {DEPTHS[-1]} layers below, each once")
         if not self.below and not self.keys:
             raise ValueError("a linear prediction without inputs; use predict=mean")
         if self.both and not self.below:

@@ -159,13 +159,13 @@ def test_a_run_fits_what_numpy_fits_to_the_decoded_layer_below(projected, made):
     check(made, 1, "value", second["value"], [own, value])
 
 
-@pytest.mark.parametrize("fit", ["decoded", "clean"])
-def test_a_prediction_from_two_layers_reads_each_of_them(tmp_path, fit):
-    """The third layer's; fitted on what is decoded there, or on what it is decoded from, without its mean."""
+@pytest.mark.parametrize("fit, depths", [("decoded", 2), ("clean", 2), ("decoded", 4)])
+def test_a_prediction_from_some_layers_reads_each_of_them(tmp_path, fit, depths):
+    """The topmost layer's; fitted on what is decoded there, or on what it is decoded from, without its mean."""
     (model := tmp_path / "model").mkdir()
-    tiny.save(model, layers=3)
+    tiny.save(model, layers=depths + 1)
     tiny.text(model)
-    scheme = replace(BY_HAND.key, predict=Linear(below=(1, 2), fit=fit))
+    scheme = replace(BY_HAND.key, predict=Linear(below=tuple(range(1, depths + 1)), fit=fit))
     (found,) = calibrated(model, tmp_path / "run", replace(BY_HAND, key=scheme, value=scheme))
     exact: dict[str, list[Array]] = {"key": [], "value": []}
     decoded: dict[str, list[Array]] = {"key": [], "value": []}
