@@ -84,19 +84,21 @@ def _best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Ten
     cost_SN = x_NGK.new_empty(states, rows)
     cost_JPN, best_PN = cost_SN.view(codes, -1, rows), x_NGK.new_full((states // codes, rows), UNREACHED)
     cost_PJN, bits_JPN = cost_SN.view(-1, codes, rows), cost_JPN.view(torch.int32)
+    (first_JPN, later_JPN), costs = (bits_JPN[:-1], bits_JPN[1:]), cost_JPN.unbind()
+    best_P1N, best_bits_PN = best_PN[:, None], best_PN.view(torch.int32)
     best_PN[0] = 0.0
-    for step, x_N in enumerate(x_TN):
+    for step, (x_N, oldest_PN) in enumerate(zip(x_TN.unbind(), oldest_TPN.unbind(), strict=True)):
         if step and step % size == 0:
             best_PN *= ratio_GN[step // size - 1]
         # (x - c)² / 2 without x² / 2, which all paths share; addcmul of two broadcast factors takes thrice as long
         torch.mul(slope_S1, x_N, out=cost_SN).add_(bias_S1)
-        cost_PJN.add_(best_PN[:, None])
+        cost_PJN.add_(best_P1N)
         # The oldest code stands in a cost's last bits, of which it has more than enough: one minimum finds both.
-        bits_JPN[:-1].bitwise_and_(-codes)  # the last code sets all of them
-        bits_JPN[1:].bitwise_or_(oldest_J11)
-        torch.minimum(*cost_JPN, out=best_PN) if codes == 2 else torch.amin(cost_JPN, 0, out=best_PN)
-        oldest_TPN[step] = best_PN.view(torch.int32) & (codes - 1)
-    return _traced(cost_SN.argmin(0), oldest_TPN, bits)
+        first_JPN.bitwise_and_(-codes)  # the last code sets all of them
+        later_JPN.bitwise_or_(oldest_J11)
+        torch.minimum(*costs, out=best_PN) if codes == 2 else torch.amin(cost_JPN, 0, out=best_PN)
+        oldest_PN.copy_(best_bits_PN)  # the last eight bits
+    return _traced(cost_SN.argmin(0), oldest_TPN.bitwise_and_(codes - 1), bits)
 
 
 def ratios(rms_NG: Tensor) -> Tensor:
@@ -107,13 +109,15 @@ def ratios(rms_NG: Tensor) -> Tensor:
 
 def _traced(last_N: Tensor, oldest_TPN: Tensor, bits: int) -> Tensor:
     """The states [N, T] of the path to the last one: before each stands what was dropped, then all but its code."""
-    steps, newer, _ = oldest_TPN.shape
-    found_TN = last_N.new_empty(steps, len(last_N))
-    found_TN[-1] = last_N
+    steps, newer, rows = oldest_TPN.shape
+    found_TN, row_N = last_N.new_empty(steps, rows, dtype=torch.int32), torch.arange(rows, device=last_N.device)
+    found, oldest = found_TN.unbind(), oldest_TPN.flatten(1).unbind()
+    found[-1].copy_(last_N)
     for step in range(steps - 1, 0, -1):
-        kept_N = found_TN[step] >> bits
-        found_TN[step - 1] = kept_N + newer * oldest_TPN[step - 1].gather(0, kept_N[None])[0].long()
-    return found_TN.T
+        kept_N = found[step] >> bits
+        oldest_N = oldest[step - 1].index_select(0, torch.add(row_N, kept_N, alpha=rows))
+        torch.add(kept_N, oldest_N, alpha=newer, out=found[step - 1])
+    return found_TN.T.long()
 
 
 def encode(x: Tensor, bits: int, memory: int, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
