@@ -188,23 +188,39 @@ class Codec:
         return x if predicted is None else x - predicted.float()
 
     def encode_each(self, blocks: Sequence[tuple[Tensor, Context]]) -> list[tuple[dict[str, Tensor], Context]]:
-        """`encode` of each of these alone, to the bit, but that all paths are searched at once; and what decodes it.
+        """`encode` of each of these alone, to the bit, but that latents are rounded together; and what decodes it.
 
-        Products of matrices may round a block otherwise in other company; a search does not.
+        Products of matrices may round a block otherwise in other company; what is done to a token alone does not.
         """
         known = [(x_NTC, replace(context, predicted=self.predicted(context))) for x_NTC, context in blocks]
-        quantize, own, prepared = self.scheme.quantize, self._own["quantize"], []
-        alone = len(known) == 1 or self.scheme.correct is not None or self._own["feedback"]
-        if alone or not isinstance(quantize, Searching) or not quantize.searches:
+        if len(known) == 1 or not self._together:
             return [(self.encode(*each), each[1]) for each in known]
-        for x_NTC, context in known:
-            x, level_NT = self.residual(x_NTC, context), self._importance(x_NTC, context)
-            prepared.append(quantize.prepare(x, level_NT, self._rotation, own, self.geometry))
-        whole = {name: torch.cat([each[name] for each in prepared]) for name in prepared[0]}
-        fields = quantize.search(whole, own, self.geometry)
-        sizes = [len(x_NTC) for x_NTC, _ in known]
+        sizes, whole = [len(x_NTC) for x_NTC, _ in known], _side_by_side([context for _, context in known])
+        x_NTC = torch.cat([x_NTC for x_NTC, _ in known])
+        level_NT, rotation = self._importance(x_NTC, whole), self._rotation
+        rotated = torch.cat([rotate(x, rotation) for x in self.residual(x_NTC, whole).split(sizes)])
+        fields = self._rounded(rotated, level_NT, None)
         parts = zip(*(field.split(sizes) for field in fields.values()), strict=True)
         return [(dict(zip(fields, part, strict=True)), of) for part, (_, of) in zip(parts, known, strict=True)]
+
+    def decode_each(self, blocks: Sequence[tuple[Mapping[str, Tensor], Context]]) -> list[Tensor]:
+        """`decode` of each of these alone, likewise."""
+        if len(blocks) == 1 or not self._together:
+            return [self.decode(*block) for block in blocks]
+        sizes = [len(next(iter(fields.values()))) for fields, _ in blocks]
+        whole = {name: torch.cat([fields[name] for fields, _ in blocks]) for name in blocks[0][0]}
+        x_NTR = self.scheme.quantize.decode(whole, self._width, self.geometry, self._own["quantize"])
+        back = self.back
+        assert back is not None, "latents without a way back"
+        x_NTC = torch.cat([by_runs(x, back) for x in x_NTR.to(torch.bfloat16).split(sizes)])
+        predicted = [self.predicted(context) for _, context in blocks]
+        x_NTC = x_NTC.float() if predicted[0] is None else x_NTC.add_(torch.cat(predicted))  # type: ignore[arg-type]
+        return [*x_NTC.split(sizes)]
+
+    @property
+    def _together(self) -> bool:
+        """True if blocks are rounded together: latents that nothing else is stored beside, which take no products."""
+        return self.scheme.quantize.takes_latents and self.scheme.correct is None and not self._own["feedback"]
 
     def encode_decode(self, x_NTC: Tensor, context: Context) -> tuple[dict[str, Tensor], Tensor]:
         """`encode`, and `decode` of what it gives, from one prediction."""
@@ -285,10 +301,13 @@ class Codec:
         if self._own["feedback"] and self.scheme.feedback is not None:  # it comes between rotation and rounding
             x, rotation = self.rotated(x), None
             x = self.scheme.feedback.apply(x, self.scheme.axis, self.geometry, self._own["feedback"], self._quantized)
-        if level_NT is not None and isinstance(self.scheme.quantize, Weighing):
-            own = self._own["quantize"]
-            return self.scheme.quantize.encode_weighed(x, level_NT, rotation, own, self.geometry)
-        return self.scheme.quantize.encode(x, rotation, self._own["quantize"], self.geometry)
+        return self._rounded(x, level_NT, rotation)
+
+    def _rounded(self, x_NRW: Tensor, level_NT: Tensor | None, rotation: Rotation) -> dict[str, Tensor]:
+        quantize, own = self.scheme.quantize, self._own["quantize"]
+        if level_NT is not None and isinstance(quantize, Weighing):
+            return quantize.encode_weighed(x_NRW, level_NT, rotation, own, self.geometry)
+        return quantize.encode(x_NRW, rotation, own, self.geometry)
 
     def _quantized(self, x_NRW: Tensor) -> Tensor:
         """Rows encoded and decoded, before any rotation back."""
@@ -371,6 +390,16 @@ class Codec:
     def bits(self, dtype: torch.dtype = torch.bfloat16) -> float:
         """Return the bits of a stored element: codes and everything stored beside them."""
         return self.scheme.bits(self.block, self.geometry, dtype)
+
+
+def _side_by_side(contexts: Sequence[Context]) -> Context:
+    """Rotations of blocks, and what is predicted of them, in one."""
+    ropes = [context.rope for context in contexts if context.rope is not None]
+    predicted = [context.predicted for context in contexts if context.predicted is not None]
+    return Context(
+        rope=(torch.cat([cos for cos, _ in ropes]), torch.cat([sin for _, sin in ropes])) if ropes else None,
+        predicted=torch.cat(predicted) if predicted else None,
+    )
 
 
 @constant(64)

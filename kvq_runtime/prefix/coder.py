@@ -61,78 +61,105 @@ class Coder:
         """
         size = self.recipe.window.block
         count = self._finite(first, rows)
-        begun = [self._begun(number) for number in range(first, first + count)]
+        begun = [_Begun(number, self._sinks(number)) for number in range(first, first + count)]
+        spans = [*self._spans(first, count)]
         for layer in range(self.geometry.layers):
             codecs = [shared.moved(codec, rows[layer][0].device) for codec in self._codecs[layer]]
             if count > 1:
                 codecs = [codec.unpacked() for codec in codecs]
             k_NTC, v_NTC = (x_TC[: count * size].unflatten(0, (count, size)) for x_TC in rows[layer])
-            self._encode(begun, layer, (codecs[0], codecs[1]), (k_NTC, v_NTC))
+            self._encode(begun, spans, layer, (codecs[0], codecs[1]), (k_NTC, v_NTC))
         return [Block(one.fields, torch.stack(one.exact, 1), one.beyond) for one in begun]
 
-    def _begun(self, number: int) -> "_Begun":
+    def _sinks(self, number: int) -> int:
+        """Return how many of a block's tokens are sinks."""
+        window = self.recipe.window
+        return min(max(window.sinks - number * window.block, 0), window.block)
+
+    def _spans(self, first: int, count: int) -> Iterator["_Span"]:
+        """The blocks that have sinks one by one, and the others together."""
         window, positions = self.recipe.window, Positions()
         positions.announce(None, None, self.rotary)
-        start, stop = number * window.block, (number + 1) * window.block
-        sinks = min(max(window.sinks - start, 0), window.block)
-        return _Begun(
-            number,
-            sinks,
-            positions.source(start, stop, window.sinks),
-            positions.rope(start, stop) if "positions" in self.recipe.needs else None,
-            positions.valid(start, stop, window.sinks) if sinks else None,
-        )
+        alone = [number for number in range(first, first + count) if self._sinks(number)]
+        rest = [(first + len(alone), first + count)] if len(alone) < count else []
+        for begin, end in [*((number, number + 1) for number in alone), *rest]:
+            start, stop, tables = begin * window.block, end * window.block, None
+            if "positions" in self.recipe.needs:
+                tables = tuple(one[0].unflatten(0, (end - begin, -1)) for one in positions.rope(start, stop))
+            yield _Span(
+                slice(begin - first, end - first),
+                positions.source(start, stop, window.sinks),
+                tables,  # type: ignore[arg-type]
+                positions.valid(start, stop, window.sinks) if begin in alone else None,
+            )
 
     def _encode(
-        self, begun: list["_Begun"], layer: int, codecs: tuple[Codec, Codec], pair_NTC: tuple[Tensor, Tensor]
+        self,
+        begun: list["_Begun"],
+        spans: Sequence["_Span"],
+        layer: int,
+        codecs: tuple[Codec, Codec],
+        pair_NTC: tuple[Tensor, Tensor],
     ) -> None:
         """Encode these blocks' tokens of one layer, those of all layers below being encoded."""
         keys, values = codecs
-        inputs = [self._inputs(one, keys, *pair_TC) for one, *pair_TC in zip(begun, *pair_NTC, strict=True)]
+        inputs = [self._inputs(one, keys, *(x_NTC[one.places] for x_NTC in pair_NTC)) for one in spans]
+        x_each = [x for x_NTC, *_ in inputs for x in x_NTC.split(1)]
+        v_each = [v for *_, v_NTC in inputs for v in v_NTC.split(1)]
+        ropes = [pair for _, rope, v in inputs for pair in (_each(rope) if rope else [None] * len(v))]
         if self.recipe.cross_layer or self.check:
             below = [[one.decoded[layer - depth] for depth in range(1, _reads(codecs) + 1)] for one in begun]
-            of_keys = [(x, Context(rope, None, under)) for (x, rope, _), under in zip(inputs, below, strict=True)]
-            k_encoded = keys.encode_each(of_keys)
-            k_decoded = [keys.decode(*each) for each in k_encoded]
-            given = zip(inputs, k_decoded, below, strict=True)
-            v_encoded = values.encode_each([(v, Context(keys=read, below=under)) for (_, _, v), read, under in given])
-            for place, one in enumerate(begun):
-                one.decoded[layer] = k_decoded[place], values.decode(*v_encoded[place])
+            contexts = [Context(rope, None, under) for rope, under in zip(ropes, below, strict=True)]
+            k_encoded = keys.encode_each([*zip(x_each, contexts, strict=True)])
+            k_decoded = keys.decode_each(k_encoded)
+            contexts = [Context(None, read, under) for read, under in zip(k_decoded, below, strict=True)]
+            v_encoded = values.encode_each([*zip(v_each, contexts, strict=True)])
+            v_decoded = values.decode_each(v_encoded)
+            for one, *pair in zip(begun, k_decoded, v_decoded, strict=True):
+                one.decoded[layer] = pair[0], pair[1]
                 one.decoded.pop(layer - self._depth, None)
-                if self.check is not None:
-                    (x_NTC, rope, v_NTC), (k_decoded_NTC, v_decoded_NTC) = inputs[place], one.decoded[layer]
-                    of_keys, of_values = Context(rope), v_encoded[place][1]
-                    found = (keys, x_NTC, of_keys, k_decoded_NTC), (values, v_NTC, of_values, v_decoded_NTC)
-                    self._check(one, layer, found, tuple(x_NTC[place] for x_NTC in pair_NTC))
+            for span, (x_NTC, rope, v_NTC) in zip(spans, inputs, strict=True) if self.check else ():
+                k_decoded_NTC, v_decoded_NTC = (torch.cat(one[span.places]) for one in (k_decoded, v_decoded))
+                found = (keys, x_NTC, Context(rope), k_decoded_NTC), (values, v_NTC, Context(), v_decoded_NTC)
+                self._check(begun[span.places], span, layer, found, pair_NTC)
             encoded = [(k_fields, v_fields) for (k_fields, _), (v_fields, _) in zip(k_encoded, v_encoded, strict=True)]
         else:
-            encoded = [(keys.encode(x, Context(rope)), values.encode(v, Context())) for x, rope, v in inputs]
+            each = zip(x_each, ropes, v_each, strict=True)
+            encoded = [(keys.encode(x, Context(rope)), values.encode(v, Context())) for x, rope, v in each]
         for place, (one, (k_fields, v_fields)) in enumerate(zip(begun, encoded, strict=True)):
             one.fields[layer] = _first(k_fields), _first(v_fields)
             one.exact.append(torch.stack([x_NTC[place, : one.sinks] for x_NTC in pair_NTC]))
 
     def _inputs(
-        self, one: "_Begun", keys: Codec, k_TC: Tensor, v_TC: Tensor
+        self, span: "_Span", keys: Codec, k_NTC: Tensor, v_NTC: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor]:
-        """A block's keys as their codec wants them, their cos and sin or None, and its values: [1, T, C]."""
-        x_NTC, rope = k_TC[None].clone(), None
-        if one.tables is not None:
+        """Keys of blocks as their codec wants them, their cos and sin or None, and their values: [N, T, C]."""
+        x_NTC, rope = k_NTC.clone(), None
+        if span.tables is not None:
             undo = "undo" if self.recipe.position == "pre" else None
-            cos, sin = (table.to(k_TC.device) for table in one.tables)
-            x_NTC, rope = block_input(x_NTC, one.source_NS, (cos, sin), undo, self.geometry.kv_heads)
-            x_NTC = x_NTC.to(k_TC.dtype) if keys.scheme.quantize.keeps_dtype else x_NTC
+            cos, sin = (table.to(k_NTC.device) for table in span.tables)
+            x_NTC, rope = block_input(x_NTC, span.source_NS, (cos, sin), undo, self.geometry.kv_heads)
+            x_NTC = x_NTC.to(k_NTC.dtype) if keys.scheme.quantize.keeps_dtype else x_NTC
         else:
-            x_NTC, _ = block_input(x_NTC, one.source_NS)
-        return x_NTC, rope, block_input(v_TC[None].clone(), one.source_NS)[0]
+            x_NTC, _ = block_input(x_NTC, span.source_NS)
+        return x_NTC, rope, block_input(v_NTC.clone(), span.source_NS)[0]
 
-    def _check(self, one: "_Begun", layer: int, found: Sequence[_Coded], pair_TC: Sequence[Tensor]) -> None:
-        """Keep beside its codes what of a block's keys and values is beyond what the artifact promises of errors."""
+    def _check(
+        self,
+        begun: Sequence["_Begun"],
+        span: "_Span",
+        layer: int,
+        found: Sequence[_Coded],
+        pair_NTC: Sequence[Tensor],
+    ) -> None:
+        """Keep beside its codes what of blocks' keys and values is beyond what the artifact promises of errors."""
         assert self.check is not None
-        watch = Watch(self.check, layer, keeps=True)
-        counted = None if one.counted is None else one.counted.to(pair_TC[0].device)
-        errors = torch.stack([watch.errors(*each, counted) for each in found])
-        for role, _ in watch.beyond(errors[:, None], one.number):
-            one.beyond[layer, role] = encode_beyond(pair_TC[role], one.sinks, watch.promises[role])
+        watch, first = Watch(self.check, layer, keeps=True), begun[0].number
+        counted = None if span.counted is None else span.counted.to(pair_NTC[0].device)
+        errors_2N = torch.stack([watch.errors(*each, counted) for each in found])
+        for role, number in watch.beyond(errors_2N[:, None], first):
+            one, x_TC = begun[number - first], pair_NTC[role][span.places][number - first]
+            one.beyond[layer, role] = encode_beyond(x_TC, one.sinks, watch.promises[role])
 
     def decode(
         self, blocks: Sequence[Block], device: torch.device | str = "cpu", start: int = 0
@@ -182,15 +209,23 @@ class Coder:
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """A block while it is encoded: its positions; how many sinks are among its tokens, and which others are counted in
-    errors; and of the layers so far what it is encoded as, decoded, and what is kept beside that."""
+class _Span:
+    """Blocks of a run that are prepared together: which; the tokens that their slots hold, if not each its own; their
+    cos and sin, [N, T, K] each; and which are counted in errors, if not all."""
 
-    number: int
-    sinks: int
+    places: slice
     source_NS: Tensor | None
     tables: tuple[Tensor, Tensor] | None
     counted: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A block while it is encoded: how many sinks are among its tokens; and of the layers so far what it is encoded as,
+    decoded, and what is kept beside that."""
+
+    number: int
+    sinks: int
     decoded: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
     fields: dict[int, tuple[Slab, Slab]] = dataclasses.field(default_factory=dict)
     exact: list[Tensor] = dataclasses.field(default_factory=list)
@@ -244,6 +279,10 @@ def window_rows(cache: BlockCache, number: int, end: int, row: int) -> Rows:
 def _stacked(parts: list[Slab], device: torch.device | str) -> Slab:
     """[1, n, ...] of the fields of n blocks."""
     return {name: torch.stack([part[name] for part in parts])[None].to(device) for name in parts[0]}
+
+
+def _each(rope: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(*(part.split(1) for part in rope), strict=True)
 
 
 def _first(fields: Slab) -> Slab:

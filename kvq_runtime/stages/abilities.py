@@ -67,22 +67,11 @@ class SingleTokens(Protocol):
 
 @runtime_checkable
 class Searching(Protocol):
-    """A quantizer whose encoding may take a search: of many blocks at once; fits that only read what is decoded have a
-    stand-in."""
+    """A quantizer whose encoding may take a search: fits that only read what is decoded have a stand-in."""
 
     @property
     def searches(self) -> bool:
         """True if encoding takes a search under these settings."""
-        ...
-
-    def prepare(
-        self, x_NRW: Tensor, level_NT: Tensor | None, rotation: Rotation, tensors: Tensors, geometry: Geometry
-    ) -> dict[str, Tensor]:
-        """Return what is searched for, [N, ...] each; level_NT as in `approximated`."""
-        ...
-
-    def search(self, prepared: Tensors, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
-        """Return the fields of what was prepared; a block's do not depend on the others."""
         ...
 
     def approximated(

@@ -164,20 +164,9 @@ class Mixed(Quantizer):
         self, x_NTC: Tensor, level_NT: Tensor | None, rotation: Rotation, tensors: Tensors, geometry: Geometry
     ) -> dict[str, Tensor]:
         """`encode` of tokens whose errors count so much; None: alike."""
-        return self.search(self.prepare(x_NTC, level_NT, rotation, tensors, geometry), tensors, geometry)
-
-    def prepare(
-        self, x_NTC: Tensor, level_NT: Tensor | None, rotation: Rotation, tensors: Tensors, geometry: Geometry
-    ) -> dict[str, Tensor]:
-        """Return latents over their tokens' gains, the gains' codes, and what errors of tokens are multiplied with."""
         z_NRT, codes_NT, gain_NT = self._over_gains(rotate(x_NTC, rotation).mT.contiguous(), tensors, geometry)
-        found = {"latents": z_NRT, "gain": codes_NT, "scale": self._scales(gain_NT, level_NT)}
-        return {name: each for name, each in found.items() if each is not None}
-
-    def search(self, prepared: Tensors, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
-        """Return the fields of what was prepared; a block's do not depend on the others."""
-        z_NRT, scale_NT = prepared["latents"], prepared.get("scale")
-        stored = {"gain": pack.pack(prepared["gain"], self.gain)} if self.gain else {}
+        scale_NT = self._scales(gain_NT, level_NT)
+        stored = {} if codes_NT is None else {"gain": pack.pack(codes_NT, self.gain)}
         ends = _of_channels(tensors)
         if self.codebook == "block":
             low, high = (end.half() for end in z_NRT.aminmax(dim=-1))

@@ -140,7 +140,8 @@ class Encoder:
             else:
                 encoded = [(codec.encode(x_NTC, context), context) for x_NTC, context in inputs]
             if store.watch is not None or (predicted and (role == 0 or read_above)):
-                decoded.append([codec.decode(*each) for each in encoded])
+                alone = not isinstance(codec, Codec)
+                decoded.append([codec.decode(*each) for each in encoded] if alone else codec.decode_each(encoded))
             if store.watch is not None:
                 each = zip(runs, inputs, encoded, decoded[role], strict=True)
                 of_runs = [self._error(store, role, run, x, of, back) for run, (x, _), (_, of), back in each]
