@@ -49,6 +49,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from safetensors.torch import load as from_safetensors
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.record import load_model
@@ -66,8 +67,10 @@ from scripts.real_page import machine
 
 STAGES = (  # (where, which function, what it is)
     (codec.Codec, "predicted", "prediction"), (codec.Codec, "unpacked", "prediction"), (latent, "rotate", "transform"),
-    (codec.Codec, "_turned_back", "transform"), (coder, "block_input", "transform"),
+    (codec.Codec, "_turned_back", "transform"), (coder, "block_input", "transform"), (codec, "rotate", "transform"),
+    (codec, "by_runs", "transform"),
     (codec.Codec, "encode", "quantize"), (codec.Codec, "decode", "quantize"),
+    (codec.Codec, "encode_each", "quantize"), (codec.Codec, "decode_each", "quantize"),
     (entropy, "encode", "coding"), (entropy, "decode", "coding"),
     (lossless, "encode", "coding"), (lossless, "decode", "coding"),
     (block_file, "_content", "sha256"), (shelf.Folder, "put", "files"), (shelf.Folder, "get", "files"),
@@ -266,7 +269,16 @@ def _stored(made: Any, model: Any, rounds: int, threads: int | None = None, bits
             told |= {"file_bytes": whole, "times_smaller": 2 * elements / whole} | putting
             more = torch.cat([tokens_T, tokens_T[:1]])  # the newest token is always left to the model
             if rounds:
-                told |= {"put": put} | _seconds(store, model, more[None], exact, rounds)
+                told |= {"put": put} | _seconds(store, model, more[None], exact, rounds) | _products()
+                again = PrefixStore(None, made, model=model, bits=bits, threads=threads)
+                ways: dict[str, Callable[[], Any]] = {
+                    "put": lambda: again.put(_cache(model, exact), tokens_T),
+                    "load": lambda: store.load_decoded(more, recent=0),
+                }
+                for name, way in ways.items():
+                    with FlopCounterMode(display=False) as counter:
+                        way()
+                    told[f"{name}_gflop"] = counter.get_total_flops() / 1e9
                 told |= {f"{way}_MB_s": 2 * elements / told[way] / 1e6 for way in ("put", "load", "load_decoded")}
             with timed("load", elements) as loading:
                 restored = _pair(store.load_decoded(more, recent=0))
@@ -309,6 +321,19 @@ def _seconds(store: PrefixStore, model: Any, prompt_BT: Tensor, exact: Pair, rou
         "first_token_memory": lambda: first(held.pop()),  # of 16 bits
     }
     return {name: min(timeit.repeat(way, number=1, repeat=rounds)) for name, way in ways.items()}
+
+
+def _products() -> dict[str, float]:
+    """GFLOP a second of a core, of a block's product."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, best = torch.ones(128, 768, dtype=dtype), torch.ones(768, 192, dtype=dtype), float("inf")
+        for _ in range(300):
+            begun = time.thread_time()
+            x @ weight
+            best = min(best, time.thread_time() - begun)
+        found[f"product_{str(dtype).removeprefix('torch.')}"] = 2 * weight.numel() * len(x) / best / 1e9
+    return found
 
 
 def _fp8(tokens_T: Tensor, exact: Pair) -> Kept:
