@@ -3,13 +3,14 @@ not know what is in it.
 
     [B, T, S · E + n · P]      S streams side by side, then the inputs by layer of the n layers that follow
     [B, T, S · E + 2 K]        or the K tokens that the layer has chosen for each query, where others read the same
+    [B, T, S · E + E]          or the embeddings of the tokens
 
 Most models have one stream, their hidden states, and nothing behind. Gemma 3n has several (AltUp), of which the
 first goes through attention and MLP; so have Qwen 4 and HY 4 (hyper-connections), and LongCat Flash between the two
 attentions of a layer, whose experts are added after both. In Gemma 3n and Gemma 4's E2B and E4B, a token has an
 embedding for each layer, which that layer alone reads. Both are made under the first layer, of the token and its
 embedding. In GLM 5 some layers have no indexer, and read the tokens that the last one below has chosen: each is two
-numbers from 0 to 255, which every dtype holds.
+numbers from 0 to 255, which every dtype holds. Zamba's layers that attend read the embeddings again.
 
 E = hidden width · P = width of an input by layer.
 """
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from kvq_runtime.geometry import caching
 
 TABLE = "embed_tokens_per_layer"  # the decoder's table of inputs by layer
+EMBEDDINGS = "original_hidden_states"  # the argument by which layers are given the embeddings
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Carried:
     embedded   width of a row of the table of tokens: of OPT-350m half of E
     axis       of streams in what layers are given; None: they are side by side there too
     chosen     at the most; 0: no layer reads what another has chosen
+    again      whether layers are given the embeddings
     """
 
     hidden: int
@@ -43,6 +46,7 @@ class Carried:
     inputs: int = 0
     axis: int | None = None
     chosen: int = 0
+    again: bool = False
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "Carried":
@@ -55,17 +59,18 @@ class Carried:
         if "shared" in (config.get("indexer_types") or ()):
             chosen = config["index_topk"] + (config.get("index_kpool") or 1) - 1  # with the rest of an unfinished pool
         embedded, inputs = config.get("word_embed_proj_dim") or hidden, config.get("hidden_size_per_layer_input") or 0
-        return Carried(hidden, embedded, layers, streams, inputs, axis if streams > 1 else None, chosen)
+        again = bool(config.get("attention_hidden_size"))  # of Zamba, twice E
+        return Carried(hidden, embedded, layers, streams, inputs, axis if streams > 1 else None, chosen, again)
 
     @property
     def width(self) -> int:
         """Numbers of a token under the first layer, where they are the most."""
-        return self.streams * self.hidden + self.layers * self.inputs + 2 * self.chosen
+        return (self.streams + self.again) * self.hidden + self.layers * self.inputs + 2 * self.chosen
 
     def pack(self, h: Tensor, inputs: Sequence[Tensor], chosen_BTK: Tensor | None = None) -> Tensor:
         """One tensor of hidden states, [B, T, E], or of streams as layers are given them, and of what stands behind.
 
-        inputs       of layers to come, [B, T, P] each
+        inputs       of layers to come, [B, T, P] each; or the embeddings alone, [B, T, E]
         chosen_BTK   numbers of tokens, below 65,536
         """
         if self.axis is not None:
@@ -86,10 +91,10 @@ class Carried:
             h = packed_BTE
         if self.axis is not None:
             h = h.unflatten(-1, (self.streams, self.hidden)).movedim(2, self.axis).contiguous()
-        if not self.inputs and behind.shape[-1]:
+        if self.chosen and behind.shape[-1]:
             high, low = behind.detach().to(torch.int32).chunk(2, -1)
             return h, (), 256 * high + low
-        return h, behind.split(self.inputs, -1) if behind.shape[-1] else (), None
+        return h, behind.split(self.hidden if self.again else self.inputs, -1) if behind.shape[-1] else (), None
 
     def mute(self, core: Any) -> None:
         """Have a decoder make inputs by layer of zeros, as long as nobody reads them."""

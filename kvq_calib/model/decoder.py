@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvq_calib.model.attention import asks
-from kvq_calib.model.carried import TABLE, Carried, blank
+from kvq_calib.model.carried import EMBEDDINGS, TABLE, Carried, blank
 from kvq_runtime.geometry import attending, caching
 from kvq_runtime.hf.attention import chosen, dense
 from kvq_runtime.hf.model import (
@@ -316,6 +316,7 @@ class Under:
             for table, weight in zip(tables, empty, strict=True):
                 table.weight = weight
         inputs = [place.call["per_layer_input"] for place in layers_of(self.core)] if len(rows) > 1 else []
+        inputs = [layers_of(self.core)[0].call[EMBEDDINGS]] if self._carried.again else inputs
         return self._carried.pack(self._taken(), inputs)
 
     def calls(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Call]:
@@ -325,8 +326,12 @@ class Under:
             nothing = torch.zeros((), dtype=dtype, device=device).expand(batch, tokens, self._carried.embedded)
             with torch.no_grad(), self._carried.muted(self.core):
                 self.core(inputs_embeds=nothing, use_cache=False)
+            own = {EMBEDDINGS} if self._carried.again else set()  # which are zeros here
+            calls = [
+                {name: one for name, one in place.call.items() if name not in own} for place in layers_of(self.core)
+            ]
             each = caching(settings_of(self.core.config))
-            self._last = key, [place.call for place in layers_of(self.core) for _ in range(each)]
+            self._last = key, [call for call in calls for _ in range(each)]
             self._taken()
         return self._last[1]
 

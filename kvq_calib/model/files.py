@@ -60,11 +60,13 @@ class Parameters:
     within   the model's list of layers, by its name there
     named    {tensor: the parameter that it is, or the first of those that it becomes a part of}
     made     tensors that are no parameters as they are: transformers splits, joins or turns them
+    tied     tensors with the parameters that they are, or become a part of, beside
     """
 
     within: str
     named: Mapping[str, str]
     made: frozenset[str]
+    tied: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ class ModelFiles:
         """The tensors of each decoder layer, ascending by the parameters that they are, or become a part of."""
         found: dict[int, list[tuple[str, str]]] = {}
         start, each = f"{self._parameters.within}.", caching(self.config)
-        for name, parameter in self._parameters.named.items():
+        for name, parameter in (*self._parameters.named.items(), *self._parameters.tied):
             number, _, own = parameter.removeprefix(start).partition(".")
             if parameter.startswith(start) and number.isdigit() and not name.endswith(BUFFERS):
                 second = each > 1 and own.split(".")[1] == "1"  # self_attn.1.o_proj

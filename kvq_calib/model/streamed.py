@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvq_calib.model.attention import Captured, Projected, Rows, answer_by, asks, expanded
-from kvq_calib.model.carried import TABLE, Carried
+from kvq_calib.model.carried import EMBEDDINGS, TABLE, Carried
 from kvq_calib.model.decoder import Decoder, Seen, attentions, captured, empty, hollow, output_of
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
@@ -259,13 +259,14 @@ class Layer:
         h, inputs, chosen = carried.unpack(h_BTE)
         handed: Any = calls[self._index].get("shared_kv_states")  # to layers that cache none
         common = more if handed is None else more | {"shared_kv_states": type(handed)()}
+        common |= {EMBEDDINGS: inputs[0]} if carried.again else {}
         for place, (n, module) in enumerate(self._modules.items()):
             own = self._rows if n == self._index else {}
-            read = {"per_layer_input": inputs[place]} if inputs else {}
+            read = {"per_layer_input": inputs[place]} if carried.inputs else {}
             shared = {"prev_topk_indices": chosen} if carried.chosen else {}
             out = module(h, **calls[n] | read | own | common | shared)
             h, chosen = out if carried.chosen else (out[0] if isinstance(out, tuple) else out, None)
-        return carried.pack(h, inputs[len(self._modules) :], chosen)
+        return carried.pack(h, inputs if carried.again else inputs[len(self._modules) :], chosen)
 
     def _captured(self, queries: bool) -> Projected:
         """The input of attention, keys and queries turned back, queries scaled as if attention's scale were 1/√D."""

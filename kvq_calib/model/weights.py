@@ -5,7 +5,7 @@ put together, as experts are, which files have one by one. Its own rules are app
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -62,14 +62,15 @@ class Weights:
         return Weights(files, Decoder(files.transformers_config(), torch.float32))
 
     @property
-    def parameters(self) -> tuple[str, Mapping[str, str], frozenset[str]]:
+    def parameters(self) -> tuple[str, Mapping[str, str], frozenset[str], Sequence[tuple[str, str]]]:
         """Those of the text, by the tensors of the files: fields of `Parameters`."""
         decoder = self._decoder
         text = f"{decoder.core_name}.", decoder.output.removesuffix("weight")
         own = {target: parts for target, parts in self._sources.items() if target.startswith(text)}
         named = {name: target for target, parts in reversed(own.items()) for name, _ in parts}
         made = {name for parts in own.values() for name, rule in parts if rule is not None or len(parts) > 1}
-        return decoder.within, named, frozenset(made)
+        tied = [(name, target) for target, parts in own.items() for name, _ in parts if target != named[name]]
+        return decoder.within, named, frozenset(made), tied
 
     def matrix(self, start: str, name: str) -> Tensor | None:
         """A matrix that a rule makes of tensors, in the layer whose parameters start so; None if no rule makes it."""

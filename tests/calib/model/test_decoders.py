@@ -57,7 +57,6 @@ UNLISTED = {
 }  # fmt: skip
 REFUSED = {
     **dict.fromkeys(("gpt_neox_japanese", "bloom", "mpt", "gpt_neo", "xglm", "trocr"), "attends by code of its own"),
-    **dict.fromkeys(("zamba", "zamba2"), "its layers are given original_hidden_states, which is known of the whole"),
     "zaya": "model stand neither under its layers alone nor above",
     "ctrl": "MultiHeadAttention has no k_proj",
     "jetmoe": "JetMoeAttention has no k_proj",
