@@ -54,8 +54,8 @@ _CHOICES = {"window": "how long tokens stay exact", "select": "which tokens are 
 class Reads:
     """Sums over layers, rows and queries; `weight` counts a head of a query as 1."""
 
-    pairs: int = 0
-    decoded_pairs: int = 0
+    pairs: float = 0
+    decoded_pairs: float = 0
     unread_pairs: int = 0
     weight: float = 0.0
     decoded_weight: float = 0.0
@@ -74,7 +74,7 @@ class Reads:
         k         the keys that they read, needed where any is decoded
         read      tokens, the queries' own among them, which are the newest
         decoded   which of them came out of encoded blocks
-        mask      [B or 1, 1, T, S], True where a query sees a token, or what is added to scores; None: causal
+        mask      [B or 1, 1 or H, T, S], True where a query sees a token, or what is added to scores; None: causal
         evicted   older tokens of every row that are gone
         softmax   what the layer's attention has beside scores
         """
@@ -83,15 +83,15 @@ class Reads:
         if mask is None:
             places = torch.arange(read, device=q_BHTD.device)
             mask = (places <= places[read - queries :, None])[None, None]
-        seen = visible(mask).expand(batch, 1, queries, read)
-        self.pairs += int(seen.sum()) + batch * queries * evicted
+        seen = visible(mask).expand(batch, -1, queries, read)
+        self.pairs += int(seen.sum()) / seen.shape[1] + batch * queries * evicted
         self.unread_pairs += batch * queries * evicted
         self.weight += batch * heads * queries
         if not decoded:
             return
         assert k_BHSD is not None, "decoded tokens without their keys"
         part = slice(decoded.start, decoded.stop)
-        self.decoded_pairs += int(seen[..., part].sum())
+        self.decoded_pairs += int(seen[..., part].sum()) / seen.shape[1]
         keys_BHSD = k_BHSD.float().repeat_interleave(heads // k_BHSD.shape[1], 1)
         is_decoded = keys_BHSD.new_zeros(keys_BHSD.shape[-2:])  # stored whole: else no fused kernel takes them
         is_decoded[part] = 1
@@ -385,7 +385,7 @@ def answering(cache: CountedCache, attention: Mapping[int, Any], calls: Mapping[
 
 def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mask = packed.chosen(attention_mask, kwargs.pop("indices", None))
+    mask = packed.chosen(module, query, key, attention_mask, kwargs)
     return _at_work.get().attend(module, query, key, value, mask, scale, **kwargs)
 
 

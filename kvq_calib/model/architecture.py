@@ -20,7 +20,7 @@ from kvq_calib.model.attention import asks
 from kvq_calib.model.carried import Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty, split
 from kvq_runtime.artifact.fingerprint import FUSED, LATENT_PROJECTIONS
-from kvq_runtime.geometry import BLOCKS, POOLED, SLIDES, WHOLE, attending, caching, owners, stretches
+from kvq_runtime.geometry import POOLED, SLIDES, WHOLE, attending, caching, owners, stretches
 from kvq_runtime.hf.model import (
     CACHE,
     LISTED,
@@ -153,7 +153,7 @@ def _check_cache(carried: Carried, under: Under, id: str) -> None:
 def _check_config(config: "PreTrainedConfig", id: str) -> None:
     """Refuse what the configuration says that calibration does not know."""
     kinds = getattr(config, "layer_types", None) or []
-    other = [n for n, kind in enumerate(kinds) if kind in (BLOCKS, POOLED) or kind not in (*WHOLE, *SLIDES, *RECURRENT)]
+    other = [n for n, kind in enumerate(kinds) if kind == POOLED or kind not in (*WHOLE, *SLIDES, *RECURRENT)]
     if other:
         raise ValueError(
             f"{id}: layers {_numbers(other)} of {len(kinds)} are of type {kinds[other[0]]!s:.40}; calibration takes "

@@ -41,7 +41,7 @@ class Projected:
     softmax   what the layer's attention has beside scores
     expand    of rows (`geometry.joined`), what makes keys after RoPE and values by head of them, [N, S, C] each; the
               queries are after RoPE then
-    mask      bool [N, 1, T, T] of the tokens that a model has chosen for a query to read; None: all up to it
+    mask      bool [N, 1 or query heads, T, T] of what a model has chosen for a query to read; None: all up to it
     """
 
     k_NTC: Tensor

@@ -71,15 +71,16 @@ def captured(
     **given: Any,
 ) -> tuple[Tensor, None]:
     """Attention that notes in the module's `seen`, if it has one, what it gets: [B, H, T, D], after RoPE."""
+    mask = chosen(module, query, key, attention_mask, given)
     if module.seen is not None:
         found = {"k": key, "v": value, "q": query, "scale": scaling, "softmax": Softmax.of(given)}
-        if hasattr(module, "indexer"):
-            found["mask"] = visible(chosen(attention_mask, given.get("indices")))
+        if hasattr(module, "indexer") and mask is not None:
+            found["mask"] = visible(mask)
         for name, one in found.items():
             module.seen.setdefault(name, one)  # of rows what is cached has been noted
         if module.seen.get("alone"):
             raise Seen
-    return dense(module, query, key, value, attention_mask, scaling, **given)
+    return dense(module, query, key, value, mask, scaling, **given)
 
 
 AttentionInterface.register(CAPTURED, captured)

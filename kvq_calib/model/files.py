@@ -360,7 +360,8 @@ class ModelFiles:
         of = self._parameters
         start = f"{of.within}.{layer}."
         for matrix in matrices:
-            for name in self.layer_names(layer):
+            # of attention itself before those of an indexer in it
+            for name in sorted(self.layer_names(layer), key=lambda name: of.named[name].count(".")):
                 if of.named[name].endswith(f".{matrix}.weight") and name not in of.made:
                     return matrix, self.tensor(name)
             if of.made and (found := self._weights.matrix(start, matrix)) is not None:

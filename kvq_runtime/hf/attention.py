@@ -335,11 +335,7 @@ def dense(
 ) -> tuple[Tensor, None]:
     """Attend as `sdpa` does, and to a cap on scores and learned logits of no token too, which it drops or refuses; and
     to the tokens alone that a model has chosen."""
-    attention_mask = chosen(attention_mask, kwargs.pop("indices", None))
-    if (blocks := kwargs.pop("block_indices", None)) is not None:
-        places = kwargs["position_ids"].expand(len(query), -1)
-        asked = blocks, attention_mask, key.shape[2], query.dtype, query.device, places
-        attention_mask = module.indexer.build_block_mask(*asked)  # type: ignore[union-attr]
+    attention_mask = chosen(module, query, key, attention_mask, kwargs)
     softmax = whole.Softmax.of(kwargs)
     causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
     later = attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]  # which sdpa takes for the first
@@ -349,9 +345,13 @@ def dense(
     return whole.attention(query, key, value, attention_mask, factor, softmax).transpose(1, 2).contiguous(), None
 
 
-def chosen(mask: Any, indices_BTK: Tensor | None) -> Any:
-    """A mask [B, 1, T, S], of which a model has chosen tokens for each query, by their numbers; None: all."""
-    if indices_BTK is None:
+def chosen(module: Any, query: Tensor, key: Tensor, mask: Any, given: dict[str, Any]) -> Any:
+    """A mask of the tokens alone that a model has chosen for each query, [B, 1, T, S] or by query head, where `given`
+    names tokens or blocks, which are taken from there; elsewhere `mask` itself."""
+    if (blocks := given.pop("block_indices", None)) is not None:
+        places = given["position_ids"].expand(len(query), -1)
+        return module.indexer.build_block_mask(blocks, mask, key.shape[2], query.dtype, query.device, places)
+    if (indices_BTK := given.pop("indices", None)) is None:
         return mask
     among = torch.zeros(mask.shape, dtype=torch.bool, device=mask.device)
     among = among.expand(len(indices_BTK), -1, -1, -1).scatter(-1, indices_BTK[:, None].long(), True)

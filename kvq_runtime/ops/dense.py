@@ -49,7 +49,7 @@ def attention(
 ) -> Tensor:
     """Attend by the newest T tokens' queries: [B, H, T, D of the values], in the dtype of the queries.
 
-    mask    bool [B or 1, 1, T, S], True where a query sees a token, or what is added to scores; None: causal
+    mask    bool [B or 1, 1 or H, T, S], True where a query sees a token, or what is added to scores; None: causal
     """
     count, read = q_BHTD.shape[2], k_BHSD.shape[2]
     if softmax.plain:
