@@ -118,14 +118,14 @@ def test_what_a_run_needs_is_what_its_files_and_weights_take(job):
     )  # of this layer, of the one it reads, and one more
 
 
-def test_hidden_states_that_gradients_keep_are_counted(job, monkeypatch):
-    """Of each layer but the last, above which nothing is fitted: 256 tokens, where the run has 384 to fit on."""
+def test_what_gradients_keep_is_counted(job, monkeypatch):
+    """Of each layer the hidden states above it, its keys and its values: 256 tokens, of 384 that the run fits on."""
     monkeypatch.setattr(plans, "BEGINNING", 200)
     work = prepare(job.with_settings(recipes=("aqua-fisher-2bit",)))
     plain = replace(work.plan, recipes=tuple(map(preset, ["aqua-2bit"])))
     found, less = work.plan.needs(work.files)["disk"], plain.needs(work.files)["disk"]
     read = 4 * 128 * 2 * 32 * 2 * (work.plan.depth - plain.depth)  # decoded layers below
-    assert found - less == 256 * 64 * 4 * (2 - 1) + read
+    assert found - less == 256 * (64 + 2 * 32) * 4 * 2 + read
 
 
 @pytest.mark.parametrize("free, says", [({"disk": 1}, "the run needs"), ({"memory": 1}, "a layer and a chunk need")])
