@@ -95,6 +95,7 @@ def _child(work: Callable[[Path], int], folder: Path, notes: Path, fault: str | 
     sys.stdout = sys.stderr = output
     if fault is not None:
         os.environ["KVQ_FAULT"] = fault
+        files._passed.clear()  # what tests of this worker passed before is inherited
     if limit is None:
         _trace(folder, os.open(notes / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     else:
