@@ -92,7 +92,7 @@ LATER = (  # than the oldest transformers
     "lara_mini", "apertus1p5_text", "beam", "exaone", "granite_docling", "hyperclovax_vision_v2", "minicpmv4_7",
     "minicpm_ocr", "muse_spark", "pp_chart2table", "zaya", "molmo2", "apertus1p5", "dots3_note", "dots3_note_text",
     "mistral_large4", "hy_v4_vl", "nemotron_h_omni", "dory",
-    "inkling2_loop_text",
+    "inkling2_text", "inkling2_loop_text",
 )  # fmt: skip
 NEMOTRON = EXPERTS | ROUTED | {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "full_attention"], "mamba_num_heads": 4,

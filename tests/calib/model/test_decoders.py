@@ -288,7 +288,6 @@ def fitted(files: ModelFiles, folder: Path, *names: str) -> dict[str, Artifact]:
     return runs.calibrate(Run(plan, files, folder / "run"))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of GPT BigCode, in older transformers
 @pytest.mark.parametrize("kind", REFUSED | UNLISTED)
 def test_what_cannot_be_calibrated_is_refused_from_its_configuration(kind, tmp_path):
     random(kind).config.save_pretrained(tmp_path)
