@@ -34,7 +34,7 @@ from kvq_runtime.store.promise import Check
 
 LARGEST_BLOCK = 1 << 14  # tokens, whose ids stand in the header of a file
 MOST_THREADS = 8  # each holds a block, and works on one
-TOGETHER = 8  # blocks that are encoded as one run, and held until files are made of them
+TOGETHER = 32  # blocks that are encoded as one run, in wide steps, and held until files are made of them
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
