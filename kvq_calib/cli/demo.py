@@ -155,13 +155,12 @@ def _calibrate(asked, files, size: Size) -> tuple[list[dict], list[str], str]:
 
 
 def _generate(files, reference: str, prompt_T, write: int) -> None:
-    from transformers import AutoTokenizer
-
     from kvq_calib.evaluate.record import load_model
+    from kvq_calib.text.tokenizer import whole
     from kvq_runtime.hf import KVQCache
     from kvq_runtime.hf.model import CACHE
 
-    model, tokenizer = load_model(files, dtype=files.dtype), AutoTokenizer.from_pretrained(files.path)
+    model, tokenizer = load_model(files, dtype=files.dtype), whole(files.path)
     settings = {"do_sample": True, "top_k": 20, "max_new_tokens": write, "pad_token_id": 0}
 
     def written(cache=None) -> str:

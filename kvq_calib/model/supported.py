@@ -38,8 +38,6 @@ Files = TypeVar("Files", bound=ModelFiles)
 def check(files: Files) -> Files:
     """Refuse what cannot be captured faithfully; return the model itself, with all settings."""
     files.check_form()
-    if files.config.get("auto_map"):
-        raise ValueError(f"{files.id} needs code from its own repository (auto_map); kvq runs no remote code")
     named = files.config.get("architectures")
     found = named[0] if isinstance(named, list) and named else named
     kinds = files.config.get("layer_types")
@@ -48,7 +46,7 @@ def check(files: Files) -> Files:
             f"{files.id}: {files.described} has layer_types={kinds!r:.60}; a list of one name a layer is needed"
         )
     own = found in ARCHITECTURES and files.config.get("model_type") in (None, found.removesuffix("ForCausalLM").lower())
-    if "text_config" in files.config or not own or _slides(files):
+    if {"text_config", "auto_map"} & files.config.keys() or not own or _slides(files):
         return _other(files, found)
     _check_sizes(files)
     _check_weights(files)
@@ -63,6 +61,12 @@ def _other(files: Files, named: Any) -> Files:
     from kvq_calib.model import architecture  # transformers and all that comes with it
 
     if not architecture.known(files.config):
+        if files.config.get("auto_map"):
+            kind = files.config.get("model_type")
+            raise ValueError(
+                f"{files.id} needs code from its own repository (auto_map), as transformers has no {named!s:.60} of "
+                f"model_type {kind!s:.60}; kvq runs no remote code: take a model that docs/models.md lists"
+            )
         raise ValueError(
             f"{files.id} has architecture {named!s:.60}; supported are {', '.join(ARCHITECTURES)}, and other "
             "decoders of transformers of which some layers attend to every token, and towers of text of models "

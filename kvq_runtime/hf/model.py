@@ -313,7 +313,8 @@ def rotary_of_config(config: Any, dtype: torch.dtype) -> Rotary:
 
 def rotary_of_folder(folder: Path, dtype: torch.dtype) -> Rotary:
     """The same by the config.json of a model's folder."""
-    return rotary_of_config(AutoConfig.from_pretrained(folder).get_text_config(decoder=True), dtype)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return rotary_of_config(config.get_text_config(decoder=True), dtype)
 
 
 def real_tokens(mask: Any, count: int) -> Tensor | None:

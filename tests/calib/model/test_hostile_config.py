@@ -77,7 +77,7 @@ OTHERS = {
     "architectures": (5, "has architecture 5; supported are"),
     "layer_types": (3, "layer_types=3; a list"),
     "num_key_value_heads": (3, "num_key_value_heads=3; a divisor of num_attention_heads=4 is needed"),
-    "auto_map": ({"AutoConfig": "evil.Evil"}, "runs no remote code"),
+    "auto_map": ({"AutoModelForCausalLM": 5}, "transformers makes no model of config.json: .*; check it"),
 }
 
 
