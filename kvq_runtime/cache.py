@@ -24,7 +24,7 @@ from kvq_runtime.codec import shared
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dense, dispatch
 from kvq_runtime.policies.policy import CacheParts, Policies
-from kvq_runtime.recipe import OURS, Recipe
+from kvq_runtime.recipe import OURS, Recipe, weighs
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
 from kvq_runtime.store.held import Sizes, smaller_from
@@ -166,13 +166,8 @@ class BlockCache:
 
         softmax   a cap on scores, and a logit of no token, which must not be where the recipe `weighs` tokens
         """
-        assert softmax.logit_H is None or not self.weighs, "weights of which a logit takes a share"
+        assert softmax.logit_H is None or not weighs(self.recipe), "weights of which a logit takes a share"
         return self.paths.attend(Query(self.layers[layer], q_BHTD, mask, scale, softmax.cap), softmax.logit_H)
-
-    @property
-    def weighs(self) -> bool:
-        """True if a policy of the recipe holds, keeps exact or reads tokens by the weight that attention gives them."""
-        return bool(self.policies.newest) or any(policy.chooses_by_query for policy in self.recipe.policies)
 
     @undoing
     def finish(self, layer: int) -> None:

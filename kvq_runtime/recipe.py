@@ -255,7 +255,12 @@ def with_each(recipe: Recipe, change: Callable[[Scheme], Scheme]) -> Recipe:
 
 def attends(recipe: Recipe) -> bool:
     """True if a recipe needs our own attention: its queries, its weights, or a reading that they choose."""
-    return bool(recipe.needs & OURS) or any(policy.chooses_by_query for policy in recipe.policies)
+    return bool(recipe.needs & OURS) or weighs(recipe)
+
+
+def weighs(recipe: Recipe) -> bool:
+    """True if a policy of it holds, keeps exact or reads tokens by the weight that attention gives them."""
+    return "attention" in recipe.needs or any(policy.chooses_by_query for policy in recipe.policies)
 
 
 def _asked(where: str, check: Callable[..., None], *arguments: Any) -> None:

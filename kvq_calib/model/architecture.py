@@ -32,6 +32,8 @@ from kvq_runtime.hf.model import (
     settings_of,
     visible,
 )
+from kvq_runtime.hf.refusals import attention_refusal, of_model
+from kvq_runtime.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -88,9 +90,10 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     _check_run(copy.deepcopy(config), attend, id)
 
 
-def refuses_function(config: "PreTrainedConfig") -> str | None:
+def refuses_function(config: "PreTrainedConfig", recipe: Recipe) -> str | None:
     """The reason why attention of ours cannot serve a model, as recipes that read queries or weights need; or None."""
-    return own_code(empty(config, None))
+    model = empty(config, None)
+    return own_code(model) or of_model(attention_refusal, model, attention_modules(model), recipe)
 
 
 def _check_attention(attend: Mapping[int, Any], layers: Sequence[int], id: str) -> None:

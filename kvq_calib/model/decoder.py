@@ -45,7 +45,7 @@ from kvq_runtime.hf.model import (
     turns,
     visible,
 )
-from kvq_runtime.hf.rotation import rope_refusal
+from kvq_runtime.hf.refusals import plain_of, rope_refusal
 from kvq_runtime.ops.dense import Softmax
 
 if TYPE_CHECKING:
@@ -97,8 +97,7 @@ class Place(nn.Module):
 
     def __init__(self, layer: nn.Module):
         super().__init__()
-        plain = {name: value for name, value in vars(layer).items() if type(value) in (bool, int, str)}
-        self.__dict__ |= {name: value for name, value in plain.items() if name not in self.__dict__}
+        self.__dict__ = plain_of(layer) | self.__dict__
         parameters = list(inspect.signature(type(layer).forward).parameters.values())[2:]
         self._named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
         self.call: Call = {}

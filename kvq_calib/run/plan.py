@@ -199,7 +199,7 @@ def check(recipe: Recipe, files: ModelFiles, by_bits: bool = False, by_token: bo
     if attends(recipe) and files.architecture not in ARCHITECTURES:
         from kvq_calib.model.architecture import refuses_function  # transformers and all that comes with it
 
-        if (why := refuses_function(files.transformers_config())) is not None:
+        if (why := refuses_function(files.transformers_config(), recipe)) is not None:
             raise ValueError(
                 f"{recipe.name} needs queries or weights of attention, but of {files.id} {why}; use a recipe that "
                 "needs no queries"

@@ -18,6 +18,7 @@ from kvq_runtime.hf.model import cache_in, decoder_of, looks_ahead, numbered, re
 from kvq_runtime.recipe import OURS, attends
 
 DECODING = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+UNKNOWN = "kvq attention does not know entries that a model puts beside keys and values"
 _told: set[str] = set()  # recipes of which the log has said that other attention than ours is slow
 _log = logging.getLogger(__name__)
 
@@ -140,8 +141,7 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
         _refuse_nothing(cache.get_seq_length(), args, kwargs)
         ours = module.config._attn_implementation == "kvq"
         if ours and cache._pooled:
-            name = type(module).__name__
-            raise ValueError(f"kvq attention does not know entries that {name} puts beside keys and values; {EAGER}")
+            raise ValueError(f"{UNKNOWN}; {EAGER}")
         if ours and cache._is_whole(kwargs):
             kwargs["attention_mask"] = None
         cache._begin(None if cache._pooled else kwargs.get("attention_mask"))

@@ -14,6 +14,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACa
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import LATENTS
 from kvq_runtime.ops import dense as whole
+from kvq_runtime.recipe import weighs
 
 # What models pass on, and does not change what a query gets: masks have what positions and kinds of tokens say. Only
 # training has dropout.
@@ -290,17 +291,9 @@ def attention(
 
     Raises ValueError for an argument that is not known here, and may change the result.
     """
-    mark: Mark | None = getattr(key, "_kvq", None)
-    if mark is not getattr(value, "_kvq", None):
-        raise ValueError(
-            f"kvq attention does not know keys or values that {type(module).__name__} changes behind a cache; {EAGER}"
-        )
-    if mark is not None and attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] > 1:
-        raise ValueError(f"kvq attention does not know masks by head, as {type(module).__name__} makes; {EAGER}")
+    mark = mark_of(module, key, value, attention_mask, sliding_window, kwargs)
     if mark is not None and attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = _seen(attention_mask)
-    if not kwargs.keys() <= HARMLESS or sliding_window is not None:
-        _check(kwargs, mark, sliding_window)
     if mark is not None and mark.current.mixed and torch.is_autocast_enabled(value.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)
         key._kvq = mark  # type: ignore[attr-defined]
@@ -322,6 +315,20 @@ def attention(
         mark.blocks.take_queries(mark.layer, query)
         mark.blocks.finish(mark.layer)
     return out, None
+
+
+def mark_of(module: Any, key: Tensor, value: Tensor, mask: Any, window: int | None, given: dict[str, Any]) -> Any:
+    """The Mark of keys and values; None: no layer of ours holds them. Raises ValueError for what is not known here."""
+    mark: Mark | None = getattr(key, "_kvq", None)
+    if mark is not getattr(value, "_kvq", None):
+        raise ValueError(
+            f"kvq attention does not know keys or values that {type(module).__name__} changes behind a cache; {EAGER}"
+        )
+    if mark is not None and mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+        raise ValueError(f"kvq attention does not know masks by head, as {type(module).__name__} makes; {EAGER}")
+    if not given.keys() <= HARMLESS or window is not None:
+        _check(given, mark, window)
+    return mark
 
 
 def dense(
@@ -378,7 +385,7 @@ def _check(arguments: dict[str, Any], mark: Mark | None, sliding_window: int | N
         raise ValueError(
             f"kvq attention does not know {', '.join(unknown)}, which may change what the model computes; {EAGER}"
         )
-    if mark is not None and arguments.get(SINKS) is not None and mark.blocks.weighs:
+    if mark is not None and arguments.get(SINKS) is not None and weighs(mark.blocks.recipe):
         raise ValueError(
             f"{mark.blocks.recipe.name} weighs tokens by attention, of which this model's learned sinks take a share; "
             "use a recipe that holds and reads all tokens"

@@ -1,6 +1,6 @@
 """Serve the compressed cache of a whole model to transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
-from kvq_runtime.geometry import ENTRIES, WHOLE, Geometry, caching, joined
+from kvq_runtime.geometry import ENTRIES, WHOLE, joined
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
 from kvq_runtime.hf.attention import EAGER, HybridLayer, JoinedLayer, KVQLayer, Pass, PooledLayer
@@ -31,15 +31,13 @@ from kvq_runtime.hf.model import (
     LISTED,
     attention_modules,
     check_model,
-    decoder_of,
     fingerprint_of,
     geometry_of,
     indexed,
-    layers_of,
     own_code,
     settings_of,
 )
-from kvq_runtime.hf.rotation import rope_refusal
+from kvq_runtime.hf.refusals import attention_refusal, of_model, rope_refusal
 from kvq_runtime.recipe import Recipe, attends
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.memory import MemoryReport, human
@@ -106,22 +104,20 @@ class KVQCache(Announced, Cache):
         self.blocks = BlockCache(recipe, geometry, tensors, made_for or 1 << 17, model.dtype, made_for, check)
         self.places = {layer: place for place, layer in enumerate(modules)}
         attention = list(modules.values())
-        if "positions" in recipe.needs and (why := _rope_refusal(model, modules)):
+        if "positions" in recipe.needs and (why := of_model(rope_refusal, model, modules)):
             raise ValueError(f"{recipe.name} undoes RoPE, but {why}; use a post-RoPE recipe")
-        self._pass, self._decodes = Pass(), _decoding(settings, model)
+        self._pass, self._decodes = Pass(), _decoding(settings, model, modules, recipe)
         if self._decodes and attends(recipe):
             raise ValueError(
                 f"{recipe.name} needs queries or weights of attention, and {self._decodes}; use a recipe that holds "
                 "and reads all tokens, and needs no queries"
             )
-        asked = attends(recipe) or config._attn_implementation == "kvq"
-        if asked and not self._decodes and _repeats(attention[0], geometry, settings):
-            raise ValueError(
-                f"kvq attention does not know keys and values that {type(model).__name__} repeats behind a cache; "
-                f"{EAGER}"
-            )
         shared = settings.get("num_kv_shared_layers")
         what, layers = joined(settings), list[Any](stock)
+        if config._attn_implementation == "kvq":
+            own = of_model(attention_refusal, model, modules, None)
+            if (why := announced.UNKNOWN if what == ENTRIES else own) is not None:
+                raise ValueError(f"{why}; {EAGER}")
         kind, self._pooled = KVQLayer if what is None else partial(JoinedLayer, what), what == ENTRIES
         for n, place in self.places.items():
             given = self.blocks, place, self._pass, bool(self._decodes and (not shared or n == max(modules)))
@@ -361,13 +357,7 @@ class KVQCache(Announced, Cache):
                 getattr(layer, method)(*args)
 
 
-def _rope_refusal(model: PreTrainedModel, modules: Mapping[int, Any]) -> str | None:
-    decoder: Any = decoder_of(model)
-    own = (n // caching(settings_of(decoder.config)) for n in modules)
-    return rope_refusal(decoder, {n: layers_of(decoder)[n] for n in own})
-
-
-def _decoding(settings: Mapping[str, Any], model: PreTrainedModel) -> str | None:
+def _decoding(settings: Mapping[str, Any], model: PreTrainedModel, layers: Iterable[int], recipe: Recipe) -> str | None:
     """The reason why a model's own attention reads a layer's decoded history at every step; None: it need not."""
     name = type(model).__name__
     if (why := own_code(model)) is not None:
@@ -378,13 +368,7 @@ def _decoding(settings: Mapping[str, Any], model: PreTrainedModel) -> str | None
         return f"{name} chooses the tokens that a query reads, of decoded keys and values"
     if settings.get("num_kv_shared_layers"):
         return f"the last layers of {name} read what the last of those that cache has decoded"
-    return None
-
-
-def _repeats(attention: Any, geometry: Geometry, settings: Mapping[str, Any]) -> bool:
-    """True of attention that repeats by itself what a cache gives back, for each head (JetMoe)."""
-    alone = getattr(attention, "num_key_value_groups", None) == 1
-    return alone and geometry.kv_heads < settings["num_attention_heads"]
+    return of_model(attention_refusal, model, layers, recipe)
 
 
 def _empty(layer: DynamicLayer) -> None:

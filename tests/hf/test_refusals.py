@@ -23,7 +23,7 @@ from kvq_runtime import PrefixStore, load_artifact, preset, save_pretrained
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.hf import KVQCache, fingerprint_of, geometry_of
 from kvq_runtime.hf.model import CACHE, check_model
-from kvq_runtime.hf.rotation import rope_refusal
+from kvq_runtime.hf.refusals import rope_refusal
 
 PLAIN = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
 REFUSED = {
@@ -59,13 +59,30 @@ def test_a_model_that_attends_by_code_of_its_own_shows_no_queries():
         KVQCache.from_recipe("h2o", random("falcon"))
 
 
-def test_keys_that_are_repeated_behind_a_cache_are_refused_when_it_is_made():
-    model = random("jetmoe")
+@pytest.mark.parametrize("kind, why", [
+    ("jetmoe", "keys and values that JetMoeDecoderLayer changes behind a cache"), ("doge", "masks by head, as Doge"),
+    ("diffllama", "keys or values that DiffLlamaAttention changes"), ("inkling_text", "position_bias, which may"),
+    ("gpt_oss", "of which this model's learned sinks take a share"),
+])  # fmt: skip
+def test_what_our_attention_does_not_know_is_found_when_a_cache_is_made(kind, why):
+    """A recipe that needs it is refused; others hand such a model what they decode."""
+    model = random(kind)
+    model.get_decoder().register_forward_pre_hook(lambda *_given: pytest.fail("run"))
+    with pytest.raises(ValueError, match=f"h2o needs queries or weights of attention, and .*{why}.*; use a recipe"):
+        KVQCache.from_recipe("h2o", model)
+    model.set_attn_implementation("kvq")
+    assert (why in str(KVQCache.from_recipe("exact", model).refusal)) == (kind != "gpt_oss")
+
+
+@pytest.mark.parametrize("kind, why", [
+    ("deepseek_v4", "entries that a model puts beside keys and values"), ("inkling2_text", "sinks, which may change"),
+])  # fmt: skip
+def test_what_our_attention_cannot_even_read_decoded_is_refused_where_it_is_set(kind, why):
+    model = random(kind)
     KVQCache.from_recipe("exact", model)
-    for recipe in ("h2o", "exact"):
-        with pytest.raises(ValueError, match="keys and values that JetMoeForCausalLM repeats behind a cache; .*eager"):
-            KVQCache.from_recipe(recipe, model)
-        model.set_attn_implementation("kvq")
+    model.set_attn_implementation("kvq")
+    with pytest.raises(ValueError, match=f"kvq attention does not know {why}.*; use .*eager"):
+        KVQCache.from_recipe("exact", model)
 
 
 @pytest.mark.parametrize("kind, why", [
