@@ -11,7 +11,8 @@ blocks, keys and values of the layer below as decoded, which is what the cache d
                                cache gives it in use: sinks and the recent window exact, in steps as for perplexity; a
                                dynamic window at its shortest
                                (a recipe fitted online is fitted to the tokens that it would be in use); none for
-                               recipes that hold or read a part of the tokens, which this does not choose
+                               recipes that hold or read a part of the tokens, which this does not choose, and of
+                               models that hide their queries
     attention_error_encoded    the same, with every token but the sinks encoded: the worst case, of any length
 
 Errors of keys and values are over encoded tokens: sinks, and tokens after the last whole block, do not count.
@@ -65,8 +66,9 @@ def by_layer(
             captured = module.forward(h_BTE, queries=True)
             hidden[index] = captured.h_BTE.cpu()
             chunk = attention.inputs(captured, tables, geometry)
-            pair = (chunk.k, chunk.v)
-            exact = attention.attend(chunk, pair, pair, attention.tiles(len(h_BTE[0])), geometry.head_size)
+            pair, exact = (chunk.k, chunk.v), None
+            if chunk.q is not None:
+                exact = attention.attend(chunk, pair, pair, attention.tiles(len(h_BTE[0])), geometry.head_size)
             for work in works.values():
                 work.add(layer, index, chunk, exact)
             progress(tokens_BT.shape[1])
@@ -93,7 +95,7 @@ class _Work:
         self.sums: dict[str, float] = {}
         self.moments = {role: Moments(self.geometry.width, device=self.device) for role in ROLES}
 
-    def add(self, layer: int, index: int, chunk: AttentionInputs, exact_NTC: Tensor) -> None:
+    def add(self, layer: int, index: int, chunk: AttentionInputs, exact_NTC: Tensor | None) -> None:
         """Encode and decode one chunk, and add its errors."""
         pair = self.codecs[layer] if not self.recipe.fits_prompt else self._fitted(layer, chunk)
         below = self.below[index]
@@ -104,7 +106,9 @@ class _Work:
         self.below[index] = [(keys, values), *below][: self.depth]
         if self.recipe.position == "pre":
             k_hat = apply_rope(k_hat, chunk.rope, self.geometry.kv_heads)
-        tokens, decoded = chunk.q.shape[1], (k_hat, v_hat)
+        if exact_NTC is None:
+            return
+        tokens, decoded = exact_NTC.shape[1], (k_hat, v_hat)
         in_use = attention.tiles_in_use(self.recipe.window, tokens, self.step, self.prompt)
         for name, tiles in {"attention": in_use, "attention_encoded": attention.tiles(tokens, tokens)}.items():
             out = attention.attend(chunk, (chunk.k, chunk.v), decoded, tiles, self.geometry.head_size)
@@ -113,7 +117,7 @@ class _Work:
 
     def _fitted(self, layer: int, chunk: AttentionInputs) -> tuple[Codec, Codec]:
         """The codecs of a recipe that is fitted online, on the tokens that the cache would take: one row a chunk."""
-        recipe, geometry, tokens = self.recipe, self.geometry, chunk.q.shape[1]
+        recipe, geometry, tokens = self.recipe, self.geometry, chunk.k.shape[1]
         first = recipe.window.recent + recipe.window.block
         online: Any = recipe.policy("online")
         count = online.fit_tokens
@@ -171,7 +175,7 @@ class _Work:
             row[f"{role}_error"] = self.sums.get(f"{role}/error", 0.0) / variance if variance else 0.0
             row[f"{role}_explained"] = 1 - residual / variance if variance and residual is not None else None
         for name, sums in (("attention_error", "attention"), ("attention_error_encoded", "attention_encoded")):
-            error = self.sums[f"{sums}/error"] / self.sums["attention/energy"]
-            row[name] = error if self.recipe.policy("select") is None else None
+            energy = self.sums.get("attention/energy") if self.recipe.policy("select") is None else None
+            row[name] = None if energy is None else self.sums[f"{sums}/error"] / energy
         self.rows.append(row)
         self._clear()

@@ -16,7 +16,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from kvq_calib.model.attention import asks
 from kvq_calib.model.carried import Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty, split
 from kvq_runtime.artifact.fingerprint import FUSED, LATENT_PROJECTIONS
@@ -37,9 +36,6 @@ from kvq_runtime.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-GIVEN = {"attention_mask", "position_ids", "position_embeddings", "per_layer_input"}  # tensors that layers are given
-LEARNED = {"sinks"}  # parameters of attention itself that it hands to the function that attends
 
 
 def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
@@ -81,8 +77,6 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     if model.main_input_name != "input_ids":
         raise ValueError(f"{id}: it needs {model.main_input_name}, and calibration runs models on text alone; {LISTED}")
     attention_modules(model)
-    if (why := own_code(model)) is not None and not asks(model):
-        raise ValueError(f"{id}: {why}, which would show keys and queries; use a recipe that needs no fit; {LISTED}")
     settings = settings_of(text)
     layers = [one for layer in layers_of(decoder_of(model)) for one in split(layer, caching(settings))]
     attend = dict(attentions(enumerate(layers), text))
@@ -97,18 +91,7 @@ def refuses_function(config: "PreTrainedConfig", recipe: Recipe) -> str | None:
 
 
 def _check_attention(attend: Mapping[int, Any], layers: Sequence[int], id: str) -> None:
-    """Refuse attention that a fit, or a fingerprint, does not know."""
-    learned = {name for module in attend.values() for name, _ in module.named_parameters(recurse=False)}
-    if learned - LEARNED:
-        raise ValueError(
-            f"{id}: its attention has parameters of its own ({', '.join(sorted(learned))}), which calibration does not "
-            f"know; use a recipe that needs no fit, or another model; {LISTED}"
-        )
-    if any(hasattr(module, "rel_logits_proj") for module in attend.values()):
-        raise ValueError(
-            f"{id}: its attention adds to scores by distance, which calibration does not know; use a recipe that needs "
-            f"no fit; {LISTED}"
-        )
+    """Refuse attention that a fingerprint does not know."""
     named = *((name,) for name in FUSED), ("k_proj", "v_proj"), (*LATENT_PROJECTIONS.values(),)
     for n in layers:
         if not any(all(hasattr(attend[n], name) for name in names) for names in named):
@@ -129,15 +112,20 @@ def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> No
         raise ValueError(f"{id}: {', '.join(decoder.apart)} stand neither under its layers alone nor above; {LISTED}")
     under = decoder.under(torch.device("cpu"))
     _check_cache(decoder.carried, under, id)
-    calls = under.calls(1, 4, torch.float32, torch.device("cpu"))
-    unknown = {key for given in calls for key, value in given.items() if isinstance(value, Tensor)} - GIVEN
+    calls, others = (under.calls(1, 4, torch.float32, torch.device("cpu"), embedded) for embedded in (0.0, 1.0))
+    unknown = {
+        name
+        for given, other in zip(calls, others, strict=True)
+        for name, value in given.items()
+        if isinstance(value, Tensor) and not torch.equal(value, other[name])
+    }
     if unknown:
         what = ", ".join(sorted(unknown))
-        raise ValueError(f"{id}: its layers are given {what}, which is known of the whole model alone; {LISTED}")
+        raise ValueError(f"{id}: its layers are given {what} of the tokens below, which is not carried; {LISTED}")
     masks: list[Any] = [given.get("attention_mask") for given in calls]
     caching = [n for n in attend if n < owners(settings_of(text))]
     whole = [n for n in caching if masks[n] is None or bool(visible(masks[n][..., -1, 0]).all())]
-    if whole != list(decoder.attending):
+    if whole != list(decoder.attending) and own_code(decoder.whole) is None:  # of which masks may say the contrary
         raise ValueError(
             f"{id}: by its configuration layers {_numbers(list(decoder.attending))} attend to every token, by its "
             f"masks {_numbers(whole) or 'none'}; {LISTED}"

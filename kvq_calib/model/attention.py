@@ -5,7 +5,9 @@ A tile is a run of queries that read the same: (start, stop, decoded), the last 
 that are not decoded are read as they are. Attention's scale is 1/√D.
 
 transformers takes no function in the place of attention that a model computes by code of its own (Falcon). What that
-asks of PyTorch, scaled_dot_product_attention, is seen, and answered.
+asks of PyTorch, scaled_dot_product_attention, is seen, and answered. Other models hide their queries: by code that asks
+for nothing (BLOOM), or as attention does more than softmax(q Kᵀ) V. Of these keys and values are known, as a cache gets
+them, and what a layer puts out.
 """
 
 import weakref
@@ -22,14 +24,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from kvq_runtime.geometry import LATENTS, Geometry
+from kvq_runtime.geometry import joined as cached_as_one
 from kvq_runtime.hf.attention import halves, parts
-from kvq_runtime.hf.model import LISTED, own_code
+from kvq_runtime.hf.model import LISTED, attention_modules, indexed, own_code, settings_of
+from kvq_runtime.hf.refusals import attention_refusal, of_model
 from kvq_runtime.ops import dense, rope
-from kvq_runtime.recipe import Window
+from kvq_runtime.recipe import Window, preset
 
 Pair = tuple[Tensor, Tensor]
 Tile = tuple[int, int, int]
 Answer = Callable[..., tuple[Tensor, Any]]  # as transformers' AttentionInterface has them
+LEARNED = {"sinks"}  # parameters of attention itself that it hands to the function that attends
 ASKING = "sdpa"  # the attention under which models ask PyTorch's
 TILE = 512  # queries: what a tile's scores take grows with tile × tokens
 
@@ -74,7 +79,7 @@ def joined(parts: Sequence[Projected]) -> Projected:
 class AttentionInputs:
     """Attention's inputs in one layer of one chunk, float32 [N, T, C], all heads side by side.
 
-    k_pre   keys before RoPE; `k`, `q`: keys and queries after RoPE
+    k_pre   keys before RoPE; `k`, `q`: keys and queries after RoPE, the latter None of a model that hides them
     rope    cos and sin of the positions, [1, T, K] each
     softmax   what the layer's attention has beside scores
     expand, mask   as of `Projected`
@@ -83,7 +88,7 @@ class AttentionInputs:
     k_pre: Tensor
     k: Tensor
     v: Tensor
-    q: Tensor
+    q: Tensor | None
     rope: Pair
     softmax: dense.Softmax = dense.PLAIN
     expand: Callable[[Tensor, Tensor], Pair] | None = None
@@ -128,10 +133,11 @@ def expanded(attention: Any, what: str, heads: int, k_NSC: Tensor, v_NSC: Tensor
 
 def inputs(captured: Captured, tables: Pair, geometry: Geometry) -> AttentionInputs:
     """Apply RoPE to what a layer captured, queries included."""
-    assert captured.q_NTC is not None, "captured without queries"
-    k, v, q = (x.float() for x in (captured.k_NTC, captured.v_NTC, captured.q_NTC))
+    k, v, q = captured.k_NTC.float(), captured.v_NTC.float(), captured.q_NTC
     turned_k = apply_rope(k, tables, geometry.kv_heads)
-    turned_q = q if captured.expand else apply_rope(q, tables, q.shape[-1] // geometry.head_size)
+    turned_q = None if q is None else q.float()
+    if turned_q is not None and not captured.expand:
+        turned_q = apply_rope(turned_q, tables, turned_q.shape[-1] // geometry.head_size)
     return AttentionInputs(k, turned_k, v, turned_q, tables, captured.softmax, captured.expand, captured.mask)
 
 
@@ -172,6 +178,7 @@ def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile],
     def by_head(x_NTC: Tensor, size: int) -> Tensor:
         return x_NTC.unflatten(-1, (-1, size)).transpose(1, 2)
 
+    assert chunk.q is not None, "attention of a model that hides its queries"
     out = []
     for start, stop, count in runs:
         k, v = (
@@ -194,6 +201,20 @@ def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile],
 def asks(model: Any) -> bool:
     """True if a model attends by code of its own that asks PyTorch's attention."""
     return own_code(model) is not None and model.config._attn_implementation == ASKING
+
+
+def hidden_queries(model: Any) -> str | None:
+    """The reason why no queries of a model are seen, or what they read is not softmax(q Kᵀ) V; None: they are."""
+    config, modules = model.config.get_text_config(decoder=True), attention_modules(model)
+    own = {name for module in modules.values() for name, _ in module.named_parameters(recurse=False)} - LEARNED
+    if own:
+        return f"its attention has parameters of its own ({', '.join(sorted(own))})"
+    if getattr(config, "alibi", False):
+        return "its attention adds to scores by distance"
+    settings = settings_of(config)
+    if asks(model) or cached_as_one(settings) or indexed(model) or settings.get("num_kv_shared_layers"):
+        return None
+    return own_code(model) or of_model(attention_refusal, model, modules, preset("exact"))
 
 
 @contextmanager

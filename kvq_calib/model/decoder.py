@@ -30,16 +30,17 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from kvq_calib.model.attention import asks
+from kvq_calib.model.attention import hidden_queries
 from kvq_calib.model.carried import EMBEDDINGS, TABLE, Carried, blank
 from kvq_runtime.geometry import attending, caching
-from kvq_runtime.hf.attention import chosen, dense
+from kvq_runtime.hf.attention import chosen, dense, halves
 from kvq_runtime.hf.model import (
     CACHE,
     attention_of,
     decoder_of,
     layers_name,
     layers_of,
+    own_code,
     rotary_module,
     settings_of,
     turns,
@@ -87,6 +88,22 @@ AttentionInterface.register(CAPTURED, captured)
 AttentionMaskInterface.register(CAPTURED, sdpa_mask)
 
 
+class Noted(DynamicCache):
+    """Stand in a cache's place, of a model that hides its queries: note what it gets, [B, H, T, D] each."""
+
+    def __init__(self, config: Any, what: str | None, seen: dict[str, Any]):
+        super().__init__(config=config)
+        self._what, self._seen = what, seen
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> tuple[Tensor, Tensor]:
+        """Take in what a layer caches, and return it."""
+        pair = halves(self._what, key_states, value_states) if self._what else (key_states, value_states)
+        self._seen["k"], self._seen["v"] = pair
+        if self._seen.get("alone"):
+            raise Seen
+        return key_states, value_states
+
+
 class Place(nn.Module):
     """Stand in a layer's place: note what it is called with; put out `out`, or else the input.
 
@@ -114,7 +131,7 @@ def empty(config: "PreTrainedConfig", dtype: torch.dtype | None) -> Any:
     """The whole model, as transformers makes it, without memory; its attention notes what it gets."""
     with torch.device("meta"):
         made = maker(config).from_config(config, dtype=dtype).eval()
-    if not asks(made):
+    if own_code(made) is None:
         # of the text alone: towers may know no other attention than theirs
         made.config.get_text_config(decoder=True)._attn_implementation = CAPTURED
     return made
@@ -136,7 +153,7 @@ class Decoder:
         made = empty(config, dtype)
         _keep_float32(made, dtype)
         self.whole = made
-        self.config = made.config.get_text_config(decoder=True)
+        self.config, self.hides = made.config.get_text_config(decoder=True), hidden_queries(made)
         settings = settings_of(self.config)
         self.carried = Carried.of(settings)
         self.parameters = list(made.state_dict())
@@ -257,15 +274,17 @@ class Decoder:
         """The module, its buffers that no file has (frequencies, scales of embeddings) set as transformers does."""
         for parameter in module.parameters():
             parameter._is_hf_initialized = True
-        for part in module.modules():
+        owners: dict[str, Any] = {}
+        for place, part in module.named_modules():
+            above = owners.get(place.rpartition(".")[0], decoder_of(self.whole))
+            owners[place] = part if isinstance(part, PreTrainedModel) else above
             unset = {name: buffer for name, buffer in part.named_buffers(recurse=False) if buffer.is_meta}
             for name, buffer in unset.items():
                 made = torch.empty_like(buffer, device=device)
                 part._buffers[name] = made.fill_(torch.nan) if made.is_floating_point() else made
             if unset:
-                owner: Any = part if isinstance(part, PreTrainedModel) else decoder_of(self.whole)
                 with torch.no_grad():
-                    owner._init_weights(part)
+                    owners[place]._init_weights(part)
         if type(module) in map(type, self.layers) and any(bool(one.isnan().any()) for one in module.buffers()):
             self._settle_of_model(module)
         return module
@@ -319,13 +338,18 @@ class Under:
         inputs = [layers_of(self.core)[0].call[EMBEDDINGS]] if self._carried.again else inputs
         return self._carried.pack(self._taken(), inputs)
 
-    def calls(self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Call]:
-        """The arguments of each layer beside hidden states, for whole sequences from position 0."""
-        key = batch, tokens, dtype, device
+    def calls(
+        self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device, embedded: float = 0.0
+    ) -> list[Call]:
+        """The arguments of each layer beside hidden states, for whole sequences from position 0.
+
+        embedded   of tokens, all their numbers: what a layer is given is the same for any
+        """
+        key = batch, tokens, dtype, device, embedded
         if self._last[0] != key:
-            nothing = torch.zeros((), dtype=dtype, device=device).expand(batch, tokens, self._carried.embedded)
+            rows = torch.full((), embedded, dtype=dtype, device=device).expand(batch, tokens, self._carried.embedded)
             with torch.no_grad(), self._carried.muted(self.core):
-                self.core(inputs_embeds=nothing, use_cache=False)
+                self.core(inputs_embeds=rows, use_cache=False)
             own = {EMBEDDINGS} if self._carried.again else set()  # which are zeros here
             calls = [
                 {name: one for name, one in place.call.items() if name not in own} for place in layers_of(self.core)

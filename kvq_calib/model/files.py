@@ -190,6 +190,18 @@ class ModelFiles:
 
         return Decoder(self.transformers_config(), torch.float32).under(torch.device("cpu")).refusal
 
+    @cached_property
+    def hidden_queries(self) -> str | None:
+        """The reason why what is fitted to queries, or to what they read, cannot be fitted to the model; None: it can.
+
+        Its keys and values, what predicts them, and gradients with respect to them are known."""
+        if self.tapped:
+            return None
+        from kvq_calib.model.attention import hidden_queries
+        from kvq_calib.model.decoder import empty
+
+        return hidden_queries(empty(self.transformers_config(), None))
+
     @property
     def held(self) -> Mapping[str, str]:
         """The file that holds each tensor, those of towers too."""
@@ -360,8 +372,9 @@ class ModelFiles:
         of = self._parameters
         start = f"{of.within}.{layer}."
         for matrix in matrices:
-            # of attention itself before those of an indexer in it
-            for name in sorted(self.layer_names(layer), key=lambda name: of.named[name].count(".")):
+            # of attention itself before those of an indexer in it, and of attention across (TrOCR)
+            order = {n: (of.named[n].count("."), "self_attn" not in of.named[n]) for n in self.layer_names(layer)}
+            for name in sorted(order, key=order.__getitem__):
                 if of.named[name].endswith(f".{matrix}.weight") and name not in of.made:
                     return matrix, self.tensor(name)
             if of.made and (found := self._weights.matrix(start, matrix)) is not None:

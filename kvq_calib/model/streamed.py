@@ -16,6 +16,7 @@ E = hidden width · V = vocabulary.
 
 import contextlib
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,12 +29,12 @@ from transformers import PreTrainedModel
 
 from kvq_calib.model.attention import Captured, Projected, Rows, answer_by, asks, expanded
 from kvq_calib.model.carried import EMBEDDINGS, TABLE, Carried
-from kvq_calib.model.decoder import Decoder, Seen, attentions, captured, empty, hollow, output_of
+from kvq_calib.model.decoder import Decoder, Noted, Seen, attentions, captured, empty, hollow, output_of
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
 from kvq_runtime.geometry import stretches
 from kvq_runtime.hf.model import cache_name, decoder_of, layers_of, rotary_module, rotary_name, settings_of
-from kvq_runtime.ops import product, rope
+from kvq_runtime.ops import dense, product, rope
 
 TILE = 2048  # tokens
 
@@ -193,10 +194,10 @@ class Layer:
         self._attention: dict[int, Any] = dict(attentions(modules.items(), stream._decoder.config))
         for module in self._attention.values():
             module.seen = None
-            if asks(stream._decoder.whole):
+            if asks(stream._decoder.whole) and not stream._decoder.hides:
                 answer_by(module, captured)
         attention, seen = self._attention[index], dict[str, Any]()
-        attention.seen = seen
+        attention.seen = None if stream._decoder.hides else seen
         if stream.files.tapped:
             taps = {"k_pre": getattr(attention, "k_norm", attention.k_proj),
                     "q_pre": getattr(attention, "q_norm", attention.q_proj)}  # fmt: skip
@@ -205,7 +206,11 @@ class Layer:
                 tap.register_forward_hook(lambda _module, _inputs, out, name=name: seen.__setitem__(name, out))
         self._seen = seen
         self._cache = str(cache_name(modules[index]))  # by which name the layers are handed one
-        self._rows = {self._cache: Rows(stream.files.joined, seen)} if stream.files.joined else {}
+        self._noting: Callable[[], Any] | None = None
+        if stream._decoder.hides:
+            self._noting = partial(Noted, stream._decoder.config, stream.files.joined, seen)
+        elif stream.files.joined:
+            self._noting = partial(Rows, stream.files.joined, seen)
 
     @torch.no_grad()
     def forward(self, h_BTE: Tensor, queries: bool = False) -> Captured:
@@ -261,7 +266,7 @@ class Layer:
         common = more if handed is None else more | {"shared_kv_states": type(handed)()}
         common |= {EMBEDDINGS: inputs[0]} if carried.again else {}
         for place, (n, module) in enumerate(self._modules.items()):
-            own = self._rows if n == self._index else {}
+            own = {self._cache: self._noting()} if self._noting and n == self._index else {}
             read = {"per_layer_input": inputs[place]} if carried.inputs else {}
             shared = {"prev_topk_indices": chosen} if carried.chosen else {}
             out = module(h, **calls[n] | read | own | common | shared)
@@ -277,13 +282,13 @@ class Layer:
         files, expand = self._stream.files, None
         if files.joined:
             expand = partial(expanded, self._attention[self._index], files.joined, files.geometry.kv_heads)
-        if queries:
+        if queries and not self._stream._decoder.hides:
             q = seen["q"].transpose(1, 2) if expand else seen.get("q_pre")
             q = (self._turned_back(seen["q"]) if q is None else q).flatten(2)
             size = seen["q"].shape[-1]
             factor = 1.0 if seen["scale"] is None else seen["scale"] * size**0.5
             q = q if math.isclose(factor, 1) else q * factor
-        return Projected(k, v, q, seen["softmax"], expand, seen.get("mask"))
+        return Projected(k, v, q, seen.get("softmax", dense.PLAIN), expand, seen.get("mask"))
 
     def _turned_back(self, x_BHTD: Tensor, back: Any = rope.unrotate) -> Tensor:
         """Keys or queries [B, T, H, D] before RoPE, in their dtype; a gradient is turned back by `rotate`."""
@@ -298,8 +303,9 @@ class Layer:
 
 
 def _is_plain(mlp: nn.Module | None) -> bool:
-    """True if all parameters of an MLP are linear layers: it works on any number of tokens, which experts need not."""
-    inner = () if mlp is None else mlp.modules()
+    """True if all parameters of an MLP are linear layers: it works on any number of tokens, which experts need not; and
+    it is given nothing else."""
+    inner = () if mlp is None or len(inspect.signature(type(mlp).forward).parameters) > 2 else mlp.modules()
     parts = [part for part in inner if next(part.parameters(recurse=False), None) is not None]
     return bool(parts) and all(type(part) is nn.Linear for part in parts)
 

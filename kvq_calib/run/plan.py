@@ -186,9 +186,10 @@ def _requested(recipe: Recipe) -> Iterator[Statistic[Any]]:
 def check(recipe: Recipe, files: ModelFiles, by_bits: bool = False, by_token: bool = False) -> Recipe:
     """The recipe. Raises ValueError if the model's rotation, latents, shared keys or first layer do not allow it."""
     if "positions" in recipe.needs and files.rope_refusal:
+        known = "zipcache" if files.joined or files.hidden_queries else "oscar"
         raise ValueError(
             f"{recipe.name} undoes RoPE, but of {files.id} {files.rope_refusal}; use a recipe that is fitted after "
-            f"RoPE and without a mean, as {'zipcache' if files.joined else 'oscar'}-2bit, or one that needs no fit"
+            f"RoPE and without a mean, as {known}-2bit, or one that needs no fit"
         )
     if (files.joined or files.shares) and attends(recipe):
         raise ValueError(
@@ -205,10 +206,11 @@ def check(recipe: Recipe, files: ModelFiles, by_bits: bool = False, by_token: bo
                 "needs no queries"
             )
     of_heads = takes(recipe, "capture") or any(isinstance(one, OutputMetric) for one in _requested(recipe))
-    if files.joined and (of_heads or by_bits):
+    if (of_heads or by_bits) and (files.joined or files.hidden_queries):
         known = "zipcache-2bit" if files.rope_refusal else "aqua-2bit or aqua-fisher-2bit"
+        why = f"{files.id} caches {files.joined}" if files.joined else f"of {files.id} {files.hidden_queries}"
         raise ValueError(
-            f"{recipe.name} is fitted to queries or outputs of heads, but {files.id} caches {files.joined}; "
+            f"{recipe.name} is fitted to queries or outputs of heads, but {why}; "
             f"use a recipe that is fitted to tokens or gradients, as {known}, or one that needs no fit"
         )
     if files.attending[0] and (by_token or recipe.of_vocabulary(2) != recipe):

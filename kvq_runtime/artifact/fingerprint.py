@@ -29,7 +29,8 @@ PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
 # of latents: what makes a row of a token, and what makes keys and values of the row
 LATENT_PROJECTIONS = {"k_proj": "kv_a_proj_with_mqa", "v_proj": "kv_b_proj"}
 BY_HEAD = "query_key_value"  # a projection of the queries, the key and the value of a KV head, then of the next
-FUSED = "qkv_proj", "Wqkv", "c_attn", BY_HEAD  # names of projections to queries, keys and values in one
+KV = "kv_proj"  # a projection to keys and values alone
+FUSED = "qkv_proj", "Wqkv", "c_attn", BY_HEAD, KV  # names of projections to queries, keys and values in one
 SLIDING = {"layers", "width", "window"}  # what is said of sliding layers; `indexed` beside, where there are indexers
 ONE = "attention_k_eq_v"  # in a config.json: values are the projection of keys, before the norm and RoPE
 
@@ -144,10 +145,12 @@ def from_config(config: Mapping[str, Any], weight: Callable[[int, str], Tensor |
 
 def of_fused(weight_OI: Tensor, config: Mapping[str, Any], fused: str, projection: str) -> Tensor:
     """The rows of "k_proj" or "v_proj" in a matrix that projects to all three: to queries, then keys, then values; or,
-    if `fused`, its name, is BY_HEAD's, to these by KV head."""
+    if `fused`, its name, is BY_HEAD's, to these by KV head; or, if it is KV's, to keys and then values."""
     if len(weight_OI) == config["hidden_size"] != weight_OI.shape[-1]:
         weight_OI = weight_OI.mT  # GPT-2's have inputs first
     place, size = -2 if projection == PROJECTIONS["key"] else -1, Geometry.from_config(config).head_size
+    if fused == KV:
+        return weight_OI.chunk(2)[place]
     heads = (len(weight_OI) // size - config["num_attention_heads"]) // 2  # of keys, which some repeat before a cache
     if fused == BY_HEAD or config.get("multi_query") is False:
         return weight_OI.unflatten(0, (heads, -1, size))[:, place].flatten(0, 1)

@@ -20,7 +20,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACa
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import INDEXED, WHOLE, Geometry, attending, caching, joined
+from kvq_runtime.geometry import ENTRIES, INDEXED, WHOLE, Geometry, attending, caching, joined
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
@@ -178,7 +178,7 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
         if projection is None and config.get(fingerprint.ONE):
             projection = attention[layer].k_proj
         fused = next((one for one in fingerprint.FUSED if hasattr(attention[layer], one)), None)
-        if projection is None and fused is not None:
+        if projection is None and fused is not None and joined(config) != ENTRIES:
             return fingerprint.of_fused(of(getattr(attention[layer], fused)), config, fused, name)
         if projection is None:
             raise ValueError(

@@ -92,7 +92,7 @@ LATER = (  # than the oldest transformers
     "lara_mini", "apertus1p5_text", "beam", "exaone", "granite_docling", "hyperclovax_vision_v2", "minicpmv4_7",
     "minicpm_ocr", "muse_spark", "pp_chart2table", "zaya", "molmo2", "apertus1p5", "dots3_note", "dots3_note_text",
     "mistral_large4", "hy_v4_vl", "nemotron_h_omni", "dory",
-    "inkling2_text", "inkling2_loop_text",
+    "inkling2", "inkling2_text", "inkling2_loop_text",
 )  # fmt: skip
 NEMOTRON = EXPERTS | ROUTED | {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "full_attention"], "mamba_num_heads": 4,
@@ -210,7 +210,7 @@ OWN = {
     "ctrl": OLD | {"intermediate_size": ..., "dff": 32},
     "trocr": OLD | {"d_model": 64, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
     "gpt_neo": OLD | {"attention_types": [[["global"], 3]]},
-    "mpt": OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512},
+    "mpt": OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 2048},  # its steps read all again
     "dbrx": OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512, "intermediate_size": ...,
                    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 2.0},
                    "ffn_config": {"ffn_hidden_size": 32, "moe_top_k": 2}},
@@ -252,6 +252,9 @@ OWN = {
     "emu3": {"text_config": SHAPE | {"head_dim": 16}, "vocabulary_map": {"<image>": 5}, "vq_config": {
         "base_channels": 32, "codebook_size": 64, "embed_dim": 16, "z_channels": 16, "latent_channels": 16}},
     **dict.fromkeys(("inkling_text", "inkling2_text"), INKLING),
+    "inkling_mm_model": tower(INKLING, text_hidden_size=64, n_layers=1)
+    | {"audio_config": {"text_hidden_size": 64, "n_mel_bins": 8, "mel_vocab_size": 16}},
+    "inkling2": tower(INKLING, text_hidden_size=64, projection_hidden_dim=32),
     "apertus1p5": {"text_config": SHAPE, "image_token_offset": 40, "audio_token_offset": 72, "vision_config": {
         "codebook_size": 32, "embed_dim": 16, "latent_channels": 16, "base_channels": 32, "num_res_blocks": 1},
         "audio_config": {"codebook_size": 16}},

@@ -73,13 +73,14 @@ def test_it_is_the_whole_models_full_encode(small):
 
 
 KINDS = ["qwen3_moe", "gemma", "cohere2", "smollm3", "granite", "phi3", "gemma3_text", "olmo3",
-         "gpt_oss", "gemma2", "qwen3_5", "lfm2_moe", "qwen2_5_vl", "falcon+", "falcon_h1"]  # fmt: skip
+         "gpt_oss", "gemma2", "qwen3_5", "lfm2_moe", "qwen2_5_vl", "falcon+", "falcon_h1",
+         "gpt_neox_japanese", "bloom", "diffllama", "beam", "jetmoe"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_other_architectures(kind: str, tmp_path: Path):
     """Experts, scaled embeddings, attention beside the MLP, layers without RoPE, that slide or recur, multipliers,
-    learned sinks, caps on scores, text beside images, attention by code of a model's own."""
+    learned sinks, caps on scores, text beside images, attention by code of a model's own, queries that are hidden."""
     random(kind).save_pretrained(tmp_path)
     files = models.resolve(tmp_path)
     tokens = torch.randint(
