@@ -1,11 +1,13 @@
 """Keep a prefix of the embedded model in LMCache's file tier: bytes, MB/s a core, and what the round trip costs.
 
-    PYTHONPATH=build/lmcache:. .venv/bin/python -m benchmarks.lmcache_chunks [--text FILE] [--json FILE] [RECIPE ...]
+    PYTHONPATH=build/lmcache:. .venv/bin/python -m benchmarks.lmcache_chunks
+        [--model FOLDER] [--text FILE] [--json FILE] [RECIPE ...]
 
 A row each: without a serde, by LMCache's `fp8` and `turboquant` (bytes alone: its kernels want CUDA), and by kvq's
-recipes. A prompt of KEPT tokens is computed in bfloat16, stored in chunks of 256, and loaded by a storage manager that
-was started anew. Loss, and KL divergence (nats) from the pass without a serde, are of the TOKENS after it, in one pass
-that attends to what was loaded; divergence is the first of GREEDY tokens that differs from the text without a serde.
+recipes, or artifacts. A prompt of KEPT tokens is computed in bfloat16, stored in chunks of 256, and loaded by a storage
+manager that was started anew. Loss, and KL divergence (nats) from the pass without a serde, are of the TOKENS after it,
+in one pass that attends to what was loaded; divergence is the first of GREEDY tokens that differs from the text without
+a serde.
 MB are of 16-bit keys and values; times are processor seconds of one thread, the fastest of three, of the serde alone.
 """
 
@@ -27,6 +29,8 @@ from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1Mem
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
 from lmcache.v1.distributed.storage_manager import StorageManager
+from lmcache.v1.mp_observability.event import Event, EventType
+from lmcache.v1.mp_observability.event_bus import EventBusConfig, get_event_bus, init_event_bus
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -35,7 +39,7 @@ from kvq_runtime.hf.model import CACHE
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "artifacts" / "demo-model"
 CHUNK, KEPT, TOKENS, GREEDY = 256, 1024, 512, 32
-RECIPES = ("exact", "rtn-4bit", "lloyd-3bit", "higgs-2bit", "kivi-2bit")
+RECIPES = ("exact", "exact-coded", "rtn-4bit", "lloyd-3bit", "higgs-2bit", "kivi-2bit")
 PATIENCE = 120  # seconds
 PLUGIN = {"type": "plugin", "module_path": "kvq_runtime.lmcache.plugin", "class_name": "Adapter"}
 Serde = dict[str, Any] | None
@@ -55,6 +59,13 @@ def keys(text: str, count: int) -> list[ObjectKey]:
     return [ObjectKey(sha256(f"{text} {n}".encode()).digest(), "demo", rank) for n in range(count)]
 
 
+def tell(names: Sequence[ObjectKey], size: int) -> None:
+    """Say where a text's first chunks begin, as LMCache's server does; `size` is the tokens of a chunk."""
+    starts = {"token_offsets": [size * place for place in range(len(names))]}
+    hashes = {"chunk_hashes": [name.chunk_hash for name in names]}
+    get_event_bus().publish(Event(EventType.MP_TOKENS, metadata=hashes | starts))
+
+
 class Tier:
     """LMCache's storage manager over one adapter, as its server has it, to put chunks into and get them from.
 
@@ -64,6 +75,8 @@ class Tier:
 
     def __init__(self, folder: Path, serde: Serde, memory: int = 1 << 28):
         self.folder = folder
+        if not get_event_bus().enabled:
+            init_event_bus(EventBusConfig()).start()
         settings = Namespace(l2_adapter=[json.dumps(adapter(folder, serde))])
         memory_config = L1MemoryManagerConfig(size_in_bytes=memory, use_lazy=False, shm_name="")
         self.manager = StorageManager(
@@ -80,8 +93,11 @@ class Tier:
     def __exit__(self, *_: object) -> None:
         self.manager.close()
 
-    def put(self, names: Sequence[ObjectKey], chunks: Sequence[Tensor], stored: bool = True) -> None:
-        """Store chunks of one shape; return when the files are there, or at once if they need not be `stored`."""
+    def put(self, names: Sequence[ObjectKey], chunks: Sequence[Tensor], stored: bool = True, told: bool = True) -> None:
+        """Store a text's first chunks, of one shape; return when the files are there, or at once if they need not be
+        `stored`. Where they begin is `told` before, as by the server."""
+        if told:
+            tell(names, chunks[0].shape[-2])
         layout = MemoryLayoutDesc([chunks[0].shape], [chunks[0].dtype])
         reserved = self.manager.reserve_write(list(names), layout)
         for name, chunk in zip(names, chunks, strict=True):
@@ -120,13 +136,14 @@ def main() -> None:
 
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("recipes", nargs="*", default=RECIPES)
+    top.add_argument("--model", type=Path, default=MODEL)
     top.add_argument("--text", type=Path, default=ROOT / "docs" / "architecture.md")
     top.add_argument("--json", metavar="FILE")
     args = top.parse_args()
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     text = args.text.read_text(encoding="utf-8")
-    ids = AutoTokenizer.from_pretrained(MODEL)(text, return_tensors="pt").input_ids[:, : KEPT + TOKENS]
+    ids = AutoTokenizer.from_pretrained(args.model)(text, return_tensors="pt").input_ids[:, : KEPT + TOKENS]
     cache = DynamicCache(config=model.config)
     model(ids[:, :KEPT], **{CACHE: cache})
     chunks = _chunks(cache)
@@ -134,25 +151,27 @@ def main() -> None:
     serdes: dict[str, Serde] = {"none": None, "fp8": {"type": "fp8"}}
     for bits in ("k8v4", "4bit_nc", "3bit_nc"):
         serdes[f"turboquant_{bits}"] = {"type": "turboquant", "preset": f"turboquant_{bits}", "head_dim": head}
-    serdes |= {f"kvq {name}": {"type": "kvq", "cache": name, "model": str(MODEL)} for name in args.recipes}
+    serdes |= {f"kvq {name}": {"type": "kvq", "cache": name, "model": str(args.model)} for name in args.recipes}
     rows, plain, exact = [], None, None
     for name, serde in serdes.items():
-        row = {"serde": name, "bytes": _size(serde, chunks[0]) * len(chunks)}
-        row["times_smaller"] = round(sum(chunk.nbytes for chunk in chunks) / row["bytes"], 2)
-        if serde is None or serde["type"] != "turboquant":
-            loaded = _round_trip(serde, chunks, row["bytes"])
+        row: dict[str, Any] = {"serde": name}
+        if serde is not None and serde["type"] == "turboquant":
+            row["bytes"] = _stated(serde, chunks[0]) * len(chunks)
+        else:
+            loaded, row["bytes"] = _round_trip(serde, chunks)
             logits, answer = _logits(model, loaded, ids), _greedy(model, loaded, ids)
             plain, exact = (logits, answer) if plain is None else (plain, exact)
             row["loss"] = round(float(-logits.gather(1, ids[0, KEPT + 1 :, None]).mean()), 4)
             row["kl"] = round(float((plain.exp() * (plain - logits)).sum(-1).mean()), 5)
             differ = (answer != exact).nonzero()
             row["first_divergence"] = int(differ[0]) if len(differ) else None
+        row["times_smaller"] = round(sum(chunk.nbytes for chunk in chunks) / row["bytes"], 2)
         if serde is not None and serde["type"] != "turboquant":
             row |= _times(serde, chunks)
         rows.append(row)
         print(json.dumps(row), flush=True)
     if args.json:
-        record = {"benchmark": "lmcache", "model": "demo", "tokens": KEPT, "chunk": CHUNK, "rows": rows}
+        record = {"benchmark": "lmcache", "model": args.model.name, "tokens": KEPT, "chunk": CHUNK, "rows": rows}
         Path(args.json).write_text(json.dumps(record) + "\n")
 
 
@@ -171,32 +190,25 @@ def _cache(model, chunks: Sequence[Tensor]) -> DynamicCache:
     return cache
 
 
-def _processor(serde: dict[str, Any]) -> Any:
-    return create_serde_processor(SerdeConfig(serde["type"], {k: v for k, v in serde.items() if k != "type"}))
-
-
-def _size(serde: Serde, chunk: Tensor) -> int:
-    if serde is None:
-        return chunk.nbytes
-    processor = _processor(serde)
+def _stated(serde: dict[str, Any], chunk: Tensor) -> int:
+    processor = create_serde_processor(SerdeConfig(serde["type"], {k: v for k, v in serde.items() if k != "type"}))
     try:
         return processor.estimate_serialized_size(MemoryLayoutDesc([chunk.shape], [chunk.dtype]))
     finally:
         processor.close()
 
 
-def _round_trip(serde: Serde, chunks: list[Tensor], size: int) -> list[Tensor]:
-    """Load by another storage manager what one has stored; the files have the bytes that were stated."""
+def _round_trip(serde: Serde, chunks: list[Tensor]) -> tuple[list[Tensor], int]:
+    """Load by another storage manager what one has stored; and the bytes of the files."""
     with tempfile.TemporaryDirectory() as path:
         folder, names = Path(path), keys("a prompt", len(chunks))
         with Tier(folder, serde) as tier:
             tier.put(names, chunks)
         stored = sum(file.stat().st_size for file in folder.glob("*.data"))
-        assert stored == size, f"{stored} bytes in files, {size} stated"
         with Tier(folder, serde) as tier:
             loaded = tier.get(names, chunks[0])
     assert len(loaded) == len(chunks), f"{len(loaded)} of {len(chunks)} chunks came back"
-    return loaded
+    return loaded, stored
 
 
 def _logits(model, loaded: Sequence[Tensor], ids: Tensor) -> Tensor:
@@ -214,24 +226,25 @@ def _greedy(model, loaded: Sequence[Tensor], ids: Tensor) -> Tensor:
 
 def _times(serde: dict[str, Any], chunks: Sequence[Tensor]) -> dict[str, float]:
     """MB of 16 bits a second that the serde's two halves take, on this thread."""
-    processor = _processor(serde)
     names, out = keys("a prompt", len(chunks)), torch.empty_like(chunks[0])
-    room = [torch.zeros(_size(serde, chunk), dtype=torch.uint8) for chunk in chunks]
+    with tempfile.TemporaryDirectory() as folder, Tier(Path(folder), serde) as tier:
+        (wrapper,) = tier.manager._l2_adapters.values()
+        processor = wrapper._serde
+        size = processor.estimate_serialized_size(MemoryLayoutDesc([out.shape], [out.dtype]))
+        room = [torch.zeros(size, dtype=torch.uint8) for _ in chunks]
+        tell(names, CHUNK)
 
-    def there() -> None:
-        for name, chunk, data in zip(names, chunks, room, strict=True):
-            processor._serializer.serialize(SimpleNamespace(tensor=chunk), SimpleNamespace(tensor=data), name)
+        def there() -> None:
+            for name, chunk, data in zip(names, chunks, room, strict=True):
+                processor._serializer.serialize(SimpleNamespace(tensor=chunk), SimpleNamespace(tensor=data), name)
 
-    def back() -> None:
-        for name, data in zip(names, room, strict=True):
-            processor._deserializer.deserialize(SimpleNamespace(tensor=data), SimpleNamespace(tensor=out), name)
+        def back() -> None:
+            for name, data in zip(names, room, strict=True):
+                processor._deserializer.deserialize(SimpleNamespace(tensor=data), SimpleNamespace(tensor=out), name)
 
-    megabytes = sum(chunk.nbytes for chunk in chunks) / 1e6
-    found = {
-        f"{name}_MB_per_s": round(megabytes / _fastest(work), 1) for name, work in (("store", there), ("load", back))
-    }
-    processor.close()
-    return found
+        megabytes = sum(chunk.nbytes for chunk in chunks) / 1e6
+        works = {"store": there, "load": back}
+        return {f"{name}_MB_per_s": round(megabytes / _fastest(work), 1) for name, work in works.items()}
 
 
 def _fastest(work: Callable[[], None]) -> float:

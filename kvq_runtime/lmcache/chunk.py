@@ -1,12 +1,16 @@
 """Turn a chunk, keys and values of all layers of some tokens, into bytes, and the bytes into a chunk.
 
-    | "kvqchunk" 8 | version 4 | zero 4 | made by 16 | sha256 32 | the fields of all layers, wide elements first |
+    | "kvqchunk" 8 | version 4 | number of the first block 4 | bytes of each block's file 4 · N | files of blocks |
 
-The fields are those that the recipe's codecs give for the chunk's blocks, nothing beside them: after the 64 bytes
-of the header a chunk holds the bits that the recipe states. Their number follows from the chunk's shape, so that it is
-known ahead. `made by` is a digest of all that decides how numbers become bytes; the sha256 is of the chunk's key,
-everything before it and everything after it. So a chunk that was changed, moved to another key, or written by another
-recipe, artifact or shape is an ArtifactError, and nothing is decoded.
+A chunk is the blocks of a prefix in a row, each as the file that a `PrefixStore` keeps of it (`prefix/block_file.py`):
+the same codecs, entropy coder, exact sinks, tokens beyond a fit's promise and checks. In the place of a chain's root
+stands a digest of all that decides how numbers become bytes, in that of the name before a sha256 of the chunk's key. So
+a chunk that was changed, moved to another key, or written by another recipe, artifact or shape is an ArtifactError, and
+nothing is decoded.
+
+The number of a block tells where it is in its text. A recipe that needs that, since RoPE is undone or turns a mean, is
+told (`plugin.py`), and keeps the text's first tokens exact; by all others a chunk is encoded as if it were the first,
+without sinks. Chunks of the former, and of those that are coded at rest, have any length up to `bytes`.
 
 A chunk is keys and values of all layers, [2, L, T, C]; LMCache has it in one of these layouts, all read and written
 where they are:
@@ -18,8 +22,7 @@ where they are:
 Latent attention (MLA) has one row a token too, and its shape may be that of fused heads: a model's configuration tells
 them apart, a chunk does not. Source: `compute_kv_layout` and `get_kernel_group_shape_dtype` of LMCache 0.5.6.
 
-A chunk is stored and found as a whole: what needs whole blocks can be served, unlike in vLLM's pages. But LMCache tells
-of it its hash alone, not where in the text it is. LMCache's serde `kvq` has the settings
+LMCache's serde `kvq` has the settings
 
     {"type": "kvq", "cache": "lloyd-3bit", "model": "Qwen/Qwen2.5-7B"}
 
@@ -29,78 +32,101 @@ revision   of a model on a Hub
 head_size  in place of `model`, of a recipe without artifact: elements of a head. vLLM's chunks need `model`
 workers    threads that code chunks, 1 by default
 
-N = blocks of a chunk · T tokens of a block · X bytes.
+N = blocks of a chunk · T tokens of a chunk · X bytes.
 """
 
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec import shared
-from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.disk import strict_json
 from kvq_runtime.engines import source
-from kvq_runtime.engines.fields import Field, laid_out
 from kvq_runtime.engines.source import Engine, Source
 from kvq_runtime.errors import ArtifactError, named
-from kvq_runtime.geometry import MODELS, ROLES, Geometry
-from kvq_runtime.prefix import chain
+from kvq_runtime.geometry import MODELS, Geometry
+from kvq_runtime.ops import entropy
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.prefix import chain, sets
+from kvq_runtime.prefix.block_file import Block, BlockFormat, Link
+from kvq_runtime.prefix.coder import Coder
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.promise import Check
 
-HEADER = 64
-WIDEST = 8  # bytes of an element
-_MAGIC = b"kvqchunk" + (1).to_bytes(4, "little") + bytes(4)
-_MADE_BY = slice(16, 32)
-_SUM = slice(32, 64)
+_MAGIC = b"kvqchunk" + (2).to_bytes(4, "little")
 NAMES = ("cache", "model", "revision", "head_size", "workers")
 
 
 class ChunkCodec:
     """Encode and decode chunks of one shape.
 
-    recipe    that LMCache's chunks can be kept by (`settings.LMCACHE`)
-    tensors   of its fit, {} where there is none
-    tokens    of a chunk
-    dtype     of its keys and values
+    tensors    of the recipe's fit, {} where there is none
+    tokens     of a chunk
+    dtype      of its keys and values
+    rotary     the model's rotation, where the recipe needs positions
+    promised   what its fit promises of errors, so that tokens beyond are kept beside their codes if sizes may differ
+    bytes      that each chunk has, or, if sizes may differ, at most
     Raises ValueError if the recipe cannot encode that number of tokens.
     """
 
     def __init__(
-        self, recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor], tokens: int, dtype: torch.dtype
+        self,
+        recipe: Recipe,
+        geometry: Geometry,
+        tensors: Mapping[str, Tensor],
+        tokens: int,
+        dtype: torch.dtype,
+        rotary: Rotary | None = None,
+        promised: Check | None = None,
     ):
-        self.recipe, self.geometry = cut(recipe, tokens).check(geometry), geometry
-        self.dtype, self.shape_2LTC = dtype, (2, geometry.layers, tokens, geometry.width)
-        self._codecs = shared.build(self.recipe, geometry, tensors)
-        self._fields = laid_out(_fields(self.recipe, geometry, tokens // self.recipe.window.block, dtype), HEADER)
-        self.bytes = self._fields[-1].stop  # of an encoded chunk
-        self._made_by = _digest(self.recipe, tensors, self.shape_2LTC, dtype)
+        recipe = cut(recipe, tokens)
+        if "positions" not in recipe.needs:
+            recipe = recipe.with_exact(sinks=0)
+        promised = promised if promised is not None and promised.promises and sizes_differ(recipe) else None
+        self.coder = Coder(recipe, geometry, tensors, rotary, promised)
+        self.recipe, self.geometry, self.dtype = self.coder.recipe, geometry, dtype
+        coded_sinks = bool(recipe.window.sinks) and entropy.found()
+        self.format = BlockFormat(recipe, geometry, dtype, self.coder.tensors, promised is not None, coded_sinks)
+        self.shape_2LTC = (2, geometry.layers, tokens, geometry.width)
+        self._count = tokens // recipe.window.block
+        self._root = chain.root(sets.digest(sets.of(self.format, "", tensors)), "")
+        if sizes_differ(recipe):  # not more than 16 bits: a chunk that takes more is not kept
+            plain = 2 * geometry.layers * tokens * geometry.width * dtype.itemsize
+            self.bytes = max(plain, self._header + self._count * self.format.usual())
+        else:
+            self.bytes = self._header + sum(map(self.format.file_bytes, self._links(b"", 0)))
 
-    def encode(self, chunk: Tensor, key: bytes, out_X: Tensor) -> int:
-        """Write a chunk into uint8 memory on the CPU; the bytes written. ValueError: NaN or infinity, another shape."""
-        x_2LTHD = self._by_head(chunk)
-        if out_X.numel() < self.bytes:
-            raise ValueError(f"{out_X.numel()} bytes for a chunk that takes {self.bytes}")
-        if not bool(torch.isfinite(chunk).all()):
+    @property
+    def _header(self) -> int:
+        return len(_MAGIC) + 4 * (1 + self._count)
+
+    def _links(self, key: bytes, first: int) -> list[Link]:
+        """The places of a chunk's blocks in a text."""
+        previous = sha256(key).hexdigest()
+        return [Link(self._root, previous, first + place, ()) for place in range(self._count)]
+
+    def encode(self, chunk: Tensor, key: bytes, out_X: Tensor, start: int = 0) -> int:
+        """Write a chunk into uint8 memory on the CPU; the bytes written.
+
+        start   its first token's place in the text, where the recipe needs positions; a multiple of the chunk's tokens
+        Raises ValueError for NaN or infinity, another shape, and a chunk that takes more than `bytes`.
+        """
+        first, rest = divmod(start, self.recipe.window.block)
+        if rest:
+            raise ValueError(f"start={start}; {self.recipe.name} encodes blocks of {self.recipe.window.block} tokens")
+        pairs = enumerate(zip(*self._by_head(chunk).flatten(3), strict=True))
+        blocks = self.coder.encode_run(first, dict(pairs))
+        if len(blocks) < self._count:
             raise ValueError("NaN or infinity among the keys or values; nothing is kept of the chunk")
-        block = self.recipe.window.block
-        encoded = {
-            (layer, role): codec.encode(x_2LTHD[role, layer].flatten(1).unflatten(0, (-1, block)), Context())
-            for layer, role, codec in self._each()
-        }
-        for field in self._fields:
-            part = encoded[field.layer, field.role][field.name]
-            if part.shape != field.shape or part.dtype != field.dtype:
-                raise RuntimeError(f"{field.name}: {part.dtype} {list(part.shape)}, stated {field.dtype} {field.shape}")
-            out_X[field.start : field.stop] = part.contiguous().view(-1).view(torch.uint8)
-        header = _MAGIC + self._made_by
-        out_X[: _SUM.start] = _bytes(header)
-        out_X[_SUM] = _bytes(_sum(header, key, out_X[HEADER : self.bytes]))
-        return self.bytes
+        data = self._framed(blocks, key, first)
+        if len(data) > min(self.bytes, len(out_X)):
+            raise ValueError(f"a chunk takes more than {self.bytes} bytes; nothing is kept of it")
+        out_X[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        return len(data)
 
     def decode(self, data_X: Tensor, key: bytes, out: Tensor) -> None:
         """Read a chunk from uint8 memory on the CPU. ArtifactError, before anything is written, unless it is this one.
@@ -108,40 +134,38 @@ class ChunkCodec:
         data_X   may be longer than the chunk
         """
         out_2LTHD = self._by_head(out)
-        data_X = data_X.contiguous().view(-1)
-        if data_X.numel() < self.bytes:
-            raise ArtifactError(f"size: {data_X.numel()} bytes of a chunk that takes {self.bytes}; it was cut off")
-        data_X = data_X[: self.bytes]
-        if data_X.storage_offset() % WIDEST:
-            data_X = data_X.clone()  # so that a field may begin where it does
-        header = data_X[: _SUM.start].numpy().tobytes()
-        if header[: _MADE_BY.start] != _MAGIC:
-            raise ArtifactError("header: this is no chunk of kvq's, or one of another version; it is computed again")
-        if header[_MADE_BY] != self._made_by:
-            raise ArtifactError("made by: another recipe, artifact or shape wrote this chunk; it is computed again")
-        if data_X[_SUM].numpy().tobytes() != _sum(header, key, data_X[HEADER:]):
-            raise ArtifactError("sha256: the chunk was damaged, or is of another key; it is computed again")
-        parts: dict[tuple[int, int], dict[str, Tensor]] = {}
-        for field in self._fields:
-            part = field.of(data_X)
-            if field.dtype.is_floating_point and not bool(torch.isfinite(part).all()):
-                text = f"finite: {field.name} of layer {field.layer} has NaN or infinity; the chunk is computed again"
-                raise ArtifactError(text)
-            parts.setdefault((field.layer, field.role), {})[field.name] = part
-        found: dict[tuple[int, int], Tensor] = {}
-        for layer, role, codec in self._each():
-            x_NTC = codec.restore(codec.decode(parts[layer, role], Context()), Context())
-            found[role, layer] = x_NTC.flatten(0, 1).to(self.dtype)
-            if not bool(torch.isfinite(found[role, layer]).all()):  # a large scale overflows, above all in float16
-                raise ArtifactError(f"finite: layer {layer} decodes to NaN or infinity; the chunk is computed again")
-        for place, x_TC in found.items():
-            out_2LTHD[place] = x_TC.unflatten(-1, out_2LTHD.shape[-2:])
+        data, found = memoryview(data_X.contiguous().view(-1).numpy()), dict[tuple[int, int], Tensor]()
+        first, blocks = self._blocks(data, key)
+        for layer, *pair in self.coder.decode(blocks, start=first * self.recipe.window.block):
+            for role, x_THD in enumerate(pair):
+                if not bool(x_THD.float().abs().amax().isfinite()):  # a large scale overflows, above all in float16
+                    raise ArtifactError(
+                        f"finite: layer {layer} decodes to NaN or infinity; the chunk is computed again"
+                    )
+                found[role, layer] = x_THD.clone()
+        for place, x_THD in found.items():
+            out_2LTHD[place] = x_THD
 
-    def _each(self):
-        for layer, pair in enumerate(self._codecs):
-            for role, codec in enumerate(pair):
-                assert isinstance(codec, Codec)
-                yield layer, role, codec
+    def _framed(self, blocks: Sequence[Block], key: bytes, first: int) -> bytearray:
+        """The bytes of a chunk."""
+        places = zip(blocks, self._links(key, first), strict=True)
+        files = [self.format.to_bytes(block, link) for block, link in places]
+        numbers = [number.to_bytes(4, "little") for number in (first, *map(len, files))]
+        return bytearray().join([_MAGIC, *numbers, *files])
+
+    def _blocks(self, data: memoryview, key: bytes) -> tuple[int, list[Block]]:
+        """The number of a chunk's first block, and its blocks, checked."""
+        if len(data) < self._header or data[: len(_MAGIC)] != _MAGIC:
+            raise ArtifactError("header: this is no chunk of kvq's, or one of another version; it is computed again")
+        words = data[len(_MAGIC) : self._header]
+        first, *sizes = (int.from_bytes(words[at : at + 4], "little") for at in range(0, len(words), 4))
+        blocks, end = list[Block](), self._header
+        for link, size in zip(self._links(key, first), sizes, strict=True):
+            start, end = end, end + size
+            if end > len(data):
+                raise ArtifactError(f"size: {len(data)} bytes of a chunk that takes {end} or more; it was cut off")
+            blocks.append(self.format.from_bytes(bytes(data[start:end]), link))
+        return first, blocks
 
     def _by_head(self, chunk: Tensor) -> Tensor:
         """A view of a chunk in any layout, [2, L, T, H, D]. ValueError for another shape or dtype."""
@@ -195,47 +219,18 @@ def apart(shape: Sequence[int], size: int) -> tuple[int, int, int, int]:
     return 2, layers, tokens, channels
 
 
-def _fields(recipe: Recipe, geometry: Geometry, blocks: int, dtype: torch.dtype) -> list[Field]:
-    """The fields of all layers, [blocks, ...] each."""
-    return [
-        Field(layer, role, name, (blocks, *shape), kind)
-        for layer in range(geometry.layers)
-        for role, scheme in enumerate(recipe.at(layer))
-        for name, (shape, kind) in scheme.fields(recipe.window.block, geometry, dtype).items()
-    ]
+def sizes_differ(recipe: Recipe) -> bool:
+    """True if chunks of one shape may have different sizes: coded ones, and those that know where they begin."""
+    return coded(recipe) or "positions" in recipe.needs
 
 
-def _digest(recipe: Recipe, tensors: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
-    """16 bytes that two ways to make a chunk share only if they are the same."""
-    stated = recipe.with_exact(sinks=0, recent=0).to_json()  # a chunk has neither
-    made = {name: setting for name, setting in stated.items() if name not in ("name", "summary")}
-    about = {"recipe": made, "shape": list(shape), "dtype": str(dtype), "roles": list(ROLES)}
-    digest = sha256(strict_json.dumps(about).encode())
-    chain.add_tensors(digest, tensors)
-    return digest.digest()[:16]
+def coded(recipe: Recipe) -> bool:
+    """True if a library codes chunks."""
+    return any(scheme.quantize.at_rest or scheme.quantize.lossless for scheme in recipe.schemes)
 
 
-def _sum(header: bytes, key: bytes, data_X: Tensor) -> bytes:
-    digest = sha256(len(key).to_bytes(8, "little") + key + header)
-    digest.update(data_X.numpy().data)
-    return digest.digest()
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _reason(recipe: Recipe) -> str | None:
-    if recipe.position == "pre":
-        return "keys are encoded before RoPE, and LMCache does not say at which position a chunk begins"
-    if "positions" in recipe.needs:
-        return "the keys' mean turns with the position, and LMCache does not say at which one a chunk begins"
-    if recipe.cross_layer:
-        return "each layer is predicted from the decoded layer below, and a chunk's layers are kept by themselves"
-    return None
-
-
-LMCACHE = Engine("LMCache's chunks cannot be kept by", "keep them by", "LMCache decides which chunks are held", _reason)
+LMCACHE = Engine("LMCache's chunks cannot be kept by", "keep them by", "LMCache decides which chunks are held",
+                 lambda _: None)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -243,12 +238,14 @@ class Settings:
     """Settings of the serde.
 
     geometry   of the model, None where only `head_size` is known
+    rotary     its rotation, where the recipe needs positions
     """
 
     source: Source
     geometry: Geometry | None
     head_size: int
     workers: int
+    rotary: Rotary | None = None
 
 
 @named('serde "kvq"')
@@ -269,7 +266,7 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     if ("model" in given) == ("head_size" in given):
         raise ValueError('give "model", a folder or an id, or for a recipe without artifact "head_size"; one of them')
     found = source.read(given["cache"])
-    geometry = None
+    geometry = rotary = None
     if "model" in given:
         config = source.config(given["model"], given.get("revision"))
         geometry = source.match(found, config, given["model"], given.get("revision"))
@@ -279,7 +276,16 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     else:
         head_size = given["head_size"]
     LMCACHE.check(found.recipe, geometry or typical(head_size))
-    return Settings(found, geometry, head_size, given.get("workers", 1))
+    if coded(found.recipe):
+        entropy.check()
+    if "positions" in found.recipe.needs:
+        if geometry is None:
+            raise ValueError(f'{found.recipe.name} undoes RoPE; give "model" in the place of "head_size"')
+        from kvq_runtime.hf.model import rotary_of_folder  # with transformers, which other recipes do without
+
+        folder = source.folder(given["model"], given.get("revision")) or Path(given["model"])
+        rotary = rotary_of_folder(folder, torch.bfloat16)
+    return Settings(found, geometry, head_size, given.get("workers", 1), rotary)
 
 
 def typical(head_size: int) -> Geometry:
@@ -310,7 +316,13 @@ class Chunks:
                         'does not tell apart; give the serde "model" in its place'
                     )
                 geometry, tensors = self._part(layers, width, rank, ranks)
-                self._made[asked] = ChunkCodec(self.settings.source.recipe, geometry, tensors, tokens, dtype)
+                found, rotary = self.settings.source, self.settings.rotary
+                # what is promised is of all heads together
+                whole = found.artifact is not None and geometry == self.settings.geometry
+                self._made[asked] = ChunkCodec(
+                    found.recipe, geometry, tensors, tokens, dtype, replace(rotary, dtype=dtype) if rotary else None,
+                    Check.of(found.artifact.fit) if whole else None,
+                )  # fmt: skip
             return self._made[asked]
 
     def _part(self, layers: int, width: int, rank: int, ranks: int | None) -> tuple[Geometry, Mapping[str, Tensor]]:

@@ -8,13 +8,21 @@
 serde of an adapter is looked up by name. A chunk that cannot be read is removed from the adapter, since LMCache
 keeps what it has under a key: so the next request writes it again.
 
+A serde states a chunk's size before it knows its content, and may write less. LMCache stores that, but reads no value
+that is shorter than was stated: `Files` first looks how long a file is. Other adapters have nothing to look with, so
+that chunks whose sizes differ are kept in files alone.
+
+A serde is not told where in its text a chunk begins. LMCache's server is, and says so on its event bus before a chunk
+is written: of each that is stored, where it moves chunks itself, and of all that a prompt is looked up for.
+
 Pinned to LMCache 0.5.6.
 """
 
 import json
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +31,7 @@ from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters import L2AdapterInterface, create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import PersistConfig, get_l2_adapter_config_class
+from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2Adapter
 from lmcache.v1.distributed.serde import (
     AsyncSerdeProcessor,
     Deserializer,
@@ -32,6 +41,8 @@ from lmcache.v1.distributed.serde import (
     register_serde_factory,
 )
 from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.mp_observability.event import Event, EventType
+from lmcache.v1.mp_observability.event_bus import get_event_bus
 
 from kvq_runtime.engines import source
 from kvq_runtime.errors import ArtifactError
@@ -39,6 +50,8 @@ from kvq_runtime.lmcache import chunk
 from kvq_runtime.lmcache.chunk import ChunkCodec, Chunks
 
 NAME = "kvq"
+HELD = 1 << 16  # starts of chunks that are held
+PATIENCE = 1.0  # seconds that an event may take
 logger = init_logger("lmcache.kvq")
 _said: set[str] = set()
 _made = threading.local()  # `last`: the adapter whose serde LMCache makes next, in the same thread
@@ -53,28 +66,81 @@ class Adapter(L2AdapterInterface):
             raise ValueError('adapter_params of kvq\'s plugin: give the adapter that stores, {"type": "fs", ...}')
         config = get_l2_adapter_config_class(kind).from_dict(adapter_params)
         config.persist_config = PersistConfig(bool(adapter_params.get("persist_enabled", True)))
-        made = create_l2_adapter(config, l1_memory_desc)
+        made = Files(config) if kind == "fs" else create_l2_adapter(config, l1_memory_desc)  # type: ignore[arg-type]
         _made.last = weakref.ref(made)
         return made
 
 
-class KVQSerializer(Serializer):
-    """Chunks into bytes."""
+class Files(FSL2Adapter):
+    """LMCache's adapter of files, which may be shorter than the memory that they are read into."""
 
-    def __init__(self, chunks: Chunks):
-        self.chunks = chunks
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        for key, held in zip(keys, objects, strict=True):
+            with suppress(OSError):
+                held.set_used_size(min(held.get_size(), self._key_to_path(key).stat().st_size))
+        return super().submit_load_task(keys, objects)
+
+
+class Starts:
+    """Where in their texts chunks begin, by what LMCache's event bus says. Raises ValueError where there is none."""
+
+    def __init__(self) -> None:
+        self._told: dict[bytes, int] = {}
+        self._more = threading.Condition()
+        bus = get_event_bus()
+        if not bus.enabled:
+            raise ValueError(
+                'serde "kvq": the recipe needs to know where chunks begin, which LMCache\'s server says on its event '
+                "bus; start it without --disable-observability"
+            )
+        bus.subscribe(EventType.MP_TOKENS, self._stored)
+        bus.subscribe(EventType.MP_LOOKUP, self._looked_up)
+
+    def of(self, chunk_hash: bytes) -> int:
+        """The place of a chunk's first token. Raises ValueError for a chunk of which nothing was said."""
+        with self._more:
+            if not self._more.wait_for(lambda: chunk_hash in self._told, PATIENCE):
+                raise ValueError("a chunk of which LMCache does not say where it begins")
+            return self._told[chunk_hash]
+
+    def _stored(self, event: Event) -> None:
+        self._add(zip(event.metadata["chunk_hashes"], event.metadata["token_offsets"], strict=True))
+
+    def _looked_up(self, event: Event) -> None:
+        hashes, size = event.metadata["chunk_hashes"], event.metadata["chunk_size"]
+        self._add((one, place * size) for place, one in enumerate(hashes))
+
+    def _add(self, starts: Iterable[tuple[bytes, int]]) -> None:
+        with self._more:
+            for chunk_hash, start in starts:
+                self._told.pop(chunk_hash, None)
+                self._told[chunk_hash] = start  # the newest
+            while len(self._told) > HELD:
+                del self._told[next(iter(self._told))]
+            self._more.notify_all()
+
+
+class KVQSerializer(Serializer):
+    """Chunks into bytes.
+
+    starts   where chunks begin, of a recipe that needs it
+    """
+
+    def __init__(self, chunks: Chunks, starts: Starts | None = None):
+        self.chunks, self.starts = chunks, starts
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
         room = _tensor(dst).view(-1)
         try:
             given = _tensor(src)
-            return _codec(self.chunks, given, key).encode(given, key_bytes(key), room)
+            start = 0 if self.starts is None else self.starts.of(key.chunk_hash)
+            return _codec(self.chunks, given, key).encode(given, key_bytes(key), room, start)
         except ValueError as error:
             _say(f"{error}; such chunks are not kept")
             raise
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """The bytes of a chunk; of a refused one its own: LMCache reports errors of `serialize` alone."""
+        """The bytes of a chunk, or the most; of a refused one its own: LMCache reports errors of `serialize` alone."""
         shapes, dtypes = layout_desc.shapes, layout_desc.dtypes
         try:
             if len(shapes) == 1:
@@ -112,18 +178,28 @@ def key_bytes(key: ObjectKey) -> bytes:
 
 
 def build(given: dict[str, object]) -> SerdeProcessor:
-    """The serde of these settings (`kvq_runtime/lmcache/chunk.py`). Raises what `chunk.read_settings` does."""
+    """The serde of these settings (`kvq_runtime/lmcache/chunk.py`). Raises what `chunk.read_settings` does, and
+    ValueError for a recipe that the adapter, or the server, does not serve."""
     found = chunk.read_settings(given)
     recipe = found.source.recipe
     bits = source.bits(recipe, found.geometry or chunk.typical(found.head_size))
-    logger.info("kvq: %s, %.4g bits per element", recipe.name, bits)
+    what = "coded at rest" if chunk.coded(recipe) else f"{bits:.4g} bits per element"
+    logger.info("kvq: %s, %s", recipe.name, what)
     if torch_device_type == "cpu":
         _say(
             "no GPU here; vLLM on a CPU has pages in an order that LMCache takes for another: a recipe by channel or "
             "an artifact is wrong for it, and any other loses more than it states"
         )
     chunks, adapter = Chunks(found), _made.__dict__.pop("last", lambda: None)
-    return AsyncSerdeProcessor(KVQSerializer(chunks), KVQDeserializer(chunks, adapter), max_workers=found.workers)
+    if chunk.sizes_differ(recipe) and not isinstance(adapter(), Files):
+        raise ValueError(
+            f'serde "kvq": chunks of {recipe.name} have different sizes, which kvq\'s plugin alone reads, from files: '
+            '{"type": "plugin", ..., "adapter_params": {"type": "fs", ...}}'
+        )
+    starts = Starts() if "positions" in recipe.needs else None
+    return AsyncSerdeProcessor(
+        KVQSerializer(chunks, starts), KVQDeserializer(chunks, adapter), max_workers=found.workers
+    )
 
 
 def _codec(chunks: Chunks, tensor: torch.Tensor, key: ObjectKey) -> ChunkCodec:

@@ -190,6 +190,11 @@ class BlockFormat:
         plain = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.specs(number).values())
         return plain + sum(self.longest(number).values())
 
+    def file_bytes(self, link: Link) -> int:
+        """Bytes of the file of a block in which nothing is coded, nor beyond."""
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in self.specs(link.number).items()}
+        return len(safetensors.torch.save(tensors, {"kvq": strict_json.dumps(_about(link) | {"content": "0" * 64})}))
+
     def usual(self) -> int:
         """Bytes that no block's file exceeds in which nothing is beyond."""
         return self.data_bytes(0) + 200 * (len(self._packed) + 1) + 1024 + 12 * self.recipe.window.block

@@ -15,6 +15,7 @@ digits of 8 bits, which every dtype holds exactly.
 B = pages of the cache · P pages in a row · N = tokens of a page · H KV heads · D head size · X = H · N · 2 · D.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,6 @@ from torch import Tensor
 from kvq_runtime.attention import fused
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.kernel_order import KernelOrder
-from kvq_runtime.engines.fields import Field, laid_out
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.constant import lasting
@@ -36,6 +36,25 @@ Fields = dict[str, Tensor]
 ALIGNED = 16  # tokens of a page, of which its fields begin at multiples of 16 bytes
 DIGIT = 256  # bfloat16 has every whole number up to it
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # keys and values [T, H, D], cache, slots int64 [T]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a page, of keys (0) or values (1): bytes `start` to `stop`."""
+
+    role: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, raw_BX: Tensor) -> Tensor:
+        """The field of all pages, [B, *shape], a view."""
+        return raw_BX[..., self.start : self.stop].view(self.dtype).unflatten(-1, self.shape)
 
 
 @dataclass(frozen=True)
@@ -85,8 +104,10 @@ def page_of(
     for place, role in enumerate(ROLES):
         encoded, order = recipe.scheme(layer, role).fields(tokens, geometry, dtype), orders.get(role)
         stored = encoded if order is None else order.specs(encoded)
-        listed.extend(Field(layer, place, name, tuple(shape), kind) for name, (shape, kind) in stored.items())
-    fields, word = laid_out(listed), dtype.itemsize
+        listed.extend(Field(place, name, tuple(shape), kind) for name, (shape, kind) in stored.items())
+    fields, word = list[Field](), dtype.itemsize
+    for one in sorted(listed, key=lambda one: -one.dtype.itemsize):  # wide elements first: each may begin where it does
+        fields.append(replace(one, start=fields[-1].stop if fields else 0))
     return Page(tokens, -(-fields[-1].stop // (tokens * word)) * word, tuple(fields), orders)
 
 

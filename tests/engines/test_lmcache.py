@@ -10,7 +10,10 @@ import pytest
 
 pytest.importorskip("lmcache", reason="LMCache is in an environment of its own: make test-lmcache")
 
+import stores
 import torch
+from lmcache.v1.mp_observability import event_bus
+from lmcache.v1.mp_observability.event import Event, EventType
 from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import get_layout_desc
 from lmcache.v1.multiprocess.transfer_context import (
     compute_kv_layout,
@@ -19,17 +22,17 @@ from lmcache.v1.multiprocess.transfer_context import (
 )
 from lmcache.v1.platform.devices.cpu import cache_context
 
-from benchmarks.lmcache_chunks import Tier, keys
+from benchmarks.lmcache_chunks import PLUGIN, Tier, keys
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.lmcache.chunk import HEADER
 from kvq_runtime.recipe import preset
 
 ROOT = Path(__file__).parents[2]
 SIZE = Geometry(6, 2, 64)  # the embedded model's
 SHAPE = (2, SIZE.layers, 256, SIZE.width)
 NAMES = keys("a text", 3)
+FRAME = 1400  # bytes of a chunk of two blocks beside their fields, at most
 STORE = """
 import json, sys, torch
 from pathlib import Path
@@ -83,12 +86,59 @@ def test_another_process_loads_what_one_has_stored(recipe: str, bits: float, tmp
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run([sys.executable, "-c", STORE, *given], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {file.stat().st_size for file in files(tmp_path)} == {HEADER + torch.Size(SHAPE).numel() * bits / 8}
+    (size,) = {file.stat().st_size for file in files(tmp_path)}
+    assert 0 < size - torch.Size(SHAPE).numel() * bits / 8 < FRAME
     with Tier(tmp_path, serde(recipe)) as tier:
         loaded = tier.get(NAMES, chunks()[0])
     assert len(loaded) == len(NAMES)
     for one, chunk in zip(loaded, chunks(), strict=True):
         assert torch.equal(one, decoded(recipe, chunk))
+
+
+@pytest.mark.parametrize("recipe", ["exact-coded", "aqua-2bit"])
+def test_chunks_that_are_coded_or_know_their_place_are_what_a_prefix_is(recipe: str, tmp_path: Path):
+    """Their files are shorter than the room that LMCache has for them; those of a text's first tokens have sinks."""
+    (tmp_path / "files").mkdir()
+    given = serde(stores.aqua(tmp_path) if recipe == "aqua-2bit" else recipe)
+    rows_2LTHD = stores.rows(256 * len(NAMES))
+    text = [chunk.flatten(3).contiguous() for chunk in rows_2LTHD.split(256, 2)]
+    with Tier(tmp_path / "files", given) as tier:
+        tier.put(NAMES, text)
+    assert all(file.stat().st_size < text[0].nbytes * 0.7 for file in files(tmp_path / "files"))
+    with Tier(tmp_path / "files", given) as tier:
+        loaded = tier.get(NAMES, text[0])
+    wanted = stores.decoded(given["cache"], stores.ids(256 * len(NAMES)), rows_2LTHD)
+    assert torch.equal(torch.cat(loaded, 2), wanted.flatten(3))
+
+
+def test_a_chunk_is_kept_only_if_it_is_said_where_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """By what is stored, or by what a prompt is looked up for."""
+    (tmp_path / "files").mkdir()
+    with Tier(tmp_path / "files", serde(stores.aqua(tmp_path))) as tier:
+        tier.put(keys("said", 3), chunks(), told=False, stored=False)
+        assert len(tier.get(keys("said", 3), chunks()[0])) == 3  # from LMCache's memory
+        hashes = [name.chunk_hash for name in NAMES]
+        looked_up = Event(EventType.MP_LOOKUP, metadata={"chunk_hashes": hashes, "chunk_size": 256})
+        event_bus.get_event_bus().publish(looked_up)
+        tier.put(NAMES, chunks(), told=False)
+    assert len(files(tmp_path / "files")) == len(NAMES)
+    said = [record.message for record in caplog.records if record.name == "lmcache.kvq"]
+    assert sum("does not say where it begins; such chunks are not kept" in line for line in said) == 1
+
+
+def test_what_the_server_or_its_adapter_does_not_serve_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    memory = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1}
+    monkeypatch.setattr(
+        "benchmarks.lmcache_chunks.adapter", lambda _, given: PLUGIN | {"adapter_params": memory, "serde": given}
+    )
+    with pytest.raises(ValueError, match="chunks of exact-coded have different sizes, .* from files"):
+        Tier(tmp_path, serde("exact-coded"))
+    monkeypatch.undo()
+    given = serde(stores.aqua(tmp_path))
+    bus = event_bus.EventBus(event_bus.EventBusConfig(enabled=False))
+    monkeypatch.setattr("kvq_runtime.lmcache.plugin.get_event_bus", lambda: bus)
+    with pytest.raises(ValueError, match="start it without --disable-observability"):
+        Tier(tmp_path, given)
 
 
 def test_a_damaged_chunk_is_a_miss_and_is_written_again(tmp_path: Path):
@@ -175,7 +225,8 @@ def test_pages_of_every_layout_come_back(name: str, driven: str, tmp_path: Path,
         made = [chunk.reshape(stated) for chunk in made]
     with Tier(tmp_path, serde("kivi-2bit")) as tier:
         tier.put(NAMES, made)
-    assert {file.stat().st_size for file in files(tmp_path)} == {HEADER + torch.Size(SHAPE).numel() * 3 / 8}
+    (size,) = {file.stat().st_size for file in files(tmp_path)}
+    assert 0 < size - torch.Size(SHAPE).numel() * 3 / 8 < FRAME
     with Tier(tmp_path, serde("kivi-2bit")) as tier:
         loaded = tier.get(NAMES, made[0])
     assert len(loaded) == len(NAMES)

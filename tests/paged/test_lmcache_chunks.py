@@ -1,12 +1,15 @@
-"""Chunks as LMCache hands them out, without LMCache: the codec's numbers, the recipe's bytes, no damaged ones."""
+"""Chunks as LMCache hands them out, without LMCache: a prefix's blocks, the recipe's bytes, no damaged ones."""
 
 import json
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import feeding
+import fitted
+import kept_blocks
 import mutate
 import pytest
 import safetensors.torch
@@ -21,13 +24,15 @@ from kvq_runtime.codec.codec import Context
 from kvq_runtime.engines.source import Source
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.lmcache import chunk as chunk_file
-from kvq_runtime.lmcache.chunk import HEADER, LMCACHE, ChunkCodec, Chunks, Settings, read_settings
+from kvq_runtime.lmcache.chunk import LMCACHE, ChunkCodec, Chunks, Settings, read_settings, sizes_differ
+from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.recipe import preset
+from kvq_runtime.store.promise import Check, Promise
 
 SIZE = Geometry(2, 2, 32)
 TOKENS = 64
 KEY = b"a chunk"
+FRAME = 700  # bytes of a block's file beside its fields, at most
 RECIPES = [
     "exact", "rtn-2bit", "quarot-2bit", "higgs-2bit", "higgs-head-3bit", "turboquant-3bit", "lloyd-1bit", "polar-3bit",
     "trellis-head-2bit", "lloyd-3bit+value.quantize.bits=2", "oscar-2bit", "wush-higgs-2bit",
@@ -47,15 +52,16 @@ def _codec(name: str, tokens: int = TOKENS, size: Geometry = SIZE, seed: int = 0
     return ChunkCodec(recipe, size, _tensors(name, size, seed), tokens, dtype)
 
 
-def _kept(codec: ChunkCodec, chunk: Tensor, key: bytes = KEY) -> Tensor:
+def _kept(codec: ChunkCodec, chunk: Tensor, key: bytes = KEY, start: int = 0) -> Tensor:
     data = torch.zeros(codec.bytes, dtype=torch.uint8)
-    assert codec.encode(chunk, key, data) == codec.bytes
-    return data
+    size = codec.encode(chunk, key, data, start)
+    assert size == codec.bytes or (size < codec.bytes and sizes_differ(codec.recipe))
+    return data[:size]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_chunk_is_what_its_blocks_are(name: str):
-    """Encoded and decoded by each layer's codecs as they are; in the bytes that the recipe states, and a header."""
+    """Encoded and decoded by each layer's codecs as they are; in the bytes that the recipe states, and headers."""
     codec, recipe = _codec(name), recipe_text.read(name)
     chunk = torch.randn(codec.shape_2LTC).to(codec.dtype)
     data = _kept(codec, chunk)
@@ -69,7 +75,51 @@ def test_a_chunk_is_what_its_blocks_are(name: str):
             wanted = one.restore(one.decode(fields, Context()), Context())
             assert torch.equal(found[role, layer], wanted.flatten(0, 1).to(codec.dtype))
             bits += one.bits(codec.dtype) * TOKENS * SIZE.width
-    assert len(data) - HEADER == bits / 8
+    assert bits / 8 < len(data) < bits / 8 + FRAME * TOKENS / block
+
+
+PLACED = ("aqua-2bit", "exact-coded", "exact-pre", "mean-higgs-2bit", "rest-1bit", "squat-pre-2bit", "svdq-2bit")
+
+
+@pytest.mark.parametrize("name", kept_blocks.each(PLACED))
+def test_a_chunk_that_knows_its_place_is_what_a_prefix_has_there(name: str):
+    """Before RoPE, across layers, coded: of the text's first tokens, some of which stay exact, and of later ones."""
+    kept = kept_blocks.store(name=name)
+    size = 2 * kept.block
+    tokens, (keys, values) = kept_blocks.ids(3 * size), kept_blocks.rows(3 * size)
+    assert kept.put(tokens, keys, values) == 3 * size
+    recipe, geometry = kept.format.recipe, kept.format.geometry
+    codec = ChunkCodec(recipe, geometry, fitted.tensors(recipe, geometry), size, torch.bfloat16, feeding.rotary())
+    chunks = torch.stack([torch.stack(keys), torch.stack(values)]).flatten(3).split(size, 2)
+    for number, chunk in enumerate(chunks):
+        out = torch.empty_like(chunk)
+        start = number * size if "positions" in recipe.needs else 0
+        data = _kept(codec, chunk.contiguous(), start=start)
+        codec.decode(data, KEY, out)
+        blocks = kept.load(tokens)[2 * number : 2 * number + 2]
+        for layer, *pair in kept.decode(blocks, start=number * size):
+            for role, x_THD in enumerate(pair):
+                assert torch.equal(out[role, layer], x_THD.flatten(1)), (number, layer, role)
+    if "positions" in recipe.needs:
+        with pytest.raises(ValueError, match=f"start=1; {name} encodes blocks of {kept.block} tokens"):
+            _kept(codec, chunks[0].contiguous(), start=1)
+
+
+def test_tokens_beyond_a_promise_are_kept_beside_their_codes():
+    """As in a prefix's files; not a chunk of which nearly all are, which would take more than 16 bits."""
+    recipe, size = feeding.RECIPES["aqua-2bit"], feeding.GEOMETRY
+    given = recipe, size, fitted.tensors(recipe, size), 2 * recipe.window.block, torch.bfloat16, feeding.rotary()
+    nothing, sites = Promise(1.0, 8, (0.0,) * 4), [(layer, role) for layer in range(size.layers) for role in (0, 1)]
+    plain, some, all_of = (ChunkCodec(*given, Check({site: nothing for site in few})) for few in ([], [(1, 0)], sites))
+    chunk = torch.randn(some.shape_2LTC).bfloat16()
+    out = torch.empty_like(chunk)
+    data = _kept(some, chunk, start=64)
+    some.decode(data, KEY, out)
+    assert len(data) > len(_kept(plain, chunk, start=64))
+    torch.testing.assert_close(out[0, 1], chunk[0, 1])  # but for RoPE undone and redone
+    assert (out[1, 1] - chunk[1, 1]).norm() > 0.1 * chunk[1, 1].norm()
+    with pytest.raises(ValueError, match=r"a chunk takes more than \d+ bytes; nothing is kept of it"):
+        _kept(all_of, chunk, start=64)
 
 
 def test_chunks_are_told_from_all_others():
@@ -78,17 +128,19 @@ def test_chunks_are_told_from_all_others():
     chunk = torch.randn(codec.shape_2LTC).to(codec.dtype)
     data = _kept(codec, chunk)
     out = torch.full_like(chunk, 7.0)
-    for place in [*range(HEADER), HEADER, len(data) // 2, len(data) - 1]:
+    for place in [*range(100), len(data) // 2, len(data) - 1]:
         damaged = data.clone()
         damaged[place] ^= 1 << place % 8
-        with pytest.raises(ArtifactError, match="computed again"):
+        with pytest.raises(ArtifactError, match=r"^(header|size|chain|tensors|content): "):
             codec.decode(damaged, KEY, out)
     with pytest.raises(ArtifactError, match="size: .* cut off"):
         codec.decode(data[:-1], KEY, out)
-    with pytest.raises(ArtifactError, match="of another key"):
+    with pytest.raises(ArtifactError, match="header: this is no chunk"):
+        codec.decode(data[:9], KEY, out)
+    with pytest.raises(ArtifactError, match="chain: the file is of another place"):
         codec.decode(data, b"another chunk", out)
     for other in (_codec("oscar-2bit", seed=1), _codec("oscar-output-2bit"), _codec("wush-2bit")):
-        with pytest.raises(ArtifactError, match="made by: another recipe"):
+        with pytest.raises(ArtifactError, match="chain: the file is of another place"):
             other.decode(torch.cat([data, data]), KEY, out)
     assert bool((out == 7.0).all())
     codec.decode(torch.cat([data, data]), KEY, out)  # what is behind it does not matter
@@ -97,22 +149,25 @@ def test_chunks_are_told_from_all_others():
     assert torch.equal(found, out)
 
 
-def _sealed(codec: ChunkCodec, data: Tensor) -> Tensor:
-    """A chunk with its digest made again, as whoever may write to a tier can."""
-    header = data[: chunk_file._SUM.start].numpy().tobytes()
-    data[chunk_file._SUM] = chunk_file._bytes(chunk_file._sum(header, KEY, data[HEADER : codec.bytes]))
-    return data
+def _altered(codec: ChunkCodec, data: Tensor, alter: Callable[[Block], None]) -> Tensor:
+    """A chunk with its digests made again, as whoever may write to a tier can."""
+    first, blocks = codec._blocks(memoryview(data.numpy()), KEY)
+    alter(blocks[-1])
+    return torch.frombuffer(codec._framed(blocks, KEY, first), dtype=torch.uint8)
+
+
+def _scales(block: Block, layer: int, role: int) -> list[Tensor]:
+    return [field for field in block.fields[layer][role].values() if field.is_floating_point()]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_chunk_with_a_scale_that_is_not_finite_is_not_decoded(value):
     codec = _codec("rtn-2bit")
     chunk = torch.randn(codec.shape_2LTC).to(codec.dtype)
-    data, out = _kept(codec, chunk), torch.full_like(chunk, 7.0)
-    scale = next(field for field in codec._fields if field.dtype.is_floating_point)
-    data[scale.start : scale.stop].view(scale.dtype)[1] = value
-    with pytest.raises(ArtifactError, match=f"finite: {scale.name} of layer {scale.layer} has NaN or infinity"):
-        codec.decode(_sealed(codec, data), KEY, out)
+    out = torch.full_like(chunk, 7.0)
+    data = _altered(codec, _kept(codec, chunk), lambda block: _scales(block, 0, 0)[0].view(-1)[1:2].fill_(value))
+    with pytest.raises(ArtifactError, match=r"finite: packed\.float16 has NaN or infinity"):
+        codec.decode(data, KEY, out)
     assert bool((out == 7.0).all())
 
 
@@ -121,34 +176,39 @@ def test_a_chunk_with_a_scale_that_overflows_is_not_decoded(name):
     """A finite scale, of the last layer's values: nothing of the layers before it is written either."""
     codec = _codec(name, dtype=torch.float16)
     chunk = torch.randn(codec.shape_2LTC).to(codec.dtype)
-    data, out = _kept(codec, chunk), torch.full_like(chunk, 7.0)
-    for field in (
-        field for field in codec._fields if field.dtype.is_floating_point and (field.layer, field.role) == (1, 1)
-    ):
-        data[field.start : field.stop].view(field.dtype)[:] = torch.finfo(field.dtype).max
+
+    def alter(block: Block) -> None:
+        for scale in _scales(block, 1, 1):
+            scale.fill_(torch.finfo(scale.dtype).max)
+
+    data, out = _altered(codec, _kept(codec, chunk), alter), torch.full_like(chunk, 7.0)
     with pytest.raises(ArtifactError, match="finite: layer 1 decodes to NaN or infinity"):
-        codec.decode(_sealed(codec, data), KEY, out)
+        codec.decode(data, KEY, out)
     assert bool((out == 7.0).all())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_no_mutant_of_a_chunk_decodes_to_what_is_not_finite(dtype):
-    """300 changes of bytes, half with the digest made again: refused, the same, or finite numbers."""
-    codecs = [_codec(name, dtype=dtype) for name in RECIPES]
+    """300 changes of bytes, half with the digests made again: refused, the same, or finite numbers."""
+    codecs = [_codec(name, dtype=dtype) for name in (*RECIPES, "exact-coded")]
     kept = [_kept(codec, torch.randn(codec.shape_2LTC).to(codec.dtype)) for codec in codecs]
     counts = Counter()
     for number in range(300):
         draw = random.Random(number)
         place = draw.randrange(len(codecs))
         codec, good = codecs[place], kept[place]
-        if number % 2:
-            data = good.clone()
-            start = draw.randrange(HEADER, len(data))
+
+        def alter(block: Block, draw=draw) -> None:
+            fields = block.fields[draw.randrange(2)][draw.randrange(2)]
+            bytes_X = fields[draw.choice(sorted(fields))].view(-1).view(torch.uint8)
+            start = draw.randrange(len(bytes_X))
             fill = draw.choice((b"\x00\x7c", b"\xff\x7b", b"\x80\x7f", b"\xff", draw.randbytes(8))) * 400
-            stop = min(len(data), start + draw.choice((1, 8, 400)))
-            data[start:stop] = torch.frombuffer(bytearray(fill[: stop - start]), dtype=torch.uint8)
-            data = _sealed(codec, data)
+            stop = min(len(bytes_X), start + draw.choice((1, 8, 400)))
+            bytes_X[start:stop] = torch.frombuffer(bytearray(fill[: stop - start]), dtype=torch.uint8)
+
+        if number % 2:
+            data = _altered(codec, good, alter)
         else:
             data = mutate.some_bytes(good.numpy().tobytes(), kept[place - 1].numpy().tobytes(), draw)
             data = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
@@ -159,7 +219,7 @@ def test_no_mutant_of_a_chunk_decodes_to_what_is_not_finite(dtype):
             counts["refused"] += 1
             assert bool((out == 7.0).all()), number
             continue
-        same = torch.equal(data[: codec.bytes], good)
+        same = torch.equal(data[: len(good)], good)
         counts["same" if same else "decoded"] += 1
         assert same or number % 2, "bytes were changed, and the digest did not tell"
         assert bool(out.isfinite().all()), f"{number}: {codec.recipe.name}"
@@ -176,17 +236,9 @@ def test_what_is_not_finite_is_not_kept():
         _kept(codec, chunk[:, :1])
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("aqua-2bit", "before RoPE"), ("mean-higgs-2bit", "before RoPE"), ("svdq-3bit-v4", "before RoPE"),
-        ("mean-lloyd-3bit-post", "mean turns"), ("aqua-2bit+position=post", "mean turns"),
-        ("polar-online", "waits for a"),
-    ],
-)  # fmt: skip
-def test_what_needs_positions_is_refused_with_the_nearest_that_does_not(name: str, reason: str):
-    with pytest.raises(ValueError, match=reason) as refused:
-        LMCACHE.check(recipe := recipe_text.read(name), Geometry(28, 4, 128))
+def test_what_waits_for_a_prompt_is_refused_with_the_nearest_that_does_not():
+    with pytest.raises(ValueError, match="waits for a") as refused:
+        LMCACHE.check(recipe := recipe_text.read("polar-online"), Geometry(28, 4, 128))
     assert f"LMCache's chunks cannot be kept by {recipe.name}: " in str(refused.value)
     near = str(refused.value).partition("keep them by is ")[2].partition(",")[0]
     LMCACHE.check(preset(near), Geometry(28, 4, 128))
@@ -224,7 +276,7 @@ def test_each_worker_keeps_its_own_heads():
         own.decode(_kept(own, part.contiguous()), KEY, parts[-1])
     torch.testing.assert_close(torch.cat(parts, -1), wanted)
     one, other = (chunks.codec((2, 2, TOKENS, whole.width // 2), torch.float32, rank, 2) for rank in range(2))
-    with pytest.raises(ArtifactError, match="made by"):
+    with pytest.raises(ArtifactError, match="chain: "):
         other.decode(_kept(one, chunk[..., : whole.width // 2].contiguous()), KEY, torch.empty_like(parts[0]))
 
 
@@ -295,6 +347,8 @@ def test_settings_are_checked_before_anything_is_served(demo_model: Path, tmp_pa
     demo = str(demo_model)
     assert read_settings({"cache": "lloyd-3bit", "model": demo}).geometry == Geometry(6, 2, 64)
     assert read_settings({"cache": "lloyd-3bit", "head_size": 64, "workers": 2}).workers == 2
+    turned = read_settings({"cache": "exact-pre", "model": demo}).rotary
+    assert turned is not None and len(turned.frequencies_K) == 32
     config = json.loads((demo_model / "config.json").read_text())
     weights = safetensors.torch.load_file(demo_model / "model.safetensors")
     ours = fingerprint.from_config(config, lambda n, name: weights[f"model.layers.{n}.self_attn.{name}.weight"])
@@ -309,6 +363,7 @@ def test_settings_are_checked_before_anything_is_served(demo_model: Path, tmp_pa
         ({"cache": "lloyd-3bit", "model": demo, "head_size": 64}, "one of them"),
         ({"cache": "lloyd-3bit", "modle": demo}, r"unknown settings \['modle'\]"),
         ({"cache": "lloyd-3bit", "head_size": "64"}, "head_size='64'; give a whole number"),
+        ({"cache": "exact-pre", "head_size": 64}, 'exact-pre undoes RoPE; give "model"'),
         ({"cache": 3, "model": demo}, "cache=3; give text"), ({"cache": path, "head_size": 64}, "an artifact is"),
         ({"cache": "no-such-name", "model": demo}, "no-such-name"), ({"cache": "oscar-2bit", "model": demo}, "fitted"),
         ({"cache": "lloyd-3bit", "model": "no/such"}, "no config.json of no/such"),
