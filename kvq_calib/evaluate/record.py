@@ -194,8 +194,11 @@ class _Work:
     ) -> dict[str, dict[str, Any]]:
         """Measure each subject; return the records by digest."""
         tokens_BT, files = batch.tokens_BT, self.files
+        stream = Stream(files, self.device, self.dtype)
+        for one in left.values():
+            CountedCache(one.recipe, stream.blank, one.tensors, one.check)  # what it refuses, before weights are read
         found = self._scores(tokens_BT, left, self.protocol.protocols)
-        layers = self._errors(Stream(files, self.device, self.dtype), tokens_BT, left)
+        layers = self._errors(stream, tokens_BT, left)
         about, corpus = _protocol(files, batch, self.protocol, others), batch.description["corpus_digest"]
         records = {}
         for digest, subject in left.items():

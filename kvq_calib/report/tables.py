@@ -151,7 +151,7 @@ def decoded(part: measured.Part) -> str:
     """Write the share of what queries read that was decoded."""
     shares = part.decoded
     if shares is None:
-        return "not counted: queries choose what they read"
+        return "not counted: queries are hidden, or choose what they read"
     if shares == measured.NOT_COUNTED:
         return "not counted"
     gone = f", {shares.unread:.0%} not held" if shares.unread else ""

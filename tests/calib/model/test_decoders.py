@@ -359,6 +359,19 @@ def test_recipes_that_read_queries_need_attention_that_takes_a_function(folders)
     assert plans.check(preset("aqua-snapkv-2bit"), other).name == "aqua-snapkv-2bit"
 
 
+@pytest.mark.parametrize("kind, name, why", [
+    ("bloom", "oscar-2bit", "is fitted to queries or outputs of heads, but of .* attends by code of its own"),
+    ("jetmoe", "oscar-2bit", "is fitted to queries .* keys and values that JetMoeDecoderLayer changes behind a cache"),
+    ("jetmoe", "aqua-snapkv-2bit", "needs queries or weights .* that JetMoeDecoderLayer changes behind a cache"),
+    ("gpt_oss", "aqua-snapkv-2bit", "needs queries or weights .* this model's learned sinks take a share"),
+    ("bloom", "aqua-2bit", "undoes RoPE, but of .*as zipcache-2bit"),
+])  # fmt: skip
+def test_what_needs_queries_that_are_hidden_is_refused_when_it_is_planned(kind, name, why, folders):
+    files = models.resolve(folders(kind))
+    with pytest.raises(ValueError, match=why):
+        plans.check(preset(name), files)
+
+
 def test_the_table_has_them_all():
     assert {kind for kind, cells in ROWS.items() if cells[2] == "no"} == REFUSED.keys()
 
