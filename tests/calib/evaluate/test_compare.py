@@ -158,8 +158,9 @@ def test_what_chooses_bits_is_named_like_a_recipe(model, tmp_path, monkeypatch, 
 
 def shaped(*shape: int, **more: Any) -> Any:
     """What is asked of a model by which recipes suit it."""
-    plain = {"id": "a model", "rope_refusal": None, "joined": None, "shares": False, "attending": range(shape[0])}
-    return SimpleNamespace(geometry=Geometry(*shape), architecture="LlamaForCausalLM", **plain | more)
+    plain = {"id": "a model", "rope_refusal": None, "joined": None, "shares": False, "hidden_queries": None}
+    plain |= {"attending": range(shape[0]), "architecture": "LlamaForCausalLM"}
+    return SimpleNamespace(geometry=Geometry(*shape), **plain | more)
 
 
 def test_every_family_is_represented_by_default():
@@ -186,6 +187,7 @@ def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name
 @pytest.mark.parametrize("more, name, why", [
     ({"rope_refusal": "layer 2 (smollm3) has no RoPE"}, "aqua-2bit", "undoes RoPE, but of a model layer 2"),
     ({"joined": "latents"}, "squat-2bit", "is fitted to queries or outputs of heads"),
+    ({"hidden_queries": "its attention adds"}, "squat-2bit", "outputs of heads, but of a model its attention adds"),
     ({"shares": True}, "h2o", "reads what a cache has decoded: it has layers that share"),
     ({"attending": [1, 3, 5]}, "aqua-metric-0.25bit-vocab", "stores the first layer by token"),
 ])  # fmt: skip
