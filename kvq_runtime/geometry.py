@@ -18,8 +18,9 @@ POOLED = "compressed_sparse_attention"  # of those that cache one entry for `rat
 INDEXED = ("indexed_attention", BLOCKS, POOLED)  # of all whose queries read what is chosen by keys of an indexer
 # types of layers that cache all tokens: the second in files of Granite 4, the third recur too
 WHOLE = ("full_attention", "attention", "hybrid", *INDEXED)
+HEAVY = "heavily_compressed_attention"  # of those that cache such entries too, of so many tokens that they stay 16-bit
 # of those to the newest: of a window, of a chunk (Llama 4); the last recur too
-SLIDES = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+SLIDES = ("sliding_attention", "chunked_attention", HEAVY, "hybrid_sliding")
 MIMO, LONGCAT = "mimo_v2_flash", "longcat_flash"
 LATENTS = "latents"  # of multi-head latent attention (MLA)
 ENTRIES = "entries of several tokens"  # of layers of type POOLED
@@ -72,8 +73,9 @@ class Geometry:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Its numbers as artifacts and kept prefixes have them, which are of tokens."""
-        return {"layers": self.layers, "kv_heads": self.kv_heads, "head_size": self.head_size}
+        """Its numbers as artifacts and kept prefixes have them; of tokens, unless they say the rate."""
+        rate = {"rate": self.rate} if self.rate > 1 else {}
+        return {"layers": self.layers, "kv_heads": self.kv_heads, "head_size": self.head_size} | rate
 
     @property
     def width(self) -> int:
@@ -181,46 +183,47 @@ NONE_SLIDE = Sliding()
 class Pooling(Sliding):
     """The same of DeepSeek V4: a window in every layer, and what stands beside the entries that are compressed.
 
-    shared   of the layers, those whose windows are keys and values at once: those with entries
-    lists    (channels, tokens of an entry, entries that a token goes into, whether they are held here) of each list of
-             entries: a layer's own, its indexer's
+    sparse, heavy      of the layers, those whose entries are compressed, and those whose are not; windows of both are
+                       keys and values at once
+    rate, heavy_rate   tokens of an entry of theirs, at least 1
+    index              channels of an entry of an indexer, which sparse layers have
     """
 
-    shared: int = 0
-    lists: tuple[tuple[int, int, int, bool], ...] = ()
+    sparse: int = 0
+    heavy: int = 0
+    rate: int = 1
+    heavy_rate: int = 1
+    index: int = 0
 
     @staticmethod
     def of(config: Mapping[str, Any], rates: Mapping[str, int]) -> "Pooling":
         """That of a configuration, by the tokens of an entry of each type of layer."""
-        count, size, lists = config["num_hidden_layers"], config["head_dim"], []
-        kinds = [kind for kind in (_kinds(config) or ())[:count] if kind in rates]
-        for kind in kinds:
-            lists += [(size, rates[kind], 1 + (kind == POOLED), kind != POOLED)]
-            lists += [(config["index_head_dim"], rates[kind], 2, True)] if kind == POOLED else []
-        return Pooling(count, size, config["sliding_window"], 0, len(kinds), tuple(lists))
+        count = config["num_hidden_layers"]
+        kinds: list[Any] = [*(_kinds(config) or ())][:count]
+        own = kinds.count(POOLED), kinds.count(HEAVY), rates.get(POOLED, 1), rates.get(HEAVY, 1)
+        return Pooling(count, config["head_dim"], config["sliding_window"], 0, *own, config.get("index_head_dim") or 0)
 
     def bytes(self, tokens: int) -> int:
         """The same. Of tokens that are yet to make an entry, and of those of the last one that go into the next, a row
         and a gate are held, which is in 32 bits there."""
-        found = super().bytes(tokens) - 2 * self.shared * self.width * min(tokens, self.window)
-        for size, rate, into, held in self.lists:
-            found += 4 * into * size * ((tokens - 1) % rate + 1)
-            found += 6 * size * rate if into == 2 and tokens >= rate else 0
-            found += 2 * size * (tokens // rate) if held else 0
-        return found
+        channels, far = self.sparse * (self.width + self.index), self.heavy * self.width  # of entries in all layers
+        found = super().bytes(tokens) - 2 * (self.sparse + self.heavy) * self.width * min(tokens, self.window)
+        found += 8 * channels * ((tokens - 1) % self.rate + 1) + 4 * far * ((tokens - 1) % self.heavy_rate + 1)
+        found += 6 * channels * self.rate if tokens >= self.rate else 0
+        return found + 2 * self.sparse * self.index * (tokens // self.rate) + 2 * far * (tokens // self.heavy_rate)
 
 
 def _kinds(config: Mapping[str, Any]) -> Any:
     """The types of layers, which files of DeepSeek V4 say by the tokens of an entry."""
     ratios = config.get("compress_ratios")
-    named = {0: "sliding_attention", 4: POOLED, 128: "heavily_compressed_attention"}
+    named = {0: "sliding_attention", 4: POOLED, 128: HEAVY}
     return [named.get(one) for one in ratios] if isinstance(ratios, list) else config.get("layer_types")
 
 
 def _rates(config: Mapping[str, Any]) -> Mapping[str, int]:
     """The tokens of an entry by type of layer, of DeepSeek V4; none of others."""
     given = config.get("compress_rates")
-    fixed = {POOLED: 4, "heavily_compressed_attention": 128}
+    fixed = {POOLED: 4, HEAVY: 128}
     return given or (fixed if config.get("model_type") == "deepseek_v4" else {})
 
 

@@ -40,7 +40,7 @@ from kvq_calib.model.attention import ASKING, answered, asks, hidden_queries
 from kvq_runtime.geometry import SLAB, WHOLE, owners
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf import attention as packed
-from kvq_runtime.hf.model import attention_modules, real_tokens, settings_of, visible
+from kvq_runtime.hf.model import attention_modules, geometry_of, real_tokens, settings_of, visible
 from kvq_runtime.ops.dense import PLAIN, Softmax, attention
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Pair
@@ -195,7 +195,7 @@ class FullCache(CountedCache):
         self, recipe: Recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None,
         check: Check | None = None, *, length: int,
     ):  # fmt: skip
-        super().__init__(encoding_all(recipe, length), model, tensors, check)
+        super().__init__(encoding_all(recipe, length // geometry_of(model).rate), model, tensors, check)
         self.blocks.encoder.together, self.blocks.decoder.keep = SLAB, False  # a layer is read once
         self.inner = "kvq"  # so that a layer takes keys and values in, and leaves it to `attend` to read them
         self.blocks.update = self._handed_out

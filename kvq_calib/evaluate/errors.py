@@ -122,12 +122,12 @@ class _Work:
         online: Any = recipe.policy("online")
         count = online.fit_tokens
         if count == "prompt":  # the pass in which a block is due, whole
-            count = next(
-                one.stop for one in attention.passes(max(tokens, first), self.step, self.prompt) if one.stop >= first
-            )
+            passes = attention.passes(max(tokens, first) * geometry.rate, self.step, self.prompt)
+            count = next(count for one in passes if (count := one.stop // geometry.rate) >= first)
         count = min(count, tokens)
 
         def queries(which: Queries) -> Tensor:
+            assert chunk.q is not None, "a fit to queries that are hidden"
             q_NTGD = chunk.q.unflatten(-1, (-1, geometry.head_size))
             return (q_NTGD if which == "after" else rope.unrotate(q_NTGD, *chunk.rope)).flatten(-2)[0, :count]
 

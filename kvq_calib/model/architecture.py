@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import (
 
 from kvq_calib.model.carried import Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty, split
-from kvq_runtime.artifact.fingerprint import FUSED, LATENT_PROJECTIONS
-from kvq_runtime.geometry import POOLED, SLIDES, WHOLE, attending, caching, owners, stretches
+from kvq_runtime.artifact.fingerprint import FUSED, ROW_PROJECTIONS
+from kvq_runtime.geometry import ENTRIES, SLIDES, WHOLE, attending, caching, joined, owners, stretches
 from kvq_runtime.hf.model import (
     CACHE,
     LISTED,
@@ -92,9 +92,9 @@ def refuses_function(config: "PreTrainedConfig", recipe: Recipe) -> str | None:
 
 def _check_attention(attend: Mapping[int, Any], layers: Sequence[int], id: str) -> None:
     """Refuse attention that a fingerprint does not know."""
-    named = *((name,) for name in FUSED), ("k_proj", "v_proj"), (*LATENT_PROJECTIONS.values(),)
+    named = *((name,) for name in FUSED), ("k_proj", "v_proj"), *(one.values() for one in ROW_PROJECTIONS.values())
     for n in layers:
-        if not any(all(hasattr(attend[n], name) for name in names) for names in named):
+        if not any(all(hasattr(attend[n], name.partition(".")[0]) for name in names) for names in named):
             raise ValueError(
                 f"{id}: {type(attend[n]).__name__} has no k_proj and v_proj, and no {', '.join(FUSED)}, by which an "
                 f"artifact knows its model; use a recipe that needs no fit; {LISTED}"
@@ -125,7 +125,8 @@ def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> No
     masks: list[Any] = [given.get("attention_mask") for given in calls]
     caching = [n for n in attend if n < owners(settings_of(text))]
     whole = [n for n in caching if masks[n] is None or bool(visible(masks[n][..., -1, 0]).all())]
-    if whole != list(decoder.attending) and own_code(decoder.whole) is None:  # of which masks may say the contrary
+    others = own_code(decoder.whole) or joined(settings_of(text)) == ENTRIES  # of which masks may say the contrary
+    if whole != list(decoder.attending) and not others:
         raise ValueError(
             f"{id}: by its configuration layers {_numbers(list(decoder.attending))} attend to every token, by its "
             f"masks {_numbers(whole) or 'none'}; {LISTED}"
@@ -144,7 +145,7 @@ def _check_cache(carried: Carried, under: Under, id: str) -> None:
 def _check_config(config: "PreTrainedConfig", id: str) -> None:
     """Refuse what the configuration says that calibration does not know."""
     kinds = getattr(config, "layer_types", None) or []
-    other = [n for n, kind in enumerate(kinds) if kind == POOLED or kind not in (*WHOLE, *SLIDES, *RECURRENT)]
+    other = [n for n, kind in enumerate(kinds) if kind not in (*WHOLE, *SLIDES, *RECURRENT)]
     if other:
         raise ValueError(
             f"{id}: layers {_numbers(other)} of {len(kinds)} are of type {kinds[other[0]]!s:.40}; calibration takes "

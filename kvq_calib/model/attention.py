@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from kvq_runtime.geometry import LATENTS, Geometry
+from kvq_runtime.geometry import ENTRIES, LATENTS, Geometry
 from kvq_runtime.geometry import joined as cached_as_one
 from kvq_runtime.hf.attention import halves, parts
 from kvq_runtime.hf.model import LISTED, attention_modules, indexed, own_code, settings_of
@@ -134,6 +134,7 @@ def expanded(attention: Any, what: str, heads: int, k_NSC: Tensor, v_NSC: Tensor
 def inputs(captured: Captured, tables: Pair, geometry: Geometry) -> AttentionInputs:
     """Apply RoPE to what a layer captured, queries included."""
     k, v, q = captured.k_NTC.float(), captured.v_NTC.float(), captured.q_NTC
+    tables = tables[0][:, : k.shape[1]], tables[1][:, : k.shape[1]]  # of as many entries, where these are cached
     turned_k = apply_rope(k, tables, geometry.kv_heads)
     turned_q = None if q is None else q.float()
     if turned_q is not None and not captured.expand:
@@ -212,6 +213,8 @@ def hidden_queries(model: Any) -> str | None:
     if getattr(config, "alibi", False):
         return "its attention adds to scores by distance"
     settings = settings_of(config)
+    if cached_as_one(settings) == ENTRIES:
+        return f"its attention reads {ENTRIES} beside tokens"
     if asks(model) or cached_as_one(settings) or indexed(model) or settings.get("num_kv_shared_layers"):
         return None
     return own_code(model) or of_model(attention_refusal, model, modules, preset("exact"))

@@ -2,15 +2,17 @@
 not know what is in it.
 
     [B, T, S · E + n · P]      S streams side by side, then the inputs by layer of the n layers that follow
-    [B, T, S · E + 2 K]        or the K tokens that the layer has chosen for each query, where others read the same
+    [B, T, S · E + b K]        or K whole numbers of b bytes: tokens that the layer has chosen for each query, where
+                               others read the same; or the token itself
     [B, T, S · E + E]          or the embeddings of the tokens
 
 Most models have one stream, their hidden states, and nothing behind. Gemma 3n has several (AltUp), of which the
-first goes through attention and MLP; so have Qwen 4 and HY 4 (hyper-connections), and LongCat Flash between the two
-attentions of a layer, whose experts are added after both. In Gemma 3n and Gemma 4's E2B and E4B, a token has an
-embedding for each layer, which that layer alone reads. Both are made under the first layer, of the token and its
-embedding. In GLM 5 some layers have no indexer, and read the tokens that the last one below has chosen: each is two
-numbers from 0 to 255, which every dtype holds. Zamba's layers that attend read the embeddings again.
+first goes through attention and MLP; so have Qwen 4, HY 4 and DeepSeek V4 (hyper-connections), and LongCat Flash
+between the two attentions of a layer, whose experts are added after both. In Gemma 3n and Gemma 4's E2B and E4B, a
+token has an embedding for each layer, which that layer alone reads. Both are made under the first layer, of the token
+and its embedding. In GLM 5 some layers have no indexer, and read the tokens that the last one below has chosen; in
+DeepSeek V4 some choose experts by the token. A byte is a number from 0 to 255, which every dtype holds. Zamba's layers
+that attend read the embeddings again.
 
 E = hidden width · P = width of an input by layer.
 """
@@ -27,15 +29,16 @@ from kvq_runtime.geometry import caching
 
 TABLE = "embed_tokens_per_layer"  # the decoder's table of inputs by layer
 EMBEDDINGS = "original_hidden_states"  # the argument by which layers are given the embeddings
+CHOSEN, TOKENS = "prev_topk_indices", "input_ids"  # those of what others have chosen, and of the tokens themselves
 
 
 @dataclass(frozen=True)
 class Carried:
-    """The parts of what is carried: `layers` of the model; `streams`, `inputs` and `chosen` as S, P and K above.
+    """The parts of what is carried: `layers` of the model; `streams`, `inputs`, `numbers`, `size` as S, P, K, b above.
 
     embedded   width of a row of the table of tokens: of OPT-350m half of E
     axis       of streams in what layers are given; None: they are side by side there too
-    chosen     at the most; 0: no layer reads what another has chosen
+    numbers    at the most; `named`: the argument by which layers are given them, "" if there are none
     again      whether layers are given the embeddings
     """
 
@@ -45,7 +48,9 @@ class Carried:
     streams: int = 1
     inputs: int = 0
     axis: int | None = None
-    chosen: int = 0
+    numbers: int = 0
+    size: int = 0
+    named: str = ""
     again: bool = False
 
     @staticmethod
@@ -55,32 +60,34 @@ class Carried:
         own = {axis: config.get(name) for name, axis in (("altup_num_inputs", 0), ("hc_mult", 2), ("hc_count", None))}
         own[None] = own[None] or caching(config)
         axis, streams = next(((axis, count) for axis, count in own.items() if count), (None, 1))
-        chosen = 0
-        if "shared" in (config.get("indexer_types") or ()):
-            chosen = config["index_topk"] + (config.get("index_kpool") or 1) - 1  # with the rest of an unfinished pool
+        whole = 0, 0, ""
+        if "shared" in (config.get("indexer_types") or ()):  # with the rest of an unfinished pool
+            whole = config["index_topk"] + (config.get("index_kpool") or 1) - 1, 2, CHOSEN
+        if "hash_moe" in (config.get("mlp_layer_types") or ()):
+            whole = 1, 3, TOKENS
         embedded, inputs = config.get("word_embed_proj_dim") or hidden, config.get("hidden_size_per_layer_input") or 0
         again = bool(config.get("attention_hidden_size"))  # of Zamba, twice E
-        return Carried(hidden, embedded, layers, streams, inputs, axis if streams > 1 else None, chosen, again)
+        return Carried(hidden, embedded, layers, streams, inputs, axis if streams > 1 else None, *whole, again)
 
     @property
     def width(self) -> int:
         """Numbers of a token under the first layer, where they are the most."""
-        return (self.streams + self.again) * self.hidden + self.layers * self.inputs + 2 * self.chosen
+        return (self.streams + self.again) * self.hidden + self.layers * self.inputs + self.size * self.numbers
 
-    def pack(self, h: Tensor, inputs: Sequence[Tensor], chosen_BTK: Tensor | None = None) -> Tensor:
+    def pack(self, h: Tensor, inputs: Sequence[Tensor], numbers_BTK: Tensor | None = None) -> Tensor:
         """One tensor of hidden states, [B, T, E], or of streams as layers are given them, and of what stands behind.
 
-        inputs       of layers to come, [B, T, P] each; or the embeddings alone, [B, T, E]
-        chosen_BTK   numbers of tokens, below 65,536
+        inputs        of layers to come, [B, T, P] each; or the embeddings alone, [B, T, E]
+        numbers_BTK   whole, of at most `size` bytes, the highest first
         """
         if self.axis is not None:
             h = h.movedim(self.axis, 2).flatten(2)
-        if chosen_BTK is not None:
-            if h.shape[1] > 1 << 16:
+        if numbers_BTK is not None:
+            if self.named == CHOSEN and h.shape[1] > 1 << 16:
                 raise ValueError(
                     f"sequences of {h.shape[1]} tokens; where layers share what they choose, use at most 65536"
                 )
-            inputs = [part.to(h.dtype) for part in (chosen_BTK // 256, chosen_BTK % 256)]
+            inputs = [(numbers_BTK // 256**n % 256).to(h.dtype) for n in reversed(range(self.size))]
         return torch.cat([h, *inputs], -1) if inputs else h
 
     def unpack(self, packed_BTE: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor | None]:
@@ -91,9 +98,10 @@ class Carried:
             h = packed_BTE
         if self.axis is not None:
             h = h.unflatten(-1, (self.streams, self.hidden)).movedim(2, self.axis).contiguous()
-        if self.chosen and behind.shape[-1]:
-            high, low = behind.detach().to(torch.int32).chunk(2, -1)
-            return h, (), 256 * high + low
+        if self.numbers and behind.shape[-1]:
+            parts = behind.detach().to(torch.int32).unflatten(-1, (self.size, -1))
+            weights_b = 256 ** torch.arange(self.size - 1, -1, -1, dtype=torch.int32, device=behind.device)
+            return h, (), (parts * weights_b[:, None]).sum(-2)
         return h, behind.split(self.hidden if self.again else self.inputs, -1) if behind.shape[-1] else (), None
 
     def mute(self, core: Any) -> None:

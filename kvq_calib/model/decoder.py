@@ -30,10 +30,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from kvq_calib.model.attention import hidden_queries
-from kvq_calib.model.carried import EMBEDDINGS, TABLE, Carried, blank
-from kvq_runtime.geometry import attending, caching
-from kvq_runtime.hf.attention import chosen, dense, halves
+from kvq_calib.model.attention import Rows, hidden_queries
+from kvq_calib.model.carried import EMBEDDINGS, TABLE, TOKENS, Carried, blank
+from kvq_runtime.geometry import ENTRIES, attending, caching, joined
+from kvq_runtime.hf.attention import chosen, dense, halves, pooled
 from kvq_runtime.hf.model import (
     CACHE,
     attention_of,
@@ -104,6 +104,18 @@ class Noted(DynamicCache):
         return key_states, value_states
 
 
+def noting(seen: dict[str, Any], turned: int) -> Any:
+    """A hook on what puts out entries, with their mask: note them as a cache stores them; `turned`: as of `pooled`."""
+
+    def hook(_module: Any, _given: Any, out: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        read = pooled(Rows(ENTRIES, seen), out[0], turned)
+        if seen.get("alone"):
+            raise Seen
+        return read, out[1]
+
+    return hook
+
+
 class Place(nn.Module):
     """Stand in a layer's place: note what it is called with; put out `out`, or else the input.
 
@@ -131,9 +143,9 @@ def empty(config: "PreTrainedConfig", dtype: torch.dtype | None) -> Any:
     """The whole model, as transformers makes it, without memory; its attention notes what it gets."""
     with torch.device("meta"):
         made = maker(config).from_config(config, dtype=dtype).eval()
-    if own_code(made) is None:
-        # of the text alone: towers may know no other attention than theirs
-        made.config.get_text_config(decoder=True)._attn_implementation = CAPTURED
+    text = made.config.get_text_config(decoder=True)
+    if own_code(made) is None and joined(settings_of(text)) != ENTRIES:
+        text._attn_implementation = CAPTURED  # of the text alone: towers may know no other attention than theirs
     return made
 
 
@@ -321,22 +333,23 @@ class Under:
         self.core, self._carried, self.refusal = core, carried, refusal
         self._last: tuple[Any, list[Call]] = None, []
 
-    def embed(self, tokens_BT: Tensor, *rows: Tensor) -> Tensor:
-        """Embed tokens that are numbers of these rows, for the first layer: rows of the table, and of that of inputs by
+    def embed(self, tokens_BT: Tensor, places_BT: Tensor, *rows: Tensor) -> Tensor:
+        """Embed tokens, by their places in these rows, for the first layer: rows of the table, and of that of inputs by
         layer, if there is one."""
         tables = [self.core.get_input_embeddings(), getattr(self.core, TABLE, None)][: len(rows)]
         empty = [table.weight for table in tables]
         for table, own in zip(tables, rows, strict=True):
             table.padding_idx, table.weight = None, nn.Parameter(own, requires_grad=False)
         try:
-            given = {"input_ids": tokens_BT} if len(rows) > 1 else {"inputs_embeds": tables[0](tokens_BT)}
+            given = {"input_ids": places_BT} if len(rows) > 1 else {"inputs_embeds": tables[0](places_BT)}
             self.core(**given, use_cache=False)
         finally:
             for table, weight in zip(tables, empty, strict=True):
                 table.weight = weight
         inputs = [place.call["per_layer_input"] for place in layers_of(self.core)] if len(rows) > 1 else []
         inputs = [layers_of(self.core)[0].call[EMBEDDINGS]] if self._carried.again else inputs
-        return self._carried.pack(self._taken(), inputs)
+        numbers = tokens_BT[..., None] if self._carried.named == TOKENS else None
+        return self._carried.pack(self._taken(), inputs, numbers)
 
     def calls(
         self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device, embedded: float = 0.0

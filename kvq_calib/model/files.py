@@ -349,8 +349,7 @@ class ModelFiles:
     @cached_property
     def _fingerprint(self) -> fingerprint.Fingerprint:
         def weight(layer: int, name: str) -> Tensor:
-            if self.latents:
-                name = fingerprint.LATENT_PROJECTIONS[name]
+            name = fingerprint.ROW_PROJECTIONS.get(str(self.joined), {}).get(name, name)
             one = [fingerprint.PROJECTIONS["key"]] if self.config.get(fingerprint.ONE) else []
             found, weight = self._matrix(layer, name, *fingerprint.FUSED, *one)
             return fingerprint.of_fused(weight, self.config, found, name) if found in fingerprint.FUSED else weight

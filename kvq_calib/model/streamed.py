@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvq_calib.model.attention import Captured, Projected, Rows, answer_by, asks, expanded
-from kvq_calib.model.carried import EMBEDDINGS, TABLE, Carried
-from kvq_calib.model.decoder import Decoder, Noted, Seen, attentions, captured, empty, hollow, output_of
+from kvq_calib.model.carried import CHOSEN, EMBEDDINGS, TABLE, Carried
+from kvq_calib.model.decoder import Decoder, Noted, Seen, attentions, captured, empty, hollow, noting, output_of
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
-from kvq_runtime.geometry import stretches
+from kvq_runtime.geometry import ENTRIES, stretches
 from kvq_runtime.hf.model import cache_name, decoder_of, layers_of, rotary_module, rotary_name, settings_of
 from kvq_runtime.ops import dense, product, rope
 
@@ -129,9 +129,10 @@ class Stream:
     @torch.no_grad()
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The hidden states under the first layer. Of the table, which stays in the file, only these rows are read."""
-        asked_U, numbers_BT = tokens_BT.cpu().long().unique(return_inverse=True)
-        rows = [self._weights.rows(table, asked_U) for table in self._tables]
-        return self._under.embed(numbers_BT.to(self.device), *(one.to(self.device, self.dtype) for one in rows))
+        tokens_BT = tokens_BT.cpu().long()
+        asked_U, places_BT = tokens_BT.unique(return_inverse=True)
+        rows = [self._weights.rows(table, asked_U).to(self.device, self.dtype) for table in self._tables]
+        return self._under.embed(tokens_BT.to(self.device), places_BT.to(self.device), *rows)
 
     def layer(self, index: int) -> "Layer":
         """Load one decoder layer, and those that are run with it. Drop it before the next is loaded."""
@@ -205,9 +206,11 @@ class Layer:
                 # the hook knows `seen`, not `self`: a cycle would keep the weights until the next garbage collection
                 tap.register_forward_hook(lambda _module, _inputs, out, name=name: seen.__setitem__(name, out))
         self._seen = seen
-        self._cache = str(cache_name(modules[index]))  # by which name the layers are handed one
+        self._cache = str(cache_name(modules[index]) or cache_name(attention))  # by which name layers are handed one
         self._noting: Callable[[], Any] | None = None
-        if stream._decoder.hides:
+        if stream.files.joined == ENTRIES:
+            attention.compressor.register_forward_hook(noting(seen, attention.config.qk_rope_head_dim))
+        elif stream._decoder.hides:
             self._noting = partial(Noted, stream._decoder.config, stream.files.joined, seen)
         elif stream.files.joined:
             self._noting = partial(Rows, stream.files.joined, seen)
@@ -261,17 +264,18 @@ class Layer:
     def _run(self, h_BTE: Tensor, **more: Any) -> Tensor:
         stream, (batch, tokens, _) = self._stream, h_BTE.shape
         calls, carried = stream._under.calls(batch, tokens, stream.dtype, stream.device), stream._decoder.carried
-        h, inputs, chosen = carried.unpack(h_BTE)
+        h, inputs, numbers = carried.unpack(h_BTE)
         handed: Any = calls[self._index].get("shared_kv_states")  # to layers that cache none
         common = more if handed is None else more | {"shared_kv_states": type(handed)()}
         common |= {EMBEDDINGS: inputs[0]} if carried.again else {}
         for place, (n, module) in enumerate(self._modules.items()):
             own = {self._cache: self._noting()} if self._noting and n == self._index else {}
             read = {"per_layer_input": inputs[place]} if carried.inputs else {}
-            shared = {"prev_topk_indices": chosen} if carried.chosen else {}
-            out = module(h, **calls[n] | read | own | common | shared)
-            h, chosen = out if carried.chosen else (out[0] if isinstance(out, tuple) else out, None)
-        return carried.pack(h, inputs if carried.again else inputs[len(self._modules) :], chosen)
+            whole = {carried.named: numbers} if carried.numbers else {}
+            out = module(h, **calls[n] | read | own | common | whole)
+            h, *beside = out if isinstance(out, tuple) else (out,)
+            numbers = beside[0] if carried.named == CHOSEN else numbers
+        return carried.pack(h, inputs if carried.again else inputs[len(self._modules) :], numbers)
 
     def _captured(self, queries: bool) -> Projected:
         """The input of attention, keys and queries turned back, queries scaled as if attention's scale were 1/√D."""
@@ -280,7 +284,7 @@ class Layer:
         k, v, q = seen["k"], seen["v"].transpose(1, 2).flatten(2), None
         k = seen["k_pre"].flatten(2) if "k_pre" in seen else self._turned_back(k).flatten(2)
         files, expand = self._stream.files, None
-        if files.joined:
+        if files.joined and not self._stream._decoder.hides:
             expand = partial(expanded, self._attention[self._index], files.joined, files.geometry.kv_heads)
         if queries and not self._stream._decoder.hides:
             q = seen["q"].transpose(1, 2) if expand else seen.get("q_pre")

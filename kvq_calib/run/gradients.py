@@ -91,7 +91,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
                 energies.setdefault(energy_name(layer, role), []).append(_energy(g_NTC, plan.geometry.kv_heads))
                 for left_out in sinks:
                     part = _moment(g_NTC[:, left_out:], plan.geometry.kv_heads)
-                    part /= counted * (plan.seq_len - left_out)
+                    part /= counted * (g_NTC.shape[1] - left_out)
                     key = name(layer, role, left_out)
                     sums[key] = sums[key] + part if key in sums else part
             checkpoint.save({"gradient": below.cpu()}, gradient(index))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, check_type
-from kvq_runtime.geometry import NONE_SLIDE, Geometry, Sliding, attending
+from kvq_runtime.geometry import ENTRIES, LATENTS, NONE_SLIDE, Geometry, Pooling, Sliding, attending
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import ROLES
 
@@ -26,12 +26,17 @@ QUANTIZED_TOLERANCE = 0.5  # weights rounded to 3 bits are nearer than this to t
 SIZE = 8
 DEQUANTIZED = "dequantized_from"  # in a config.json: the quantized type of weights that are written out as floats
 PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
-# of latents: what makes a row of a token, and what makes keys and values of the row
-LATENT_PROJECTIONS = {"k_proj": "kv_a_proj_with_mqa", "v_proj": "kv_b_proj"}
+# of latents: what makes a row of a token, and what makes keys and values of it; of entries: rows, and their weights
+ROW_PROJECTIONS = {
+    LATENTS: {"k_proj": "kv_a_proj_with_mqa", "v_proj": "kv_b_proj"},
+    ENTRIES: {"k_proj": "compressor.kv_proj", "v_proj": "compressor.gate_proj"},
+}
 BY_HEAD = "query_key_value"  # a projection of the queries, the key and the value of a KV head, then of the next
 KV = "kv_proj"  # a projection to keys and values alone
 FUSED = "qkv_proj", "Wqkv", "c_attn", BY_HEAD, KV  # names of projections to queries, keys and values in one
 SLIDING = {"layers", "width", "window"}  # what is said of sliding layers; `indexed` beside, where there are indexers
+RATES = {"rate", "heavy_rate"}  # of at least 1
+POOLING = {"sparse", "heavy", "index"} | RATES  # beside, where layers cache entries
 ONE = "attention_k_eq_v"  # in a config.json: values are the projection of keys, before the norm and RoPE
 
 
@@ -64,9 +69,9 @@ class Fingerprint:
         }
         if self.attending is not None:
             found["attending"] = list(self.attending)
-        if self.attending is not None or self.sliding.indexed:
+        if self.attending is not None or self.sliding.indexed or isinstance(self.sliding, Pooling):
             beside = asdict(self.sliding)
-            found["sliding"] = beside if self.sliding.indexed else {name: beside[name] for name in SLIDING}
+            found["sliding"] = {name: one for name, one in beside.items() if name != "indexed" or one}
         return found
 
 
@@ -75,7 +80,8 @@ def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
     some = {"attending", "sliding"} & set(fields) if isinstance(fields, dict) else set()
     some |= {"sliding"} if some else set()
     strict_json.keys(fields, {"geometry", "rope", "qk_norm", "quantized"} | some, "fingerprint")
-    shape = strict_json.keys(fields["geometry"], {"layers", "kv_heads", "head_size"}, "fingerprint: geometry")
+    rate = {"rate"} & set(fields["geometry"]) if isinstance(fields["geometry"], dict) else set()
+    shape = strict_json.keys(fields["geometry"], {"layers", "kv_heads", "head_size"} | rate, "fingerprint: geometry")
     if any(type(fields[name]) is not bool for name in ("qk_norm", "quantized")) or not isinstance(fields["rope"], dict):
         raise ArtifactError("fingerprint: qk_norm and quantized must be true or false, rope an object")
     try:
@@ -89,17 +95,19 @@ def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
 def _hybrid(fields: Any, count: int) -> dict[str, Any]:
     """The layers of the model that attend to all tokens, None for all, and the bytes of those that slide."""
     given = fields["sliding"]
-    named = SLIDING | ({"indexed"} & set(given) if isinstance(given, dict) else set())
+    some = set(given) if isinstance(given, dict) else set()
+    kind = Pooling if some & POOLING else Sliding
+    named = SLIDING | ({"indexed"} & some) | (POOLING if kind is Pooling else set())
     others = strict_json.keys(given, named, "fingerprint: sliding")
-    if any(type(one) is not int or not 0 <= one < 1 << 28 for one in others.values()):
+    if any(type(one) is not int or not (name in RATES) <= one < 1 << 28 for name, one in others.items()):
         raise ArtifactError(f"fingerprint: {', '.join(sorted(named))} of sliding must be whole numbers of at least 0")
     if "attending" not in fields:
-        return {"sliding": Sliding(**others)}
+        return {"sliding": kind(**others)}
     layers = fields["attending"]
     whole = isinstance(layers, list) and len(layers) == count and all(type(one) is int for one in layers)
     if not whole or layers[0] < 0 or layers != sorted(set(layers)):
         raise ArtifactError(f"fingerprint: attending={layers!r:.80}; {count} layers in ascending order are needed")
-    return {"attending": tuple(layers), "sliding": Sliding(**others)}
+    return {"attending": tuple(layers), "sliding": kind(**others)}
 
 
 def specs(geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

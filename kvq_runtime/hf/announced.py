@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf.attention import EAGER, Pass
 from kvq_runtime.hf.model import cache_in, decoder_of, looks_ahead, numbered, real_tokens, rotary_module, rotary_of
+from kvq_runtime.ops.rope import COMPRESSED
 from kvq_runtime.recipe import OURS, attends
 
 DECODING = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -62,7 +63,7 @@ class Announced:
     def _announce(
         self,
         positions_BT: Tensor | None,
-        cos_sin: tuple[Tensor, Tensor] | None,
+        cos_sin: Any,  # a pair; of a model that pools tokens, such a pair by type
         rotary: nn.Module | None,
         attention: str | None,
     ) -> None:
@@ -70,6 +71,9 @@ class Announced:
         if self._announced:
             return
         self._announced = True
+        if self._pooled and positions_BT is not None:  # entries are real, and numbered in a row
+            turning = rotary_of(rotary, cos_sin[COMPRESSED], positions_BT[:, -1:])
+            return self.blocks.positions.announce(None, None, turning)
         needed = self.blocks.recipe.needs & OURS
         if needed and attention != "kvq":
             raise RuntimeError(
@@ -175,7 +179,7 @@ class _Announce:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         cache = cache_in(kwargs)
-        if isinstance(cache, Announced) and not cache._pooled:
+        if isinstance(cache, Announced):
             config: Any = getattr(module, "config", self.decoder.config)
             if args:  # Qwen 4 gives its layers' attention some by place
                 named = inspect.signature(type(module).forward).parameters
@@ -185,7 +189,7 @@ class _Announce:
                 positions = positions[0]
             turned, rotary = kwargs.get("position_embeddings"), rotary_module(self.decoder)
             cos_sin = (turned.real, turned.imag) if isinstance(turned, Tensor) else turned  # cos + i sin (Llama 4)
-            if cos_sin is not None and (hidden := kwargs.get("hidden_states")) is not None:
+            if cos_sin is not None and not cache._pooled and (hidden := kwargs.get("hidden_states")) is not None:
                 cos, sin = (part[..., -hidden.shape[1] :, :] for part in cos_sin)  # those before are an indexer's
                 cos_sin = cos, sin
             cache._announce(positions, cos_sin, rotary, config._attn_implementation)

@@ -240,8 +240,7 @@ class PooledLayer(DeepseekV4CSACache):
         if name != "compressor":
             return super().update_compressor_states(name, compressed)
         self.entry_count[name] += compressed.shape[1]
-        rest, turned = compressed[:, None].tensor_split([-self.turned], -1)
-        return torch.cat(self.entries.update(turned, rest)[::-1], -1)[:, 0]
+        return pooled(self.entries, compressed[:, None], self.turned)[:, 0]
 
 
 class HybridLayer(LinearAttentionLayer, KVQLayer):
@@ -258,6 +257,16 @@ class HybridLayer(LinearAttentionLayer, KVQLayer):
         """Make states; the store of the layer is made at the first update."""
         if states:
             LinearAttentionLayer.lazy_initialization(self, **states)
+
+
+def pooled(entries: Any, rows: Tensor, turned: int) -> Tensor:
+    """Have a layer take in entries, [B, 1, T, R + P], and return all that it gives.
+
+    Their last channels, `turned` of them, RoPE turns in pairs side by side: a layer gets them first, by half.
+    """
+    rest, rotary = rows.tensor_split([-turned], -1)
+    rotary, rest = entries.update(rotary.unflatten(-1, (-1, 2)).mT.flatten(-2), rest)
+    return torch.cat([rest, rotary.unflatten(-1, (2, -1)).mT.flatten(-2)], -1)
 
 
 def halves(what: str, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:

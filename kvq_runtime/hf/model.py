@@ -20,7 +20,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACa
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import ENTRIES, INDEXED, WHOLE, Geometry, attending, caching, joined
+from kvq_runtime.geometry import ENTRIES, INDEXED, POOLED, WHOLE, Geometry, attending, caching, joined
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
@@ -173,8 +173,8 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
         def of(module: nn.Module) -> Tensor:
             return held(module, "weight", module.weight).detach()  # type: ignore[arg-type]
 
-        own = fingerprint.LATENT_PROJECTIONS[name] if config.get("kv_lora_rank") else name
-        projection = getattr(attention[layer], own, None)
+        own = fingerprint.ROW_PROJECTIONS.get(str(joined(config)), {}).get(name, name)
+        projection: Any = dict(attention[layer].named_modules()).get(own)
         if projection is None and config.get(fingerprint.ONE):
             projection = attention[layer].k_proj
         fused = next((one for one in fingerprint.FUSED if hasattr(attention[layer], one)), None)
@@ -214,19 +214,25 @@ def rotary_name(decoder: Any) -> str | None:
 
 
 def frequencies(rotary: Any) -> tuple[Tensor, float] | None:
-    """inv_freq and scaling of the layers that cache all tokens; None of a module that has no such."""
+    """inv_freq and scaling of the layers that cache all tokens, or entries, whose positions count entries; None of a
+    module that has no such."""
     kind = _turned(rotary)
     if kind is None:
         return None
     start = f"{kind}_" if kind else ""
-    scaling = float(getattr(rotary, f"{start}attention_scaling", 1.0))
-    return torch.as_tensor(getattr(rotary, f"{start}inv_freq")), scaling
+    scaling, found = float(getattr(rotary, f"{start}attention_scaling", 1.0)), getattr(rotary, f"{start}inv_freq")
+    return torch.as_tensor(found) * _rate(rotary) if kind == rope.COMPRESSED else torch.as_tensor(found), scaling
 
 
 def _turned(rotary: Any) -> str | None:
     """The type of layers that cache all tokens, by which a module has their inv_freq; "": it is that of all layers."""
-    by_type = (kind for kind in WHOLE if hasattr(rotary, f"{kind}_inv_freq"))
+    by_type = (kind for kind in (*WHOLE, rope.COMPRESSED) if hasattr(rotary, f"{kind}_inv_freq"))
     return "" if hasattr(rotary, "inv_freq") else next(by_type, None)
+
+
+def _rate(rotary: Any) -> int:
+    """The tokens of an entry."""
+    return rotary.config.compress_rates[POOLED]
 
 
 def turns(rotary: Any, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,6 +240,9 @@ def turns(rotary: Any, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]
     if hasattr(rotary, "mrope_section"):  # of time, height and width, or more, which text has the same
         positions_BT = positions_BT.expand(len(rotary.mrope_section), *positions_BT.shape)
     kind = _turned(rotary)
+    if kind == rope.COMPRESSED:
+        cos, sin = rotary(x, positions_BT * _rate(rotary), kind)
+        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
     return rotary(x, positions_BT, *([kind] if kind else []))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache
 
-from kvq_runtime.geometry import caching, joined
+from kvq_runtime.geometry import ENTRIES, caching, joined
 from kvq_runtime.hf.attention import Mark, Pass, halves, mark_of
 from kvq_runtime.hf.model import (
     cache_name,
@@ -72,12 +72,15 @@ def attention_refusal(decoder: Any, layers: Mapping[int, Any], recipe: Recipe | 
 
 
 def _rope_refusal(decoder: Any, layers: Mapping[int, Any]) -> str | None:
-    kind = rope.settings(settings_of(decoder.config)).get("rope_type", "default")
+    settings = settings_of(decoder.config)
+    kind = rope.settings(settings).get("rope_type", "default")
     if kind in rope.VARYING_TYPES:
         return f"rope_type={kind} changes with length"
     found = frequencies(rotary_module(decoder))
     if found is None:
         return f"{type(decoder).__name__} has no module with one inv_freq for all layers that attend to all tokens"
+    if joined(settings) == ENTRIES:  # which one class of transformers turns, as `PooledLayer` knows
+        return None if 4 * len(found[0]) <= settings["head_dim"] else "it turns more than half of the channels of a row"
     positions_NT = torch.tensor([POSITIONS], device=found[0].device)
     cos_sin = Rotary(found[0].float(), found[1], torch.float32).tables(positions_NT)
     for n, seen in _told(decoder, layers, positions_NT, _keys).items():

@@ -63,10 +63,15 @@ def test_layers_that_slide_are_no_part_of_the_shape(given, layers):
         fingerprint.check_match(stamp(num_hidden_layers=1), found)
 
 
+POOLING = {"layers": 1, "width": 16, "window": 8, "sparse": 1, "heavy": 0, "rate": 4, "heavy_rate": 1, "index": 8}
+
+
 @pytest.mark.parametrize("change", [
     {"attending": [1, 1]}, {"attending": []}, {"attending": [-1]}, {"attending": ["0"]}, {"attending": 0},
     {"sliding": {"layers": 1, "width": 16, "window": 8, "indexed": -1}}, {"sliding": {}},
-    {"sliding": {"layers": 1, "width": 16, "window": 1e9}}, {"sliding": None},
+    {"sliding": {"layers": 1, "width": 16, "window": 1e9}}, {"sliding": None}, {"sliding": POOLING | {"rate": 0}},
+    {"sliding": POOLING | {"heavy": True}}, {"sliding": {"layers": 1, "width": 16, "window": 8, "sparse": 1}},
+    {"geometry": {"layers": 1, "kv_heads": 2, "head_size": 8, "rate": 0}}, {"geometry": None},
 ])  # fmt: skip
 def test_layers_in_a_file_may_be_anything(change):
     found = stamp(sliding_window=8, sliding_window_pattern=2)

@@ -339,12 +339,27 @@ def test_padded_rows_of_a_model_with_entries(way):
     assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("scaled", [{}, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0,
+                                         "original_max_position_embeddings": 64}}])  # fmt: skip
+def test_the_rope_of_entries_is_undone(scaled):
+    """Those of one token repeated are the same at every place, but the first, for which there is none before."""
+    model = random("deepseek_v4", **scaled)
+    cache = kvq("exact-pre", model)
+    in_passes(model, cache, torch.full((1, 120), 5), 100, 1, 19)
+    store = cache.blocks.layers[0]  # the second of the model: below it is a window alone
+    (keys,) = store.fields(0, 1, store.blocks).values()
+    k_TC = keys.reshape(-1, keys.shape[-1])[1:]
+    assert len(k_TC) == 31 and model.model.rotary_emb.compress_inv_freq.max() > 0.5
+    torch.testing.assert_close(k_TC, k_TC[:1].expand_as(k_TC), rtol=0, atol=1e-4 * float(k_TC.std()))
+
+
 def test_bytes_beside_entries_are_predicted(tmp_path):
     """At every length, what is held of tokens that are yet to make an entry, too."""
     random("deepseek_v4").save_pretrained(tmp_path)
     model = DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
-    cache, settings = kvq("higgs-4bit", model), settings_of(model.config)
-    sizes = Sizes(cache.blocks.recipe, cache.blocks.geometry, sliding=Sliding.from_config(settings))
+    cache, stamp = kvq("higgs-4bit", model), fingerprint_of(model)
+    stamp = fingerprint.from_json(json.loads(json.dumps(stamp.to_json())), stamp.probes)
+    sizes = Sizes(cache.blocks.recipe, stamp.geometry, sliding=stamp.sliding)
     ids = prompt(2, 130)
     in_passes(model, cache, ids[:, :1], 1)
     for token in ids[:, 1:].split(1, 1):
@@ -371,8 +386,6 @@ def test_what_a_cache_with_entries_does_not_do():
         kvq("h2o-higgs-2bit", model)
     with pytest.raises(ValueError, match="do not attend to all tokens, or recur as well"):
         PrefixStore(None, "exact", model)
-    with pytest.raises(ValueError, match="no artifact is of such a model"):
-        fingerprint_of(model)
     model.set_attn_implementation("kvq")  # before anything has changed
     with pytest.raises(ValueError, match="kvq attention does not know entries"):
         in_passes(model, cache, prompt(2, 1), 1)

@@ -412,7 +412,7 @@ MUTANTS = [
         "plan-sinks",
         "sequences of sinks alone are planned",
         "kvq_calib/run/plan.py",
-        " or recipe.window.sinks >= self.seq_len",
+        " or recipe.window.sinks >= entries",
         "",
         ("calib/run/test_plan.py",),
     ),

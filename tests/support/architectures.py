@@ -11,9 +11,14 @@ import torch
 import transformers
 from models import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.cache_utils import DynamicIndexedLayer
+from transformers.cache_utils import Cache, DynamicIndexedLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvq_calib.model.attention import Rows
+from kvq_runtime.geometry import ENTRIES, joined
+from kvq_runtime.hf.attention import halves, pooled
+from kvq_runtime.hf.model import settings_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -71,7 +76,7 @@ QSA = EXPERTS | SHARED | RECURRENT | {
 V4 = EXPERTS | {
     "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"] * 2,
     "num_hidden_layers": 6, "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
-    "num_key_value_heads": 1, "head_dim": 32, "partial_rotary_factor": 0.25, "sliding_window": 16, "q_lora_rank": 24,
+    "num_key_value_heads": 1, "head_dim": 64, "partial_rotary_factor": 0.25, "sliding_window": 16, "q_lora_rank": 24,
     "n_routed_experts": 4, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 6,
     "hc_mult": 2, "mlp_layer_types": ["hash_moe"] + ["moe"] * 5,
 }  # fmt: skip
@@ -278,7 +283,7 @@ QUICK = (  # one for each thing that tells architectures apart
     "qwen3_next", "lfm2_moe", "qwen3_5", "qwen2_5_vl", "glm4v", "kimi_k25", "aria_text", "persimmon", "opt", "nanochat",
     "deepseek_v3", "deepseek_v2", "gemma3n_text", "lfm3_vl", "gpt_neox", "falcon", "dbrx", "bamba", "jetmoe",
     "falcon_h1", "molmo2", "hunyuan_vl", "sarvam_moe", "mimo_v2_flash", "longcat_flash",
-    "modernbert-decoder", "glm_moe_dsa", "qwen4_exp_text", "hy_v4", "nemotron_h", "jamba",
+    "modernbert-decoder", "glm_moe_dsa", "qwen4_exp_text", "hy_v4", "nemotron_h", "jamba", "deepseek_v4",
 )  # fmt: skip
 
 
@@ -296,6 +301,18 @@ def table() -> list[list[str]]:
     ]
     assert len(kinds) >= 35
     return kinds
+
+
+def stored(model: PreTrainedModel, cache: Cache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What transformers' cache holds of a layer, as kvq stores it: keys and values, [B, H, T, D] each."""
+    config, held = model.config.get_text_config(decoder=True), cache.layers[layer]
+    what = joined(settings_of(config))
+    if what != ENTRIES:
+        return halves(what, held.keys, held.values) if what else (held.keys, held.values)
+    seen: dict[str, torch.Tensor] = {}
+    entries = held.compressed_kv["compressor"][:, None]
+    assert torch.equal(pooled(Rows(what, seen), entries, config.qk_rope_head_dim), entries)
+    return seen["k"], seen["v"]
 
 
 def random(kind: str, **settings: Any) -> PreTrainedModel:
@@ -323,4 +340,7 @@ def random(kind: str, **settings: Any) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 or "sinks" in name:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):  # the experts of each token
+                buffer.random_(EXPERTS["num_experts"])
     return model

@@ -74,7 +74,7 @@ def test_it_is_the_whole_models_full_encode(small):
 
 KINDS = ["qwen3_moe", "gemma", "cohere2", "smollm3", "granite", "phi3", "gemma3_text", "olmo3",
          "gpt_oss", "gemma2", "qwen3_5", "lfm2_moe", "qwen2_5_vl", "falcon+", "falcon_h1",
-         "gpt_neox_japanese", "bloom", "diffllama", "beam", "jetmoe"]  # fmt: skip
+         "gpt_neox_japanese", "bloom", "diffllama", "beam", "jetmoe", "deepseek_v4"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from architectures import FALCONS, MIXED, OWN, QUICK, random, table
+from architectures import FALCONS, MIXED, OWN, QUICK, random, stored, table
 from generating import stock
 from models import prompt
 from safetensors.torch import load_file, save_file
@@ -38,8 +38,7 @@ from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.geometry import attending, caching, stretches
 from kvq_runtime.hf import KVQCache, fingerprint_of
-from kvq_runtime.hf.attention import halves
-from kvq_runtime.hf.model import attention_modules, attention_of, decoder_of, layers_of, own_code
+from kvq_runtime.hf.model import CACHE, attention_modules, attention_of, decoder_of, layers_of, own_code
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset
 
@@ -60,7 +59,6 @@ REFUSED = {
     **dict.fromkeys(
         ("inkling2", "inkling2_text"), "its decoder does not run with transformers' own cache, and its layers apart"
     ),
-    "deepseek_v4": "layers 1, 2, 4, 5 of 6 are of type compressed_sparse_attention",
 }  # fmt: skip
 
 
@@ -128,16 +126,14 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
         seen, part = layer.forward(h, queries=True), layer.project(h, queries=True)
         shown = ["k_NTC", "v_NTC"] + ["q_NTC"] * (ROWS[kind][2] == "yes")
         assert all(torch.equal(getattr(seen, name), getattr(part, name)) for name in shown)
-        k = rope.rotate(seen.k_NTC.unflatten(-1, (heads, -1)), *tables).transpose(1, 2)
-        v = seen.v_NTC.unflatten(-1, (-1, size)).transpose(1, 2)
-        cached = cache.layers[place].keys, cache.layers[place].values
-        if files.joined:
-            cached = halves(files.joined, *cached)
+        k = rope.rotate(seen.k_NTC.unflatten(-1, (heads, -1)), *(x[:, : seen.k_NTC.shape[1]] for x in tables))
+        k, v = k.transpose(1, 2), seen.v_NTC.unflatten(-1, (-1, size)).transpose(1, 2)
+        for found, own in zip((k, v), stored(whole, cache, place), strict=True):
+            near(found, own)
+        if files.joined and seen.q_NTC is not None:
             expanded = seen.expand(*(x.transpose(1, 2).flatten(2) for x in (k, v)))[0]
             q = seen.q_NTC.unflatten(-1, (-1, expanded.shape[-1])).transpose(1, 2)
             expanded = expanded.repeat_interleave(q.shape[1] // expanded.shape[1], 1)
-        near(k, cached[0])
-        near(v, cached[1])
         h = seen.h_BTE
         assert (seen.q_NTC is None) == (files.hidden_queries is not None) == (ROWS[kind][2] != "yes")
         if seen.q_NTC is None:
@@ -239,7 +235,8 @@ def test_what_is_fitted_serves(kind, folders, tmp_path, monkeypatch):
     """A recipe that undoes RoPE where it can be, and one that is fitted after RoPE: both generate."""
     folder = folders(kind)
     files, before = models.resolve(folder), ROWS[kind][0] == "yes"
-    text = SimpleNamespace(tokens_BT=prompt(1, 256, seed=1), description={"source": "random"})
+    rate = files.geometry.rate
+    text = SimpleNamespace(tokens_BT=prompt(1, 256 * rate, seed=1), description={"source": "random"})
     monkeypatch.setattr(corpus, "select", lambda *given: text)
     after = "zipcache-2bit" if files.joined or files.hidden_queries else "oscar-2bit"
     made = fitted(files, tmp_path, after, *(["aqua-2bit"] if before else []))
@@ -249,9 +246,10 @@ def test_what_is_fitted_serves(kind, folders, tmp_path, monkeypatch):
         cache = KVQCache.from_artifact(artifact, model)
         if cache.attention:
             model.set_attn_implementation(cache.attention)
-        out = model.generate(prompt(1, 280), past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=1)
+        given = {CACHE: cache, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 1}
+        out = model.generate(prompt(1, 280 * rate), **given)
         encoded = max(cache.blocks.layers.items())[1].encoded
-        assert out.shape == (1, 284) and (encoded == 128 or kind == "mpt"), name
+        assert out.shape == (1, 280 * rate + 4) and (encoded == 128 or kind == "mpt"), name
     if not before:
         with pytest.raises(
             ValueError, match=f"aqua-2bit undoes RoPE, but of {re.escape(files.id)} .*; use a recipe that is"
@@ -287,7 +285,8 @@ def test_layers_that_slide_are_evaluated_as_they_are(folders, tmp_path, monkeypa
 
 
 def fitted(files: ModelFiles, folder: Path, *names: str) -> dict[str, Artifact]:
-    plan = plans.make(files, [preset(name) for name in names], "demo", samples=1, seq_len=256, held_out=0)
+    length = 256 * files.geometry.rate
+    plan = plans.make(files, [preset(name) for name in names], "demo", samples=1, seq_len=length, held_out=0)
     return runs.calibrate(Run(plan, files, folder / "run"))
 
 
