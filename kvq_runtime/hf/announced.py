@@ -188,8 +188,11 @@ class _Announce:
             if positions is not None and positions.ndim == 3:  # of time, height and width, which text has the same
                 positions = positions[0]
             turned, rotary = kwargs.get("position_embeddings"), rotary_module(self.decoder)
+            hidden = kwargs.get("hidden_states")
+            if positions is None and turned is None and hidden is not None:  # of a model without RoPE (BLOOM)
+                positions = numbered(cache._mask, cache.blocks.length, hidden)
             cos_sin = (turned.real, turned.imag) if isinstance(turned, Tensor) else turned  # cos + i sin (Llama 4)
-            if cos_sin is not None and not cache._pooled and (hidden := kwargs.get("hidden_states")) is not None:
+            if cos_sin is not None and not cache._pooled and hidden is not None:
                 cos, sin = (part[..., -hidden.shape[1] :, :] for part in cos_sin)  # those before are an indexer's
                 cos_sin = cos, sin
             cache._announce(positions, cos_sin, rotary, config._attn_implementation)

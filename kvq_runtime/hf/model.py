@@ -360,9 +360,12 @@ def looks_ahead(mask: Mapping[str, Any], count: int) -> bool:
     return bool(visible(whole)[..., -count:].triu(1).any())
 
 
-def numbered(mask: Any, length: int, cos: Tensor) -> Tensor:
-    """Positions of a pass of text, [B, T], in a row behind `length` tokens, or behind the row's padding."""
-    rows, count = cos.shape[-3:-1]
+def numbered(mask: Any, length: int, x: Tensor) -> Tensor:
+    """Positions of a pass of text, [B, T], in a row behind `length` tokens, or behind the row's padding.
+
+    x   [..., B, T, C], of the pass
+    """
+    rows, count = x.shape[-3:-1]
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == length + count:
         return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -count:]
-    return torch.arange(length, length + count, device=cos.device).expand(rows, count)
+    return torch.arange(length, length + count, device=x.device).expand(rows, count)

@@ -84,7 +84,8 @@ def rope_is_undone(model) -> bool:
 
 
 # not MiniMax M3, whose queries behind padding see nothing but padding
-@pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "persimmon", "falcon_h1", "zamba2", "zaya", "jamba",
+@pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "gpt_bigcode", "granitemoehybrid", "bloom",
+                                  "persimmon", "falcon_h1", "zamba2", "zaya", "jamba",
                                   "nemotron_h", "mimo_v2_flash", "longcat_flash", *FALCONS, *CHOOSING])  # fmt: skip
 def test_padded_rows_and_beams(kind):
     """`exact` generates what transformers' cache does, and four bits stay close."""
@@ -95,6 +96,10 @@ def test_padded_rows_and_beams(kind):
             generate(model, ids, made, way, attention_mask=mask) for made in (kvq("exact", model), stock(model))
         )
         assert torch.equal(one, two), way
+    cache = kvq("exact", model)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, **{CACHE: cache})
+    assert torch.equal(cache.blocks.positions.real_BT, mask.bool()), "it is told of padding"
     ids, found = prompt(2, 60), []
     for cache in (stock(model), kvq("higgs-4bit", model)):
         found.append(logits(model, cache, ids)[:, 40:])
