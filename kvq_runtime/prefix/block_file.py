@@ -227,7 +227,9 @@ class BlockFormat:
         """The block of a file, which has to be this one; raises ArtifactError, which begins with the check."""
         head = header.read(io.BytesIO(data), len(data), _NAMES)
         stated = _stated(head)
-        if (stated.root, stated.previous, stated.number) != (link.root, link.previous, link.number):
+        if stated.root != link.root:
+            raise ArtifactError("chain: of another recipe, artifact, model or tenant; it will be written again")
+        if (stated.previous, stated.number) != (link.previous, link.number):
             raise ArtifactError("chain: the file is of another place in a chain; it will be written again")
         if stated.tokens != link.tokens:
             raise ArtifactError("tokens: the file holds other tokens under this name; it will be written again")

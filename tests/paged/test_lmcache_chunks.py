@@ -140,7 +140,7 @@ def test_chunks_are_told_from_all_others():
     with pytest.raises(ArtifactError, match="chain: the file is of another place"):
         codec.decode(data, b"another chunk", out)
     for other in (_codec("oscar-2bit", seed=1), _codec("oscar-output-2bit"), _codec("wush-2bit")):
-        with pytest.raises(ArtifactError, match="chain: the file is of another place"):
+        with pytest.raises(ArtifactError, match="chain: of another recipe, artifact"):
             other.decode(torch.cat([data, data]), KEY, out)
     assert bool((out == 7.0).all())
     codec.decode(torch.cat([data, data]), KEY, out)  # what is behind it does not matter
