@@ -215,9 +215,11 @@ class Pooling(Sliding):
 
 def _kinds(config: Mapping[str, Any]) -> Any:
     """The types of layers, which files of DeepSeek V4 say by the tokens of an entry."""
-    ratios = config.get("compress_ratios")
+    ratios, kinds = config.get("compress_ratios"), config.get("layer_types")
     named = {0: "sliding_attention", 4: POOLED, 128: HEAVY}
-    return [named.get(one) for one in ratios] if isinstance(ratios, list) else config.get("layer_types")
+    if isinstance(ratios, list):
+        return [named.get(one) for one in ratios]
+    return [*kinds, *(kinds[n] for n in looped(config))] if isinstance(kinds, (list, tuple)) else kinds
 
 
 def _rates(config: Mapping[str, Any]) -> Mapping[str, int]:
@@ -251,7 +253,19 @@ def owners(config: Mapping[str, Any]) -> int:
     if type(count) is not int or type(shared) is not int or not 0 <= shared < max(1, count):
         given = f"num_hidden_layers={count!r:.60}" + (f", num_kv_shared_layers={shared!r:.60}" if shared else "")
         raise ValueError(f"{given}; a whole number is needed" + (", and fewer that share" if shared else ""))
-    return count - shared
+    return count - shared + len(looped(config))
+
+
+def looped(config: Mapping[str, Any]) -> list[int]:
+    """The layers that a pass goes through again, as often as it does: what they cache then has layers of its own behind
+    those of the model (Dory, Inkling 2 Loop)."""
+    if loops := config.get("n_recurrent_loops"):
+        start, stop = config["n_input_layers"], config["num_hidden_layers"] - config["n_output_layers"]
+    elif loops := config.get("loop_num_passes"):
+        start, stop = config["loop_layer_index_start"], config["loop_layer_index_end"]
+    else:
+        return []
+    return [*range(start, stop)] * (loops - 1)
 
 
 def attending(config: Mapping[str, Any]) -> Sequence[int]:

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 from kvq_calib.model.carried import Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty, split
 from kvq_runtime.artifact.fingerprint import FUSED, ROW_PROJECTIONS
-from kvq_runtime.geometry import ENTRIES, SLIDES, WHOLE, attending, caching, joined, owners, stretches
+from kvq_runtime.geometry import ENTRIES, SLIDES, WHOLE, attending, caching, joined, looped, owners, stretches
 from kvq_runtime.hf.model import (
     CACHE,
     LISTED,
@@ -154,6 +154,11 @@ def _check_config(config: "PreTrainedConfig", id: str) -> None:
     if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
         raise ValueError(f"{id}: some of its layers slide, and config.json has no sliding_window; {LISTED}")
     settings = settings_of(config)
+    if again := looped(settings):
+        raise ValueError(
+            f"{id}: a pass goes through layers {_numbers(sorted({*again}))} more than once, each time with other keys "
+            f"and values; calibration takes models whose layers run once; {LISTED}"
+        )
     first, count = stretches(settings)[-1].start, owners(settings)
     apart = [kind for kind in dict.fromkeys(kinds[count:]) if kind not in kinds[first:count]]
     if apart:

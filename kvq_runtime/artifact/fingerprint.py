@@ -148,7 +148,8 @@ def from_config(config: Mapping[str, Any], weight: Callable[[int, str], Tensor |
     quantized = any(config.get(name) for name in ("quantization_config", DEQUANTIZED)) or len(probes) < len(weights)
     found = Fingerprint(geometry, _rope(config), normed, probes, quantized)
     found = replace(found, sliding=Sliding.from_config(config))
-    return found if len(layers) == config["num_hidden_layers"] else replace(found, attending=tuple(layers))
+    whole = [*layers] == [*range(config["num_hidden_layers"])]
+    return found if whole else replace(found, attending=tuple(layers))
 
 
 def of_fused(weight_OI: Tensor, config: Mapping[str, Any], fused: str, projection: str) -> Tensor:

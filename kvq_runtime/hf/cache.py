@@ -1,5 +1,6 @@
 """Serve the compressed cache of a whole model to transformers."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
-from kvq_runtime.geometry import ENTRIES, WHOLE, joined
+from kvq_runtime.geometry import ENTRIES, WHOLE, joined, looped
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
 from kvq_runtime.hf.attention import EAGER, HybridLayer, JoinedLayer, KVQLayer, Pass, PooledLayer
@@ -92,14 +93,15 @@ class KVQCache(Announced, Cache):
         check_model(model)
         config = model.config.get_text_config(decoder=True)
         geometry, modules = geometry_of(model), attention_modules(model)
+        settings = settings_of(config)
         stock = DynamicCache(config=config).layers
+        stock += [copy.deepcopy(stock[n]) for n in looped(settings)]  # as the model itself does with a cache of its own
         whole = DynamicLayer, LinearAttentionAndFullAttentionLayer, DynamicIndexedLayer
         kinds = [type(layer) in whole or getattr(layer, "_layer_type", None) in WHOLE for layer in stock]
         if [n for n, held in enumerate(kinds) if held] != list(modules):
             raise ValueError(
                 f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
             )
-        settings = settings_of(config)
         made_for = settings.get("max_position_embeddings")
         self.blocks = BlockCache(recipe, geometry, tensors, made_for or 1 << 17, model.dtype, made_for, check)
         self.places = {layer: place for place, layer in enumerate(modules)}

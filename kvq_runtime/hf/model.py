@@ -20,7 +20,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACa
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import ENTRIES, INDEXED, POOLED, WHOLE, Geometry, attending, caching, joined
+from kvq_runtime.geometry import ENTRIES, INDEXED, POOLED, WHOLE, Geometry, attending, caching, joined, looped
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
@@ -31,7 +31,8 @@ CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).paramete
 
 CACHES = CACHE, "past_key_values", "layer_past"  # the last: of GPT-NeoX's and Falcon's layers
 LAYERS = "layers", "h", "blocks"  # names that decoders have for the list of theirs
-LOOPS = "n_recurrent_loops", "loop_num_passes"  # settings: how often a pass goes through some layers
+# settings that a configuration computes, or has other numbers of in its file
+COMPUTED = "num_hidden_layers", "layer_types", "n_input_layers", "n_output_layers"
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
@@ -64,13 +65,6 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has no decoder with layers as Llama has; {LISTED}")
     if (own := _own_cache(decoder_of(model))) is not None:
         raise ValueError(f"{name} takes no cache but its own {own}; {LISTED}")
-    text = model.config.get_text_config(decoder=True)
-    for setting in LOOPS:
-        if (loops := getattr(text, setting, 1)) > 1:
-            raise ValueError(
-                f"{name} runs some layers {loops} times a pass ({setting}), each time with other keys and values; kvq "
-                f"takes those that run once; {LISTED}"
-            )
     devices = _devices(model)
     if len(devices) > 1:
         raise ValueError(
@@ -134,7 +128,7 @@ def indexed(model: PreTrainedModel) -> bool:
 def settings_of(config: Any) -> dict[str, Any]:
     """A decoder's configuration as a dict: what its type calls otherwise, or computes, has the common name too."""
     found = config.to_dict()
-    computed = {name: getattr(config, name, None) for name in ("num_hidden_layers", "layer_types")}
+    computed = {name: getattr(config, name, None) for name in COMPUTED}
     named = {name: found[own] for name, own in config.attribute_map.items() if own in found and name not in found}
     return found | named | {name: value for name, value in computed.items() if value is not None}
 
@@ -275,7 +269,7 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
         raise ValueError(f"{name} {why}; {LISTED}")
     each = caching(settings)
     for layer in attending(settings):
-        module = attention_of(layers.get(layer // each), layer % each, each)
+        module = attention_of(layers.get(place_of(settings, layer)), layer % each, each)
         if not isinstance(module, nn.Module) or cache_name(module) is None:
             raise ValueError(f"layer {layer} of {name} has no attention that takes {CACHE}, as Llama's; {LISTED}")
         if getattr(module, "kv_lora_rank", None) and not hasattr(module, "expand_kv"):
@@ -296,8 +290,16 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
     return found
 
 
+def place_of(settings: Mapping[str, Any], layer: int) -> int:
+    """The place in its decoder of what fills this layer of a cache."""
+    count = settings["num_hidden_layers"]
+    return (layer if layer < count else looped(settings)[layer - count]) // caching(settings)
+
+
 def _unheld(settings: Mapping[str, Any]) -> str | None:
     """Say what a model does with a cache's layers that ours do not support, by its configuration; None: nothing."""
+    if settings.get("recurrent_kv_cache_mode") == "last_loop":
+        return "reads keys and values of a layer before that caches them (recurrent_kv_cache_mode=last_loop)"
     if any(source != layer for layer, source in enumerate(settings.get("kv_source_layers") or ())):
         return "has layers that read the latents of another one, and keys of an indexer beside (kv_source_layers)"
     left = f"where transformers {transformers.__version__} leaves them when rows change; take 5.24"

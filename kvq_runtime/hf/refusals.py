@@ -26,6 +26,7 @@ from kvq_runtime.hf.model import (
     frequencies,
     layers_name,
     layers_of,
+    place_of,
     rotary_module,
     settings_of,
 )
@@ -44,7 +45,7 @@ Ask = Callable[..., Any]  # of a layer, its decoder's configuration, and what th
 def of_model(ask: Callable[..., str | None], model: Any, numbers: Iterable[int], *given: Any) -> str | None:
     """What a refusal below is of the layers that a cache of a model compresses, by their numbers there."""
     decoder = decoder_of(model)
-    own = (n // caching(settings_of(decoder.config)) for n in numbers)
+    own = (place_of(settings_of(decoder.config), n) for n in numbers)
     return ask(decoder, {n: layers_of(decoder)[n] for n in own}, *given)
 
 

@@ -212,6 +212,8 @@ class _Rounds:
         cache, exact = self.cache, self.exact
         if cache.get_seq_length() or exact.get_seq_length() or isinstance(exact, KVQCache) or not tokens_1T.numel():
             return
+        if 0 < len(exact.layers) < len(cache.layers):  # a model that loops adds what one lacks, when it reads it
+            return
 
         def update(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
             exact.update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -15,7 +15,7 @@ from transformers import DeepseekV4ForCausalLM
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import SLAB, Sliding
+from kvq_runtime.geometry import SLAB, Geometry, Sliding
 from kvq_runtime.hf.cuda_graphs import Asked
 from kvq_runtime.hf.model import (
     CACHE,
@@ -40,7 +40,7 @@ CHOOSING = (
 
 def logits(model, cache, ids) -> torch.Tensor:
     with torch.no_grad():
-        return torch.cat([model(ids[:, a:b], past_key_values=cache).logits for a, b in CUTS], 1)
+        return torch.cat([model(ids[:, a:b], **{CACHE: cache}).logits for a, b in CUTS], 1)
 
 
 @pytest.mark.parametrize("kind", some(ROWS, *QUICK))
@@ -86,7 +86,8 @@ def rope_is_undone(model) -> bool:
 # not MiniMax M3, whose queries behind padding see nothing but padding
 @pytest.mark.parametrize("kind", ["gpt_neox", "dbrx", "gptj", "gpt_bigcode", "granitemoehybrid", "bloom",
                                   "persimmon", "falcon_h1", "zamba2", "zaya", "jamba",
-                                  "nemotron_h", "mimo_v2_flash", "longcat_flash", *FALCONS, *CHOOSING])  # fmt: skip
+                                  "nemotron_h", "mimo_v2_flash", "longcat_flash", "dory", *FALCONS,
+                                  *CHOOSING])  # fmt: skip
 def test_padded_rows_and_beams(kind):
     """`exact` generates what transformers' cache does, and four bits stay close."""
     model = random(kind)
@@ -292,6 +293,7 @@ def test_the_keys_of_an_indexer_are_not_kept_or_recorded(kind, settings, why):
     ("qwen4_exp_text", "keeps positions where transformers"),
     ("minimax", "takes no cache but its own MiniMaxCache"),
     ("deepseek_v4", "keeps entries where transformers"),
+    ("dory", "reads keys and values of a layer before that caches them"),
 ])  # fmt: skip
 def test_indexers_of_which_a_cache_would_be_wrong(kind, why, monkeypatch):
     model = random(kind)
@@ -299,10 +301,31 @@ def test_indexers_of_which_a_cache_would_be_wrong(kind, why, monkeypatch):
         monkeypatch.setattr("kvq_runtime.hf.model.DynamicIndexedLayer", dict)
     if kind == "deepseek_v4":
         monkeypatch.setattr("kvq_runtime.hf.model.DeepseekV4CSACache", dict)
+    if kind == "dory":
+        model.config.recurrent_kv_cache_mode = "last_loop"
     if kind == "mistral_large4":
         model.config.text_config.kv_source_layers = [0, 0, 2]
     with pytest.raises(ValueError, match=why + ".*models.md"):
         kvq("exact", model)
+
+
+@pytest.mark.parametrize("kind, layers, slide", [("dory", [1, 2, 4, 5], 2), ("inkling2_loop_text", [*range(5)], 0)])
+def test_layers_that_a_pass_goes_through_again(kind, layers, slide, tmp_path):
+    """Each time as another layer of the cache, behind those of the model; a file of the configuration says it, too."""
+    model, ids = random(kind), prompt(1, 60)
+    cache, settings = kvq("rtn-4bit", model), settings_of(model.config)
+    in_passes(model, cache, ids, 40, 20)
+    assert [*cache.places] == layers and len(cache.layers) == len(stock(model).layers) + 2
+    model.config.save_pretrained(tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    assert Geometry.from_config(given) == cache.blocks.geometry and len(cache.blocks.layers) == len(layers)
+    assert Sliding.from_config(given) == Sliding.from_config(settings) and Sliding.from_config(given).layers == slide
+    if kind == "dory":
+        found = fingerprint_of(model)
+        assert fingerprint.from_json(json.loads(json.dumps(found.to_json())), found.probes) == found
+        assert found.attending == (1, 2, 4, 5)
+        written = verified_generate(model, kvq("rtn-4bit", model), ids, max_new_tokens=8)
+        assert torch.equal(written.sequences, generate(model, ids, stock(model), max_new_tokens=8))
 
 
 # ---- DeepSeek V4, whose layers cache one entry for some tokens ----

@@ -84,6 +84,10 @@ INKLING = EXPERTS | {
     "n_routed_experts": 4, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 4, "swa_head_dim": 16, "sliding_window_size": 16, "unpadded_vocab_size": 97,
 }  # fmt: skip
+LOOP = EXPERTS | {
+    "n_routed_experts": 4, "layer_types": ["hybrid"] * 3, "unpadded_vocab_size": 97, "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1, "loop_layer_index_end": 2,
+}  # fmt: skip
 SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 16,
            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}  # fmt: skip
 E2B = SHARING | {  # of Gemma 4
@@ -97,7 +101,7 @@ LATER = (  # than the oldest transformers
     "lara_mini", "apertus1p5_text", "beam", "exaone", "granite_docling", "hyperclovax_vision_v2", "minicpmv4_7",
     "minicpm_ocr", "muse_spark", "pp_chart2table", "zaya", "molmo2", "apertus1p5", "dots3_note", "dots3_note_text",
     "mistral_large4", "hy_v4_vl", "nemotron_h_omni", "dory",
-    "inkling2", "inkling2_text", "inkling2_loop_text",
+    "inkling2", "inkling2_text", "inkling2_loop", "inkling2_loop_text",
 )  # fmt: skip
 NEMOTRON = EXPERTS | ROUTED | {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "full_attention"], "mamba_num_heads": 4,
@@ -264,9 +268,7 @@ OWN = {
         "codebook_size": 32, "embed_dim": 16, "latent_channels": 16, "base_channels": 32, "num_res_blocks": 1},
         "audio_config": {"codebook_size": 16}},
     "dory": MIXED | {"n_input_layers": 1, "n_output_layers": 1},
-    "inkling2_loop_text": EXPERTS | {"n_routed_experts": 4, "layer_types": ["hybrid"] * 3, "unpadded_vocab_size": 97,
-                                     "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1,
-                                     "loop_layer_index_end": 2},
+    "inkling2_loop_text": LOOP, "inkling2_loop": tower(LOOP, text_hidden_size=64, projection_hidden_dim=32),
     "modernbert-decoder": OLD | {"layer_types": ["sliding_attention", "full_attention", "full_attention"],
                                  "sliding_window": 16},
     "biogpt": OLD,

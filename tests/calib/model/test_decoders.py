@@ -48,12 +48,12 @@ MADE = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_
 TAKEN = [kind for kind, cells in ROWS.items() if cells[2] != "no"]
 UNLISTED = {
     "minimax": "MiniMaxForCausalLM takes no cache but its own MiniMaxCache",
-    "dory": "DoryForCausalLM runs some layers 2 times a pass",
-    "inkling2_loop_text": "Inkling2LoopForCausalLM runs some layers 3 times a pass",
     "kosmos-2": "it needs pixel_values, and calibration runs",
     "paligemma": "layer 0 of PaliGemmaForConditionalGeneration attends in both directions",
 }  # fmt: skip
 REFUSED = {
+    "dory": "a pass goes through layers 1, 2 more than once",
+    **dict.fromkeys(("inkling2_loop", "inkling2_loop_text"), "a pass goes through layers 1 more than once"),
     "zaya": "model stand neither under its layers alone nor above",
     "ctrl": "MultiHeadAttention has no k_proj",
     **dict.fromkeys(
