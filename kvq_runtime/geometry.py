@@ -24,6 +24,12 @@ SLIDES = ("sliding_attention", "chunked_attention", HEAVY, "hybrid_sliding")
 MIMO, LONGCAT = "mimo_v2_flash", "longcat_flash"
 LATENTS = "latents"  # of multi-head latent attention (MLA)
 ENTRIES = "entries of several tokens"  # of layers of type POOLED
+# settings of a pass that goes through some layers again: how often, from which one, to which one, but for how many
+LOOPS = (
+    ("n_recurrent_loops", "n_input_layers", "num_hidden_layers", "n_output_layers"),
+    ("loop_num_passes", "loop_layer_index_start", "loop_layer_index_end", ""),
+)
+MOST_PASSES = 64
 SLAB = 32  # blocks that are stored, addressed and decoded together; the last slab of a layer may have fewer
 # sides of a square that is one tile of a matrix product, and fits into registers and shared memory whole
 MATRIX_SIZES = (16, 32, 64, 128)
@@ -259,13 +265,17 @@ def owners(config: Mapping[str, Any]) -> int:
 def looped(config: Mapping[str, Any]) -> list[int]:
     """The layers that a pass goes through again, as often as it does: what they cache then has layers of its own behind
     those of the model (Dory, Inkling 2 Loop)."""
-    if loops := config.get("n_recurrent_loops"):
-        start, stop = config["n_input_layers"], config["num_hidden_layers"] - config["n_output_layers"]
-    elif loops := config.get("loop_num_passes"):
-        start, stop = config["loop_layer_index_start"], config["loop_layer_index_end"]
-    else:
+    names = next((names for names in LOOPS if config.get(names[0])), None)
+    if names is None:
         return []
-    return [*range(start, stop)] * (loops - 1)
+    given: list[Any] = [config.get(name) if name else 0 for name in (*names, "num_hidden_layers")]
+    passes, start, stop, left, count = given
+    if any(type(one) is not int for one in given) or not (
+        1 <= passes <= MOST_PASSES and 0 <= start <= stop - left <= stop <= count
+    ):
+        said = ", ".join(f"{name}={one!r:.60}" for name, one in zip(names, given, strict=False) if name)
+        raise ValueError(f"{said}; whole numbers are needed, of {count!r:.60} layers and {MOST_PASSES} passes at most")
+    return [*range(start, stop - left)] * (passes - 1)
 
 
 def attending(config: Mapping[str, Any]) -> Sequence[int]:

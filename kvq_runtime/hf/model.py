@@ -174,7 +174,7 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
         fused = next((one for one in fingerprint.FUSED if hasattr(attention[layer], one)), None)
         if projection is None and fused is not None and joined(config) != ENTRIES:
             return fingerprint.of_fused(of(getattr(attention[layer], fused)), config, fused, name)
-        if projection is None:
+        if projection is None or not hasattr(projection, "weight"):
             raise ValueError(
                 f"{type(attention[layer]).__name__} has no {name}; no artifact is of such a model; {LISTED}"
             )

@@ -15,7 +15,7 @@ from transformers import DeepseekV4ForCausalLM
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import SLAB, Geometry, Sliding
+from kvq_runtime.geometry import SLAB, Geometry, Sliding, looped
 from kvq_runtime.hf.cuda_graphs import Asked
 from kvq_runtime.hf.model import (
     CACHE,
@@ -326,6 +326,17 @@ def test_layers_that_a_pass_goes_through_again(kind, layers, slide, tmp_path):
         assert found.attending == (1, 2, 4, 5)
         written = verified_generate(model, kvq("rtn-4bit", model), ids, max_new_tokens=8)
         assert torch.equal(written.sequences, generate(model, ids, stock(model), max_new_tokens=8))
+
+
+@pytest.mark.parametrize("name, value", [
+    ("n_recurrent_loops", 10**9), ("n_recurrent_loops", "2"), ("n_recurrent_loops", -1), ("n_input_layers", None),
+    ("n_output_layers", -3), ("n_output_layers", 10**6), ("num_hidden_layers", None),
+])  # fmt: skip
+def test_passes_that_no_model_makes_are_refused(name, value):
+    given = {"num_hidden_layers": 8, "n_input_layers": 2, "n_output_layers": 2, "n_recurrent_loops": 3}
+    assert looped(given) == [2, 3, 4, 5, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match=f"{name}={value!r}.*whole numbers are needed"):
+        looped(given | {name: value})
 
 
 # ---- DeepSeek V4, whose layers cache one entry for some tokens ----
