@@ -294,17 +294,24 @@ class ModelFiles:
         return nn.functional.embedding(places, self.tensor(name))
 
     def transformers_config(self) -> "PreTrainedConfig":
-        """The configuration as transformers' own class, with those of towers beside the text's."""
+        """The configuration as transformers' own class, with those of towers beside the text's.
+
+        Without what names code: of a repository, for which transformers would ask, or of attention, which is ours.
+        """
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.path, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(self.path, trust_remote_code=False, local_files_only=True)
+        config._attn_implementation = None  # and of those in it
+        _forget_code(config)
+        return config
 
     def model(self, dtype: torch.dtype) -> "PreTrainedModel":
         """The whole model, on the CPU, with towers that it has beside the text's."""
         from kvq_calib.model.decoder import maker
 
-        return maker(self.transformers_config()).from_pretrained(
-            self.path, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        config: Any = self.transformers_config()
+        return maker(config).from_pretrained(
+            self.path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
 
     def layer_names(self, layer: int) -> list[str]:
@@ -411,6 +418,14 @@ class ModelFiles:
 
     def _bytes(self, name: str) -> int:
         return _size(self._stored(name))
+
+
+def _forget_code(config: "PreTrainedConfig") -> None:
+    """Take what names code of a repository out of a configuration, and out of those in it."""
+    vars(config).pop("auto_map", None)
+    for part in vars(config).values():
+        if hasattr(part, "sub_configs"):
+            _forget_code(part)
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:

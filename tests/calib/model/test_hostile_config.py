@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
+from architectures import random
 
 from kvq_calib.model import files, find, supported
 from kvq_calib.text import corpus, tokenizer
@@ -77,7 +79,7 @@ OTHERS = {
     "architectures": (5, "has architecture 5; supported are"),
     "layer_types": (3, "layer_types=3; a list"),
     "num_key_value_heads": (3, "num_key_value_heads=3; a divisor of num_attention_heads=4 is needed"),
-    "auto_map": ({"AutoModelForCausalLM": 5}, "transformers makes no model of config.json: .*; check it"),
+    "auto_map": (5, "config.json is none of its model_type: .*; download it again"),
 }
 
 
@@ -86,6 +88,31 @@ def test_settings_of_another_type_are_refused(name, model, tmp_path):
     value, message = OTHERS[name]
     given = json.loads((model / "config.json").read_text()) | {name: value}
     refused(model, tmp_path / "hostile", json.dumps(given), message)
+
+
+def test_nobody_is_asked_whether_code_of_a_repository_may_run(tmp_path, monkeypatch):
+    """As transformers would, of a tower that it has no class for."""
+    random("llava").save_pretrained(tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    given["vision_config"] |= {
+        "model_type": "blip_vision_model", "auto_map": {"AutoModel": "own.Tower"}, "name_or_path": str(tmp_path)
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    (tmp_path / "own.py").write_text("raise SystemExit(9)")
+    monkeypatch.setattr("builtins.input", lambda *_given: "y")
+    with pytest.raises(ValueError, match="transformers makes no model of config.json: Unrecognized configuration"):
+        find.read(tmp_path, "tiny")
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("value", ["flash_attention_2", "own/kernel", 5])
+def test_attention_that_a_file_names_is_not_asked_for(name, value, model, tmp_path):
+    """It may not be installed, or come from a repository."""
+    folder = Path(shutil.copytree(model, tmp_path / "named"))
+    given = json.loads((model / "config.json").read_text()) | {name: value, "auto_map": {"AutoModelForCausalLM": 5}}
+    (folder / "config.json").write_text(json.dumps(given))
+    found = find.read(folder, "tiny").model(torch.float32)
+    assert found.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[" * 200_000, '{"model": {"type": "BPE"}}', "\udcff"])
