@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 
 from kvq_calib.model.carried import Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty, split
-from kvq_runtime.artifact.fingerprint import FUSED, ROW_PROJECTIONS
+from kvq_runtime.artifact.fingerprint import FUSED, NAMES, ROW_PROJECTIONS
 from kvq_runtime.geometry import ENTRIES, SLIDES, WHOLE, attending, caching, joined, looped, owners, stretches
 from kvq_runtime.hf.model import (
     CACHE,
@@ -52,9 +52,8 @@ def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
 
 def _inner(settings: Mapping[str, Any]) -> Any:
     """The width inside an MLP of a type that has another name for it, or has four times the width of a layer."""
-    given = next(
-        (settings[name] for name in ("ffn_hidden_size", "ffn_dim", "n_inner") if settings.get(name) is not None), None
-    )
+    names = "ffn_hidden_size", "ffn_dim", "n_inner", "dff"
+    given = next((settings[name] for name in names if settings.get(name) is not None), None)
     return 4 * settings["hidden_size"] if given is None and type(settings.get("hidden_size")) is int else given
 
 
@@ -92,7 +91,7 @@ def refuses_function(config: "PreTrainedConfig", recipe: Recipe) -> str | None:
 
 def _check_attention(attend: Mapping[int, Any], layers: Sequence[int], id: str) -> None:
     """Refuse attention that a fingerprint does not know."""
-    named = *((name,) for name in FUSED), ("k_proj", "v_proj"), *(one.values() for one in ROW_PROJECTIONS.values())
+    named = *((name,) for name in FUSED), *NAMES, *(one.values() for one in ROW_PROJECTIONS.values())
     for n in layers:
         if not any(all(hasattr(attend[n], name.partition(".")[0]) for name in names) for names in named):
             raise ValueError(
@@ -122,7 +121,8 @@ def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> No
     if unknown:
         what = ", ".join(sorted(unknown))
         raise ValueError(f"{id}: its layers are given {what} of the tokens below, which is not carried; {LISTED}")
-    masks: list[Any] = [given.get("attention_mask") for given in calls]
+    given: list[Any] = [call.get("attention_mask") for call in calls]
+    masks = [one["causal"] if isinstance(one, dict) else one for one in given]  # of ZAYA, with that of its convolution
     caching = [n for n in attend if n < owners(settings_of(text))]
     whole = [n for n in caching if masks[n] is None or bool(visible(masks[n][..., -1, 0]).all())]
     others = own_code(decoder.whole) or joined(settings_of(text)) == ENTRIES  # of which masks may say the contrary

@@ -4,6 +4,7 @@ not know what is in it.
     [B, T, S · E + n · P]      S streams side by side, then the inputs by layer of the n layers that follow
     [B, T, S · E + b K]        or K whole numbers of b bytes: tokens that the layer has chosen for each query, where
                                others read the same; or the token itself
+    [B, T, S · E + K]          or K numbers of a router, which that of the next layer reads
     [B, T, S · E + E]          or the embeddings of the tokens
 
 Most models have one stream, their hidden states, and nothing behind. Gemma 3n has several (AltUp), of which the
@@ -12,7 +13,7 @@ between the two attentions of a layer, whose experts are added after both. In Ge
 token has an embedding for each layer, which that layer alone reads. Both are made under the first layer, of the token
 and its embedding. In GLM 5 some layers have no indexer, and read the tokens that the last one below has chosen; in
 DeepSeek V4 some choose experts by the token. A byte is a number from 0 to 255, which every dtype holds. Zamba's layers
-that attend read the embeddings again.
+that attend read the embeddings again. ZAYA's routers read what the one below has made of the token.
 
 E = hidden width · P = width of an input by layer.
 """
@@ -30,6 +31,7 @@ from kvq_runtime.geometry import caching
 TABLE = "embed_tokens_per_layer"  # the decoder's table of inputs by layer
 EMBEDDINGS = "original_hidden_states"  # the argument by which layers are given the embeddings
 CHOSEN, TOKENS = "prev_topk_indices", "input_ids"  # those of what others have chosen, and of the tokens themselves
+ROUTED = "prev_router_hidden_states"  # that of what the router of the layer below has made
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Carried:
 
     embedded   width of a row of the table of tokens: of OPT-350m half of E
     axis       of streams in what layers are given; None: they are side by side there too
-    numbers    at the most; `named`: the argument by which layers are given them, "" if there are none
+    numbers    at the most; of `size` 0 they are not whole
+    named      the argument by which layers are given them, "" if there are none
     again      whether layers are given the embeddings
     """
 
@@ -65,6 +68,8 @@ class Carried:
             whole = config["index_topk"] + (config.get("index_kpool") or 1) - 1, 2, CHOSEN
         if "hash_moe" in (config.get("mlp_layer_types") or ()):
             whole = 1, 3, TOKENS
+        if config.get("router_hidden_size"):
+            whole = config["router_hidden_size"], 0, ROUTED
         embedded, inputs = config.get("word_embed_proj_dim") or hidden, config.get("hidden_size_per_layer_input") or 0
         again = bool(config.get("attention_hidden_size"))  # of Zamba, twice E
         return Carried(hidden, embedded, layers, streams, inputs, axis if streams > 1 else None, *whole, again)
@@ -72,13 +77,19 @@ class Carried:
     @property
     def width(self) -> int:
         """Numbers of a token under the first layer, where they are the most."""
-        return (self.streams + self.again) * self.hidden + self.layers * self.inputs + self.size * self.numbers
+        behind = self.layers * self.inputs + max(1, self.size) * self.numbers
+        return (self.streams + self.again) * self.hidden + behind
+
+    @property
+    def handed(self) -> bool:
+        """True if a layer puts out the numbers that the next is given."""
+        return self.named in (CHOSEN, ROUTED)
 
     def pack(self, h: Tensor, inputs: Sequence[Tensor], numbers_BTK: Tensor | None = None) -> Tensor:
         """One tensor of hidden states, [B, T, E], or of streams as layers are given them, and of what stands behind.
 
         inputs        of layers to come, [B, T, P] each; or the embeddings alone, [B, T, E]
-        numbers_BTK   whole, of at most `size` bytes, the highest first
+        numbers_BTK   whole, of at most `size` bytes, the highest first; or any, if that is 0
         """
         if self.axis is not None:
             h = h.movedim(self.axis, 2).flatten(2)
@@ -87,7 +98,7 @@ class Carried:
                 raise ValueError(
                     f"sequences of {h.shape[1]} tokens; where layers share what they choose, use at most 65536"
                 )
-            inputs = [(numbers_BTK // 256**n % 256).to(h.dtype) for n in reversed(range(self.size))]
+            inputs = [(numbers_BTK // 256**n % 256).to(h.dtype) for n in reversed(range(self.size))] or [numbers_BTK]
         return torch.cat([h, *inputs], -1) if inputs else h
 
     def unpack(self, packed_BTE: Tensor) -> tuple[Tensor, Sequence[Tensor], Tensor | None]:
@@ -98,6 +109,8 @@ class Carried:
             h = packed_BTE
         if self.axis is not None:
             h = h.unflatten(-1, (self.streams, self.hidden)).movedim(2, self.axis).contiguous()
+        if self.numbers and not self.size:
+            return h, (), behind if behind.shape[-1] else None
         if self.numbers and behind.shape[-1]:
             parts = behind.detach().to(torch.int32).unflatten(-1, (self.size, -1))
             weights_b = 256 ** torch.arange(self.size - 1, -1, -1, dtype=torch.int32, device=behind.device)
@@ -124,5 +137,10 @@ class Carried:
 
 
 def blank(module: nn.Module) -> nn.Module:
-    """Make a module that does nothing in another's place, or in the place of each of a list."""
-    return nn.ModuleList(nn.Identity() for _ in module) if isinstance(module, nn.ModuleList) else nn.Identity()
+    """Make a module that does nothing in another's place, or in the place of each of a list; with its weight, of which
+    a decoder may ask the dtype."""
+    if isinstance(module, nn.ModuleList):
+        return nn.ModuleList(map(blank, module))
+    made: Any = nn.Identity()
+    made.weight = getattr(module, "weight", None)
+    return made

@@ -203,13 +203,15 @@ class Decoder:
     def entry(self) -> dict[str, nn.Module]:
         """The modules that make of embeddings what the first layer gets, by name: of positions, norms, streams."""
         tables = self.table, f"{self.core_name}.{TABLE}.weight"
-        return {name: self.whole.get_submodule(name) for name in self._below if f"{name}.weight" not in tables}
+        within = (name for name in self._below if name != self.core_name)
+        return {name: self.whole.get_submodule(name) for name in within if f"{name}.weight" not in tables}
 
     @property
     def apart(self) -> list[str]:
-        """The modules with parameters, by name, that are called elsewhere than under all layers, or else above all."""
+        """The modules with parameters, by name, that are called elsewhere than under all layers, or else above all; and
+        a decoder with parameters of its own that changes hidden states between layers."""
         known = set(), {0}, {len(self.places)}
-        return [name for name, behind in self._called.items() if behind not in known or name == self.core_name]
+        return [name for name, behind in self._called.items() if behind not in known]
 
     @property
     def _below(self) -> list[str]:
@@ -234,6 +236,8 @@ class Decoder:
                 place.paired = paired
             with contextlib.suppress(Exception):  # of the decoder's own, whatever class it has
                 if core(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)[0].shape[:2] == (2, 3):
+                    changed = {n for n, place in enumerate(places) if place.under is not places[0].under}
+                    called.get(self.core_name, set()).update(changed)
                     return paired, called
         return False, called
 
@@ -360,7 +364,7 @@ class Under:
         """
         key = batch, tokens, dtype, device, embedded
         if self._last[0] != key:
-            rows = torch.full((), embedded, dtype=dtype, device=device).expand(batch, tokens, self._carried.embedded)
+            rows = torch.full((batch, tokens, self._carried.embedded), embedded, dtype=dtype, device=device)
             with torch.no_grad(), self._carried.muted(self.core):
                 self.core(inputs_embeds=rows, use_cache=False)
             own = {EMBEDDINGS} if self._carried.again else set()  # which are zeros here

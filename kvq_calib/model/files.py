@@ -356,9 +356,9 @@ class ModelFiles:
     @cached_property
     def _fingerprint(self) -> fingerprint.Fingerprint:
         def weight(layer: int, name: str) -> Tensor:
-            name = fingerprint.ROW_PROJECTIONS.get(str(self.joined), {}).get(name, name)
+            own = fingerprint.names(self.joined, name)
             one = [fingerprint.PROJECTIONS["key"]] if self.config.get(fingerprint.ONE) else []
-            found, weight = self._matrix(layer, name, *fingerprint.FUSED, *one)
+            found, weight = self._matrix(layer, *own, *fingerprint.FUSED, *one)
             return fingerprint.of_fused(weight, self.config, found, name) if found in fingerprint.FUSED else weight
 
         return fingerprint.from_config(self.config, weight)

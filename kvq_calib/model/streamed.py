@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvq_calib.model.attention import Captured, Projected, Rows, answer_by, asks, expanded
-from kvq_calib.model.carried import CHOSEN, EMBEDDINGS, TABLE, Carried
+from kvq_calib.model.carried import EMBEDDINGS, TABLE, Carried
 from kvq_calib.model.decoder import Decoder, Noted, Seen, attentions, captured, empty, hollow, noting, output_of
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
@@ -90,7 +90,7 @@ class Head:
         last = layers_of(decoder_of(self._around))[-1]
         last.out = self._carried.unpack(h_BTE)[0]
         try:
-            nothing = h_BTE.new_zeros(()).expand(*h_BTE.shape[:-1], self._carried.embedded)
+            nothing = h_BTE.new_zeros(*h_BTE.shape[:-1], self._carried.embedded)
             return self._around(inputs_embeds=nothing, use_cache=False).logits
         finally:
             last.out = last.under = None
@@ -114,6 +114,7 @@ class Stream:
         core, start = self._under.core, f"{self._decoder.core_name}."
         for name, module in self._decoder.entry().items():
             core.set_submodule(name.removeprefix(start), self._weights.filled(module, name, self.device))
+        self._fill(core)
         self._tables = [self._decoder.table, *([f"{start}{TABLE}.weight"] if self._decoder.carried.inputs else [])]
 
     @property
@@ -161,11 +162,19 @@ class Stream:
         around: Any = copy.deepcopy(self._decoder.whole)
         for name, module in self._decoder.top().items():
             around.set_submodule(name, self._weights.filled(module, name, self.device))
+        self._fill(decoder_of(around))
         for name in self._decoder.entry():
             hollow(around.get_submodule(name), self.device)
         around.set_input_embeddings(nn.Identity())
         self._decoder.carried.mute(decoder_of(around))
         return Head(self._decoder.settled(around, self.device), self._decoder.carried)
+
+    def _fill(self, core: Any) -> None:
+        """Give a decoder the parameters that are its own, and no module's."""
+        if core._parameters:
+            alone = copy.copy(core)
+            alone._modules = {}
+            core._parameters = self._weights.filled(alone, self._decoder.core_name, self.device)._parameters
 
     @torch.no_grad()
     def rope(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -274,7 +283,7 @@ class Layer:
             whole = {carried.named: numbers} if carried.numbers else {}
             out = module(h, **calls[n] | read | own | common | whole)
             h, *beside = out if isinstance(out, tuple) else (out,)
-            numbers = beside[0] if carried.named == CHOSEN else numbers
+            numbers = beside[0] if carried.handed else numbers
         return carried.pack(h, inputs if carried.again else inputs[len(self._modules) :], numbers)
 
     def _captured(self, queries: bool) -> Projected:

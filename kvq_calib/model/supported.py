@@ -26,11 +26,12 @@ SIZES = {  # {setting: the least, and the most that any model has, with room}
     "hc_count": (1, 1 << 6),
     "hc_mult": (1, 1 << 6),
     "index_topk": (1, 1 << 16),
+    "router_hidden_size": (1, 1 << 16),
     "hidden_size_per_layer_input": (0, 1 << 16),
 }
 OPTIONAL = (
     "num_key_value_heads", "head_dim", "altup_num_inputs", "altup_active_idx", "hidden_size_per_layer_input",
-    "hc_count", "hc_mult", "index_topk",
+    "hc_count", "hc_mult", "index_topk", "router_hidden_size",
 )  # fmt: skip
 Files = TypeVar("Files", bound=ModelFiles)
 

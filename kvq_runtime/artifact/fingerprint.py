@@ -8,7 +8,7 @@ rounding of the same weights is expected: up to QUANTIZED_TOLERANCE a warning st
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ QUANTIZED_TOLERANCE = 0.5  # weights rounded to 3 bits are nearer than this to t
 SIZE = 8
 DEQUANTIZED = "dequantized_from"  # in a config.json: the quantized type of weights that are written out as floats
 PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
+# what models call the two: CTRL; ZAYA, whose values have half of their channels from the token before
+NAMES = ("k_proj", "v_proj"), ("Wk", "Wv"), ("qkv_proj.k_proj", "qkv_proj.v_proj_current")
 # of latents: what makes a row of a token, and what makes keys and values of it; of entries: rows, and their weights
 ROW_PROJECTIONS = {
     LATENTS: {"k_proj": "kv_a_proj_with_mqa", "v_proj": "kv_b_proj"},
@@ -164,6 +166,12 @@ def of_fused(weight_OI: Tensor, config: Mapping[str, Any], fused: str, projectio
     if fused == BY_HEAD or config.get("multi_query") is False:
         return weight_OI.unflatten(0, (heads, -1, size))[:, place].flatten(0, 1)
     return weight_OI[place * heads * size :][: heads * size]
+
+
+def names(what: str | None, projection: str) -> Sequence[str]:
+    """The names by which attention may have "k_proj" or "v_proj", of a model that caches this (`geometry.joined`)."""
+    own = ROW_PROJECTIONS.get(str(what))
+    return [pair[projection == PROJECTIONS["value"]] for pair in NAMES] if own is None else [own[projection]]
 
 
 def _packed(matrix: Tensor) -> bool:

@@ -167,8 +167,9 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
         def of(module: nn.Module) -> Tensor:
             return held(module, "weight", module.weight).detach()  # type: ignore[arg-type]
 
-        own = fingerprint.ROW_PROJECTIONS.get(str(joined(config)), {}).get(name, name)
-        projection: Any = dict(attention[layer].named_modules()).get(own)
+        parts = dict(attention[layer].named_modules())
+        own = (parts[one] for one in fingerprint.names(joined(config), name) if one in parts)
+        projection: Any = next(own, None)
         if projection is None and config.get(fingerprint.ONE):
             projection = attention[layer].k_proj
         fused = next((one for one in fingerprint.FUSED if hasattr(attention[layer], one)), None)

@@ -15,6 +15,7 @@ from transformers import DeepseekV4ForCausalLM
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvq_runtime.artifact import fingerprint
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import SLAB, Geometry, Sliding, looped
 from kvq_runtime.hf.cuda_graphs import Asked
 from kvq_runtime.hf.model import (
@@ -127,6 +128,24 @@ def test_the_rows_of_one_projection_that_make_keys_and_values(kind, settings):
         made = made.clamp(-2, 2) if kind == "dbrx" else made
         made = made.unflatten(0, (-1, cached.shape[-1]))
         torch.testing.assert_close(made.repeat_interleave(cached.shape[1] // len(made), 0), cached[0, :, 0])
+
+
+@pytest.mark.parametrize("kind, keys, values", [
+    ("ctrl", "Wk", "Wv"), ("zaya", "qkv_proj.k_proj", "qkv_proj.v_proj_current"),
+])  # fmt: skip
+def test_a_model_is_known_by_projections_of_other_names(kind, keys, values):
+    """It is another one if either is."""
+    model = random(kind)
+    before, module = fingerprint_of(model), attention_of(layers_of(decoder_of(model))[1])
+    for name, said in ((keys, "key"), (values, "value")):
+        weight = module.get_submodule(name).weight
+        assert torch.equal(before.probes[f"layers.1.{said}.fingerprint.probe"], fingerprint.probe(weight))
+        with torch.no_grad():
+            weight.neg_()
+        with pytest.raises(ArtifactError, match=f"weights of layer 1 {said} differ by 2 of their norm"):
+            fingerprint.check_match(before, fingerprint_of(model))
+        with torch.no_grad():
+            weight.neg_()
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", "qwen2_5_vl", "qwen3_5", "llava"])

@@ -214,7 +214,7 @@ OWN = {
         "vision_hidden_size": 32, "projector_hidden_size": 32},
     "zamba": MAMBA | {"n_mamba_heads": 2, "attention_head_dim": 32},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_ssm": 128},
-    "zaya": EXPERTS | {"num_experts_per_tok": 1},
+    "zaya": EXPERTS | {"num_experts_per_tok": 1, "router_hidden_size": 24, "intermediate_size": ...},
     **dict.fromkeys(("gpt_neox", "gpt_neox_japanese", "falcon", "gpt2", "gpt-sw3", "gpt_bigcode", "bloom"), OLD),
     "ctrl": OLD | {"intermediate_size": ..., "dff": 32},
     "trocr": OLD | {"d_model": 64, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
@@ -286,6 +286,7 @@ QUICK = (  # one for each thing that tells architectures apart
     "deepseek_v3", "deepseek_v2", "gemma3n_text", "lfm3_vl", "gpt_neox", "falcon", "dbrx", "bamba", "jetmoe",
     "falcon_h1", "molmo2", "hunyuan_vl", "sarvam_moe", "mimo_v2_flash", "longcat_flash",
     "modernbert-decoder", "glm_moe_dsa", "qwen4_exp_text", "hy_v4", "nemotron_h", "jamba", "deepseek_v4",
+    "zaya",
 )  # fmt: skip
 
 

@@ -26,8 +26,9 @@ from transformers.models.auto.modeling_auto import (
 
 from kvq_calib.evaluate import caches, errors
 from kvq_calib.evaluate.caches import CountedCache, FullCache
-from kvq_calib.model import attention
+from kvq_calib.model import architecture, attention
 from kvq_calib.model import find as models
+from kvq_calib.model.decoder import Place
 from kvq_calib.model.files import OUTPUTS, ModelFiles
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget
@@ -54,8 +55,6 @@ UNLISTED = {
 REFUSED = {
     "dory": "a pass goes through layers 1, 2 more than once",
     **dict.fromkeys(("inkling2_loop", "inkling2_loop_text"), "a pass goes through layers 1 more than once"),
-    "zaya": "model stand neither under its layers alone nor above",
-    "ctrl": "MultiHeadAttention has no k_proj",
     **dict.fromkeys(
         ("inkling2", "inkling2_text"), "its decoder does not run with transformers' own cache, and its layers apart"
     ),
@@ -184,6 +183,29 @@ def test_errors_are_of_the_tokens_that_a_model_has_chosen(kind, folders):
             tails = 6 * (1 + 2 + 3) if kind == "glm5_next" else 0  # of pools of four that are not full
             assert cache.reads.pairs == 2 * len(files.attending) * (16 * 17 // 2 + 24 * 16 + tails)
     assert max(losses) < 1e-3
+
+
+@pytest.mark.parametrize("kinds", [["hybrid"] * 3, ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"]])
+def test_gradients_go_through_what_a_router_hands_to_the_next(kinds, tmp_path):
+    """They are those of the whole model, by autograd; a layer that slides hands it on within a stretch."""
+    random("zaya", layer_types=kinds, num_hidden_layers=len(kinds), sliding_window=16).save_pretrained(tmp_path)
+    files, whole = beside(tmp_path)
+    stream, ids, below = Stream(files, dtype=torch.float32), prompt(2, 40), {}
+    for n, layer in enumerate(layers_of(decoder_of(whole))):
+        layer.register_forward_pre_hook(lambda module, args, n=n: below.__setitem__(n, args[0]))
+    logits = whole(input_ids=ids).logits
+    weight, places = torch.randn_like(logits), [part.start for part in stretches(files.config)]
+    expected = torch.autograd.grad((logits * weight).sum(), [below[n] for n in places])
+    h = [stream.embed(ids)]
+    for index in range(stream.layers):
+        h.append(stream.layer(index).forward(h[-1]).h_BTE)
+    assert [one.shape[-1] for one in h] == [64, *[64 + 24] * stream.layers]
+    above = h[-1].requires_grad_()
+    with torch.enable_grad():
+        (above,) = torch.autograd.grad((stream.head()._logits(above) * weight).sum(), above)
+    for index in reversed(range(stream.layers)):
+        above = stream.layer(index).gradients(h[index], above)[0]
+        near(above[..., :64], expected[index])
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_bigcode", "modernbert-decoder", "opt", "llama"])
@@ -319,6 +341,27 @@ def test_a_type_that_calls_the_width_of_its_layers_otherwise(kind, width, folder
         pytest.skip(f"in this transformers {kind} attends by code of its own, and is refused")
     files = models.resolve(folders(kind))
     assert (files.inner, files.chosen_experts) == (width, 2 if kind == "dbrx" else 0)
+
+
+def test_a_decoder_with_parameters_that_works_between_layers_is_refused(tmp_path, monkeypatch):
+    """ZAYA's scale embeddings alone."""
+    random("zaya").save_pretrained(tmp_path)
+    assert models.resolve(tmp_path).geometry.layers == 3
+
+    def changed(place, hidden, *_args, **_given):
+        place.under = hidden
+        return hidden + 0, None
+
+    monkeypatch.setattr(Place, "forward", changed)
+    with pytest.raises(ValueError, match="model stand neither under its layers alone nor above; docs/models.md"):
+        models.resolve(tmp_path)
+
+
+def test_attention_that_a_fingerprint_does_not_know_is_refused(tmp_path, monkeypatch):
+    random("ctrl").save_pretrained(tmp_path)
+    monkeypatch.setattr(architecture, "NAMES", architecture.NAMES[:1])
+    with pytest.raises(ValueError, match="MultiHeadAttention has no k_proj and v_proj.*models.md"):
+        models.resolve(tmp_path)
 
 
 def test_layers_that_share_what_is_not_run_with_them_are_refused(tmp_path):
