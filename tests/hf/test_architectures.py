@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -465,12 +466,14 @@ def test_masks_of_models_of_images():
     mask[0, :, :, 0] = False
     least = torch.finfo(torch.float32).min
     for given in (mask, torch.zeros(mask.shape).masked_fill(~mask, least)):
-        assert real_tokens({"full_attention": given}, 6).tolist() == [[False] + [True] * 5, [True] * 6]
+        real: Any = real_tokens({"full_attention": given}, 6)
+        assert real.tolist() == [[False] + [True] * 5, [True] * 6]
         assert not looks_ahead({"full_attention": given}, 4)
     mask[1, 0, 0, 4] = True
     assert looks_ahead({"full_attention": mask}, 4) and not looks_ahead({"full_attention": None}, 4)
     flat = torch.tensor([[0, 1, 1, 1]])
-    assert real_tokens({"full_attention": flat}, 2).tolist() == [[True, True]]
+    real = real_tokens({"full_attention": flat}, 2)
+    assert real.tolist() == [[True, True]]
     assert real_tokens({"full_attention": None}, 2) is real_tokens(None, 2) is None
     with pytest.raises(RuntimeError, match="use sdpa or eager"):
         real_tokens({"full_attention": object()}, 2)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from models import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicIndexedLayer
+from transformers.cache_utils import DynamicIndexedLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -306,7 +306,7 @@ def table() -> list[list[str]]:
     return kinds
 
 
-def stored(model: PreTrainedModel, cache: Cache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stored(model: PreTrainedModel, cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What transformers' cache holds of a layer, as kvq stores it: keys and values, [B, H, T, D] each."""
     config, held = model.config.get_text_config(decoder=True), cache.layers[layer]
     what = joined(settings_of(config))

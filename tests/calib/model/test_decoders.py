@@ -130,6 +130,7 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
         for found, own in zip((k, v), stored(whole, cache, place), strict=True):
             near(found, own)
         if files.joined and seen.q_NTC is not None:
+            assert seen.expand is not None
             expanded = seen.expand(*(x.transpose(1, 2).flatten(2) for x in (k, v)))[0]
             q = seen.q_NTC.unflatten(-1, (-1, expanded.shape[-1])).transpose(1, 2)
             expanded = expanded.repeat_interleave(q.shape[1] // expanded.shape[1], 1)
@@ -175,7 +176,8 @@ def test_errors_are_of_the_tokens_that_a_model_has_chosen(kind, folders):
             near(module.o_proj(out), outputs[n])
         h = seen.h_BTE
     exact, losses = preset("exact"), []
-    for cache in (FullCache(exact, whole, {}, length=40), CountedCache(exact.with_exact(0, 0), whole, {})):
+    each: list[Any] = [FullCache(exact, whole, {}, length=40), CountedCache(exact.with_exact(0, 0), whole, {})]
+    for cache in each:
         with torch.no_grad(), caches.attending(whole, cache):
             found = torch.cat([whole(part, past_key_values=cache).logits for part in ids.split(40, 1)], 1)
         losses.append(float((found - expected).norm()))
@@ -262,7 +264,7 @@ def test_what_is_fitted_serves(kind, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "select", lambda *given: text)
     after = "zipcache-2bit" if files.joined or files.hidden_queries else "oscar-2bit"
     made = fitted(files, tmp_path, after, *(["aqua-2bit"] if before else []))
-    model = files.model(torch.float32).eval()
+    model: Any = files.model(torch.float32).eval()
     assert fingerprint_of(model).to_json() == files.fingerprint().to_json()
     for name, artifact in made.items():
         cache = KVQCache.from_artifact(artifact, model)
@@ -288,10 +290,8 @@ def test_layers_that_slide_are_evaluated_as_they_are(folders, tmp_path, monkeypa
     made, exact = fitted(files, tmp_path, "aqua-2bit")["aqua-2bit"], preset("exact")
     losses = []
     for recipe, tensors in ((exact, {}), (made.recipe, made.tensors)):
-        whole, steps = (
-            FullCache(recipe, model, tensors, length=256),
-            CountedCache(recipe.with_exact(0, 0), model, tensors),
-        )
+        whole: Any = FullCache(recipe, model, tensors, length=256)
+        steps: Any = CountedCache(recipe.with_exact(0, 0), model, tensors)
         with torch.no_grad():
             expected = model(ids).logits
             with caches.attending(model, whole):
@@ -452,7 +452,8 @@ def test_gradients_of_logits_that_are_scaled(kind, folders):
 
 def test_the_text_of_a_folder_that_transformers_reads_alone(tmp_path):
     """Of Llama 4, whose model of images transformers 5.24 does not run."""
-    Llama4ForConditionalGeneration(AutoConfig.for_model("llama4", **OWN["llama4"])).save_pretrained(tmp_path)
+    config: Any = AutoConfig.for_model("llama4", **OWN["llama4"])
+    Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
     files, whole = beside(tmp_path)
     assert fingerprint_of(whole).to_json() == files.fingerprint().to_json()
     assert (files.chosen_experts, files.sliding.window) == (4, 16)
