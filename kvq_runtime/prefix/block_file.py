@@ -43,6 +43,7 @@ from kvq_runtime.store.storage import Slab
 CHECKS = ("header", "chain", "tokens", "tensors", "content", "finite", "coded", "lossless")
 CODED, LOSSLESS, EXACT, SINKS = "coded", "lossless", "exact", "sinks"
 LENGTH = 1024  # tokens of the prefix for which bits are stated
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}  # of keys and values
 _NAMES = re.compile(r"packed\.[a-z0-9]+|sinks|coded|lossless|(key|value)\.(0|[1-9][0-9]{0,3})\.exact")
 
 
@@ -108,6 +109,7 @@ class BlockFormat:
                  without loss if the library is missing
     promised     whether there is a promise, so that blocks may be beyond it
     coded_sinks  whether sinks are coded without loss, which needs the library
+    Raises ValueError for a dtype that is not kept.
     """
 
     recipe: Recipe
@@ -116,6 +118,13 @@ class BlockFormat:
     tensors: Mapping[str, Tensor] | None = dataclasses.field(default=None, compare=False, repr=False)
     promised: bool = False
     coded_sinks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES.values():
+            raise ValueError(
+                f"keys and values of {_name(self.dtype)}; {', '.join(DTYPES)} are kept: run the model in one of "
+                "these, its cache not in fp8"
+            )
 
     def sinks(self, number: int) -> int:
         """Return how many of a block's tokens are sinks."""

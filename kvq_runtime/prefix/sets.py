@@ -7,7 +7,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvq_runtime.artifact.artifact import MAX_LAYERS, MAX_WIDTH
@@ -15,7 +14,7 @@ from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.prefix import chain, shelf
-from kvq_runtime.prefix.block_file import BlockFormat
+from kvq_runtime.prefix.block_file import DTYPES, BlockFormat
 from kvq_runtime.prefix.shelf import GRACE, SUFFIX, Kept
 from kvq_runtime.recipe import Recipe
 
@@ -66,7 +65,7 @@ def _format_of(about: dict[str, Any]) -> BlockFormat:
         if geometry.layers > MAX_LAYERS or geometry.width > MAX_WIDTH:
             raise ValueError(f"{geometry}; at most {MAX_LAYERS} layers and {MAX_WIDTH} channels are read")
         recipe = Recipe.from_json(about["recipe"]).check(geometry)
-        dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[about["dtype"]]
+        dtype = DTYPES[about["dtype"]]
         if about["layers"] != list(range(geometry.layers)):
             raise ValueError(f"layers {about['layers']!r:.80}; a set holds all {geometry.layers}")
     except (ValueError, TypeError, KeyError) as error:

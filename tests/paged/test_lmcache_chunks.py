@@ -328,6 +328,15 @@ def test_chunks_that_an_artifact_says_nothing_of_are_refused():
         unlike.codec((2, 2, TOKENS, 64), torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float64])
+def test_numbers_that_are_not_16_or_32_bits_wide_are_refused(dtype: torch.dtype):
+    """An fp8 cache is uint8 in vLLM: no numbers, though they could be rounded."""
+    for name in ("lloyd-3bit", "exact", "exact-coded"):
+        chunks = Chunks(read_settings({"cache": name, "head_size": 64}))
+        with pytest.raises(ValueError, match="bfloat16, float16, float32 are kept: .* not in fp8"):
+            chunks.codec((2, 4, 128, 128), dtype)
+
+
 def test_latents_are_not_taken_for_fused_heads(demo_model: Path, tmp_path: Path):
     """By the model's configuration where it is named; where it is not, one row of a token may be either."""
     config = json.loads((demo_model / "config.json").read_text())
