@@ -232,18 +232,19 @@ def _times(serde: dict[str, Any], chunks: Sequence[Tensor]) -> dict[str, float]:
         processor = wrapper._serde
         size = processor.estimate_serialized_size(MemoryLayoutDesc([out.shape], [out.dtype]))
         room = [torch.zeros(size, dtype=torch.uint8) for _ in chunks]
+        given, made, back = ([SimpleNamespace(tensor=x) for x in each] for each in (chunks, room, [out] * len(chunks)))
+        processor._pool.shutdown()
+        processor._pool = SimpleNamespace(submit=lambda work, *given: work(*given), shutdown=lambda wait: None)
         tell(names, CHUNK)
 
-        def there() -> None:
-            for name, chunk, data in zip(names, chunks, room, strict=True):
-                processor._serializer.serialize(SimpleNamespace(tensor=chunk), SimpleNamespace(tensor=data), name)
+        def store() -> None:
+            assert processor.query_serialize_result(processor.submit_serialize(given, made, names))
 
-        def back() -> None:
-            for name, data in zip(names, room, strict=True):
-                processor._deserializer.deserialize(SimpleNamespace(tensor=data), SimpleNamespace(tensor=out), name)
+        def load() -> None:
+            assert processor.query_deserialize_result(processor.submit_deserialize(made, back, names))
 
         megabytes = sum(chunk.nbytes for chunk in chunks) / 1e6
-        works = {"store": there, "load": back}
+        works = {"store": store, "load": load}
         return {f"{name}_MB_per_s": round(megabytes / _fastest(work), 1) for name, work in works.items()}
 
 

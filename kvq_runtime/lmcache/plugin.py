@@ -12,16 +12,22 @@ A serde states a chunk's size before it knows its content, and may write less. L
 that is shorter than was stated: `Files` first looks how long a file is. Other adapters have nothing to look with, so
 that chunks whose sizes differ are kept in files alone.
 
+LMCache stores and loads chunks of one or more requests as one task, and ends it at the first that fails. So that one
+does not take the others with it, `Files` leaves out what cannot be kept, and a load goes on to its end, to remove every
+chunk that cannot be read.
+
 A serde is not told where in its text a chunk begins. LMCache's server is, and says so on its event bus before a chunk
-is written: of each that is stored, where it moves chunks itself, and of all that a prompt is looked up for.
+is written: of all that a prompt is looked up for and, where it moves chunks itself, of each that is stored, by the
+first worker, which may come after another.
 
 Pinned to LMCache 0.5.6.
 """
 
 import json
+import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +42,7 @@ from lmcache.v1.distributed.serde import (
     AsyncSerdeProcessor,
     Deserializer,
     SerdeProcessor,
+    SerdeTaskId,
     Serializer,
     get_registered_serde_types,
     register_serde_factory,
@@ -51,7 +58,7 @@ from kvq_runtime.lmcache.chunk import ChunkCodec, Chunks
 
 NAME = "kvq"
 HELD = 1 << 16  # starts of chunks that are held
-PATIENCE = 1.0  # seconds that an event may take
+DELAY, PATIENCE = 0.05, 1.0  # seconds that the event bus, and the first worker, may be late
 logger = init_logger("lmcache.kvq")
 _said: set[str] = set()
 _made = threading.local()  # `last`: the adapter whose serde LMCache makes next, in the same thread
@@ -72,7 +79,12 @@ class Adapter(L2AdapterInterface):
 
 
 class Files(FSL2Adapter):
-    """LMCache's adapter of files, which may be shorter than the memory that they are read into."""
+    """LMCache's adapter of files, which may be shorter than the memory that they are read into; what is empty is not
+    stored."""
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        kept = [(key, held) for key, held in zip(keys, objects, strict=True) if held.get_size()]
+        return super().submit_store_task([key for key, _ in kept], [held for _, held in kept])
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         for key, held in zip(keys, objects, strict=True):
@@ -86,7 +98,7 @@ class Starts:
 
     def __init__(self) -> None:
         self._told: dict[bytes, int] = {}
-        self._more = threading.Condition()
+        self._more, self._patience = threading.Condition(), DELAY
         bus = get_event_bus()
         if not bus.enabled:
             raise ValueError(
@@ -99,11 +111,12 @@ class Starts:
     def of(self, chunk_hash: bytes) -> int:
         """The place of a chunk's first token. Raises ValueError for a chunk of which nothing was said."""
         with self._more:
-            if not self._more.wait_for(lambda: chunk_hash in self._told, PATIENCE):
+            if not self._more.wait_for(lambda: chunk_hash in self._told, self._patience):
                 raise ValueError("a chunk of which LMCache does not say where it begins")
             return self._told[chunk_hash]
 
     def _stored(self, event: Event) -> None:
+        self._patience = PATIENCE
         self._add(zip(event.metadata["chunk_hashes"], event.metadata["token_offsets"], strict=True))
 
     def _looked_up(self, event: Event) -> None:
@@ -124,10 +137,11 @@ class KVQSerializer(Serializer):
     """Chunks into bytes.
 
     starts   where chunks begin, of a recipe that needs it
+    skips    whether the adapter leaves out what takes no bytes; else a chunk that cannot be kept is an error
     """
 
-    def __init__(self, chunks: Chunks, starts: Starts | None = None):
-        self.chunks, self.starts = chunks, starts
+    def __init__(self, chunks: Chunks, starts: Starts | None, skips: bool):
+        self.chunks, self.starts, self.skips = chunks, starts, skips
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
         room = _tensor(dst).view(-1)
@@ -137,7 +151,9 @@ class KVQSerializer(Serializer):
             return _codec(self.chunks, given, key).encode(given, key_bytes(key), room, start)
         except ValueError as error:
             _say(f"{error}; such chunks are not kept")
-            raise
+            if not self.skips:
+                raise
+            return 0
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
         """The bytes of a chunk, or the most; of a refused one its own: LMCache reports errors of `serialize` alone."""
@@ -151,7 +167,7 @@ class KVQSerializer(Serializer):
 
 
 class KVQDeserializer(Deserializer):
-    """Bytes into chunks; bytes that are not the chunk's are an error, which LMCache takes for a miss.
+    """Bytes of a load into its chunks; bytes that are none are an error, which LMCache takes for a miss of all.
 
     adapter   that has the bytes, and gives up those that are none
     """
@@ -159,16 +175,33 @@ class KVQDeserializer(Deserializer):
     def __init__(self, chunks: Chunks, adapter: Callable[[], L2AdapterInterface | None]):
         self.chunks, self.adapter = chunks, adapter
 
-    def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
-        data, out = _tensor(src), _tensor(dst)
-        codec = _codec(self.chunks, out, key)
-        try:
-            codec.decode(data, key_bytes(key), out)
-        except ArtifactError as error:
-            adapter = self.adapter()
-            if adapter is not None:
-                adapter.delete([key])
-            raise ArtifactError(f"chunk {key.chunk_hash.hex()} of {key.model_name}: {error}") from None
+    def deserialize(  # type: ignore[override]
+        self, src: Sequence[MemoryObj], dst: Sequence[MemoryObj], key: Sequence[ObjectKey]
+    ) -> None:
+        faults: dict[ObjectKey, ArtifactError] = {}
+        for held, room, name in zip(src, dst, key, strict=True):
+            data, out = _tensor(held), _tensor(room)
+            try:
+                _codec(self.chunks, out, name).decode(data, key_bytes(name), out)
+            except ArtifactError as error:
+                faults[name] = error
+        if not faults:
+            return
+        adapter, (first, error) = self.adapter(), next(iter(faults.items()))
+        if adapter is not None:
+            adapter.delete([*faults])
+        raise ArtifactError(
+            f"{len(faults)} of {len(key)} chunks; the first, {first.chunk_hash.hex()} of {first.model_name}: {error}"
+        )
+
+
+class Processor(AsyncSerdeProcessor):
+    """LMCache's, which ends a task at the first object that fails: so all chunks of a load are one object of it."""
+
+    def submit_deserialize(
+        self, src_objs: list[MemoryObj], dst_objs: list[MemoryObj], keys: list[ObjectKey]
+    ) -> SerdeTaskId:
+        return super().submit_deserialize([src_objs], [dst_objs], [keys])  # type: ignore[list-item]
 
 
 def key_bytes(key: ObjectKey) -> bytes:
@@ -191,15 +224,14 @@ def build(given: dict[str, object]) -> SerdeProcessor:
             "an artifact is wrong for it, and any other loses more than it states"
         )
     chunks, adapter = Chunks(found), _made.__dict__.pop("last", lambda: None)
-    if chunk.sizes_differ(recipe) and not isinstance(adapter(), Files):
+    files = isinstance(adapter(), Files)
+    if chunk.sizes_differ(recipe) and not files:
         raise ValueError(
             f'serde "kvq": chunks of {recipe.name} have different sizes, which kvq\'s plugin alone reads, from files: '
             '{"type": "plugin", ..., "adapter_params": {"type": "fs", ...}}'
         )
     starts = Starts() if "positions" in recipe.needs else None
-    return AsyncSerdeProcessor(
-        KVQSerializer(chunks, starts), KVQDeserializer(chunks, adapter), max_workers=found.workers
-    )
+    return Processor(KVQSerializer(chunks, starts, files), KVQDeserializer(chunks, adapter), max_workers=found.workers)
 
 
 def _codec(chunks: Chunks, tensor: torch.Tensor, key: ObjectKey) -> ChunkCodec:
@@ -209,9 +241,10 @@ def _codec(chunks: Chunks, tensor: torch.Tensor, key: ObjectKey) -> ChunkCodec:
 
 
 def _say(text: str) -> None:
-    """Warn once: LMCache repeats its own line, with a traceback, for each chunk that fails."""
-    if text not in _said:
-        _said.add(text)
+    """Warn once of what differs by more than numbers: LMCache repeats its own line for each task that fails."""
+    kind = re.sub(r"\d+", "", text)
+    if kind not in _said:
+        _said.add(kind)
         logger.warning("kvq: %s", text)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from lmcache.v1.multiprocess.transfer_context import (
 )
 from lmcache.v1.platform.devices.cpu import cache_context
 
-from benchmarks.lmcache_chunks import PLUGIN, Tier, keys
+import kvq_runtime.lmcache.plugin  # noqa: F401  its log is caught from the first test on
+from benchmarks.lmcache_chunks import PATIENCE, PLUGIN, Tier, keys, tell
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
@@ -111,8 +113,11 @@ def test_chunks_that_are_coded_or_know_their_place_are_what_a_prefix_is(recipe: 
     assert torch.equal(torch.cat(loaded, 2), wanted.flatten(3))
 
 
-def test_a_chunk_is_kept_only_if_it_is_said_where_it_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """By what is stored, or by what a prompt is looked up for."""
+def test_a_chunk_is_kept_only_if_it_is_said_where_it_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """By what is stored, or by what a prompt is looked up for; where the latter alone is said, nothing waits for it."""
+    monkeypatch.setattr("kvq_runtime.lmcache.plugin.PATIENCE", 1000.0)
     (tmp_path / "files").mkdir()
     with Tier(tmp_path / "files", serde(stores.aqua(tmp_path))) as tier:
         tier.put(keys("said", 3), chunks(), told=False, stored=False)
@@ -124,6 +129,38 @@ def test_a_chunk_is_kept_only_if_it_is_said_where_it_begins(tmp_path: Path, capl
     assert len(files(tmp_path / "files")) == len(NAMES)
     said = [record.message for record in caplog.records if record.name == "lmcache.kvq"]
     assert sum("does not say where it begins; such chunks are not kept" in line for line in said) == 1
+
+
+def test_a_worker_that_stores_before_the_one_that_says_where_is_waited_for(tmp_path: Path):
+    (tmp_path / "files").mkdir()
+    with Tier(tmp_path / "files", serde(stores.aqua(tmp_path))) as tier:
+        tell(NAMES[:1], 256)
+        tier.put(NAMES, chunks(), told=False, stored=False)
+        time.sleep(0.3)
+        tell(NAMES, 256)
+        _wait_for(tmp_path / "files", len(NAMES))
+
+
+def test_a_chunk_that_cannot_be_kept_does_not_take_others_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """LMCache stores a request's chunks as one task. The log says it once, wherever the number is."""
+    for layer, text in enumerate(("a text", "another text")):
+        given = chunks()
+        given[1][0, layer, 0, 0] = torch.nan
+        with Tier(tmp_path, serde("lloyd-3bit")) as tier:
+            tier.put(keys(text, 3), given, stored=False)
+            _wait_for(tmp_path, 2 * layer + 2)
+        with Tier(tmp_path, serde("lloyd-3bit")) as tier:
+            assert len(tier.get(keys(text, 3), given[0])) == 1  # a prefix ends where a chunk is missing
+    said = [record.message for record in caplog.records if "such chunks are not kept" in record.message]
+    assert len(said) == 1 and "NaN or infinity" in said[0]
+
+
+def _wait_for(folder: Path, count: int) -> None:
+    """Until so many chunks are there, and no more."""
+    until = time.monotonic() + PATIENCE
+    while len(files(folder)) < count and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(files(folder)) == count
 
 
 def test_what_the_server_or_its_adapter_does_not_serve_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -161,7 +198,7 @@ def test_a_damaged_chunk_is_a_miss_and_is_written_again(tmp_path: Path):
 
 
 def test_another_recipes_chunks_are_a_miss(tmp_path: Path):
-    """Of more bytes or of fewer, or of as many."""
+    """Of more bytes or of fewer, or of as many; all are removed at once, and the next request writes them."""
     for first, second in [
         ("lloyd-3bit", "lloyd-2bit"),
         ("lloyd-2bit", "lloyd-3bit"),
@@ -173,6 +210,7 @@ def test_another_recipes_chunks_are_a_miss(tmp_path: Path):
             tier.put(NAMES, chunks())
         with Tier(folder, serde(second)) as tier:
             assert tier.get(NAMES, chunks()[0]) == []
+        assert files(folder) == []
 
 
 @pytest.mark.parametrize(
