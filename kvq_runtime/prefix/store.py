@@ -35,6 +35,7 @@ from kvq_runtime.store.promise import Check
 LARGEST_BLOCK = 1 << 14  # tokens, whose ids stand in the header of a file
 MOST_THREADS = 8  # each holds a block, and works on one
 TOGETHER = 32  # blocks that are encoded as one run, in wide steps, and held until files are made of them
+HELD = 64 << 20  # bytes of such blocks, at most: large ones are as fast in short runs
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -87,6 +88,7 @@ class PrefixBlocks:
         self.budget = parse_bytes(budget)
         if self.format.usual() > self.budget:
             raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.usual()} bytes")
+        self.together = max(1, min(TOGETHER, HELD // self.format.usual()))  # blocks of a run
         described = sets.of(self.format, model, tensors or {})
         digest = sets.digest(described)
         self.root = chain.root(digest, salt)
@@ -228,7 +230,7 @@ class PrefixBlocks:
                 return None
             if number not in ready:
                 ready.clear()
-                end = min(len(names), number + TOGETHER)
+                end = min(len(names), number + self.together)
                 end = next((n for n in range(number + 1, end) if self.shelf.has(names[n])), end)
                 ready.update(zip(counting(number), encoded(number, end), strict=False))
             block = ready.pop(number).cpu()  # here, where the device's stream is the caller's
@@ -238,7 +240,7 @@ class PrefixBlocks:
 
         kept = 0
         with ThreadPoolExecutor(self.threads) as pool:
-            for number, future in self._ahead(begun, range(len(names)), self.threads + TOGETHER):
+            for number, future in self._ahead(begun, range(len(names)), self.threads + self.together):
                 if future is not None:
                     self._written(names[number], future.result())
                 elif not self.shelf.has(names[number]):

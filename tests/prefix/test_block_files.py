@@ -20,9 +20,12 @@ from kept_blocks import FEW, files, ids, rows, store
 from kvq_runtime.disk import strict_json
 from kvq_runtime.engines import keeper
 from kvq_runtime.errors import ArtifactError
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import lossless
 from kvq_runtime.prefix import block_file, chain, sets
 from kvq_runtime.prefix.shelf import Folder
+from kvq_runtime.prefix.store import PrefixBlocks
+from kvq_runtime.recipe import preset
 from kvq_runtime.store.promise import Check, Promise
 
 # ---- coded
@@ -95,6 +98,34 @@ def test_threads_keep_the_same_bytes(tmp_path):
     assert found[0] == found[1] and len(found[0]) > 3
     with pytest.raises(ValueError, match="threads=0; use 1 or more"):
         store(name="rest-1bit", threads=0)
+
+
+def test_runs_are_short_where_blocks_are_large(monkeypatch):
+    """The bytes that wait for files are bounded; files are the same."""
+    tokens, (keys, values), found, runs = ids(1200), rows(1200), [], []
+    for together in (32, 3):
+        monkeypatch.setattr("kvq_runtime.prefix.store.HELD", together * store(name="aqua-2bit").format.usual())
+        kept = store(name="aqua-2bit")
+        encode = kept.coder.encode_run
+        monkeypatch.setattr(
+            kept.coder, "encode_run",
+            lambda first, given, encode=encode: runs.append(len(given[0][0])) or encode(first, given),
+        )  # fmt: skip
+        kept.put(tokens, keys, values)
+        assert max(runs) == together * kept.block
+        runs.clear()
+        found.append(kept.shelf._held)  # type: ignore[attr-defined]
+    assert found[0] == found[1]
+    monkeypatch.undo()
+    size = Geometry(32, 8, 128)
+    large, small = (PrefixBlocks(None, preset(name), size, model="m") for name in ("exact", "higgs-2bit"))
+    assert large.together * large.format.usual() <= 64 << 20 and large.together < small.together <= 32
+
+
+def test_numbers_of_another_width_are_refused():
+    """They would be written, and found damaged."""
+    with pytest.raises(ValueError, match="keys and values of float64; bfloat16, float16, float32 are kept"):
+        store(dtype=torch.float64)
 
 
 def test_threads_are_those_that_the_process_may_use(monkeypatch):
