@@ -177,7 +177,8 @@ def main() -> None:
 
 def _chunks(cache: DynamicCache) -> list[Tensor]:
     """[2, L, CHUNK, C] each."""
-    pairs = [torch.stack([x[0].transpose(0, 1).flatten(1) for x in (one.keys, one.values)]) for one in cache.layers]
+    layers: list[Any] = cache.layers
+    pairs = [torch.stack([x[0].transpose(0, 1).flatten(1) for x in (one.keys, one.values)]) for one in layers]
     return [chunk.contiguous() for chunk in torch.stack(pairs, 1).split(CHUNK, 2)]
 
 

@@ -134,7 +134,7 @@ class ChunkCodec:
         data_X   may be longer than the chunk
         """
         out_2LTHD = self._by_head(out)
-        data, found = memoryview(data_X.contiguous().view(-1).numpy()), dict[tuple[int, int], Tensor]()
+        data, found = data_X.contiguous().view(-1).numpy().data, dict[tuple[int, int], Tensor]()
         first, blocks = self._blocks(data, key)
         for layer, *pair in self.coder.decode(blocks, start=first * self.recipe.window.block):
             for role, x_THD in enumerate(pair):
@@ -317,11 +317,12 @@ class Chunks:
                     )
                 geometry, tensors = self._part(layers, width, rank, ranks)
                 found, rotary = self.settings.source, self.settings.rotary
-                # what is promised is of all heads together
-                whole = found.artifact is not None and geometry == self.settings.geometry
+                promised = None
+                if found.artifact is not None and geometry == self.settings.geometry:  # of all heads together
+                    promised = Check.of(found.artifact.fit)
                 self._made[asked] = ChunkCodec(
                     found.recipe, geometry, tensors, tokens, dtype, replace(rotary, dtype=dtype) if rotary else None,
-                    Check.of(found.artifact.fit) if whole else None,
+                    promised,
                 )  # fmt: skip
             return self._made[asked]
 

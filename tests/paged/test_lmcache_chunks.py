@@ -149,9 +149,9 @@ def test_chunks_are_told_from_all_others():
     assert torch.equal(found, out)
 
 
-def _altered(codec: ChunkCodec, data: Tensor, alter: Callable[[Block], None]) -> Tensor:
+def _altered(codec: ChunkCodec, data: Tensor, alter: Callable[[Block], object]) -> Tensor:
     """A chunk with its digests made again, as whoever may write to a tier can."""
-    first, blocks = codec._blocks(memoryview(data.numpy()), KEY)
+    first, blocks = codec._blocks(data.numpy().data, KEY)
     alter(blocks[-1])
     return torch.frombuffer(codec._framed(blocks, KEY, first), dtype=torch.uint8)
 
