@@ -66,7 +66,8 @@ class Geometry:
                 f"no layer of this model attends to all tokens{of}: there is nothing that kvq would compress; "
                 "docs/models.md lists the architectures that work"
             )
-        shapes = {_shape(config, layer) for layer in layers}
+        order = visits(config)
+        shapes = {_shape(config, order[layer]) for layer in layers}
         if len(shapes) > 1:
             raise ValueError(
                 f"layers that attend to all tokens have other shapes, (KV heads, head size) = {sorted(shapes)}; kvq "
@@ -165,13 +166,14 @@ class Sliding:
         if rates := _rates(config):
             return Pooling.of(config, rates)
         indexed = _indexed(config)
-        kinds, window = config.get("layer_types"), config.get("sliding_window") or config.get("attention_chunk_size")
+        names = "sliding_window", "sliding_window_size", "attention_chunk_size"
+        kinds, window = _kinds(config), next((config[name] for name in names if config.get(name)), None)
         if config.get("model_type") == MIMO and config.get("sliding_window_size"):  # without the query's own token
             window = config["sliding_window_size"] + 1
         count, first = owners(config) - len(attending(config)), None
         if isinstance(kinds, (list, tuple)):
             sliding = [n for n, kind in enumerate(kinds[: owners(config)]) if kind in SLIDES]
-            count, first = len(sliding), next(iter(sliding), None)
+            count, first = len(sliding), next((visits(config)[n] for n in sliding), None)
         if not count or type(window) is not int:
             return Sliding(indexed=indexed)
         heads, size = _shape(config, first, slides=True)
@@ -225,7 +227,7 @@ def _kinds(config: Mapping[str, Any]) -> Any:
     named = {0: "sliding_attention", 4: POOLED, 128: HEAVY}
     if isinstance(ratios, list):
         return [named.get(one) for one in ratios]
-    return [*kinds, *(kinds[n] for n in looped(config))] if isinstance(kinds, (list, tuple)) else kinds
+    return [kinds[n] for n in visits(config)] if looped(config) and isinstance(kinds, (list, tuple)) else kinds
 
 
 def _rates(config: Mapping[str, Any]) -> Mapping[str, int]:
@@ -278,9 +280,24 @@ def looped(config: Mapping[str, Any]) -> list[int]:
     return [*range(start, stop - left)] * (passes - 1)
 
 
+def filled(config: Mapping[str, Any]) -> Sequence[int]:
+    """The layers of a cache in the order in which a pass fills them."""
+    again, count = looped(config), config["num_hidden_layers"]
+    if not again:
+        return range(count)
+    return [*range(again[-1] + 1), *range(count, count + len(again)), *range(again[-1] + 1, count)]
+
+
+def visits(config: Mapping[str, Any]) -> Sequence[int]:
+    """The layers of the model in the order of a pass, which may go through some again: wherever layers are numbered,
+    each time counts as one."""
+    again, order = looped(config), filled(config)
+    return [[*range(config["num_hidden_layers"]), *again][n] for n in order] if again else order
+
+
 def attending(config: Mapping[str, Any]) -> Sequence[int]:
-    """The layers that cache all tokens, by their number in the model; the others slide over a window, recur, or read
-    what a layer below them caches.
+    """The layers that cache all tokens, by their number in a pass through the model; the others slide over a window,
+    recur, or read what a layer below them caches.
 
     config   as in config.json, which may leave out what transformers knows of its type; or with its defaults
     """
@@ -315,7 +332,7 @@ def stretches(config: Mapping[str, Any]) -> list[range]:
     """The model's layers that belong to each of the geometry: those below it as far as the next, last it, and above the
     last one all that follow."""
     ends = [layer + 1 for layer in attending(config)]
-    return [range(a, b) for a, b in pairwise([0, *ends[:-1], config["num_hidden_layers"]])]
+    return [range(a, b) for a, b in pairwise([0, *ends[:-1], len(visits(config))])]
 
 
 def _models() -> dict[str, Geometry]:

@@ -136,7 +136,7 @@ class CountedCache(KVQCache):
         self.hides = hidden_queries(model)
         self.reads: Reads | None = None if chosen or self.hides else Reads()
         self._encoded: dict[int, int] = {}
-        self._evicted = 0
+        self._evicted = self._filled = 0
 
     def _begin(self, attention_mask: Tensor | None) -> None:
         """Note what is encoded before the pass: a pass encodes after it has read."""
@@ -147,10 +147,19 @@ class CountedCache(KVQCache):
     def _announce(self, positions_BT, cos_sin, rotary, attention: str | None) -> None:
         super()._announce(positions_BT, cos_sin, rotary, self.inner if attention == NAME else attention)
 
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Note the layer, which its attention does not say: one module may serve several."""
+        self._filled = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _place(self, module: Any) -> int | None:
+        """The layer of ours that the queries of a module read; None: one of transformers'."""
+        return self._readers.get(module.layer_idx, self.places.get(self._filled))
+
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
                **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
         """Count what the queries of a layer read, and have its attention answer them."""
-        layer = self.places.get(module.layer_idx, self._readers.get(module.layer_idx))
+        layer = self._place(module)
         if layer is None:  # which transformers holds
             return packed.dense(module, query, key, value, mask, scale, **kwargs)
         decoded = self.decoded(self._encoded.get(layer, 0))
@@ -166,7 +175,7 @@ class CountedCache(KVQCache):
 
     def _hands_out(self, module: Any) -> bool:
         """True of a layer whose own module, or others, read what the cache has decoded."""
-        return module.layer_idx in self._readers or getattr(self.layers[module.layer_idx], "decodes", False)
+        return module.layer_idx in self._readers or getattr(self.layers[self._filled], "decodes", False)
 
     def decoded(self, encoded: int) -> range:
         """The tokens that are read decoded if the first `encoded` are in blocks: all of these but the sinks."""
@@ -208,7 +217,7 @@ class FullCache(CountedCache):
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
                **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
         """Encode a layer, and answer its queries from what comes back."""
-        layer, blocks = self.places.get(module.layer_idx), self.blocks
+        layer, blocks = self._place(module), self.blocks
         if layer is None or self._hands_out(module):
             return super().attend(module, query, key, value, mask, scale, **kwargs)
         blocks.take_queries(layer, query)

@@ -6,6 +6,7 @@ Asked are the configuration and the modules, not the name.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 from kvq_calib.model.carried import Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty, split
 from kvq_runtime.artifact.fingerprint import FUSED, NAMES, ROW_PROJECTIONS
-from kvq_runtime.geometry import ENTRIES, SLIDES, WHOLE, attending, caching, joined, looped, owners, stretches
+from kvq_runtime.geometry import ENTRIES, SLIDES, WHOLE, attending, caching, joined, owners, stretches, visits
 from kvq_runtime.hf.model import (
     CACHE,
     LISTED,
@@ -78,7 +79,7 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     attention_modules(model)
     settings = settings_of(text)
     layers = [one for layer in layers_of(decoder_of(model)) for one in split(layer, caching(settings))]
-    attend = dict(attentions(enumerate(layers), text))
+    attend = dict(attentions(enumerate(layers[n] for n in visits(settings)), text))
     _check_attention(attend, attending(settings), id)
     _check_run(copy.deepcopy(config), attend, id)
 
@@ -109,14 +110,26 @@ def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> No
     decoder = Decoder(config, torch.float32)
     if decoder.apart:
         raise ValueError(f"{id}: {', '.join(decoder.apart)} stand neither under its layers alone nor above; {LISTED}")
+    if decoder.passed != decoder.calls:
+        raise ValueError(
+            f"{id}: a pass goes through {decoder.passed} layers, and by its configuration {decoder.calls}; {LISTED}"
+        )
+    carried = decoder.carried
+    if carried.held and replace(carried, held=()).width != carried.embedded:
+        raise ValueError(
+            f"{id}: what its layers are called with is made of several outputs below, and of more than one stream; "
+            f"{LISTED}"
+        )
     under = decoder.under(torch.device("cpu"))
-    _check_cache(decoder.carried, under, id)
+    _check_cache(carried, under, id)
     calls, others = (under.calls(1, 4, torch.float32, torch.device("cpu"), embedded) for embedded in (0.0, 1.0))
     unknown = {
         name
         for given, other in zip(calls, others, strict=True)
         for name, value in given.items()
-        if isinstance(value, Tensor) and not torch.equal(value, other[name])
+        if isinstance(value, Tensor)
+        and not torch.equal(value, other[name])
+        and not (carried.held and value.is_floating_point())  # which the decoder makes again
     }
     if unknown:
         what = ", ".join(sorted(unknown))
@@ -154,11 +167,6 @@ def _check_config(config: "PreTrainedConfig", id: str) -> None:
     if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
         raise ValueError(f"{id}: some of its layers slide, and config.json has no sliding_window; {LISTED}")
     settings = settings_of(config)
-    if again := looped(settings):
-        raise ValueError(
-            f"{id}: a pass goes through layers {_numbers(sorted({*again}))} more than once, each time with other keys "
-            f"and values; calibration takes models whose layers run once; {LISTED}"
-        )
     first, count = stretches(settings)[-1].start, owners(settings)
     apart = [kind for kind in dict.fromkeys(kinds[count:]) if kind not in kinds[first:count]]
     if apart:

@@ -5,15 +5,19 @@ not know what is in it.
     [B, T, S · E + b K]        or K whole numbers of b bytes: tokens that the layer has chosen for each query, where
                                others read the same; or the token itself
     [B, T, S · E + K]          or K numbers of a router, which that of the next layer reads
-    [B, T, S · E + E]          or the embeddings of the tokens
+    [B, T, n E]                or what n layers below have put out, the newest first
 
 Most models have one stream, their hidden states, and nothing behind. Gemma 3n has several (AltUp), of which the
 first goes through attention and MLP; so have Qwen 4, HY 4 and DeepSeek V4 (hyper-connections), and LongCat Flash
 between the two attentions of a layer, whose experts are added after both. In Gemma 3n and Gemma 4's E2B and E4B, a
 token has an embedding for each layer, which that layer alone reads. Both are made under the first layer, of the token
 and its embedding. In GLM 5 some layers have no indexer, and read the tokens that the last one below has chosen; in
-DeepSeek V4 some choose experts by the token. A byte is a number from 0 to 255, which every dtype holds. Zamba's layers
-that attend read the embeddings again. ZAYA's routers read what the one below has made of the token.
+DeepSeek V4 some choose experts by the token. A byte is a number from 0 to 255, which every dtype holds. ZAYA's routers
+read what the one below has made of the token.
+
+Some decoders make what they call a layer with of more than the last one has put out: a pass that goes through layers
+again begins with what was below them (Dory, Inkling 2 Loop); layers read blocks of those below (Inkling 2), or the
+embeddings (Zamba). All of that is carried, and the decoder's own code makes the same of it.
 
 E = hidden width · P = width of an input by layer.
 """
@@ -24,12 +28,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvq_runtime.geometry import caching
 
 TABLE = "embed_tokens_per_layer"  # the decoder's table of inputs by layer
-EMBEDDINGS = "original_hidden_states"  # the argument by which layers are given the embeddings
+INPUT = "per_layer_input"  # the argument by which layers are given their inputs by layer
 CHOSEN, TOKENS = "prev_topk_indices", "input_ids"  # those of what others have chosen, and of the tokens themselves
 ROUTED = "prev_router_hidden_states"  # that of what the router of the layer below has made
 
@@ -42,7 +46,8 @@ class Carried:
     axis       of streams in what layers are given; None: they are side by side there too
     numbers    at the most; of `size` 0 they are not whole
     named      the argument by which layers are given them, "" if there are none
-    again      whether layers are given the embeddings
+    held       by layer, and above the last: those below of whose outputs all that follows is made, the newest first;
+               -1: of the embeddings. Empty: of the last one's alone, as it is
     """
 
     hidden: int
@@ -54,7 +59,7 @@ class Carried:
     numbers: int = 0
     size: int = 0
     named: str = ""
-    again: bool = False
+    held: Sequence[Sequence[int]] = ()
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "Carried":
@@ -71,14 +76,14 @@ class Carried:
         if config.get("router_hidden_size"):
             whole = config["router_hidden_size"], 0, ROUTED
         embedded, inputs = config.get("word_embed_proj_dim") or hidden, config.get("hidden_size_per_layer_input") or 0
-        again = bool(config.get("attention_hidden_size"))  # of Zamba, twice E
-        return Carried(hidden, embedded, layers, streams, inputs, axis if streams > 1 else None, *whole, again)
+        return Carried(hidden, embedded, layers, streams, inputs, axis if streams > 1 else None, *whole)
 
     @property
     def width(self) -> int:
         """Numbers of a token under the first layer, where they are the most."""
-        behind = self.layers * self.inputs + max(1, self.size) * self.numbers
-        return (self.streams + self.again) * self.hidden + behind
+        if self.held:
+            return self.hidden * max(map(len, self.held))
+        return self.streams * self.hidden + self.layers * self.inputs + max(1, self.size) * self.numbers
 
     @property
     def handed(self) -> bool:
@@ -88,7 +93,7 @@ class Carried:
     def pack(self, h: Tensor, inputs: Sequence[Tensor], numbers_BTK: Tensor | None = None) -> Tensor:
         """One tensor of hidden states, [B, T, E], or of streams as layers are given them, and of what stands behind.
 
-        inputs        of layers to come, [B, T, P] each; or the embeddings alone, [B, T, E]
+        inputs        of layers to come, [B, T, P] each
         numbers_BTK   whole, of at most `size` bytes, the highest first; or any, if that is 0
         """
         if self.axis is not None:
@@ -115,7 +120,17 @@ class Carried:
             parts = behind.detach().to(torch.int32).unflatten(-1, (self.size, -1))
             weights_b = 256 ** torch.arange(self.size - 1, -1, -1, dtype=torch.int32, device=behind.device)
             return h, (), (parts * weights_b[:, None]).sum(-2)
-        return h, behind.split(self.hidden if self.again else self.inputs, -1) if behind.shape[-1] else (), None
+        return h, behind.split(self.inputs, -1) if behind.shape[-1] else (), None
+
+    def hold(self, outs: Mapping[int, Tensor], layer: int) -> Tensor:
+        """One tensor of all outputs that this layer and those above are made of, [B, T, E] each."""
+        return torch.cat([outs[n] for n in self.held[layer]], -1)
+
+    def outs(self, packed_BTE: Tensor, layer: int) -> dict[int, Tensor]:
+        """These outputs again, by layer."""
+        if not self.held:
+            return {layer - 1: self.unpack(packed_BTE)[0]}
+        return dict(zip(self.held[layer], packed_BTE.split(self.hidden, -1), strict=True))
 
     def mute(self, core: Any) -> None:
         """Have a decoder make inputs by layer of zeros, as long as nobody reads them."""
@@ -134,13 +149,3 @@ class Carried:
         finally:
             for name in ("get_per_layer_inputs", "project_per_layer_inputs"):
                 vars(core).pop(name, None)
-
-
-def blank(module: nn.Module) -> nn.Module:
-    """Make a module that does nothing in another's place, or in the place of each of a list; with its weight, of which
-    a decoder may ask the dtype."""
-    if isinstance(module, nn.ModuleList):
-        return nn.ModuleList(map(blank, module))
-    made: Any = nn.Identity()
-    made.weight = getattr(module, "weight", None)
-    return made

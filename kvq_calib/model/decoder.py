@@ -1,8 +1,9 @@
 """Build a model of transformers without memory, and run what stands around its layers: its own code, not a copy of it.
 
 In the place of each layer stands a `Place`, which notes what the decoder calls the layer with (rotations, masks), and
-puts out its input, or what it is told to. What the decoder does under the first layer (to scale embeddings) and the
-model above the last (norm, output head, multipliers, soft caps) is so what the model itself does.
+puts out its input, or what it is told to. What the decoder does under the first layer (to scale embeddings), between
+layers, and the model above the last (norm, output head, multipliers, soft caps) is so what the model itself does.
+A layer that a pass goes through again is another layer each time, of the same weights.
 
 E = hidden width · V = vocabulary.
 """
@@ -11,8 +12,10 @@ import contextlib
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +34,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from kvq_calib.model.attention import Rows, hidden_queries
-from kvq_calib.model.carried import EMBEDDINGS, TABLE, TOKENS, Carried, blank
-from kvq_runtime.geometry import ENTRIES, attending, caching, joined
+from kvq_calib.model.carried import INPUT, TABLE, TOKENS, Carried
+from kvq_runtime.geometry import ENTRIES, attending, caching, looped, visits
 from kvq_runtime.hf.attention import chosen, dense, halves, pooled
 from kvq_runtime.hf.model import (
     CACHE,
@@ -41,6 +44,7 @@ from kvq_runtime.hf.model import (
     layers_name,
     layers_of,
     own_code,
+    place_of,
     rotary_module,
     settings_of,
     turns,
@@ -59,7 +63,7 @@ RECURRENT = ("linear_attention", "conv", "moe", "mlp")
 
 
 class Seen(Exception):
-    """Ends a layer's forward pass where attention begins."""
+    """Ends a layer's forward pass where attention begins, or a decoder's where a layer is called."""
 
 
 def captured(
@@ -93,6 +97,7 @@ class Noted(DynamicCache):
 
     def __init__(self, config: Any, what: str | None, seen: dict[str, Any]):
         super().__init__(config=config)
+        self.layers += [copy.deepcopy(self.layers[n]) for n in looped(settings_of(config))]
         self._what, self._seen = what, seen
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> tuple[Tensor, Tensor]:
@@ -116,37 +121,103 @@ def noting(seen: dict[str, Any], turned: int) -> Any:
     return hook
 
 
+@dataclass
+class Pass:
+    """A pass through the places of a decoder.
+
+    outs     what layers put out, by their number in the pass; others their input
+    last     the layer at which it ends; None: it goes on above
+    called   what each has been called with: hidden states, and the rest
+    """
+
+    outs: Mapping[int, Tensor] = field(default_factory=dict)
+    last: int | None = None
+    called: list[tuple[Tensor, Call]] = field(default_factory=list)
+
+    def through(self, hidden: Tensor, call: Call) -> Tensor:
+        """Note what a layer is called with; what it puts out."""
+        out = self.outs.get(len(self.called), hidden)
+        self.called.append((hidden, call))
+        if len(self.called) - 1 == self.last:
+            raise Seen
+        return out
+
+
+class Walk(Pass):
+    """A pass that notes of which outputs of layers what follows is made, by way of its gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.put: dict[int, Tensor] = {}
+
+    def put_out(self, number: int, out: Tensor) -> Tensor:
+        """Begin a graph with an output; -1: with the embeddings."""
+        self.put[number] = out.detach().requires_grad_().clone()  # a decoder may write into it
+        return self.put[number]
+
+    def through(self, hidden: Tensor, call: Call) -> Tensor:
+        """The same of each layer."""
+        return self.put_out(len(self.called), super().through(hidden, call))
+
+    def held(self, last: Tensor) -> Sequence[Sequence[int]]:
+        """That of `Carried`; empty where each layer is called with the very output of the last, and nothing else of
+        what is below; `last`: what is put out above all."""
+        read: list[set[int]] = []
+        for under, call in [*self.called, (last, {})]:
+            given = under, *(one for name, one in call.items() if name != INPUT)
+            made = [one.sum() for one in given if isinstance(one, Tensor) and one.requires_grad]
+            slopes = torch.autograd.grad(made, [*self.put.values()], retain_graph=True, allow_unused=True)
+            read.append({number for number, slope in zip(self.put, slopes, strict=True) if slope is not None})
+        same = all(_is_same(hidden, self.put[n]) for n, (hidden, _) in enumerate(self.called[1:]))
+        if same and all(own <= {n - 1} for n, own in enumerate(read)):
+            return ()
+        return [sorted(set().union(*read[n:]) & {*range(-1, n)}, reverse=True) for n in range(len(read))]
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """True if a tensor is another one, or a view of all of it, and nothing was written into it."""
+    views = [(one.data_ptr(), one.shape, one.stride()) for one in (tensor, other)]
+    return views[0] == views[1] and not tensor._version
+
+
 class Place(nn.Module):
-    """Stand in a layer's place: note what it is called with; put out `out`, or else the input.
+    """Stand in a layer's place: hand on what it is called with; put out what the pass under way says, or the input.
 
     paired   whether it is put out with weights of attention beside it, as some decoders expect, of which there are none
     """
 
     paired = False
+    under_way: Pass | None = None
 
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.__dict__ = plain_of(layer) | self.__dict__
         parameters = list(inspect.signature(type(layer).forward).parameters.values())[2:]
         self._named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-        self.call: Call = {}
-        self.under: Tensor | None = None
-        self.out: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
-        self.under, self.call = hidden_states, dict(zip(self._named, args, strict=False)) | given
-        out = hidden_states if self.out is None else self.out
+        call, one = dict(zip(self._named, args, strict=False)) | given, self.under_way
+        out = hidden_states if one is None else one.through(hidden_states, call)
         return (out, None) if self.paired else out
 
 
+@contextlib.contextmanager
+def passing(core: Any, one: Pass) -> Iterator[Pass]:
+    """Have the places of a decoder take part in a pass, which may end at a layer."""
+    for place in layers_of(core):
+        place.under_way = one
+    try:
+        with contextlib.suppress(Seen):
+            yield one
+    finally:
+        for place in layers_of(core):
+            place.under_way = None
+
+
 def empty(config: "PreTrainedConfig", dtype: torch.dtype | None) -> Any:
-    """The whole model, as transformers makes it, without memory; its attention notes what it gets."""
+    """The whole model, as transformers makes it, without memory."""
     with torch.device("meta"):
-        made = maker(config).from_config(config, dtype=dtype).eval()
-    text = made.config.get_text_config(decoder=True)
-    if own_code(made) is None and joined(settings_of(text)) != ENTRIES:
-        text._attn_implementation = CAPTURED  # of the text alone: towers may know no other attention than theirs
-    return made
+        return maker(config).from_config(config, dtype=dtype).eval()
 
 
 def hollow(module: Any, device: torch.device | str = "cpu") -> Any:
@@ -159,13 +230,16 @@ def hollow(module: Any, device: torch.device | str = "cpu") -> Any:
 
 
 class Decoder:
-    """A model without weights: its layers, and all around them with a Place for each."""
+    """A model without weights: its layers, whose attention notes what it gets, and all around them with a Place for
+    each."""
 
     def __init__(self, config: "PreTrainedConfig", dtype: torch.dtype):
         made = empty(config, dtype)
         _keep_float32(made, dtype)
         self.whole = made
         self.config, self.hides = made.config.get_text_config(decoder=True), hidden_queries(made)
+        if self.hides is None and own_code(made) is None:
+            self.config._attn_implementation = CAPTURED  # not of towers, which may know no other attention than theirs
         settings = settings_of(self.config)
         self.carried = Carried.of(settings)
         self.parameters = list(made.state_dict())
@@ -177,14 +251,19 @@ class Decoder:
         self.table = f"{named[id(made.get_input_embeddings())]}.weight"
         self.output = f"{named[id(output_of(made))]}.weight"
         self.whole_layers, self.each = list(layers_of(core)), caching(settings)
-        self.layers = [one for layer in self.whole_layers for one in split(layer, self.each)]
+        halves = [one for layer in self.whole_layers for one in split(layer, self.each)]
+        self.layers = [halves[n] for n in visits(settings)]
+        self.calls = self.passed = len(self.layers) // self.each  # of layers in a pass, by the configuration, and seen
         self.attending = attending(settings)  # of the layers
         self.within = f"{self.core_name}.{layers_name(core)}"  # the name of their list
         self.places: Any = nn.ModuleList(map(Place, self.whole_layers))
         setattr(core, str(layers_name(core)), self.places)
-        paired, self._called = self._walk()
-        for place in self.places:
-            place.paired = paired
+        self._called = dict[str, set[int]]()
+        for paired in (False, True):
+            for place in self.places:
+                place.paired = paired
+            if self._walk():
+                break
 
     def top(self) -> dict[str, nn.Module]:
         """The modules with parameters above the layers, by name: the last norm, and the output head."""
@@ -201,45 +280,42 @@ class Decoder:
         }
 
     def entry(self) -> dict[str, nn.Module]:
-        """The modules that make of embeddings what the first layer gets, by name: of positions, norms, streams."""
+        """The modules that make of embeddings what the first layer gets, or of outputs what others get, by name: of
+        positions, norms, streams."""
         tables = self.table, f"{self.core_name}.{TABLE}.weight"
         within = (name for name in self._below if name != self.core_name)
         return {name: self.whole.get_submodule(name) for name in within if f"{name}.weight" not in tables}
 
     @property
     def apart(self) -> list[str]:
-        """The modules with parameters, by name, that are called elsewhere than under all layers, or else above all; and
-        a decoder with parameters of its own that changes hidden states between layers."""
-        known = set(), {0}, {len(self.places)}
-        return [name for name, behind in self._called.items() if behind not in known]
+        """The modules with parameters, by name, that are called elsewhere than under layers, or else above all; between
+        layers, where what these put out is not handed on as it is."""
+        known = {*range(self.calls)} if self.carried.held else {0}
+        return [name for name, behind in self._called.items() if not (behind <= known or behind == {self.calls})]
 
     @property
     def _below(self) -> list[str]:
-        return [name for name, behind in self._called.items() if 0 in behind]
+        return [name for name, behind in self._called.items() if min(behind, default=self.calls) < self.calls]
 
-    @torch.no_grad()
-    def _walk(self) -> tuple[bool, dict[str, set[int]]]:
-        """True if the decoder takes no layers that put out hidden states alone, but those that put out a pair; and
-        {module with parameters of its own: behind how many layers it is called}, by name."""
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def _walk(self) -> bool:
+        """Go through the decoder, and note {module with parameters of its own: behind how many layers it is called}, by
+        name, and of which outputs it makes what. False if it does not take what layers put out."""
         core: Any = self.settled(hollow(copy.deepcopy(decoder_of(self.whole))), torch.device("cpu"))
-        places: Any = layers_of(core)
-        passed, called = list[Any](), dict[str, set[int]]()
-        for place in places:
-            place.register_forward_pre_hook(lambda *given: passed.append(given))
+        walk, self._called = Walk(), {}
         for name, module in core.named_modules(prefix=self.core_name):
             if next(module.parameters(recurse=False), None) is not None:
-                called[name] = behind = set()
-                module.register_forward_pre_hook(lambda *_given, behind=behind: behind.add(len(passed)))
-        for paired in (False, True):
-            passed.clear()
-            for place in places:
-                place.paired = paired
-            with contextlib.suppress(Exception):  # of the decoder's own, whatever class it has
-                if core(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)[0].shape[:2] == (2, 3):
-                    changed = {n for n, place in enumerate(places) if place.under is not places[0].under}
-                    called.get(self.core_name, set()).update(changed)
-                    return paired, called
-        return False, called
+                self._called[name] = behind = set()
+                module.register_forward_pre_hook(lambda *_given, behind=behind: behind.add(len(walk.called)))
+        core.get_input_embeddings().register_forward_hook(lambda _module, _given, out: walk.put_out(-1, out))
+        out: Any = None
+        with contextlib.suppress(Exception), passing(core, walk):  # of the decoder's own, whatever class it has
+            out = core(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)[0]
+        if getattr(out, "shape", ())[:2] != (2, 3):
+            return False
+        self.carried, self.passed = replace(self.carried, held=walk.held(out)), len(walk.called)
+        return True
 
     @cached_property
     def _run(self) -> set[str]:
@@ -275,16 +351,12 @@ class Decoder:
 
     def under(self, device: torch.device) -> "Under":
         """The decoder without what stands above its layers, on a device."""
-        bare: Any = hollow(copy.deepcopy(decoder_of(self.whole)), device)
-        for name in self.top():
-            parent, _, child = name.rpartition(".")
-            if parent == self.core_name:
-                setattr(bare, child, blank(getattr(bare, child)))
-        core = self.settled(bare, device)
+        core = self.settled(hollow(copy.deepcopy(decoder_of(self.whole)), device), device)
+        settings = settings_of(self.config)
         with self.carried.muted(core):
-            own = (n // self.each for n in self.attending)
+            own = (place_of(settings, n) for n in self.attending)
             refusal = rope_refusal(core, {n: self.whole_layers[n] for n in own})
-        return Under(core, self.carried, refusal)
+        return Under(core, self.carried, self.calls, refusal)
 
     def settled(self, module: Any, device: torch.device) -> Any:
         """The module, its buffers that no file has (frequencies, scales of embeddings) set as transformers does."""
@@ -328,13 +400,13 @@ def _keep_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 class Under:
-    """All that stands under the layers of a decoder: embeddings, rotations, masks.
+    """All that stands under the layers of a decoder: embeddings, rotations, masks; and what it does between them.
 
     refusal   the reason why RoPE cannot be undone; None if it can
     """
 
-    def __init__(self, core: Any, carried: Carried, refusal: str | None):
-        self.core, self._carried, self.refusal = core, carried, refusal
+    def __init__(self, core: Any, carried: Carried, calls: int, refusal: str | None):
+        self.core, self._carried, self._calls, self.refusal = core, carried, calls, refusal
         self._last: tuple[Any, list[Call]] = None, []
 
     def embed(self, tokens_BT: Tensor, places_BT: Tensor, *rows: Tensor) -> Tensor:
@@ -345,15 +417,30 @@ class Under:
         for table, own in zip(tables, rows, strict=True):
             table.padding_idx, table.weight = None, nn.Parameter(own, requires_grad=False)
         try:
-            given = {"input_ids": places_BT} if len(rows) > 1 else {"inputs_embeds": tables[0](places_BT)}
-            self.core(**given, use_cache=False)
+            given: Any = {"input_ids": places_BT} if len(rows) > 1 else {"inputs_embeds": tables[0](places_BT)}
+            if self._carried.held:
+                return self._carried.hold({-1: given["inputs_embeds"]}, 0)
+            called = self._called(self._calls - 1, **given)
         finally:
             for table, weight in zip(tables, empty, strict=True):
                 table.weight = weight
-        inputs = [place.call["per_layer_input"] for place in layers_of(self.core)] if len(rows) > 1 else []
-        inputs = [layers_of(self.core)[0].call[EMBEDDINGS]] if self._carried.again else inputs
+        inputs = [call[INPUT] for _, call in called] if len(rows) > 1 else []
         numbers = tokens_BT[..., None] if self._carried.named == TOKENS else None
-        return self._carried.pack(self._taken(), inputs, numbers)
+        return self._carried.pack(called[0][0], inputs, numbers)
+
+    def layer(self, number: int, outs: Mapping[int, Tensor]) -> tuple[Tensor, Call]:
+        """What a layer is called with, hidden states and the rest, where those below have put out `outs`."""
+        some = next(iter(outs.values()))
+        embedded = outs.get(-1, some.new_zeros(*some.shape[:-1], self._carried.embedded))
+        with self._carried.muted(self.core):
+            return self._called(number, outs, inputs_embeds=embedded)[number]
+
+    def _called(
+        self, last: int, outs: Mapping[int, Tensor] = MappingProxyType({}), **given: Any
+    ) -> list[tuple[Tensor, Call]]:
+        with passing(self.core, Pass(outs, last)) as one:
+            self.core(**given, use_cache=False)
+        return one.called
 
     def calls(
         self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device, embedded: float = 0.0
@@ -366,27 +453,15 @@ class Under:
         if self._last[0] != key:
             rows = torch.full((batch, tokens, self._carried.embedded), embedded, dtype=dtype, device=device)
             with torch.no_grad(), self._carried.muted(self.core):
-                self.core(inputs_embeds=rows, use_cache=False)
-            own = {EMBEDDINGS} if self._carried.again else set()  # which are zeros here
-            calls = [
-                {name: one for name, one in place.call.items() if name not in own} for place in layers_of(self.core)
-            ]
+                called = self._called(self._calls - 1, inputs_embeds=rows)
             each = caching(settings_of(self.core.config))
-            self._last = key, [call for call in calls for _ in range(each)]
-            self._taken()
+            self._last = key, [call for _, call in called for _ in range(each)]
         return self._last[1]
 
     def turns(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions 0 to tokens - 1, float32, as the decoder's own module computes them."""
         positions = torch.arange(tokens, device=device)[None]
         return turns(rotary_module(self.core), torch.empty(0, dtype=torch.float32, device=device), positions)
-
-    def _taken(self) -> Tensor:
-        places = layers_of(self.core)
-        found = places[0].under
-        for place in places:
-            place.under, place.call = None, {}
-        return found
 
 
 def split(layer: Any, count: int) -> list[Any]:
@@ -443,10 +518,10 @@ def output_of(model: Any) -> Any:
 
 def attentions(layers: Iterable[tuple[int, Any]], config: Any) -> Iterator[tuple[int, nn.Module]]:
     """The attention modules of layers, by number in the model; of those that recur there are none."""
-    kinds = getattr(config, "layer_types", None)
+    kinds, order = getattr(config, "layer_types", None), visits(settings_of(config))
     for n, layer in layers:
         module = attention_of(layer)
-        if module is not None and not (kinds and kinds[n] in RECURRENT):
+        if module is not None and not (kinds and kinds[order[n]] in RECURRENT):
             yield n, module
 
 

@@ -25,11 +25,12 @@ from kvq_calib.model.carried import Carried
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.geometry import Geometry, Sliding, attending, caching, joined, owners, stretches
+from kvq_runtime.geometry import Geometry, Sliding, attending, caching, joined, owners, stretches, visits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from kvq_calib.model.decoder import Decoder
     from kvq_calib.model.weights import Weights
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -99,10 +100,10 @@ class ModelFiles:
     def hidden(self) -> int:
         return self.config["hidden_size"]
 
-    @property
+    @cached_property
     def carried(self) -> int:
         """Numbers of a token that a layer may hand to the next."""
-        return Carried.of(self.config).width
+        return (Carried.of(self.config) if self.tapped else self._decoder.carried).width
 
     @property
     def inner(self) -> int:
@@ -184,23 +185,20 @@ class ModelFiles:
     @cached_property
     def rope_refusal(self) -> str | None:
         """The reason why recipes that undo RoPE cannot be fitted to the model; None if they can."""
-        if self.tapped:
-            return None
-        from kvq_calib.model.decoder import Decoder
-
-        return Decoder(self.transformers_config(), torch.float32).under(torch.device("cpu")).refusal
+        return None if self.tapped else self._decoder.under(torch.device("cpu")).refusal
 
     @cached_property
     def hidden_queries(self) -> str | None:
         """The reason why what is fitted to queries, or to what they read, cannot be fitted to the model; None: it can.
 
         Its keys and values, what predicts them, and gradients with respect to them are known."""
-        if self.tapped:
-            return None
-        from kvq_calib.model.attention import hidden_queries
-        from kvq_calib.model.decoder import empty
+        return None if self.tapped else self._decoder.hides
 
-        return hidden_queries(empty(self.transformers_config(), None))
+    @property
+    def _decoder(self) -> "Decoder":
+        from kvq_calib.model.decoder import Decoder
+
+        return Decoder(self.transformers_config(), torch.float32)
 
     @property
     def held(self) -> Mapping[str, str]:
@@ -324,8 +322,8 @@ class ModelFiles:
 
     def layer_bytes(self, layer: int) -> int:
         """The bytes of a layer of the geometry and of those that are run with it, as stored."""
-        own = stretches(self.config)[layer]
-        return sum(self._bytes(name) for n in own for name in self.layer_names(n))
+        own, order = stretches(self.config)[layer], visits(self.config)
+        return sum(self._bytes(name) for n in own for name in self.layer_names(order[n]))
 
     @property
     def weight_bytes(self) -> int:
@@ -358,7 +356,7 @@ class ModelFiles:
         def weight(layer: int, name: str) -> Tensor:
             own = fingerprint.names(self.joined, name)
             one = [fingerprint.PROJECTIONS["key"]] if self.config.get(fingerprint.ONE) else []
-            found, weight = self._matrix(layer, *own, *fingerprint.FUSED, *one)
+            found, weight = self._matrix(visits(self.config)[layer], *own, *fingerprint.FUSED, *one)
             return fingerprint.of_fused(weight, self.config, found, name) if found in fingerprint.FUSED else weight
 
         return fingerprint.from_config(self.config, weight)
@@ -369,8 +367,9 @@ class ModelFiles:
 
     def output_projection(self, layer: int) -> Tensor:
         """The matrix of a layer of the geometry behind attention, [hidden width, query heads · head size]."""
-        name, weight = self._matrix(self.attending[layer], *OUTPUTS)
-        inputs_first = name == "c_proj" and len(self._matrix(self.attending[layer], "c_attn")[1]) == self.hidden
+        place = visits(self.config)[self.attending[layer]]
+        name, weight = self._matrix(place, *OUTPUTS)
+        inputs_first = name == "c_proj" and len(self._matrix(place, "c_attn")[1]) == self.hidden
         return weight.mT if inputs_first else weight  # of GPT-2
 
     def _matrix(self, layer: int, *matrices: str) -> tuple[str, Tensor]:

@@ -28,12 +28,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvq_calib.model.attention import Captured, Projected, Rows, answer_by, asks, expanded
-from kvq_calib.model.carried import EMBEDDINGS, TABLE, Carried
-from kvq_calib.model.decoder import Decoder, Noted, Seen, attentions, captured, empty, hollow, noting, output_of
+from kvq_calib.model.carried import INPUT, TABLE, Carried
+from kvq_calib.model.decoder import (
+    Decoder,
+    Noted,
+    Pass,
+    Seen,
+    attentions,
+    captured,
+    empty,
+    hollow,
+    noting,
+    output_of,
+    passing,
+)
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
 from kvq_runtime.geometry import ENTRIES, stretches
-from kvq_runtime.hf.model import cache_name, decoder_of, layers_of, rotary_module, rotary_name, settings_of
+from kvq_runtime.hf.model import cache_name, decoder_of, place_of, rotary_module, rotary_name, settings_of
 from kvq_runtime.ops import dense, product, rope
 
 TILE = 2048  # tokens
@@ -42,8 +54,8 @@ TILE = 2048  # tokens
 class Head:
     """The last norm and the output head on the device, as the model itself runs them."""
 
-    def __init__(self, around: Any, carried: Carried):
-        self._around, self._carried = around, carried
+    def __init__(self, around: Any, carried: Carried, calls: int):
+        self._around, self._carried, self._calls = around, carried, calls
 
     @property
     def device(self) -> torch.device:
@@ -87,13 +99,10 @@ class Head:
         return torch.autograd.grad(normed_TE, h_TE, ((first_TE - second_TE) / 2**0.5).view_as(normed_TE))[0]
 
     def _logits(self, h_BTE: Tensor) -> Tensor:
-        last = layers_of(decoder_of(self._around))[-1]
-        last.out = self._carried.unpack(h_BTE)[0]
-        try:
-            nothing = h_BTE.new_zeros(*h_BTE.shape[:-1], self._carried.embedded)
-            return self._around(inputs_embeds=nothing, use_cache=False).logits
-        finally:
-            last.out = last.under = None
+        outs = self._carried.outs(h_BTE, self._calls)
+        embedded = outs.get(-1, h_BTE.new_zeros(*h_BTE.shape[:-1], self._carried.embedded))
+        with passing(decoder_of(self._around), Pass(outs)):
+            return self._around(inputs_embeds=embedded, use_cache=False).logits
 
 
 class Stream:
@@ -108,7 +117,8 @@ class Stream:
         self.dtype = default_dtype(files, self.device) if dtype is None else dtype
         self._decoder = Decoder(files.transformers_config(), self.dtype)
         self._weights = Weights(files, self._decoder)
-        self._stretches = stretches(settings_of(self._decoder.config))
+        self._settings = settings_of(self._decoder.config)
+        self._stretches = stretches(self._settings)
         self._under = self._decoder.under(self.device)
         self.turns = self._under.refusal is None
         core, start = self._under.core, f"{self._decoder.core_name}."
@@ -139,7 +149,7 @@ class Stream:
         """Load one decoder layer, and those that are run with it. Drop it before the next is loaded."""
         modules = {
             n: self._weights.filled(
-                self._decoder.layers[n], f"{self._decoder.within}.{n // self._decoder.each}", self.device
+                self._decoder.layers[n], f"{self._decoder.within}.{place_of(self._settings, n)}", self.device
             )
             for n in self._stretches[index]
         }
@@ -163,11 +173,12 @@ class Stream:
         for name, module in self._decoder.top().items():
             around.set_submodule(name, self._weights.filled(module, name, self.device))
         self._fill(decoder_of(around))
-        for name in self._decoder.entry():
-            hollow(around.get_submodule(name), self.device)
+        for name, module in self._decoder.entry().items():
+            filled = self._weights.filled(module, name, self.device) if self._decoder.carried.held else None
+            around.set_submodule(name, filled or hollow(around.get_submodule(name), self.device))
         around.set_input_embeddings(nn.Identity())
         self._decoder.carried.mute(decoder_of(around))
-        return Head(self._decoder.settled(around, self.device), self._decoder.carried)
+        return Head(self._decoder.settled(around, self.device), self._decoder.carried, self._decoder.calls)
 
     def _fill(self, core: Any) -> None:
         """Give a decoder the parameters that are its own, and no module's."""
@@ -272,19 +283,33 @@ class Layer:
 
     def _run(self, h_BTE: Tensor, **more: Any) -> Tensor:
         stream, (batch, tokens, _) = self._stream, h_BTE.shape
-        calls, carried = stream._under.calls(batch, tokens, stream.dtype, stream.device), stream._decoder.carried
+        carried = stream._decoder.carried
+        if carried.held:
+            return self._run_held(h_BTE, **more)
+        calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)
         h, inputs, numbers = carried.unpack(h_BTE)
         handed: Any = calls[self._index].get("shared_kv_states")  # to layers that cache none
         common = more if handed is None else more | {"shared_kv_states": type(handed)()}
-        common |= {EMBEDDINGS: inputs[0]} if carried.again else {}
         for place, (n, module) in enumerate(self._modules.items()):
-            own = {self._cache: self._noting()} if self._noting and n == self._index else {}
-            read = {"per_layer_input": inputs[place]} if carried.inputs else {}
+            read = {INPUT: inputs[place]} if carried.inputs else {}
             whole = {carried.named: numbers} if carried.numbers else {}
-            out = module(h, **calls[n] | read | own | common | whole)
+            out = module(h, **calls[n] | read | self._noted(n) | common | whole)
             h, *beside = out if isinstance(out, tuple) else (out,)
             numbers = beside[0] if carried.handed else numbers
-        return carried.pack(h, inputs if carried.again else inputs[len(self._modules) :], numbers)
+        return carried.pack(h, inputs[len(self._modules) :], numbers)
+
+    def _run_held(self, h_BTE: Tensor, **more: Any) -> Tensor:
+        """The same where the decoder makes what it calls layers with of several outputs below."""
+        carried, under, n = self._stream._decoder.carried, self._stream._under, min(self._modules)
+        outs = carried.outs(h_BTE, n)
+        for n, module in self._modules.items():
+            h, call = under.layer(n, outs)
+            out = module(h, **call | self._noted(n) | more)
+            outs[n] = out[0] if isinstance(out, tuple) else out
+        return carried.hold(outs, n + 1)
+
+    def _noted(self, n: int) -> dict[str, Any]:
+        return {self._cache: self._noting()} if self._noting and n == self._index else {}
 
     def _captured(self, queries: bool) -> Projected:
         """The input of attention, keys and queries turned back, queries scaled as if attention's scale were 1/√D."""

@@ -26,8 +26,12 @@ QUANTIZED_TOLERANCE = 0.5  # weights rounded to 3 bits are nearer than this to t
 SIZE = 8
 DEQUANTIZED = "dequantized_from"  # in a config.json: the quantized type of weights that are written out as floats
 PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
-# what models call the two: CTRL; ZAYA, whose values have half of their channels from the token before
-NAMES = ("k_proj", "v_proj"), ("Wk", "Wv"), ("qkv_proj.k_proj", "qkv_proj.v_proj_current")
+# what models call the two: Inkling 2, with a convolution behind each; most; CTRL; ZAYA, whose values have half of their
+# channels from the token before
+NAMES = (
+    ("k_proj.linear", "v_proj.linear"), ("k_proj", "v_proj"), ("Wk", "Wv"),
+    ("qkv_proj.k_proj", "qkv_proj.v_proj_current"),
+)  # fmt: skip
 # of latents: what makes a row of a token, and what makes keys and values of it; of entries: rows, and their weights
 ROW_PROJECTIONS = {
     LATENTS: {"k_proj": "kv_a_proj_with_mqa", "v_proj": "kv_b_proj"},

@@ -24,7 +24,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
-from kvq_runtime.geometry import ENTRIES, WHOLE, joined, looped
+from kvq_runtime.geometry import ENTRIES, WHOLE, filled, joined, looped
 from kvq_runtime.hf import announced
 from kvq_runtime.hf.announced import Announced
 from kvq_runtime.hf.attention import EAGER, HybridLayer, JoinedLayer, KVQLayer, Pass, PooledLayer
@@ -97,14 +97,18 @@ class KVQCache(Announced, Cache):
         stock = DynamicCache(config=config).layers
         stock += [copy.deepcopy(stock[n]) for n in looped(settings)]  # as the model itself does with a cache of its own
         whole = DynamicLayer, LinearAttentionAndFullAttentionLayer, DynamicIndexedLayer
-        kinds = [type(layer) in whole or getattr(layer, "_layer_type", None) in WHOLE for layer in stock]
+        order = filled(settings)[: len(stock)]  # without layers that read what others cache
+        kinds = [
+            type(layer) in whole or getattr(layer, "_layer_type", None) in WHOLE
+            for layer in map(stock.__getitem__, order)
+        ]
         if [n for n, held in enumerate(kinds) if held] != list(modules):
             raise ValueError(
                 f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
             )
         made_for = settings.get("max_position_embeddings")
         self.blocks = BlockCache(recipe, geometry, tensors, made_for or 1 << 17, model.dtype, made_for, check)
-        self.places = {layer: place for place, layer in enumerate(modules)}
+        self.places = {order[layer]: place for place, layer in enumerate(modules)}
         attention = list(modules.values())
         if "positions" in recipe.needs and (why := of_model(rope_refusal, model, modules)):
             raise ValueError(f"{recipe.name} undoes RoPE, but {why}; use a post-RoPE recipe")

@@ -20,7 +20,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACa
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.geometry import ENTRIES, INDEXED, POOLED, WHOLE, Geometry, attending, caching, joined, looped
+from kvq_runtime.geometry import ENTRIES, INDEXED, POOLED, WHOLE, Geometry, attending, caching, joined, visits
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
@@ -292,9 +292,8 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
 
 
 def place_of(settings: Mapping[str, Any], layer: int) -> int:
-    """The place in its decoder of what fills this layer of a cache."""
-    count = settings["num_hidden_layers"]
-    return (layer if layer < count else looped(settings)[layer - count]) // caching(settings)
+    """The place in its decoder of a layer, by its number in a pass."""
+    return visits(settings)[layer] // caching(settings)
 
 
 def _unheld(settings: Mapping[str, Any]) -> str | None:

@@ -84,9 +84,10 @@ INKLING = EXPERTS | {
     "n_routed_experts": 4, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 4, "swa_head_dim": 16, "sliding_window_size": 16, "unpadded_vocab_size": 97,
 }  # fmt: skip
-LOOP = EXPERTS | {
-    "n_routed_experts": 4, "layer_types": ["hybrid"] * 3, "unpadded_vocab_size": 97, "n_layers_per_attn_res_block": 1,
-    "loop_layer_index_start": 1, "loop_layer_index_end": 2,
+BLOCKS = INKLING | {"n_layers_per_attn_res_block": 2}
+LOOP = INKLING | {
+    "num_hidden_layers": 4, "layer_types": ["hybrid", "hybrid_sliding", "hybrid", "hybrid"],
+    "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 3,
 }  # fmt: skip
 SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 16,
            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}  # fmt: skip
@@ -260,14 +261,15 @@ OWN = {
     | {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
     "emu3": {"text_config": SHAPE | {"head_dim": 16}, "vocabulary_map": {"<image>": 5}, "vq_config": {
         "base_channels": 32, "codebook_size": 64, "embed_dim": 16, "z_channels": 16, "latent_channels": 16}},
-    **dict.fromkeys(("inkling_text", "inkling2_text"), INKLING),
+    "inkling_text": INKLING, "inkling2_text": BLOCKS,
     "inkling_mm_model": tower(INKLING, text_hidden_size=64, n_layers=1)
     | {"audio_config": {"text_hidden_size": 64, "n_mel_bins": 8, "mel_vocab_size": 16}},
-    "inkling2": tower(INKLING, text_hidden_size=64, projection_hidden_dim=32),
+    "inkling2": tower(BLOCKS, text_hidden_size=64, projection_hidden_dim=32),
     "apertus1p5": {"text_config": SHAPE, "image_token_offset": 40, "audio_token_offset": 72, "vision_config": {
         "codebook_size": 32, "embed_dim": 16, "latent_channels": 16, "base_channels": 32, "num_res_blocks": 1},
         "audio_config": {"codebook_size": 16}},
-    "dory": MIXED | {"n_input_layers": 1, "n_output_layers": 1},
+    "dory": MIXED | {"n_input_layers": 1, "n_output_layers": 1,
+                     "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"]},
     "inkling2_loop_text": LOOP, "inkling2_loop": tower(LOOP, text_hidden_size=64, projection_hidden_dim=32),
     "modernbert-decoder": OLD | {"layer_types": ["sliding_attention", "full_attention", "full_attention"],
                                  "sliding_window": 16},

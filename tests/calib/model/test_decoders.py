@@ -28,7 +28,7 @@ from kvq_calib.evaluate import caches, errors
 from kvq_calib.evaluate.caches import CountedCache, FullCache
 from kvq_calib.model import architecture, attention
 from kvq_calib.model import find as models
-from kvq_calib.model.decoder import Place
+from kvq_calib.model.decoder import Walk
 from kvq_calib.model.files import OUTPUTS, ModelFiles
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget
@@ -37,7 +37,7 @@ from kvq_calib.run import plan as plans
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.geometry import attending, caching, stretches
+from kvq_runtime.geometry import LOOPS, attending, caching, filled, stretches
 from kvq_runtime.hf import KVQCache, fingerprint_of
 from kvq_runtime.hf.model import CACHE, attention_modules, attention_of, decoder_of, layers_of, own_code
 from kvq_runtime.ops import rope
@@ -52,13 +52,7 @@ UNLISTED = {
     "kosmos-2": "it needs pixel_values, and calibration runs",
     "paligemma": "layer 0 of PaliGemmaForConditionalGeneration attends in both directions",
 }  # fmt: skip
-REFUSED = {
-    "dory": "a pass goes through layers 1, 2 more than once",
-    **dict.fromkeys(("inkling2_loop", "inkling2_loop_text"), "a pass goes through layers 1 more than once"),
-    **dict.fromkeys(
-        ("inkling2", "inkling2_text"), "its decoder does not run with transformers' own cache, and its layers apart"
-    ),
-}  # fmt: skip
+REFUSED: dict[str, str] = {}  # types of the table that are not calibrated, and why
 
 
 @pytest.fixture(scope="module")
@@ -106,28 +100,29 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
         whole.config._attn_implementation = "eager"
     else:
         whole.set_attn_implementation("eager")
-    ids, cache, queries, states = prompt(2, 40), stock(whole), {}, {}
-    for n, layer in enumerate(layers_of(decoder_of(whole))):
-        layer.register_forward_pre_hook(lambda module, args, n=n: states.__setitem__(n, args[0]))
-    for n, module in attention_modules(whole).items():
-        module.register_forward_hook(lambda module, args, out, n=n: queries.__setitem__(n, out[1:2]))
+    ids, cache, queries, states = prompt(2, 40), stock(whole), [], []
+    for layer in layers_of(decoder_of(whole)):
+        layer.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+    for module in {*attention_modules(whole).values()}:
+        module.register_forward_hook(lambda module, args, out: queries.append(out[1:2]))
     with torch.no_grad():
-        expected = whole(input_ids=ids, past_key_values=cache)
+        expected = whole(input_ids=ids, **{CACHE: cache})
     stream = Stream(files, dtype=torch.float32)
     assert stream.turns == (ROWS[kind][0] == "yes") == (stream.files.rope_refusal is None)
     heads, size, h = stream.files.geometry.kv_heads, stream.files.geometry.head_size, stream.embed(ids)
-    tables = stream.rope(40)
+    tables, carried = stream.rope(40), stream._decoder.carried
     for index, below in enumerate(stretches(stream.files.config)):
         number, second = divmod(below.start, caching(files.config))
         if not second:
-            near(stream._decoder.carried.unpack(h)[0], states[number])
+            outs = carried.outs(h, number)
+            near(stream._under.layer(number, outs)[0] if carried.held else outs[number - 1], states[number])
         place, layer = stream.files.attending[index], stream.layer(index)
         seen, part = layer.forward(h, queries=True), layer.project(h, queries=True)
         shown = ["k_NTC", "v_NTC"] + ["q_NTC"] * (ROWS[kind][2] == "yes")
         assert all(torch.equal(getattr(seen, name), getattr(part, name)) for name in shown)
         k = rope.rotate(seen.k_NTC.unflatten(-1, (heads, -1)), *(x[:, : seen.k_NTC.shape[1]] for x in tables))
         k, v = k.transpose(1, 2), seen.v_NTC.unflatten(-1, (-1, size)).transpose(1, 2)
-        for found, own in zip((k, v), stored(whole, cache, place), strict=True):
+        for found, own in zip((k, v), stored(whole, cache, filled(files.config)[place]), strict=True):
             near(found, own)
         if files.joined and seen.q_NTC is not None:
             assert seen.expand is not None
@@ -146,7 +141,7 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
             scores = torch.tanh(scores / seen.softmax.cap) * seen.softmax.cap
         hidden = torch.ones(40, 40).triu(1).bool() if seen.mask is None else ~seen.mask
         scores = scores.masked_fill(hidden, -torch.inf)
-        (weights,) = queries[place]
+        (weights,) = queries[index]
         near(scores.softmax(-1), weights / weights.sum(-1, keepdim=True))  # without learned sinks
     near(stream.head()(h), expected.logits)
 
@@ -343,17 +338,24 @@ def test_a_type_that_calls_the_width_of_its_layers_otherwise(kind, width, folder
     assert (files.inner, files.chosen_experts) == (width, 2 if kind == "dbrx" else 0)
 
 
-def test_a_decoder_with_parameters_that_works_between_layers_is_refused(tmp_path, monkeypatch):
-    """ZAYA's scale embeddings alone."""
-    random("zaya").save_pretrained(tmp_path)
-    assert models.resolve(tmp_path).geometry.layers == 3
+@pytest.mark.parametrize("settings, why", [
+    ({}, "a pass goes through 6 layers, and by its configuration 4; "),
+    ({"hc_count": 2}, "made of several outputs below, and of more than one stream; "),
+])  # fmt: skip
+def test_passes_that_are_not_known_are_refused(settings, why, tmp_path, monkeypatch):
+    """As of a model that loops by settings of other names, and of one that has several streams, too."""
+    random("dory").save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    monkeypatch.setattr("kvq_runtime.geometry.LOOPS", LOOPS if settings else ())
+    with pytest.raises(ValueError, match=why + ".*models.md"):
+        models.resolve(tmp_path)
 
-    def changed(place, hidden, *_args, **_given):
-        place.under = hidden
-        return hidden + 0, None
 
-    monkeypatch.setattr(Place, "forward", changed)
-    with pytest.raises(ValueError, match="model stand neither under its layers alone nor above; docs/models.md"):
+def test_modules_between_layers_whose_outputs_are_handed_on_are_refused(tmp_path, monkeypatch):
+    random("inkling2_loop_text").save_pretrained(tmp_path)
+    monkeypatch.setattr(Walk, "held", lambda *_given: ())
+    with pytest.raises(ValueError, match="message_input stand neither under its layers alone nor above; .*models.md"):
         models.resolve(tmp_path)
 
 
