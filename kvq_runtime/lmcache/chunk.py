@@ -48,7 +48,7 @@ from torch import Tensor
 from kvq_runtime.engines import source
 from kvq_runtime.engines.source import Engine, Source
 from kvq_runtime.errors import ArtifactError, named
-from kvq_runtime.geometry import MODELS, Geometry
+from kvq_runtime.geometry import MODELS, Geometry, Sliding
 from kvq_runtime.ops import entropy
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain, sets
@@ -237,8 +237,9 @@ LMCACHE = Engine("LMCache's chunks cannot be kept by", "keep them by", "LMCache 
 class Settings:
     """Settings of the serde.
 
-    geometry   of the model, None where only `head_size` is known
+    geometry   of the model's layers that attend to all tokens, None where only `head_size` is known
     rotary     its rotation, where the recipe needs positions
+    sliding    how many of its layers slide; LMCache has chunks of these, and does not say which they are
     """
 
     source: Source
@@ -246,6 +247,7 @@ class Settings:
     head_size: int
     workers: int
     rotary: Rotary | None = None
+    sliding: int = 0
 
 
 @named('serde "kvq"')
@@ -266,16 +268,21 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     if ("model" in given) == ("head_size" in given):
         raise ValueError('give "model", a folder or an id, or for a recipe without artifact "head_size"; one of them')
     found = source.read(given["cache"])
-    geometry = rotary = None
+    geometry, rotary, sliding = None, None, 0
     if "model" in given:
         config = source.config(given["model"], given.get("revision"))
         geometry = source.match(found, config, given["model"], given.get("revision"))
-        head_size = geometry.head_size
+        head_size, sliding = geometry.head_size, Sliding.from_config(config).layers
     elif found.artifact is not None:
         raise ValueError('an artifact is of one model; give "model", so that it can be compared')
     else:
         head_size = given["head_size"]
     LMCACHE.check(found.recipe, geometry or typical(head_size))
+    if sliding and (found.artifact is not None or found.recipe.layers or "positions" in found.recipe.needs):
+        raise ValueError(
+            f"{sliding} layers of {given['model']} slide, and LMCache does not say which layers a chunk is of; "
+            f"{found.recipe.name} does not treat all alike, use a recipe that does, without artifact, as lloyd-3bit"
+        )
     if coded(found.recipe):
         entropy.check()
     if "positions" in found.recipe.needs:
@@ -285,7 +292,7 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
 
         folder = source.folder(given["model"], given.get("revision")) or Path(given["model"])
         rotary = rotary_of_folder(folder, torch.bfloat16)
-    return Settings(found, geometry, head_size, given.get("workers", 1), rotary)
+    return Settings(found, geometry, head_size, given.get("workers", 1), rotary, sliding)
 
 
 def typical(head_size: int) -> Geometry:
@@ -332,15 +339,17 @@ class Chunks:
         width   of its keys, C
         """
         found, whole, size = self.settings.source, self.settings.geometry, self.settings.head_size
-        if whole is not None and (whole.width % width or layers > whole.layers):
-            raise ValueError(f"a chunk of {layers} layers and {width} channels; the model has {whole}")
+        sliding = self.settings.sliding
+        if whole is not None and (whole.width % width or layers > whole.layers + sliding):
+            more = f", and {sliding} that slide" if sliding else ""
+            raise ValueError(f"a chunk of {layers} layers and {width} channels; the model has {whole}{more}")
         if whole is not None and layers < whole.layers and (found.artifact is not None or found.recipe.layers):
             raise ValueError(
                 f"a chunk of {layers} layers of a model with {whole.layers}, and LMCache does not say which; without "
                 "pipeline parallelism, or with a recipe that treats all layers alike, it can be kept"
             )
         own = Geometry(layers, width // size, size)
-        if whole is None or layers < whole.layers:
+        if whole is None or sliding or layers < whole.layers:
             return own, found.tensors
         share = source.share_of(whole, rank, ranks or whole.width // width)
         if source.narrower(whole, share) != own:

@@ -337,6 +337,33 @@ def test_numbers_that_are_not_16_or_32_bits_wide_are_refused(dtype: torch.dtype)
             chunks.codec((2, 4, 128, 128), dtype)
 
 
+def test_layers_that_slide_are_not_taken_for_those_that_do_not(demo_model: Path, tmp_path: Path):
+    """LMCache has chunks of three of either: what treats all alike keeps them, all else is refused at the start."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = json.loads((demo_model / "config.json").read_text()) | {"model_type": "gemma3_text", "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": kinds}))
+    model = str(tmp_path)
+    for name in ("lloyd-3bit", "kivi-2bit", "exact-coded"):
+        chunks = Chunks(read_settings({"cache": name, "model": model}))
+        for layers in (1, 3, 6):
+            assert chunks.codec((2, layers, 256, 128), torch.bfloat16).geometry == Geometry(layers, 2, 64)
+        with pytest.raises(ValueError, match="a chunk of 7 layers .*; the model has 3 layers .*, and 3 that slide"):
+            chunks.codec((2, 7, 256, 128), torch.bfloat16)
+    shape = Geometry(3, 2, 64)
+    (tmp_path / "model.safetensors").symlink_to(demo_model / "model.safetensors")
+    weights = safetensors.torch.load_file(demo_model / "model.safetensors")
+    ours = fingerprint.from_config(
+        config | {"layer_types": kinds}, lambda n, name: weights[f"model.layers.{n}.self_attn.{name}.weight"]
+    )
+    path = str(tmp_path / "mine.safetensors")
+    artifact.save(Artifact(preset("oscar-2bit"), ours, _tensors("oscar-2bit", shape), {}, {}), path)
+    for name in ("exact-pre", path):
+        with pytest.raises(
+            ValueError, match="3 layers of .* slide, and LMCache does not say which layers a chunk is of"
+        ):
+            read_settings({"cache": name, "model": model})
+
+
 def test_latents_are_not_taken_for_fused_heads(demo_model: Path, tmp_path: Path):
     """By the model's configuration where it is named; where it is not, one row of a token may be either."""
     config = json.loads((demo_model / "config.json").read_text())
