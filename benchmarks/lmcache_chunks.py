@@ -233,7 +233,7 @@ def _times(serde: dict[str, Any], chunks: Sequence[Tensor]) -> dict[str, float]:
         processor = wrapper._serde
         size = processor.estimate_serialized_size(MemoryLayoutDesc([out.shape], [out.dtype]))
         room = [torch.zeros(size, dtype=torch.uint8) for _ in chunks]
-        given, made, back = ([SimpleNamespace(tensor=x) for x in each] for each in (chunks, room, [out] * len(chunks)))
+        given, made, back = ([_held(x) for x in each] for each in (chunks, room, [out] * len(chunks)))
         processor._pool.shutdown()
         processor._pool = SimpleNamespace(submit=lambda work, *given: work(*given), shutdown=lambda wait: None)
         tell(names, CHUNK)
@@ -247,6 +247,11 @@ def _times(serde: dict[str, Any], chunks: Sequence[Tensor]) -> dict[str, float]:
         megabytes = sum(chunk.nbytes for chunk in chunks) / 1e6
         works = {"store": store, "load": load}
         return {f"{name}_MB_per_s": round(megabytes / _fastest(work), 1) for name, work in works.items()}
+
+
+def _held(x: Tensor) -> SimpleNamespace:
+    """What LMCache hands to a serde."""
+    return SimpleNamespace(tensor=x, get_shapes=lambda: [x.shape])
 
 
 def _fastest(work: Callable[[], None]) -> float:

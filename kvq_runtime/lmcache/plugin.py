@@ -249,9 +249,13 @@ def _say(text: str) -> None:
 
 
 def _tensor(held: MemoryObj) -> torch.Tensor:
-    tensor = held.tensor
+    count = len(held.get_shapes())
+    tensor = held.tensor if count == 1 else None
     if tensor is None:
-        raise ValueError("kvq keeps chunks of one tensor; this one has several, or none")
+        raise ValueError(
+            f"a chunk of {count} tensors, as of layers that slide beside others; kvq keeps chunks of one: start "
+            "LMCache's server with --separate-object-groups"
+        )
     return tensor
 
 

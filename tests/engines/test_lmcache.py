@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("lmcache", reason="LMCache is in an environment of its own: 
 
 import stores
 import torch
+from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, PrefetchTaskSpec
 from lmcache.v1.mp_observability import event_bus
 from lmcache.v1.mp_observability.event import Event, EventType
 from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import get_layout_desc
@@ -232,6 +234,37 @@ def test_chunks_of_another_model_are_not_stored(tmp_path: Path):
         assert all(torch.equal(one, other) for one, other in zip(tier.get(NAMES, odd[0]), odd, strict=True))
         tier.put(keys("another text", 3), chunks(1))
     assert len(files(tmp_path)) == 3
+
+
+def test_layers_that_slide_are_kept_as_chunks_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """As LMCache has them with --separate-object-groups; else a chunk has several tensors, and the log says it once."""
+    shapes, given = [torch.Size((2, layers, 256, 128)) for layers in (5, 1)], {"head_size": SIZE.head_size}
+    layouts, random = (
+        [MemoryLayoutDesc([shape], [torch.bfloat16]) for shape in shapes],
+        torch.Generator().manual_seed(0),
+    )
+    names = [[replace(name, object_group_id=group) for name in NAMES] for group in range(2)]
+    with Tier(tmp_path, {"type": "kvq", "cache": "lloyd-3bit"} | given) as tier:
+        for own, layout in zip(names, layouts, strict=True):
+            for held in tier.manager.reserve_write(own, layout).values():
+                assert held.tensor is not None
+                held.tensor.copy_(torch.randn(held.tensor.shape, generator=random))
+        tier.manager.finish_write([*names[0], *names[1]])
+        _wait_for(tmp_path, 6)
+        together = MemoryLayoutDesc(shapes, [torch.bfloat16] * 2)
+        for text in ("one", "another"):
+            tier.manager.reserve_write(keys(text, 3), together)
+            tier.manager.finish_write(keys(text, 3))
+            tier.put(keys(f"{text} more", 3), chunks(), stored=False)  # behind it
+        _wait_for(tmp_path, 12)
+    with Tier(tmp_path, {"type": "kvq", "cache": "lloyd-3bit"} | given) as tier:
+        rows = [GroupedObjectKeys(own, n, layout) for n, (own, layout) in enumerate(zip(names, layouts, strict=True))]
+        handle = tier.manager.submit_prefetch_task(PrefetchTaskSpec(rows))
+        assert tier.manager.wait_prefetch_status(handle, PATIENCE)
+        found = tier.manager.query_prefetch_status(handle)
+        assert found is not None and [one.popcount() for one in found.hit_cells] == [3, 3]
+    said = [record.message for record in caplog.records if "a chunk of 2 tensors" in record.message]
+    assert len(said) == 1 and "--separate-object-groups; such chunks are not kept" in said[0]
 
 
 def pages_of(pair_2BTHD: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
