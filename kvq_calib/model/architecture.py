@@ -115,11 +115,9 @@ def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> No
             f"{id}: a pass goes through {decoder.passed} layers, and by its configuration {decoder.calls}; {LISTED}"
         )
     carried = decoder.carried
-    if carried.held and replace(carried, held=()).width != carried.embedded:
-        raise ValueError(
-            f"{id}: what its layers are called with is made of several outputs below, and of more than one stream; "
-            f"{LISTED}"
-        )
+    if carried.held and (decoder.written or replace(carried, held=()).width != carried.embedded):
+        how = "which its decoder writes into" if decoder.written else "which have more than one stream"
+        raise ValueError(f"{id}: what its layers are called with is made of several outputs below, {how}; {LISTED}")
     under = decoder.under(torch.device("cpu"))
     _check_cache(carried, under, id)
     calls, others = (under.calls(1, 4, torch.float32, torch.device("cpu"), embedded) for embedded in (0.0, 1.0))

@@ -1,8 +1,8 @@
 """Build a model of transformers without memory, and run what stands around its layers: its own code, not a copy of it.
 
-In the place of each layer stands a `Place`, which notes what the decoder calls the layer with (rotations, masks), and
-puts out its input, or what it is told to. What the decoder does under the first layer (to scale embeddings), between
-layers, and the model above the last (norm, output head, multipliers, soft caps) is so what the model itself does.
+In the place of each layer stands a `Place` (`places.py`). What the decoder does under the first layer (to scale
+embeddings), between layers, and the model above the last (norm, output head, multipliers, soft caps) is so what the
+model itself does.
 A layer that a pass goes through again is another layer each time, of the same weights.
 
 E = hidden width · V = vocabulary.
@@ -10,10 +10,9 @@ E = hidden width · V = vocabulary.
 
 import contextlib
 import copy
-import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from transformers.models.auto.modeling_auto import (
 
 from kvq_calib.model.attention import Rows, hidden_queries
 from kvq_calib.model.carried import INPUT, TABLE, TOKENS, Carried
+from kvq_calib.model.places import Call, Pass, Place, Seen, Walk, passing
 from kvq_runtime.geometry import ENTRIES, attending, caching, looped, visits
 from kvq_runtime.hf.attention import chosen, dense, halves, pooled
 from kvq_runtime.hf.model import (
@@ -50,20 +50,15 @@ from kvq_runtime.hf.model import (
     turns,
     visible,
 )
-from kvq_runtime.hf.refusals import plain_of, rope_refusal
+from kvq_runtime.hf.refusals import rope_refusal
 from kvq_runtime.ops.dense import Softmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 CAPTURED = "kvq-captured"  # the attention of a streamed layer, by the name that transformers knows it by
-Call = dict[str, Any]  # a layer's arguments beside hidden states, by name
 # types of layers that keep a state in place of keys and values; or, the last two, nothing
 RECURRENT = ("linear_attention", "conv", "moe", "mlp")
-
-
-class Seen(Exception):
-    """Ends a layer's forward pass where attention begins, or a decoder's where a layer is called."""
 
 
 def captured(
@@ -121,99 +116,6 @@ def noting(seen: dict[str, Any], turned: int) -> Any:
     return hook
 
 
-@dataclass
-class Pass:
-    """A pass through the places of a decoder.
-
-    outs     what layers put out, by their number in the pass; others their input
-    last     the layer at which it ends; None: it goes on above
-    called   what each has been called with: hidden states, and the rest
-    """
-
-    outs: Mapping[int, Tensor] = field(default_factory=dict)
-    last: int | None = None
-    called: list[tuple[Tensor, Call]] = field(default_factory=list)
-
-    def through(self, hidden: Tensor, call: Call) -> Tensor:
-        """Note what a layer is called with; what it puts out."""
-        out = self.outs.get(len(self.called), hidden)
-        self.called.append((hidden, call))
-        if len(self.called) - 1 == self.last:
-            raise Seen
-        return out
-
-
-class Walk(Pass):
-    """A pass that notes of which outputs of layers what follows is made, by way of its gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.put: dict[int, Tensor] = {}
-
-    def put_out(self, number: int, out: Tensor) -> Tensor:
-        """Begin a graph with an output; -1: with the embeddings."""
-        self.put[number] = out.detach().requires_grad_().clone()  # a decoder may write into it
-        return self.put[number]
-
-    def through(self, hidden: Tensor, call: Call) -> Tensor:
-        """The same of each layer."""
-        return self.put_out(len(self.called), super().through(hidden, call))
-
-    def held(self, last: Tensor) -> Sequence[Sequence[int]]:
-        """That of `Carried`; empty where each layer is called with the very output of the last, and nothing else of
-        what is below; `last`: what is put out above all."""
-        read: list[set[int]] = []
-        for under, call in [*self.called, (last, {})]:
-            given = under, *(one for name, one in call.items() if name != INPUT)
-            made = [one.sum() for one in given if isinstance(one, Tensor) and one.requires_grad]
-            slopes = torch.autograd.grad(made, [*self.put.values()], retain_graph=True, allow_unused=True)
-            read.append({number for number, slope in zip(self.put, slopes, strict=True) if slope is not None})
-        same = all(_is_same(hidden, self.put[n]) for n, (hidden, _) in enumerate(self.called[1:]))
-        if same and all(own <= {n - 1} for n, own in enumerate(read)):
-            return ()
-        return [sorted(set().union(*read[n:]) & {*range(-1, n)}, reverse=True) for n in range(len(read))]
-
-
-def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """True if a tensor is another one, or a view of all of it, and nothing was written into it."""
-    views = [(one.data_ptr(), one.shape, one.stride()) for one in (tensor, other)]
-    return views[0] == views[1] and not tensor._version
-
-
-class Place(nn.Module):
-    """Stand in a layer's place: hand on what it is called with; put out what the pass under way says, or the input.
-
-    paired   whether it is put out with weights of attention beside it, as some decoders expect, of which there are none
-    """
-
-    paired = False
-    under_way: Pass | None = None
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.__dict__ = plain_of(layer) | self.__dict__
-        parameters = list(inspect.signature(type(layer).forward).parameters.values())[2:]
-        self._named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-
-    def forward(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
-        call, one = dict(zip(self._named, args, strict=False)) | given, self.under_way
-        out = hidden_states if one is None else one.through(hidden_states, call)
-        return (out, None) if self.paired else out
-
-
-@contextlib.contextmanager
-def passing(core: Any, one: Pass) -> Iterator[Pass]:
-    """Have the places of a decoder take part in a pass, which may end at a layer."""
-    for place in layers_of(core):
-        place.under_way = one
-    try:
-        with contextlib.suppress(Seen):
-            yield one
-    finally:
-        for place in layers_of(core):
-            place.under_way = None
-
-
 def empty(config: "PreTrainedConfig", dtype: torch.dtype | None) -> Any:
     """The whole model, as transformers makes it, without memory."""
     with torch.device("meta"):
@@ -258,7 +160,7 @@ class Decoder:
         self.within = f"{self.core_name}.{layers_name(core)}"  # the name of their list
         self.places: Any = nn.ModuleList(map(Place, self.whole_layers))
         setattr(core, str(layers_name(core)), self.places)
-        self._called = dict[str, set[int]]()
+        self._called, self.written = dict[str, set[int]](), False
         for paired in (False, True):
             for place in self.places:
                 place.paired = paired
@@ -314,7 +216,8 @@ class Decoder:
             out = core(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)[0]
         if getattr(out, "shape", ())[:2] != (2, 3):
             return False
-        self.carried, self.passed = replace(self.carried, held=walk.held(out)), len(walk.called)
+        self.carried = replace(self.carried, held=walk.held(out))
+        self.passed, self.written = len(walk.called), walk.written
         return True
 
     @cached_property

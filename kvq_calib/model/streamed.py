@@ -29,20 +29,9 @@ from transformers import PreTrainedModel
 
 from kvq_calib.model.attention import Captured, Projected, Rows, answer_by, asks, expanded
 from kvq_calib.model.carried import INPUT, TABLE, Carried
-from kvq_calib.model.decoder import (
-    Decoder,
-    Noted,
-    Pass,
-    Seen,
-    attentions,
-    captured,
-    empty,
-    hollow,
-    noting,
-    output_of,
-    passing,
-)
+from kvq_calib.model.decoder import Decoder, Noted, attentions, captured, empty, hollow, noting, output_of
 from kvq_calib.model.files import ModelFiles
+from kvq_calib.model.places import Pass, Seen, passing
 from kvq_calib.model.weights import Weights
 from kvq_runtime.geometry import ENTRIES, stretches
 from kvq_runtime.hf.model import cache_name, decoder_of, place_of, rotary_module, rotary_name, settings_of

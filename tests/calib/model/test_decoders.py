@@ -28,8 +28,8 @@ from kvq_calib.evaluate import caches, errors
 from kvq_calib.evaluate.caches import CountedCache, FullCache
 from kvq_calib.model import architecture, attention
 from kvq_calib.model import find as models
-from kvq_calib.model.decoder import Walk
 from kvq_calib.model.files import OUTPUTS, ModelFiles
+from kvq_calib.model.places import Walk
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import budget
 from kvq_calib.run import calibrate as runs
@@ -340,11 +340,16 @@ def test_a_type_that_calls_the_width_of_its_layers_otherwise(kind, width, folder
 
 @pytest.mark.parametrize("settings, why", [
     ({}, "a pass goes through 6 layers, and by its configuration 4; "),
-    ({"hc_count": 2}, "made of several outputs below, and of more than one stream; "),
+    ({"hc_count": 2}, "made of several outputs below, which have more than one stream; "),
+    ({"n_recurrent_loops": 3}, "made of several outputs below, which its decoder writes into; "),
 ])  # fmt: skip
 def test_passes_that_are_not_known_are_refused(settings, why, tmp_path, monkeypatch):
-    """As of a model that loops by settings of other names, and of one that has several streams, too."""
-    random("dory").save_pretrained(tmp_path)
+    """As of a model that loops by settings of other names, that has several streams, too, or whose norms write into
+    their input."""
+    model = random("dory")
+    model.save_pretrained(tmp_path)
+    if "n_recurrent_loops" in settings:
+        monkeypatch.setattr(type(model.model.norm), "_norm", lambda norm, x: x.mul_(x.norm(dim=-1, keepdim=True)))
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | settings))
     monkeypatch.setattr("kvq_runtime.geometry.LOOPS", LOOPS if settings else ())
