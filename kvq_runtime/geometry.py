@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from kvq_runtime import settings
+
 Role = Literal["key", "value"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -174,7 +176,7 @@ class Sliding:
         if isinstance(kinds, (list, tuple)):
             sliding = [n for n, kind in enumerate(kinds[: owners(config)]) if kind in SLIDES]
             count, first = len(sliding), next((visits(config)[n] for n in sliding), None)
-        if not count or type(window) is not int:
+        if not count or type(window) is not int or window < 1:
             return Sliding(indexed=indexed)
         heads, size = _shape(config, first, slides=True)
         return Sliding(count, heads * size, window, indexed)
@@ -209,7 +211,8 @@ class Pooling(Sliding):
         count = config["num_hidden_layers"]
         kinds: list[Any] = [*(_kinds(config) or ())][:count]
         own = kinds.count(POOLED), kinds.count(HEAVY), rates.get(POOLED, 1), rates.get(HEAVY, 1)
-        return Pooling(count, config["head_dim"], config["sliding_window"], 0, *own, config.get("index_head_dim") or 0)
+        settings.check_number("sliding_window", window := config["sliding_window"], settings.TOKENS)
+        return Pooling(count, config["head_dim"], window, 0, *own, config.get("index_head_dim") or 0)
 
     def bytes(self, tokens: int) -> int:
         """The same. Of tokens that are yet to make an entry, and of those of the last one that go into the next, a row
@@ -226,8 +229,12 @@ def _kinds(config: Mapping[str, Any]) -> Any:
     ratios, kinds = config.get("compress_ratios"), config.get("layer_types")
     named = {0: "sliding_attention", 4: POOLED, 128: HEAVY}
     if isinstance(ratios, list):
-        return [named.get(one) for one in ratios]
-    return [kinds[n] for n in visits(config)] if looped(config) and isinstance(kinds, (list, tuple)) else kinds
+        return [named.get(one) if type(one) is int else None for one in ratios]
+    if not looped(config) or not isinstance(kinds, (list, tuple)):
+        return kinds
+    if len(kinds) < config["num_hidden_layers"]:
+        raise ValueError(f"layer_types has {len(kinds)} for {config['num_hidden_layers']} layers; one each is needed")
+    return [kinds[n] for n in visits(config)]
 
 
 def _rates(config: Mapping[str, Any]) -> Mapping[str, int]:
@@ -246,7 +253,8 @@ def _indexed(config: Mapping[str, Any]) -> int:
         own = [n for n in attending(config) if n >= len(kinds) or kinds[n] not in ("shared", "S")]
     else:  # as files of GLM 5 say it, and of HY 4 leave to the type
         every = config.get("index_topk_freq") or (4 if str(config.get("model_type")).startswith("hy_v4") else 1)
-        start = config.get("index_skip_topk_offset", 2)
+        start = config.get("index_skip_topk_offset")
+        start = 2 if start is None else start
         own = [n for n in attending(config) if max(n - start + 1, 0) % every == 0]
     if not config.get("index_topk"):  # of Qwen 4, with the token's three positions beside
         return 2 * len(own) * config["indexer_head_dim"] + 24 if config.get("indexer_head_dim") else 0
@@ -300,7 +308,10 @@ def attending(config: Mapping[str, Any]) -> Sequence[int]:
     recur, or read what a layer below them caches.
 
     config   as in config.json, which may leave out what transformers knows of its type; or with its defaults
+
+    Raises ValueError for settings that no model has.
     """
+    settings.check(config)
     count, kinds = owners(config), _kinds(config)
     if isinstance(kinds, (list, tuple)):
         return [n for n, kind in enumerate(kinds[:count]) if kind in WHOLE]

@@ -38,6 +38,8 @@ from kvq_runtime.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+WIDEST = 1 << 26  # numbers of a parameter along one axis, with room
+
 
 def settings(read: Callable[[], "PreTrainedConfig"], id: str) -> dict[str, Any]:
     """The settings of text that are read, with transformers' defaults for those that a file leaves out."""
@@ -73,6 +75,9 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     _check_config(text, id)
     with _explained(f"{id}: transformers makes no model of config.json", f"check it; {LISTED}"):
         model: Any = empty(config, None)
+    for name, one in model.named_parameters():
+        if max(one.shape, default=0) > WIDEST:
+            raise ValueError(f"{id}: by config.json {name} is {list(one.shape)}, as of no model; download it again")
     check_model(model)
     if model.main_input_name != "input_ids":
         raise ValueError(f"{id}: it needs {model.main_input_name}, and calibration runs models on text alone; {LISTED}")

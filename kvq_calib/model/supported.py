@@ -9,15 +9,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvq_calib.model.files import ARCHITECTURES, ModelFiles
+from kvq_runtime import settings
 from kvq_runtime.ops import rope
 
 PROPORTIONAL = "proportional"  # RoPE of a part of the frequencies, the others of angle 0
-SIZES = {  # {setting: the least, and the most that any model has, with room}
-    "num_hidden_layers": (1, 1 << 12),
-    "num_attention_heads": (1, 1 << 12),
+SIZES = settings.SIZES | {  # {setting: the least, and the most that any model has, with room}
+    "num_hidden_layers": (1, settings.LAYERS),
     "num_key_value_heads": (1, 1 << 12),
-    "head_dim": (0, 1 << 14),  # 0: of latents without RoPE
-    "hidden_size": (1, 1 << 20),
     "intermediate_size": (1, 1 << 22),
     "vocab_size": (1, 1 << 26),
     "max_position_embeddings": (1, 1 << 28),
@@ -28,10 +26,12 @@ SIZES = {  # {setting: the least, and the most that any model has, with room}
     "index_topk": (1, 1 << 16),
     "router_hidden_size": (1, 1 << 16),
     "hidden_size_per_layer_input": (0, 1 << 16),
+    "mamba_chunk_size": (0, 1 << 12),
+    "chunk_size": (0, 1 << 12),
 }
-OPTIONAL = (
-    "num_key_value_heads", "head_dim", "altup_num_inputs", "altup_active_idx", "hidden_size_per_layer_input",
-    "hc_count", "hc_mult", "index_topk", "router_hidden_size",
+NEEDED = (
+    "num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size",
+    "max_position_embeddings",
 )  # fmt: skip
 Files = TypeVar("Files", bound=ModelFiles)
 
@@ -39,6 +39,9 @@ Files = TypeVar("Files", bound=ModelFiles)
 def check(files: Files) -> Files:
     """Refuse what cannot be captured faithfully; return the model itself, with all settings."""
     files.check_form()
+    text = files.config.get("text_config")
+    for given in (files.config, text if isinstance(text, dict) else {}):
+        _check_numbers(files, given)
     named = files.config.get("architectures")
     found = named[0] if isinstance(named, list) and named else named
     kinds = files.config.get("layer_types")
@@ -56,9 +59,6 @@ def check(files: Files) -> Files:
 
 def _other(files: Files, named: Any) -> Files:
     """Check a model of another type, by what transformers makes of its settings; return it with all of them."""
-    text = files.config.get("text_config")
-    for given in (files.config, text if isinstance(text, dict) else {}):
-        _check_numbers(files, given, tuple(SIZES))
     from kvq_calib.model import architecture  # transformers and all that comes with it
 
     if not architecture.known(files.config):
@@ -82,11 +82,11 @@ def _other(files: Files, named: Any) -> Files:
     return whole
 
 
-def _check_numbers(files: ModelFiles, config: Mapping[str, Any], optional: Sequence[str]) -> None:
+def _check_numbers(files: ModelFiles, config: Mapping[str, Any], needed: Sequence[str] = ()) -> None:
     """Refuse numbers that are missing, or that no model has: loops and memory are as large as they say."""
     for name, (least, most) in SIZES.items():
         value = config.get(name)
-        if value is None and name in optional:
+        if value is None and name not in needed:
             continue
         each = [value]
         if name == "intermediate_size" and isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
@@ -100,7 +100,7 @@ def _check_numbers(files: ModelFiles, config: Mapping[str, Any], optional: Seque
 
 def _check_sizes(files: ModelFiles) -> None:
     """The same, and that heads can share, and RoPE be undone."""
-    _check_numbers(files, files.config, OPTIONAL)
+    _check_numbers(files, files.config, NEEDED)
     streams, active = files.config.get("altup_num_inputs") or 1, files.config.get("altup_active_idx") or 0
     if active >= streams:
         raise ValueError(
@@ -118,8 +118,8 @@ def _check_sizes(files: ModelFiles) -> None:
     given = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise ValueError(f"{files.id}: {files.described} has RoPE settings {given!r:.60}; an object is needed")
-    settings = rope.settings(files.config)
-    kind = settings.get("rope_type", settings.get("type", "default"))
+    turned = rope.settings(files.config)
+    kind = turned.get("rope_type", turned.get("type", "default"))
     if kind not in (*rope.FIXED_TYPES, PROPORTIONAL):
         raise ValueError(f"{files.id} has RoPE type {kind!r}; supported are {', '.join(rope.FIXED_TYPES)}: types whose "
                          "frequencies change with the length have no one key before RoPE")  # fmt: skip

@@ -241,7 +241,14 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
         found = tokens or config.get("vocab_size")
         if found is not None and (type(found) is not int or not 2 <= found <= 1 << 26):
             raise ValueError(f"--model {text}: vocab_size={found!r:.60}; a whole number from 2 to {1 << 26} is needed")
-        yield _of_config(path.name if path.is_dir() else path.parent.name, config, found)
+        said = {name: one for name, one in config.items() if one is not None}
+        try:
+            yield _of_config(path.name if path.is_dir() else path.parent.name, said, found)
+        except KeyError as error:
+            raise ValueError(
+                f"--model {text}: config.json leaves {error.args[0]} to transformers; give its shape as layers x KV "
+                "heads x head size"
+            ) from None
     else:
         raise NotFound(
             f"--model {text}; use all, one of {', '.join(MODELS)}, a folder with config.json, a .gguf file, or "

@@ -58,7 +58,7 @@ def test_a_size_that_no_model_has_is_refused(name, value, model, tmp_path):
     refused(model, tmp_path / "hostile", json.dumps(given), f"tiny: config.json has {name}=.*whole number from [01] to")
 
 
-@pytest.mark.parametrize("name", sorted(set(supported.SIZES) - set(supported.OPTIONAL)))
+@pytest.mark.parametrize("name", supported.NEEDED)
 def test_a_size_that_is_missing_is_named(name, model, tmp_path):
     given = json.loads((model / "config.json").read_text())
     del given[name]
@@ -113,6 +113,23 @@ def test_attention_that_a_file_names_is_not_asked_for(name, value, model, tmp_pa
     (folder / "config.json").write_text(json.dumps(given))
     found = find.read(folder, "tiny").model(torch.float32)
     assert found.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("kind, name, value, why", [
+    ("deepseek_v3", "q_lora_rank", 10**9, "model.layers.0.self_attn.q_a_proj.weight is .*, as of no model"),
+    ("falcon_h1", "mamba_chunk_size", 10**6, "mamba_chunk_size=1000000; a whole number from 0 to 4096"),
+    ("llama4_text", "kv_source_layers", 5, "kv_source_layers=5; a list with one for each layer is needed"),
+    ("deepseek_v3", "v_head_dim", 10**9, "config.json has v_head_dim=1000000000; a whole number"),
+])  # fmt: skip
+def test_what_would_take_all_memory_is_refused_before_it_is_made(kind, name, value, why, tmp_path):
+    random(kind).config.save_pretrained(tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    named = {"architectures": [type(random(kind)).__name__], name: value}
+    (tmp_path / "config.json").write_text(json.dumps(given | named))
+    begun = time.thread_time()
+    with pytest.raises(ValueError, match=why):
+        find.read(tmp_path, "tiny")
+    assert time.thread_time() - begun < 2
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[" * 200_000, '{"model": {"type": "BPE"}}', "\udcff"])
