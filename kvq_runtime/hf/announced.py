@@ -142,7 +142,7 @@ def begin(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict
     """Announce the decoder's start to the cache: a step without padding needs no mask."""
     cache = cache_in(kwargs)
     if isinstance(cache, Announced):
-        _refuse_nothing(cache.get_seq_length(), args, kwargs)
+        _check_given(cache.get_seq_length(), args, kwargs)
         ours = module.config._attn_implementation == "kvq"
         if ours and cache._pooled:
             raise ValueError(f"{UNKNOWN}; {EAGER}")
@@ -160,11 +160,19 @@ def end(_module: Any, _args: tuple, kwargs: dict[str, Any], _out: Any) -> None:
         cache._end()
 
 
-def _refuse_nothing(length: int, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Refuse a pass of no token: `generate` leaves out of a prompt as many as the cache holds."""
+def _check_given(length: int, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Refuse a pass of no token: `generate` leaves out of a prompt as many as the cache holds; and one of all tokens
+    again, as under use_cache=False, which MPT's configuration has."""
     given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
     given = args[0] if given is None and args else given
-    if length and isinstance(given, Tensor) and given.ndim > 1 and not given.shape[1]:
+    if not length or not isinstance(given, Tensor) or given.ndim < 2:
+        return
+    if kwargs.get("use_cache") is False and given.shape[1] > length:
+        raise ValueError(
+            f"the cache holds {length:,} tokens, and use_cache=False would have it take in the whole text again at "
+            "every step; pass use_cache=True to generate()"
+        )
+    if not given.shape[1]:
         raise ValueError(
             f"the cache holds {length:,} tokens, and the prompt has none beyond them: reset() the cache for another "
             "text, or pass all of the text that it holds, and more"

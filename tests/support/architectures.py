@@ -220,7 +220,7 @@ OWN = {
     "ctrl": OLD | {"intermediate_size": ..., "dff": 32},
     "trocr": OLD | {"d_model": 64, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
     "gpt_neo": OLD | {"attention_types": [[["global"], 3]]},
-    "mpt": OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 2048},  # its steps read all again
+    "mpt": OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512, "use_cache": True},
     "dbrx": OLD | {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 512, "intermediate_size": ...,
                    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 2.0},
                    "ffn_config": {"ffn_hidden_size": 32, "moe_top_k": 2}},

@@ -268,7 +268,7 @@ def test_what_is_fitted_serves(kind, folders, tmp_path, monkeypatch):
         given = {CACHE: cache, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 1}
         out = model.generate(prompt(1, 280 * rate), **given)
         encoded = max(cache.blocks.layers.items())[1].encoded
-        assert out.shape == (1, 280 * rate + 4) and (encoded == 128 or kind == "mpt"), name
+        assert out.shape == (1, 280 * rate + 4) and encoded == 128, name
     if not before:
         with pytest.raises(
             ValueError, match=f"aqua-2bit undoes RoPE, but of {re.escape(files.id)} .*; use a recipe that is"
