@@ -102,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top.add_argument("--on", nargs="+", choices=ON, default=[*ON[:2]], help="fitted on (default: %(default)s)")
     top.add_argument("--samples", type=int, default=SAMPLES, help="sequences of a fit (default: %(default)s)")
     top.add_argument("--fit-length", type=int, default=LENGTH, help="tokens of one (default: %(default)s)")
+    top.add_argument("--gradient-tokens", type=int, help="that gradients are of (default: as kvq-calibrate has it)")
     top.add_argument("--together", type=int, default=TOGETHER, help="recipes in a run of a fit (default: %(default)s)")
     top.add_argument("--again", action="store_true", help="fit, or measure, what there is already")
     top.add_argument("--first", action="store_true", help="of needles: the 16-bit model alone, in both forms")
@@ -138,7 +139,8 @@ class Home:
 
     def artifact(self, recipe: str, on: str) -> Path:
         """Return the path of a recipe's artifact, fitted on one of the texts."""
-        return self.folder / f"{on}-{self.args.samples}x{self.args.fit_length}" / f"{recipe}.safetensors"
+        given, gradients = f"{self.args.samples}x{self.args.fit_length}", self.args.gradient_tokens
+        return self.folder / f"{on}-{given}{f'-g{gradients}' if gradients else ''}" / f"{recipe}.safetensors"
 
     def subject(self, recipe: str, on: str | None) -> Subject | None:
         """Find the subject of a name; None if it is still to be fitted, or was fitted with other settings."""
@@ -268,7 +270,7 @@ def _fitted(home: Home, names: Sequence[str], on: str) -> dict[str, Any]:
     """Artifacts by name. A run of the same goes on where it was stopped; what it has is of this code alone."""
     args, budget = home.args, automatic(names[0])
     what = What(str(home.files.path), ("auto",) if budget else tuple(names), (budget,) if budget else ())
-    text = Text(source(on), args.samples, args.fit_length, transfer="none")
+    text = Text(source(on), args.samples, args.fit_length, transfer="none", gradient_tokens=args.gradient_tokens)
     machine = Machine(args.device, "float32", args.threads)
     work = prepare(Job(what, text, machine, Evaluation(False), Publication(False)), files=home.files)
     folder = home.folder / "runs" / f"{work.plan.digest[:16]}-{code()[:8]}"

@@ -46,6 +46,8 @@ class Text:
     transfer            of "auto-vocab", or for an engine: a text of another kind, on whose fit part settings are
                         measured as well; None: an embedded one; "none": none
     seed                of the choice of sequences
+    gradient_tokens     of recipes in the metric of gradients: tokens of each corpus that these are of, at least;
+                        None: 4,096
     """
 
     corpus: str | None = None
@@ -54,6 +56,7 @@ class Text:
     held_out: int | None = None
     transfer: str | None = None
     seed: int = 0
+    gradient_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
     chosen = (text.corpus, text.samples, text.seq_len, text.seed, text.held_out)
     used = (machine.device, machine.dtype, machine.threads or max(1, cores() // (machine.workers or 1)))
     transfer = _transfer(text, files) if budgets else None
-    plan = make(files, recipes, *chosen, *used, budgets, vocabularies, transfer)
+    plan = make(files, recipes, *chosen, *used, budgets, vocabularies, transfer, text.gradient_tokens)
     folder = Path(machine.run) if machine.run else home() / "runs" / plan.digest[:16]
     return Run(plan, files, folder, listener, activations=_activations(machine, plan, files))
 

@@ -25,7 +25,7 @@ from kvq_runtime.recipe import Recipe, attends
 
 CHUNK_TOKENS, GPU_CHUNK_TOKENS = 8192, 32768  # a GPU is at work for less time than its launches take, on fewer
 FITS = 4  # raised with what changes a fit's numbers, or its folder: runs that began before are not gone on with
-BEGINNING = 4096  # tokens of each corpus, of the fit part, that a draft is fitted to, and that gradients are of
+BEGINNING = 4096  # tokens of each corpus, of the fit part, that gradients are of
 MEASURED = 4  # chunks of a text that the settings of a budget are measured on
 
 
@@ -43,6 +43,8 @@ class Plan:
     draft               whether this is a draft (`share.py`), which begins with what another run has begun with
     weights             of a model without a revision, whose name says nothing of it: its digest (`model/find.py`)
     texts               {corpus: sha256} of those that are files here
+    gradient_tokens     of each corpus, of the fit part, that gradients are of, and a draft is fitted to: at least so
+                        many, in whole sequences; None: BEGINNING
     """
 
     model: str
@@ -66,6 +68,7 @@ class Plan:
     draft: bool = False
     weights: str | None = None
     texts: dict[str, str] = field(default_factory=dict)
+    gradient_tokens: int | None = None
 
     def __post_init__(self):
         names = [recipe.name for recipe in self.recipes]
@@ -74,6 +77,8 @@ class Plan:
         for name, least in (("samples", 1), ("seq_len", 2), ("held_out", 0), ("chunk", 1), ("threads", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}; use at least {least}")
+        if self.gradient_tokens is not None and self.gradient_tokens < 1:
+            raise ValueError(f"gradient_tokens={self.gradient_tokens}; use at least 1, or leave it out")
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed={self.seed}; use a whole number from 0 to {(1 << 32) - 1}")
         if self.transfer == self.corpus:
@@ -114,9 +119,9 @@ class Plan:
         return self.samples * self.seq_len
 
     def beginning(self) -> "Plan":
-        """The plan of the first sequences that are fitted on, at least BEGINNING tokens of each corpus of a mixture, if
-        there are, and no other."""
-        count = math.ceil(BEGINNING / self.seq_len) * len(corpus.sources_of(self.corpus))
+        """The plan of the first sequences that are fitted on, those of at least so many tokens of each corpus of a
+        mixture, if there are, and no other."""
+        count = math.ceil((self.gradient_tokens or BEGINNING) / self.seq_len) * len(corpus.sources_of(self.corpus))
         count = min(count, self.samples - self.held_out)
         return replace(self, samples=count, held_out=0, transfer=None, transfer_samples=0)
 
@@ -140,6 +145,7 @@ class Plan:
         # as in older plans
         unstated = [name for name in ("budgets", "vocabularies", "draft", "weights", "texts") if not given[name]]
         unstated += ["transfer", "transfer_samples"] if self.transfer is None else []
+        unstated += ["gradient_tokens"] if self.gradient_tokens is None else []
         return {name: value for name, value in given.items() if name not in unstated}
 
     @property
@@ -276,6 +282,7 @@ def make(
     budgets: dict[str, float] | None = None,
     vocabularies: dict[str, int] | None = None,
     transfer: str | None = None,
+    gradient_tokens: int | None = None,
 ) -> Plan:
     """Complete a plan with the model's defaults; a Hub corpus is pinned to a revision here.
 
@@ -313,4 +320,5 @@ def make(
         transfer_samples=min(held_out or samples, MEASURED * chunk) if transfer else 0,
         weights=None if files.revision else find.digest(files),
         texts=corpus.in_files(source or known.corpus) | (corpus.in_files(transfer) if transfer else {}),
+        gradient_tokens=gradient_tokens,
     )

@@ -121,9 +121,19 @@ def test_errors_cost_half_their_square_in_nats(tmp_path):
 
 
 def test_gradients_are_of_a_few_sequences_however_long_the_text_is(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(plans, "BEGINNING", 700)  # two sequences and three quarters of one
+    monkeypatch.setattr(plans, "BEGINNING", 400)  # a sequence and more than half of one
     plan = replace(a_run(model, tmp_path / "run", preset(RECIPE)).plan, chunk=2)
-    assert gradients.chunks(plan) == [range(0, 2), range(2, 3)]
+    assert gradients.chunks(plan) == [range(0, 2)]
+
+
+def test_gradients_are_of_as_much_as_is_asked_for_and_the_plan_says_so(model, tmp_path):
+    plan = replace(a_run(model, tmp_path / "run", preset(RECIPE)).plan, chunk=2)
+    asked = replace(plan, gradient_tokens=700)  # two sequences and three quarters of one
+    assert gradients.chunks(asked) == [range(0, 2), range(2, 3)]
+    assert share.draft(asked).beginning().samples == 3
+    assert asked.to_json() == plan.to_json() | {"gradient_tokens": 700}
+    with pytest.raises(ValueError, match="gradient_tokens=0; use at least 1"):
+        replace(plan, gradient_tokens=0)
 
 
 def test_gradients_of_a_mixture_are_of_as_much_of_each_corpus(model, tmp_path, monkeypatch):
