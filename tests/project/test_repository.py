@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,9 @@ def test_caches_are_handed_to_models_by_the_name_of_the_release_at_hand():
     found = [name for name, text in texts() if name.startswith(places) and named.search(text)]
     assert not found, found
     assert named.search("model(ids, past_key_values=cache)")
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """pytest collects one of them, and fails at the other, when all are run at once."""
+    names = Counter(path.name for path in tracked() if path.match("test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]
