@@ -19,19 +19,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from benchmarks import sass
-
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 TYPES = {
     torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
 }  # fmt: skip
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-REGISTERS = 65536  # of a multiprocessor, a quarter for each scheduler
-UNIT = 256  # registers that a warp is given at a time
-SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program can have; a multiprocessor has 1 KB more
-RESERVED = 1024  # bytes of them, of each program
-WARPS, PROGRAMS = 64, 32  # of a multiprocessor, at most
+REGISTERS = 65536  # of a multiprocessor
+SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program can have
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +44,6 @@ class Recorded:
     def warps(self) -> int:
         """Of a program."""
         return self.options.get("num_warps", 4)
-
-    def named(self, name: str) -> Any:
-        """A compile-time argument; None where it is none."""
-        return self.constants.get((list(self.signature).index(name),)) if name in self.signature else None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recorded) and self._code == other._code
@@ -118,18 +109,12 @@ def _kind(given: Any, path: tuple[int, ...], constants: dict, attributes: dict) 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code, and what a program of it takes: registers a lane; bytes of stack, local and shared memory."""
+    """Registers a lane; bytes of stack, local and shared memory of a program."""
 
-    cubin: bytes
     registers: int
     stack: int
     local: int
     shared: int
-
-    def instructions(self) -> list[sass.Instruction]:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            Path(file.name).write_bytes(self.cubin)
-            return sass.instructions(sass.disassembled(TOOLS / "nvdisasm", Path(file.name)))
 
 
 def compiled(one: Recorded, arch: int) -> Compiled:
@@ -142,17 +127,4 @@ def compiled(one: Recorded, arch: int) -> Compiled:
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     pairs = (word.split(":") for line in printed.splitlines() if "REG:" in line for word in line.split() if ":" in word)
     taken = {name: number for name, number in pairs}
-    return Compiled(
-        made.asm["cubin"], int(taken["REG"]), int(taken["STACK"]), int(taken["LOCAL"]), made.metadata.shared
-    )
-
-
-def programs(registers: int, shared: int, warps: int, arch: int) -> int:
-    """The number of programs that a multiprocessor holds at a time.
-
-    registers, shared   of a lane, and bytes of a program
-    warps               of a program
-    """
-    of_warp = -(-registers * 32 // UNIT) * UNIT
-    held = 4 * (REGISTERS // 4 // of_warp)
-    return min(held // warps, WARPS // warps, PROGRAMS, (SHARED[arch] + RESERVED) // (shared + RESERVED))
+    return Compiled(int(taken["REG"]), int(taken["STACK"]), int(taken["LOCAL"]), made.metadata.shared)

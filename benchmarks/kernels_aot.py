@@ -1,30 +1,16 @@
-"""Compile every kernel ahead of time for sm_80, sm_90 and sm_100, and hold what it takes against the committed table.
+"""Compile every kernel ahead of time for sm_80, sm_90 and sm_100, and check that it fits the architecture.
 
-What is compiled is what the host code would launch: its launches are recorded (compiled.py). Of every kernel the table
-has registers, stack, local and shared memory, and the warps that a multiprocessor holds at a time. Of attention it has
-what the main loop takes (sass.py), for keys and values of one head:
+The launches that the host code would make are recorded (compiled.py) and compiled. Printed are registers a lane and
+bytes of stack, local and shared memory. A kernel fails if its program does not fit, or spills more than SPILLED bytes.
 
-    per element and lane   instructions; of them multiplications, those of the ALU, of the FMA pipe (with integer
-                           products), of the tensor cores; and wavefronts of shared memory, of global memory, of gathers
-    of a warp and block    exposed_loads, how often it waits for memory; barriers; stall_cycles, which it takes at least
-
-A kernel gets worse if it takes more of anything than the table says, or leaves room for fewer warps. The table has rows
-of two Tritons, the newest of its time and the oldest allowed; what spills is in it. With any other a kernel has to
-compile and to fit.
-
-PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME ...] [--each-kind] [--write | --check]
+PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME ...] [--each-kind]
 """
 
 import argparse
-import csv
-import io
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # before triton is imported
@@ -33,28 +19,20 @@ if __name__ == "__main__":  # before triton is imported
 import torch
 import triton
 
-from benchmarks import sass
 from benchmarks.cases import layouts
-from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, programs, recorded
+from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, recorded
 from kvq_calib.fit import gptq
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.kernel import ENOUGH, EXACT, merge_parts
 from kvq_runtime.kernels.attend.kernel import SHARED as SHARED_ROWS
-from kvq_runtime.kernels.attend.settings import RoundedSettings
 from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, trellis
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.store import storage
 from kvq_runtime.vllm.page import page_of
 
-TABLE = Path(__file__).parent / "results" / "kernels_aot.csv"
-COUNTED = (
-    *(f"{what}_per_element" for what in ("instructions", "multiplications", "alu", "fma", "tensor")),
-    *(f"{what}_wavefronts_per_element" for what in ("shared", "global", "gather")),
-    *("exposed_loads", "barriers", "stall_cycles"),
-)
-COLUMNS = ("triton", "kernel", "arch", "registers", "stack", "local", "shared", "warps", *COUNTED)
+SPILLED = 2048  # bytes of stack a lane, at most; heads of 256 with tables in registers take 1,700
 ARCHS = (80, 90, 100)
 FAMILIES = (
     *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-3bit", "kivi-4bit"),
@@ -222,92 +200,30 @@ def of_each_kind(found: dict[str, Recorded]) -> dict[str, Recorded]:
     return {name: found[name] for name in chosen.values()}
 
 
-@cache  # some recipes launch the same kernel
-def usage(one: Recorded, arch: int) -> dict[str, Any]:
-    """The cost of a launch on an architecture: the table's columns from "registers" on, "" without a main loop."""
+def faults(name: str, one: Recorded, arch: int) -> tuple[dict[str, int], list[str]]:
+    """Compile a launch for an architecture; return what it takes, and why it does not fit."""
     made = compiled(one, arch)
-    counts = dict.fromkeys(COUNTED, "")
-    if one.function.__name__ == "attend":
-        layer, (tokens, turns) = one.named("L"), main_pass(one)
-        passed = sass.main_loop(made.instructions(), turns)
-        counts = sass.counted(passed, 32 * one.warps / (2 * tokens * layer.D), layer.T // tokens, bool(layer.PAGED))
-    taken = {name: getattr(made, name) for name in ("registers", "stack", "local", "shared")}
-    held = one.warps * programs(made.registers, made.shared, one.warps, arch)
-    return taken | {"warps": held} | {name: counts[name] for name in COUNTED}
-
-
-def main_pass(one: Recorded) -> tuple[int, int]:
-    """Of attention's main loop: (tokens of a pass through it, how often a loop inside turns, where there is one)."""
-    layer, keys = one.named("L"), one.named("KS")
-    return (16 * keys.TILES, 1) if isinstance(keys, RoundedSettings) else (layer.T, -(-layer.T // layer.N))
-
-
-def stored() -> dict[tuple[str, str, int], dict[str, float]]:
-    """The committed table, by Triton, kernel and architecture."""
-    rows = csv.DictReader(io.StringIO(TABLE.read_text()))
-    return {
-        (row["triton"], row["kernel"], int(row["arch"])): {name: float(row[name]) for name in COLUMNS[3:] if row[name]}
-        for row in rows
-    }
-
-
-def worse(name: str, arch: int, taken: dict[str, Any], table: dict, warps: int = 4) -> list[str]:
-    """Regressions of a kernel, of programs of so many warps, against the table."""
-    versions = {version for version, *_ in table}
-    before = table.get((triton.__version__, name, arch))
-    if before is None and (triton.__version__ in versions or (name, arch) not in {key[1:] for key in table}):
-        return [f"{name}, sm_{arch}: not in {TABLE.name} with Triton {triton.__version__}; run with --write"]
-    most = dict(before or {})
-    most["shared"] = min(most.get("shared", SHARED[arch]), SHARED[arch])
-    most["registers"] = min(most.get("registers", 255), REGISTERS // (32 * warps))
-    least = most.pop("warps", 0)
-    found = [f"{name}, sm_{arch}: {what} {amount}; at most {most[what]:g}"
-             for what, amount in taken.items() if amount != "" and amount > most.get(what, amount)]  # fmt: skip
-    if taken["warps"] < least:
-        found.append(f"{name}, sm_{arch}: warps {taken['warps']}; at least {least:g}")
-    return found
-
-
-def write(rows: list[list[Any]], names: set[str] | None) -> None:
-    """Put rows of this Triton into the table; keep others of kernels that there are, of the oldest and newest Triton.
-
-    names   of all kernels that there are; None: keep all
-    """
-    kept = list(csv.reader(io.StringIO(TABLE.read_text())))[1:] if TABLE.exists() else []
-    versions = sorted({row[0] for row in [*kept, *rows]}, key=_order)
-    known = {versions[0], versions[-1], triton.__version__}
-    kept = [row for row in kept if row[0] in known and (names is None or row[1] in names)]
-    both = {(_order(row[0]), row[1], int(row[2])): row for row in [*kept, *rows]}
-    with TABLE.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *(both[key] for key in sorted(both))])
-
-
-def _order(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)))
+    taken = {what: getattr(made, what) for what in ("registers", "stack", "local", "shared")}
+    most = {"registers": min(255, REGISTERS // (32 * one.warps)), "stack": SPILLED, "local": 0, "shared": SHARED[arch]}
+    return taken, [
+        f"{name}, sm_{arch}: {what} {taken[what]}; at most {most[what]}" for what in most if taken[what] > most[what]
+    ]
 
 
 def main() -> int:
+    """Compile, print a line a kernel and architecture, and return 1 if one does not fit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", default=",".join(map(str, ARCHS)), help="compute capabilities")
     parser.add_argument("--only", nargs="*", default=[], help="kernels whose name has one of these")
     parser.add_argument("--each-kind", action="store_true", help="one kernel of each kind, not every width and size")
-    parser.add_argument("--write", action="store_true", help="write the table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a kernel got worse")
     given = parser.parse_args()
-    table = stored() if TABLE.exists() else {}
-    rows, wrong = [], []
-    found = launches(given.only)
+    found, wrong, count = launches(given.only), [], 0
     for name, one in (of_each_kind(found) if given.each_kind else found).items():
         for arch in map(int, given.arch.split(",")):
-            taken = usage(one, arch)
-            rows.append([triton.__version__, name, arch, *taken.values()])
-            if given.check:
-                wrong += worse(name, arch, taken, table, one.warps)
-            else:
-                print(*(f"{key} {value}" for key, value in zip(COLUMNS, rows[-1], strict=True)), sep="  ", flush=True)
-    if given.write:
-        write(rows, None if given.only else set(found))
-    print(*wrong, f"{len(rows)} compiled with Triton {triton.__version__}, {len(wrong)} got worse", sep="\n")
+            taken, faulty = faults(name, one, arch)
+            print(name, f"sm_{arch}", *(f"{what} {amount}" for what, amount in taken.items()), sep="  ", flush=True)
+            wrong, count = wrong + faulty, count + 1
+    print(*wrong, f"{count} compiled with Triton {triton.__version__}, {len(wrong)} do not fit", sep="\n")
     return int(bool(wrong))
 
 

@@ -48,6 +48,7 @@ import zstandard
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from safetensors.torch import load as from_safetensors
+from scripts.real_page import machine
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import Cache, DynamicCache
@@ -63,7 +64,6 @@ from kvq_runtime.ops import entropy, lossless, rope
 from kvq_runtime.prefix import block_file, chain, coder, shelf
 from kvq_runtime.stages import latent
 from scripts import kvtc, positions
-from scripts.real_page import machine
 
 STAGES = (  # (where, which function, what it is)
     (codec.Codec, "predicted", "prediction"), (codec.Codec, "unpacked", "prediction"), (latent, "rotate", "transform"),
