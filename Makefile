@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env real-model gemma3-270m browser schedulers demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-bucket test-oci test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env real-model gemma3-270m browser schedulers demo demo-real test test-all chaos check oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-bucket test-oci test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -90,17 +90,10 @@ check: env ## formatting, lint, types, import arrows
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports --no-logo
 
-kernels-table: env ## predict the kernels' times on an H200 from machine code: benchmarks/results/kernels_predicted.jsonl
-	env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) -m benchmarks.kernels_predicted $(KERNELS_ARGS)
-
 # pip's --target leaves .venv as it is: there lies the newest Triton.
-# Of kernels that are not launched here one of each room is compiled; every kind takes five minutes more.
-oldest-triton: env ## compile and launch kernels, for sm_90, with the oldest Triton that pyproject.toml admits; KERNELS_ARGS="--each-kind --check"
+oldest-triton: env ## compare kernels with torch in the interpreter of the oldest Triton that pyproject.toml admits
 	$(INSTALL) --no-deps --upgrade --target build/oldest-triton 'triton==$(shell sed -n 's/.*"triton>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
-	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_launch.py tests/kernels/test_keys.py -k 'not share_compiled'
-	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels/test_bench_compiling.py -k left_to_compile
-	PYTHONPATH=build/oldest-triton:. $(RUN) benchmarks/kernels_aot.py --arch 90 \
-	    $(or $(KERNELS_ARGS),--check --only 'attend quarot-head-2bit' 'attend higgs-head-1bit' 'encode rtn 4 rotated')
+	PYTHONPATH=build/oldest-triton:. $(RUN) -m pytest -q tests/kernels -k 'test_families or before_rope or test_keys'
 
 oldest-transformers: env ## generation, graphs, every architecture and some calibrations with the oldest transformers that pyproject.toml admits
 	@rm -rf build/oldest-transformers
@@ -109,7 +102,7 @@ oldest-transformers: env ## generation, graphs, every architecture and some cali
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_recorded_step.py tests/kernels/test_fused.py \
 	    -k 'replays or mask_of_the_moment or models_generate or not_recorded'
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_bench_gpu.py \
-	    -k 'generation or row_repeated or unmasked'
+	    -k generation
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/calib/model/test_decoders.py \
 	    -m 'not slow'
 

@@ -10,8 +10,6 @@ attend    a decode step, keys and values of one layer: microseconds with quartil
           beside every baseline of baselines.py at the same shape in the same run, timed in the same way (clock.py)
 profile   of a few cases: microseconds of each kernel of a step, by PyTorch's profiler
 encode    GB/s of bfloat16 read by what encodes 64 blocks, of recipes without fitted stages
-sweep     only if asked for: launch settings, the default, then what is ever less like it; --write stores the fastest
-          in kvq_runtime/kernels/attend/launch.json
 
 A line of JSON for each result is added to benchmarks/results/gpu-<device>.jsonl, or to $OUT if that is set; a second
 run does what is missing or failed, unless --again. A case that fails is a line with its error, and the rest goes on.
@@ -46,7 +44,7 @@ from benchmarks.compiling import Job, job_of
 from benchmarks.report import RESULTS, ROOT, Line, attempt, gpu_name, keep, known, name_of, place
 from kvq_runtime.recipe import preset
 
-STAGES = ("parity", "attend", "profile", "encode", "sweep")
+STAGES = ("parity", "attend", "profile", "encode")
 PARITY, COMPILE = 0.35, 0.5  # shares of the time that is left when these begin
 PROFILED = ("kivi-2bit-g128", "rtn-2bit", "higgs-head-2bit")  # at the first shape
 PARITY_NAME = name_of({"what": "parity"})
@@ -268,7 +266,7 @@ def parity_run(called: list[str], deadline: Deadline) -> Line:
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=stages, default=",".join(STAGES[:-1]), help="of these, and sweep")
+    parser.add_argument("--only", type=stages, default=",".join(STAGES))
     parser.add_argument("--models", default=",".join(model.name for model in MODELS))
     parser.add_argument("--recipes", default=",".join(FAMILIES))
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
@@ -276,8 +274,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=5.2, help="of the whole run")
     parser.add_argument("--out", type=Path, help="JSON lines, by default as above")
     parser.add_argument("--again", action="store_true", help="measure what was measured before, too")
-    parser.add_argument("--settings", type=int, default=12, help="of sweep: launch settings of a recipe")
-    parser.add_argument("--write", action="store_true", help="of sweep: store the fastest")
     parser.add_argument("--dry-run", action="store_true", help="print the cases and their bytes, run nothing")
     return parser.parse_args(given)
 
@@ -293,10 +289,6 @@ def main(arguments_given: list[str] | None = None) -> int:
         return 1
     out = given.out or place("gpu", gpu_name())
     before = known(RESULTS / out.name, out)
-    if "sweep" in listed(given.only):
-        steps = [Case(MODELS[0], recipe, 32768, 8) for recipe in listed(given.recipes)]
-        keep(measure.swept(steps, Deadline(60 * given.minutes), given.settings, given.write), out)
-        return 0
     found = keep(lines(given, {} if given.again else before), out)
     print("\n".join(report.page([*before.values(), *found])), file=sys.stderr)
     return int(any(not line["good"] for line in found if line["what"] == "parity"))

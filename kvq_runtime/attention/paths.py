@@ -1,6 +1,6 @@
 """Ask the paths of a cache, in their order, and answer with what the first of them says.
 
-paths of policies (`Policy.path`)  →  fused  →  long_query  →  absorbed  →  reference
+paths of policies (`Policy.path`)  →  fused  →  long_query  →  reference
 """
 
 import logging
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvq_runtime.attention.absorbed import Absorbed
 from kvq_runtime.attention.fused import Fused
 from kvq_runtime.attention.long_query import LongQuery
 from kvq_runtime.attention.path import Observer, Path, Query, Reference, newest_weights
@@ -28,18 +27,16 @@ class Paths:
 
     def __init__(self, decoder: Decoder, fused: Fused, own: Sequence[Path], observer: Observer | None):
         self.fused, self.positions, self._observer = fused, fused.positions, observer
-        self.absorbed = Absorbed(decoder, observer)
         self.reference = Reference(decoder, observer)
-        plain = (self.absorbed, self.reference) if self.absorbed.any else (self.reference,)
-        self._plain = (*own, *plain)  # of layers that no kernel reads
-        self._indexed = (*own, fused, LongQuery(decoder, fused), *plain)
+        self._plain = (*own, self.reference)  # of layers that no kernel reads
+        self._indexed = (*own, fused, LongQuery(decoder, fused), self.reference)
         self._told: set[int] = set()  # layers whose path the log has
 
     def attend(self, query: Query, logit_H: Tensor | None) -> Tensor:
         """As `BlockCache.attend`."""
         store, q_BHTD, layer = query.store, query.q_BHTD, query.store.layer
         if logit_H is not None:
-            self.absorbed.levels = self.reference.levels = True  # paths of the GPU say it anyway
+            self.reference.levels = True  # paths of the GPU say it anyway
         for path in self._plain if store.index is None else self._indexed:
             attended = path.attend(query)
             if attended is None:
@@ -65,4 +62,4 @@ class Paths:
     @property
     def shared(self) -> list[Tensor]:
         """Tensors that do not grow with tokens."""
-        return [*self.fused.shared, *self.absorbed.shared]
+        return self.fused.shared

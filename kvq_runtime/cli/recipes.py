@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvq_runtime.artifact import describe, recipe_text
-from kvq_runtime.attention import absorbed, fused
+from kvq_runtime.attention import fused
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files, gguf
 from kvq_runtime.errors import ArtifactError, NotFound, counted
@@ -83,7 +83,7 @@ def recipes(args: Namespace) -> int:
 def _one(args: Namespace) -> int:
     chosen = recipe_text.read(args.name, args.set)
     row = describe.recipe_row(chosen, describe.REFERENCE_MODEL)
-    row["decode"] = absorbed.reads(chosen, describe.REFERENCE_MODEL) or fused.reads(chosen, describe.REFERENCE_MODEL)
+    row["decode"] = fused.reads(chosen, describe.REFERENCE_MODEL)
     print_record(row | ({"settings": chosen.to_json()} if args.json else {}), args.json)
     if not args.json:
         print("\nsettings, as --set takes them")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -61,11 +61,6 @@ class PackedReader:
     def group(self) -> int:
         """Elements that share a scale."""
         return self.packed.group
-
-    def over_all_heads(self) -> PackedReader:
-        """The same for queries and sums of all channels of a token at once: Y = B, D = C."""
-        geometry = replace(self.geometry, kv_heads=1, head_size=self.geometry.width)
-        return PackedReader(geometry, self.packed, geometry.width, _over_all(self.turn, self.span, geometry.width))
 
     def view_blocks(self, fields: Mapping[str, Tensor], first: int) -> PackedBlocks:
         """The blocks [B, n, block, ...] of a run, from token `first` on."""
@@ -179,16 +174,6 @@ def _rotation(order: Tensor | None, back: Tensor | None) -> Tensor | None:
     size = math.lcm(len(order), len(back))  # both divide a token
     rows = (torch.arange(0, size, len(order))[:, None] + order).flatten().to(back.device)
     return torch.block_diag(*[back] * (size // len(back)))[rows]
-
-
-@constant(64)
-def _over_all(turn: Tensor | None, span: int, width: int) -> Tensor | None:
-    """A reader's `turn` as one matrix of all channels, [C, C]."""
-    if turn is None:
-        return None
-    own = turn.ndim == 3 and span == turn.shape[1]  # a matrix for each head
-    matrices = list(turn) if own else [turn.reshape(span, span)] * (width // span)
-    return matrices[0] if len(matrices) == 1 else torch.block_diag(*matrices)
 
 
 @constant(64)

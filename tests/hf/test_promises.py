@@ -14,7 +14,7 @@ from kvq_runtime import Artifact, KVQCache, PrefixStore
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.hf.model import fingerprint_of, geometry_of
 
-NAMES = ("mean-higgs-2bit", "aqua-2bit", "aqua-absorbed-2bit-2")
+NAMES = ("mean-higgs-2bit", "aqua-2bit")
 
 
 @pytest.fixture(scope="module")

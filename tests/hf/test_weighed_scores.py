@@ -65,7 +65,7 @@ def test_packed_codes_are_read_with_learned_sinks(name, lengths, sinking):
 
 
 @pytest.mark.parametrize("lengths", [(60, 60), (53, 60)])
-@pytest.mark.parametrize("name", ["exact", "kivi-2bit", "higgs-4bit", "aqua-2bit", "aqua-absorbed-2bit-2"])
+@pytest.mark.parametrize("name", ["exact", "kivi-2bit", "higgs-4bit", "aqua-2bit"])
 def test_packed_codes_are_read_with_soft_caps(name, lengths):
     ids, mask = padded(prompt(2, 60), *lengths)
     packed = check_packed(capped(), name, ids, mask)

@@ -1,8 +1,5 @@
 """The bfloat16 kernel over pages that ours are compared with is right, and its shapes are those that are named."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +9,6 @@ from parity import DEVICE, error
 
 pytest.importorskip("triton")
 from benchmarks import baselines, cases
-from benchmarks.clock import Timing
 
 ROOT = Path(__file__).parents[2]
 SMALL = cases.Case(cases.Model("small", 8, 2, 64), "rtn-2bit", 320, 2)
@@ -49,83 +45,3 @@ def test_heads_as_rows_are_the_same_attention():
             results[name] = call()
     assert set(results) == {"flash", "flash rows"}
     assert torch.allclose(results["flash"].flatten(), results["flash rows"].flatten(), atol=2e-2)
-
-
-def test_what_a_backend_refuses_is_listed():
-    times = iter(range(1, 100))
-    found = baselines.measured(SMALL, torch.device("cpu"), lambda call: call() is None or Timing(next(times), 0, 0))
-    assert {"flash", "flash rows", "cudnn", "efficient rows", "pages"} <= set(found)
-    assert isinstance(found["flash"], Timing) and str(found["cudnn"]).startswith("RuntimeError")
-    assert baselines.fastest(found) == ("flash", Timing(1, 0, 0))
-    assert baselines.fastest({"cudnn": "RuntimeError"}) is None
-
-
-class Library:
-    """A stand-in for an installed library: what it was called with."""
-
-    def __init__(self):
-        self.given = []
-
-    def flash_attn_with_kvcache(self, q, k, v, **given):
-        self.given.append((q.shape, k.shape, v.shape, given))
-
-    def BatchDecodeWithPagedKVCacheWrapper(self, workspace, layout, **buffers):
-        self.layout, self.buffers = layout, buffers
-        return self
-
-    def plan(self, *given, **settings):
-        self.planned = given
-
-    def run(self, q, pages):
-        self.given.append((q.shape, pages[0].shape))
-
-
-@pytest.mark.parametrize("name, table", [("flash_attn", "block_table"), ("flash_attn_interface", "page_table")])
-def test_flash_attention_where_it_is_installed(name, table, monkeypatch):
-    library = Library()
-    monkeypatch.setitem(sys.modules, name, library)
-    monkeypatch.setattr(baselines, "find_spec", lambda asked: asked == name)
-    case = replace(SMALL, tokens=512)
-    names = [name for name, call in baselines.flash_attn(case, torch.device("cpu")) if call() is None]
-    assert names == ["flash-attn", "flash-attn pages"]
-    (q, k, _, given), (_, pages, _, paging) = library.given
-    assert (q, k, pages) == ((2, 1, 8, 64), (2, 512, 2, 64), (4, 256, 2, 64))
-    assert given["cache_seqlens"].tolist() == [512, 512] and sorted(paging[table].flatten().tolist()) == [0, 1, 2, 3]
-
-
-def test_flashinfer_where_it_is_installed(monkeypatch):
-    library = Library()
-    monkeypatch.setitem(sys.modules, "flashinfer", library)
-    monkeypatch.setattr(baselines, "find_spec", lambda asked: asked == "flashinfer")
-    ((name, call),) = baselines.flashinfer(SMALL, torch.device("cpu"))
-    call()
-    assert name == "flashinfer" and library.given == [((2, 8, 64), (40, 16, 2, 64))]
-    starts, pages, full, *shape = library.planned
-    assert starts.tolist() == [0, 20, 40] and len(pages) == 40 and full.tolist() == [16, 16] and shape[:3] == [8, 2, 64]
-
-
-def test_libraries_are_not_required(monkeypatch):
-    monkeypatch.setattr(baselines, "find_spec", lambda asked: None)
-    assert list(baselines.flash_attn(SMALL, torch.device("cpu"))) == []
-    assert list(baselines.flashinfer(SMALL, torch.device("cpu"))) == []
-
-
-COMPILE = """
-import torch
-from benchmarks import baselines, cases, kernels_aot
-for model in cases.MODELS:
-    with kernels_aot.recorded() as made:
-        baselines.paged_step(cases.Case(model, "rtn-2bit", 512, 1), torch.device("cpu"))()
-    for one in made:
-        name, one.function.__name__ = one.function.__name__, "other"
-        print(model.name, name, kernels_aot.usage(one, 90))
-"""
-
-
-@pytest.mark.slow
-def test_pages_compile_for_sm_90_without_a_spill():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = done.stdout.splitlines()
-    assert len(found) == 4 and all("'stack': 0, 'local': 0" in line for line in found), found

@@ -9,6 +9,7 @@ from feeding import RECIPES
 from frozen import Silent, frozen
 from fused_driver import FAMILIES, ONE, PADDED, SCALE, Driver, with_kernels  # noqa: F401
 from models import prompt, random_model
+from operations import no_kernels, operations
 from parity import DEVICE
 from tiers import some
 from torch import Tensor
@@ -17,7 +18,6 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf import KVQCache
 
 pytest.importorskip("triton")
-from benchmarks import host_work
 from kvq_runtime.hf.recorded import captured
 
 
@@ -162,29 +162,16 @@ def test_rows_that_change_places_take_their_padding_along():
     assert one.cache.length == two.cache.length == 60
 
 
-@pytest.mark.slow
-def test_a_replay_asks_no_more_of_the_host_with_more_layers():
-    """Beside the model, generate itself has some operations, and waits once to know whether it is done."""
-    eager, few, more = (
-        host_work.step(layers, replayed, 2, padded=True, timed=False)
-        for layers, replayed in ((2, False), (2, True), (4, True))
-    )
-    assert few["operations"] == more["operations"] < 40 < 200 < eager["operations"]
-    assert few["launches"] == more["launches"] < 30 < 100 < eager["launches"]
-    assert few["waits"] == more["waits"] == 1 and eager["waits"] == 3
-    assert (more["calls"] - few["calls"]) / 2 < 10
-
-
 @pytest.mark.parametrize("padded, waits", [(False, 1), (True, 2)])
 def test_an_eager_step_with_a_mask_waits_for_the_device(padded, waits):
     """Once to see that nothing is padded; with padding once for transformers' mask, once for the newest slot."""
-    with host_work.no_kernels(), torch.no_grad():
+    with no_kernels(), torch.no_grad():
         model = random_model("llama", attention="kvq", head_dim=64)
         cache, ids, mask = KVQCache(RECIPES["rtn-2bit"], model), prompt(2, 20), torch.ones(2, 26, dtype=torch.long)
         mask[0, :5] = not padded
         places, found = (mask.cumsum(1) - 1).clamp(min=0), []
         for first, last in ((0, 20), (20, 21), (21, 22), (22, 23)):
             given = {"attention_mask": mask[:, :last], "position_ids": places[:, first:last]}
-            found.append(host_work.operations(lambda: model(ids[:, : last - first], past_key_values=cache, **given)))  # noqa: B023
+            found.append(operations(lambda: model(ids[:, : last - first], past_key_values=cache, **given)))  # noqa: B023
         assert not cache.blocks.layers[0].blocks and cache.blocks.layers[0].index is not None
         assert [counts["waits"] for counts in found[2:]] == [waits, waits]

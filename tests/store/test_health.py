@@ -16,7 +16,7 @@ from kvq_runtime.prefix import coder
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.store.promise import AT, LEAST, MARGIN, Check, Promise, block_errors, quantiles
 
-NAMES = ("mean-higgs-2bit", "aqua-2bit", "aqua-absorbed-2bit-2", "kivi-2bit")
+NAMES = ("mean-higgs-2bit", "aqua-2bit", "kivi-2bit")
 PLANTED = 1  # the block, and the layer, of the outliers
 
 

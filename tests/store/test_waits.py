@@ -6,8 +6,8 @@ Here a CPU is taken for a device that is waited for: what torch is asked that wo
 import pytest
 import torch
 from feeding import GEOMETRY, RECIPES, feed, feed_in, make, rotary, same, state, tensors
+from operations import operations
 
-from benchmarks.host_work import operations
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
