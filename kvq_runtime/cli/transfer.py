@@ -75,7 +75,7 @@ def _sources(args: Namespace) -> tuple[Registry, list[str]]:
     """The names that `copy --all` copies: one, or every name of a registry."""
     address = args.reference.rstrip("/")
     on_hub = address.startswith(reference.HUB)
-    remote = address.startswith((reference.BUCKET, reference.OCI))
+    remote = address.startswith(reference.BUCKET)
     try:
         whole = remote and bool(open_registry(address).names())  # else it is a name there
     except PermissionError:  # as registries refuse what is not there, if it is a name

@@ -9,7 +9,7 @@
 A change is decided from the present events, and claims the next number, which one process gets. If another took it:
 read, decide and claim again. A blob is there before an event names it.
 
-Blobs of a registry that lies elsewhere, in a bucket or an OCI registry, are fetched into $KVQ_HOME/cache/blobs, where
+Blobs of a registry that lies elsewhere, in a bucket, are fetched into $KVQ_HOME/cache/blobs, where
 they are kept by their digest. A file whose bytes are not those of its name is not kept.
 """
 

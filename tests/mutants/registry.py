@@ -125,14 +125,6 @@ MUTANTS = [
         ("registry/test_overtaken.py", "registry/test_upkeep.py", "registry/test_publishers.py"),
     ),
     Mutant(
-        "oci-alone",
-        "of publishers to an OCI registry who try a number at once more than one sets its event",
-        "kvq_runtime/registry/oci/registry.py",
-        "if open_ == [own]:",
-        "if own in open_:",
-        ("registry/test_oci.py",),
-    ),
-    Mutant(
         "approve-own",
         "who proposes to move a protected alias can approve of that",
         "kvq_runtime/registry/remarks.py",

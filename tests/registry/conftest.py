@@ -1,26 +1,16 @@
 """Every kind of registry, empty; and no artifact in memory, whatever another test of the process still holds."""
 
-import json
-import subprocess
-import time
 from collections.abc import Iterator
-from hashlib import sha256
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import pytest
 import tiny_artifact as tiny
 from local_store import NAME
-from patience import PATIENCE
-from webhook import free_port
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.registry import bucket, resolve
 from kvq_runtime.registry.local import LocalRegistry
-from kvq_runtime.registry.oci.client import Repository
 from kvq_runtime.registry.registry import Registry
-
-PROGRAM = Path(__file__).parents[2] / "build" / "oci" / "usr" / "bin" / "docker-registry"
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +18,7 @@ def nothing_in_memory(monkeypatch):
     monkeypatch.setattr(artifact, "_loaded", WeakValueDictionary())
 
 
-@pytest.fixture(params=["folder", "hub", "bucket", "oci"])
+@pytest.fixture(params=["folder", "hub", "bucket"])
 def any_registry(request: pytest.FixtureRequest) -> Registry:
     """A registry of each kind; a test is skipped where what that needs is not here."""
     return request.getfixturevalue(f"{request.param}_registry")
@@ -95,36 +85,3 @@ def system(s3_address: str, monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def bucket_registry(system) -> Registry:
     return resolve.open_registry("s3://models/kvq")
-
-
-@pytest.fixture(scope="session")
-def oci_host(tmp_path_factory) -> Iterator[str]:
-    """Host and port of Debian's docker-registry."""
-    if not PROGRAM.exists():
-        pytest.skip("docker-registry is not here: make test-oci")
-    folder = tmp_path_factory.mktemp("oci")
-    with free_port() as port:
-        pass
-    storage = {"filesystem": {"rootdirectory": str(folder / "data")}, "delete": {"enabled": True}}
-    settings = {"version": 0.1, "storage": storage, "http": {"addr": f"127.0.0.1:{port}"}, "log": {"level": "error"}}
-    (folder / "config.yml").write_text(json.dumps(settings))
-    running = subprocess.Popen([PROGRAM, "serve", folder / "config.yml"], stderr=subprocess.DEVNULL)
-    address, until = f"localhost:{port}", time.monotonic() + PATIENCE
-    while True:
-        try:
-            Repository(f"{address}/x").tags()
-            break
-        except RuntimeError:
-            assert time.monotonic() < until and running.poll() is None, "docker-registry does not start"
-            time.sleep(0.1)
-    yield address
-    running.terminate()
-    running.wait(PATIENCE)
-
-
-@pytest.fixture
-def oci_registry(oci_host: str, request, tmp_path, monkeypatch) -> Registry:
-    """A repository of the test's own."""
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
-    monkeypatch.delenv("DOCKER_AUTH_CONFIG", raising=False)
-    return resolve.open_registry(f"oci://{oci_host}/{sha256(request.node.nodeid.encode()).hexdigest()[:16]}/kvq")
