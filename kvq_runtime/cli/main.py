@@ -55,7 +55,7 @@ examples
 environment
     KVQ_HOME        folder of all data of kvq, default ~/.kvq; the registry is its folder registry
     KVQ_USER        the name that notes and approvals state, default that of the login
-    KVQ_REGISTRY    the registry, file:///folder, s3://bucket/prefix or hf://org; --registry
+    KVQ_REGISTRY    the registry, file:///folder or hf://org; --registry
                     has precedence
     HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE    of huggingface_hub: address, token, cache, no network
 """
@@ -326,7 +326,7 @@ def _to(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "to",
         metavar="TO",
-        help="the registry to copy to: hf://org, s3://bucket/prefix or file:///folder",
+        help="the registry to copy to: hf://org or file:///folder",
     )
     _flag(command, "--private", "create private repositories on a Hub")
     _flag(command, "--dry-run", "check everything, write nothing, print what would be done")

@@ -1,7 +1,6 @@
 """The commands `kvq push`, `kvq copy` and `kvq export`: write versions to a registry, or as files of other tools."""
 
 from argparse import Namespace
-from contextlib import suppress
 from pathlib import Path
 
 from kvq_runtime.artifact import gguf_mean, oscar_files
@@ -75,20 +74,7 @@ def _sources(args: Namespace) -> tuple[Registry, list[str]]:
     """The names that `copy --all` copies: one, or every name of a registry."""
     address = args.reference.rstrip("/")
     on_hub = address.startswith(reference.HUB)
-    remote = address.startswith(reference.BUCKET)
-    try:
-        whole = remote and bool(open_registry(address).names())  # else it is a name there
-    except PermissionError:  # as registries refuse what is not there, if it is a name
-        with suppress(PermissionError, ValueError):
-            source, name = named(Namespace(name=address, registry=None))
-            if name in source.names():
-                return source, [name]
-        raise
-    except ArtifactError:
-        raise
-    except ValueError:  # no address of a registry
-        whole = False
-    if address.startswith("file://") or whole or (on_hub and "/" not in address.removeprefix(reference.HUB)):
+    if address.startswith("file://") or (on_hub and "/" not in address.removeprefix(reference.HUB)):
         options.check_there(address)
         source = open_registry(address)
         return source, source.names()
