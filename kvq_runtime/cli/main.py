@@ -54,7 +54,6 @@ examples
 {EXIT_CODES}
 environment
     KVQ_HOME        folder of all data of kvq, default ~/.kvq; the registry is its folder registry
-    KVQ_USER        the name that notes and approvals state, default that of the login
     KVQ_REGISTRY    the registry, file:///folder or hf://org; --registry
                     has precedence
     HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE    of huggingface_hub: address, token, cache, no network
@@ -176,7 +175,6 @@ def parser() -> argparse.ArgumentParser:
 
     command = add("list", "names", "names in a registry", "kvq list --json", function="list_names")
     _where(command)
-    _option(command, "--tag", "TAG", "names of which a version has this tag, and which versions")
     text = "versions by name, recipe, model or corpus"
     command = add("search", "names", text, "kvq search --model qwen2.5", function="search_names")
     _where(command)
@@ -237,24 +235,6 @@ def parser() -> argparse.ArgumentParser:
     command = add("yank", "names", "withdraw a version", "kvq yank NAME@1.2.0 --reason 'wrong corpus'")
     _reference(command, "NAME@VERSION or NAME@sha256:HEX; it stays, and is chosen only by number or digest")
     _option(command, "--reason", "TEXT", "why, in one line", required=True)
-    text = "move a protected alias only when others approve"
-    command = add("protect", "names", text, "kvq protect NAME --approvals 1")
-    command.add_argument("name", metavar="NAME", help="or hf://ORG/NAME")
-    _alias(command)
-    text = "how many, of other names than the proposer's; 0: the alias is protected no more"
-    _option(command, "--approvals", "N", text, type=lambda given: count(given, 0), required=True)
-    text = "approve of a version that somebody else proposed for a protected alias"
-    command = add("approve", "names", text, "KVQ_USER=bob kvq approve NAME@1.2.0")
-    _reference(command, "NAME@VERSION or NAME@sha256:HEX")
-    _alias(command)
-    _flag(command, "--force", "also a version that is too lossy")
-    command = add("note", "names", "add a note to a version", "kvq note NAME@1.2.0 'fitted without the code corpus'")
-    _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
-    command.add_argument("text", metavar="TEXT", help="one line, which kvq show prints with your name ($KVQ_USER)")
-    command = add("tag", "names", "give a version a tag, or take it away", "kvq tag NAME@1.2.0 long-context")
-    _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
-    command.add_argument("tag", metavar="TAG", help="which kvq list --tag finds; of a-z 0-9 . _ -")
-    _flag(command, "--remove", "take it away")
     command = add("history", "names", "every change of a name", "kvq history NAME")
     command.add_argument("name", metavar="NAME", help="or hf://ORG/NAME")
     command = add("diff", "diff", "what differs between two artifacts", "kvq diff NAME@1.1.0 NAME@1.2.0")

@@ -9,7 +9,7 @@ from typing import Any
 from kvq_runtime.artifact import artifact, folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import Conflict
-from kvq_runtime.registry import card, remarks
+from kvq_runtime.registry import card
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.hub.client import Access, using
 from kvq_runtime.registry.hub.registry import HubRegistry
@@ -24,14 +24,6 @@ def copy(source: Registry, name: str, version: Version, target: Registry, dry_ru
     Raises Conflict if the target has other bytes under this number, or these bytes under another one; ArtifactError if
     the source is damaged.
     """
-    row = _copied(source, name, version, target, dry_run)
-    if not dry_run:
-        remarks.copy(source, name, [version.version], target)
-    return row
-
-
-def _copied(source: Registry, name: str, version: Version, target: Registry, dry_run: bool) -> dict[str, Any]:
-    """`copy` without remarks, which are those of a name."""
     state = target.current_state(name)
     _check_number(state, version, target.url)
     exists = state.with_digest(version.sha256) is not None
@@ -66,39 +58,24 @@ def mirror(source: Registry, name: str, target: Registry, dry_run: bool = False)
     to is not yanked there, which its row says.
     """
     state = source.existing(name)
-    copied = dict[str, Version]()
-    try:
-        for number, version in state.versions.items():
-            row = _copied(source, name, version, target, dry_run)
-            copied[number] = version
-            yield row
-    finally:  # also of those before one that is refused
-        if copied and not dry_run:
-            remarks.copy(source, name, copied, target)
+    for version in state.versions.values():
+        yield copy(source, name, version, target, dry_run)
     before = target.current_state(name)
-    guarded = remarks.read(target, name, *remarks.OF_ALIASES) if before.events else remarks.Remarks(())
     after = {alias: before.at(alias) for alias in before.aliases}
     for alias in state.aliases:  # before yanks: a yanked version may be an alias' old one
         pointed = state.at(alias)
         if pointed is not None and before.at(alias) != pointed:
-            if dry_run:
-                moves = guarded.may_move(before, alias, pointed)
-            else:
-                expected = before.at(alias) or "none"
-                moves = target.promote(name, pointed, alias, expected, force=True).at(alias) == pointed
-            after |= {alias: pointed} if moves else {}
-            what = f"is {alias}" if moves else f"is proposed as {alias}, which is protected"
-            yield _row(name, pointed, source, target, what, dry_run)
+            if not dry_run:
+                target.promote(name, pointed, alias, before.at(alias) or "none", force=True)
+            after[alias] = pointed
+            yield _row(name, pointed, source, target, f"is {alias}", dry_run)
     for version in state.versions.values():
         there = before.versions.get(version.version)
         if version.yanked is None or (there is not None and there.yanked is not None):
             continue
         what, pointing = "yanked", [alias for alias, at in after.items() if at == version.version]
         if pointing:
-            protected = " and ".join(
-                f"{one}, which is protected," if guarded.approvals(one) else one for one in pointing
-            )
-            what = f"not yanked: {protected} points to it"
+            what = f"not yanked: {' and '.join(pointing)} points to it"
         elif not dry_run:
             target.yank(name, version.version, version.yanked)
         yield _row(name, version.version, source, target, what, dry_run)

@@ -4,7 +4,6 @@
     names/<name>/events/00000042.json           the changes of a name, one file each: see events.py
     evaluations/<sha256>/<sha256 of file>.json  measurements of an artifact, added later, never changed
     signatures/<sha256>/<sha256 of file>.json   signatures of it
-    remarks/<sha256 of the name>/<...>.json     notes, tags and approvals: see remarks.py
 
 A change is decided from the present events, and claims the next number, which one process gets. If another took it:
 read, decide and claim again. A blob is there before an event names it.
@@ -21,11 +20,11 @@ from typing import Any
 
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, spoken
-from kvq_runtime.registry import events, reference, remarks, sound
+from kvq_runtime.registry import events, reference, sound
 from kvq_runtime.registry.events import Event, Fold, Publish, State, Version
 from kvq_runtime.registry.place import Finding, Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
-from kvq_runtime.registry.registry import Registry, limit
+from kvq_runtime.registry.registry import Registry
 
 BLOBS = "blobs/sha256"
 _EVENT_LIMIT = 1 << 16
@@ -146,7 +145,7 @@ class TreeRegistry(Registry):
         the place raises where it cannot be read. Other versions, and `kvq list`, do not need it.
         """
         for path in (f"{folder}/{file}" for file in self._in_folder(folder) if file.endswith(".json")):
-            yield PurePath(self.at(path)), self.content(path, limit(path))
+            yield PurePath(self.at(path)), self.content(path, sound.LIMIT)
 
     # ---- changing
 
@@ -306,7 +305,7 @@ class TreeRegistry(Registry):
             _check_digest(files.digest(path)[0], sha256)
 
     def _check_record(self, path: str, check: Callable[[bytes, PurePath], object]) -> None:
-        check(self.content(path, limit(path)), PurePath(self.at(path)))
+        check(self.content(path, sound.LIMIT), PurePath(self.at(path)))
 
 
 def _blob(sha256: str) -> str:
@@ -342,5 +341,4 @@ def _gaps(numbers: list[int]) -> Iterator[tuple[int, int]]:
 _RECORDS: dict[str, tuple[Callable[[bytes, PurePath], object], str]] = {  # {kind: its check, advice on a damaged one}
     "evaluations": (sound.from_bytes, "delete it, and evaluate again"),
     "signatures": (lambda data, path: _check_digest(hash_of(data).hexdigest(), path.stem), "delete it, and sign again"),
-    "remarks": (remarks.from_bytes, remarks.RESTORE),
 }

@@ -125,14 +125,6 @@ MUTANTS = [
         ("registry/test_overtaken.py", "registry/test_upkeep.py", "registry/test_publishers.py"),
     ),
     Mutant(
-        "approve-own",
-        "who proposes to move a protected alias can approve of that",
-        "kvq_runtime/registry/remarks.py",
-        " - {proposal.by})",
-        ")",
-        ("registry/test_protected.py",),
-    ),
-    Mutant(
         "publish-again",
         "a blob that gc took before the event that names it is not written again",
         "kvq_runtime/registry/tree.py",

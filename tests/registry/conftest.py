@@ -26,7 +26,6 @@ def any_registry(request: pytest.FixtureRequest) -> Registry:
 @pytest.fixture
 def store(any_registry: Registry, monkeypatch) -> Registry:
     """A registry with two versions, of each kind, the first one production; the default registry of the commands."""
-    monkeypatch.setenv("KVQ_USER", "alice")
     monkeypatch.setenv("KVQ_REGISTRY", any_registry.url)
     for seed in range(2):
         any_registry.publish(NAME, tiny.data(seed), attachments={"README.md": b"---\ntags: [kvq]\n---\n"})
@@ -37,7 +36,6 @@ def store(any_registry: Registry, monkeypatch) -> Registry:
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> LocalRegistry:
     """One in a folder, with one version of that name."""
-    monkeypatch.setenv("KVQ_USER", "alice")
     found = LocalRegistry(tmp_path / "registry")
     found.publish(NAME, tiny.data())
     return found

@@ -9,7 +9,7 @@ import tiny_artifact as tiny
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import events, mirror, remarks, resolve
+from kvq_runtime.registry import events, mirror, resolve
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.registry import Registry
@@ -204,16 +204,13 @@ def test_yanked_versions_are_chosen_only_by_number(store: Registry):
 
 def test_history_is_all_changes_in_their_order(store: Registry, kvq, monkeypatch):
     monkeypatch.setenv("KVQ_REGISTRY", store.url)
-    monkeypatch.setenv("KVQ_USER", "ann")
     three(store)
     store.promote(NAME, "1.0.1")
     store.yank(NAME, "1.0.0", "bad")
-    remarks.note(store, NAME, "1.0.2", "a note")
     code, out, _ = kvq("history", NAME, "--json")
     rows = json.loads(out)
-    assert code == 0 and [row["number"] for row in rows if "number" in row] == [1, 2, 3, 4, 5]
-    assert [row["change"] for row in rows if "number" in row] == [*["publish"] * 3, "promote", "yank"]
-    assert [(row["by"], row["text"]) for row in rows if row["change"] == "note"] == [("ann", "a note")]
+    assert code == 0 and [row["number"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["change"] for row in rows] == [*["publish"] * 3, "promote", "yank"]
 
 
 # ---- records
@@ -262,8 +259,7 @@ def test_what_is_not_there_is_said(store: Registry):
                            (f"@sha256:{'0' * 64}", "no version with sha256 0000")):  # fmt: skip
         with pytest.raises(NotFound, match=message):
             resolve.resolve(NAME + given, store.url)
-    for action in (lambda: store.promote(NAME, "2.0.0"), lambda: store.yank(NAME, "2.0.0", "bad"),
-                   lambda: remarks.note(store, NAME, "2.0.0", "a note")):  # fmt: skip
+    for action in (lambda: store.promote(NAME, "2.0.0"), lambda: store.yank(NAME, "2.0.0", "bad")):
         with pytest.raises(NotFound, match=r"has no version 2\.0\.0"):
             action()
     if not isinstance(store, HubRegistry):
@@ -277,13 +273,11 @@ def test_what_is_not_there_is_said(store: Registry):
 
 
 def test_mirrors_and_commands(store: Registry, tmp_path, kvq, monkeypatch):
-    monkeypatch.setenv("KVQ_USER", "ann")
     folder, url = LocalRegistry(tmp_path / "source"), store.url
     for seed in range(2):
         folder.publish(NAME, tiny.data(seed), attachments=CARD)
     folder.promote(NAME, "1.0.0")
     folder.yank(NAME, "1.0.1", "worse")
-    remarks.note(folder, NAME, "1.0.0", "a note")
     for _ in range(2):
         list(mirror.mirror(folder, NAME, store))
     state = store.current_state(NAME)
@@ -296,9 +290,8 @@ def test_mirrors_and_commands(store: Registry, tmp_path, kvq, monkeypatch):
         code, out, error = kvq(*words, "--registry", url)
         assert code == 0, (words, error)
         said += out
-    assert "a note" in said and f"nothing is wrong with {url}" in said
+    assert f"nothing is wrong with {url}" in said
     for source, target in ((url, "all"), (url if isinstance(store, LocalRegistry) else f"{url}/{NAME}", "one")):
         assert kvq("copy", "--all", source, (tmp_path / target).as_uri())[0] == 0
         there = LocalRegistry(tmp_path / target)
         assert there.state(NAME).at("production") == "1.0.0" and len(there.state(NAME).versions) == 2
-        assert [one.said["text"] for one in remarks.read(there, NAME).all] == ["a note"]
