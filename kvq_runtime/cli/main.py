@@ -45,8 +45,7 @@ examples
     kvq rollback qwen2.5-7b-aqua-2bit                  undo that
     kvq pull qwen2.5-7b-aqua-2bit -o out --lock kvq.lock
     kvq verify qwen2.5-7b-aqua-2bit --lock kvq.lock    every check, against the lock
-    kvq push qwen2.5-7b-aqua-2bit@1.2.0 hf://my-org    to a Hugging Face Hub
-    kvq copy --all hf://my-org file:///mnt/mirror      a whole registry, to a folder
+    kvq copy qwen2.5-7b-aqua-2bit@1.2.0 hf://my-org    to a Hugging Face Hub
     kvq search --corpus redpajama hf://my-org          versions fitted on a corpus, to a model, a revision
     kvq prefix verify prefixes                         every block that a PrefixStore keeps there
     kvq list --json | jq '.[].name'                    every table can be printed as JSON
@@ -204,14 +203,9 @@ def parser() -> argparse.ArgumentParser:
     command = add("sign", "version", text, "kvq sign NAME@1.2.0 --key private.pem")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     _option(command, "--key", "FILE", "private key, PEM", required=True)
-    text = "copy a version to another registry"
-    command = add("push", "transfer", text, "kvq push NAME@1.2.0 hf://my-org --dry-run")
-    _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
-    _to(command)
-    text = "copy a version, or everything, from any registry to any other"
-    command = add("copy", "transfer", text, "kvq copy --all hf://my-org file:///mnt/mirror")
-    _reference(command, "a version, as in hf://ORG/NAME@1.2.0; with --all a NAME, hf://ORG/NAME or a registry")
-    _flag(command, "--all", "every version, alias and yank of it")
+    text = "copy a version, or all versions of a name, to another registry"
+    command = add("copy", "transfer", text, "kvq copy NAME@1.2.0 hf://my-org --dry-run")
+    _reference(command, "NAME, hf://ORG/NAME, or a version of it")
     _to(command)
     text = "write the rotation files that OSCAR's servers load, or the bias file that llama.cpp loads"
     example = "kvq export oscar NAME@1.2.0 -o out\n    kvq export gguf-mean NAME -o kv-bias.gguf"

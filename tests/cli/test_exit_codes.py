@@ -178,7 +178,7 @@ ABSENT = [
     ["doctor", "/nowhere"],
     ["gc", "/nowhere"],
     ["show", "nothing", "--registry", "/nowhere"],
-    ["copy", "--all", "file:///nowhere", "/somewhere"],
+    ["copy", "nothing", "/somewhere"],
     ["recipes", "aqua-9bit"],
     ["recipes", "nothing.json"],
     ["bytes", "aqua-9bit"],

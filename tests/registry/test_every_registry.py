@@ -9,7 +9,7 @@ import tiny_artifact as tiny
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import events, mirror, resolve
+from kvq_runtime.registry import events, resolve
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.registry import Registry
@@ -269,29 +269,26 @@ def test_what_is_not_there_is_said(store: Registry):
             resolve.resolve("other", store.url)
 
 
-# ---- mirrors and commands
+# ---- commands
 
 
-def test_mirrors_and_commands(store: Registry, tmp_path, kvq, monkeypatch):
+def test_copies_and_commands(store: Registry, tmp_path, kvq):
     folder, url = LocalRegistry(tmp_path / "source"), store.url
     for seed in range(2):
         folder.publish(NAME, tiny.data(seed), attachments=CARD)
-    folder.promote(NAME, "1.0.0")
     folder.yank(NAME, "1.0.1", "worse")
     for _ in range(2):
-        list(mirror.mirror(folder, NAME, store))
+        assert kvq("copy", NAME, url, "--registry", folder.url)[0] == 0
     state = store.current_state(NAME)
-    assert {one.sha256 for one in state.versions.values()} == {
-        one.sha256 for one in folder.state(NAME).versions.values()
-    }
-    assert state.at("production") == "1.0.0" and state.get("1.0.1").yanked == "worse" and len(state.events) == 4
+    bytes_of = {version.version: version.sha256 for version in folder.state(NAME).versions.values()}
+    assert {version.version: version.sha256 for version in state.versions.values()} == bytes_of
+    assert state.get("1.0.1").yanked == "worse" and len(state.events) == 3
     said = ""
     for words in (["list"], ["history", NAME], ["show", f"{NAME}@1.0.0"], ["doctor"], ["gc"], ["verify", NAME]):
         code, out, error = kvq(*words, "--registry", url)
         assert code == 0, (words, error)
         said += out
     assert f"nothing is wrong with {url}" in said
-    for source, target in ((url, "all"), (url if isinstance(store, LocalRegistry) else f"{url}/{NAME}", "one")):
-        assert kvq("copy", "--all", source, (tmp_path / target).as_uri())[0] == 0
-        there = LocalRegistry(tmp_path / target)
-        assert there.state(NAME).at("production") == "1.0.0" and len(there.state(NAME).versions) == 2
+    assert kvq("copy", f"{NAME}@1.0.1", tmp_path / "one", "--registry", url)[0] == 0
+    (version,) = LocalRegistry(tmp_path / "one").state(NAME).versions.values()
+    assert (version.version, version.yanked) == ("1.0.1", "worse")

@@ -129,7 +129,7 @@ def _orphans(folder: Path) -> None:
 def _pushed(folder: Path) -> None:
     """Two versions, here and on the Hub; the first is production there too."""
     _two_versions(folder)
-    assert _kvq("copy", "--all", NAME, "hf://org")(folder) == 0
+    assert _kvq("copy", NAME, "hf://org")(folder) == 0
 
 
 def _orphans_on_the_hub(folder: Path) -> None:
@@ -172,7 +172,7 @@ COMMANDS = {
     "pull": Command(_two_versions, _kvq("pull", NAME, *PULL)),
     "gc": Command(_orphans, _kvq("gc", "--grace", "0s")),
     "keep a prefix": Command(lambda folder: _keep(folder, 5), _keep_another),
-    "push": Command(_a_version, _kvq("push", f"{NAME}@1.0.0", "hf://org")),
+    "push": Command(_a_version, _kvq("copy", f"{NAME}@1.0.0", "hf://org")),
     "promote on a Hub": Command(_pushed, _kvq("promote", f"hf://org/{NAME}@1.0.1")),
     "pull from a Hub": Command(_pushed, _kvq("pull", f"hf://org/{NAME}", *PULL)),
     "gc of a Hub": Command(_orphans_on_the_hub, _kvq("gc", "hf://org", "--grace", "0s")),

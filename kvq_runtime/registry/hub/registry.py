@@ -70,7 +70,7 @@ class HubRegistry(Elsewhere, Registry):
 
     def hint(self, name: str) -> str:
         """Return the end of the message about a missing name."""
-        return "its repository has no kvq.json; kvq push and kvq-calibrate --push publish there"
+        return "its repository has no kvq.json; kvq copy and kvq-calibrate --push publish there"
 
     def last_commit(self, name: str) -> str:
         """The commit of main that was last read of a name; "" before the first read."""
