@@ -8,7 +8,7 @@ COPY kvq_runtime kvq_runtime
 COPY kvq_calib kvq_calib
 COPY pipelines pipelines
 COPY artifacts artifacts
-RUN pip install --no-cache-dir -c constraints.txt -e '.[flows,s3]'
+RUN pip install --no-cache-dir -c constraints.txt -e '.[flows]'
 RUN useradd --create-home kvq
 USER kvq
 ENV KVQ_CHECKOUT=/kvq

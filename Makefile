@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env real-model gemma3-270m browser schedulers demo demo-real test test-all chaos check oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-bucket test-oci test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env real-model gemma3-270m browser schedulers demo demo-real test test-all chaos check oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-lm-eval format bench compare bench-gpu flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -152,23 +152,6 @@ test-sglang: build/sglang/.installed ## keep pages of SGLang's own host pool, an
 	PYTHONPATH=build/sglang:tests/support:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
 	    --confcutdir=tests/engines -p no:cacheprovider -k 'not vLLM and not TensorRT' $(PYTEST_ARGS) \
 	    tests/engines/test_sglang.py tests/prefix/test_stores.py
-
-# what every registry does
-BEHAVIOURS := tests/registry/test_every_registry.py tests/registry/test_remarks.py
-
-build/s3/.installed: Makefile $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade --target build/s3 -c constraints.txt 's3fs>=2025.3' 'moto[server]==5.2.5'
-	@touch $@
-
-test-bucket: build/s3/.installed ## keep a registry in a bucket of moto's S3, on loopback
-	PYTHONPATH=build/s3 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 0 -W default -k bucket $(PYTEST_ARGS) $(BEHAVIOURS) tests/registry/test_bucket.py
-
-build/oci/usr/bin/docker-registry:
-	@mkdir -p build/oci
-	cd build/oci && apt-get -q download docker-registry && dpkg -x docker-registry_*.deb . && rm docker-registry_*.deb
-
-test-oci: env build/oci/usr/bin/docker-registry ## keep a registry in Debian's docker-registry, on loopback (5 MB to fetch)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 0 -k oci $(PYTEST_ARGS) $(BEHAVIOURS) tests/registry/test_oci.py
 
 # Beside .venv likewise; what it also asks for is there.
 LM_EVAL := lm-eval==0.4.13 accelerate==1.15.0 evaluate sqlitedict sacrebleu portalocker tabulate colorama lxml rouge-score \

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvq_runtime.errors import ArtifactError, Conflict, NotFound
     from kvq_runtime.hf import CudaGraphs, KVQCache, PrefixStore, verified_generate
     from kvq_runtime.recipe import Recipe, preset, presets
-    from kvq_runtime.registry.mirror import push_to_hub
+    from kvq_runtime.registry.copy import push_to_hub
     from kvq_runtime.registry.resolve import load_artifact
     from kvq_runtime.store.memory import MemoryReport
 
@@ -62,7 +62,7 @@ _MODULES = {
     "load_artifact": "registry.resolve",
     "preset": "recipe",
     "presets": "recipe",
-    "push_to_hub": "registry.mirror",
+    "push_to_hub": "registry.copy",
     "save_pretrained": "artifact.folder",
     "verified_generate": "hf",
 }

@@ -184,7 +184,6 @@ def drift(
             "KL": result.kl,
             "failed": "; ".join(result.failed),
             "promoted": result.promoted,
-            "proposed": result.proposed,
         }
         for result in checked
     ]

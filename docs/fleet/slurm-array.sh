@@ -13,7 +13,7 @@
 #SBATCH --output=kvq-%A_%a.log
 set -eu
 export KVQ_HOME=${SCRATCH:?names a folder that all nodes see}/kvq
-export KVQ_REGISTRY=hf://my-org             # or s3://bucket/kvq, with keys in ~/.aws/credentials
+export KVQ_REGISTRY=hf://my-org
 export KVQ_HF_TOKEN_FILE=$HOME/.kvq-hf-token # a token that may write to the registry, in a file that only you can read
 cd "$HOME/kvq"                               # the checkout, with .venv and list.yaml
 exec .venv/bin/kvq-calibrate --models list.yaml --only "$SLURM_ARRAY_TASK_ID" --device cuda

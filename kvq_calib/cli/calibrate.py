@@ -333,7 +333,7 @@ def parser() -> argparse.ArgumentParser:
     add("--run", metavar="DIR", help="folder of the run's files (default: $KVQ_HOME/runs/PLAN)")
     registry(where)
     add("--push", metavar="URL",
-        help="publish to this registry as well, as in hf://org or s3://bucket; checked before the work")  # fmt: skip
+        help="publish to this registry as well, as in hf://org; checked before the work")  # fmt: skip
     add("--name", metavar="NAME", help="of the artifact (default: MODEL-RECIPE)")
     add(
         "--artifact-version",

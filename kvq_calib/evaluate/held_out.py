@@ -115,7 +115,6 @@ class DriftResult:
     protocol     that one, "full" or "in-use"
     failed       the bounds that it does not keep
     promoted     the alias that points to it since then; "" if none was moved
-    proposed     the alias, if that is protected, for which it waits for approvals; "" if none
     """
 
     artifact: str
@@ -124,7 +123,6 @@ class DriftResult:
     failed: Sequence[str] = ()
     promoted: str = ""
     protocol: str | None = None
-    proposed: str = ""
 
 
 def week(today: date) -> int:
@@ -169,8 +167,8 @@ def check_drift(
         told = read(judged, TextRecord)
         failed, (protocol, found) = verdict.passes(told, bounds), told.decisive or (None, None)
         costs = (1 + found.relative, found.kl) if found else (None, None)
-        promoted, proposed = _promote(place, version, alias) if promote and not failed else ("", "")
-        checked.append(DriftResult(subject.name, *costs, failed, promoted, protocol, proposed))
+        promoted = _promote(place, version, alias) if promote and not failed else ""
+        checked.append(DriftResult(subject.name, *costs, failed, promoted, protocol))
     return checked
 
 
@@ -195,12 +193,11 @@ def _place(given: str, registry_url: str | None) -> tuple[Registry, Reference]:
     return registry.open_registry(found.registry or registry_url), found
 
 
-def _promote(place: Registry, version: Reference, alias: str) -> tuple[str, str]:
-    """Point the alias to a version, if that is the newest and the alias is elsewhere; returns the alias as what was
-    moved, or as what that was proposed for."""
+def _promote(place: Registry, version: Reference, alias: str) -> str:
+    """Point the alias to a version, if that is the newest and the alias is elsewhere; returns the alias, or ""."""
     state = place.existing(version.name)
     latest, before = state.newest(), state.at(alias)
     if latest is None or version.value != latest.version or before == version.value:
-        return "", ""
-    after = place.promote(version.name, version.value, alias, expect=before or "none", force=True)  # bounds judged it
-    return (alias, "") if after.at(alias) == version.value else ("", alias)
+        return ""
+    place.promote(version.name, version.value, alias, expect=before or "none", force=True)  # bounds judged it
+    return alias

@@ -31,16 +31,15 @@ def artifact_record(artifact: Artifact) -> dict[str, Any]:
 def brief(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record of `kvq show` without the parts that `tables` shows."""
     fit = {name: value for name, value in record["fit"].items() if name != "layers"}
-    rest = {name: value for name, value in record.items() if name not in ("evaluations", "fit", "notes", "proposed")}
+    rest = {name: value for name, value in record.items() if name not in ("evaluations", "fit")}
     return rest | ({"fit": fit} if fit else {})
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """{title: rows} of the parts of a record that are tables: notes, proposals, a row a layer of the fit."""
+    """{title: rows} of the parts of a record that are tables: a row a layer of the fit."""
     layers = record["fit"].get("layers")
     rows = [{"layer": i} | flatten(layer) for i, layer in enumerate(layers if isinstance(layers, list) else [])]
-    shown = {"notes": record.get("notes"), "proposed": record.get("proposed"), "fit, by layer": rows}
-    return {title: found for title, found in shown.items() if found}
+    return {"fit, by layer": rows} if rows else {}
 
 
 def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from kvq_runtime.cli.table import printable
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound, spoken
 from kvq_runtime.registry.reference import without_secrets
 
-PROPOSED = 6
 MEANINGS = {  # docs/commands.md has the same table, which a test compares
     0: "done; also if the very same bytes are published already",
     1: "a check failed (a damaged file, a model that does not match, a fault that doctor found), or the machine did: "
@@ -27,7 +26,6 @@ MEANINGS = {  # docs/commands.md has the same table, which a test compares
     4: "conflict: a concurrent change came first, a change contradicts the registry's state, or the same plan is "
     "already running",
     5: "kvq-calibrate: an artifact exceeds its bounds and was not published",
-    PROPOSED: "kvq promote, kvq approve: the alias is protected, and waits for approvals",
     130: "interrupted (Ctrl-C); a calibration can be resumed",
 }
 
@@ -38,7 +36,7 @@ def _help(codes: list[int]) -> str:
 
 
 EXIT_CODES = _help([code for code in MEANINGS if code != 5])
-CALIBRATION_EXIT_CODES = _help([code for code in MEANINGS if code != PROPOSED])
+CALIBRATION_EXIT_CODES = _help([*MEANINGS])
 
 
 def exit_code(error: BaseException) -> int | None:

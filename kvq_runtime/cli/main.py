@@ -45,8 +45,7 @@ examples
     kvq rollback qwen2.5-7b-aqua-2bit                  undo that
     kvq pull qwen2.5-7b-aqua-2bit -o out --lock kvq.lock
     kvq verify qwen2.5-7b-aqua-2bit --lock kvq.lock    every check, against the lock
-    kvq push qwen2.5-7b-aqua-2bit@1.2.0 hf://my-org    to a Hugging Face Hub
-    kvq copy --all hf://my-org file:///mnt/mirror      a whole registry, to a folder
+    kvq copy qwen2.5-7b-aqua-2bit@1.2.0 hf://my-org    to a Hugging Face Hub
     kvq search --corpus redpajama hf://my-org          versions fitted on a corpus, to a model, a revision
     kvq prefix verify prefixes                         every block that a PrefixStore keeps there
     kvq list --json | jq '.[].name'                    every table can be printed as JSON
@@ -54,9 +53,8 @@ examples
 {EXIT_CODES}
 environment
     KVQ_HOME        folder of all data of kvq, default ~/.kvq; the registry is its folder registry
-    KVQ_USER        the name that notes and approvals state, default that of the login
-    KVQ_REGISTRY    the registry, file:///folder, s3://bucket/prefix, oci://host/repository or hf://org;
-                    --registry has precedence
+    KVQ_REGISTRY    the registry, file:///folder or hf://org; --registry
+                    has precedence
     HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE    of huggingface_hub: address, token, cache, no network
 """
 
@@ -176,7 +174,6 @@ def parser() -> argparse.ArgumentParser:
 
     command = add("list", "names", "names in a registry", "kvq list --json", function="list_names")
     _where(command)
-    _option(command, "--tag", "TAG", "names of which a version has this tag, and which versions")
     text = "versions by name, recipe, model or corpus"
     command = add("search", "names", text, "kvq search --model qwen2.5", function="search_names")
     _where(command)
@@ -206,14 +203,9 @@ def parser() -> argparse.ArgumentParser:
     command = add("sign", "version", text, "kvq sign NAME@1.2.0 --key private.pem")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     _option(command, "--key", "FILE", "private key, PEM", required=True)
-    text = "copy a version to another registry"
-    command = add("push", "transfer", text, "kvq push NAME@1.2.0 hf://my-org --dry-run")
-    _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
-    _to(command)
-    text = "copy a version, or everything, from any registry to any other"
-    command = add("copy", "transfer", text, "kvq copy --all hf://my-org file:///mnt/mirror")
-    _reference(command, "a version, as in hf://ORG/NAME@1.2.0; with --all a NAME, hf://ORG/NAME or a registry")
-    _flag(command, "--all", "every version, alias and yank of it")
+    text = "copy a version, or all versions of a name, to another registry"
+    command = add("copy", "transfer", text, "kvq copy NAME@1.2.0 hf://my-org --dry-run")
+    _reference(command, "NAME, hf://ORG/NAME, or a version of it")
     _to(command)
     text = "write the rotation files that OSCAR's servers load, or the bias file that llama.cpp loads"
     example = "kvq export oscar NAME@1.2.0 -o out\n    kvq export gguf-mean NAME -o kv-bias.gguf"
@@ -237,24 +229,6 @@ def parser() -> argparse.ArgumentParser:
     command = add("yank", "names", "withdraw a version", "kvq yank NAME@1.2.0 --reason 'wrong corpus'")
     _reference(command, "NAME@VERSION or NAME@sha256:HEX; it stays, and is chosen only by number or digest")
     _option(command, "--reason", "TEXT", "why, in one line", required=True)
-    text = "move a protected alias only when others approve"
-    command = add("protect", "names", text, "kvq protect NAME --approvals 1")
-    command.add_argument("name", metavar="NAME", help="or hf://ORG/NAME")
-    _alias(command)
-    text = "how many, of other names than the proposer's; 0: the alias is protected no more"
-    _option(command, "--approvals", "N", text, type=lambda given: count(given, 0), required=True)
-    text = "approve of a version that somebody else proposed for a protected alias"
-    command = add("approve", "names", text, "KVQ_USER=bob kvq approve NAME@1.2.0")
-    _reference(command, "NAME@VERSION or NAME@sha256:HEX")
-    _alias(command)
-    _flag(command, "--force", "also a version that is too lossy")
-    command = add("note", "names", "add a note to a version", "kvq note NAME@1.2.0 'fitted without the code corpus'")
-    _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
-    command.add_argument("text", metavar="TEXT", help="one line, which kvq show prints with your name ($KVQ_USER)")
-    command = add("tag", "names", "give a version a tag, or take it away", "kvq tag NAME@1.2.0 long-context")
-    _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
-    command.add_argument("tag", metavar="TAG", help="which kvq list --tag finds; of a-z 0-9 . _ -")
-    _flag(command, "--remove", "take it away")
     command = add("history", "names", "every change of a name", "kvq history NAME")
     command.add_argument("name", metavar="NAME", help="or hf://ORG/NAME")
     command = add("diff", "diff", "what differs between two artifacts", "kvq diff NAME@1.1.0 NAME@1.2.0")
@@ -326,7 +300,7 @@ def _to(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "to",
         metavar="TO",
-        help="the registry to copy to: hf://org, s3://bucket/prefix, oci://host/repository or file:///folder",
+        help="the registry to copy to: hf://org or file:///folder",
     )
     _flag(command, "--private", "create private repositories on a Hub")
     _flag(command, "--dry-run", "check everything, write nothing, print what would be done")

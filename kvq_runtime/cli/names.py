@@ -4,38 +4,32 @@ import dataclasses
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from heapq import merge
-from textwrap import shorten
 from typing import Any
 
-from kvq_runtime.cli.exit_codes import PROPOSED, say
+from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.errors import ArtifactError, counted, spoken
-from kvq_runtime.registry import reference, remarks, verdict
+from kvq_runtime.registry import reference, verdict
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.reference import SEARCHED, Reference
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.remarks import Remarks
 from kvq_runtime.registry.resolve import choose, open_registry
 
 
 def list_names(args: Namespace) -> int:
     """Print a row a name: production, newest version, recipe and model; 1 if a name cannot be read."""
     registry, code = open_registry(args.where or args.registry), 0
-    if args.tag is not None:
-        remarks.check_tag(args.tag)
     rows = []
     for name in registry.names():
         try:
             state = registry.state(name)
-            tagged = _tagged(registry, state, args.tag) if state.events else None
-            if tagged is not None:
-                rows.append(_list_row(registry, state) | tagged)
+            if state.events:
+                rows.append(_list_row(registry, state))
         except (ArtifactError, PermissionError) as error:
             code = 1
             rows.append({"name": name, "recipe": f"cannot be read: {spoken(error)}"})
-    if rows or args.json or args.tag:
+    if rows or args.json:
         print_table(rows, args.json)
     else:
         found = not isinstance(registry, LocalRegistry) or registry.root.is_dir()
@@ -52,14 +46,6 @@ def _list_row(registry: Registry, state: State) -> dict[str, Any]:
         return row | {"recipe": "(every version is yanked)"}
     about = registry.about(state.name, newest)
     return row | {"recipe": about["recipe"], "model": about["model"], "published": newest.at}
-
-
-def _tagged(registry: Registry, state: State, tag: str | None) -> dict[str, Any] | None:
-    """The column of versions that have a tag, none if it is not asked for; None if no version has it."""
-    if tag is None:
-        return {}
-    found = remarks.read(registry, state.name, "tag", "untag", tag=tag)
-    return {"tagged": having} if (having := [one for one in state.versions if tag in found.tags(one)]) else None
 
 
 def search_names(args: Namespace) -> int:
@@ -112,11 +98,9 @@ def _matches_digest(field: str, pattern: str, row: Mapping[str, Any]) -> bool:
 
 
 def history(args: Namespace) -> int:
-    """Print every change of a name, remarks among them."""
+    """Print every change of a name."""
     registry, name = named(args)
-    rows = changes(registry.existing(name))
-    said = [{"at": one.at, "change": one.what, "by": one.by, **one.said} for one in remarks.read(registry, name).all]
-    print_table(list(merge(said, rows, key=lambda row: row["at"])), args.json)
+    print_table(changes(registry.existing(name)), args.json)
     return 0
 
 
@@ -137,56 +121,7 @@ def promote(args: Namespace) -> int:
     found = verdict.of_version(registry, name, version)
     if found.word != verdict.USABLE and not args.json:
         say("kvq", f"{name}@{version.version} is {found}")
-    return _print_moved(registry, state, version, args)
-
-
-def approve(args: Namespace) -> int:
-    """Approve of a promote, which moves the alias if that is enough."""
-    registry, name, version = target(args, "approve")
-    state = remarks.approve(registry, name, version.version, args.alias, args.force)
-    return _print_moved(registry, state, version, args)
-
-
-def protect(args: Namespace) -> int:
-    """Let an alias move only with approvals."""
-    registry, name = named(args)
-    remarks.protect(registry, name, args.alias, args.approvals)
-    print_record({"name": name, "alias": args.alias, "approvals": args.approvals}, args.json)
-    return 0
-
-
-def _print_moved(registry: Registry, state: State, version: Version, args: Namespace) -> int:
-    """Print where an alias has moved; if it is protected, what is proposed and who approves, and return PROPOSED."""
-    if state.at(args.alias) == version.version:
-        return _print_alias(state, args)
-    found = remarks.read(registry, state.name, *remarks.OF_ALIASES, alias=args.alias)
-    record = {"name": state.name, "alias": args.alias, "version": state.at(args.alias)}
-    proposed = proposals(found, state, alias=args.alias, version=version.version)
-    print_record(record | ({"proposed": proposed} if args.json else {}), args.json)
-    which = f"{state.name}@{version.version} --alias {args.alias}"
-    for one in proposed if not args.json else []:
-        approved = "".join(f", {name} approved" for name in one["approved"])
-        missing = one["needed"] - len(one["approved"])
-        more = f"1 other name has to approve: `kvq approve {which}`"
-        if missing > 1:
-            more = f"{missing} other names have to approve: `kvq approve {which}`"
-        elif missing < 1:  # approvals, or the protection's end, came meanwhile
-            more = f"nobody else has to approve: `kvq promote {which}` moves it"
-        said = f"{args.alias} is protected and did not move: {one['by']} proposed it at {one['at']}{approved}"
-        say("kvq", f"{said}; {more}")
-    if not proposed and not args.json:
-        text = f"{args.alias} did not move, and no proposal is open: it was moved meanwhile"
-        say("kvq", f"{text}; look at `kvq history {state.name}`, then `kvq promote {which}`")
-    return PROPOSED
-
-
-def proposals(found: Remarks, state: State, **said: str) -> list[dict[str, Any]]:
-    """The open proposals of an alias, or of a version, as rows."""
-    return [
-        {"version": one.said["version"], "alias": one.said["alias"], "at": one.at, "by": one.by}
-        | {"approved": found.approved_by(one), "needed": found.approvals(one.said["alias"])}
-        for one in found.proposals(state, **said)
-    ]
+    return _print_alias(state, args)
 
 
 def rollback(args: Namespace) -> int:
@@ -207,27 +142,6 @@ def yank(args: Namespace) -> int:
     registry, name, version = target(args, "yank")
     registry.yank(name, version.version, args.reason)
     print_record({"name": name, "version": version.version, "yanked": args.reason}, args.json)
-    return 0
-
-
-def note(args: Namespace) -> int:
-    """Add a note to a version."""
-    registry, name, version = target(args, "note")
-    remarks.note(registry, name, version.version, args.text)
-    text = args.text if args.json else shorten(args.text, 60, placeholder=" ...")
-    print_record({"name": name, "version": version.version, "note": text}, args.json)
-    return 0
-
-
-def tag(args: Namespace) -> int:
-    """Give a version a tag, or take it away."""
-    registry, name, version = target(args, "tag")
-    before = remarks.read(registry, name, "tag", "untag", version=version.version).tags(version.version)
-    tags = remarks.tag(registry, name, version.version, args.tag, args.remove)
-    if args.remove == (args.tag not in before):
-        said = "has no tag" if args.remove else "has the tag already:"
-        say("kvq", f"{name}@{version.version} {said} {args.tag}; nothing was changed")
-    print_record({"name": name, "version": version.version, "tags": tags}, args.json)
     return 0
 
 

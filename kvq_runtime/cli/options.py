@@ -96,7 +96,7 @@ def png(text: str) -> str:
 
 def registry(command: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add `--registry`."""
-    text = "file:///folder, s3://bucket/prefix, oci://host/repository or hf://org"
+    text = "file:///folder or hf://org"
     default = "(default: $KVQ_REGISTRY, else $KVQ_HOME/registry)"
     command.add_argument("--registry", metavar="URL", help=f"{text} {default}")
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from kvq_runtime.artifact.header import CHECKS
 from kvq_runtime.cli import options
-from kvq_runtime.cli.names import proposals, target
+from kvq_runtime.cli.names import target
 from kvq_runtime.cli.table import percent, print_record, print_table, printable
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.disk.strict_json import flatten
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import lock, reference, remarks, verdict
+from kvq_runtime.registry import lock, reference, verdict
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.measured import Record, TasksRecord, TextRecord, of_tasks
 from kvq_runtime.registry.registry import Registry
@@ -62,11 +62,6 @@ def show(args: Namespace) -> int:
         version = state.get(resolved.version)
         record["published"] = version.at
         record["aliases"] = [alias for alias in state.aliases if state.at(alias) == resolved.version]
-        said = remarks.read(registry, resolved.name, version=resolved.version)
-        record["tags"] = said.tags(resolved.version)
-        notes = said.holding("note", version=resolved.version)
-        record["notes"] = [{"at": one.at, "by": one.by, "text": one.said["text"]} for one in notes]
-        record["proposed"] = proposals(said, state, version=resolved.version)
         record["files"] = dict(version.files)
         found_to_be = [str(verdict.of_version(registry, resolved.name, version)), *record["aliases"]]
         found_to_be += [] if version.yanked is None else [f"yanked: {version.yanked}"]

@@ -205,11 +205,6 @@ class State:
         """The version an alias points to; None if there is no such alias."""
         return self.aliases[alias][-1] if alias in self.aliases else None
 
-    def moved(self, alias: str) -> int:
-        """The number of the event that moved an alias last; 0 if none did."""
-        moves = (one.number for one in self.events if getattr(one.change, "alias", None) == alias)
-        return max(moves, default=0)
-
     def get(self, version: str) -> Version:
         """A version by number; NotFound names the versions there are."""
         return _get(self.name, version, self.versions)

@@ -1,7 +1,7 @@
 """State what a place does that keeps a registry: it reads what stands there, gives and adds files, and writes an event
 only on top of the events that were read. All else is the same for every one, and in `registry`.
 
-Places are a folder (`local`), a bucket (`bucket`), a repository of an OCI registry (`oci`) and those of a Hub (`hub`).
+Places are a folder (`local`) and the repositories of a Hub (`hub`).
 """
 
 from abc import ABC, abstractmethod

@@ -3,10 +3,7 @@
     reference   name · name@1.2.0 · name@production · name@sha256:<64 hex digits> · path/to/file.safetensors
                 hf://org/name@..., or org/name@...: the same, in the registry hf://org
     revision    1.2.0 · v1.2.0 · production · main · a commit of a Hub: what stands after @, as an argument of its own
-    s3://bucket/prefix/name@...   the same, in the registry s3://bucket/prefix
-    oci://host/repository/name@...   the same, in the registry oci://host/repository
-    registry    file:///path, a folder, s3://bucket/prefix, oci://host/repository, or hf://org: an organization or user
-                of a Hugging Face Hub
+    registry    file:///path, a folder, or hf://org: an organization or user of a Hugging Face Hub
 
 Every name is checked here before it becomes part of a path.
 """
@@ -23,17 +20,7 @@ from kvq_runtime.errors import check_type
 
 SUFFIX = ".safetensors"
 PRODUCTION = "production"
-FOLDER, HUB, BUCKET, OCI = "file://", "hf://", "s3://", "oci://"  # kinds of registries
-_REFERENCES = {
-    HUB: "hf://org/name, hf://org/name@1.2.0 or hf://org/name@alias",
-    BUCKET: "s3://bucket/prefix/name, or .../name@1.2.0",
-    OCI: "oci://host/repository/name, or .../name@1.2.0",
-}
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9][A-Za-z0-9._-]{0,95}){0,8}")
-_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
-_OCI = re.compile(
-    rf"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{{0,251}}[A-Za-z0-9])?|\[[0-9a-f:]+\])(?::[0-9]{{1,5}})?(?:/{_PART}){{1,8}}"
-)
+FOLDER, HUB = "file://", "hf://"  # kinds of registries
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 _ALIAS = re.compile(r"[a-z][a-z0-9-]{0,31}")
@@ -133,7 +120,7 @@ class Reference:
     by         "default": production, else the newest version; else by version, alias or sha256; "commit": default as
                the registry was at a commit of its Hub
     value      the version, alias, digest or commit; "" by default
-    registry   hf://org, s3://bucket/prefix or oci://host/repository if the reference begins with it, else ""
+    registry   hf://org if the reference begins with it, else ""
     """
 
     name: str
@@ -145,14 +132,13 @@ class Reference:
 def parse(text: str | Path) -> Reference | Path:
     """A reference, or the path of a .safetensors file; ValueError for any other text."""
     check_type("reference", text, (str, Path), "the name of an artifact, or a path")
-    kind = next((kind for kind in _REFERENCES if isinstance(text, str) and text.startswith(kind)), None)
-    if isinstance(text, str) and kind is not None:
-        place = text.removeprefix(kind)
-        root, _, rest = place.partition("/") if kind == HUB else place.rpartition("/")
-        inner = parse(rest) if root and rest else None
+    if isinstance(text, str) and text.startswith(HUB):
+        org, _, rest = text.removeprefix(HUB).partition("/")
+        inner = parse(rest) if org and rest else None
         if not isinstance(inner, Reference) or inner.registry:
-            raise ValueError(f"reference {without_secrets(text)!r:.160}; use {_REFERENCES[kind]}")
-        return replace(inner, registry="".join(kind_and_root(kind + root)))
+            use = "hf://org/name, hf://org/name@1.2.0 or hf://org/name@alias"
+            raise ValueError(f"reference {without_secrets(text)!r:.160}; use {use}")
+        return replace(inner, registry=f"{HUB}{check_org(org)}")
     if isinstance(text, Path) or text.endswith(SUFFIX):
         return Path(text)
     if text.startswith(FOLDER):
@@ -222,19 +208,15 @@ def without_secrets(text: str) -> str:
 
 
 def kind_and_root(url: str) -> tuple[str, str]:
-    """Split a registry's address: its kind, FOLDER, HUB, BUCKET or OCI, and the rest; ValueError if it is none.
+    """Split a registry's address: its kind, FOLDER or HUB, and the rest; ValueError if it is none.
 
-    The rest is a path, an organization, bucket/prefix or host/repository. A single word that is no folder yet is
+    The rest is a path, an organization. A single word that is no folder yet is
     refused: it may be the name of an organization.
     """
-    kind = next((kind for kind in _REFERENCES if url.startswith(kind)), FOLDER)
-    root, said = url.removeprefix(kind).rstrip("/"), f"registry {without_secrets(url)!r:.160}; use"
+    kind = HUB if url.startswith(HUB) else FOLDER
+    root = url.removeprefix(kind).rstrip("/")
     if kind == HUB:
         check_org(root)
-    if kind == BUCKET and not _BUCKET.fullmatch(root):
-        raise ValueError(f"{said} s3://bucket or s3://bucket/prefix")
-    if kind == OCI and not _OCI.fullmatch(root):
-        raise ValueError(f"{said} oci://host/repository, of a-z 0-9 . _ -")
     return kind, str(_folder(url)) if kind == FOLDER else root
 
 
@@ -247,7 +229,6 @@ def _folder(url: str) -> Path:
     if "://" not in url:
         return Path(url).absolute()
     text = (
-        "use file:///folder, with three slashes, a folder, s3://bucket, oci://host/repository or hf://org; a token "
-        "belongs in `hf auth login` or HF_TOKEN"
+        "use file:///folder, with three slashes, a folder or hf://org; a token belongs in `hf auth login` or HF_TOKEN"
     )
     raise ValueError(f"registry {without_secrets(url)}; {text}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import events, reference, remarks, sound, verdict, webhook
+from kvq_runtime.registry import events, reference, sound, verdict
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.registry.place import Place
 from kvq_runtime.registry.reference import ARTIFACT_FILE, PRODUCTION
@@ -17,9 +17,8 @@ if TYPE_CHECKING:  # kvq list and promote should not wait for torch
     from kvq_runtime.artifact.artifact import Artifact
 
 TRIES = 200
-Kind = Literal["evaluations", "signatures", "remarks"]
+Kind = Literal["evaluations", "signatures"]
 MAX_RECORDS = 1 << 12  # records of an artifact, of one kind, that are in memory at once
-MAX_REMARKS = 1 << 16  # on a name, likewise
 BYTES = 1 << 26  # of all of them
 NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
 
@@ -82,15 +81,13 @@ class Registry(Place):
         RuntimeError for too many others.
         """
         folder, found, left = f"{kind}/{reference.check_sha256(sha256)}", [], BYTES
-        most = MAX_REMARKS if kind == "remarks" else MAX_RECORDS
         for path, data in self.listed(name, folder):
             made = of(path, data)
             if made is not None:
                 found.append(made)
                 left -= len(data)
-            if left < 0 or len(found) > most:
-                text = f"more than {most} records or {BYTES} bytes of them; remove some there"
-                text += ", but no remark that protects" if kind == "remarks" else ""
+            if left < 0 or len(found) > MAX_RECORDS:
+                text = f"more than {MAX_RECORDS} records or {BYTES} bytes of them; remove some there"
                 raise RuntimeError(f"{self.url}, {name} {folder}: {text}")
         return found
 
@@ -125,8 +122,7 @@ class Registry(Place):
         overtaken = False
         for _ in range(TRIES):
             head = self.look(name)
-            if lost := [event for event in unanswered if event in head.state.events]:  # the answer was, they are there
-                webhook.tell(self.url, lost[-1].to_json())
+            if any(event in head.state.events for event in unanswered):  # it was written, and the answer was lost
                 return head.state
             change = decide(head.state)
             if change is None:
@@ -137,7 +133,6 @@ class Registry(Place):
             event = Event(len(head.state.events) + 1, name, events.now(), change)
             written = self.write(head, head.state.apply(event), content, about, unanswered)
             if written is not None:
-                webhook.tell(self.url, event.to_json())
                 return written.state
             overtaken = overtaken or event not in unanswered
         raise Conflict(f"{self.url}: {TRIES} other changes of {name} came first; try again")
@@ -177,8 +172,7 @@ class Registry(Place):
     def promote(
         self, name: str, version: str, alias: str = PRODUCTION, expect: str | None = None, force: bool = False
     ) -> State:
-        """Point an alias to a version, or propose that if the alias is protected; returns the state: `at(alias)` is the
-        version if the alias has moved.
+        """Point an alias to a version; returns the new state.
 
         expect   the version the alias must point to now ("none" for a new alias); None is the one it points to when
                  this is called
@@ -201,13 +195,9 @@ class Registry(Place):
                 return None
             _check_unmoved(state, alias, before)
             state.get(version)
-            found = remarks.read(self, name, *remarks.OF_ALIASES, alias=alias)
-            return Promote(alias, version) if found.may_move(state, alias, version) else None
+            return Promote(alias, version)
 
-        after = self.change(name, decide)
-        if after.at(alias) != version:
-            remarks.propose(self, after, alias, version)
-        return after
+        return self.change(name, decide)
 
     def rollback(self, name: str, alias: str = PRODUCTION) -> State:
         """Point an alias to the version it had before; returns the new state.
@@ -232,11 +222,6 @@ class Registry(Place):
         events.check_line("reason", reason)
         self.existing(name)
         return self.change(name, lambda state: Yank(version, reason))
-
-
-def limit(path: str) -> int:
-    """The most bytes that the record at a path may have."""
-    return remarks.LIMIT if path.startswith("remarks/") else sound.LIMIT
 
 
 def _check_unmoved(state: State, alias: str, before: str | None) -> None:

@@ -21,19 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound, check_type
-from kvq_runtime.registry.bucket import BucketRegistry
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.hub.client import Access, using
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import Lock, enforce, read_lock
-from kvq_runtime.registry.oci.registry import OciRegistry
 from kvq_runtime.registry.reference import (
     ARTIFACT_FILE,
-    BUCKET,
-    FOLDER,
     HUB,
-    OCI,
     PRODUCTION,
     Reference,
     at_revision,
@@ -72,13 +67,13 @@ class Resolved:
 
 
 def open_registry(url: str | Path | None = None) -> Registry:
-    """The registry at file:///folder, a folder, s3://bucket/prefix, oci://host/repository or hf://org.
+    """The registry at file:///folder, a folder, or hf://org.
 
     None is $KVQ_REGISTRY, else $KVQ_HOME/registry. Nothing is read or created. Raises ValueError for another kind of
     address.
     """
     kind, root = kind_and_root(registry_url(url))
-    return {FOLDER: LocalRegistry, BUCKET: BucketRegistry, OCI: OciRegistry, HUB: HubRegistry}[kind](root)
+    return HubRegistry(root) if kind == HUB else LocalRegistry(root)
 
 
 def choose(state: State, reference: Reference) -> tuple[Version, str]:

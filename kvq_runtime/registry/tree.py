@@ -1,35 +1,30 @@
-"""Keep a registry as files, in a folder or a bucket that many processes share without a lock.
+"""Keep a registry as files, in a folder that many processes share without a lock.
 
     blobs/sha256/<hex>                          artifacts, cards and plots, named by their digest
     names/<name>/events/00000042.json           the changes of a name, one file each: see events.py
     evaluations/<sha256>/<sha256 of file>.json  measurements of an artifact, added later, never changed
     signatures/<sha256>/<sha256 of file>.json   signatures of it
-    remarks/<sha256 of the name>/<...>.json     notes, tags and approvals: see remarks.py
 
 A change is decided from the present events, and claims the next number, which one process gets. If another took it:
 read, decide and claim again. A blob is there before an event names it.
 
-Blobs of a registry that lies elsewhere, in a bucket or an OCI registry, are fetched into $KVQ_HOME/cache/blobs, where
-they are kept by their digest. A file whose bytes are not those of its name is not kept.
 """
 
-import io
 import re
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256 as hash_of
-from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from pathlib import PurePath
+from typing import Any
 
-from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, spoken
-from kvq_runtime.registry import events, reference, remarks, sound
+from kvq_runtime.registry import events, reference, sound
 from kvq_runtime.registry.events import Event, Fold, Publish, State, Version
-from kvq_runtime.registry.place import Elsewhere, Finding, Head
+from kvq_runtime.registry.place import Finding, Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
-from kvq_runtime.registry.registry import Registry, limit
+from kvq_runtime.registry.registry import Registry
 
 BLOBS = "blobs/sha256"
 _EVENT_LIMIT = 1 << 16
@@ -150,7 +145,7 @@ class TreeRegistry(Registry):
         the place raises where it cannot be read. Other versions, and `kvq list`, do not need it.
         """
         for path in (f"{folder}/{file}" for file in self._in_folder(folder) if file.endswith(".json")):
-            yield PurePath(self.at(path)), self.content(path, limit(path))
+            yield PurePath(self.at(path)), self.content(path, sound.LIMIT)
 
     # ---- changing
 
@@ -310,72 +305,7 @@ class TreeRegistry(Registry):
             _check_digest(files.digest(path)[0], sha256)
 
     def _check_record(self, path: str, check: Callable[[bytes, PurePath], object]) -> None:
-        check(self.content(path, limit(path)), PurePath(self.at(path)))
-
-
-class CachedTree(Elsewhere, TreeRegistry):
-    """A registry whose blobs are fetched into a cache."""
-
-    kind: str  # what its address begins with
-
-    def __init__(self, root: str):
-        self.root = root
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-        return f"{self.kind}{self.root}"
-
-    def at(self, path: str) -> str:
-        """The file's key, or address without its kind."""
-        return f"{self.root}/{path}"
-
-    def address(self, path: str) -> str:
-        """A path as messages name it."""
-        return f"{self.url}/{path}"
-
-    @abstractmethod
-    def first(self, sha256: str, count: int) -> bytes:
-        """The first bytes of a blob, so many or, of a shorter one, all."""
-
-    @abstractmethod
-    def receive(self, sha256: str, size: int, file: BinaryIO) -> None:
-        """Write a blob of this size into a file; whoever asks for it checks the digest."""
-
-    def about(self, name: str, version: Version) -> dict[str, Any]:
-        """Recipe, model and corpus of a version, from its file's header alone, whose form is checked as a file's."""
-        data = self.first(version.sha256, min(version.size, 8 + header.LIMIT))
-        try:
-            return header.summary(header.about_of(header.read(io.BytesIO(data), version.size)))
-        except ArtifactError as error:
-            raise ArtifactError(f"{self.address(f'{BLOBS}/{version.sha256}')}: {error}") from None
-
-    def cached(self, name: str, sha256: str, size: int) -> Path | None:
-        """A blob in the cache."""
-        path = kept(sha256)
-        return path if path.is_file() and path.stat().st_size == size else None
-
-    def download(self, name: str, version: Version, file: str) -> Path:
-        """Fetch a blob into the cache."""
-        sha256, size = version.content[file]
-        path = kept(sha256)
-        files.make_folder(path.parent)
-        with files.draft(path.parent) as (draft, data):
-            self.receive(sha256, size, data)
-            data.flush()
-            found = files.digest(draft)
-            if found != (sha256, size):
-                raise ArtifactError(
-                    f"{self.address(f'{BLOBS}/{sha256}')}: sha256: the store sent {found[0]}, {found[1]} bytes, for "
-                    f"{size}; nothing was kept, kvq doctor checks the registry"
-                )
-            files.settle(draft, data, path)
-        return path
-
-
-def kept(sha256: str) -> Path:
-    """The path of a blob in the cache, whether it is there or not."""
-    return reference.home() / "cache" / "blobs" / reference.check_sha256(sha256)
+        check(self.content(path, sound.LIMIT), PurePath(self.at(path)))
 
 
 def _blob(sha256: str) -> str:
@@ -411,5 +341,4 @@ def _gaps(numbers: list[int]) -> Iterator[tuple[int, int]]:
 _RECORDS: dict[str, tuple[Callable[[bytes, PurePath], object], str]] = {  # {kind: its check, advice on a damaged one}
     "evaluations": (sound.from_bytes, "delete it, and evaluate again"),
     "signatures": (lambda data, path: _check_digest(hash_of(data).hexdigest(), path.stem), "delete it, and sign again"),
-    "remarks": (remarks.from_bytes, remarks.RESTORE),
 }

@@ -48,7 +48,7 @@ def team(tmp_path, monkeypatch):
         said = []
         for language, block in sections()[heading]:
             for line in block.splitlines() if language == "sh" else [block]:
-                line = line.replace("/mnt/mirror", str(tmp_path / "mirror"))
+                line = line.replace("/mnt/copy", str(tmp_path / "copy"))
                 words = shlex.split(line) if language == "sh" else []
                 body = "from kvq_runtime.cli.main import main; sys.exit(main())" if language == "sh" else block
                 command = (
@@ -102,8 +102,8 @@ def test_the_day(team, publisher, tmp_path):
     hub.requests.clear()
     team("Roll back")
     assert pinned() == "1.0.0" and not [line for line in asked(hub) if "GET /lfs" in line]
-    team("A mirror")
-    (again,) = team("Load, offline", KVQ_REGISTRY=f"file://{tmp_path}/mirror", HF_ENDPOINT="http://127.0.0.1:9")
+    team("A copy")
+    (again,) = team("Load, offline", KVQ_REGISTRY=f"file://{tmp_path}/copy", HF_ENDPOINT="http://127.0.0.1:9")
     assert again == said
 
 

@@ -53,7 +53,7 @@ def test_an_empty_registry_lists_nothing(kvq, as_json):
 
 
 def test_a_variable_that_names_no_registry_is_asked_only_where_it_counts(store, kvq, tmp_path, monkeypatch):
-    """A mirror begins with `KVQ_REGISTRY` set to it already; a path and an address need no registry of one's own."""
+    """A copy begins with `KVQ_REGISTRY` set to it already; a path and an address need no registry of one's own."""
     mirror, file = f"file://{tmp_path}/mirror", tmp_path / "tiny.safetensors"
     file.write_bytes(tiny.data(0))
     monkeypatch.setenv("KVQ_REGISTRY", mirror)
@@ -61,7 +61,7 @@ def test_a_variable_that_names_no_registry_is_asked_only_where_it_counts(store, 
     code, _, err = kvq("show", NAME)
     assert code == 3 and "no artifact tiny-2bit" in err and "there is no such folder yet" in err
     assert kvq("verify", file)[0] == 0
-    assert kvq("copy", "--all", store.url, mirror)[0] == 0 and kvq("show", NAME)[0] == 0
+    assert kvq("copy", NAME, mirror, "--registry", store.url)[0] == 0 and kvq("show", NAME)[0] == 0
 
 
 def test_list_goes_on_after_a_damaged_name(store, kvq):

@@ -122,7 +122,7 @@ def test_a_path_that_the_system_refuses_is_told_in_words(kvq, tmp_path):
         ("report tiny-2bit --out {0}/folder", 2, r"--out \S+/folder: a folder, and a file is wanted"),
         ("report --registry --out {0}/file/pages", 2, r"\S+/file is a file; name a folder"),
         ("eval higgs-2bit --model demo --output {0}/none/x", 3, r"--output \S+: there is no folder"),
-        ("push tiny-2bit@1.0.0 {0}/file", 1, r"the registry \S+/file: \S+/file is a file; name a folder"),
+        ("copy tiny-2bit@1.0.0 {0}/file", 1, r"the registry \S+/file: \S+/file is a file; name a folder"),
         ("export gguf-mean tiny-2bit -o {0}/folder", 2, r"-o \S+/folder: a folder, and a file is wanted"),
         ("bench higgs-2bit --model demo --out {0}/file/x", 2, r"--out \S+/file: \S+/file is a file; name a folder"),
         ("sign tiny-2bit@1.0.0 --key {0}/folder", 2, r"key \S+/folder: is a folder, and a file is wanted"),
@@ -141,15 +141,14 @@ def test_what_a_version_is_wanted_for_is_said_with_an_example(kvq, tmp_path):
     open_registry().publish("tiny-2bit", tiny.data(0))
     for words, said in {
         "promote tiny-2bit": "as in kvq promote tiny-2bit@1.2.0 ...; kvq history tiny-2bit lists its versions",
-        f"copy tiny-2bit {tmp_path}/new": "copy tiny-2bit@1.2.0 .*; --all copies every version, alias and yank",
-        f"copy hf://org {tmp_path}/new": "or a whole registry",
-        f"copy file://{tmp_path} {tmp_path}/new": "of a folder; give it as the registry.* or a whole registry",
+        f"copy hf://org {tmp_path}/new": "use hf://org/name",
+        f"copy file://{tmp_path} {tmp_path}/new": "of a folder; give it as the registry",
         "history tiny-2bit@1.0.0": "without a version, as in tiny-2bit",
     }.items():
         code, _, err = kvq(*words.split())
         assert code == 2 and re.search(said, err), err
     code, _, err = kvq("copy", "tiny-2bit@9.0.0", tmp_path / "new")
-    assert code == 3 and "--all" not in err
+    assert code == 3
 
 
 def test_a_text_that_is_named_as_an_artifact_is_another_kind_of_file(kvq, tmp_path):

@@ -78,7 +78,7 @@ def test_a_lock_pins_what_stands_beside_the_artifact(store, kvq, tmp_path):
 def test_a_lock_holds_in_a_mirror_whose_card_is_another(store, kvq, tmp_path):
     lock, mirror = tmp_path / "kvq.lock", (tmp_path / "mirror").as_uri()
     assert kvq("pull", NAME, "-o", tmp_path / "out", "--lock", lock)[0] == 0
-    assert kvq("copy", "--all", NAME, mirror)[0] == 0
+    assert kvq("copy", NAME, mirror)[0] == 0
     edited(LocalRegistry(tmp_path / "mirror"), lambda files: files["README.md"].update(files["error.png"]))
     assert kvq("pull", NAME, "-o", tmp_path / "there", "--locked", lock, "--registry", mirror)[0] == 0
     assert (tmp_path / "there" / "README.md").read_bytes() == b"png"

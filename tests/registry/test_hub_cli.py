@@ -45,25 +45,25 @@ def here(hub):
     return here
 
 
-def test_a_dry_run_of_a_push_checks_and_writes_nothing(here, hub, kvq, as_json, monkeypatch):
-    planned = as_json("push", f"{NAME}@1.0.0", "hf://org", "--dry-run")
+def test_a_dry_run_checks_and_writes_nothing(here, hub, kvq, as_json, monkeypatch):
+    (planned,) = as_json("copy", f"{NAME}@1.0.0", "hf://org", "--dry-run")
     assert planned["result"] == "would be published" and planned["files"] == ["README.md", "error.png"]
     assert not hub.repos and all(line.startswith(("GET", "HEAD")) for line in asked(hub))
-    code, _, err = kvq("push", f"{NAME}@1.0.0", "hf://elsewhere", "--dry-run")
+    code, _, err = kvq("copy", f"{NAME}@1.0.0", "hf://elsewhere", "--dry-run")
     assert code == 1 and "me is not a member of it" in err
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
-    code, _, err = kvq("push", f"{NAME}@1.0.0", "hf://org", "--dry-run")
+    code, _, err = kvq("copy", f"{NAME}@1.0.0", "hf://org", "--dry-run")
     assert code == 1 and "the token is read-only" in err
     monkeypatch.delenv("HF_TOKEN")
-    code, _, err = kvq("push", f"{NAME}@1.0.0", "hf://org", "--dry-run")
+    code, _, err = kvq("copy", f"{NAME}@1.0.0", "hf://org", "--dry-run")
     assert code == 1 and "no token to write with" in err
 
 
-def test_push_brings_everything_and_again_is_the_same(here, hub, as_json, kvq):
-    pushed = as_json("push", f"{NAME}@1.0.0", "hf://org", "--private")
+def test_a_copy_brings_everything_and_again_is_the_same(here, hub, as_json, kvq):
+    (pushed,) = as_json("copy", f"{NAME}@1.0.0", "hf://org", "--private")
     assert pushed["result"] == "published" and pushed["evaluations"] == 1
     assert hub.repos[f"org/{NAME}"].private
-    again = as_json("push", f"{NAME}@1.0.0", "hf://org")
+    (again,) = as_json("copy", f"{NAME}@1.0.0", "hf://org")
     assert again["result"] == "was there already" and again["sha256"] == pushed["sha256"]
     shown = as_json("show", f"hf://org/{NAME}@1.0.0")
     assert shown["registry"] == "hf://org" and shown["evaluations"][0]["result"]["perplexity"] == 12.5
@@ -76,17 +76,16 @@ def test_push_brings_everything_and_again_is_the_same(here, hub, as_json, kvq):
     assert found == {"perplexity": 12.5, "kl_divergence": 0.025, "relative_perplexity": 0.01}
     assert f'KVQCache.from_pretrained("hf://org/{NAME}@1.0.0", model=model)' in text
     assert "![error](versions/1.0.0/error.png)" in text and "Not evaluated" not in text and "| wiki |" in text
-    assert kvq("push", NAME, "hf://org")[0] == 2  # which version?
-    assert kvq("push", "other@1.0.0", "hf://org")[0] == 3
+    assert kvq("copy", "other@1.0.0", "hf://org")[0] == 3
     resolve.open_registry("hf://org").publish(NAME, tiny_artifact.data(9), version="1.1.0")
-    code, _, err = kvq("push", f"{NAME}@1.1.0", "hf://org")
+    code, _, err = kvq("copy", f"{NAME}@1.1.0", "hf://org")
     assert code == 4 and "has other bytes as tiny-2bit 1.1.0" in err
 
 
 def test_commands_on_a_hub(here, hub, as_json, kvq, tmp_path):
     where = f"hf://org/{NAME}"
     for version in ("1.0.0", "1.1.0"):
-        as_json("push", f"{NAME}@{version}", "hf://org")
+        as_json("copy", f"{NAME}@{version}", "hf://org")
     assert as_json("diff", f"{where}@1.0.0", f"{NAME}@1.0.0") == []
     assert {row["part"] for row in as_json("diff", f"{where}@1.0.0", f"{where}@1.1.0")} == {
         "evaluation",
@@ -116,7 +115,7 @@ def test_commands_on_a_hub(here, hub, as_json, kvq, tmp_path):
 
 
 def test_search_finds_what_a_corpus_or_a_model_went_into(here, hub, as_json):
-    as_json("copy", "--all", NAME, "hf://org")
+    as_json("copy", NAME, "hf://org")
     for place in ((), ("hf://org",)):
         found = lambda *given, place=place: [row["version"] for row in as_json("search", *given, *place)]  # noqa: E731
         assert found() == found("--name", "tiny*") == found("--model", "TINY") == found("--revision", "main")
@@ -126,37 +125,30 @@ def test_search_finds_what_a_corpus_or_a_model_went_into(here, hub, as_json):
         assert found("--corpus", "bbbb", "--model", "other") == []
 
 
-def test_a_mirror_has_versions_aliases_and_yanks(here, hub, as_json, kvq, tmp_path):
-    here.publish("second", tiny_artifact.data(3))
-    here.promote(NAME, "1.1.0")
+def test_a_copy_has_all_versions_and_yanks(here, hub, as_json, kvq, tmp_path):
     here.yank(NAME, "1.0.0", "bad")
-    planned = as_json("copy", "--all", here.url, "hf://org", "--dry-run")
-    assert {row["result"] for row in planned} == {"would be published", "would be: is production", "would be: yanked"}
-    assert not hub.repos
-    as_json("copy", "--all", here.url, "hf://org")
-    there, back = resolve.open_registry("hf://org"), f"file://{tmp_path}/mirror"
-    as_json("copy", "--all", "hf://org", back)
+    planned = as_json("copy", NAME, "hf://org", "--dry-run")
+    assert {row["result"] for row in planned} == {"would be published"} and not hub.repos
+    as_json("copy", NAME, "hf://org")
+    there, back = resolve.open_registry("hf://org"), f"file://{tmp_path}/copy"
+    as_json("copy", f"hf://org/{NAME}", back)
+    bytes_of = {v.version: (v.sha256, v.yanked) for v in here.state(NAME).versions.values()}
     for other in (there, resolve.open_registry(back)):
-        assert other.names() == ["second", NAME]
-        assert other.state(NAME).aliases == {"production": ("1.1.0",)}
-        for name in other.names():
-            bytes_of = {v.version: (v.sha256, v.yanked) for v in here.state(name).versions.values()}
-            assert {v.version: (v.sha256, v.yanked) for v in other.state(name).versions.values()} == bytes_of
+        assert {v.version: (v.sha256, v.yanked) for v in other.state(NAME).versions.values()} == bytes_of
     card = resolve.open_registry(back).attachments(NAME, resolve.open_registry(back).state(NAME).versions["1.0.0"])
     assert b'from_pretrained("tiny-2bit@1.0.0"' in card["README.md"]
     commits = len(hub.repos[f"org/{NAME}"].commits)
-    rows = as_json("copy", "--all", f"hf://org/{NAME}", back)
-    assert {row["result"] for row in rows} == {"was there already"}
-    assert {row["result"] for row in as_json("copy", "--all", here.url, "hf://org")} == {"was there already"}
+    for words in ((f"hf://org/{NAME}", back), (NAME, "hf://org")):
+        assert {row["result"] for row in as_json("copy", *words)} == {"was there already"}
     assert len(hub.repos[f"org/{NAME}"].commits) == commits
 
 
 def test_a_copy_that_was_cut_off_goes_on(here, hub, kvq):
     hub.faults.add("POST .*/commit/", "status", times=1000, status=500)
-    code, _, err = kvq("copy", "--all", NAME, "hf://org")
+    code, _, err = kvq("copy", NAME, "hf://org")
     assert code == 1 and "no answer from the Hub" in err
     hub.faults = type(hub.faults)()
-    assert kvq("copy", "--all", NAME, "hf://org")[0] == 0
+    assert kvq("copy", NAME, "hf://org")[0] == 0
     assert list(resolve.open_registry("hf://org").state(NAME).versions) == ["1.0.0", "1.1.0"]
 
 

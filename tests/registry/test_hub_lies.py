@@ -199,7 +199,7 @@ def test_an_address_with_a_token_is_quoted_without_it(hub, store, monkeypatch, k
 def test_a_token_that_stands_in_a_reference_is_not_repeated(given, kvq, tmp_path):
     secret = "Secret" * 3
     (tmp_path / "r").mkdir()
-    for command in (("show",), ("history",), ("push",), ("promote",)):
-        to = ["hf://org"] if command == ("push",) else []
+    for command in (("show",), ("history",), ("copy",), ("promote",)):
+        to = ["hf://org"] if command == ("copy",) else []
         code, _, said = kvq(*command, given.format(secret), *to, "--registry", (tmp_path / "r").as_uri())
         assert code and said and secret not in said

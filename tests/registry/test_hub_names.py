@@ -28,7 +28,7 @@ def test_a_name_that_a_hub_refuses_makes_no_request_and_is_good_in_a_folder(name
     folder.publish(name, data)
     with pytest.raises(ValueError, match=f"name '{name}': a Hub refuses"):
         store.publish(name, data)
-    code, _, err = kvq("push", f"{name}@1.0.0", "hf://org", "--registry", folder.url)
+    code, _, err = kvq("copy", f"{name}@1.0.0", "hf://org", "--registry", folder.url)
     assert code != 0 and "a Hub refuses" in err and "Traceback" not in err
     assert hub.requests == [] and not hub.repos
     assert folder.state(name).versions
@@ -64,7 +64,7 @@ def test_a_calibration_that_would_push_under_such_a_name_does_not_begin(hub, tmp
     f"hf://me:{TOKEN}@org/name@1.0.0", f"https://huggingface.co/org?token={TOKEN}",
 ])  # fmt: skip
 def test_a_token_in_an_address_is_refused_and_not_repeated(address, kvq, tmp_path):
-    code, out, err = kvq("push", f"{NAME}@1.0.0", address, "--registry", tmp_path.as_uri())
+    code, out, err = kvq("copy", f"{NAME}@1.0.0", address, "--registry", tmp_path.as_uri())
     assert code != 0 and TOKEN not in out + err
     if not address.endswith(TOKEN) or "?" in address:  # an organization may be named like that
         with pytest.raises(ValueError) as error:

@@ -173,7 +173,7 @@ def test_a_copy_keeps_its_signatures(store, kvq, tmp_path):
     mine, public = keys(tmp_path, "mine")
     kvq("sign", f"{NAME}@1.0.0", "--key", mine)
     mirror = f"file://{tmp_path}/mirror"
-    assert kvq("copy", "--all", NAME, mirror)[0] == 0
+    assert kvq("copy", NAME, mirror)[0] == 0
     assert kvq("verify", f"{NAME}@1.0.0", "--registry", mirror, "--key", public) == (0, "")
 
 

@@ -239,3 +239,30 @@ def test_doctor_lists_blobs_once(store, monkeypatch):
 
     monkeypatch.setattr(LocalRegistry, "entries", listed)
     assert store.examine() == []
+
+
+@pytest.mark.parametrize("place", ["names", "evaluations"])
+def test_doctor_tells_of_all_beside_a_link_that_leads_nowhere(place, store, tmp_path):
+    store.publish(NAME, tiny.data())
+    (store.root / "tmp" / "draft").touch()
+    if place == "names":
+        (store.root / place).rename(tmp_path / "moved")
+    (store.root / place).symlink_to(tmp_path / "not-mounted")
+    findings = store.examine()
+    (fault,) = [one for one in findings if one.level == "fault"]
+    assert fault.path == str(store.root / place) and "leads nowhere" in fault.what and "move it out" in fault.advice
+    assert "temporary file" in [one.what for one in findings]
+
+
+@pytest.mark.parametrize("place", ["names/gone", "names/gone/events"])
+def test_a_link_that_leads_nowhere_is_told(place, store, tmp_path, kvq):
+    store.publish(NAME, tiny.data())
+    path = store.root / place
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(tmp_path / "not-mounted")
+    assert store.names() == ["gone", NAME]
+    code, out, _ = kvq("list", "--registry", store.url)
+    assert code == 1 and "a link that leads nowhere" in out and NAME in out
+    for action in (lambda: store.collect(0), lambda: store.publish("gone", tiny.data(1))):
+        with pytest.raises(ArtifactError, match="leads nowhere"):
+            action()

@@ -37,7 +37,6 @@ from kvq_runtime.prefix import sets as prefix_sets
 from kvq_runtime.prefix import shelf as prefix_shelf
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry import events
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import read_lock
@@ -120,24 +119,6 @@ def _kvq(*arguments: str) -> Callable[[Path], int]:
     )
 
 
-def _proposed(folder: Path) -> None:
-    _two_versions(folder)
-    _by("alice", _kvq("protect", NAME, "--approvals", "1"))(folder)
-    _by("alice", _kvq("promote", f"{NAME}@1.0.1"))(folder)
-
-
-def _by(user: str, command: Callable[[Path], int]) -> Callable[[Path], int]:
-    """The command of a user, always at the same time: a remark's file is named by its digest."""
-
-    def run(folder: Path) -> int:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("KVQ_USER", user)
-            patch.setattr(events, "now", lambda: "2026-01-31T12:00:00Z")
-            return command(folder)
-
-    return run
-
-
 def _orphans(folder: Path) -> None:
     _two_versions(folder)
     store(folder).put_blob(b"no event names it")
@@ -148,7 +129,7 @@ def _orphans(folder: Path) -> None:
 def _pushed(folder: Path) -> None:
     """Two versions, here and on the Hub; the first is production there too."""
     _two_versions(folder)
-    assert _kvq("copy", "--all", NAME, "hf://org")(folder) == 0
+    assert _kvq("copy", NAME, "hf://org")(folder) == 0
 
 
 def _orphans_on_the_hub(folder: Path) -> None:
@@ -188,11 +169,10 @@ COMMANDS = {
     "publish": Command(lambda folder: None, _publish),
     "publish another": Command(_a_version, _publish),
     "promote": Command(_two_versions, _kvq("promote", f"{NAME}@1.0.1")),
-    "approve": Command(_proposed, _by("bob", _kvq("approve", f"{NAME}@1.0.1"))),
     "pull": Command(_two_versions, _kvq("pull", NAME, *PULL)),
     "gc": Command(_orphans, _kvq("gc", "--grace", "0s")),
     "keep a prefix": Command(lambda folder: _keep(folder, 5), _keep_another),
-    "push": Command(_a_version, _kvq("push", f"{NAME}@1.0.0", "hf://org")),
+    "push": Command(_a_version, _kvq("copy", f"{NAME}@1.0.0", "hf://org")),
     "promote on a Hub": Command(_pushed, _kvq("promote", f"hf://org/{NAME}@1.0.1")),
     "pull from a Hub": Command(_pushed, _kvq("pull", f"hf://org/{NAME}", *PULL)),
     "gc of a Hub": Command(_orphans_on_the_hub, _kvq("gc", "hf://org", "--grace", "0s")),

@@ -1,6 +1,5 @@
 """A registry in a folder, and the name in it that tests speak of."""
 
-from hashlib import sha256
 from pathlib import Path
 
 import tiny_artifact as tiny
@@ -9,8 +8,6 @@ from kvq_runtime.registry import resolve
 from kvq_runtime.registry.local import LocalRegistry
 
 NAME = "tiny-2bit"
-FOLDER = sha256(NAME.encode()).hexdigest()
-GOOD = {"schema": 1, "name": NAME, "at": "2026-01-31T12:00:00Z", "by": "eve", "replaces": []}  # what every remark has
 
 
 def event_files(store: LocalRegistry, name: str = NAME) -> list[Path]:

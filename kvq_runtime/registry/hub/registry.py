@@ -21,13 +21,13 @@ from typing import Any
 
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.registry import card, reference, remarks
+from kvq_runtime.registry import card, reference, sound
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub import ask, cache, client, index
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.place import Elsewhere, Finding, Head
 from kvq_runtime.registry.reference import GRACE
-from kvq_runtime.registry.registry import Registry, limit
+from kvq_runtime.registry.registry import Registry
 
 _INITIAL_FILES = {".gitattributes", "README.md", "LICENSE"}  # the Hub's form for a new repository may create these
 
@@ -70,7 +70,7 @@ class HubRegistry(Elsewhere, Registry):
 
     def hint(self, name: str) -> str:
         """Return the end of the message about a missing name."""
-        return "its repository has no kvq.json; kvq push and kvq-calibrate --push publish there"
+        return "its repository has no kvq.json; kvq copy and kvq-calibrate --push publish there"
 
     def last_commit(self, name: str) -> str:
         """The commit of main that was last read of a name; "" before the first read."""
@@ -135,7 +135,7 @@ class HubRegistry(Elsewhere, Registry):
             for file in sorted(found):
                 sha256, path = file.removesuffix(".json"), f"{folder}/{file}"
                 if reference.is_sha256(sha256):  # else it is no record
-                    yield PurePath(path), cache.content(repo, path, found[file], limit(path), sha256)
+                    yield PurePath(path), cache.content(repo, path, found[file], sound.LIMIT, sha256)
 
     # ---- changing
 
@@ -211,7 +211,7 @@ class HubRegistry(Elsewhere, Registry):
         return list(removed)
 
     def examine(self) -> list[Finding]:
-        """Everything wrong with index, files, tags and remarks of every name; unnamed files as notes."""
+        """Everything wrong with index, files and tags of every name; unnamed files as notes."""
         findings = []
         for name in self.names():
             repo = self.repo(name)
@@ -222,10 +222,6 @@ class HubRegistry(Elsewhere, Registry):
                 findings.append(Finding("fault", str(error), f"{repo}/{index.FILE}", advice))
                 continue
             findings += index.check_files(repo, head) + index.check_tags(repo, head)
-            try:
-                remarks.read(self, name, "protect")  # the others are read, and let go
-            except ArtifactError as error:
-                findings.append(Finding("fault", str(error), f"{repo}/remarks", remarks.RESTORE))
         return findings
 
 

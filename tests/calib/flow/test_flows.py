@@ -13,10 +13,7 @@ from patience import until
 from kvq_calib.cli import calibrate as cli
 from kvq_calib.evaluate import held_out
 from kvq_runtime.errors import NotFound
-from kvq_runtime.registry import remarks
 from kvq_runtime.registry import resolve as registry
-from kvq_runtime.registry.local import LocalRegistry
-from kvq_runtime.registry.reference import Reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 NAME = "tiny-model-aqua-2bit"
@@ -192,19 +189,6 @@ def test_the_text_of_a_drift_check_is_fresh_every_week(model):
     assert held_out.week(date(2026, 4, 1)) == held_out.week(date(2026, 4, 3)) == 202614
     assert held_out.week(date(2027, 1, 1)) == 202653
     assert held_out.week(date(2026, 4, 8)) == 202615
-
-
-def test_a_drift_check_tells_what_it_only_proposed(tmp_path):
-    """A protected alias does not move: others have to approve."""
-    place = LocalRegistry(tmp_path / "registry")
-    for seed in range(2):
-        place.publish(NAME, tiny_artifact.data(seed))
-    remarks.protect(place, NAME, "production", 1)
-    newest = Reference(NAME, "version", "1.0.1")
-    assert held_out._promote(place, newest, "production") == ("", "production")
-    remarks.protect(place, NAME, "production", 0)
-    assert held_out._promote(place, newest, "production") == ("production", "")
-    assert held_out._promote(place, newest, "production") == ("", "")
 
 
 def test_a_drift_check_of_what_is_withdrawn_measures_nothing_and_says_so(model, tmp_path):

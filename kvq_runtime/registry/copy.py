@@ -1,15 +1,14 @@
-"""Copy versions from one registry to another, of whatever kind: bytes, number, attachments and records.
+"""Copy versions between a folder and a Hub: bytes, number, attachments, records and yanks, but no aliases.
 
 A copy can be repeated and resumes: equal content is left alone, other content under the same number is a Conflict.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from kvq_runtime.artifact import artifact, folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import Conflict
-from kvq_runtime.registry import card, remarks
+from kvq_runtime.registry import card
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.hub.client import Access, using
 from kvq_runtime.registry.hub.registry import HubRegistry
@@ -18,30 +17,25 @@ from kvq_runtime.registry.registry import Kind, Registry
 from kvq_runtime.registry.sound import sound
 
 
-def copy(source: Registry, name: str, version: Version, target: Registry, dry_run: bool = False) -> dict[str, Any]:
-    """Copy one version under its number; returns what was done as a row, or with `dry_run` what would be done.
+def copy_version(
+    source: Registry, name: str, version: Version, target: Registry, dry_run: bool = False
+) -> dict[str, Any]:
+    """Copy one version under its number, with its records and yank; return what was done as a row.
 
+    dry_run   write nothing, and return what would be done
     Raises Conflict if the target has other bytes under this number, or these bytes under another one; ArtifactError if
     the source is damaged.
     """
-    row = _copied(source, name, version, target, dry_run)
-    if not dry_run:
-        remarks.copy(source, name, [version.version], target)
-    return row
-
-
-def _copied(source: Registry, name: str, version: Version, target: Registry, dry_run: bool) -> dict[str, Any]:
-    """`copy` without remarks, which are those of a name."""
     state = target.current_state(name)
     _check_number(state, version, target.url)
-    exists = state.with_digest(version.sha256) is not None
+    there = state.with_digest(version.sha256)
     evaluations = source.evaluations(version.sha256, name)
     row = {"name": name, "version": version.version, "sha256": version.sha256, "size": version.size}
     row |= {"from": source.url, "to": target.url, "files": sorted(version.files), "evaluations": len(evaluations)}
     if dry_run:
         target.check_writable()
-        return row | {"result": "is there already" if exists else "would be published"}
-    if exists:
+        return row | {"result": "would be published" if there is None else "is there already"}
+    if there is not None:
         target.finish(name, version)
     else:
         data = artifact.read(source.fetch_verified(name, version), version.sha256, version.size)
@@ -56,52 +50,9 @@ def _copied(source: Registry, name: str, version: Version, target: Registry, dry
         for _, data in source.records(kind, version.sha256, name):
             if data not in known:
                 target.add_record(kind, version.sha256, data, name)
-    return row | {"result": "was there already" if exists else "published"}
-
-
-def mirror(source: Registry, name: str, target: Registry, dry_run: bool = False) -> Iterator[dict[str, Any]]:
-    """Copy every version of a name, then give its aliases and yanks the state they have in the source.
-
-    Yields a row for each thing done, or with `dry_run` that would be done. A version that an alias of the target points
-    to is not yanked there, which its row says.
-    """
-    state = source.existing(name)
-    copied = dict[str, Version]()
-    try:
-        for number, version in state.versions.items():
-            row = _copied(source, name, version, target, dry_run)
-            copied[number] = version
-            yield row
-    finally:  # also of those before one that is refused
-        if copied and not dry_run:
-            remarks.copy(source, name, copied, target)
-    before = target.current_state(name)
-    guarded = remarks.read(target, name, *remarks.OF_ALIASES) if before.events else remarks.Remarks(())
-    after = {alias: before.at(alias) for alias in before.aliases}
-    for alias in state.aliases:  # before yanks: a yanked version may be an alias' old one
-        pointed = state.at(alias)
-        if pointed is not None and before.at(alias) != pointed:
-            if dry_run:
-                moves = guarded.may_move(before, alias, pointed)
-            else:
-                expected = before.at(alias) or "none"
-                moves = target.promote(name, pointed, alias, expected, force=True).at(alias) == pointed
-            after |= {alias: pointed} if moves else {}
-            what = f"is {alias}" if moves else f"is proposed as {alias}, which is protected"
-            yield _row(name, pointed, source, target, what, dry_run)
-    for version in state.versions.values():
-        there = before.versions.get(version.version)
-        if version.yanked is None or (there is not None and there.yanked is not None):
-            continue
-        what, pointing = "yanked", [alias for alias, at in after.items() if at == version.version]
-        if pointing:
-            protected = " and ".join(
-                f"{one}, which is protected," if guarded.approvals(one) else one for one in pointing
-            )
-            what = f"not yanked: {protected} points to it"
-        elif not dry_run:
-            target.yank(name, version.version, version.yanked)
-        yield _row(name, version.version, source, target, what, dry_run)
+    if version.yanked is not None and (there is None or there.yanked is None):
+        target.yank(name, version.version, version.yanked)
+    return row | {"result": "published" if there is None else "was there already"}
 
 
 def push_to_hub(
@@ -132,11 +83,6 @@ def push_to_hub(
     with using(Access(token)):
         published = HubRegistry(org, private).publish(target.name, data, version, files)
     return f"{place}@{published.version}"
-
-
-def _row(name: str, version: str, source: Registry, target: Registry, what: str, dry_run: bool) -> dict[str, Any]:
-    result = f"would be: {what}" if dry_run else what
-    return {"name": name, "version": version, "from": source.url, "to": target.url, "result": result}
 
 
 def _check_number(state: State, version: Version, url: str) -> None:
