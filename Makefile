@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env real-model gemma3-270m browser schedulers demo demo-real test test-all chaos check oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-lm-eval format bench compare bench-gpu flows-up flows-down wheel clean
+.PHONY: help env real-model gemma3-270m demo demo-real test test-all chaos check oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-lm-eval format bench compare bench-gpu flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -34,24 +34,6 @@ gemma3-270m: build/gemma3-270m.gguf ## make build/gemma3-270m.gguf, a real model
 
 build/gemma3-270m.gguf: scripts/real_model.py | $(VENV)/.installed
 	PYTHONPATH=. $(RUN) -m scripts.real_model build gemma3-270m
-
-browser: build/chromium/chromium ## make build/chromium of Debian's package, for the tests of pages (115 MB to fetch, 0.4 GB)
-
-build/chromium/chromium: scripts/get_chromium.sh
-	bash $< $(@D)
-
-schedulers: build/slurm/sbatch build/skypilot/.installed ## put sbatch and SkyPilot beside .venv, for the tests of docs/fleet (25 MB to fetch)
-
-build/slurm/sbatch: scripts/get_slurm.sh
-	bash $< $(@D)
-
-# Of what SkyPilot asks for, what reading a task and a command line imports.
-SKYPILOT := skypilot==0.14.1 aiohappyeyeballs aiohttp aiosignal bcrypt casbin frozenlist ijson multidict paramiko passlib \
-    prettytable propcache psycopg2-binary pynacl simpleeval sqlalchemy-adapter yarl
-
-build/skypilot/.installed: Makefile $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/skypilot $(SKYPILOT)
-	@touch $@
 
 # as kvq-calibrate does
 demo demo-real: export GOMP_SPINCOUNT ?= 5000

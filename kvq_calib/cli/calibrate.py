@@ -5,14 +5,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from kvq_calib.cli import fleet
 from kvq_calib.cli.progress import Status
 from kvq_calib.model import catalog
 from kvq_calib.run.device import keep_memory
@@ -27,7 +23,6 @@ from kvq_runtime.registry.sound import read
 # GOMP_SPINCOUNT: iterations an idle OpenMP thread spins before it sleeps. At libgomp's own number, 300,000, a fit with
 # two threads on busy cores takes about four times as long; with 0, one on idle cores nearly twice as long.
 SPIN = "5000"
-PROGRAM = "program"  # --version without a number
 DEFAULT = "aqua-2bit"  # recipe
 INTERRUPTED = "interrupted; the same command goes on where it stopped"
 EPILOG = f"""\
@@ -43,7 +38,6 @@ examples
     kvq-calibrate --model demo --recipe auto --bits 3.25 --for vllm     among what vLLM can serve from its pages
     kvq-calibrate --model qwen2.5-7b --push hf://my-org         and publish on the Hub
     kvq-calibrate --model ./fine-tune --reuse base-aqua-2bit@production --max-kl 0.1   what its base has, if it will do
-    kvq-calibrate --models list.yaml --dry-run --price 2.5      hours, memory, disk and cost of several models
     kvq-calibrate --list-models
 
 One pass over the model serves all recipes. What was fitted is measured on held-out text (perplexity, divergence,
@@ -63,104 +57,20 @@ def program() -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command, by default that of the command line; returns its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    return _ended(lambda: _run(parser().parse_args(argv), argv))
+    extras = "[calib]', with --prefect '[flows]', with --workers '[scale]"
+    return exit_codes.run("kvq-calibrate", lambda: _run(parser().parse_args(argv)), extras, INTERRUPTED)
 
 
-def _ended(command: Callable[[], int]) -> int:
-    extras, interrupted = "[calib]', with --prefect '[flows]', with --workers '[scale]", INTERRUPTED
-    return exit_codes.run("kvq-calibrate", command, extras, interrupted)
-
-
-def _run(args: argparse.Namespace, argv: list[str]) -> int:
-    if args.program == PROGRAM:
-        print(f"kvq-runtime {__version__}")
-        return 0
-    if args.program is not None:
-        _renamed(args)
+def _run(args: argparse.Namespace) -> int:
     if args.quiet or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too; read at import
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # read when torch is imported
     keep_memory()
-    return _calibrate(args) if args.models is None else _each(args, argv)
+    return _list_models(args.json) if args.list_models else _calibrate(args)
 
 
-def _each(args: argparse.Namespace, argv: list[str]) -> int:
-    """Do what is asked of each model of a list."""
-    if args.model is not None:
-        raise ValueError("--models names the models; leave out --model")
-    if args.price is not None and not args.dry_run:
-        raise ValueError(
-            "--price P is told by --dry-run, without which the models are calibrated; give both, or neither"
-        )
-    known = parser()._option_string_actions
-    every = fleet.chosen(args, fleet.commands(args.models, fleet.without(argv, fleet.OWN, known), known))
-    parsed, refused = _of_each(args.models, dict(every), lambda words: parser().parse_args(words))
-    if refused:
-        return refused[0]
-    if args.commands:
-        fleet.print_commands(every)
-        return 0
-    if args.dry_run:
-        from kvq_calib.cli import outcome
-
-        def planned(one: argparse.Namespace) -> dict[str, Any]:
-            asked, work, _ = _prepared(argparse.Namespace(**{**vars(one), "dry_run": True}))
-            return outcome.plan(asked, work)
-
-        rows, refused = _of_each(args.models, parsed, planned)
-        if 130 in refused:
-            return 130
-        fleet.plan([*rows.values()], args.price, args.json, len(refused))
-        return next(iter(refused), 0)
-    say, told = partial(exit_codes.say, "kvq-calibrate"), list[dict[str, Any]]()
-    code = fleet.run(every, lambda number: _ended(lambda: _calibrate(parsed[number], told.extend)), say)
-    if any(one.json for one in parsed.values()):
-        printed = _ended(lambda: _print_records(told) or 0)
-        return code or printed  # a reader who went does not hide an entry that failed
-    return code
-
-
-def _of_each(path: Path, entries: Mapping[int, Any], made: Callable[[Any], Any]) -> tuple[dict[int, Any], list[int]]:
-    """Make each entry of the list; for those that fail, each told with its reason, return the exit code. Ctrl-C ends
-    it."""
-    found, refused = dict[int, Any](), list[int]()
-    for number, entry in entries.items():
-
-        def one(number: int = number, entry: Any = entry) -> int:
-            try:
-                found[number] = made(entry)
-            except (Exception, SystemExit):
-                exit_codes.say("kvq-calibrate", f"entry {number} of {path} is refused")
-                raise
-            return 0
-
-        if code := _ended(one):
-            refused.append(code)
-        if code == 130:
-            break
-    return found, refused
-
-
-def _renamed(args: argparse.Namespace) -> None:
-    """Take --version V as --artifact-version V, its name until kvq 0.1."""
-    if args.version is not None:
-        raise ValueError("--version V is the older name of --artifact-version; give only that")
-    exit_codes.say("kvq-calibrate", "--version V is called --artifact-version V now; --version prints the program's")
-    args.version = args.program
-
-
-def _print_records(records: list[dict[str, Any]]) -> None:
-    print_table(records, json=True)
-
-
-def _calibrate(args: argparse.Namespace, tell: Callable[[list[dict[str, Any]]], None] = _print_records) -> int:
-    """Do what is asked of one model; `tell` takes the records that --json is for."""
-    if args.list_models:
-        return _list_models(args.json)
-    if args.only is not None or args.price is not None or args.commands:
-        raise ValueError("--only, --price and --commands are of --models FILE.yaml; give that")
+def _calibrate(args: argparse.Namespace) -> int:
     asked, work, caution = _prepared(args)
     from kvq_calib.cli import outcome
     from kvq_calib.job import prepare
@@ -185,7 +95,7 @@ def _calibrate(args: argparse.Namespace, tell: Callable[[list[dict[str, Any]]], 
         caution = verdict.thinness(prepare.base_of(asked, work.files).provenance)
     found = [read(one, TextRecord) for one in records]
     if args.json:
-        tell(outcome.as_records(done, found, caution))
+        print_table(outcome.as_records(done, found, caution), json=True)
     else:
         outcome.show(done, found, caution)
     if reused:
@@ -293,8 +203,6 @@ def parser() -> argparse.ArgumentParser:
     add = what.add_argument
     add("--model", metavar="NAME|PATH|HUB-ID",
         help="a catalog name (--list-models), a folder, a .gguf file, or org/name on the Hub")  # fmt: skip
-    add("--models", type=Path, metavar="FILE.yaml",
-        help="a list of models, each a name or options of its own, one after the other")  # fmt: skip
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
     add("--recipe", dest="recipes", action="append", metavar="RECIPE",
         help="a name or FILE.json, either with +PATH=VALUE; or auto, or auto-vocab, whose first layer may be stored "
@@ -359,14 +267,10 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument_group("how").add_argument
     add("--prefect", action="store_true", help="run as a Prefect flow (also when PREFECT_API_URL is set)")
     add("--dry-run", action="store_true", help="check everything, print the plan, and stop")
-    add("--only", type=count, metavar="N", help="of --models the N-th alone, as one job of an array does")
-    add("--commands", action="store_true", help="of --models: print a command for each, and stop")
-    add("--price", type=float, metavar="P", help="of --models with --dry-run: of an hour of the machine")
     add("--list-models", action="store_true", help="print the catalog")
     add("--json", action="store_true", help="print JSON")
     add("--quiet", action="store_true", help="no progress bar")
-    add("--version", dest="program", nargs="?", const=PROGRAM, metavar="V",
-        help="print the program's version; with a number, the older name of --artifact-version")  # fmt: skip
+    add("--version", action="version", version=f"kvq-runtime {__version__}")
     return top
 
 

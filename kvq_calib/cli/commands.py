@@ -1,4 +1,4 @@
-"""Add `eval`, `compare`, `bench`, `probe`, `report` and `import` to the `kvq` command, whose exit codes they share.
+"""Add `eval`, `compare`, `bench` and `report` to the `kvq` command, whose exit codes they share.
 
 Imports nothing that takes long: `--help` and `kvq list` must not wait for it.
 """
@@ -98,25 +98,7 @@ INTERRUPTED = {
     "bench": "interrupted; the same command goes on with the next round if it has --out",
     "evaluate": "interrupted; nothing was kept",
     "compare": "interrupted; the same command goes on where it stopped",
-    "probe": "interrupted; nothing was kept",
 }
-
-PROBE_EXAMPLES = """\
-examples
-    kvq probe --model demo
-    kvq probe --model qwen2.5-7b --corpus wiki.txt --samples 224 --length 8192 --device cuda --plot probe.png --layers
-
-Explained variance of keys and values (before RoPE) on held-out sequences, by ridge regression from: layers below (L-1,
-L-2, L-3), earlier tokens of the layer (T-1, T-2, T-3), the other role (values for keys, keys for values), and sets."""
-
-
-IMPORT_EXAMPLES = """\
-examples
-    kvq import oscar --keys k_rotation_qqt_r_h_pbr.pt --values v_rotation_sst_r_h_pbr.pt --model qwen3-8b
-    kvq eval qwen3-8b-oscar-2bit --model qwen3-8b            measures it, and keeps the record beside the version
-
-Files are read as tensors and plain containers alone, and checked: every layer of the model, [D, D] or [H, D, D],
-orthogonal. The artifact is published under --name and not measured: kvq eval does that. kvq export writes it back."""
 
 
 REPORT_EXAMPLES = """\
@@ -150,20 +132,6 @@ def add_report(subparsers: Any) -> None:
         help="the page (default: NAME-vVERSION.html or registry.html here; none with --json); of a registry also a "
         "folder, for the pages of all versions")  # fmt: skip
     add("--open", action="store_true", help="show it in a browser")
-
-
-def add_import(subparsers: Any) -> None:
-    """Add `kvq import`."""
-    text = "publish the rotation files of OSCAR as an artifact"
-    command = _command(subparsers, "import", text, IMPORT_EXAMPLES, "import_files")
-    add = command.add_argument
-    add("form", choices=["oscar"], help="OSCAR's rotation files")
-    add("--keys", required=True, metavar="FILE", help="k_rotation_*.pt")
-    add("--values", required=True, metavar="FILE", help="v_rotation_*.pt")
-    add("--model", required=True, help=f"{MODEL}: what they were made for")
-    add("--recipe", default="oscar-2bit", metavar="NAME", help="a recipe of oscar (default: oscar-2bit)")
-    add("--name", help="of the artifact (default: MODEL-RECIPE)")
-    options.registry(command)
 
 
 def add_eval(subparsers: Any) -> None:
@@ -250,17 +218,6 @@ def add_bench(subparsers: Any) -> None:
     add("--out", metavar="FILE", help="keep finished rounds here, and go on with what it has")
     add("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
     options.registry(command)
-
-
-def add_probe(subparsers: Any) -> None:
-    """Add `kvq probe`."""
-    command = _command(subparsers, "probe", "what keys and values can be predicted from", PROBE_EXAMPLES, "probe")
-    _source(command)
-    add = command.add_argument
-    add("--samples", type=count, metavar="N", help="sequences to fit on (default: as a calibration)")
-    add("--held-out", type=count, metavar="N", help="sequences to measure on (default: likewise)")
-    add("--layers", action="store_true", help="print a row per layer instead of means")
-    add("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
 
 
 def _measuring(command: argparse.ArgumentParser, decode: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The commands `kvq eval`, `compare`, `bench`, `probe` and `import`: take parsed arguments, print, return an exit code.
+"""The commands `kvq eval`, `compare`, and `bench`: take parsed arguments, print, return an exit code.
 
 This is imported when one of them runs: `kvq list` must not wait for it.
 """
@@ -18,29 +18,26 @@ import torch
 from kvq_calib.bench import contenders, rounds
 from kvq_calib.cli.progress import Bar, progress_bar
 from kvq_calib.evaluate import decode, record, tasks
-from kvq_calib.evaluate import probe as probes
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import Subject, choose, find, keep
 from kvq_calib.job import prepare, run
 from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.report import answered, fit_plots, greedy, plots, tables, timings
+from kvq_calib.report import answered, greedy, plots, tables, timings
 from kvq_calib.run import budget
 from kvq_calib.run.device import memory_of, usable
 from kvq_calib.tasks import ruler, synthetic
 from kvq_calib.text import corpus
-from kvq_runtime.artifact import artifact, oscar_files, recipe_text
+from kvq_runtime.artifact import recipe_text
 from kvq_runtime.cli import exit_codes, options
-from kvq_runtime.cli.table import print_record, print_table
+from kvq_runtime.cli.table import print_table
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError, extra, spoken
 from kvq_runtime.ops import product
 from kvq_runtime.prefix.shelf import parse_bytes
-from kvq_runtime.recipe import preset
 from kvq_runtime.registry.measured import PROTOCOLS, GreedyRecord, Record, TasksRecord, TextRecord
 from kvq_runtime.registry.reference import home
-from kvq_runtime.registry.resolve import open_registry
 from kvq_runtime.registry.sound import read
 
 R = TypeVar("R", bound=Record)
@@ -261,33 +258,6 @@ def bench(args: argparse.Namespace) -> int:
         raise interrupted
     if wrong := timings.failed(found):
         raise RuntimeError(f"not measured: {'; '.join(wrong)}")
-    return 0
-
-
-def probe(args: argparse.Namespace) -> int:
-    """Run `kvq probe`."""
-    files = models.resolve(args.model)
-    settings = probes.settings(files, args.corpus, args.samples, args.held_out, args.length, args.seed)
-    with progress_bar(settings.work(files), args.quiet) as progress:
-        found = probes.probe(files, settings, *_used(args), progress)
-    with everywhere() as give:
-        if args.plot:
-            give(save, {args.plot: fit_plots.probes(found)})
-        if args.json:
-            print(json.dumps(found, indent=2))
-        else:
-            print_table(probes.by_layer(found) if args.layers else probes.means(found), False)
-    return 0
-
-
-def import_files(args: argparse.Namespace) -> int:
-    """Run `kvq import`."""
-    files = models.resolve(args.model)
-    paths = Path(args.keys), Path(args.values)
-    made = oscar_files.to_artifact(paths, preset(args.recipe), files.fingerprint(), files.id)
-    name = args.name or Job(What(args.model)).artifact_name(files, args.recipe)
-    version = open_registry(args.registry).publish(name, artifact.to_bytes(made))
-    print_record({"artifact": f"{name}@{version.version}", "sha256": version.sha256, "recipe": args.recipe}, args.json)
     return 0
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kvq_calib.evaluate.probe import means
 from kvq_calib.report import looks as draw
 from kvq_calib.report.looks import COLOURS
-from kvq_calib.report.tables import size_of
 
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -47,52 +45,6 @@ def layer_bits(rows: Sequence[Mapping[str, Any]], wide: float, high: float) -> F
     axis.set_ylabel("bits per element")
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     draw.tidy(axis, "y")
-    return figure
-
-
-@draw.picture
-def probes(found: Mapping[str, Any]) -> Figure:
-    """Explained variance: means over layers as bars (the paper's figure 2), chosen sources by layer (figure 5)."""
-    rows = means(found)
-    figure = Figure(figsize=(11, 6.6), layout="constrained")
-    top, bottom = figure.subfigures(2, 1)  # type: ignore[misc]
-    axis = top.subplots()
-    for place, role in enumerate(("keys", "values")):
-        heights = [row[role] or 0.0 for row in rows]
-        bars = axis.bar([x + 0.38 * (place - 0.5) for x in range(len(rows))], heights, 0.36, label=role,
-                        color=COLOURS[place])  # fmt: skip
-        axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7.5, padding=1)
-    axis.set_xticks(range(len(rows)), [row["source"] for row in rows])
-    axis.set_ylabel("explained variance")
-    least = min(0.0, *(row[role] or 0.0 for row in rows for role in ("keys", "values")))
-    axis.set_ylim(least - 0.08 * (1 - least) if least else 0.0, 1 + 0.09 * (1 - least))
-    axis.set_title("Mean over layers", loc="left", fontsize=10)
-    draw.key_of(axis)
-    draw.tidy(axis, "y")
-    panels = bottom.subplots(1, 2, sharey=True)
-    for panel, (role, title) in zip(panels, (("key", "Keys by layer"), ("value", "Values by layer")), strict=True):
-        for number, source in enumerate(("L-1", "L-2", "L-1 both", "role", "role + L-1", "T-1")):
-            points = [
-                (row["layer"], row["explained"])
-                for row in found["rows"]
-                if (row["target"], row["source"]) == (role, source)
-            ]
-            if points:
-                panel.plot(*zip(*points, strict=True), label=source, **_look(number))
-        panel.set_title(title, loc="left", fontsize=10)
-        draw.layers(panel)
-        draw.tidy(panel)
-    panels[0].set_ylabel("explained variance")
-    draw.key_of(panels[1], "predicted from")
-    model, given = found["model"], found["settings"]
-    said = (
-        f"{model['id']} ({size_of(model['parameters'])} parameters), {given['held_out']} held-out sequences of "
-        f"{given['length']} tokens of {given['source']}, keys before RoPE. Share of their variance that a linear "
-        "prediction explains. L-1, L-2, ...: from the same token's keys (values) one, two, ... layers below; L-1 both: "
-        "from keys and values one layer below; role: keys from this layer's values, values from its keys; T-1, ...: "
-        "from keys (values) of the token before, ..."
-    )
-    draw.caption(bottom, said, figure.get_figwidth())
     return figure
 
 

@@ -1,6 +1,5 @@
 """OSCAR's rotation files become artifacts and files again; what is none of them is refused in a sentence."""
 
-import argparse
 import io
 import pickle
 import random
@@ -13,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvq_calib.cli.commands import add_import
 from kvq_runtime.artifact import artifact, fingerprint, oscar_files
 from kvq_runtime.artifact.fingerprint import Fingerprint
-from kvq_runtime.cli import main
 from kvq_runtime.codec.shared import build
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
@@ -216,27 +213,3 @@ def test_no_mutant_of_a_rotation_file_does_more_than_be_refused():
 def test_a_recipe_that_is_not_oscars_is_refused(tmp_path):
     with pytest.raises(ValueError, match="use a recipe of oscar"):
         imported(tmp_path, state(8, 8), state(8, 8), "wush-2bit")
-
-
-def test_import_publishes_and_export_writes_it_back(tmp_path, capsys):
-    """The commands, on the demo model: 2 files → a version → 2 files of equal rotations."""
-    from kvq_calib.model import find
-
-    size = find.resolve("demo").geometry
-    given = {}
-    for seed, role in enumerate("kv"):
-        rotations = orthogonal(seed, size.layers, size.kv_heads, size.head_size, size.head_size)
-        given[role] = {"layers": {number: {"rotation": one} for number, one in enumerate(rotations)}}
-        (tmp_path / f"{role}.pt").write_bytes(saved(given[role]))
-    parser = argparse.ArgumentParser()
-    add_import(parser.add_subparsers())
-    registry = ["--registry", f"file://{tmp_path}/registry"]
-    files = ["--keys", str(tmp_path / "k.pt"), "--values", str(tmp_path / "v.pt")]
-    args = parser.parse_args(["import", "oscar", *files, "--model", "demo", *registry])
-    assert args.run(args) == 0 and "demo-oscar-2bit@1.0.0" in capsys.readouterr().out
-    assert main.main(["export", "oscar", "demo-oscar-2bit@1.0.0", "-o", str(tmp_path / "out"), *registry]) == 0
-    assert main.main(["show", "demo-oscar-2bit@1.0.0", *registry]) == 0
-    for role, name in (("k", "k_rotation_qqt_r_h_pbr.pt"), ("v", "v_rotation_sst_r_h_pbr.pt")):
-        again = torch.load(tmp_path / "out" / name, weights_only=True)
-        for number, entry in given[role]["layers"].items():
-            assert torch.equal(again["layers"][number]["rotation"], entry["rotation"])

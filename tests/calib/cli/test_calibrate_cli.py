@@ -95,8 +95,7 @@ def test_another_seed_is_another_minor_version_and_a_number_can_be_given(model, 
         assert json.loads(capsys.readouterr().out)[0]["artifact"].endswith(f"@{version}")
     assert cli.main(arguments(model, "--seed", "2", "--artifact-version", "3.0.0", "--json")) == 0
     assert json.loads(capsys.readouterr().out)[0]["artifact"].endswith("@3.0.0")
-    assert cli.main(arguments(model, "--seed", "3", "--version", "3.0.0")) == 4
-    assert "--version V is called --artifact-version V now" in capsys.readouterr().err
+    assert cli.main(arguments(model, "--seed", "3", "--artifact-version", "3.0.0")) == 4
 
 
 def test_code_of_a_repository_whose_model_transformers_knows_is_left_alone(model, tmp_path, capsys):
@@ -162,7 +161,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(model, capsys, tmp_path):
         (["--name", "lock"], "name 'lock': a run folder has something else by that name"),
         (["--name", "layer-0001"], "a run folder has something else by that name"),
         (["--artifact-version", "one"], "one"),
-        (["--version", "1.0.0", "--artifact-version", "1.0.0"], "older name of --artifact-version"),
         (["--device", "gpu"], "device 'gpu'; use cpu, cuda, cuda:1, ..., mps or xpu"),
         (["--revision", "main"], "revision 'main' is of a model on the Hub"),
         (["--push", "my-org"], "registry my-org; use hf://my-org"),
@@ -194,7 +192,7 @@ def test_waiting_threads_turn_briefly_and_the_user_comes_first(given, turns):
 import os, sys
 from kvq_calib.cli import calibrate as cli
 cli._calibrate = lambda _: print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
-cli.main(["--list-models"])
+cli.main([])
 """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))} | given
     done = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True, text=True, check=True)

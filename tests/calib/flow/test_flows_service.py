@@ -66,7 +66,9 @@ def test_no_path_and_every_policy_in_flows_yaml():
 def test_the_page_starts_a_deployment_that_there_is():
     import yaml
 
-    (line,) = [one for one in (ROOT / "docs" / "fleet.md").read_text().splitlines() if "prefect deployment run" in one]
+    (line,) = [
+        one for one in (ROOT / "docs" / "schedule.md").read_text().splitlines() if "prefect deployment run" in one
+    ]
     words = shlex.split(line)
     flow, name = words[words.index("run") + 1].split("/")
     (found,) = [one for one in yaml.safe_load((ROOT / "flows.yaml").read_text())["deployments"] if one["name"] == name]

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
 from kvq_calib.evaluate.subject import compared
-from kvq_calib.report import fit_plots, panels, plots, tables
 from kvq_calib.report import looks as draw
+from kvq_calib.report import panels, plots, tables
 from kvq_calib.report.looks import families, looks
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.recipe import family
@@ -296,20 +296,6 @@ def test_an_exact_cache_is_named_below_the_picture():
     figure = drawn([*some(), record("exact", 16.0, 0.0)])
     assert not any("exact" in written(axis) or axis.get_xlim()[1] > 4 for axis in figure.axes)
     assert "Not drawn, for it is exact: exact." in " ".join(figure._supxlabel.get_text().split())
-
-
-def test_pictures_of_a_fit_say_the_model_and_its_size(monkeypatch):
-    said = []
-    monkeypatch.setattr(fit_plots.draw, "caption", lambda figure, text, *more: said.append(text))
-    fit_plots.bits_by_layer(
-        "auto-2bit", [{"layer": 0, "keys": 2.0, "values": 3.0}], "tiny (4.07M parameters), 16 sequences"
-    )
-    rows = [
-        {"layer": n, "target": role, "source": "role", "explained": 0.5} for n in range(2) for role in ("key", "value")
-    ]
-    settings = {"length": 512, "held_out": 2, "source": "stories"}
-    fit_plots.probes({"rows": rows, "settings": settings, "model": {"id": "tiny", "parameters": 4_070_000}})
-    assert all("tiny (4.07M parameters)" in text for text in said) and len(said) == 2
 
 
 def test_a_record_without_a_divergence_is_no_mark_and_is_said():
