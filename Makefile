@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env real-model gemma3-270m browser schedulers demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-bucket test-oci test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
+.PHONY: help env real-model gemma3-270m browser schedulers demo demo-real test test-all chaos check kernels-table oldest-triton oldest-transformers engines test-engines test-lmcache test-bucket test-oci test-lm-eval format bench bench-gpu compare flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -146,19 +146,6 @@ test-lmcache: build/lmcache/.installed ## keep chunks in a real LMCache's file t
 	LMCACHE_TRACK_USAGE=false PYTHONPATH=build/lmcache:tests/support:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
 	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lmcache.py \
 	    tests/engines/test_lmcache_server.py
-
-# Likewise, with what its cache's own code imports: the engine needs a GPU's kernels.
-SGLANG := sglang==0.5.23 apache-tvm-ffi pybase64 msgspec pyzmq ipython traitlets aiohttp aiohappyeyeballs aiosignal attrs \
-    frozenlist idna multidict propcache yarl sentencepiece compressed-tensors loguru
-
-build/sglang/.installed: Makefile $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/sglang $(SGLANG)
-	@touch $@
-
-test-sglang: build/sglang/.installed ## keep pages of SGLang's own host pool, and load them by another server
-	PYTHONPATH=build/sglang:tests/support:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
-	    --confcutdir=tests/engines -p no:cacheprovider -k 'not vLLM and not TensorRT' $(PYTEST_ARGS) \
-	    tests/engines/test_sglang.py tests/prefix/test_stores.py
 
 # what every registry does
 BEHAVIOURS := tests/registry/test_every_registry.py tests/registry/test_remarks.py
