@@ -25,7 +25,6 @@ from kvq_runtime.engines.source import Share
 from kvq_runtime.errors import ArtifactError, named
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain
-from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.prefix.shelf import parse_bytes
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.store.promise import Check
@@ -172,16 +171,15 @@ class Keeper:
     layers    of the store, in order
     page      tokens of one of the engine's pages; divides a block
     pending   bytes of copies that may wait to be encoded
-    part      which part of the model the worker holds
     """
 
-    def __init__(self, store: PrefixBlocks, layers: Sequence[Pages], page: int, pending: int, part: int = 0):
+    def __init__(self, store: PrefixBlocks, layers: Sequence[Pages], page: int, pending: int):
         if store.block % page:
             raise ValueError(
                 f"pages of {page} tokens do not divide {store.format.recipe.name}'s blocks of {store.block}; use pages "
                 f"of {store.block} tokens (--block-size, tokens_per_block), or of a divisor of it"
             )
-        self.store, self.layers, self.page, self.pending, self.part = store, layers, page, pending, part
+        self.store, self.layers, self.page, self.pending = store, layers, page, pending
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._loads: deque[_Load] = deque()
         self._loaded: set[str] = set()
@@ -229,7 +227,7 @@ class Keeper:
     def _load(self, order: Order, first: int, stop: int) -> int:
         """Blocks from token `first` to `stop` into their pages; how far they were found."""
         store = self.store.under(order.salt)
-        blocks = self._at_hand(order, first, stop) if order.blocks else store.load(order.tokens, stop, first)
+        blocks = store.load(order.tokens, stop, first)
         end = first + len(blocks) * store.block
         start = max(first, order.start)  # of the first block, some pages may be there
         if end <= start:
@@ -240,10 +238,6 @@ class Keeper:
             taken = slice(start - first, end - first)
             layer.write(pages, k_THD[taken], v_THD[taken])
         return end
-
-    def _at_hand(self, order: Order, first: int, stop: int) -> Sequence[Block]:
-        begin, block = order.start // self.store.block, self.store.block
-        return order.blocks[self.part][first // block - begin : stop // block - begin]
 
     def take_loaded(self) -> set[str]:
         """Requests whose loads have ended since the last call, whole or not."""

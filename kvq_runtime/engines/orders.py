@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.prefix.store import PrefixBlocks
 
 
@@ -56,7 +55,6 @@ class Order:
     tokens   the text's first `stop` token ids
     salt     of the request's tenant, or empty
     pages    of the engine, that hold tokens `start` to `stop`
-    blocks   to load, of each part of the model, if they are at hand: from the one on that holds token `start`
     decoded  blocks to keep, by number in the text, that were loaded themselves: what has their tokens is not exact
     """
 
@@ -66,7 +64,6 @@ class Order:
     start: int
     stop: int
     pages: tuple[int, ...]
-    blocks: tuple[Sequence[Block], ...] = ()
     decoded: frozenset[int] = frozenset()
 
 
@@ -89,11 +86,10 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Found:
-    """Tokens `start` to `stop` of a request are kept; their blocks, of each part, if they are held."""
+    """Tokens `start` to `stop` of a request are kept."""
 
     start: int = 0
     stop: int = 0
-    blocks: tuple[Sequence[Block], ...] = ()
 
 
 class Planner:
@@ -102,11 +98,10 @@ class Planner:
     stores   one for each part of the model that workers hold
     page     tokens of one of the engine's pages; divides a block
     recent   newest tokens that are computed, to be exact
-    holds    what was found is held in memory until workers have it: for an engine that cannot compute what was promised
     """
 
-    def __init__(self, stores: Sequence[PrefixBlocks], page: int, recent: int, holds: bool = False):
-        self.stores, self.page, self.recent, self.holds = stores, page, recent, holds
+    def __init__(self, stores: Sequence[PrefixBlocks], page: int, recent: int):
+        self.stores, self.page, self.recent = stores, page, recent
         self.block = stores[0].block
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._known: dict[str, _Known] = {}
@@ -132,11 +127,7 @@ class Planner:
     def _find(self, text: Text, start: int) -> _Found:
         tokens = list(text.tokens)
         limit, stores = len(tokens) - max(1, self.recent), [store.under(text.salt) for store in self.stores]
-        if not self.holds:
-            return _Found(start, min(store.checked(tokens, limit, start) for store in stores))
-        blocks = [store.load(tokens, limit, start) for store in stores]
-        count = min(map(len, blocks))
-        return _Found(start, start + count * self.block, tuple(some[:count] for some in blocks))
+        return _Found(start, min(store.checked(tokens, limit, start) for store in stores))
 
     def allocated(self, text: Text, external: int) -> None:
         """The request has pages, and `external` tokens are to be loaded."""
@@ -155,9 +146,7 @@ class Planner:
         made = Orders()
         for name, (first, found) in self._loads.items():
             start = first // self.page * self.page  # tokens of a page are written together
-            past = start // self.block - found.start // self.block
-            blocks = tuple(some[past:] for some in found.blocks)
-            made.loads.append(self._order(name, start, found.stop, pages_of, blocks))
+            made.loads.append(self._order(name, start, found.stop, pages_of))
             self._decoded.update(made.loads[-1].pages)
         self._loads.clear()
         for name, (before, count) in computed.items():
@@ -193,13 +182,10 @@ class Planner:
             order, decoded=frozenset(place * self.page // self.block for place, page in held if page in self._decoded)
         )
 
-    def _order(
-        self, name: str, start: int, stop: int, pages_of: Callable[[str], Sequence[int]],
-        blocks: tuple[Sequence[Block], ...] = (),
-    ) -> Order:  # fmt: skip
+    def _order(self, name: str, start: int, stop: int, pages_of: Callable[[str], Sequence[int]]) -> Order:
         text = self._known[name].text
         pages = tuple(pages_of(name)[start // self.page : stop // self.page])
-        return Order(name, text.salt, tuple(text.tokens[:stop]), start, stop, pages, blocks)
+        return Order(name, text.salt, tuple(text.tokens[:stop]), start, stop, pages)
 
 
 def with_tallies(counts: defaultdict[str, float], stores: Iterable[PrefixBlocks]) -> dict[str, float]:

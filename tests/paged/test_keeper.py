@@ -74,12 +74,10 @@ class Engine:
         self.keeper.close()
         return {**self.keeper.take_counts()}
 
-    def load(
-        self, stop: int, start: int = 0, tokens=range(COUNT), salt: str = "", blocks=()
-    ) -> tuple[tuple[int, ...], int]:
+    def load(self, stop: int, start: int = 0, tokens=range(COUNT), salt: str = "") -> tuple[tuple[int, ...], int]:
         """Load into new pages; the pages of the whole text, and how many steps it took."""
         pages, steps = self.pages(stop), 0
-        self.keeper.begin([Order("b", salt, tuple(tokens[:stop]), start, stop, pages[start // PAGE :], blocks)])
+        self.keeper.begin([Order("b", salt, tuple(tokens[:stop]), start, stop, pages[start // PAGE :])])
         done: set[str] = set()
         while not done:
             self.keeper.go_on()
@@ -170,17 +168,6 @@ def test_pages_that_are_there_are_left_as_they_are(tmp_path):
     for page in pages[3:]:
         untouched[2 * page : 2 * page + 2] = False
     assert bool((other.caches[0][untouched] == 9).all())
-
-
-def test_blocks_that_come_with_an_order_need_no_folder(tmp_path, monkeypatch):
-    """From inside of a block, in slices."""
-    monkeypatch.setattr(module, "SLICE", 16)
-    one, other = Engine(tmp_path), Engine(None)
-    one.keep(64)
-    pages, steps = other.load(64, start=24, blocks=(one.store.load(range(COUNT), 64, 16),))
-    assert steps == 3 and not other.keeper.take_failed()
-    for layer, expected in enumerate(decoded(one.store, 64)):
-        assert torch.allclose(other.rows(pages, layer, 24, 64), expected[:, 24:], atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("damage", ["changed", "torn", "gone", "foreign"])

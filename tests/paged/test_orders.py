@@ -144,19 +144,3 @@ def test_a_tenant_finds_what_was_kept_for_it():
     fill(planner.stores[0], 64, salt="mine")
     assert planner.matched(request(70, cache_salt="mine"), 0) == 64
     assert planner.matched(request(70, request_id="b"), 0) == 0
-
-
-def test_what_an_engine_cannot_compute_any_more_is_held(tmp_path):
-    """Blocks of every part are in the order, whatever becomes of the folder; from the page on that is not full."""
-    planner = Planner([store(0, tmp_path), store(1, tmp_path)], PAGE, 0, holds=True)
-    for kept in planner.stores:
-        fill(kept, 64)
-    one = request(70)
-    assert planner.matched(one, 19) == 45
-    planner.allocated(one, 45)
-    for path in tmp_path.rglob("*.safetensors"):
-        path.unlink()
-    (load,) = planner.orders({}, pages).loads
-    assert (load.start, load.stop, load.pages) == (16, 64, tuple(range(102, 108)))
-    assert [len(part) for part in load.blocks] == [3, 3]
-    assert planner.matched(replace(one, name="b"), 0) == 0

@@ -13,13 +13,13 @@ from kvq_runtime import preset
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").rglob("*.safetensors"))
 VLLM = tuple(f"kvq_runtime.vllm.{name}" for name in ("backend", "connector"))
-STORES = ("kvq_runtime.lmcache.plugin", "kvq_runtime.sglang.storage", "kvq_runtime.tensorrt_llm.connector")
+STORES = ("kvq_runtime.lmcache.plugin",)
 OPTIONAL = (
     "kvq_runtime.hf",
     "kvq_runtime.kernels",
     *VLLM,
     *STORES,
-)  # need the extras hf, triton, vllm, lmcache, sglang, tensorrt-llm
+)  # need the extras hf, triton, vllm, lmcache
 
 
 def run(body: str, *arguments: str, home: Path, blocked: str = BLOCKED) -> subprocess.CompletedProcess:

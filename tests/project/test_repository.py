@@ -107,16 +107,15 @@ def test_excerpts_of_the_documentation_are_the_code():
 def test_pins_satisfy_the_project():
     """Every direct dependency of the project has one pin in constraints.txt, inside the project's bounds.
 
-    Not vLLM, which has an environment of its own: it pins torch. Nor LMCache and SGLang, which ask for CUDA's
-    libraries, and lm-eval; their pins stand in the Makefile: they lie beside .venv for their tests. TensorRT-LLM
-    is installed nowhere: its tests have a stand-in."""
+    Not vLLM, which has an environment of its own: it pins torch. Nor LMCache, which asks for CUDA's libraries, and lm-eval;
+    their pins stand in the Makefile: they lie beside .venv for their tests."""
     packaging = pytest.importorskip("packaging.requirements")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
     pins = dict(line.split("==") for line in lines if line)
     normal = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
     assert len(normal) == len([line for line in lines if line])
-    apart = ("triton", "vllm", "lmcache", "sglang", "tensorrt-llm", "lm-eval")
+    apart = ("triton", "vllm", "lmcache", "lm-eval")
     extras = {name: needs for name, needs in project["optional-dependencies"].items() if name not in apart}
     for given in [*project["dependencies"], *(need for needs in extras.values() for need in needs)]:
         need = packaging.Requirement(given)

@@ -1,20 +1,16 @@
-"""What every engine's store of kept prefixes is put through: servers on a folder, of each engine, without its engine.
+"""The parts of vLLM's connector as servers on a folder, without the engine.
 
 A server serves a text whose rows, keys and values [2, layers, tokens, heads, head size], the model would compute; it
 returns how many tokens it loaded, and their rows. What it computed it keeps.
 """
 
 import json
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
 
 import fitted
-import pytest
 import torch
-import trtllm_stand_in
 from safetensors import safe_open
 from torch import Tensor
 
@@ -30,16 +26,6 @@ from kvq_runtime.vllm.page import Rows, places_of
 
 MODEL = Path(__file__).parents[2] / "artifacts" / "demo-model"
 LAYERS, HEADS, SIZE, BLOCK = 6, 2, 64, 128
-
-
-class Server(Protocol):
-    def serve(self, tokens: list[int], rows_2LTHD: Tensor) -> tuple[int, Tensor]: ...
-
-    def written(self) -> None:
-        """Wait until what was kept is written."""
-
-
-Made = Callable[..., Server]  # of a folder, a recipe, the model's folder
 
 
 class VLLM:
@@ -87,45 +73,6 @@ class VLLM:
 
     def written(self) -> None:
         self.keeper.close(120)
-
-
-def tensorrt_llm(patch: pytest.MonkeyPatch) -> Made:
-    connector = trtllm_stand_in.installed(patch)
-
-    def made(folder: Path, recipe: str, model: Path = MODEL, **more: Any) -> Server:
-        patch.setenv(connector.OPTION, json.dumps({"path": str(folder), "recipe": recipe, "recent": 0}))
-        args = trtllm_stand_in.arguments(str(model), **{n: more.pop(n) for n in [*more] if n == "tensor_parallel_size"})
-        return trtllm_stand_in.Runtime(connector, args, LAYERS, HEADS, SIZE, **more)
-
-    return made
-
-
-def sglang(patch: pytest.MonkeyPatch) -> Made:
-    pytest.importorskip("sglang", reason="SGLang is in an environment of its own: make test-sglang")
-    import sglang_server
-
-    class Whole:
-        """SGLang's server, which finds and keeps whole pages."""
-
-        def __init__(self, folder: Path, recipe: str, model: Path = MODEL):
-            self.server = sglang_server.Server(folder, recipe, model=str(model))
-
-        def serve(self, tokens: list[int], rows_2LTHD: Tensor) -> tuple[int, Tensor]:
-            whole = tokens[: len(tokens) // BLOCK * BLOCK]
-            found, loaded = self.server.find(whole)
-            if found < len(whole):
-                self.server.keep(whole, rows_2LTHD, found)
-            return found, loaded
-
-        def written(self) -> None:
-            pass
-
-    return Whole
-
-
-STORES: dict[str, Callable[[pytest.MonkeyPatch], Made]] = {
-    "vLLM": lambda patch: VLLM, "TensorRT-LLM": tensorrt_llm, "SGLang": sglang,
-}  # fmt: skip
 
 
 @cache

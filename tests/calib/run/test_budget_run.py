@@ -393,8 +393,8 @@ def test_for_an_engine_errors_are_those_of_keys_after_rope(model, tmp_path):
 def test_what_an_engine_cannot_serve_is_refused_before_a_run(model, tmp_path):
     with pytest.raises(ValueError, match="vLLM cannot serve aqua-2bit"):
         prepare(asked(model, tmp_path, bits=(), recipes=("aqua-2bit",), engine="vllm", transfer=None))
-    with pytest.raises(ValueError, match="--for sglang; use vllm"):
-        prepare(asked(model, tmp_path, engine="sglang"))
+    with pytest.raises(ValueError, match="--for llama.cpp; use vllm"):
+        prepare(asked(model, tmp_path, engine="llama.cpp"))
 
 
 def test_a_plan_without_budgets_is_the_plan_it_was(model):
