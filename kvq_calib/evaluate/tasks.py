@@ -33,7 +33,6 @@ from kvq_calib.model.files import ModelFiles
 from kvq_calib.tasks import ruler, synthetic
 from kvq_calib.tasks.ruler import Haystack
 from kvq_calib.text import corpus, tokenizer
-from kvq_runtime.disk.gguf import is_gguf
 from kvq_runtime.hf.model import CACHE
 from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
 
@@ -332,7 +331,7 @@ def of_symbols(files: ModelFiles) -> bool:
 
 @lru_cache(maxsize=4)
 def _tokenizer(folder: Path) -> Tokenizer:
-    if not is_gguf(folder) and not (folder / "tokenizer.json").is_file():
+    if not (folder / "tokenizer.json").is_file():
         raise ValueError(
             f"{folder} has no tokenizer.json, which makes texts into tokens; give the folder of a whole model"
         )

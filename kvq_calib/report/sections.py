@@ -16,7 +16,6 @@ from kvq_calib.report.tables import by_layer, escaped, markdown_table
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import artifact_record, recipe_row, stages
-from kvq_runtime.disk import gguf
 from kvq_runtime.errors import counted
 from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.registry.measured import TextRecord
@@ -49,11 +48,7 @@ def corpus_of(artifact: Artifact) -> Mapping[str, Any]:
 
 
 def license_of(model: Path) -> dict[str, str]:
-    """The licence fields of a model folder's README.md, or of a GGUF file; empty if it has none."""
-    if gguf.is_gguf(model):
-        said = gguf.read(model).values
-        found = {field: said.get(f"general.{field.replace('_', '.')}") for field in LICENSE}
-        return {field: value for field, value in found.items() if isinstance(value, str)}
+    """The licence fields of a model folder's README.md; empty if it has none."""
     readme = model / "README.md"
     found = metadata_load(readme) if readme.is_file() else None
     return {field: str(found[field]) for field in LICENSE if found and found.get(field)}

@@ -1,19 +1,14 @@
-"""Turn texts into token ids with the tokenizer of a model's folder or GGUF file."""
+"""Turn texts into token ids with the tokenizer of a model's folder."""
 
 import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 
-from kvq_runtime.disk import files, gguf
+from kvq_runtime.disk import files
 
-# what transformers' conversion of a GGUF leaves out, by its `tokenizer.ggml.pre`: digits are tokens of their own
-DIGITS = ("smollm",)
-# {architecture: type of its tokenizer}, where transformers would else read the file slowly, vocabulary included, for it
-TYPED = {"gemma3": "gemma3_text"}
 LIMIT = 1 << 27  # bytes of a tokenizer.json
 
 
@@ -29,9 +24,7 @@ class Encoder:
         self._tokenizer, self.digest = load(folder)
         if self._tokenizer.get_vocab_size() < 2:
             raise ValueError(f"{folder} has no tokenizer.json with a vocabulary; give the folder of a whole model")
-        packed = gguf.is_gguf(folder)
-        config = gguf.config(gguf.read(folder), folder) if packed else _object(folder / "config.json")
-        self.size = config.get("vocab_size")
+        self.size = _object(folder / "config.json").get("vocab_size")
         starts = self._tokenizer.num_special_tokens_to_add(False) > 0
         self.boundary = "bos" if starts else "eos"
         self._end = [] if starts else [_eos(folder, self._tokenizer)]
@@ -69,8 +62,6 @@ def _stored(folder: Path) -> tuple[Tokenizer, str]:
             return Tokenizer.from_buffer(data), hashlib.sha256(data).hexdigest()
         except Exception as error:  # what the library raises has no other class
             raise ValueError(f"{file} is no tokenizer: {error}; download the model again") from None
-    if gguf.is_gguf(folder):
-        return _backend(folder, folder.stat().st_mtime_ns)
     try:
         found = whole(folder).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
@@ -84,51 +75,13 @@ def _stored(folder: Path) -> tuple[Tokenizer, str]:
 
 def whole(folder: Path) -> Any:
     """The tokenizer of a model as transformers' own object."""
-    if gguf.is_gguf(folder):
-        return _from_gguf(folder, folder.stat().st_mtime_ns)
     from transformers import AutoTokenizer  # converts other formats, which takes seconds
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-@lru_cache(maxsize=1)
-def _from_gguf(path: Path, changed: int) -> Any:
-    """Kept, as long as the file has not changed: the conversion takes seconds."""
-    from transformers import AutoTokenizer
-
-    header = gguf.read(path)
-    about, known = header.values, TYPED.get(header.architecture)
-    if "tokenizer.ggml.tokens" not in about:
-        raise ValueError(f"{path} has no tokenizer; convert the whole model, vocabulary included")
-    try:
-        found = AutoTokenizer.from_pretrained(
-            path.parent, gguf_file=path.name, trust_remote_code=False, tokenizer_type=known
-        )
-    except Exception as error:  # what transformers raises for a vocabulary that it does not know has many classes
-        raise ValueError(f"{path}: its tokenizer cannot be converted: {error}") from error
-    template = about.get("tokenizer.chat_template")
-    if found.chat_template is None and isinstance(template, str):
-        found.chat_template = template
-    if about.get("tokenizer.ggml.pre") in DIGITS:
-        backend = found.backend_tokenizer
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
-    return found
-
-
-@lru_cache(maxsize=1)
-def _backend(path: Path, changed: int) -> tuple[Tokenizer, str]:
-    """The tokenizer of a GGUF file with its digest, kept likewise: that of a large vocabulary takes a second."""
-    found = _from_gguf(path, changed).backend_tokenizer
-    return found, hashlib.sha256(found.to_str().encode()).hexdigest()
-
-
 def _eos(folder: Path, tokenizer: Tokenizer) -> int:
-    """The end-of-text token, from tokenizer_config.json, else config.json, or a GGUF file."""
-    if gguf.is_gguf(folder):
-        found = gguf.read(folder).values.get("tokenizer.ggml.eos_token_id")
-        if type(found) is not int:
-            raise ValueError(f"{folder} names no end-of-text token, which parts packed documents; use mode crop")
-        return found
+    """The end-of-text token, from tokenizer_config.json, else config.json."""
     named = _object(folder / "tokenizer_config.json").get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     found = tokenizer.token_to_id(named) if isinstance(named, str) else None

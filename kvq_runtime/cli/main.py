@@ -207,17 +207,13 @@ def parser() -> argparse.ArgumentParser:
     command = add("copy", "transfer", text, "kvq copy NAME@1.2.0 hf://my-org --dry-run")
     _reference(command, "NAME, hf://ORG/NAME, or a version of it")
     _to(command)
-    text = "write the rotation files that OSCAR's servers load, or the bias file that llama.cpp loads"
-    example = "kvq export oscar NAME@1.2.0 -o out\n    kvq export gguf-mean NAME -o kv-bias.gguf"
+    text = "write the rotation files that OSCAR's servers load"
+    example = "kvq export oscar NAME@1.2.0 -o out"
     command = add("export", "transfer", text, example)
-    about = (
-        "k_rotation_*.pt and v_rotation_*.pt, of a recipe of oscar; or the means of keys after RoPE, of 512 positions"
-    )
-    command.add_argument("form", choices=["oscar", "gguf-mean"], help=about)
+    about = "k_rotation_*.pt and v_rotation_*.pt, of a recipe of oscar"
+    command.add_argument("form", choices=["oscar"], help=about)
     _reference(command, "NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX or a .safetensors file")
-    command.add_argument("-o", "--output", required=True, metavar="PATH", help="folder to write to, or FILE.gguf")
-    command.add_argument("--channels", choices=["halves", "pairs"],
-        help="how the model's GGUF orders a head's: pairs for llama and mistral, halves for qwen")  # fmt: skip
+    command.add_argument("-o", "--output", required=True, metavar="PATH", help="folder to write to")
     command = add("promote", "names", "point an alias to a version", "kvq promote NAME@1.2.0 --expect 1.1.0")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     _alias(command)
@@ -275,7 +271,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("recipes", metavar="RECIPE", nargs="+", help="names, FILE.json, either with +PATH=VALUE")
     add_settings(command, "of every recipe")
     command.add_argument("--model", metavar="NAME", action="append",
-                         help="of the catalog, all, a folder with config.json, a .gguf file, or layers x KV heads x "
+                         help="of the catalog, all, a folder with config.json, or layers x KV heads x "
                          "head size as in 28x4x128; repeat for several (default: qwen2.5-7b)")  # fmt: skip
     command.add_argument("--tokens", metavar="T", type=count, nargs="+", help="a row (default: 8192 32768 131072)")
     command.add_argument("--batch", metavar="B", type=count, default=1, help="rows (default: 1)")

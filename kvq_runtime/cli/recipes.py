@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvq_runtime.artifact import describe, recipe_text
 from kvq_runtime.attention import fused
 from kvq_runtime.cli.table import print_record, print_table
-from kvq_runtime.disk import files, gguf
+from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, counted
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding, caching
 from kvq_runtime.prefix import block_file, rate
@@ -199,8 +199,7 @@ def _of(recipe: Recipe, model: str, tokens: int | None) -> Recipe:
 
 
 def _models(text: str, tokens: int | None) -> Iterator[Model]:
-    """The model of a known name, "all" of them, a config.json or its folder, a GGUF file, or
-    LAYERSxHEADSxSIZE.
+    """The model of a known name, "all" of them, a config.json or its folder, or LAYERSxHEADSxSIZE.
 
     tokens   of the vocabulary, in place of what is known of the model
     """
@@ -212,16 +211,11 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
         yield Model(text, MODELS[text], tokens or VOCABULARIES[text])
     elif shape:
         yield Model(text, Geometry(*map(int, shape.groups())), tokens)
-    elif gguf.is_gguf(path):
-        config = gguf.config(gguf.read(path.resolve()), path)
-        yield _of_config(path.name, config, tokens or config["vocab_size"])
     elif path.exists():
         try:
             config = files.json_value(path / "config.json" if path.is_dir() else path)
         except NotFound as error:
-            raise NotFound(
-                f"{error}; --model takes the folder of a model in Hugging Face format, or a .gguf file"
-            ) from None
+            raise NotFound(f"{error}; --model takes the folder of a model in Hugging Face format") from None
         if isinstance(config, dict) and isinstance(config.get("text_config"), dict):  # of a model of images and text
             config = config["text_config"]
         if isinstance(config, dict) and caching(config) > 1 and type(config.get("num_layers")) is int:
@@ -251,7 +245,7 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
             ) from None
     else:
         raise NotFound(
-            f"--model {text}; use all, one of {', '.join(MODELS)}, a folder with config.json, a .gguf file, or "
+            f"--model {text}; use all, one of {', '.join(MODELS)}, a folder with config.json, or "
             "layers x KV heads x head size, as in 28x4x128"
         )
 

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from kvq_runtime.artifact import gguf_mean, oscar_files
+from kvq_runtime.artifact import oscar_files
 from kvq_runtime.cli import options
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.disk import files
@@ -33,16 +33,11 @@ def copy(args: Namespace) -> int:
 
 
 def export(args: Namespace) -> int:
-    """Write OSCAR's rotation files, or llama.cpp's bias file, and print a row a file."""
+    """Write OSCAR's rotation files, and print a row a file."""
     place = Path(args.output)
-    options.check_output("-o", place, folder=args.form == "oscar", makes=args.form != "oscar")
+    options.check_output("-o", place, folder=True)
     made = load_artifact(args.reference, args.registry)
-    if args.form == "gguf-mean":
-        found = {place: gguf_mean.from_artifact(made, args.channels)}
-    elif args.channels is not None:
-        raise ValueError(f"--channels {args.channels} is of gguf-mean; leave it out")
-    else:
-        found = {place / name: data for name, data in oscar_files.from_artifact(made).items()}
+    found = {place / name: data for name, data in oscar_files.from_artifact(made).items()}
     for path, data in found.items():
         files.make_folder(path.parent)
         options.write_output(path, data)
