@@ -1,0 +1,82 @@
+"""List the model families that kvq serves: plain data by `model_type`, without transformers.
+
+In all of them a decoder has `layers`, a layer `self_attn`, and attention caches keys after RoPE and values, by KV head.
+Layers that attend to all tokens are compressed; layers that slide over a window or recur stay transformers' own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+LAYERS, ATTENTION = "layers", "self_attn"  # the decoder's name for its layers, and a layer's for its attention
+FULL, RECURRENT = "full_attention", "linear_attention"
+SLIDING = "sliding_attention"
+Rope = Literal["full", "partial", "some layers"]
+Window = Literal["none", "given", "asked"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between families.
+
+    rope      channels of a key that RoPE turns, first half with second: all, the first ones, or none in some layers
+    window    whether layers slide: never; where `sliding_window` is set; or where `use_sliding_window` is set, too
+    every     without `layer_types` in config.json, every so manieth layer attends to all tokens
+    period    the setting of config.json that gives another number
+    others    the type of layers between
+    fused     the name of one projection to queries, keys and values, in this order; "": there are k_proj and v_proj
+    shared    whether values may be the projection of keys, and the last layers may read keys that others cache
+    sinks     whether attention has one learned logit a head, of no token
+    qk_norm   whether keys are normed before RoPE
+    images    whether config.json describes a decoder of text in `text_config`, beside a tower of images
+    """
+
+    rope: Rope = "full"
+    window: Window = "none"
+    every: int = 1
+    period: str = ""
+    others: str = SLIDING
+    fused: str = ""
+    shared: bool = False
+    sinks: bool = False
+    qk_norm: bool = False
+    images: bool = False
+
+
+PLAIN = Family()
+QWEN3 = Family(window="asked", qk_norm=True)
+RECURRING = Family("partial", every=4, period="full_attention_interval", others=RECURRENT, qk_norm=True)
+GEMMA3 = Family(window="given", every=6, period="sliding_window_pattern", qk_norm=True)
+GEMMA4 = Family(window="given", every=6, shared=True, qk_norm=True)
+
+FAMILIES: Mapping[str, Family] = {
+    **dict.fromkeys(("llama", "granite", "seed_oss"), PLAIN),
+    **dict.fromkeys(("mistral", "ministral3", "mixtral"), Family(window="given")),
+    **dict.fromkeys(("qwen2", "qwen2_moe"), Family(window="asked")),
+    **dict.fromkeys(("qwen3", "qwen3_moe"), QWEN3),
+    "phi3": Family("partial", window="given", fused="qkv_proj"),
+    "gemma2": Family(window="given", every=2, period="sliding_window_pattern"),
+    "gemma3_text": GEMMA3,
+    "gemma3": replace(GEMMA3, images=True),
+    "gemma4_text": GEMMA4,
+    "gemma4": replace(GEMMA4, images=True),
+    "olmo2": Family(qk_norm=True),
+    "olmo3": Family(window="given", every=4, qk_norm=True),
+    "smollm3": Family("some layers", window="asked"),
+    "glm4_moe": Family("partial"),
+    "gpt_oss": Family(window="given", every=2, sinks=True),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), RECURRING),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), replace(RECURRING, images=True)),
+}
+SERVED = ", ".join(FAMILIES)
+
+
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """The family of a configuration as in config.json; None of a model that is not listed."""
+    return FAMILIES.get(str(config.get("model_type")))
+
+
+def refusal(config: Mapping[str, Any]) -> str:
+    """Say that a model is not of a listed family, and which are."""
+    kind = config.get("model_type")
+    return f"model_type={kind!r:.60} is not a family that kvq serves; use a model of {SERVED}"
