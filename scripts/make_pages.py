@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "api.md"
 SECTIONS = {
-    "Serve a model": ["KVQCache", "verified_generate", "PrefixStore", "CudaGraphs", "MemoryReport"],
+    "Serve a model": ["KVQCache", "PrefixStore", "CudaGraphs", "MemoryReport"],
     "Load an artifact": ["load_artifact", "Artifact", "save_pretrained", "push_to_hub"],
     "Choose a recipe": ["preset", "presets", "Recipe"],
     "Errors": ["ArtifactError", "NotFound", "Conflict"],
@@ -45,7 +45,7 @@ fields, and on the [artifact format](../artifacts/README.md) ([what may change](
 else is private. Objects reached through public ones (`Scheme`, `Window`, `Fingerprint`, stages and policies of a
 recipe) can be read, compared and printed; do not construct them or import their classes.
 
-`KVQCache`, `verified_generate`, `PrefixStore` and `CudaGraphs` need transformers, the extra `hf`; the others torch,
+`KVQCache`, `PrefixStore` and `CudaGraphs` need transformers, the extra `hf`; the others torch,
 safetensors and huggingface-hub alone. Shapes: `B` rows, `H` KV heads, `T` tokens, `D` head size, `C` = H·D.
 """
 

@@ -3,31 +3,6 @@
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
-    # ---- verified generation
-    Mutant(
-        "verified-rest",
-        "what follows a refused token is drawn as if nothing had been drafted",
-        "kvq_runtime/hf/verified.py",
-        "if agreed else rest_V if rest_V.any() else p_V",
-        "if agreed else p_V",
-        ("hf/test_verified.py",),
-    ),
-    Mutant(
-        "verified-back",
-        "a cache keeps a drafted token that was refused",
-        "kvq_runtime/hf/verified.py",
-        "held.crop(min(0, tokens_1T.shape[1] - 1 - held.get_seq_length()))",
-        "held.crop(min(0, tokens_1T.shape[1] - held.get_seq_length()))",
-        ("hf/test_verified.py",),
-    ),
-    Mutant(
-        "verified-stopped",
-        "after an error caches keep what was only drafted",
-        "kvq_runtime/hf/verified.py",
-        "rounds.go_back(before - 1)",
-        "rounds.go_back(before + draft)",
-        ("hf/test_verified.py",),
-    ),
     # ---- ops
     Mutant(
         "rtn-step",
