@@ -11,7 +11,7 @@
 
 Importing KVQCache registers the attention "kvq" with transformers; `import kvq_runtime` alone imports neither torch nor
 transformers. The names of `__all__` are the public interface; modules may move between versions. A name is imported on
-first use: KVQCache, PrefixStore, CudaGraphs and verified_generate need transformers (extra `hf`), the others torch,
+first use: KVQCache, PrefixStore and CudaGraphs need transformers (extra `hf`), the others torch,
 safetensors and huggingface-hub.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvq_runtime.artifact.artifact import Artifact
     from kvq_runtime.artifact.folder import save_pretrained
     from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-    from kvq_runtime.hf import CudaGraphs, KVQCache, PrefixStore, verified_generate
+    from kvq_runtime.hf import CudaGraphs, KVQCache, PrefixStore
     from kvq_runtime.recipe import Recipe, preset, presets
     from kvq_runtime.registry.copy import push_to_hub
     from kvq_runtime.registry.resolve import load_artifact
@@ -46,7 +46,6 @@ __all__ = [
     "presets",
     "push_to_hub",
     "save_pretrained",
-    "verified_generate",
 ]
 
 _MODULES = {
@@ -64,7 +63,6 @@ _MODULES = {
     "presets": "recipe",
     "push_to_hub": "registry.copy",
     "save_pretrained": "artifact.folder",
-    "verified_generate": "hf",
 }
 
 

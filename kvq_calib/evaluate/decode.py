@@ -6,7 +6,7 @@ chooses its likeliest token, every cache reads that token, and so on for thousan
     kl      Σ p (log p - log q), in nats     p the 16-bit model's next token, q the model's with this cache
     first   the first token in which the likeliest differ: up to there the cache's own greedy text is the 16-bit
             model's, after it another. (A policy that decides for all rows together sees rows that would have left)
-    accepted  of DRAFT tokens that the cache drafts, about those that verified generation (hf/verified.py) keeps: the
+    accepted  of DRAFT tokens that the cache drafts, about those that verification with a 16-bit cache keeps: the
             first round begins after an exact pass, and rounds that the end of the text cuts are left out
     trend   by how much kl grows in 1,000 tokens, since something was encoded: least squares in each window
 

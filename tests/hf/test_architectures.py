@@ -30,7 +30,6 @@ from kvq_runtime.hf.model import (
     settings_of,
 )
 from kvq_runtime.hf.prefix import PrefixStore
-from kvq_runtime.hf.verified import verified_generate
 from kvq_runtime.store.held import Sizes
 
 ROWS = {kind: cells for kind, *cells in table()}
@@ -284,12 +283,6 @@ def test_positions_of_a_pass_that_stopped_midway_are_undone(read):
     assert torch.equal(*(cache.layers[0].indexer_position_ids for cache in (ours, other)))
 
 
-def test_a_model_with_an_indexer_is_not_verified():
-    model = random("deepseek_v32")
-    with pytest.raises(ValueError, match="indexer, which no second cache is given; use generate"):
-        verified_generate(model, kvq("rtn-4bit", model), prompt(1, 40), max_new_tokens=4)
-
-
 @pytest.mark.parametrize("kind, settings, why", [
     ("deepseek_v32", {}, "caches latents, of which no prefix is kept"),
     ("qwen4_exp_text", {"layer_types": ["indexed_attention"] * 3}, "keys of an indexer, of which no prefix is kept"),
@@ -347,8 +340,6 @@ def test_layers_that_a_pass_goes_through_again(kind, layers, slide, tmp_path):
         found = fingerprint_of(model)
         assert fingerprint.from_json(json.loads(json.dumps(found.to_json())), found.probes) == found
         assert found.attending == (0, 2, 4, 5)
-        written = verified_generate(model, kvq("rtn-4bit", model), ids, max_new_tokens=8)
-        assert torch.equal(written.sequences, generate(model, ids, stock(model), max_new_tokens=8))
 
 
 @pytest.mark.parametrize("name, value", [

@@ -13,7 +13,6 @@ from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model import find as models
 from kvq_calib.text.corpus import Batch
-from kvq_runtime import verified_generate
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.hf import KVQCache
 
@@ -67,26 +66,6 @@ def test_the_first_token_chosen_otherwise_is_where_the_caches_own_text_leaves(mo
         own, first = made[0, PROMPT:].tolist(), window["first"]
         assert first is not None, "a window that two bits never leave tests nothing: draw another"
         assert own[:first] == two["tokens"][row][:first] and own[first] != two["tokens"][row][first]
-
-
-@pytest.mark.slow
-def test_what_would_be_accepted_is_what_verified_generation_accepts(model, traces):
-    two, kept = traces[1], []
-    for row in range(2):
-        held, ends = KVQCache(subject(NAMES[1]).recipe, model), decode.ends_of(model)
-        ids = batch().tokens_BT[row : row + 1].long()
-        with attending(model, held):
-            made = verified_generate(
-                model, held, ids, draft=decode.DRAFT, max_new_tokens=COUNT, do_sample=False, suppress_tokens=ends,
-                eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
-        assert made.sequences[0, PROMPT:].tolist() == two["tokens"][row]
-        ended = 0
-        for drafted, accepted in zip(made.drafted, made.accepted, strict=True):
-            kept += [accepted] if drafted == decode.DRAFT and ended + decode.DRAFT <= COUNT else []
-            ended += accepted + 1
-    found = decode.figures(subject(NAMES[1]), [two], 4, PROMPT)["accepted"]
-    assert found == pytest.approx(sum(kept) / len(kept)) and 0 < found < decode.DRAFT
 
 
 def trace(kl: list[list[float]], agreed: list[list[int]]) -> dict:
