@@ -3,7 +3,6 @@
 demo              the standard library's documentation: one topic of the reference (`pydoc_data.topics`), or all
                   docstrings of one module in source order, each
 demo-code         its code: the source of one module, each, without its docstrings: another kind of text
-recall            the recall model's tasks, written out in its symbols
 FILE.txt          documents separated by <|endoftext|>, else the whole file as one document
 FILE.jsonl        one JSON object a line, key `text`; also .jsonl.gz and .jsonl.zst
 FILE.parquet      column `text`
@@ -26,11 +25,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.tasks import synthetic
 from kvq_runtime.errors import NotFound
 
 SEPARATOR = "<|endoftext|>"
-RECALL = 400, 1280, 1 << 31  # texts, tokens of each, first seed: evaluations count from 0, training from 1 << 32
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip",
            "encodings", "pydoc_data", "__pycache__"}  # fmt: skip
@@ -87,23 +84,7 @@ def code() -> list[tuple[str, str]]:
     return [(name, text) for name, text in found if len(text) >= SHORTEST]
 
 
-@lru_cache(maxsize=1)
-def recall() -> list[tuple[str, str]]:
-    """The recall model's texts as (name, text): every task in turn, with its answers, at depths that are spread.
-
-    An evaluation asks none of them.
-    """
-    words, tasks, (texts, length, first) = synthetic.words(), list(synthetic.TASKS), RECALL
-    found = []
-    for number in range(texts):
-        task = tasks[number % len(tasks)]
-        made = synthetic.TASKS[task](first + number, length, (number + 0.5) / texts)
-        # the tokenizer itself begins a text
-        found.append((f"{task}/{number}", " ".join(words[token] for token in made.tokens[1:])))
-    return found
-
-
-EMBEDDED = {"demo": documentation, "demo-code": code, "recall": recall}
+EMBEDDED = {"demo": documentation, "demo-code": code}
 
 
 def embedded(name: str) -> Documents:
