@@ -14,6 +14,7 @@ records what they were.
 import ast
 import gzip
 import hashlib
+import io
 import json
 import os
 import sys
@@ -214,8 +215,44 @@ def _unpacked(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
             import zstandard
         except ModuleNotFoundError as error:
             raise ValueError(f"{path.name} needs the package zstandard: pip install zstandard") from error
-        return zstandard.open, (*damaged, zstandard.ZstdError)
+        return _open_zstd, (*damaged, zstandard.ZstdError)
     return gzip.open if path.suffix == ".gz" else open, damaged
+
+
+class _Frames(io.RawIOBase):
+    """The content of a file of zstd frames. EOFError where the last one is cut, which `zstandard.open` reads over."""
+
+    def __init__(self, path: Path):
+        self._frame: Any = None
+        self._file, self._left = path.open("rb"), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read at most as many bytes as the buffer holds; 0 at the end of the last frame."""
+        import zstandard
+
+        while not self._left:
+            ended = self._frame is None or self._frame.eof
+            given = (self._frame.unused_data if self._frame and ended else b"") or self._file.read(1 << 14)
+            if not given and not ended:
+                raise EOFError("the last frame is cut")
+            if not given:
+                return 0
+            self._frame = zstandard.ZstdDecompressor().decompressobj() if ended else self._frame
+            self._left = memoryview(self._frame.decompress(given))
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _open_zstd(path: Path, mode: str, encoding: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedReader(_Frames(path), 1 << 17), encoding=encoding)
 
 
 def _parquet(path: Path) -> list[str]:
