@@ -350,7 +350,6 @@ def _models() -> dict[str, Geometry]:
     """Layers, KV heads and head size of models, by kvq's name for them."""
     shapes = {
         "demo": {"": (6, 2, 64)},
-        "recall": {"": (3, 1, 64)},
         "qwen2.5-": {
             **{"0.5b": (24, 2, 64), "1.5b": (28, 2, 128), "3b": (36, 2, 128), "7b": (28, 4, 128)},
             **{"14b": (48, 8, 128), "32b": (64, 8, 128), "72b": (80, 8, 128)},
@@ -369,7 +368,7 @@ def _models() -> dict[str, Geometry]:
 
 MODELS: dict[str, Geometry] = _models()  # of the catalog of kvq_calib, as their config.json say
 _VOCABULARIES = {
-    **{"demo": 2048, "recall": 1024, "qwen2.5-": 151936, "qwen3-": 151936, "llama-3": 128256, "mistral-": 32768},
+    **{"demo": 2048, "qwen2.5-": 151936, "qwen3-": 151936, "llama-3": 128256, "mistral-": 32768},
     "smollm2-": 49152,
     **dict.fromkeys(("qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b"), 152064),
 }

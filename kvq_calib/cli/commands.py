@@ -14,7 +14,7 @@ from kvq_runtime.cli import exit_codes, options
 from kvq_runtime.cli.options import add_settings, count, png
 from kvq_runtime.errors import extra
 
-MODEL = "a name of the catalog (demo, recall, qwen2.5-7b), folder, .gguf file, or Hub id"
+MODEL = "a name of the catalog (demo, qwen2.5-7b), folder, .gguf file, or Hub id"
 _TEXT = """\
 Text: documents of the corpus' held-out part, less those that share more than 5% of their runs of 64 bytes with its fit
 part; what the windows still share is measured and said. --also measures on texts of other kinds than recipes are fitted
@@ -36,11 +36,10 @@ examples
     kvq eval higgs-2bit --model llama-3.1-8b --corpus wikitext-2 --length 8192 --windows all --protocol full
     kvq eval demo-aqua-2bit --model demo --also demo-code c4=c4.jsonl  on texts of other kinds, too
     kvq eval higgs-2bit --model demo --protocol decode --length 2304   greedy text: where the cache's leaves it
-    kvq eval higgs-2bit --model qwen2.5-7b --tasks vt,niah_multikey_2  tasks of retrieval, through the cache
-    kvq eval --model qwen2.5-7b --tasks passkey,niah_single_1 --chat   what the 16-bit model answers by itself, asked
+    kvq eval higgs-2bit --model qwen2.5-7b --tasks passkey,needle      needles in a text, found through the cache
+    kvq eval --model qwen2.5-7b --tasks passkey,needle --chat          what the 16-bit model answers by itself, asked
                                                                        in its chat form
     kvq eval higgs-2bit --model qwen2.5-7b --tasks gsm8k --limit 200   lm-eval's tasks, through the cache
-    kvq eval exact rtn-2bit --model recall --tasks needle,chain --json by task, length and depth, on a small model
 
 The 16-bit model is always measured beside them. Protocols: full, one forward pass in which every token but the sinks
 is encoded and decoded before anything attends to it; in-use, tokens arrive in steps and stay exact for as long as the
@@ -161,17 +160,13 @@ def _tasks(command: argparse.ArgumentParser) -> None:
     add("--depths", type=float, metavar="D", nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9],
         help="of tasks: places of what is asked for, 0 to 1 (default: 0.1 0.3 0.5 0.7 0.9)")  # fmt: skip
     add("--samples", type=count, metavar="N", default=5, help="of tasks: texts of each length and depth (default: 5)")
-    add("--haystack", metavar="TEXT", default="demo",
-        help="of RULER's tasks in essays: a corpus, as --corpus takes it (default: demo, Python's documentation)"
-    )  # fmt: skip
     add("--plot", type=png, metavar="FILE", help="of tasks: write accuracy by length and depth, a PNG")
     add("--limit", type=count, metavar="N", help="of lm-eval's tasks: the first examples (default: all)")
     add("--num-fewshot", type=int, metavar="N", help="of lm-eval's tasks: worked examples in a prompt")
     add("--batch-size", type=count, metavar="N", default=1,
         help="of lm-eval's tasks: requests side by side (default: 1)")  # fmt: skip
     add("--include-path", metavar="DIR", help="of lm-eval's tasks: a folder of task files beside its own")
-    add("--answer", type=count, metavar="N", help="of RULER's tasks: the most tokens of an answer (default: RULER's)")
-    add("--chat", action="store_true", help="of tasks in words: apply the model's chat template")
+    add("--chat", action="store_true", help="of tasks: apply the model's chat template")
 
 
 def add_compare(subparsers: Any) -> None:

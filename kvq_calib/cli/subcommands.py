@@ -27,7 +27,7 @@ from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import answered, greedy, plots, tables, timings
 from kvq_calib.run import budget
 from kvq_calib.run.device import memory_of, usable
-from kvq_calib.tasks import ruler, synthetic
+from kvq_calib.tasks import needles
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.cli import exit_codes, options
@@ -42,7 +42,7 @@ from kvq_runtime.registry.sound import read
 
 R = TypeVar("R", bound=Record)
 Give = Callable[..., None]
-OWN = ", ".join([*synthetic.TASKS, *ruler.TASKS])
+OWN = ", ".join(needles.TASKS)
 OF_TEXT = ("rows", "layers", "by_layer", "plots")  # options of `kvq eval` that neither tasks nor greedy text have
 
 
@@ -135,23 +135,22 @@ def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subje
     protocol = _protocol(args, None)
     subjects, ledger = [protocol.subject(one, files.geometry) for one in subjects], _ledger()
     asked = args.tasks.split(",")
-    own = [task for task in asked if task in synthetic.TASKS or task in ruler.TASKS]
+    own = [task for task in asked if task in needles.TASKS]
     foreign = [task for task in asked if task not in own]
     if foreign and find_spec("lm_eval") is None:
         raise RuntimeError(
             f"tasks {', '.join(foreign)} are not kvq's own ({OWN}); those of lm-eval need it; {extra('lm-eval')}"
         )
-    if foreign and args.protocol == "full":
-        raise ValueError(f"--protocol full: {', '.join(foreign)} are answered in use; leave it out, or use in-use")
+    if args.protocol == "full":
+        raise ValueError(f"--protocol full: {args.tasks} are answered in use; leave it out, or use in-use")
     if args.plot and not own:
         raise ValueError(f"--plot draws kvq's own tasks ({OWN}), of which --tasks has none")
     device, groups = _used(args), []
     if own:
         lengths = args.lengths or [length for length in tasks.LENGTHS if length <= files.context]
-        essays = tasks.haystack(args.haystack) if set(own) & set(ruler.ESSAYS) else None
+        haystack = tasks.haystack(args.corpus or "demo")
         plan = tasks.Plan(
-            tuple(own), tuple(lengths), tuple(args.depths), args.samples, args.seed, protocol.protocols, essays,
-            args.chat, args.answer,
+            tuple(own), haystack, tuple(lengths), tuple(args.depths), args.samples, args.seed, args.chat
         )  # fmt: skip
         with progress_bar(tasks.work(plan, len(subjects)), args.quiet) as progress:
             groups.append(tasks.evaluate(files, subjects, plan, *device, progress, ledger))

@@ -50,7 +50,6 @@ class Entry:
 def _entries() -> list[Entry]:
     embedded = [
         Entry("demo", None, corpus="demo", samples=96, seq_len=1024),
-        Entry("recall", None, corpus="recall", samples=96, seq_len=1024, also=()),  # no other text has its symbols
     ]
     # a real model for small machines, fitted on what every machine has
     smollm2 = Entry(

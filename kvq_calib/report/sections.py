@@ -26,7 +26,6 @@ LICENSE = ("license", "license_name", "license_link")  # fields of a model's
 CORPORA = {  # licences of embedded ones
     "demo": "PSF-2.0 (the documentation of Python)",
     "demo-code": "PSF-2.0 (the library of Python)",
-    "recall": "Apache-2.0 (made by kvq)",
 }
 LONG = 240  # characters of the stages of single layers from which they are folded away
 _HEADS = {"recipe": "cache", "at 4096": "bits at 4096 tokens", "vs 16 bit": "against 16 bit", "KL": "KL, nats",

@@ -3,7 +3,6 @@
 demo              the standard library's documentation: one topic of the reference (`pydoc_data.topics`), or all
                   docstrings of one module in source order, each
 demo-code         its code: the source of one module, each, without its docstrings: another kind of text
-recall            the recall model's tasks, written out in its symbols
 FILE.txt          documents separated by <|endoftext|>, else the whole file as one document
 FILE.jsonl        one JSON object a line, key `text`; also .jsonl.gz and .jsonl.zst
 FILE.parquet      column `text`
@@ -15,6 +14,7 @@ records what they were.
 import ast
 import gzip
 import hashlib
+import io
 import json
 import os
 import sys
@@ -26,11 +26,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.tasks import synthetic
 from kvq_runtime.errors import NotFound
 
 SEPARATOR = "<|endoftext|>"
-RECALL = 400, 1280, 1 << 31  # texts, tokens of each, first seed: evaluations count from 0, training from 1 << 32
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip",
            "encodings", "pydoc_data", "__pycache__"}  # fmt: skip
@@ -87,23 +85,7 @@ def code() -> list[tuple[str, str]]:
     return [(name, text) for name, text in found if len(text) >= SHORTEST]
 
 
-@lru_cache(maxsize=1)
-def recall() -> list[tuple[str, str]]:
-    """The recall model's texts as (name, text): every task in turn, with its answers, at depths that are spread.
-
-    An evaluation asks none of them.
-    """
-    words, tasks, (texts, length, first) = synthetic.words(), list(synthetic.TASKS), RECALL
-    found = []
-    for number in range(texts):
-        task = tasks[number % len(tasks)]
-        made = synthetic.TASKS[task](first + number, length, (number + 0.5) / texts)
-        # the tokenizer itself begins a text
-        found.append((f"{task}/{number}", " ".join(words[token] for token in made.tokens[1:])))
-    return found
-
-
-EMBEDDED = {"demo": documentation, "demo-code": code, "recall": recall}
+EMBEDDED = {"demo": documentation, "demo-code": code}
 
 
 def embedded(name: str) -> Documents:
@@ -233,8 +215,44 @@ def _unpacked(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
             import zstandard
         except ModuleNotFoundError as error:
             raise ValueError(f"{path.name} needs the package zstandard: pip install zstandard") from error
-        return zstandard.open, (*damaged, zstandard.ZstdError)
+        return _open_zstd, (*damaged, zstandard.ZstdError)
     return gzip.open if path.suffix == ".gz" else open, damaged
+
+
+class _Frames(io.RawIOBase):
+    """The content of a file of zstd frames. EOFError where the last one is cut, which `zstandard.open` reads over."""
+
+    def __init__(self, path: Path):
+        self._frame: Any = None
+        self._file, self._left = path.open("rb"), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read at most as many bytes as the buffer holds; 0 at the end of the last frame."""
+        import zstandard
+
+        while not self._left:
+            ended = self._frame is None or self._frame.eof
+            given = (self._frame.unused_data if self._frame and ended else b"") or self._file.read(1 << 14)
+            if not given and not ended:
+                raise EOFError("the last frame is cut")
+            if not given:
+                return 0
+            self._frame = zstandard.ZstdDecompressor().decompressobj() if ended else self._frame
+            self._left = memoryview(self._frame.decompress(given))
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _open_zstd(path: Path, mode: str, encoding: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedReader(_Frames(path), 1 << 17), encoding=encoding)
 
 
 def _parquet(path: Path) -> list[str]:

@@ -426,7 +426,7 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
         code == 2 and "no layer of this model attends to all tokens alone (their types: conv, mamba): there is" in err
     )
     code, _, err = kvq("bytes", "aqua-2bit", "--model", "gpt-5")
-    assert code == 3 and "--model gpt-5; use all, one of demo, recall, qwen2.5-0.5b" in err
+    assert code == 3 and "--model gpt-5; use all, one of demo, qwen2.5-0.5b" in err
     assert kvq("bytes", "aqua-2bit-quanto", "--model", "2x2x24")[0] == 2
 
 

@@ -60,14 +60,13 @@ def test_the_sdist_makes_the_same_wheel(built):
 def test_the_wheel_holds_the_packages_and_the_models_and_nothing_else(built):
     found = content(built["tree"])
     tops = {name.split("/")[0] for name in found if ".dist-info/" not in name}
-    assert tops == {"kvq_runtime", "kvq_calib", "kvq_demo_model", "kvq_recall_model"}
+    assert tops == {"kvq_runtime", "kvq_calib", "kvq_demo_model"}
     for package in ("kvq_runtime", "kvq_calib"):
         for path in (ROOT / package).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 assert found[path.relative_to(ROOT).as_posix()] == path.read_bytes()
-    for name in ("demo", "recall"):
-        for path in (ROOT / "artifacts" / f"{name}-model").iterdir():
-            assert found[f"kvq_{name}_model/{path.name}"] == path.read_bytes()
+    for path in (ROOT / "artifacts" / "demo-model").iterdir():
+        assert found[f"kvq_demo_model/{path.name}"] == path.read_bytes()
 
 
 def test_the_sdist_holds_what_the_wheel_leaves_out(built):
@@ -88,8 +87,8 @@ def test_the_commands_run_outside_the_checkout(installed):
 
 
 def test_embedded_models_are_found_outside_the_checkout(installed):
-    body = "from kvq_calib.model import find; print(*(find._embedded_folder(name) for name in ('demo', 'recall')))"
-    assert python(installed, body).split() == [str(installed / f"kvq_{name}_model") for name in ("demo", "recall")]
+    body = "from kvq_calib.model import find; print(find._embedded_folder('demo'))"
+    assert python(installed, body).split() == [str(installed / "kvq_demo_model")]
 
 
 def test_golden_artifacts_load_outside_the_checkout(installed):

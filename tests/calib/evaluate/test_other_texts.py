@@ -149,7 +149,7 @@ def test_a_calibration_measures_on_other_texts_and_its_card_says_so(model: Path,
 
 def test_the_library_s_code_is_no_documentation():
     code, told = dict(documents.code()), dict(documents.documentation())
-    assert set(EMBEDDED) == {"demo", "demo-code", "recall"} and len(code) > 300
+    assert set(EMBEDDED) == {"demo", "demo-code"} and len(code) > 300
     assert "class ArgumentParser(" in code["argparse.py"] and "Command-line parsing library" not in code["argparse.py"]
     for name in ("argparse.py", "difflib.py", "json/decoder.py"):
         assert not [line for line in told[name].splitlines() if len(line) > 60 and line in code[name]], name

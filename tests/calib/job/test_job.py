@@ -116,7 +116,6 @@ def test_what_does_not_is_fitted(home, caplog):
     ({}, "give --max-kl or --max-perplexity-ratio, and at most one --recipe"),
     ({"max_kl": 1.0, "recipes": ["aqua-2bit", "aqua-3bit"], "name": None}, "and at most one --recipe"),
     ({"max_kl": 1.0, "reuse": "nothing"}, "no artifact nothing in"),
-    ({"max_kl": 1.0, "model": "recall"}, "demo-aqua-2bit was fitted to 6 layers of .*, and recall has \\d+ layers"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_the_work(home, changed, why):
     asked = job(home, "refused").with_settings(**changed)

@@ -180,6 +180,19 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes,
         corpus.load(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_a_cut_compressed_file_is_never_read_as_whole(tmp_path: Path, pack):
+    """A file of two frames, whole and with its last one cut anywhere, of which nothing is said at its beginning."""
+    first, last = pack(_jsonl(_texts(20)) + b"\n"), pack(_jsonl(_texts(40)))
+    path = tmp_path / f"c.jsonl.{'gz' if pack is gzip.compress else 'zst'}"
+    path.write_bytes(first + last)
+    assert len(sources.local(path).texts) == 60
+    for left in (1, 5, len(last) // 2, len(last) - 1):
+        path.write_bytes(first + last[:left])
+        with pytest.raises(ValueError, match=r"cannot be unpacked \(.*\); make or download it again"):
+            sources.local(path)
+
+
 def test_files_that_are_missing_or_without_text_are_named(tmp_path: Path):
     with pytest.raises(ValueError, match="is not a file"):
         corpus.load(str(tmp_path / "none.jsonl"))
