@@ -207,13 +207,6 @@ def parser() -> argparse.ArgumentParser:
     command = add("copy", "transfer", text, "kvq copy NAME@1.2.0 hf://my-org --dry-run")
     _reference(command, "NAME, hf://ORG/NAME, or a version of it")
     _to(command)
-    text = "write the rotation files that OSCAR's servers load"
-    example = "kvq export oscar NAME@1.2.0 -o out"
-    command = add("export", "transfer", text, example)
-    about = "k_rotation_*.pt and v_rotation_*.pt, of a recipe of oscar"
-    command.add_argument("form", choices=["oscar"], help=about)
-    _reference(command, "NAME, NAME@VERSION, NAME@ALIAS, NAME@sha256:HEX or a .safetensors file")
-    command.add_argument("-o", "--output", required=True, metavar="PATH", help="folder to write to")
     command = add("promote", "names", "point an alias to a version", "kvq promote NAME@1.2.0 --expect 1.1.0")
     _reference(command, "NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     _alias(command)

@@ -1,18 +1,14 @@
-"""The commands `kvq copy` and `kvq export`: write versions to a registry, or as files of other tools."""
+"""Run `kvq copy`: write versions to another registry."""
 
 from argparse import Namespace
-from pathlib import Path
 
-from kvq_runtime.artifact import oscar_files
-from kvq_runtime.cli import options
 from kvq_runtime.cli.table import print_table
-from kvq_runtime.disk import files
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.copy import copy_version
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.reference import Reference
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.resolve import choose, load_artifact, open_registry
+from kvq_runtime.registry.resolve import choose, open_registry
 
 
 def copy(args: Namespace) -> int:
@@ -29,19 +25,6 @@ def copy(args: Namespace) -> int:
     if not args.json:
         rows = [{field: row[field] for field in ("name", "version", "result")} for row in rows]
     print_table(rows, args.json)
-    return 0
-
-
-def export(args: Namespace) -> int:
-    """Write OSCAR's rotation files, and print a row a file."""
-    place = Path(args.output)
-    options.check_output("-o", place, folder=True)
-    made = load_artifact(args.reference, args.registry)
-    found = {place / name: data for name, data in oscar_files.from_artifact(made).items()}
-    for path, data in found.items():
-        files.make_folder(path.parent)
-        options.write_output(path, data)
-    print_table([{"path": str(path), "bytes": len(data)} for path, data in found.items()], args.json)
     return 0
 
 

@@ -107,8 +107,8 @@ def test_excerpts_of_the_documentation_are_the_code():
 def test_pins_satisfy_the_project():
     """Every direct dependency of the project has one pin in constraints.txt, inside the project's bounds.
 
-    Not vLLM, which has an environment of its own: it pins torch. Nor LMCache, which asks for CUDA's libraries, and lm-eval;
-    their pins stand in the Makefile: they lie beside .venv for their tests."""
+    Not vLLM, which has an environment of its own: it pins torch. Nor LMCache, which asks for CUDA's libraries, and
+    lm-eval: their pins stand in the Makefile, and they lie beside .venv for their tests."""
     packaging = pytest.importorskip("packaging.requirements")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
