@@ -16,7 +16,6 @@ from threading import Thread
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-from kvq_runtime import __version__
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry.hub import client
@@ -224,7 +223,7 @@ def _headers() -> dict[str, str]:
 
     given = client.token()
     token = given if isinstance(given, str) else None if given is False else get_token()
-    headers = {"User-Agent": f"kvq/{__version__}", "Accept-Encoding": "identity"}
+    headers = {"User-Agent": "kvq", "Accept-Encoding": "identity"}
     return headers | ({"Authorization": f"Bearer {token}"} if token else {})
 
 
