@@ -12,6 +12,7 @@ from hub_client import CARD, NAME, REPO, TOKEN, asked, clear
 from hub_http import ENDLESS
 from hub_server import Hub
 from huggingface_hub import constants
+from huggingface_hub.utils import _detect_agent
 
 from kvq_runtime.registry import registry, resolve
 from kvq_runtime.registry.hub import ask, client
@@ -145,7 +146,7 @@ def test_a_limit_is_of_all_tries_of_a_file(hub, store):
     assert begun.getvalue() == whole.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["trickle", "heads"])
+@pytest.mark.parametrize("kind", ["trickle", "framing", "heads"])
 @pytest.mark.parametrize("pattern", [FILES["kvq.json"], LISTS["the head"]], ids=["kvq.json", "the head"])
 def test_an_answer_that_comes_byte_by_byte_is_left(kind, pattern, hub, store, monkeypatch):
     for module, name in ((constants, "HF_HUB_ETAG_TIMEOUT"), (client, "SILENCE")):
@@ -203,3 +204,14 @@ def test_a_token_that_stands_in_a_reference_is_not_repeated(given, kvq, tmp_path
         to = ["hf://org"] if command == ("copy",) else []
         code, _, said = kvq(*command, given.format(secret), *to, "--registry", (tmp_path / "r").as_uri())
         assert code and said and secret not in said
+
+
+def test_the_hub_is_asked_nothing_about_the_environment(hub, store, monkeypatch, tmp_path):
+    """With telemetry, huggingface_hub asks for names of environment variables, and sends which of them it found."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "none.json"))
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(_detect_agent, "_registry", None)
+    HubRegistry("org").publish(NAME, tiny.data(1))
+    everything(store)
+    assert asked(hub) and not [line for line in asked(hub) if "harness" in line]

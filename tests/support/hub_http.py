@@ -26,7 +26,7 @@ from hub_store import Refused
 # endless  send the same body again and again, without end
 # trickle  send a byte at a time, without end
 # heads    send a line of a header at a time, without end
-KINDS = ("status", "reset", "short", "flip", "drip", "lost", "lie", "endless", "trickle", "heads")
+KINDS = ("status", "reset", "short", "flip", "drip", "lost", "lie", "endless", "trickle", "framing", "heads")
 ENDLESS = 64 << 20  # bytes after which a test that nobody stopped has failed
 PAGE = 2  # entries a page: small, so that every list is paged
 
@@ -167,11 +167,20 @@ class Exchange(BaseHTTPRequestHandler):
         self.send_response(200)
         for name, value in headers.items():
             self.send_header(name, value)
-        if kind != "heads":
+        if kind == "framing":  # a chunk's size, whose extension does not end
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"1;")
+        elif kind != "heads":
             self.send_header("Content-Length", str(1 << 40))
             self.end_headers()
         while self.hub.faults.sent < ENDLESS:
-            piece = {"endless": data * (1 + (1 << 16) // len(data)), "trickle": b" ", "heads": b"X-Y: z\r\n"}[kind]
+            piece = {
+                "endless": data * (1 + (1 << 16) // len(data)),
+                "trickle": b" ",
+                "framing": b"a",
+                "heads": b"X-Y: z\r\n",
+            }[kind]
             if kind == "heads":
                 self.flush_headers()
             self.wfile.write(piece)
@@ -186,7 +195,7 @@ class Exchange(BaseHTTPRequestHandler):
         if fault.kind == "lie":
             data = data if fault.body is None else fault.body
             headers = {name: value for name, value in headers.items() if name not in fault.headers} | fault.headers
-        if fault.kind in ("endless", "trickle", "heads"):
+        if fault.kind in ("endless", "trickle", "framing", "heads"):
             self._without_end(fault.kind, data or b"{}", headers)
         self.send_response(status)
         for name, value in ({"Content-Length": str(len(data))} | headers).items():

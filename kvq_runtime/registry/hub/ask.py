@@ -182,12 +182,11 @@ def _json(address: str, limit: int, silence: float | None = None) -> tuple[Any, 
 @contextmanager
 def _response(address: str, start: int = 0, silence: float | None = None) -> Iterator[Any]:
     """An answer after its headers, from byte `start` on if the Hub has that; raises huggingface_hub's errors."""
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    from huggingface_hub.utils import get_session, hf_raise_for_status
 
     client.check_online(address)
     silence = client.SILENCE if silence is None else silence
-    headers = build_hf_headers(token=client.token(), library_name="kvq") | {"Accept-Encoding": "identity"}
-    headers |= {"Range": f"bytes={start}-"} if start else {}
+    headers = _headers() | ({"Range": f"bytes={start}-"} if start else {})
     session, history = get_session(), []
     request = session.build_request("GET", address, headers=headers, timeout=silence)
     while request is not None:
@@ -196,8 +195,7 @@ def _response(address: str, start: int = 0, silence: float | None = None) -> Ite
         response = within(
             2 * silence,
             lambda request=request: session.send(request, stream=True, follow_redirects=False),
-            f"the Hub at {client.place()}",
-            _ASK,
+            f"the Hub at {client.place()} took more than {2 * silence:.0f} s to begin; {_ASK}",
         )
         history.append(response)
         request = response.next_request
@@ -215,25 +213,43 @@ def _response(address: str, start: int = 0, silence: float | None = None) -> Ite
         response.close()
 
 
+def _headers() -> dict[str, str]:
+    """Return the headers of a request.
+
+    Not huggingface_hub's `build_hf_headers`, which asks the Hub which environment variables to look for, without a
+    limit of bytes or of time.
+    """
+    from huggingface_hub import get_token
+
+    given = client.token()
+    token = given if isinstance(given, str) else None if given is False else get_token()
+    headers = {"User-Agent": "kvq", "Accept-Encoding": "identity"}
+    return headers | ({"Authorization": f"Bearer {token}"} if token else {})
+
+
 def _body(response: Any, limit: int) -> Iterator[bytes]:
-    """The body as it was sent, in pieces."""
-    return paced(response.iter_raw(), limit, f"the Hub at {client.place()}", _ASK)
+    """Yield the body as it was sent, in pieces.
 
-
-def paced(chunks: Iterator[bytes], limit: int, place: str, advice: str) -> Iterator[bytes]:
-    """Yield what a place sends; RuntimeError, with the advice, for more than `limit` bytes, or if it is slow."""
-    began, received = time.monotonic(), 0
-    for chunk in chunks:
+    Raises RuntimeError for more than `limit` bytes, or for less than RATE bytes a second on the whole, once it took
+    SILENCE seconds. Only bytes of the body count: those of HTTP's framing do not extend the time.
+    """
+    chunks, place, began, received = response.iter_raw(), f"the Hub at {client.place()}", time.monotonic(), 0
+    slow = f"{place} sends less than {RATE} bytes a second; try again later, or {_ASK}"
+    while True:
+        left = began + client.SILENCE + received / RATE - time.monotonic()
+        if left <= 0:
+            raise RuntimeError(slow)
+        chunk = within(left, lambda: next(chunks, None), slow)
+        if chunk is None:
+            return
         received += len(chunk)
         if received > limit:
-            raise RuntimeError(f"{place} sends more than the {limit} bytes that are expected; {advice}")
-        if time.monotonic() - began > client.SILENCE + received / RATE:
-            raise RuntimeError(f"{place} sends less than {RATE} bytes a second; try again later, or {advice}")
+            raise RuntimeError(f"{place} sends more than the {limit} bytes that are expected; {_ASK}")
         yield chunk
 
 
-def within(seconds: float, action: Callable[[], T], place: str, advice: str) -> T:
-    """The result of an action at a place; RuntimeError, with the advice, if it takes longer, and its thread is left.
+def within(seconds: float, action: Callable[[], T], late: str) -> T:
+    """Return the result of an action; RuntimeError with the text `late` if it takes longer, and its thread is left.
 
     A limit for each read does not end headers that come one by one.
     """
@@ -249,7 +265,7 @@ def within(seconds: float, action: Callable[[], T], place: str, advice: str) -> 
     try:
         result, error = results.get(timeout=seconds)
     except Empty:
-        raise RuntimeError(f"{place} took more than {seconds:.0f} s to begin; {advice}") from None
+        raise RuntimeError(late) from None
     if error is not None:
         raise error
     return result  # type: ignore[return-value]

@@ -109,15 +109,17 @@ def place() -> str:
 
 
 def api() -> "HfApi":
-    """huggingface_hub's client, for changes. Xet is disabled for other endpoints, which have none.
+    """Return huggingface_hub's client, for changes. Xet is disabled for other endpoints, which have none.
 
-    The library waits for an answer without end; unless a limit is set, its session gets one.
+    The library waits for an answer without end; unless a limit is set, its session gets one. Telemetry is disabled:
+    with it, the library asks the Hub which environment variables to look for, and sends what it found.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import get_session
 
     if urlsplit(endpoint()).hostname not in ("huggingface.co", "hub-ci.huggingface.co"):
         constants.HF_HUB_DISABLE_XET = True
+    constants.HF_HUB_DISABLE_TELEMETRY = True
     session = get_session()
     if session.timeout.read is None:
         session.timeout = SILENCE

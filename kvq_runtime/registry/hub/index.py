@@ -28,7 +28,7 @@ from kvq_runtime.registry import events
 from kvq_runtime.registry.events import Publish, State, Version
 from kvq_runtime.registry.hub import ask, cache, client
 from kvq_runtime.registry.hub.ask import File
-from kvq_runtime.registry.place import Finding, Head
+from kvq_runtime.registry.registry import Finding, Head
 
 FILE = "kvq.json"
 SCHEMA = 1

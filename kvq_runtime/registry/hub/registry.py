@@ -25,14 +25,13 @@ from kvq_runtime.registry import card, reference, sound
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub import ask, cache, client, index
 from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.place import Elsewhere, Finding, Head
-from kvq_runtime.registry.reference import GRACE
-from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
+from kvq_runtime.registry.registry import Finding, Head, Registry
 
 _INITIAL_FILES = {".gitattributes", "README.md", "LICENSE"}  # the Hub's form for a new repository may create these
 
 
-class HubRegistry(Elsewhere, Registry):
+class HubRegistry(Registry):
     """A registry in an organization or user account of a Hub.
 
     org       the organization or user
@@ -115,6 +114,16 @@ class HubRegistry(Elsewhere, Registry):
     def cached(self, name: str, sha256: str, size: int) -> Path | None:
         """A file in the cache, of whatever commit."""
         return cache.blob(self.repo(name), sha256, size)
+
+    def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """A file of a version, from the cache or downloaded; whoever reads it checks its digest."""
+        return self.cached(name, *version.content[file]) or self.download(name, version, file)
+
+    def fetch_verified(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
+        """`fetch`, with the digest of a cached file checked; a damaged one is downloaded again."""
+        path = self.cached(name, *version.content[file])
+        whole = path is not None and files.digest(path) == version.content[file]
+        return path if path is not None and whole else self.download(name, version, file)
 
     def download(self, name: str, version: Version, file: str) -> Path:
         """Receive a file at the commit that was last read."""
