@@ -38,7 +38,7 @@ from kvq_runtime.engines.orders import Orders, Planner, text_of
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
-from kvq_runtime.prefix.shelf import parse_bytes
+from kvq_runtime.prefix.block_folder import parse_bytes
 from kvq_runtime.vllm import page, plugin
 from kvq_runtime.vllm.page import Rows
 
@@ -232,7 +232,6 @@ COUNTS = {
     "bytes_loaded": "bytes of encoded blocks that were read",
     "tokens_kept": "tokens whose blocks were encoded and written, summed over workers",
     "bytes_kept": "bytes of encoded blocks that were written",
-    "blocks_beyond": "blocks of keys or values kept beside codes, as their error is beyond what calibration promised",
     "tokens_dropped": "tokens not kept because too much waited to be encoded",
     "blocks_damaged": "blocks that failed a check, and were removed",
     "blocks_unreadable": "blocks that could not be read",

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvq_runtime.engines import keeper as module
 from kvq_runtime.engines.keeper import Keeper
 from kvq_runtime.engines.orders import Order
-from kvq_runtime.prefix import chain, sets
+from kvq_runtime.prefix import chain, maintenance
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.vllm.page import Rows, places_of
 
@@ -259,7 +259,7 @@ def test_workers_share_a_folder(tmp_path):
     for child in children:
         child.join(120)
     assert [child.exitcode for child in children] == [0, 0]
-    assert not [*sets.damaged(tmp_path)]
+    assert not [*maintenance.damaged(tmp_path)]
 
 
 def test_tenants_do_not_find_each_others(tmp_path):

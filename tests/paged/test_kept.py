@@ -46,7 +46,7 @@ def test_a_worker_has_its_part_and_a_scheduler_all(served: Served, tmp_path: Pat
         names(keeper.opened(given, served, "a server", 4, 3)) == names(both)[1:]
     )  # more workers than heads: two have the same
     before = keeper.opened(Settings(str(tmp_path), "exact-pre"), served, "a server", 2, 1)
-    assert whole[0].coder.rotary is None and before[0].coder.rotary is not None
+    assert whole[0].codec.rotary is None and before[0].codec.rotary is not None
 
 
 def test_other_weights_configurations_and_salts_find_nothing(served: Served, tmp_path: Path, monkeypatch):
