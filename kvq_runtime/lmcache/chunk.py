@@ -26,7 +26,7 @@ LMCache's serde `kvq` has the settings
 
     {"type": "kvq", "cache": "lloyd-3bit", "model": "Qwen/Qwen2.5-7B"}
 
-cache      recipe, artifact or lock file: `kvq_runtime/engines/source.py`
+cache      recipe, artifact or lock file: `kvq_runtime/engines/served_recipe.py`
 model      folder, or id on a Hub, of the served model; its files are on this machine, config.json at least
 revision   of a model on a Hub
 head_size  in place of `model`, of a recipe without artifact: elements of a head. vLLM's chunks need `model`
@@ -45,8 +45,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.engines import source
-from kvq_runtime.engines.source import Engine, Source
+from kvq_runtime.engines import served_recipe
+from kvq_runtime.engines.served_recipe import Engine, Source
 from kvq_runtime.errors import ArtifactError, named
 from kvq_runtime.geometry import MODELS, Geometry, Sliding
 from kvq_runtime.ops.rope import Rotary
@@ -247,11 +247,11 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
         raise ValueError('give "cache": a recipe, an artifact or a lock file')
     if ("model" in given) == ("head_size" in given):
         raise ValueError('give "model", a folder or an id, or for a recipe without artifact "head_size"; one of them')
-    found = source.read(given["cache"])
+    found = served_recipe.read(given["cache"])
     geometry, rotary, sliding = None, None, 0
     if "model" in given:
-        config = source.config(given["model"], given.get("revision"))
-        geometry = source.match(found, config, given["model"], given.get("revision"))
+        config = served_recipe.config(given["model"], given.get("revision"))
+        geometry = served_recipe.match(found, config, given["model"], given.get("revision"))
         head_size, sliding = geometry.head_size, Sliding.from_config(config).layers
     elif found.artifact is not None:
         raise ValueError('an artifact is of one model; give "model", so that it can be compared')
@@ -268,7 +268,7 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
             raise ValueError(f'{found.recipe.name} undoes RoPE; give "model" in the place of "head_size"')
         from kvq_runtime.hf.model import rotary_of_folder  # with transformers, which other recipes do without
 
-        folder = source.folder(given["model"], given.get("revision")) or Path(given["model"])
+        folder = served_recipe.folder(given["model"], given.get("revision")) or Path(given["model"])
         rotary = rotary_of_folder(folder, torch.bfloat16)
     return Settings(found, geometry, head_size, given.get("workers", 1), rotary, sliding)
 
@@ -325,10 +325,12 @@ class Chunks:
         own = Geometry(layers, width // size, size)
         if whole is None or sliding or layers < whole.layers:
             return own, found.tensors
-        share = source.share_of(whole, rank, ranks or whole.width // width)
-        if source.narrower(whole, share) != own:
+        share = served_recipe.share_of(whole, rank, ranks or whole.width // width)
+        if served_recipe.narrower(whole, share) != own:
             raise ValueError(
                 f"a chunk of {own.kv_heads} heads where {share.parts} workers have "
-                f"{source.narrower(whole, share).kv_heads} each"
+                f"{served_recipe.narrower(whole, share).kv_heads} each"
             )
-        return (own, {}) if found.artifact is None else source.narrowed(found.recipe, whole, found.tensors, share)
+        return (
+            (own, {}) if found.artifact is None else served_recipe.narrowed(found.recipe, whole, found.tensors, share)
+        )

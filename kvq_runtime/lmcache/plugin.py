@@ -46,7 +46,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.mp_observability.event import Event, EventType
 from lmcache.v1.mp_observability.event_bus import get_event_bus
 
-from kvq_runtime.engines import source
+from kvq_runtime.engines import served_recipe
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.lmcache import chunk
 from kvq_runtime.lmcache.chunk import ChunkCodec, Chunks
@@ -205,7 +205,7 @@ def build(given: dict[str, object]) -> SerdeProcessor:
     ValueError for a recipe that the server does not serve."""
     found = chunk.read_settings(given)
     recipe = found.source.recipe
-    bits = source.bits(recipe, found.geometry or chunk.typical(found.head_size))
+    bits = served_recipe.bits(recipe, found.geometry or chunk.typical(found.head_size))
     logger.info("kvq: %s, %.4g bits per element", recipe.name, bits)
     if torch_device_type == "cpu":
         _say(

@@ -21,7 +21,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
-from kvq_runtime.engines.source import Source
+from kvq_runtime.engines.served_recipe import Source
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.lmcache.chunk import LMCACHE, ChunkCodec, Chunks, Settings, read_settings

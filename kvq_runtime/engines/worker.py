@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvq_runtime.engines import source
-from kvq_runtime.engines.orders import Order, with_tallies
-from kvq_runtime.engines.source import Share
+from kvq_runtime.engines import served_recipe
+from kvq_runtime.engines.scheduler import Order, with_tallies
+from kvq_runtime.engines.served_recipe import Share
 from kvq_runtime.errors import ArtifactError, named
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain
@@ -92,22 +92,22 @@ def opened(given: Settings, model: Served, who: str, ranks: int, rank: int | Non
     each with the reference.
     """
     with named(f"{who}, recipe {given.recipe}"):
-        found = source.read(given.recipe)
+        found = served_recipe.read(given.recipe)
         recipe = found.recipe
         check(recipe)
-        whole = source.match(found, model.config, model.name, model.revision)
-        folder = source.folder(model.name, model.revision)
+        whole = served_recipe.match(found, model.config, model.name, model.revision)
+        folder = served_recipe.folder(model.name, model.revision)
         if folder is None:
             raise ArtifactError(f"the files of {model.name} are not on this machine; give its folder as the model")
         digest = chain.model_digest(folder, model.config, model.quantization or "")
         rotary = model.rotary() if "positions" in recipe.needs else None
-        first = source.share_of(whole, rank or 0, ranks)
+        first = served_recipe.share_of(whole, rank or 0, ranks)
         shares = [first] if rank is not None else [Share(part, first.parts) for part in range(first.parts)]
         stores = []
         for share in shares:
-            geometry, tensors = source.narrower(whole, share), {}
+            geometry, tensors = served_recipe.narrower(whole, share), {}
             if recipe.fitted:
-                geometry, tensors = source.narrowed(recipe, whole, found.tensors, share)
+                geometry, tensors = served_recipe.narrowed(recipe, whole, found.tensors, share)
             name = f"{digest} {share.part}/{share.parts}"
             stores.append(PrefixBlocks(
                 given.path, recipe, geometry, tensors, model=name, dtype=model.dtype, rotary=rotary,
@@ -157,7 +157,7 @@ class _Copy:
     bytes: int
 
 
-class Keeper:
+class PrefixWorker:
     """One worker's pages and kept prefixes.
 
     layers    of the store, in order
