@@ -17,7 +17,7 @@ env: $(VENV)/.installed ## make or update .venv (Python 3.11 or newer)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@bash scripts/make_venv.sh $(VENV)
-	$(INSTALL) -e '.[flows,scale,sign,gguf,rest,completion,dev,triton]'
+	$(INSTALL) -e '.[flows,scale,sign,gguf,dev,triton]'
 	@touch $@
 
 # Apart from env: where hqq is installed transformers imports it, and every start takes two seconds longer.

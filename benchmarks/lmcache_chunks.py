@@ -39,7 +39,7 @@ from kvq_runtime.hf.model import CACHE
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "artifacts" / "demo-model"
 CHUNK, KEPT, TOKENS, GREEDY = 256, 1024, 512, 32
-RECIPES = ("exact", "exact-coded", "rtn-4bit", "lloyd-3bit", "higgs-2bit", "kivi-2bit")
+RECIPES = ("exact", "rtn-4bit", "lloyd-3bit", "higgs-2bit", "kivi-2bit")
 PATIENCE = 120  # seconds
 PLUGIN = {"type": "plugin", "module_path": "kvq_runtime.lmcache.plugin", "class_name": "Adapter"}
 Serde = dict[str, Any] | None

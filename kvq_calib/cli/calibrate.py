@@ -225,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
     add("--held-out", type=int, metavar="N", help="sequences that only measure the fit (default: an eighth)")
     add("--seed", type=int, default=0, metavar="S", help="of the choice of text (default 0)")
     add("--gradient-tokens", type=count, metavar="N",
-        help="of recipes in the metric of gradients (aqua-fisher-*, rest-*): tokens of the fit part that these are of "
+        help="of recipes in the metric of gradients (aqua-fisher-*): tokens of the fit part that these are of "
         "(default 4096); more take longer, and lose less")  # fmt: skip
     where = top.add_argument_group("where")
     add = where.add_argument

@@ -239,11 +239,7 @@ def _paragraph(made: Published, found: Verdict, caution: str | None) -> list[str
         return said
     loads = made.reference if made.places else str(folder / ARTIFACT_FILE)
     loaded = f'"{loads}", model=model{_elsewhere(made, python=True)})'
-    if made.coded is None:
-        said.append(_line("load it", f"KVQCache.from_pretrained({loaded}"))
-    else:
-        bits = f"{made.coded:.3g} bits in files of kept prefixes, {made.bits:.3g} in memory"
-        said += [_line("keep prefixes", f'PrefixStore("prefixes", {loaded}'), _line("bits", bits)]
+    said.append(_line("load it", f"KVQCache.from_pretrained({loaded}"))
     if made.places and found.word == verdict.LOSSY:
         measure = "kvq compare --model M --recipes ...   (measures others; kvq promote refuses this one)"
         said.append(_line("find a better one", measure))

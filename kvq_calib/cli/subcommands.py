@@ -35,7 +35,7 @@ from kvq_runtime.cli.table import print_table
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError, extra, spoken
 from kvq_runtime.ops import product
-from kvq_runtime.prefix.shelf import parse_bytes
+from kvq_runtime.prefix.block_folder import parse_bytes
 from kvq_runtime.registry.measured import PROTOCOLS, GreedyRecord, Record, TasksRecord, TextRecord
 from kvq_runtime.registry.reference import home
 from kvq_runtime.registry.sound import read

@@ -47,7 +47,6 @@ from kvq_runtime.fit.statistics import (
     Statistics,
 )
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import entropy
 from kvq_runtime.recipe import Recipe, Role, Scheme
 from kvq_runtime.stages.abilities import LinearPrediction
 from kvq_runtime.stages.stage import SLOTS, Fields, Place
@@ -200,12 +199,11 @@ def summed(asked: Asked, chunk: Chunk) -> list[Sums]:
 class Errors:
     """The errors of some blocks.
 
-    sums       over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number; over
-               all, the bits that files take of fields that are entropy-coded, and the number of elements
+    sums       over the encoded tokens, float64: |x|², |x - μ|², |x - prediction|², |x - x̂|², and their number
     blocks_N   of each block, the mean |x - x̂|² of its tokens
     """
 
-    sums: Tensor = field(default_factory=lambda: torch.zeros(7, dtype=torch.float64))
+    sums: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.float64))
     blocks_N: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def __add__(self, other: "Errors") -> "Errors":
@@ -311,25 +309,21 @@ class SchemeFit(Fitting):
         error = (x if self.predictor is None else centred) - decoded.float()
         mask = data.mask_NT[..., None]
         sums = [(part.double().square() * mask).sum() for part in (x, centred, residual, error)]
-        coded = self.scheme.quantize.at_rest
-        bits = sum(entropy.bits([fields[name].flatten(0, 1)], [self.tensors["quantize.rung"]]) for name in coded)
-        counted = float(data.mask_NT.sum()), bits, x.numel()
-        return Errors(
-            torch.tensor([*map(float, sums), *counted], dtype=torch.float64), block_errors(error, data.mask_NT)
-        )
+        counted = torch.tensor([*map(float, sums), float(data.mask_NT.sum())], dtype=torch.float64)
+        return Errors(counted, block_errors(error, data.mask_NT))
 
 
 def summary(errors: Errors) -> dict[str, Any]:
-    """The measures of one scheme: relative to the variance about the mean; where files are entropy-coded, bits of codes
-    per element; and what is promised of the error of a block, where any was measured."""
-    energy, variance, residual, error, tokens, bits, elements = errors.sums.tolist()
+    """The measures of one scheme, relative to the variance about the mean; and what is promised of the error of a
+    block, where any was measured."""
+    energy, variance, residual, error, tokens = errors.sums.tolist()
     found = {
         "relative_error": error / variance if variance else 0.0,
         "explained_variance": 1 - residual / variance if variance else 0.0,
         "mean_energy": 1 - variance / energy if energy else 0.0,
     }
     promise = {"promise": asdict(Promise.of(errors.blocks_N, variance / tokens))} if variance else {}
-    return found | promise | ({"coded_bits": bits / elements} if bits else {})
+    return found | promise
 
 
 def way(asked: Statistic[Any]) -> Summed[Any] | Given[Any]:

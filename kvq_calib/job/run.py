@@ -25,7 +25,6 @@ from kvq_runtime.artifact import artifact, fingerprint
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.disk import files as disk
-from kvq_runtime.prefix import rate
 from kvq_runtime.registry import card, verdict
 from kvq_runtime.registry.hub.client import publishing
 from kvq_runtime.registry.measured import TextRecord
@@ -153,8 +152,7 @@ def publish(
         measured = named[number] if own else None
         sha256 = hashlib.sha256(data).hexdigest()
         costs = (bits, errors[0], errors[1], measured)
-        coded = rate.named(made.recipe, made.fingerprint.geometry.layers)
-        done.append(Published(recipe, name, sha256, *costs, failed, layers, places, str(folder), coded))
+        done.append(Published(recipe, name, sha256, *costs, failed, layers, places, str(folder)))
     return done
 
 

@@ -21,7 +21,6 @@ from kvq_calib.text.documents import SUFFIXES
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import counted
-from kvq_runtime.prefix import rate
 from kvq_runtime.recipe import OURS
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.card import UNMEASURED, eval_results
@@ -86,7 +85,6 @@ def card(
         name=name,
         verdict=verdict.of_record(next((one for one in measured if _is_of(artifact, one)), None)),
         bits=asymptotic_bits(recipe, artifact.fingerprint.geometry),
-        coded=rate.named(recipe, artifact.fingerprint.geometry.layers),
         caution=verdict.thinness(artifact.provenance),
         model=model,
         revision=revision,

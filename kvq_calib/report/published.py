@@ -36,7 +36,6 @@ class Published:
     layers       of a recipe with a budget: what was chosen
     places       the registries that have it
     folder       of card, plots and record, and of the artifact if it was not published
-    coded        bits per element in files of kept prefixes, of a recipe that is made for them
     """
 
     recipe: str
@@ -50,7 +49,6 @@ class Published:
     layers: list[dict] = field(default_factory=list)
     places: tuple[Place, ...] = ()
     folder: str = ""
-    coded: float | None = None
 
     @property
     def reference(self) -> str:
@@ -64,7 +62,6 @@ class Published:
             "artifact": self.reference,
             "sha256": self.sha256[:12],
             "bits": round(self.bits, 4),
-            **({} if self.coded is None else {"bits in files": round(self.coded, 4)}),
             "key error": round(self.key_error, 5),
             "value error": round(self.value_error, 5),
         }
@@ -80,7 +77,6 @@ class Published:
             "artifact": self.reference,
             "sha256": self.sha256,
             "bits_per_element": self.bits,
-            **({} if self.coded is None else {"bits_per_element_in_files": self.coded}),
             "key_error": self.key_error,
             "value_error": self.value_error,
             **_numbers(self.measured),

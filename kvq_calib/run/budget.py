@@ -347,15 +347,13 @@ def rounds(run: Run) -> Iterator[Run]:
 def given(run: Run, recipe: Recipe, layer: int) -> Recipe:
     """The recipe as it is fitted in this layer: with what the draft has shared out.
 
-    The notes of all layers of the draft are read once, for the first; the others are given what the one below was, but
-    for steps of entropy-coded places, which also depend on what those below take."""
+    The notes of all layers of the draft are read once, for the first; the others are given what the one below was."""
     if run.plan.draft or not share.wanted(recipe):
         return recipe
-    if layer and not share.coded(recipe):
+    if layer:
         return Recipe.from_json((checkpoint.record(run.folder, layer - 1) or {})["recipes"][recipe.name])
-    taken = [(checkpoint.record(run.folder, n) or {})["taken"][recipe.name] for n in range(layer)]
     draft = replace(run, folder=run.folder / DRAFT)
-    return share.shared_out(recipe, run.plan.geometry, _notes(draft, recipe.name, "variances"), taken)
+    return share.shared_out(recipe, run.plan.geometry, _notes(draft, recipe.name, "variances"))
 
 
 def settled(run: Run, name: str) -> tuple[Run, dict[str, Any]]:

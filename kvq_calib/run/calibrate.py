@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import fitted_codebook, latent, rotate
+from kvq_calib.fit import fitted_codebook, rotate
 from kvq_calib.fit.scheme import Asked, Errors, SchemeFit, Source, Sums, summary
 from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QuerySums, deviations
 from kvq_calib.model.streamed import Stream
@@ -24,7 +24,7 @@ from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files
-from kvq_runtime.fit.statistics import Residuals, Statistics
+from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
 
 Pair = tuple[Tensor, Tensor]
@@ -122,7 +122,7 @@ def _begin_draft(run: Run) -> None:
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     """Capture one layer, fit every recipe in it, and leave what the next layer reads."""
     plan, started = run.plan, time.perf_counter()
-    record: dict = {name: {} for name in ("fit", "recipes", "attention", "variances", "taken", "seconds")}
+    record: dict = {name: {} for name in ("fit", "recipes", "attention", "variances", "seconds")}
     record["layer"] = layer
     with checkpoint.whole(checkpoint.folder_of(run.folder, layer), record) as folder:
         collected = _capture(run, stream, layer, folder, record["seconds"])
@@ -137,8 +137,6 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
             record["recipes"][recipe.name] = given.with_schemes(layer, *work.schemes).to_json()
             if plan.draft:
                 record["variances"][recipe.name] = _variances(work, collected)
-            elif share.coded(recipe):
-                record["taken"][recipe.name] = _taken(work, measures)
             if recipe.name in plan.budgets:
                 tokens = 0 if layer else plan.vocabularies.get(recipe.name, 0)
                 options: dict[Role, list[Scheme]] = {
@@ -217,7 +215,7 @@ def _fit_recipe(
 
 
 def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
-    """By role, of schemes whose bits are shared out, the latent variances times what errors cost, or rates by step.
+    """By role, of schemes whose bits are shared out, the latent variances times what errors cost.
 
     A prediction from I inputs, fitted to n tokens, leaves 1 - I / n as much of them as of others."""
     run, recipe = work.run, work.recipe
@@ -234,23 +232,9 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
         inputs = run.plan.geometry.width * recipe.scheme(work.layer, role).inputs(work.layer, role).tokens
         left = max(1 - inputs / count, 0.1)
         scheme, seen = work.fits[role].scheme, work.fits[role].statistics
-        variances_C, matrices = seen.directions(rotate.metric(scheme.rotate))
-        if scheme.quantize.at_rest:
-            scale = cost[role] ** 0.5
-            rates = latent.rates(seen[Residuals()], matrices["basis"], left, scale, share.STEPS)
-            found[role] = {"rates": rates, "scale": scale}
-            continue
+        variances_C, _ = seen.directions(rotate.metric(scheme.rotate))
         found[role] = (cost[role] / left * variances_C).tolist()
     return found
-
-
-def _taken(work: RecipeWork, measures: dict) -> dict[str, dict[str, float]]:
-    """By role, of entropy-coded places, the step and the bits per element that codes take of files."""
-    schemes: dict[Role, Any] = dict(zip(ROLES, work.schemes, strict=True))
-    return {
-        role: {"step": scheme.quantize.step, "bits": measures[role]["coded_bits"]}
-        for role, scheme in schemes.items() if scheme.quantize.at_rest
-    }  # fmt: skip
 
 
 def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Source:

@@ -15,27 +15,9 @@ layer reads: errors relative to it compare between layers. The sinks do not coun
 first token of a real model has thousands of times the energy of any other. That later layers are predicted from what an
 error is in, it does not count. Bases in the metric of gradients are in nats: there λ needs no cost (`gradients.py`).
 
-Where files are entropy-coded (`dead_zone`) one step does that, so that files take the bits that their recipe promises:
-
-    draft     notes what files would take of each place at each of STEPS
-    first     the step, in √nats, at which that is the target in all, is everyone's
-    layer l   the layers below have been fitted, and what their codes take of text that they were not fitted to is
-              known: of layer l and those above, the step is that at which they take what is left
-
-A draft promises too little: its predictions are in full precision and from layers that are coded otherwise, and of
-4,096 tokens; SmolLM2's codes take 1.3 times as much. So layers above are taken to grow as those below have grown: as if
-all latents were larger than the draft's by one factor, that at which the draft's rates come to what was measured. Bits
-that a layer takes too many are thus spread over all above it. No step is more than MOST times, or less than a MOST-th
-of, the first one: where few layers are left, quality goes before the promise. Of a plan that holds no sequences out,
-what the fit's own text takes is what is known, which is less than other text will.
-
-The target is of files of prefixes of `block_file.LENGTH` tokens: sinks and frames are taken off before. All that a step
-depends on are the notes of the draft and of the layers below: a run that was killed goes on with the same.
-
 Source: Cover and Thomas, 2006, section 10.3.3.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,19 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.latent import water_fill, where_it_falls_to_0
+from kvq_calib.fit.latent import water_fill
 from kvq_calib.fit.statistics import LayerQueries
 from kvq_calib.run.plan import Plan
 from kvq_runtime.geometry import ROLES, Geometry
-from kvq_runtime.prefix import block_file
 from kvq_runtime.recipe import Recipe, Role, Scheme, with_each
 
-# in √nats, at which the rates of places are noted
-STEPS = tuple(2.0 ** (place / 2) for place in range(-28, 3))
-MOST = 4.0
 ROWS = 1024  # residuals that a draft is fitted to
-
-Curve = Sequence[float]  # bits per element at each of STEPS
 
 
 def shares(scheme: Scheme) -> bool:
@@ -66,11 +42,6 @@ def shares(scheme: Scheme) -> bool:
 def wanted(recipe: Recipe) -> bool:
     """True if any bits of the recipe are shared out."""
     return any(map(shares, recipe.schemes))
-
-
-def coded(recipe: Recipe) -> bool:
-    """True if files of the recipe are entropy-coded."""
-    return any(scheme.quantize.at_rest for scheme in recipe.schemes)
 
 
 def draft(plan: Plan) -> Plan:
@@ -88,7 +59,7 @@ def drafted(recipe: Recipe) -> Recipe:
             return scheme
         predict = scheme.predict and scheme.predict.in_full()
         quantize: Any = scheme.quantize
-        quantize = quantize if quantize.at_rest else replace(quantize, gain=0, weighed=False)
+        quantize = replace(quantize, gain=0, weighed=False)
         return replace(scheme, quantize=quantize, predict=predict)
 
     return with_each(recipe, plain)
@@ -110,27 +81,15 @@ def costs(
     return {"key": float(key) / energy, "value": float(output_HGD.sum(1).mean()) / energy}
 
 
-def shared_out(
-    recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, Any]], taken: Sequence[Mapping[str, Any]] = ()
-) -> Recipe:
-    """The recipe with a target of its own in every place, as many bits in all as the targets it had; or with a step.
+def shared_out(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, Any]]) -> Recipe:
+    """The recipe with a target of its own in every place, as many bits in all as the targets it had.
 
-    notes   of each layer, by role: latent variances times what errors cost; of entropy-coded places, `rates` at
-            STEPS and the `scale` of latents in the unit of these
-    taken   of entropy-coded places of the layers that are fitted, by role: their `step`, and the `bits` per element
-            that they take of files
+    notes   of each layer, by role: latent variances times what errors cost
     """
     places: list[tuple[int, Role]] = [
         (n, role) for n in range(geometry.layers) for role in ROLES if shares(recipe.scheme(n, role))
     ]
     stages: list[Any] = [recipe.scheme(layer, role).quantize for layer, role in places]
-    if all(stage.at_rest for stage in stages):
-        target = sum(stage.target for stage in stages) / len(stages) - block_file.beside(recipe, geometry)
-        steps = _steps(places, notes, taken, target)
-        return _with(recipe, {
-            place: replace(stage, step=steps[place], shared=False)
-            for place, stage in zip(places, stages, strict=True) if place in steps
-        })  # fmt: skip
     budget = sum(stage.budget(geometry.width) for stage in stages)
     if len({stage.bits for stage in stages}) > 1:
         raise ValueError("keys and values that share bits have unlike `bits`; give both the same")
@@ -149,21 +108,6 @@ def shared_out(
     return _with(recipe, found)
 
 
-def _steps(
-    places: Sequence[tuple[int, Role]], notes: Sequence[Mapping[str, Any]], taken: Sequence[Mapping[str, Any]],
-    target: float,
-) -> dict[tuple[int, Role], float]:  # fmt: skip
-    """The steps of entropy-coded places that are not fitted yet, each in its own unit."""
-    noted = {place: notes[place[0]][place[1]] for place in places}
-    step = first_step([note["rates"] for note in noted.values()], target)
-    above = {place: note for place, note in noted.items() if place[0] >= len(taken)}
-    known = [(noted[place], taken[place[0]][place[1]]) for place in places if place not in above]
-    if known:  # none above layers that are coded otherwise, or not at all
-        below = [(note["rates"], own["step"] * note["scale"], own["bits"]) for note, own in known]
-        step = next_step(below, [note["rates"] for note in above.values()], target, step)
-    return {place: float(f"{step / note['scale']:.6g}") for place, note in above.items()}
-
-
 def _with(recipe: Recipe, found: Mapping[tuple[int, Role], Any]) -> Recipe:
     """The recipe with these quantizers in their places."""
     for layer in sorted({layer for layer, _ in found}):
@@ -178,49 +122,3 @@ def _with(recipe: Recipe, found: Mapping[tuple[int, Role], Any]) -> Recipe:
 def _alone(scheme: Scheme) -> Scheme:
     stage: Any = scheme.quantize
     return replace(scheme, quantize=replace(stage, shared=False)) if shares(scheme) else scheme
-
-
-def first_step(curves: Sequence[Curve], target: float) -> float:
-    """The step at which places take `target` bits per element in the mean. ValueError: there is none."""
-    low, high = (math.fsum(curve[end] for curve in curves) / len(curves) for end in (-1, 0))
-    if not low <= target <= high:
-        raise ValueError(
-            f"target: {target:.3g} bits but for sinks and frames; this model can have {low:.3g} to {high:.3g}"
-        )
-    return _step(where_it_falls_to_0(lambda at: _sum(curves, at) - target * len(curves), 0, len(STEPS) - 1))
-
-
-def next_step(
-    below: Sequence[tuple[Curve, float, float]], above: Sequence[Curve], target: float, begun: float
-) -> float:
-    """The step of the places above, at which all take `target` bits per element in the mean.
-
-    below   of each place that is fitted its curve, the step that it has, and the bits per element that it takes
-    begun   the step that all were to have
-    """
-    spent = math.fsum(bits for *_, bits in below)
-    places = [(curve, _place(step)) for curve, step, _ in below]
-    far = len(STEPS) - 1
-    grown = where_it_falls_to_0(lambda by: spent - math.fsum(_at(curve, at - by) for curve, at in places), -far, far)
-    left = target * (len(below) + len(above)) - spent
-    reach, start = 2 * math.log2(MOST), _place(begun)
-    return _step(where_it_falls_to_0(lambda at: _sum(above, at - grown) - left, start - reach, start + reach))
-
-
-def _sum(curves: Sequence[Curve], at: float) -> float:
-    return math.fsum(_at(curve, at) for curve in curves)
-
-
-def _at(curve: Curve, at: float) -> float:
-    """Bits at a place among STEPS, between two of them in proportion; beyond the last, as there."""
-    at = min(max(at, 0.0), len(STEPS) - 1.0)
-    low = min(int(at), len(STEPS) - 2)
-    return curve[low] + (at - low) * (curve[low + 1] - curve[low])
-
-
-def _place(step: float) -> float:
-    return 2 * math.log2(step) - 2 * math.log2(STEPS[0])
-
-
-def _step(place: float) -> float:
-    return STEPS[0] * 2.0 ** (place / 2)

@@ -166,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
         name: str, module: str, idea: str, example: str, registry: bool = True, function: str = ""
     ) -> argparse.ArgumentParser:
         """Add a command with what all have in common; its function, of its own name if not said, is in the module."""
-        command = options.command(subparsers, name, idea, f"example\n    {example}", json=name != "completion")
+        command = options.command(subparsers, name, idea, f"example\n    {example}", json=True)
         command.set_defaults(run=lambda args: _run_own(module, function or name, args))
         if registry:
             options.registry(command)
@@ -269,9 +269,6 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--tokens", metavar="T", type=count, nargs="+", help="a row (default: 8192 32768 131072)")
     command.add_argument("--batch", metavar="B", type=count, default=1, help="rows (default: 1)")
     command.add_argument("--vocabulary", metavar="N", type=count, help="tokens of the model's vocabulary, if not known")
-    text = "the script by which a shell completes commands and options (extra `completion`)"
-    command = add("completion", "main", text, 'eval "$(kvq completion bash)"', registry=False)
-    command.add_argument("shell", choices=["bash", "zsh", "fish", "tcsh"], help="for which shell")
     subparsers.add_parser("calibrate", help="fit recipes to a model, measure them, publish them: kvq-calibrate")
     for command in sorted(metadata.entry_points(group="kvq.commands"), key=lambda command: command.name):
         try:
@@ -322,39 +319,6 @@ def bits_range(text: str) -> tuple[float, float]:
     if low > high:
         raise argparse.ArgumentTypeError(f"{text!r}; use bits per element: 2.5, at most so many, or a range, 2-2.5")
     return low, high
-
-
-def completion(args: argparse.Namespace) -> int:
-    """Print the script for a shell: of `kvq` and, where it is installed, of `kvq-calibrate`."""
-    try:
-        shtab = import_module("shtab")
-    except ModuleNotFoundError:
-        raise RuntimeError(f"kvq completion needs shtab; {extra('completion')}") from None
-    print("\n".join(shtab.complete(_marked(one, shtab), args.shell) for one in _parsers()))
-    return 0
-
-
-def _parsers() -> list[argparse.ArgumentParser]:
-    """The command lines: `calibrate` is one of the commands, and a command of its own."""
-    top = parser()
-    if (calibrate := _calibrate()) is None:
-        return [top]
-    commands(top)["calibrate"] = calibrate.parser()
-    return [top, calibrate.parser()]
-
-
-def _marked(top: argparse.ArgumentParser, shtab) -> argparse.ArgumentParser:
-    """The command line, with the mark of shtab where an argument takes a file or a folder."""
-    for action in top._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                _marked(command, shtab)
-        elif action.choices is None and isinstance(action.metavar, str):
-            kinds = {"DIR": shtab.DIRECTORY, "FOLDER": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
-            found = [mark for kind, mark in kinds.items() if kind in action.metavar]
-            if found or action.dest == "model":
-                action.complete = found[0] if found else shtab.FILE  # type: ignore[attr-defined]
-    return top
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, counted
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding, caching
-from kvq_runtime.prefix import block_file, rate
 from kvq_runtime.recipe import Recipe, families, preset, presets
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.held import Sizes, smaller_from
@@ -49,7 +48,6 @@ INDEXES = "Keys of indexers, {:,} bytes of a token, are in all GiB, and not in t
 POOLS = """\
 Compressed are entries, one of {} tokens each. Those of other layers and of indexers, and tokens that are yet to make
 one, are in all GiB, and not in the bits ({})."""
-FILED = "Bits in files: what calibration steers files of a kept prefix of {:,} tokens to, sinks and frames among them."
 
 
 def recipes(args: Namespace) -> int:
@@ -171,8 +169,6 @@ def held(args: Namespace) -> int:
                 print(POOLS.format(model.geometry.rate, model.name))
             if model.recurrent:
                 print(RECUR.format(model.recurrent, model.name))
-        if any("bits in files" in row for row in rows):
-            print(FILED.format(block_file.LENGTH))
     return 0
 
 
@@ -280,12 +276,6 @@ def _rows(model: Model, recipes: list[Recipe], counts: list[int], args: Namespac
         shared = sum(sizes.shared.values())
         row["under 16 bit from"] = sizes.smaller_from(args.batch)
         row["under HIGGS from"] = smaller_from(recipe, geometry, shared // args.batch)
-        named = rate.named(recipe, geometry.layers)
-        if named is not None:  # of prefixes of one length
-            row["bits in files"] = round(named, 4)
-            for count in counts:
-                more = block_file.beside(recipe, geometry, count) - block_file.beside(recipe, geometry)
-                row[f"in files at {count}"] = round(named + more, 3)
         if args.json:
             row["bytes"] = [
                 {"tokens": one.tokens, "batch": one.batch, "total": one.total, "exact": one.exact}

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.errors import check_type, counted
+from kvq_runtime.errors import check_type
 from kvq_runtime.geometry import joined
 from kvq_runtime.hf.attention import HybridLayer, KVQLayer
 from kvq_runtime.hf.cache import KVQCache
@@ -30,14 +30,13 @@ from kvq_runtime.hf.model import (
 )
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import chain, coder, rate
+from kvq_runtime.prefix import block_codec, chain
 from kvq_runtime.prefix.block_file import Block
-from kvq_runtime.prefix.shelf import Memory
+from kvq_runtime.prefix.block_folder import Memory
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.memory import human
-from kvq_runtime.store.promise import Check
 
 PLACEHOLDER = "(image|video|audio)_token_(id|index)"  # in a configuration
 
@@ -59,13 +58,9 @@ class PrefixStore:
     salt      of a tenant: what is put under one is found under no other
     registry  where a reference is looked up, as for `load_artifact`
     allow_other_weights  take an artifact that was calibrated on other weights of the same shape
-    bits      of an entropy-coded artifact: about as many an element, all bytes counted, by coarser steps than a fit's;
-              no errors are promised then, so that nothing is kept beside codes
-    strict    raise a RuntimeError for a block, made or loaded, whose error is beyond what calibration promised
-    threads   that make and read files; None: those processors that the process may use, at most 8
 
     Raises ValueError for a recipe whose blocks cannot be kept (fitted to the prompt, dependent on arrival, choosing
-    tokens), for bits that it cannot take, for a model with layers that do not attend to all tokens, whose RoPE varies
+    tokens), for a model with layers that do not attend to all tokens, whose RoPE varies
     with length, or that has changed since; ArtifactError for an artifact of another model, and for a folder that others
     can write to; OSError if the disk refuses.
     """
@@ -80,9 +75,6 @@ class PrefixStore:
         salt: str = "",
         registry: str | Path | None = None,
         allow_other_weights: bool = False,
-        bits: float | None = None,
-        strict: bool = False,
-        threads: int | None = None,
     ):
         found: Any = recipe
         if isinstance(recipe, str):
@@ -92,18 +84,11 @@ class PrefixStore:
             fingerprint.check_match(
                 artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights
             )
-            artifact = artifact if bits is None else rate.coarser(artifact, bits)
             found = artifact.recipe
-        elif bits is not None:
-            raise ValueError(f"bits={bits}; a rate is set of an artifact of rest-*, and {recipe!r} is none")
         found = check_type("recipe", found, Recipe, "an Artifact, a Recipe, or the name of one")
         check(found)
         self.model, self.recipe, self._artifact = model, found, artifact
         self._path = path
-        check_type("strict", strict, bool, "True or False")
-        self._check = None
-        if artifact is not None or strict:
-            self._check = Check.of(artifact.fit if artifact is not None else {}, found.name, strict)
         layers = self._empty().layers
         others = [n for n, one in enumerate(layers) if not isinstance(one, KVQLayer) or isinstance(one, HybridLayer)]
         if others:
@@ -125,7 +110,6 @@ class PrefixStore:
         self._blocks = PrefixBlocks(
             path, found, geometry_of(model), artifact.tensors if artifact else None,
             model=weights_digest(model), dtype=model.dtype, rotary=_rotary(model, found), salt=salt, budget=budget,
-            promised=self._check, threads=threads,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -133,9 +117,8 @@ class PrefixStore:
         place = (
             f"{human(shelf.size)} of {budget} in memory" if isinstance(shelf, Memory) else f"{budget} in {self._path}"
         )
-        moved, beyond = {what: self._blocks.tally[what] for what in ("read", "written")}, self._blocks.tally["beyond"]
+        moved = {what: self._blocks.tally[what] for what in ("read", "written")}
         said = "".join(f", {human(size)} {what}" for what, size in moved.items() if size)
-        said += f", {counted(beyond, 'block')} beyond the promise" if beyond else ""
         return f"PrefixStore({self.recipe.name}, {place}{said})"
 
     def longest(self, input_ids: Tensor | Iterable[int]) -> int:
@@ -152,7 +135,7 @@ class PrefixStore:
         cache = self._empty()
         blocks = self._found(input_ids, recent)
         if blocks:
-            coder.fill(cache.blocks, blocks, self.model.device)
+            block_codec.fill(cache.blocks, blocks, self.model.device)
             for layer in cache.layers:
                 setattr(layer, "is_initialized", True)  # noqa: B010  # not every class of transformers' declares it
         return cache
@@ -216,9 +199,9 @@ class PrefixStore:
         return max(number or 1 for number in asked)
 
     def _empty(self) -> KVQCache:
-        cache = KVQCache(self.recipe, self.model, self._artifact.tensors if self._artifact else None, self._check)
-        cache.artifact = self._artifact
-        return cache
+        if self._artifact is not None:
+            return KVQCache.from_artifact(self._artifact, self.model, allow_other_weights=True)  # they were compared
+        return KVQCache(self.recipe, self.model)
 
     def _known(self, tokens: Tensor | Iterable[int]) -> Tensor:
         """The tokens, [T], whose keys and values follow from tokens and model: those before an image or a sound.

@@ -3,14 +3,14 @@
     | "kvqchunk" 8 | version 4 | number of the first block 4 | bytes of each block's file 4 · N | files of blocks |
 
 A chunk is the blocks of a prefix in a row, each as the file that a `PrefixStore` keeps of it (`prefix/block_file.py`):
-the same codecs, entropy coder, exact sinks, tokens beyond a fit's promise and checks. In the place of a chain's root
+the same codecs, exact sinks and checks. In the place of a chain's root
 stands a digest of all that decides how numbers become bytes, in that of the name before a sha256 of the chunk's key. So
 a chunk that was changed, moved to another key, or written by another recipe, artifact or shape is an ArtifactError, and
 nothing is decoded.
 
 The number of a block tells where it is in its text. A recipe that needs that, since RoPE is undone or turns a mean, is
 told (`plugin.py`), and keeps the text's first tokens exact; by all others a chunk is encoded as if it were the first,
-without sinks. Chunks of the former, and of those that are coded at rest, have any length up to `bytes`.
+without sinks. All chunks of a shape take as many bytes: shorter ones are padded.
 
 A chunk is keys and values of all layers, [2, L, T, C]; LMCache has it in one of these layouts, all read and written
 where they are:
@@ -26,7 +26,7 @@ LMCache's serde `kvq` has the settings
 
     {"type": "kvq", "cache": "lloyd-3bit", "model": "Qwen/Qwen2.5-7B"}
 
-cache      recipe, artifact or lock file: `kvq_runtime/engines/source.py`
+cache      recipe, artifact or lock file: `kvq_runtime/engines/served_recipe.py`
 model      folder, or id on a Hub, of the served model; its files are on this machine, config.json at least
 revision   of a model on a Hub
 head_size  in place of `model`, of a recipe without artifact: elements of a head. vLLM's chunks need `model`
@@ -45,19 +45,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.engines import source
-from kvq_runtime.engines.source import Engine, Source
+from kvq_runtime.engines import served_recipe
+from kvq_runtime.engines.served_recipe import Engine, Source
 from kvq_runtime.errors import ArtifactError, named
 from kvq_runtime.geometry import MODELS, Geometry, Sliding
-from kvq_runtime.ops import entropy
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import chain, sets
+from kvq_runtime.prefix import block_file, chain
+from kvq_runtime.prefix.block_codec import BlockCodec
 from kvq_runtime.prefix.block_file import Block, BlockFormat, Link
-from kvq_runtime.prefix.coder import Coder
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.store.promise import Check
 
-_MAGIC = b"kvqchunk" + (2).to_bytes(4, "little")
+_MAGIC = b"kvqchunk" + (1).to_bytes(4, "little")
 NAMES = ("cache", "model", "revision", "head_size", "workers")
 
 
@@ -68,8 +66,6 @@ class ChunkCodec:
     tokens     of a chunk
     dtype      of its keys and values
     rotary     the model's rotation, where the recipe needs positions
-    promised   what its fit promises of errors, so that tokens beyond are kept beside their codes if sizes may differ
-    bytes      that each chunk has, or, if sizes may differ, at most
     Raises ValueError if the recipe cannot encode that number of tokens.
     """
 
@@ -81,24 +77,20 @@ class ChunkCodec:
         tokens: int,
         dtype: torch.dtype,
         rotary: Rotary | None = None,
-        promised: Check | None = None,
     ):
         recipe = cut(recipe, tokens)
         if "positions" not in recipe.needs:
             recipe = recipe.with_exact(sinks=0)
-        promised = promised if promised is not None and promised.promises and sizes_differ(recipe) else None
-        self.coder = Coder(recipe, geometry, tensors, rotary, promised)
-        self.recipe, self.geometry, self.dtype = self.coder.recipe, geometry, dtype
-        coded_sinks = bool(recipe.window.sinks) and entropy.found()
-        self.format = BlockFormat(recipe, geometry, dtype, self.coder.tensors, promised is not None, coded_sinks)
+        self.codec = BlockCodec(recipe, geometry, tensors, rotary)
+        self.recipe, self.geometry, self.dtype = recipe, geometry, dtype
+        self.format = BlockFormat(recipe, geometry, dtype)
         self.shape_2LTC = (2, geometry.layers, tokens, geometry.width)
         self._count = tokens // recipe.window.block
-        self._root = chain.root(sets.digest(sets.of(self.format, "", tensors)), "")
-        if sizes_differ(recipe):  # not more than 16 bits: a chunk that takes more is not kept
-            plain = 2 * geometry.layers * tokens * geometry.width * dtype.itemsize
-            self.bytes = max(plain, self._header + self._count * self.format.usual())
-        else:
-            self.bytes = self._header + sum(map(self.format.file_bytes, self._links(b"", 0)))
+        self._root = chain.root(block_file.digest(self.format.describe("", tensors)), "")
+        last = (1 << 31) - 1 - self._count  # the number of a block with the longest header
+        ends = zip(self._links(b"", 0), self._links(b"", last), strict=True)
+        sizes = [max(map(self.format.file_bytes, pair)) for pair in ends]
+        self.bytes = self._header + sum(sizes)
 
     @property
     def _header(self) -> int:
@@ -109,24 +101,22 @@ class ChunkCodec:
         previous = sha256(key).hexdigest()
         return [Link(self._root, previous, first + place, ()) for place in range(self._count)]
 
-    def encode(self, chunk: Tensor, key: bytes, out_X: Tensor, start: int = 0) -> int:
-        """Write a chunk into uint8 memory on the CPU; the bytes written.
+    def encode(self, chunk: Tensor, key: bytes, out_X: Tensor, start: int = 0) -> None:
+        """Write a chunk into uint8 memory on the CPU, `bytes` of it.
 
         start   its first token's place in the text, where the recipe needs positions; a multiple of the chunk's tokens
-        Raises ValueError for NaN or infinity, another shape, and a chunk that takes more than `bytes`.
+        Raises ValueError for NaN or infinity, and another shape.
         """
         first, rest = divmod(start, self.recipe.window.block)
         if rest:
             raise ValueError(f"start={start}; {self.recipe.name} encodes blocks of {self.recipe.window.block} tokens")
         pairs = enumerate(zip(*self._by_head(chunk).flatten(3), strict=True))
-        blocks = self.coder.encode_run(first, dict(pairs))
+        blocks = self.codec.encode(first, dict(pairs))
         if len(blocks) < self._count:
             raise ValueError("NaN or infinity among the keys or values; nothing is kept of the chunk")
         data = self._framed(blocks, key, first)
-        if len(data) > min(self.bytes, len(out_X)):
-            raise ValueError(f"a chunk takes more than {self.bytes} bytes; nothing is kept of it")
         out_X[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-        return len(data)
+        out_X[len(data) :] = 0
 
     def decode(self, data_X: Tensor, key: bytes, out: Tensor) -> None:
         """Read a chunk from uint8 memory on the CPU. ArtifactError, before anything is written, unless it is this one.
@@ -136,7 +126,7 @@ class ChunkCodec:
         out_2LTHD = self._by_head(out)
         data, found = data_X.contiguous().view(-1).numpy().data, dict[tuple[int, int], Tensor]()
         first, blocks = self._blocks(data, key)
-        for layer, *pair in self.coder.decode(blocks, start=first * self.recipe.window.block):
+        for layer, *pair in self.codec.decode(blocks, start=first * self.recipe.window.block):
             for role, x_THD in enumerate(pair):
                 if not bool(x_THD.float().abs().amax().isfinite()):  # a large scale overflows, above all in float16
                     raise ArtifactError(
@@ -219,16 +209,6 @@ def apart(shape: Sequence[int], size: int) -> tuple[int, int, int, int]:
     return 2, layers, tokens, channels
 
 
-def sizes_differ(recipe: Recipe) -> bool:
-    """True if chunks of one shape may have different sizes: coded ones, and those that know where they begin."""
-    return coded(recipe) or "positions" in recipe.needs
-
-
-def coded(recipe: Recipe) -> bool:
-    """True if a library codes chunks."""
-    return any(scheme.quantize.at_rest or scheme.quantize.lossless for scheme in recipe.schemes)
-
-
 LMCACHE = Engine("LMCache's chunks cannot be kept by", "keep them by", "LMCache decides which chunks are held",
                  lambda _: None)  # fmt: skip
 
@@ -267,11 +247,11 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
         raise ValueError('give "cache": a recipe, an artifact or a lock file')
     if ("model" in given) == ("head_size" in given):
         raise ValueError('give "model", a folder or an id, or for a recipe without artifact "head_size"; one of them')
-    found = source.read(given["cache"])
+    found = served_recipe.read(given["cache"])
     geometry, rotary, sliding = None, None, 0
     if "model" in given:
-        config = source.config(given["model"], given.get("revision"))
-        geometry = source.match(found, config, given["model"], given.get("revision"))
+        config = served_recipe.config(given["model"], given.get("revision"))
+        geometry = served_recipe.match(found, config, given["model"], given.get("revision"))
         head_size, sliding = geometry.head_size, Sliding.from_config(config).layers
     elif found.artifact is not None:
         raise ValueError('an artifact is of one model; give "model", so that it can be compared')
@@ -283,14 +263,12 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
             f"{sliding} layers of {given['model']} slide, and LMCache does not say which layers a chunk is of; "
             f"{found.recipe.name} does not treat all alike, use a recipe that does, without artifact, as lloyd-3bit"
         )
-    if coded(found.recipe):
-        entropy.check()
     if "positions" in found.recipe.needs:
         if geometry is None:
             raise ValueError(f'{found.recipe.name} undoes RoPE; give "model" in the place of "head_size"')
         from kvq_runtime.hf.model import rotary_of_folder  # with transformers, which other recipes do without
 
-        folder = source.folder(given["model"], given.get("revision")) or Path(given["model"])
+        folder = served_recipe.folder(given["model"], given.get("revision")) or Path(given["model"])
         rotary = rotary_of_folder(folder, torch.bfloat16)
     return Settings(found, geometry, head_size, given.get("workers", 1), rotary, sliding)
 
@@ -324,12 +302,8 @@ class Chunks:
                     )
                 geometry, tensors = self._part(layers, width, rank, ranks)
                 found, rotary = self.settings.source, self.settings.rotary
-                promised = None
-                if found.artifact is not None and geometry == self.settings.geometry:  # of all heads together
-                    promised = Check.of(found.artifact.fit)
                 self._made[asked] = ChunkCodec(
                     found.recipe, geometry, tensors, tokens, dtype, replace(rotary, dtype=dtype) if rotary else None,
-                    promised,
                 )  # fmt: skip
             return self._made[asked]
 
@@ -351,10 +325,12 @@ class Chunks:
         own = Geometry(layers, width // size, size)
         if whole is None or sliding or layers < whole.layers:
             return own, found.tensors
-        share = source.share_of(whole, rank, ranks or whole.width // width)
-        if source.narrower(whole, share) != own:
+        share = served_recipe.share_of(whole, rank, ranks or whole.width // width)
+        if served_recipe.narrower(whole, share) != own:
             raise ValueError(
                 f"a chunk of {own.kv_heads} heads where {share.parts} workers have "
-                f"{source.narrower(whole, share).kv_heads} each"
+                f"{served_recipe.narrower(whole, share).kv_heads} each"
             )
-        return (own, {}) if found.artifact is None else source.narrowed(found.recipe, whole, found.tensors, share)
+        return (
+            (own, {}) if found.artifact is None else served_recipe.narrowed(found.recipe, whole, found.tensors, share)
+        )

@@ -8,10 +8,6 @@
 serde of an adapter is looked up by name. A chunk that cannot be read is removed from the adapter, since LMCache
 keeps what it has under a key: so the next request writes it again.
 
-A serde states a chunk's size before it knows its content, and may write less. LMCache stores that, but reads no value
-that is shorter than was stated: `Files` first looks how long a file is. Other adapters have nothing to look with, so
-that chunks whose sizes differ are kept in files alone.
-
 LMCache stores and loads chunks of one or more requests as one task, and ends it at the first that fails. So that one
 does not take the others with it, `Files` leaves out what cannot be kept, and a load goes on to its end, to remove every
 chunk that cannot be read.
@@ -28,7 +24,6 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -51,7 +46,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.mp_observability.event import Event, EventType
 from lmcache.v1.mp_observability.event_bus import get_event_bus
 
-from kvq_runtime.engines import source
+from kvq_runtime.engines import served_recipe
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.lmcache import chunk
 from kvq_runtime.lmcache.chunk import ChunkCodec, Chunks
@@ -79,18 +74,11 @@ class Adapter(L2AdapterInterface):
 
 
 class Files(FSL2Adapter):
-    """LMCache's adapter of files, which may be shorter than the memory that they are read into; what is empty is not
-    stored."""
+    """LMCache's adapter of files, that does not store what is empty."""
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         kept = [(key, held) for key, held in zip(keys, objects, strict=True) if held.get_size()]
         return super().submit_store_task([key for key, _ in kept], [held for _, held in kept])
-
-    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        for key, held in zip(keys, objects, strict=True):
-            with suppress(OSError):
-                held.set_used_size(min(held.get_size(), self._key_to_path(key).stat().st_size))
-        return super().submit_load_task(keys, objects)
 
 
 class Starts:
@@ -148,7 +136,9 @@ class KVQSerializer(Serializer):
         try:
             given = _tensor(src)
             start = 0 if self.starts is None else self.starts.of(key.chunk_hash)
-            return _codec(self.chunks, given, key).encode(given, key_bytes(key), room, start)
+            codec = _codec(self.chunks, given, key)
+            codec.encode(given, key_bytes(key), room[: codec.bytes], start)
+            return codec.bytes
         except ValueError as error:
             _say(f"{error}; such chunks are not kept")
             if not self.skips:
@@ -156,7 +146,7 @@ class KVQSerializer(Serializer):
             return 0
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """The bytes of a chunk, or the most; of a refused one its own: LMCache reports errors of `serialize` alone."""
+        """The bytes of a chunk; of a refused one its own: LMCache reports errors of `serialize` alone."""
         shapes, dtypes = layout_desc.shapes, layout_desc.dtypes
         try:
             if len(shapes) == 1:
@@ -212,12 +202,11 @@ def key_bytes(key: ObjectKey) -> bytes:
 
 def build(given: dict[str, object]) -> SerdeProcessor:
     """The serde of these settings (`kvq_runtime/lmcache/chunk.py`). Raises what `chunk.read_settings` does, and
-    ValueError for a recipe that the adapter, or the server, does not serve."""
+    ValueError for a recipe that the server does not serve."""
     found = chunk.read_settings(given)
     recipe = found.source.recipe
-    bits = source.bits(recipe, found.geometry or chunk.typical(found.head_size))
-    what = "coded at rest" if chunk.coded(recipe) else f"{bits:.4g} bits per element"
-    logger.info("kvq: %s, %s", recipe.name, what)
+    bits = served_recipe.bits(recipe, found.geometry or chunk.typical(found.head_size))
+    logger.info("kvq: %s, %.4g bits per element", recipe.name, bits)
     if torch_device_type == "cpu":
         _say(
             "no GPU here; vLLM on a CPU has pages in an order that LMCache takes for another: a recipe by channel or "
@@ -225,11 +214,6 @@ def build(given: dict[str, object]) -> SerdeProcessor:
         )
     chunks, adapter = Chunks(found), _made.__dict__.pop("last", lambda: None)
     files = isinstance(adapter(), Files)
-    if chunk.sizes_differ(recipe) and not files:
-        raise ValueError(
-            f'serde "kvq": chunks of {recipe.name} have different sizes, which kvq\'s plugin alone reads, from files: '
-            '{"type": "plugin", ..., "adapter_params": {"type": "fs", ...}}'
-        )
     starts = Starts() if "positions" in recipe.needs else None
     return Processor(KVQSerializer(chunks, starts, files), KVQDeserializer(chunks, adapter), max_workers=found.workers)
 

@@ -10,11 +10,9 @@ FAMILY = Family(
 
 
 def recipes() -> list[Recipe]:
-    """`exact` keeps keys after RoPE, bit for bit; so does `exact-coded`, in files of two thirds of bfloat16's bytes;
-    `exact-pre` undoes RoPE and puts it back (within 2 ulp)."""
-    scheme, coded = Scheme(quantize=Exact()), Scheme(quantize=Exact(coded=True))
+    """`exact` keeps keys after RoPE, bit for bit; `exact-pre` undoes RoPE and puts it back (within 2 ulp)."""
+    scheme = Scheme(quantize=Exact())
     return [
         Recipe("exact", scheme, scheme, summary="16 bit, as the model gave it"),
-        Recipe("exact-coded", coded, coded, summary="16 bit, as the model gave it; files are coded without loss"),
         Recipe("exact-pre", scheme, scheme, position="pre", summary="16 bit, keys before RoPE"),
     ]

@@ -1,6 +1,6 @@
 """No quantization: the 16-bit cache, stored as every other recipe stores its blocks."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,19 +13,10 @@ from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Tensors
 
 @dataclass(frozen=True)
 class Exact(Quantizer):
-    """Keep the model's own numbers, in the model's own dtype.
-
-    coded   whether files hold them coded without loss, of bfloat16 in about two thirds of the bytes (`ops/lossless.py`)
-    """
+    """Keep the model's own numbers, in the model's own dtype."""
 
     kind: ClassVar[str] = "exact"
     keeps_dtype: ClassVar[bool] = True
-    _: KW_ONLY  # younger than the file format
-    coded: bool = False
-
-    @property
-    def lossless(self) -> tuple[str, ...]:
-        return ("x",) if self.coded else ()
 
     def check(self, site: Site) -> None:
         scheme = site.scheme

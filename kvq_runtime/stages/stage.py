@@ -191,9 +191,6 @@ class Quantizer(Stage):
     takes_latents   whether it rounds latent channels, so that a rotation that gives them must come first
     slack           how much more error it may leave of a Gaussian than Lloyd's and Max's quantizer of as many bits
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
-    at_rest         fields that files hold entropy-coded (`ops/entropy.py`): int8 [tokens, R], by the rung of each
-                    channel (`ops/ladder.py`), its fitted tensor "rung"
-    lossless        fields that files hold coded without loss (`ops/lossless.py`): [tokens, C] in the model's dtype
     """
 
     slot = "quantize"
@@ -201,11 +198,6 @@ class Quantizer(Stage):
     takes_latents: ClassVar[bool] = False
     slack: ClassVar[float] = 1.15
     kernel: ClassVar[str | None] = None
-    at_rest: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def lossless(self) -> tuple[str, ...]:
-        return ()
 
     def check(self, site: Site) -> None:
         rotate = site.scheme.rotate

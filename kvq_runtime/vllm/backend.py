@@ -37,7 +37,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
 from kvq_runtime.codec import shared
-from kvq_runtime.engines.source import bits, narrowed, share_of
+from kvq_runtime.engines.served_recipe import bits, narrowed, share_of
 from kvq_runtime.geometry import Geometry, Role, attending
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults

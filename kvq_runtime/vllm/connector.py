@@ -2,8 +2,8 @@
 
 vLLM's own cache stays as it is, in 16 bits; what has left it, or was computed by another server or before a restart,
 comes from the folder. Every layer of a prefix is at hand here, with its positions, so that recipes which predict across
-layers or encode keys before RoPE are kept as all others. The parts, of `engines`: what is to be done (orders.py, in the
-scheduler's process), the options and the doing of it (keeper.py, in each worker).
+layers or encode keys before RoPE are kept as all others. `engines/scheduler.py` plans
+in the scheduler's process; `engines/worker.py` has the options, and loads and keeps in each worker.
 
     --kv-transfer-config '{"kv_connector": "KVQConnector", "kv_connector_module_path": "kvq_runtime.vllm.connector",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -32,13 +32,13 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from kvq_runtime.engines import keeper
-from kvq_runtime.engines.keeper import Keeper
-from kvq_runtime.engines.orders import Orders, Planner, text_of
+from kvq_runtime.engines import worker
+from kvq_runtime.engines.scheduler import Orders, Planner, text_of
+from kvq_runtime.engines.worker import PrefixWorker
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
-from kvq_runtime.prefix.shelf import parse_bytes
+from kvq_runtime.prefix.block_folder import parse_bytes
 from kvq_runtime.vllm import page, plugin
 from kvq_runtime.vllm.page import Rows
 
@@ -51,20 +51,20 @@ class Metadata(Orders, KVConnectorMetadata):
 
 
 class KVQConnector(KVConnectorBase_V1):
-    """Loads and keeps prefixes; its options are those of `keeper.Settings`."""
+    """Loads and keeps prefixes; its options are those of `worker.Settings`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         _check_engine(vllm_config, kv_cache_config)
-        self._settings = keeper.settings(
+        self._settings = worker.settings(
             self._kv_transfer_config.kv_connector_extra_config, "kv_connector_extra_config", "KVQConnector"
         )
         self._page = vllm_config.cache_config.block_size
         ranks = vllm_config.parallel_config.tensor_parallel_size
         rank = vllm_config.parallel_config.rank % ranks if role is KVConnectorRole.WORKER else None
         with own_defaults():
-            self._stores = keeper.opened(self._settings, _served(vllm_config), "KVQConnector", ranks, rank)
-        self._keeper: Keeper | None = None
+            self._stores = worker.opened(self._settings, _served(vllm_config), "KVQConnector", ranks, rank)
+        self._keeper: PrefixWorker | None = None
         self._planner: Planner | None = None
         if rank is None:
             recent, recipe = self._settings.recent, self._stores[0].format.recipe
@@ -125,7 +125,7 @@ class KVQConnector(KVConnectorBase_V1):
             if kind not in known:
                 known[kind] = _places(module, cache, store.format.geometry)
             layers.append(Rows(cache, known[kind], self._page // cache.shape[2]))
-        self._keeper = Keeper(store, layers, self._page, parse_bytes(self._settings.pending))
+        self._keeper = PrefixWorker(store, layers, self._page, parse_bytes(self._settings.pending))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._keeper is not None:
@@ -177,10 +177,10 @@ class KVQConnector(KVConnectorBase_V1):
         return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _served(config: VllmConfig) -> keeper.Served:
+def _served(config: VllmConfig) -> worker.Served:
     model, decoder = config.model_config, config.model_config.hf_text_config
     rotary = partial(rotary_of_config, decoder, model.dtype)
-    return keeper.Served(decoder.to_dict(), model.model, model.revision, model.dtype, model.quantization, rotary)
+    return worker.Served(decoder.to_dict(), model.model, model.revision, model.dtype, model.quantization, rotary)
 
 
 def _places(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:
@@ -232,7 +232,6 @@ COUNTS = {
     "bytes_loaded": "bytes of encoded blocks that were read",
     "tokens_kept": "tokens whose blocks were encoded and written, summed over workers",
     "bytes_kept": "bytes of encoded blocks that were written",
-    "blocks_beyond": "blocks of keys or values kept beside codes, as their error is beyond what calibration promised",
     "tokens_dropped": "tokens not kept because too much waited to be encoded",
     "blocks_damaged": "blocks that failed a check, and were removed",
     "blocks_unreadable": "blocks that could not be read",

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from kvq_runtime import errors
-from kvq_runtime.engines import source
-from kvq_runtime.engines.source import Engine, Source
+from kvq_runtime.engines import served_recipe
+from kvq_runtime.engines.served_recipe import Engine, Source
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import Recipe, Scheme
 
@@ -71,7 +71,7 @@ def named(reference: str) -> AbstractContextManager[None]:
 def load(reference: str) -> Source:
     """Load it, once a process. Raises what `load_artifact` does, and ValueError, with the variable's name."""
     with named(reference):
-        found = source.read(reference)
+        found = served_recipe.read(reference)
         VLLM.check(found.recipe, TYPICAL if found.artifact is None else found.artifact.fingerprint.geometry)
     return found
 
@@ -83,7 +83,7 @@ def check_model(found: Source, config: Mapping[str, Any], model: str, revision: 
     model      its folder or its id on a Hub, whose files vLLM has fetched: their projections are compared, where found
     """
     with named(found.reference):
-        geometry = source.match(found, config, model, revision)
+        geometry = served_recipe.match(found, config, model, revision)
         VLLM.check(found.recipe, geometry)
     return geometry
 

@@ -359,10 +359,6 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
     assert rows[2]["bits at 131072"] == pytest.approx(16 * held["total"] / held["exact"], abs=1e-3)
     both = as_json("bytes", "exact", "--model", "llama-3.1-8b", "--tokens", "131072", "--batch", "2")[0]
     assert both["GiB at 131072"] == 32
-    coded = as_json("bytes", "rest-1.5bit", "higgs-4bit", "--model", "llama-3.1-8b", "--tokens", "1024", "4096")
-    assert (coded[1]["bits"], coded[1]["bits in files"]) == (8, 1.5) and "bits in files" not in coded[2]
-    assert (coded[1]["in files at 1024"], coded[1]["in files at 4096"]) == (1.5, round(1.5 - 64 / 1024 * 3 / 4, 3))
-    assert "files of a kept prefix of 1,024 tokens" in kvq("bytes", "rest-1bit")[1]
     config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for model in (str(tmp_path), str(tmp_path / "config.json"), "32x8x128"):

@@ -18,7 +18,7 @@ from kvq_calib.text import documents, tokenizer
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, counted, spoken
-from kvq_runtime.prefix.shelf import parse_bytes
+from kvq_runtime.prefix.block_folder import parse_bytes
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.hub import client

@@ -1,5 +1,5 @@
 """What needs no tensor starts without the libraries that take seconds to import. A wrong command line is answered in a
-line before; a shell completes the right one.
+line before.
 """
 
 import json
@@ -40,17 +40,6 @@ for given in json.loads(sys.argv[1]):
         code = main(given)
     found.append([code, err.getvalue(), [name for name in ("torch", "transformers") if name in sys.modules]])
 print(json.dumps(found))
-"""
-COMPLETE = """
-source {script}
-complete_it() {{
-    COMP_WORDS=("$@"); COMP_CWORD=$(( $# - 1 )); COMPREPLY=()
-    "_shtab_${{1//-/_}}"; echo "${{COMPREPLY[@]}}"
-}}
-complete_it kvq promo
-complete_it kvq compare --prot
-complete_it kvq calibrate --max-k
-complete_it kvq-calibrate --corpus README
 """
 
 
@@ -133,21 +122,3 @@ def test_a_command_begins_with_its_program(name):
     command = [sys.executable, "-c", f"from kvq_runtime.cli import start; start.{name}()", "--version"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0 and ended.stdout.startswith("kvq-runtime ")
-
-
-def test_a_shell_completes_commands_options_and_files(kvq, tmp_path):
-    pytest.importorskip("shtab")
-    assert kvq("completion", "bash", "--json")[0] == 2, "there is no JSON of a script"
-    code, out, _ = kvq("completion", "bash")
-    assert code == 0
-    (tmp_path / "kvq.bash").write_text(out)
-    (tmp_path / "README.md").touch()
-    script = COMPLETE.format(script=tmp_path / "kvq.bash")
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["promote", "--protocol", "--max-kl", "README.md"], done.stdout + done.stderr
-
-
-def test_completion_names_the_extra_that_it_needs(kvq, monkeypatch):
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    code, out, err = kvq("completion", "zsh")
-    assert code == 1 and not out and "kvq completion needs shtab; the extra `completion`" in err

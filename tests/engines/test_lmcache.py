@@ -26,7 +26,7 @@ from lmcache.v1.multiprocess.transfer_context import (
 from lmcache.v1.platform.devices.cpu import cache_context
 
 import kvq_runtime.lmcache.plugin  # noqa: F401  its log is caught from the first test on
-from benchmarks.lmcache_chunks import PATIENCE, PLUGIN, Tier, keys, tell
+from benchmarks.lmcache_chunks import PATIENCE, Tier, keys, tell
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
@@ -99,9 +99,9 @@ def test_another_process_loads_what_one_has_stored(recipe: str, bits: float, tmp
         assert torch.equal(one, decoded(recipe, chunk))
 
 
-@pytest.mark.parametrize("recipe", ["exact-coded", "aqua-2bit"])
-def test_chunks_that_are_coded_or_know_their_place_are_what_a_prefix_is(recipe: str, tmp_path: Path):
-    """Their files are shorter than the room that LMCache has for them; those of a text's first tokens have sinks."""
+@pytest.mark.parametrize("recipe", ["aqua-2bit"])
+def test_chunks_that_know_their_place_are_what_a_prefix_is(recipe: str, tmp_path: Path):
+    """Those of a text's first tokens have sinks."""
     (tmp_path / "files").mkdir()
     given = serde(stores.aqua(tmp_path) if recipe == "aqua-2bit" else recipe)
     rows_2LTHD = stores.rows(256 * len(NAMES))
@@ -165,14 +165,7 @@ def _wait_for(folder: Path, count: int) -> None:
     assert len(files(folder)) == count
 
 
-def test_what_the_server_or_its_adapter_does_not_serve_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    memory = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1}
-    monkeypatch.setattr(
-        "benchmarks.lmcache_chunks.adapter", lambda _, given: PLUGIN | {"adapter_params": memory, "serde": given}
-    )
-    with pytest.raises(ValueError, match="chunks of exact-coded have different sizes, .* from files"):
-        Tier(tmp_path, serde("exact-coded"))
-    monkeypatch.undo()
+def test_a_server_without_an_event_bus_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given = serde(stores.aqua(tmp_path))
     bus = event_bus.EventBus(event_bus.EventBusConfig(enabled=False))
     monkeypatch.setattr("kvq_runtime.lmcache.plugin.get_event_bus", lambda: bus)

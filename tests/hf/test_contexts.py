@@ -7,7 +7,7 @@ import torch
 from generating import generate, kvq, stock
 from models import prompt, random_model
 
-from kvq_runtime.ops import ladder
+from kvq_runtime.ops import lloyd
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.recipe import OURS, preset
 
@@ -115,7 +115,7 @@ def forget_constants():
                 kept.cache_clear()
 
 
-CONSTANTS = ["kivi-2bit", "higgs-2bit", "lloyd-4bit", "polar-4bit", "trellis-head-2bit", "rest-1bit"]
+CONSTANTS = ["kivi-2bit", "higgs-2bit", "lloyd-4bit", "polar-4bit", "trellis-head-2bit"]
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
@@ -159,14 +159,14 @@ def test_what_a_cache_chooses_and_fits_is_the_same_whatever_the_default_dtype_is
 
 def test_what_a_process_computes_once_leaves_other_threads_their_default_dtype():
     """It is the process's: one that is set for a moment is another thread's too, and the one put back may be its."""
-    expected = ladder.ladder()
+    expected = lloyd.sphere(64, 3)
     forget_constants()
     seen = []
     note = constant(1)(lambda: seen.append(torch.get_default_dtype()))
     torch.set_default_dtype(torch.bfloat16)
     try:
         note()
-        found = ladder.ladder()
+        found = lloyd.sphere(64, 3)
     finally:
         torch.set_default_dtype(torch.float32)
     assert seen == [torch.bfloat16]

@@ -11,7 +11,7 @@ from paged_server import PAGE, ROTARY, SIZE, PagedServer, queries_of
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
-from kvq_runtime.engines import source
+from kvq_runtime.engines import served_recipe
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
 from kvq_runtime.vllm import attend, exact, plugin
@@ -120,7 +120,7 @@ def test_workers_encode_their_heads_as_one_would():
         context = Context(rope=ROTARY.tables(torch.arange(20)[None]))
         whole = shared.build(recipe, size, tensors)[1][0].encode(x, context)
         for rank in range(2):
-            own, part = source.narrowed(recipe, size, tensors, source.share_of(size, rank, 2))
+            own, part = served_recipe.narrowed(recipe, size, tensors, served_recipe.share_of(size, rank, 2))
             cut = x.unflatten(-1, (4, -1))[:, :, 2 * rank : 2 * rank + 2].flatten(-2)
             codes = shared.build(recipe, own, part)[1][0].encode(cut, context)
             for field, given in codes.items():
@@ -131,7 +131,7 @@ def test_workers_encode_their_heads_as_one_would():
 def test_a_recipe_that_joins_heads_is_not_split(name: str):
     """By a group of rounding, or by a basis over all channels of a token whose rounding has no group."""
     with pytest.raises(ValueError, match="several KV heads together"):
-        source.narrowed(preset(name), replace(SIZE, kv_heads=4), {}, source.Share(0, 2))
+        served_recipe.narrowed(preset(name), replace(SIZE, kv_heads=4), {}, served_recipe.Share(0, 2))
 
 
 @pytest.mark.parametrize("sinks", [0, 4])

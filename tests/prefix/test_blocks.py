@@ -11,10 +11,9 @@ from kept_blocks import FEW, KEPT, REFUSED, each, files, filled, ids, rows, stor
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Window
-from kvq_runtime.prefix import chain, coder
+from kvq_runtime.prefix import block_codec, chain
 from kvq_runtime.prefix.store import PrefixBlocks, check
 from kvq_runtime.recipe import preset
-from kvq_runtime.store.promise import Check, Promise
 
 # ---- what a block is
 
@@ -27,7 +26,7 @@ def test_a_block_has_the_bytes_of_the_cache(name):
     numbers = range(min(layer.blocks for layer in cache.layers.values()))
     assert len(numbers) >= 3
     for number, ours in zip(numbers, blocks, strict=False):
-        theirs = coder.held(cache, number)
+        theirs = block_codec.held(cache, number)
         assert torch.equal(ours.sinks_2LSC, theirs.sinks_2LSC)
         for layer in range(GEOMETRY.layers):
             for role in (0, 1):
@@ -55,11 +54,11 @@ def test_a_cache_goes_on_from_loaded_blocks_as_from_its_own(name):
     """The same steps after them give the same keys and values, and the same blocks."""
     kept, _, tokens, (keys, values) = filled(name)
     recipe, size = kept.format.recipe, 2 * kept.block
-    whole = BlockCache(recipe.with_exact(recent=0), GEOMETRY, kept.coder.tensors or None)
-    loaded = BlockCache(kept.coder.recipe, GEOMETRY, kept.coder.tensors)
-    coder.fill(loaded, kept.load(tokens, size), "cpu")
+    whole = BlockCache(recipe.with_exact(recent=0), GEOMETRY, kept.codec.tensors or None)
+    loaded = BlockCache(kept.codec.recipe, GEOMETRY, kept.codec.tensors)
+    block_codec.fill(loaded, kept.load(tokens, size), "cpu")
     loaded.reset()
-    coder.fill(loaded, kept.load(tokens, size), "cpu")
+    block_codec.fill(loaded, kept.load(tokens, size), "cpu")
     assert loaded.length == size
 
     def feed(cache, start: int, stop: int) -> list:
@@ -90,12 +89,12 @@ def test_a_cache_is_kept_as_it_is(name):
 def test_a_block_does_not_depend_on_those_it_is_encoded_with(name):
     kept, (keys, values) = store(name=name), rows(5 * store(name=name).block)
     pairs = [(k.flatten(1), v.flatten(1)) for k, v in zip(keys, values, strict=True)]
-    run = kept.coder.encode_run(0, dict(enumerate(pairs)))
+    run = kept.codec.encode(0, dict(enumerate(pairs)))
     assert len(run) == 5
     for number, ours in enumerate(run):
         span = slice(number * kept.block, (number + 1) * kept.block)
-        (alone,) = kept.coder.encode_run(number, {layer: (k[span], v[span]) for layer, (k, v) in enumerate(pairs)})
-        assert torch.equal(ours.sinks_2LSC, alone.sinks_2LSC) and ours.exact.keys() == alone.exact.keys()
+        (alone,) = kept.codec.encode(number, {layer: (k[span], v[span]) for layer, (k, v) in enumerate(pairs)})
+        assert torch.equal(ours.sinks_2LSC, alone.sinks_2LSC)
         for layer in range(GEOMETRY.layers):
             for one, other in zip(ours.fields[layer], alone.fields[layer], strict=True):
                 assert one.keys() == other.keys() and all(torch.equal(x, other[field]) for field, x in one.items())
@@ -105,12 +104,12 @@ def test_a_run_is_whole_blocks():
     kept, (keys, values) = store(), rows(2 * store().block)
     pairs = dict(enumerate((k.flatten(1), v.flatten(1)) for k, v in zip(keys, values, strict=True)))
     short = {layer: (k[:-1], v[:-1]) for layer, (k, v) in pairs.items()}
-    with pytest.raises(ValueError, match=rf"1 block is \[{kept.block}, "):
-        kept.coder.encode_run(0, short)
+    with pytest.raises(ValueError, match=rf"blocks are \[{kept.block}, "):
+        kept.codec.encode(0, short)
 
 
 def test_blocks_before_one_with_nan_are_kept_and_runs_end_where_a_block_is_kept():
-    kept, (keys, values) = store(name="rest-1bit"), rows(1200)
+    kept, (keys, values) = store(name="aqua-2bit"), rows(1200)
     size, whole = kept.block, [layer.clone() for layer in keys]
     values[0][4 * size + 3, 0, 0], keys[2][3 * size, 1, 5] = float("nan"), float("inf")
     with pytest.raises(ValueError, match="layer 2, block 3: NaN or infinity in the keys"):
@@ -250,21 +249,3 @@ def test_a_padded_cache_is_refused():
     cache.positions.real_BT = torch.ones(1, cache.length, dtype=torch.bool)
     with pytest.raises(ValueError, match="padded"):
         kept.put_cache(tokens, cache)
-
-
-def test_a_fit_of_another_text_is_told_once(caplog):
-    """Where much of a block is beyond the promise its file saves little, which nothing else says."""
-    sites = [(layer, role) for layer in range(GEOMETRY.layers) for role in (0, 1)]
-
-    def put(beyond: int) -> list[str]:
-        caplog.clear()
-        some = {site: Promise(1e-9 if place < beyond else 1e9, 1, (1.0,) * 4) for place, site in enumerate(sites)}
-        kept = store(promised=Check(some))
-        for seed in (0, 1):
-            kept.under("tenant" * seed).put(ids(4 * kept.block, 5 + seed), *rows(4 * kept.block, seed))
-        assert kept.tally["beyond"] == 8 * beyond
-        return [one.message for one in caplog.records]
-
-    (told,) = put(len(sites))
-    assert f"{len(sites)} of the {len(sites)} keys and values of a block" in told and "from layer 0 on" in told
-    assert len(put(2)) == 1 and not put(len(sites) // 4)

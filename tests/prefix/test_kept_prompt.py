@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-from dataclasses import replace
 
 import fitted
 import pytest
@@ -13,14 +12,10 @@ from models import random_model
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 from kvq_runtime import KVQCache, PrefixStore, preset
-from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.hf import geometry_of
-from kvq_runtime.hf.model import fingerprint_of
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import rate
-from kvq_runtime.prefix.shelf import Folder
+from kvq_runtime.prefix.block_folder import Folder
 from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.recipe import with_each
 
 NEW = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1}
 
@@ -86,7 +81,7 @@ def test_a_loaded_cache_goes_on_as_the_one_that_was_kept(tmp_path, model, name):
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["aqua-2bit", "rest-1bit"])
+@pytest.mark.parametrize("name", ["aqua-2bit"])
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("kvq", marks=pytest.mark.slow)])
 def test_a_chained_recipe_is_kept_from_a_dynamic_cache(tmp_path, attention, name):
     model = random_model("qwen2", attention)
@@ -113,32 +108,6 @@ def test_a_chained_recipe_is_kept_from_a_dynamic_cache(tmp_path, attention, name
     assert loaded.get_seq_length() == (70 - recipe.window.recent) // 16 * 16
     out = model.generate(ids, past_key_values=loaded, **NEW)
     assert out.shape == (1, 82) and blocks is not store._blocks
-
-
-def test_a_rate_is_set_of_an_artifact(tmp_path, model):
-    """Fewer bytes, in a set of their own; a cache that the store makes rounds by the same steps."""
-    recipe, geometry = recipe_of("rest-1bit", model), geometry_of(model)
-    recipe = with_each(recipe, lambda scheme: replace(scheme, quantize=replace(scheme.quantize, step=0.1)))
-    tensors = dict(fitted.tensors(recipe, geometry))
-    for name in [name for name in tensors if name.endswith("cell")]:
-        tensors[name] = torch.full_like(tensors[name], 0.1)
-        tensors[name.replace("cell", "rung")].fill_(20)
-    made = Artifact(recipe, fingerprint_of(model), tensors, {}, {})
-    bits, ids = rate._Model(made).bits(14), prompt(70)
-    plain, fewer = PrefixStore(tmp_path, made, model=model), PrefixStore(tmp_path, made, model=model, bits=bits)
-    exact = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=exact)
-    assert plain.put(exact, ids) == fewer.put(exact, ids) == 64
-    assert fewer._blocks.tally["written"] < plain._blocks.tally["written"]
-    assert fewer.recipe.name == f"rest-1bit,bits={bits:.3g}" and fewer.load(ids, recent=1).get_seq_length() == 64
-    errors = []
-    for store in (plain, fewer):
-        layer, own = store.load_decoded(ids, recent=1).layers[0], exact.layers[0]
-        errors.append(float((layer.values - own.values[:, :, :64]).square().mean()))  # type: ignore[union-attr]
-    assert errors[1] > errors[0]
-    with pytest.raises(ValueError, match="bits=1; a rate is set of an artifact of rest-"):
-        PrefixStore(None, "higgs-2bit", model=model, bits=1)
 
 
 def rotary(model):

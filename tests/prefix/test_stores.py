@@ -11,7 +11,7 @@ import stores
 import torch
 from stores import BLOCK, MODEL, VLLM
 
-from kvq_runtime.prefix.shelf import Folder
+from kvq_runtime.prefix.block_folder import Folder
 
 COUNT = 5 * BLOCK + 20
 TOKENS = stores.ids(COUNT)

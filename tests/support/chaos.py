@@ -33,8 +33,8 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import files
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.prefix import sets as prefix_sets
-from kvq_runtime.prefix import shelf as prefix_shelf
+from kvq_runtime.prefix import block_folder
+from kvq_runtime.prefix import maintenance as prefix_maintenance
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry.hub.registry import HubRegistry
@@ -155,7 +155,7 @@ def _keep_another(folder: Path) -> int:
     """Keep a prefix, which evicts one, and remove what killed processes left."""
     try:
         _keep(folder, 60)
-        prefix_sets.collect(folder / "prefixes", grace=0)
+        prefix_maintenance.collect(folder / "prefixes", grace=0)
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
@@ -197,9 +197,9 @@ def observe(folder: Path) -> dict:
         names[name] = {v.version: (v.sha256, v.files) for v in state.versions.values()}, state.aliases
     lock, prefixes = folder / "kvq.lock", folder / "prefixes"
     if prefixes.exists():
-        assert not [*prefix_sets.damaged(prefixes)]
+        assert not [*prefix_maintenance.damaged(prefixes)]
     return {
-        "prefixes": {one.path.name for one in prefix_shelf.all_blocks(prefixes)},
+        "prefixes": {one.path.name for one in block_folder.all_blocks(prefixes)},
         "registry": names,
         "pulled": {path.name: files.digest(path) for path in folder.glob("out/[!.]*")},
         "lock": read_lock(lock).sha256 if lock.exists() else None,

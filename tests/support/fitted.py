@@ -86,8 +86,6 @@ def _reach(quantize: Any, width: int) -> Tensor:
 
 
 def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    if field == "rung":  # of latents of a deviation of some cells
-        return torch.randint(10, 22, shape, dtype=torch.uint8, generator=generator)
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     x = torch.randn(shape, generator=generator)

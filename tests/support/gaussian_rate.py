@@ -21,9 +21,7 @@ def gaussian(bits: float) -> float:
 def most(codec: Codec) -> float:
     """The largest error a codec may leave of what it rounds, relative to that; below 1, which zeros would leave."""
     quantize, width = codec.scheme.quantize, codec.geometry.width
-    if quantize.at_rest:
-        expected = float(codec.fitted["cell"].mean()) / math.sqrt(12)  # of a unit, which is about the deviation
-    elif runs_of := getattr(quantize, "runs", None):  # of channels, each with bits of its own
+    if runs_of := getattr(quantize, "runs", None):  # of channels, each with bits of its own
         runs = runs_of(width)
         left = width - sum(count for count, _ in runs)  # channels of which nothing is stored
         expected = math.sqrt((sum(count * gaussian(bits) ** 2 for count, bits in runs) + left) / width)

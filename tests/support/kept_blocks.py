@@ -14,15 +14,12 @@ from kvq_runtime.prefix.store import PrefixBlocks
 REFUSED = {name for name, recipe in RECIPES.items() if recipe.policies}
 KEPT = [name for name in RECIPES if name not in REFUSED]
 FEW = (
-    "exact", "exact-coded", "exact-pre", "higgs-2bit", "aqua-2bit", "kivi-2bit", "squat-pre-2bit", "svdq-2bit",
-    "rest-1bit",
+    "exact", "exact-pre", "higgs-2bit", "aqua-2bit", "kivi-2bit", "squat-pre-2bit", "svdq-2bit",
 )  # fmt: skip
 QUICK = (
     "exact",
-    "exact-coded",
     "aqua-2bit",
     "kivi-2bit",
-    "rest-1bit",
 )  # of which `make test` runs what the others are put through as well
 
 
@@ -56,7 +53,7 @@ def filled(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PrefixBlocks
     count = 5 * kept.block + 3
     tokens, (keys, values) = ids(count), rows(count, dtype=dtype)
     assert kept.put(tokens, keys, values) == 5 * kept.block
-    cache = BlockCache(kept.format.recipe, GEOMETRY, kept.coder.tensors or None)
+    cache = BlockCache(kept.format.recipe, GEOMETRY, kept.codec.tensors or None)
     cache.positions.announce(None, None, feeding.rotary())
     for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
         cache.update(layer, k.flatten(1)[None], v.flatten(1)[None])

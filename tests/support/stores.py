@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvq_runtime.artifact import artifact, fingerprint
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.engines import keeper, source
-from kvq_runtime.engines.keeper import Keeper
-from kvq_runtime.engines.orders import Planner, text_of
+from kvq_runtime.engines import served_recipe, worker
+from kvq_runtime.engines.scheduler import Planner, text_of
+from kvq_runtime.engines.worker import PrefixWorker
 from kvq_runtime.hf.model import CACHE, rotary_of_folder
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.recipe import preset
@@ -34,16 +34,16 @@ class VLLM:
     PAGE = 32
 
     def __init__(self, folder: Path, recipe: str, model: Path = MODEL):
-        served = keeper.Served(
-            source.config(str(model), None), str(model), None, torch.bfloat16, None,
+        served = worker.Served(
+            served_recipe.config(str(model), None), str(model), None, torch.bfloat16, None,
             partial(rotary_of_folder, model, torch.bfloat16),
         )  # fmt: skip
-        given = keeper.Settings(str(folder), recipe, recent=0)
-        (store,), (own,) = keeper.opened(given, served, "a test", 1), keeper.opened(given, served, "a test", 1, 0)
+        given = worker.Settings(str(folder), recipe, recent=0)
+        (store,), (own,) = worker.opened(given, served, "a test", 1), worker.opened(given, served, "a test", 1, 0)
         self.planner = Planner([store], self.PAGE, 0)
         self.caches = [torch.zeros(64, HEADS, self.PAGE, 2 * SIZE, dtype=torch.bfloat16) for _ in range(LAYERS)]
         places = places_of(self.caches[0], HEADS, SIZE, self._put)
-        self.keeper = Keeper(own, [Rows(one, places) for one in self.caches], self.PAGE, 1 << 30)
+        self.keeper = PrefixWorker(own, [Rows(one, places) for one in self.caches], self.PAGE, 1 << 30)
 
     def _put(self, k_THD: Tensor, v_THD: Tensor, cache_BHNC: Tensor, slots_T: Tensor) -> None:
         cache_BHNC[slots_T // self.PAGE, :, slots_T % self.PAGE] = torch.cat([k_THD, v_THD], -1)
@@ -93,8 +93,8 @@ def ids(count: int) -> list[int]:
 
 def aqua(folder: Path) -> str:
     """An artifact of the model, before RoPE and across layers, with the tensors of a fit drawn at random."""
-    config, recipe = source.config(str(MODEL), None), preset("aqua-2bit")
-    print_of = fingerprint.from_config(config, source._weights(MODEL))
+    config, recipe = served_recipe.config(str(MODEL), None), preset("aqua-2bit")
+    print_of = fingerprint.from_config(config, served_recipe._weights(MODEL))
     path = folder / "kvq.safetensors"
     path.write_bytes(
         artifact.to_bytes(Artifact(recipe, print_of, fitted.tensors(recipe, print_of.geometry), {"model": "demo"}, {}))
@@ -104,8 +104,8 @@ def aqua(folder: Path) -> str:
 
 def decoded(recipe: str, tokens: list[int], rows_2LTHD: Tensor) -> Tensor:
     """What kvq's own store of these tokens gives, without an engine."""
-    given = source.read(recipe)
-    geometry = source.match(given, source.config(str(MODEL), None), str(MODEL), None)
+    given = served_recipe.read(recipe)
+    geometry = served_recipe.match(given, served_recipe.config(str(MODEL), None), str(MODEL), None)
     store = PrefixBlocks(
         None, given.recipe, geometry, given.tensors, model="x", rotary=rotary_of_folder(MODEL, torch.bfloat16)
     )

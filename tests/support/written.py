@@ -24,7 +24,6 @@ SETTINGS = (  # options of stages, and stages together, that no preset has
     "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4",
     "polar-paper-fitted+all.quantize.levels=0+all.quantize.points=mean",
     "polar-paper-fitted+all.rotate=none", "polar-online+all.rotate=none",
-    "rest-1bit+all.quantize.shared=false",
     "squat-pre-2bit-paper+key.feedback.blocks=4", "svdq-2bit+key.quantize.codebook=block",
     "svdq-2bit+policies.chunks=on", "snapkv+policies.votes.pool=avg",
 )  # fmt: skip

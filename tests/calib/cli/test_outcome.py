@@ -76,16 +76,6 @@ def test_another_registry_and_a_run_folder_are_named_where_one_loads_from(made, 
     assert "not published        it exceeds the bounds" in shown and "from_pretrained" not in shown
 
 
-def test_what_is_made_for_files_is_kept_there(made, capsys):
-    outcome.show([replace(made, coded=0.7)], [])
-    shown = capsys.readouterr().out
-    assert 'PrefixStore("prefixes", "m-aqua-2bit@1.2.0", model=model)\n' in shown and "from_pretrained" not in shown
-    assert (
-        "0.7 bits in files of kept prefixes, 2.46 in memory\n" in shown and "bits in files" in shown.split("VERDICT")[0]
-    )
-    assert outcome.as_records([replace(made, coded=0.7)], [])[0]["bits_per_element_in_files"] == 0.7
-
-
 def test_json_is_numbers_with_their_units_in_the_names(made, capsys):
     (found,) = outcome.as_records([made], [record("ab" * 32, -2e-6), record("higgs-2bit", 0.0312)])
     assert found["perplexity_over_16_bit"] == 1 - 2e-6 and found["kl_nats_per_token"] == 0.02

@@ -119,12 +119,6 @@ def test_the_card_says_what_windows_promise_of_others(fitted):
     assert "split conformal" not in report.card(fitted, [of_both("aqua-2bit")])
 
 
-def test_the_card_of_a_recipe_for_files_keeps_prefixes():
-    text = report.card(fit("rest-1bit"), [])
-    assert "1 bits in files of kept prefixes, " in text and 'PrefixStore("prefixes", "rest-1bit", model=model)' in text
-    assert "PrefixStore" not in report.card(fit("aqua-2bit"), [])
-
-
 def test_the_front_matter_has_what_the_hub_lists_and_the_sizes(fitted):
     front = yaml.safe_load(report.card(fitted, [made("aqua-2bit")]).split("---")[1])
     sizes = Sizes(fitted.recipe, fitted.fingerprint.geometry)

@@ -6,21 +6,16 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from safetensors.torch import load
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import DynamicCache
 
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Layer, Stream
 from kvq_calib.run import budget, checkpoint, gradients, share
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import plan as plans
-from kvq_calib.run.run import Progress, Run
-from kvq_calib.text import corpus
+from kvq_calib.run.run import Run
 from kvq_runtime.artifact import artifact
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.hf.prefix import PrefixStore
-from kvq_runtime.prefix import block_file, chain
 from kvq_runtime.recipe import ROLES, Recipe, preset
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -142,41 +137,6 @@ def test_gradients_of_a_mixture_are_of_as_much_of_each_corpus(model, tmp_path, m
     plan = replace(a_run(model, tmp_path / "run", preset(RECIPE)).plan, corpus="demo + demo-code", samples=20, chunk=2)
     assert gradients.chunks(plan) == [range(0, 2), range(2, 4)]
     assert share.draft(plan).beginning().samples == 4
-
-
-def test_files_of_held_out_text_take_the_target_also_of_a_run_that_was_killed(model, tmp_path):
-    """The bytes of blocks of sequences that nothing was fitted to, as a longer prefix has them."""
-    name, run = "rest-1bit", a_run(model, tmp_path / "run", preset("rest-1bit"))
-    made = runs.calibrate(run)[name]
-
-    def killed(progress: Progress) -> None:
-        if (progress.round, progress.layer) == (1, 2):
-            raise KeyboardInterrupt
-
-    stopped = a_run(model, tmp_path / "stopped", preset(name))
-    with pytest.raises(KeyboardInterrupt):
-        runs.calibrate(replace(stopped, listener=killed))
-    assert artifact.to_bytes(runs.calibrate(stopped)[name]) == artifact.to_bytes(made)
-    geometry, layers = made.fingerprint.geometry, made.fit["layers"]
-    stages = [made.recipe.scheme(layer, role).quantize for layer in range(3) for role in ROLES]
-    assert len({stage.step for stage in stages}) == 6 and {stage.target for stage in stages} == {1.0}
-    text = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    store = PrefixStore(None, made, text)
-    blocks, size, elements, plan = store._blocks, 0, 0, run.plan
-    batch = corpus.select(plan.corpus, run.files.path, plan.samples, plan.seq_len, plan.seed)
-    for row_T in batch.tokens_BT[plan.samples - plan.held_out :].long():
-        cache = DynamicCache(config=text.config)
-        with torch.no_grad():
-            text(row_T[None], past_key_values=cache)
-        elements += 2 * geometry.layers * geometry.width * store.put(cache, row_T)
-        for place in chain.names(blocks.root, chain.token_row(row_T), blocks.block):
-            data = blocks.shelf.get(place, blocks.format.largest()) or b""
-            size += 8 * (len(data) - sum(x.nbytes for name, x in load(data).items() if name == "sinks"))
-    size += 16 * 2 * geometry.layers * geometry.width * made.recipe.window.sinks * plan.held_out
-    codes = sum(layer[role]["coded_bits"] for layer in layers for role in ROLES) / 6
-    digits = 8 / (2 * geometry.layers * geometry.width)  # of a vocabulary of 256 tokens, one less than of others
-    assert size / elements == pytest.approx(codes + block_file.beside(made.recipe, geometry, 256) - digits, rel=0.01)
-    assert codes + block_file.beside(made.recipe, geometry) == pytest.approx(1.0, rel=0.03)
 
 
 def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path, monkeypatch):

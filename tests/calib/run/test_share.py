@@ -20,9 +20,8 @@ from kvq_calib.run.run import Run
 from kvq_runtime.artifact import artifact
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
-from kvq_runtime.prefix import block_file
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme, preset
-from kvq_runtime.stages.latent import DeadZone, Mixed
+from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
 from kvq_runtime.store.memory import asymptotic_bits
@@ -99,31 +98,6 @@ def test_a_draft_has_no_gains_and_whole_predictors_where_bits_are_shared():
     plain = Scheme(Mixed(target=1.0, codebook="trellis", shared=True), predict=Linear(), rotate=Basis())
     found = share.drafted(Recipe("r", gained, gained, "pre", {2: (own, gained), 3: (plain, plain)}))
     assert found == Recipe("r", plain, plain, "pre", {2: (own, plain), 3: (plain, plain)})
-
-
-def test_one_step_is_everyone_s_where_files_are_entropy_coded():
-    """Rates that fall half a bit a step: the target's step, between two that were tried, in each place's own unit."""
-    geometry = Geometry(2, 8, 64)
-    one = Scheme(DeadZone(target=1.0, shared=True), rotate=Basis())
-    rates = [max(0.0, 6 - place / 2) for place in range(len(share.STEPS))]
-    louder = [rate + 0.3 for rate in rates]
-    notes = [{"key": {"rates": rates, "scale": 2.0}, "value": {"rates": louder, "scale": 0.5}}] * 2
-    recipe = Recipe("r", one, one, "pre")
-    found = share.shared_out(recipe, geometry, notes)
-    keys, values = found.scheme(1, "key").quantize, found.scheme(1, "value").quantize
-    assert keys.step * 2 == pytest.approx(values.step / 2, rel=1e-5) and not (
-        keys.shared or found.value.quantize.shared
-    )
-    codes = 1.0 - block_file.beside(recipe, geometry)  # 0.15 bits less for keys, 0.15 more for values
-    assert 0.9 < codes < 0.95 and keys.step * 2 == pytest.approx(2.0 ** ((2 * (6.15 - codes) - 28) / 2), rel=1e-5)
-    assert (keys.target, keys.channels) == (1.0, 0)
-    with pytest.raises(ValueError, match="target: 5.9. bits but for sinks and frames; this model can have 0 to 3"):
-        six = replace(one, quantize=DeadZone(target=6.0, shared=True))
-        few = [{role: note | {"rates": [rate / 2 for rate in rates]} for role, note in notes[0].items()}] * 2
-        share.shared_out(Recipe("r", six, six, "pre"), geometry, few)
-    with pytest.raises(ValueError, match="this model can have 2 to 8"):
-        many = [{role: note | {"rates": [rate + 2 for rate in rates]} for role, note in notes[0].items()}] * 2
-        share.shared_out(recipe, geometry, many)
 
 
 def test_a_recipe_is_fitted_beside_another_as_alone(model, tmp_path):

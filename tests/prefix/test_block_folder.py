@@ -14,8 +14,8 @@ from kept_blocks import files, ids, rows, size_of, store
 from kvq_runtime.disk import files as block_files
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.prefix import sets
-from kvq_runtime.prefix.shelf import SLACK, Folder, Memory, all_blocks, parse_bytes
+from kvq_runtime.prefix import maintenance
+from kvq_runtime.prefix.block_folder import SLACK, Folder, Memory, all_blocks, parse_bytes
 
 # ---- one folder, many processes
 
@@ -48,7 +48,7 @@ def test_the_budget_holds_and_the_oldest_goes_first(tmp_path):
     kept.put(texts[2], keys, values)
     assert [kept.longest(text) for text in texts] == [32, 0, 32]
     assert sum(path.stat().st_size for path in files(tmp_path)) <= 2 * two + 100
-    long, (keys, values) = store(tmp_path, budget=4 * kept.format.largest()), rows(96)
+    long, (keys, values) = store(tmp_path, budget=4 * kept.format.largest), rows(96)
     assert long.put(ids(96, first=9), keys, values) == 64  # the blocks that surely fit, from the first on
     assert long.longest(ids(96, first=9)) == 64
 
@@ -56,7 +56,7 @@ def test_the_budget_holds_and_the_oldest_goes_first(tmp_path):
 def test_of_one_prefix_the_end_goes_first(tmp_path):
     kept, (keys, values) = store(tmp_path), rows(64)
     kept.put(ids(64), keys, values)
-    sets.collect(tmp_path, budget=size_of(32) + 100)
+    maintenance.collect(tmp_path, budget=size_of(32) + 100)
     assert kept.longest(ids(64)) == 32 == 16 * len(files(tmp_path))
 
 
@@ -110,7 +110,7 @@ def test_a_budget_below_one_block_is_refused():
 def test_two_writers_of_one_prefix_and_a_reader(tmp_path):
     """Processes put the same and their own prefixes while others load and evict: every block that is found is whole."""
     keys, values = rows(64)
-    budget = 20 * store().format.largest()
+    budget = 20 * store().format.largest
 
     def work(seed: int) -> int:
         kept, decoded = store(tmp_path, budget=budget), 0
@@ -130,7 +130,7 @@ def test_two_writers_of_one_prefix_and_a_reader(tmp_path):
     for child in children:
         child.join(120)
     assert [child.exitcode for child in children] == [0, 0, 0]
-    assert not [*sets.damaged(tmp_path)] and not [*tmp_path.rglob("*.tmp")]
+    assert not [*maintenance.damaged(tmp_path)] and not [*tmp_path.rglob("*.tmp")]
     assert sum(one.size for one in all_blocks(tmp_path)) <= budget + 3 * budget // SLACK
 
 
@@ -161,7 +161,7 @@ def test_a_folder_that_is_removed_is_made_again_once(tmp_path, caplog):
     assert kept.put(ids(32), keys, values) == other.put(ids(32), keys, values) == 32
     assert other.put(ids(32, first=2), keys, values) == 32 and other.checked(ids(32)) == 32
     assert caplog.text.count("is made again") == 1
-    assert store(tmp_path / "root").longest(ids(32)) == 32 and [*sets.listed(tmp_path / "root")]
+    assert store(tmp_path / "root").longest(ids(32)) == 32 and [*maintenance.listed(tmp_path / "root")]
 
 
 def test_a_folder_that_is_somebody_else_s_now_is_not_written_to(tmp_path):
@@ -230,7 +230,7 @@ def test_nothing_is_removed_through_a_link(tmp_path, kvq):
     (root / ("c" * 64) / f"{'d' * 64}.safetensors").symlink_to(model / "model.safetensors")
     assert kvq("prefix", "gc", root, "--budget", "1B", "--damaged", "--grace", "0s")[0] == 0
     assert not files(root / kept.shelf.place.name) and all(path.exists() for path in theirs)  # type: ignore[attr-defined]
-    store(root, budget=kept.format.largest()).put(ids(16), keys, values)  # which makes room, too
+    store(root, budget=kept.format.largest).put(ids(16), keys, values)  # which makes room, too
     assert all(path.exists() for path in theirs)
     (tmp_path / "linked").symlink_to(root)
     root.chmod(0o777)

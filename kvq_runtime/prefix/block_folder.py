@@ -1,6 +1,6 @@
 """Hold files of blocks by name within a budget, in memory or in a folder: the least recently used go first.
 
-`Memory` and `Folder` have the methods of `Shelf`; a shelf knows nothing of what is in a file. Processes share a folder,
+`Memory` and `Folder` are shelves, which know nothing of what is in a file. Processes share a folder,
 and one budget for all of it.
 
     ROOT/{set}/about.json              what the blocks of a set are of; {set} is its sha256

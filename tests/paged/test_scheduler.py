@@ -9,7 +9,7 @@ import pytest
 import torch
 from feeding import GEOMETRY, RECIPES
 
-from kvq_runtime.engines.orders import Planner, Text, text_of
+from kvq_runtime.engines.scheduler import Planner, Text, text_of
 from kvq_runtime.prefix.store import PrefixBlocks
 
 RECIPE = RECIPES["rtn-2bit"]

@@ -191,6 +191,6 @@ class Planner:
 def with_tallies(counts: defaultdict[str, float], stores: Iterable[PrefixBlocks]) -> dict[str, float]:
     """Counts, and beside them what stores have counted since the last call."""
     for store in stores:
-        for name in ("beyond", "damaged", "unreadable"):
+        for name in ("damaged", "unreadable"):
             counts[f"blocks_{name}"] += store.tally.pop(name, 0)
     return {name: count for name, count in counts.items() if count}

@@ -13,7 +13,7 @@ from tiny_artifact import tiny
 from kvq_runtime.artifact import artifact, fingerprint
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec
-from kvq_runtime.engines import source
+from kvq_runtime.engines import served_recipe
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.lmcache.chunk import LMCACHE
@@ -100,10 +100,10 @@ def test_the_nearest_recipe_can_be_served(engine):
     """For every recipe that is refused, one that is not, needs no calibration, and has bits like its own."""
     plain = engine.plain(SHAPE)
     assert all(engine.refusal(recipe) is None and not recipe.fitted for recipe in plain)
-    offered = {source.bits(recipe, SHAPE) for recipe in plain}
+    offered = {served_recipe.bits(recipe, SHAPE) for recipe in plain}
     for recipe in (recipe for recipes in families().values() for recipe in recipes):
         if engine.refusal(recipe) is not None:
-            near, wanted = engine.nearest(recipe, SHAPE), source.bits(recipe.of_vocabulary(1 << 17), SHAPE)
+            near, wanted = engine.nearest(recipe, SHAPE), served_recipe.bits(recipe.of_vocabulary(1 << 17), SHAPE)
             assert near in plain
-            assert all(abs(source.bits(near, SHAPE) - wanted) <= abs(bits - wanted) for bits in offered)
-            assert abs(source.bits(near, SHAPE) - wanted) < 1.1 or 5 < wanted < 16  # where there is little
+            assert all(abs(served_recipe.bits(near, SHAPE) - wanted) <= abs(bits - wanted) for bits in offered)
+            assert abs(served_recipe.bits(near, SHAPE) - wanted) < 1.1 or 5 < wanted < 16  # where there is little

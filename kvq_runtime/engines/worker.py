@@ -19,15 +19,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvq_runtime.engines import source
-from kvq_runtime.engines.orders import Order, with_tallies
-from kvq_runtime.engines.source import Share
+from kvq_runtime.engines import served_recipe
+from kvq_runtime.engines.scheduler import Order, with_tallies
+from kvq_runtime.engines.served_recipe import Share
 from kvq_runtime.errors import ArtifactError, named
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain
-from kvq_runtime.prefix.shelf import parse_bytes
+from kvq_runtime.prefix.block_folder import parse_bytes
 from kvq_runtime.prefix.store import PrefixBlocks, check
-from kvq_runtime.store.promise import Check
 
 SALT = "KVQ_PREFIX_SALT"
 SLICE = 1024  # tokens of a load that are decoded in one step
@@ -43,7 +42,6 @@ class Settings:
     budget    bytes of the folder
     recent    newest tokens of a prompt that are computed, to be exact; None: as many as the recipe's window keeps
     pending   bytes of 16-bit keys and values that may wait to be encoded, in each worker
-    threads   of each worker that make and read files; None: as many as `PrefixBlocks` takes
     """
 
     path: str
@@ -51,7 +49,6 @@ class Settings:
     budget: str | int = "20GB"
     recent: int | None = None
     pending: str | int = "1GB"
-    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,6 @@ def settings(extra: Mapping[str, Any], option: str, who: str) -> Settings:
     found = Settings(**extra)
     if found.recent is not None and (type(found.recent) is not int or found.recent < 0):
         raise ValueError(f"{option}: recent={found.recent!r}; use a number of tokens, 0 or more")
-    if found.threads is not None and (type(found.threads) is not int or found.threads < 1):
-        raise ValueError(f"{option}: threads={found.threads!r}; use a number, 1 or more")
     for name in {"budget", "pending"} & extra.keys():
         parse_bytes(extra[name], f"{option}: {name}=")
     return found
@@ -97,29 +92,26 @@ def opened(given: Settings, model: Served, who: str, ranks: int, rank: int | Non
     each with the reference.
     """
     with named(f"{who}, recipe {given.recipe}"):
-        found = source.read(given.recipe)
+        found = served_recipe.read(given.recipe)
         recipe = found.recipe
         check(recipe)
-        whole = source.match(found, model.config, model.name, model.revision)
-        folder = source.folder(model.name, model.revision)
+        whole = served_recipe.match(found, model.config, model.name, model.revision)
+        folder = served_recipe.folder(model.name, model.revision)
         if folder is None:
             raise ArtifactError(f"the files of {model.name} are not on this machine; give its folder as the model")
         digest = chain.model_digest(folder, model.config, model.quantization or "")
         rotary = model.rotary() if "positions" in recipe.needs else None
-        first = source.share_of(whole, rank or 0, ranks)
+        first = served_recipe.share_of(whole, rank or 0, ranks)
         shares = [first] if rank is not None else [Share(part, first.parts) for part in range(first.parts)]
-        # what is promised is of all heads together
-        promised = Check.of(found.artifact.fit) if found.artifact is not None and first.parts == 1 else None
         stores = []
         for share in shares:
-            geometry, tensors = source.narrower(whole, share), {}
+            geometry, tensors = served_recipe.narrower(whole, share), {}
             if recipe.fitted:
-                geometry, tensors = source.narrowed(recipe, whole, found.tensors, share)
+                geometry, tensors = served_recipe.narrowed(recipe, whole, found.tensors, share)
             name = f"{digest} {share.part}/{share.parts}"
             stores.append(PrefixBlocks(
                 given.path, recipe, geometry, tensors, model=name, dtype=model.dtype, rotary=rotary,
-                salt=os.environ.get(SALT, ""), budget=given.budget, promised=promised,
-                threads=given.threads,
+                salt=os.environ.get(SALT, ""), budget=given.budget,
             ))  # fmt: skip
         return stores
 
@@ -165,7 +157,7 @@ class _Copy:
     bytes: int
 
 
-class Keeper:
+class PrefixWorker:
     """One worker's pages and kept prefixes.
 
     layers    of the store, in order

@@ -14,10 +14,10 @@ import torch
 from feeding import GEOMETRY, RECIPES
 from torch import Tensor
 
-from kvq_runtime.engines import keeper as module
-from kvq_runtime.engines.keeper import Keeper
-from kvq_runtime.engines.orders import Order
-from kvq_runtime.prefix import chain, sets
+from kvq_runtime.engines import worker as module
+from kvq_runtime.engines.scheduler import Order
+from kvq_runtime.engines.worker import PrefixWorker
+from kvq_runtime.prefix import chain, maintenance
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.vllm.page import Rows, places_of
 
@@ -42,7 +42,7 @@ class Engine:
         self.caches = [torch.full(shape, 9.0, dtype=torch.bfloat16) for _ in range(GEOMETRY.layers)]
         places = places_of(self.caches[0], GEOMETRY.kv_heads, GEOMETRY.head_size, put)
         layers = [Rows(cache, places, PAGE // KERNEL) for cache in self.caches]
-        self.keeper = Keeper(self.store, layers, PAGE, pending)
+        self.keeper = PrefixWorker(self.store, layers, PAGE, pending)
         self.free = torch.randperm(31).add(1).tolist()
 
     def pages(self, tokens: int) -> tuple[int, ...]:
@@ -259,7 +259,7 @@ def test_workers_share_a_folder(tmp_path):
     for child in children:
         child.join(120)
     assert [child.exitcode for child in children] == [0, 0]
-    assert not [*sets.damaged(tmp_path)]
+    assert not [*maintenance.damaged(tmp_path)]
 
 
 def test_tenants_do_not_find_each_others(tmp_path):
@@ -274,4 +274,4 @@ def test_tenants_do_not_find_each_others(tmp_path):
 def test_pages_that_do_not_divide_a_block_are_refused():
     engine = Engine()
     with pytest.raises(ValueError, match=r"use pages of 16 tokens \(--block-size"):
-        Keeper(engine.store, engine.keeper.layers, 12, 1)
+        PrefixWorker(engine.store, engine.keeper.layers, 12, 1)

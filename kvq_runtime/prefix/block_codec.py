@@ -1,0 +1,132 @@
+"""Encode blocks of tokens of all layers wherever they stand in a text, and decode blocks in a row.
+
+A `BlockCache` without a window does the work, so that the bytes are those of a cache of the same keys and values. A
+block needs nothing of the blocks before it; under a recipe that predicts across layers it needs its own tokens of the
+layers below.
+
+Shapes: T tokens of blocks · C all heads of a token · S sinks among the tokens.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.cache import BlockCache
+from kvq_runtime.codec.shared import Fitted
+from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.prefix.block_file import Block
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.storage import Slab
+
+Rows = Mapping[int, tuple[Tensor, Tensor]]  # by layer, keys (after RoPE) and values [T, C]
+
+
+class BlockCodec:
+    """A recipe's codecs for tokens at positions that count from 0.
+
+    rotary   the model's rotation, where the recipe needs positions
+    """
+
+    def __init__(self, recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor], rotary: Rotary | None = None):
+        self.recipe, self.geometry, self.rotary = recipe.check(geometry), geometry, rotary
+        self.tensors = tensors if isinstance(tensors, Fitted) else Fitted(tensors)  # so that caches share the codecs
+
+    def encode(self, first: int, rows: Rows) -> list[Block]:
+        """Encode blocks in a row, from block `first` of a text on, each as it would be alone.
+
+        Blocks from the first with NaN or infinity on are left out. Raises ValueError if that is block `first`.
+        """
+        size, count = self.recipe.window.block, self._finite(first, rows)
+        cache = self._cache(first * size, (first + count) * size, rows[0][0].device, rows[0][0].dtype)
+        for layer in range(self.geometry.layers):
+            k_TC, v_TC = rows[layer]
+            cache.take(layer, k_TC[None, : count * size], v_TC[None, : count * size])
+            cache.finish(layer)
+        return [held(cache, number) for number in range(count)]
+
+    def decode(
+        self, blocks: Sequence[Block], device: torch.device | str = "cpu", start: int = 0
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (layer, keys after RoPE, values), [tokens, heads, head size] in the stored dtype, layer by layer.
+
+        start   tokens before the first of these blocks
+        The next layer is decoded into the same memory.
+        """
+        cache = self._cache(start, start + len(blocks) * self.recipe.window.block, device)
+        fill(cache, blocks, device)
+        for layer in range(self.geometry.layers):
+            k_BTC, v_BTC = cache.decoder.whole(layer)
+            heads = (self.geometry.kv_heads, self.geometry.head_size)
+            yield layer, k_BTC[0].unflatten(-1, heads), v_BTC[0].unflatten(-1, heads)
+            cache.decoder.forget(layer, layer == self.geometry.layers - 1)
+
+    def _cache(
+        self, start: int, stop: int, device: torch.device | str, dtype: torch.dtype = torch.bfloat16
+    ) -> BlockCache:
+        """An empty cache for tokens `start` to `stop` of a text, and no others."""
+        recipe = self.recipe.with_exact(sinks=max(0, self.recipe.window.sinks - start), recent=0)
+        cache = BlockCache(recipe, self.geometry, self.tensors, dtype=dtype)
+        rotary = None
+        if self.rotary is not None:
+            rotary = Rotary(self.rotary.frequencies_K.to(device), self.rotary.scaling, self.rotary.dtype)
+        cache.positions.announce(None, torch.arange(start, stop, device=device)[None] if start else None, rotary)
+        return cache
+
+    def _finite(self, first: int, rows: Rows) -> int:
+        """Count the blocks before the first with NaN or infinity."""
+        size, width = self.recipe.window.block, self.geometry.width
+        count = finite = max(1, len(rows[0][0]) // size)
+        for layer in range(self.geometry.layers):
+            for role, x_TC in zip(ROLES, rows[layer], strict=True):
+                if x_TC.shape != (count * size, width):
+                    raise ValueError(
+                        f"layer {layer}: {role}s of shape {list(x_TC.shape)}; blocks are [{count * size}, {width}]"
+                    )
+                finite_T = x_TC[: finite * size].float().abs().amax(1).isfinite()  # ten times as fast as `isfinite`
+                if not bool(finite_T.all()):
+                    finite = int(finite_T.int().argmin()) // size
+                if not finite:
+                    raise ValueError(
+                        f"layer {layer}, block {first}: NaN or infinity in the {role}s; nothing is kept of it"
+                    )
+        return finite
+
+
+def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str) -> None:
+    """Put a text's first blocks into an empty cache, as one row."""
+    layers = range(cache.geometry.layers)
+    fields = {
+        layer: tuple(_stacked([block.fields[layer][role] for block in blocks], device) for role in (0, 1))
+        for layer in layers
+    }
+    sinks_2LSC = torch.cat([block.sinks_2LSC for block in blocks], 2).to(device)
+    sinks = {layer: sinks_2LSC[:, layer][:, None] for layer in layers}
+    cache.adopt(len(blocks), fields, sinks, {layer: ({}, {}) for layer in layers})  # type: ignore[arg-type]
+
+
+def held(cache: BlockCache, number: int, row: int = 0) -> Block:
+    """Return encoded block `number` of one row of a cache, on the CPU."""
+    layers, size = range(cache.geometry.layers), cache.recipe.window.block
+    fields: dict[int, tuple[Slab, Slab]] = {layer: ({}, {}) for layer in layers}
+    sinks_2LSC = torch.stack([cache.layers[layer].sinks_2BSC[:, row] for layer in layers], 1)
+    for layer in layers:
+        for role in (0, 1):
+            for name, field in cache.layers[layer].fields(role, number, number + 1).items():
+                fields[layer][role][name] = field[row, 0].cpu()
+    return Block(fields, sinks_2LSC[:, :, number * size : (number + 1) * size].cpu())
+
+
+def window_rows(cache: BlockCache, number: int, end: int, row: int) -> Rows:
+    """Return exact keys and values [T, C] of blocks that are still in the window."""
+    size = cache.recipe.window.block
+    return {
+        layer: tuple(store.window_2BTC[:, row, number * size - store.encoded : end * size - store.encoded])
+        for layer, store in sorted(cache.layers.items())
+    }  # type: ignore[return-value]
+
+
+def _stacked(parts: list[Slab], device: torch.device | str) -> Slab:
+    """[1, n, ...] of the fields of n blocks."""
+    return {name: torch.stack([part[name] for part in parts])[None].to(device) for name in parts[0]}
