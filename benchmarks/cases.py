@@ -18,7 +18,7 @@ from kvq_runtime.recipe import Recipe, preset
 
 FAMILIES = (
     *("kivi-2bit-g128", "rtn-2bit", "lloyd-2bit", "higgs-head-2bit", "kivi-4bit-g128", "rtn-4bit", "quarot-head-4bit"),
-    *("lloyd-4bit", "higgs-head-4bit", "polar-3bit", "higgs-head-3bit", "lloyd-3bit", "kivi-2bit", "squat-pre-2bit"),
+    *("lloyd-4bit", "polar-3bit", "lloyd-3bit", "kivi-2bit", "squat-pre-2bit"),
     *("mean-higgs-head-2bit-post", "polar-paper"),
 )
 LENGTHS = (32768, 16384, 131072, 4096, 2048)

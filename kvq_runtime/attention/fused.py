@@ -51,7 +51,7 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
             why = "; kernels take one rotation for all heads, known without a fit" if turned else ""
             return f"there is no kernel for its {role}s{why}"
     if found[0].rounded != found[1].rounded:
-        return "kernels read keys and values of one kind: both in operand order, or both by gathers or angles"
+        return "kernels read keys and values of one kind: both in operand order, or both angles"
     if key.predict is not None and recipe.position == "post" and geometry.head_size > MAX_HEAD:
         return f"heads of more than {MAX_HEAD} channels leave no registers for the mean of keys after RoPE"
     return None

@@ -82,7 +82,7 @@ def test_one_recipe_is_shown_with_its_settings(as_json, kvq, tmp_path):
     assert "linear > hadamard > grid(dim=2 size=16 group=all)" in kvq("recipes", "aqua-2bit")[1]
     assert "key.predict.ridge=0.001\n" in kvq("recipes", "aqua-2bit")[1]
     assert "by torch, in layer 0" in as_json("recipes", "aqua-2bit")["decode"]
-    assert "gathers" in as_json("recipes", "higgs-head-4bit")["decode"]
+    assert "no kernel" in as_json("recipes", "higgs-head-4bit")["decode"]
     changed = as_json("recipes", "aqua-2bit", "--set", "window.recent=32")["settings"]
     (tmp_path / "mine.json").write_text(json.dumps({"settings": changed}))
     assert as_json("recipes", str(tmp_path / "mine.json"))["settings"] == changed

@@ -47,7 +47,7 @@ def read(made: Layout, fields: dict[str, torch.Tensor], geometry: Geometry) -> t
     """The second of two batch rows, one block, as the kernel reads it: [T, H, D]."""
     parts = {name: x.view(2, 1, TOKENS, *x.shape[1:]).to(DEVICE) for name, x in fields.items()}
     addresses = block_table([parts], made.names, 1, torch.device(DEVICE))
-    layer = constants(made, made, 1, 0, Launch(tile=32))[0]
+    layer = constants(made, made, 0, Launch(tile=32))[0]
     found = []
     for head in range(geometry.kv_heads):
         out = torch.full((TOKENS, geometry.head_size), float("nan"), device=DEVICE)

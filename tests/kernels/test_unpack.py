@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvq_runtime.ops import pack
-
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kvq_runtime.kernels.attend import fragment, per_token, read_polar, words
+from kvq_runtime.kernels.attend import fragment, read_polar, words
 from kvq_runtime.ops.fragment import order
-
-COLUMNS = 16  # bytes of a run
 
 
 def followed(text: str, operands: list[np.ndarray], outputs: int) -> list[np.ndarray]:
@@ -56,15 +52,6 @@ def followed(text: str, operands: list[np.ndarray], outputs: int) -> list[np.nda
             held[to] = {"and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "shl.b32": np.left_shift,
                         "shr.b32": np.right_shift}[name](a, b)  # fmt: skip
     return [held[f"${i}"] for i in range(outputs)]
-
-
-def packed(bits: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(codes [streams, columns], the runs of their bytes as words of four)."""
-    streams = 8 // (bits & -bits)
-    drawn = torch.Generator().manual_seed(bits)
-    codes = torch.randint(0, 2**bits, (streams * COLUMNS,), dtype=torch.uint8, generator=drawn)
-    runs = pack.pack(codes, bits).numpy().reshape(-1, COLUMNS)
-    return codes.numpy().reshape(streams, COLUMNS), [run.view(np.uint32) for run in runs]
 
 
 @pytest.mark.parametrize("bits, block, size", [(1, 128, 128), (1, 128, 80), (2, 128, 128), (2, 32, 64), (3, 128, 80),
@@ -111,14 +98,6 @@ def test_levels(bits, block, size, signed):
             words = [container.view(np.uint32) for container in containers]
             text = fragment._table_assembly.fn(run.PLANES, tile, tuple(table.tolist()))
             assert (followed(text, words, 1)[0].view(np.uint16) == table[code]).all()
-
-
-@pytest.mark.parametrize("bits", range(1, 8))
-def test_indices(bits):
-    codes, runs = packed(bits)
-    for stream, wanted in enumerate(codes):
-        found = followed(per_token._assembly.fn(stream, bits), runs, 1)[0].view(np.uint8)
-        assert (found == wanted).all()
 
 
 # ---- words of angles ----------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ neither is: the two kinds lie differently.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from kvq_runtime.codec.kernel_order import KernelOrder, kernel_order
 from kvq_runtime.geometry import MATRIX_SIZES, Geometry
 from kvq_runtime.kernels.attend import per_token, read_polar, rounded
 from kvq_runtime.kernels.attend.settings import (
-    CodebookSettings,
     LevelSettings,
     PolarSettings,
     RoundedSettings,
@@ -39,7 +37,6 @@ class Layout:
     """The kernel's way to read one scheme.
 
     geometry   of the model, and `block`, the tokens of a block
-    reader     its name and sizes, in the keys of launch.json: "codebook8x2"
     bits       of a code, or of an index that is several; of angles, of the lowest level's
     scan       the loop over blocks: that of rounded.py or of per_token.py
     read       the function that scores keys, in rounded.py, or reads a tile of tokens, see per_token.py
@@ -53,13 +50,10 @@ class Layout:
 
     order               how slabs order the codes for it: codec/kernel_order.py; None: as they are encoded
     pre_rope            keys are stored before RoPE
-    gathers             codes are looked up in memory; `settings` are CodebookSettings
-    tokens_per_thread   2 where a thread holds whole tokens, one beside the other
     """
 
     geometry: Geometry
     block: int
-    reader: str
     bits: int
     scan: Any
     read: Any
@@ -70,8 +64,6 @@ class Layout:
     mean: bool = False
     order: KernelOrder | None = None
     pre_rope: bool = False
-    gathers: bool = False
-    tokens_per_thread: int = 1
 
     @property
     def rounded(self) -> bool:
@@ -80,19 +72,12 @@ class Layout:
 
     @property
     def reads(self) -> str:
-        """Say what a step reads, and what should bind it: benchmarks/results/kernels_predicted.jsonl."""
+        """Say what a step reads, and what should bind it."""
         if self.order is not None and not self.settings.TABLES:
             return "codes in operand order, by arithmetic; memory bandwidth or latency binds"
         if self.order is not None:
             return "codes in operand order, by a codebook in registers; integer instructions bind"
-        if self.gathers:
-            return "codes by gathers from a codebook in L1, which bind; slower than 16 bits"
         return "angles by cos and sin in registers; integer instructions or latency bind"
-
-    @property
-    def adds_mean(self) -> bool:
-        """True if a product of its own adds the mean of keys to scores; before RoPE the mean joins the low ends."""
-        return self.mean and not self.pre_rope
 
 
 def layout(
@@ -117,18 +102,16 @@ def layout(
     ordered = _rounded(scheme, block, geometry, role, role == "key" and position == "pre", rotation)
     if ordered is not None:
         return ordered
-    maker = {"grid": _grid, "polar": partial(_polar, tensors=tensors)}.get(scheme.quantize.kernel)
     size = geometry.head_size
+    after_rope = role == "value" or position == "post"
     if (
-        (role == "key" and position != "post")
-        or maker is None
+        scheme.quantize.kernel != "polar"
+        or not after_rope
         or scheme.quantize.group_size(geometry.width, geometry) != size
     ):
         return None
-    bare = maker(scheme, block, geometry)
-    if bare is not None and bare.tokens_per_thread == 2:
-        rotation = _by_pairs(rotation, size)
-    return bare and replace(bare, rotation=rotation)
+    bare = _polar(scheme, block, geometry, tensors)
+    return bare and replace(bare, rotation=_by_pairs(rotation, size))
 
 
 def _by_pairs(rotation: Tensor | None, size: int) -> Tensor:
@@ -144,10 +127,6 @@ def padded(count: int) -> int:
 
 def tile(slots: int, columns: int) -> TileSettings:
     return TileSettings(slots, columns, padded(columns))
-
-
-def _streams(bits: int) -> int:
-    return 8 // min(pack.planes(bits))
 
 
 def _rounded(
@@ -169,12 +148,10 @@ def _rounded(
     settings = RoundedSettings(
         quantize.bits, low, group, groups, int(pairs), order.TILES, order.SUBS, order.BYTES, order.WORDS, runs, tables
     )
-    kind = "pre_rope" if pairs else "channel" if channel else "levels" * bool(tables) or "token"
-    bits = f"{quantize.bits}x{found.elements}" if tables else quantize.bits
     score = rounded.before_rope if pairs else rounded.per_channel if channel else rounded.per_token
     names = ("codes", "scale") if tables else ("codes", "step", "low")[: 2 + low]
     return Layout(
-        geometry, block, f"{kind}{bits}g{found.group}", quantize.bits, rounded.scan, score, settings, names,
+        geometry, block, quantize.bits, rounded.scan, score, settings, names,
         rotation=rotation, order=found, pre_rope=pairs,
     )  # fmt: skip
 
@@ -205,31 +182,6 @@ def _rotation(scheme: Scheme, geometry: Geometry) -> Tensor | None:
     return torch.block_diag(*[matrix] * (geometry.head_size // len(matrix)))
 
 
-def _grid(scheme: Scheme, block: int, geometry: Geometry) -> Layout | None:
-    dim, size, bits = scheme.quantize.dim, scheme.quantize.size, scheme.quantize.bits
-    count = geometry.head_size // dim
-    points = grid.points(dim, size)
-    if bits == 4 and count % 2 == 0:  # a byte is two codes: its row of the table has element 2 i + c, part i of code c
-        byte = torch.arange(256)
-        points = torch.stack([points[byte & 15], points[byte >> 4]], 2).flatten(1)
-        return _codebook(block, geometry, points, 8, count // 2)
-    return _codebook(block, geometry, points, bits, count)
-
-
-def _codebook(block: int, geometry: Geometry, points: Tensor, bits: int, indices: int) -> Layout | None:
-    """A codebook [entries, elements] for `indices` indices, each of `bits`."""
-    streams, elements = _streams(bits), points.shape[1]
-    if indices % streams or elements not in (1, 2, 4, 8):
-        return None
-    settings = CodebookSettings(
-        *tile(streams * elements, indices // streams), BITS=bits, STREAMS=streams, ELEMENTS=elements
-    )
-    word = {1: torch.int16, 2: torch.int32}.get(elements, torch.int64)
-    lookup, names = points.half().contiguous().view(word), ("codes", "scale")
-    reader, scan = f"codebook{bits}x{elements}", per_token.post_rope
-    return Layout(geometry, block, reader, bits, scan, per_token.codebook, settings, names, lookup, gathers=True)
-
-
 def _polar(scheme: Scheme, block: int, geometry: Geometry, tensors: Tensors = _NOTHING) -> Layout | None:
     """Heads of other sizes than matrices have would take more registers in pairs than there are: they are decoded."""
     quantize: Polar = scheme.quantize
@@ -243,8 +195,8 @@ def _polar(scheme: Scheme, block: int, geometry: Geometry, tensors: Tensors = _N
     each, low = min(RUN, size), int(quantize.radius == "log8")
     settings = PolarSettings(*tile(size // each, each), BYTES=count, LOG8=low, LEVELS=levels)
     return Layout(
-        geometry, block, f"pairs{''.join(map(str, bits))}" + "-log8" * low, bits[0], per_token.post_rope,
-        read_polar.polar_pairs, settings, ("codes", "radius", "norm")[: 2 + low], lookup, tokens_per_thread=2,
+        geometry, block, bits[0], per_token.post_rope,
+        read_polar.polar_pairs, settings, ("codes", "radius", "norm")[: 2 + low], lookup,
     )  # fmt: skip
 
 

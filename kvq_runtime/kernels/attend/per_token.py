@@ -1,4 +1,4 @@
-"""Split-K decode attention to keys and values that are looked up, or angles, N tokens at a time.
+"""Split-K decode attention to keys and values that are stored as angles, N tokens at a time.
 
 A scan is a jit function of this file or rounded.py, which the kernel gets as a compile-time argument (SCAN): the
 loop over the blocks of a split. Its arguments are those of the kernel (kernel.py), and
@@ -8,7 +8,7 @@ loop over the blocks of a split. Its arguments are those of the kernel (kernel.p
     start             the row's first slot that is neither padding nor a sink
     part              where it writes what it found: Part of queries.py
 
-A reader is a jit function of this file or read_polar.py, likewise (READ_KEYS, READ_VALUES): it reads a tile of tokens
+A reader is a jit function of read_polar.py, likewise (READ_KEYS, READ_VALUES): it reads a tile of tokens
 whose codes lie along the channels of each head.
 
     b_tiles, b_numbers = READ(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L, S)
@@ -29,8 +29,6 @@ import triton
 import triton.language as tl
 
 from kvq_runtime.kernels.attend import queries, rope
-from kvq_runtime.kernels.attend.block_table import CODES, SCALE, field_of
-from kvq_runtime.kernels.attend.settings import COMPILED
 
 
 @triton.jit
@@ -68,111 +66,7 @@ def post_rope(
     queries.store((b_top, b_total, b_sums), part, L, VS)
 
 
-# ---- the reader of indices into a codebook ---------------------------------------------------------------------------
-
-
-@triton.jit
-def _load_runs(
-    p_codes, o_t, m_t, i_h, BYTES: tl.constexpr, RUNS: tl.constexpr, L: tl.constexpr, S: tl.constexpr
-):  # fmt: skip
-    """The BYTES of one head's tokens in RUNS equal runs: a tuple of uint8 [N, P]."""
-    COLUMNS: tl.constexpr = BYTES // RUNS
-    o_c = tl.arange(0, S.P)[None, :]
-    p = p_codes + (o_t * (L.H * BYTES) + i_h * BYTES)[:, None] + o_c
-    b_runs = ()
-    for run in tl.static_range(RUNS):
-        b_runs = b_runs + (tl.load(p + run * COLUMNS, mask=m_t[:, None] & (o_c < COLUMNS), other=0),)
-    return b_runs
-
-
 @triton.jit
 def load_number(p_number, o_t, m_t, i_h, L: tl.constexpr):
     """A float16 per token and head: float32 [N]."""
     return tl.load(p_number + o_t * L.H + i_h, mask=m_t, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def codebook(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr, S: tl.constexpr):
-    """Indices into a codebook, S of CodebookSettings: SLOTS tiles [N, P], and the scale [N].
-
-    A row of `p_lookup` is what an index stands for: ELEMENTS float16, in words of up to 64 bits, so that one gather
-    serves up to four elements.
-    """
-    BYTES: tl.constexpr = S.COLUMNS * S.STREAMS * S.BITS // 8
-    p_codes = field_of(p_table, i_block, i_b, CODES, 2, L.H * L.T * BYTES, tl.uint8, L)
-    b_runs = _load_runs(p_codes, o_t, m_t, i_h, BYTES, BYTES // S.COLUMNS, L, S)
-    WORDS: tl.constexpr = (S.ELEMENTS + 3) // 4
-    EACH: tl.constexpr = S.ELEMENTS // WORDS
-    b_tiles = ()
-    for word in tl.static_range(WORDS):
-        b_words = ()
-        for stream in tl.static_range(tl.constexpr(S.STREAMS)):
-            b_index = _indices(b_runs, stream, S.BITS)
-            b_words = b_words + (tl.load(p_lookup + b_index * WORDS + word),)
-        for element in tl.static_range(EACH):
-            for stream in tl.static_range(tl.constexpr(S.STREAMS)):
-                b_bits = (b_words[stream] >> (16 * element)).to(tl.int16)
-                b_tiles = b_tiles + (b_bits.to(tl.float16, bitcast=True),)
-    p_scale = field_of(p_table, i_block, i_b, SCALE, 2, L.H * L.T * 2, tl.float16, L)
-    return b_tiles, (load_number(p_scale, o_t, m_t, i_h, L),)
-
-
-@triton.jit
-def _codes(b_runs, STREAM: tl.constexpr, BITS: tl.constexpr):
-    """The codes of one stream, by arithmetic: int32 [N, P]."""
-    STREAMS: tl.constexpr = 8 // (BITS & -BITS)
-    b_code = b_runs[0].to(tl.int32) * 0
-    for log in tl.static_range(4):
-        if BITS & (8 >> log) != 0:
-            # a plane of w bits has STREAMS · w / 8 runs, after those of the wider planes
-            b_byte = b_runs[STREAMS * (BITS - BITS % (16 >> log)) // 8 + STREAM % (STREAMS * (8 >> log) // 8)].to(
-                tl.int32
-            )
-            b_bits = b_byte >> (STREAM // (STREAMS * (8 >> log) // 8) * (8 >> log))
-            b_code |= (b_bits & ((1 << (8 >> log)) - 1)) << (BITS - BITS % (16 >> log))
-    return b_code
-
-
-@triton.jit
-def _indices(b_runs, STREAM: tl.constexpr, BITS: tl.constexpr):
-    """The indices that one stream looks up, unpacked four bytes at a time: int32 [N, P].
-
-    A plane of w bits is planar (ops/pack.py): byte j holds the codes of streams 0, 1, ... at bits 0, w, 2w, ... Codes
-    of several planes have as many streams as their narrowest plane; the bytes of the wider ones come in runs of that
-    stream's length. `b_runs` are these, a tuple of uint8 [N, P], those of wider planes first.
-    """
-    if COMPILED and BITS != 8:
-        b_index = tl.inline_asm_elementwise(
-            _assembly(STREAM, BITS),
-            "=r" + ",r" * len(b_runs),
-            b_runs,
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=4,
-        ).to(tl.int32)
-    else:
-        b_index = _codes(b_runs, STREAM, BITS)
-    return b_index
-
-
-@triton.constexpr_function
-def _assembly(stream, bits):
-    """Assembly for the codes of four bytes at a time, a byte each."""
-    streams, lines = 8 // (bits & -bits), []
-    for width in (8, 4, 2, 1):
-        if bits & width:
-            runs, up = streams * width // 8, bits - bits % (2 * width)
-            run, move = streams * up // 8 + stream % runs, up - stream // runs * width
-            shift = "shl" if move > 0 else "shr"
-            mask = (((1 << width) - 1) << up) * 0x01010101
-            lines += [
-                f"{shift}.b32 field, ${1 + run}, {abs(move)};",
-                f"and.b32 field, field, {mask:#x};",
-                "or.b32 four, four, field;",
-            ]
-    return f"""{{
-        .reg .b32 four, field;
-        mov.b32 four, 0;
-        {" ".join(lines)}
-        mov.b32 $0, four;
-    }}"""

@@ -25,7 +25,7 @@ class LayerSettings(NamedTuple):
     H       KV heads
     D       head size, in channels
     T       tokens of a block
-    M       columns of the tile of queries: 8, 16, 32 or 64
+    M       columns of the tile of queries
     N       tokens of a tile that is read per token
     SINKS   tokens at the start that are kept exactly
     PAGED   1: a block is a page of a serving engine's cache, and rows have as many as they have; see block_table.py
@@ -83,22 +83,6 @@ class RoundedSettings(NamedTuple):
     TABLES: tuple[tuple[int, ...], ...] = ()
 
 
-class CodebookSettings(NamedTuple):
-    """Indices into a codebook: `per_token.codebook`. Slot e · STREAMS + s is element e of index stream s.
-
-    BITS       of a code, 1 to 8
-    STREAMS    of indices in a head's bytes, COLUMNS indices each
-    ELEMENTS   that an index stands for: 1, 2, 4 or 8
-    """
-
-    SLOTS: int
-    COLUMNS: int
-    P: int
-    BITS: int
-    STREAMS: int
-    ELEMENTS: int
-
-
 class LevelSettings(NamedTuple):
     """One level of angles, packed in a run with its neighbours of equal bits, see ops/polar.py.
 
@@ -134,4 +118,4 @@ class PolarSettings(NamedTuple):
     LEVELS: tuple[LevelSettings, ...]
 
 
-Settings = TileSettings | RoundedSettings | CodebookSettings | PolarSettings
+Settings = TileSettings | RoundedSettings | PolarSettings
