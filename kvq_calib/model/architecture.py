@@ -19,8 +19,10 @@ from transformers.models.auto.modeling_auto import (
 
 from kvq_calib.model.carried import Carried
 from kvq_calib.model.decoder import RECURRENT, Decoder, Under, attentions, empty, split
-from kvq_runtime.artifact.fingerprint import FUSED, NAMES, ROW_PROJECTIONS
-from kvq_runtime.geometry import ENTRIES, SLIDES, WHOLE, attending, caching, joined, owners, stretches, visits
+from kvq_calib.model.standard import ENTRIES, SLIDES, WHOLE, caching, joined, visits
+from kvq_runtime import families
+from kvq_runtime.artifact.fingerprint import PROJECTIONS
+from kvq_runtime.geometry import attending, owners, stretches
 from kvq_runtime.hf.model import (
     CACHE,
     LISTED,
@@ -28,12 +30,10 @@ from kvq_runtime.hf.model import (
     check_model,
     decoder_of,
     layers_of,
-    own_code,
     settings_of,
     visible,
 )
-from kvq_runtime.hf.refusals import attention_refusal, of_model
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import Recipe, weighs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -71,6 +71,8 @@ def check(config: "PreTrainedConfig", id: str) -> None:
     """Raise ValueError, a sentence, for a model that cannot be run a layer at a time, and compressed in some layers."""
     if getattr(config, "is_encoder_decoder", False):  # which transformers sets otherwise for the decoder alone
         raise ValueError(f"{id}: config.json has an encoder, too; calibration takes decoders alone; {LISTED}")
+    if families.family_of({"model_type": config.model_type}) is None:
+        raise ValueError(f"{id}: {families.refusal({'model_type': config.model_type})}")
     text = config.get_text_config(decoder=True)
     _check_config(text, id)
     with _explained(f"{id}: transformers makes no model of config.json", f"check it; {LISTED}"):
@@ -91,17 +93,18 @@ def check(config: "PreTrainedConfig", id: str) -> None:
 
 def refuses_function(config: "PreTrainedConfig", recipe: Recipe) -> str | None:
     """The reason why attention of ours cannot serve a model, as recipes that read queries or weights need; or None."""
-    model = empty(config, None)
-    return own_code(model) or of_model(attention_refusal, model, attention_modules(model), recipe)
+    family = families.family_of({"model_type": config.model_type})
+    learned = family is not None and family.sinks and weighs(recipe)
+    return "its learned sinks take a share of the weights of attention" if learned else None
 
 
 def _check_attention(attend: Mapping[int, Any], layers: Sequence[int], id: str) -> None:
     """Refuse attention that a fingerprint does not know."""
-    named = *((name,) for name in FUSED), *NAMES, *(one.values() for one in ROW_PROJECTIONS.values())
+    named = ("qkv_proj",), tuple(PROJECTIONS.values())
     for n in layers:
         if not any(all(hasattr(attend[n], name.partition(".")[0]) for name in names) for names in named):
             raise ValueError(
-                f"{id}: {type(attend[n]).__name__} has no k_proj and v_proj, and no {', '.join(FUSED)}, by which an "
+                f"{id}: {type(attend[n]).__name__} has no k_proj and v_proj, and no qkv_proj, by which an "
                 f"artifact knows its model; use a recipe that needs no fit; {LISTED}"
             )
 
@@ -141,7 +144,7 @@ def _check_run(config: "PreTrainedConfig", attend: Iterable[int], id: str) -> No
     masks = [one["causal"] if isinstance(one, dict) else one for one in given]  # of ZAYA, with that of its convolution
     caching = [n for n in attend if n < owners(settings_of(text))]
     whole = [n for n in caching if masks[n] is None or bool(visible(masks[n][..., -1, 0]).all())]
-    others = own_code(decoder.whole) or joined(settings_of(text)) == ENTRIES  # of which masks may say the contrary
+    others = joined(settings_of(text)) == ENTRIES  # of which masks may say the contrary
     if whole != list(decoder.attending) and not others:
         raise ValueError(
             f"{id}: by its configuration layers {_numbers(list(decoder.attending))} attend to every token, by its "

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from kvq_runtime.geometry import ENTRIES, LATENTS, Geometry
-from kvq_runtime.geometry import joined as cached_as_one
-from kvq_runtime.hf.attention import halves, parts
-from kvq_runtime.hf.model import LISTED, attention_modules, indexed, own_code, settings_of
-from kvq_runtime.hf.refusals import attention_refusal, of_model
+from kvq_calib.model.standard import ENTRIES, LATENTS
+from kvq_calib.model.standard import joined as cached_as_one
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.hf.model import LISTED, attention_modules, settings_of
 from kvq_runtime.ops import dense, rope
-from kvq_runtime.recipe import Window, preset
+from kvq_runtime.recipe import Window
 
 Pair = tuple[Tensor, Tensor]
 Tile = tuple[int, int, int]
@@ -109,8 +108,8 @@ class Rows:
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> tuple[Tensor, Tensor]:
         """Take in what a layer caches; return it, as read from what was noted."""
-        self._seen["k"], self._seen["v"] = halves(self._what, key_states, value_states)
-        return parts(self._what, self._seen["k"], self._seen["v"], key_states.shape[-1])
+        self._seen["k"], self._seen["v"] = key_states, value_states
+        return key_states, value_states
 
     def update_indexer(self, indexer_key_states: Tensor, *_args: Any) -> Tensor:
         """Return an indexer's keys: all there are."""
@@ -125,7 +124,7 @@ class Rows:
 def expanded(attention: Any, what: str, heads: int, k_NSC: Tensor, v_NSC: Tensor) -> tuple[Tensor, Tensor]:
     """Keys after RoPE and values by head, float32 [N, H, S, D], that attention makes of rows as they are cached."""
     k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (k_NSC, v_NSC))
-    made = parts(what, k, v, attention.kv_lora_rank if what == LATENTS else attention.head_dim)
+    made: Any = (k, v)
     if what == LATENTS:
         made = attention.expand_kv(*(x.to(attention.kv_b_proj.weight.dtype) for x in made))
     return made[0].float(), made[1].float()
@@ -201,7 +200,7 @@ def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile],
 
 def asks(model: Any) -> bool:
     """True if a model attends by code of its own that asks PyTorch's attention."""
-    return own_code(model) is not None and model.config._attn_implementation == ASKING
+    return False
 
 
 def hidden_queries(model: Any) -> str | None:
@@ -215,9 +214,9 @@ def hidden_queries(model: Any) -> str | None:
     settings = settings_of(config)
     if cached_as_one(settings) == ENTRIES:
         return f"its attention reads {ENTRIES} beside tokens"
-    if asks(model) or cached_as_one(settings) or indexed(model) or settings.get("num_kv_shared_layers"):
+    if asks(model) or cached_as_one(settings) or settings.get("num_kv_shared_layers"):
         return None
-    return own_code(model) or of_model(attention_refusal, model, modules, preset("exact"))
+    return None
 
 
 @contextmanager

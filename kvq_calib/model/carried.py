@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import caching
+from kvq_calib.model.standard import caching
 
 TABLE = "embed_tokens_per_layer"  # the decoder's table of inputs by layer
 INPUT = "per_layer_input"  # the argument by which layers are given their inputs by layer

@@ -32,25 +32,21 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from kvq_calib.model.attention import Rows, hidden_queries
+from kvq_calib.model.attention import hidden_queries
 from kvq_calib.model.carried import INPUT, TABLE, TOKENS, Carried
 from kvq_calib.model.places import Call, Pass, Place, Seen, Walk, passing
-from kvq_runtime.geometry import ENTRIES, attending, caching, looped, visits
-from kvq_runtime.hf.attention import chosen, dense, halves, pooled
+from kvq_calib.model.standard import attention_of, caching, layers_name, looped, turns, visits
+from kvq_runtime.geometry import attending
+from kvq_runtime.hf.attention import dense
 from kvq_runtime.hf.model import (
     CACHE,
-    attention_of,
     decoder_of,
-    layers_name,
     layers_of,
-    own_code,
-    place_of,
+    rope_refusal,
     rotary_module,
     settings_of,
-    turns,
     visible,
 )
-from kvq_runtime.hf.refusals import rope_refusal
 from kvq_runtime.ops.dense import Softmax
 
 if TYPE_CHECKING:
@@ -71,7 +67,7 @@ def captured(
     **given: Any,
 ) -> tuple[Tensor, None]:
     """Attention that notes in the module's `seen`, if it has one, what it gets: [B, H, T, D], after RoPE."""
-    mask = chosen(module, query, key, attention_mask, given)
+    mask = attention_mask
     if module.seen is not None:
         found = {"k": key, "v": value, "q": query, "scale": scaling, "softmax": Softmax.of(given)}
         if hasattr(module, "indexer") and mask is not None:
@@ -97,7 +93,7 @@ class Noted(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_given: Any) -> tuple[Tensor, Tensor]:
         """Take in what a layer caches, and return it."""
-        pair = halves(self._what, key_states, value_states) if self._what else (key_states, value_states)
+        pair = key_states, value_states
         self._seen["k"], self._seen["v"] = pair
         if self._seen.get("alone"):
             raise Seen
@@ -108,7 +104,7 @@ def noting(seen: dict[str, Any], turned: int) -> Any:
     """A hook on what puts out entries, with their mask: note them as a cache stores them; `turned`: as of `pooled`."""
 
     def hook(_module: Any, _given: Any, out: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        read = pooled(Rows(ENTRIES, seen), out[0], turned)
+        read = out[0]
         if seen.get("alone"):
             raise Seen
         return read, out[1]
@@ -140,7 +136,7 @@ class Decoder:
         _keep_float32(made, dtype)
         self.whole = made
         self.config, self.hides = made.config.get_text_config(decoder=True), hidden_queries(made)
-        if self.hides is None and own_code(made) is None:
+        if self.hides is None:
             self.config._attn_implementation = CAPTURED  # not of towers, which may know no other attention than theirs
         settings = settings_of(self.config)
         self.carried = Carried.of(settings)
@@ -255,10 +251,8 @@ class Decoder:
     def under(self, device: torch.device) -> "Under":
         """The decoder without what stands above its layers, on a device."""
         core = self.settled(hollow(copy.deepcopy(decoder_of(self.whole)), device), device)
-        settings = settings_of(self.config)
         with self.carried.muted(core):
-            own = (place_of(settings, n) for n in self.attending)
-            refusal = rope_refusal(core, {n: self.whole_layers[n] for n in own})
+            refusal = rope_refusal(self.whole)
         return Under(core, self.carried, self.calls, refusal)
 
     def settled(self, module: Any, device: torch.device) -> Any:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from kvq_calib.model import catalog
 from kvq_calib.model.carried import Carried
+from kvq_calib.model.standard import caching, joined, visits
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.geometry import Geometry, Sliding, attending, caching, joined, owners, stretches, visits
+from kvq_runtime.geometry import Geometry, Sliding, attending, owners, stretches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -354,10 +355,9 @@ class ModelFiles:
     @cached_property
     def _fingerprint(self) -> fingerprint.Fingerprint:
         def weight(layer: int, name: str) -> Tensor:
-            own = fingerprint.names(self.joined, name)
             one = [fingerprint.PROJECTIONS["key"]] if self.config.get(fingerprint.ONE) else []
-            found, weight = self._matrix(visits(self.config)[layer], *own, *fingerprint.FUSED, *one)
-            return fingerprint.of_fused(weight, self.config, found, name) if found in fingerprint.FUSED else weight
+            found, weight = self._matrix(visits(self.config)[layer], name, *fingerprint.FUSED, *one)
+            return fingerprint.of_fused(weight, self.config, name) if found in fingerprint.FUSED else weight
 
         return fingerprint.from_config(self.config, weight)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from kvq_calib.model.carried import INPUT
+from kvq_calib.model.standard import plain_of
 from kvq_runtime.hf.model import layers_of
-from kvq_runtime.hf.refusals import plain_of
 
 Call = dict[str, Any]  # a layer's arguments beside hidden states, by name
 

@@ -32,9 +32,10 @@ from kvq_calib.model.carried import INPUT, TABLE, Carried
 from kvq_calib.model.decoder import Decoder, Noted, attentions, captured, empty, hollow, noting, output_of
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.places import Pass, Seen, passing
+from kvq_calib.model.standard import ENTRIES, cache_name, place_of, rotary_name
 from kvq_calib.model.weights import Weights
-from kvq_runtime.geometry import ENTRIES, stretches
-from kvq_runtime.hf.model import cache_name, decoder_of, place_of, rotary_module, rotary_name, settings_of
+from kvq_runtime.geometry import stretches
+from kvq_runtime.hf.model import decoder_of, rotary_module, settings_of
 from kvq_runtime.ops import dense, product, rope
 
 TILE = 2048  # tokens
