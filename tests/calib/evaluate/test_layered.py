@@ -77,7 +77,7 @@ KINDS = ["qwen3_moe", "smollm3", "granite", "phi3", "gemma3_text", "olmo3", "gpt
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_other_architectures(kind: str, tmp_path: Path):
-    """Experts, layers without RoPE, that slide or recur, multipliers, learned sinks, caps on scores, text beside images."""
+    """Experts, layers without RoPE, that slide or recur, multipliers, learned sinks, caps, text beside images."""
     random(kind).save_pretrained(tmp_path)
     files = models.resolve(tmp_path)
     tokens = torch.randint(
