@@ -11,11 +11,12 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from kvq_runtime import settings
-from kvq_runtime.families import FULL, PLAIN, SLIDING, Family, family_of
+from kvq_runtime.families import FULL, PLAIN, SLIDING, Family, family_of, refusal
 
 Role = Literal["key", "value"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
+OTHERWISE = ("kv_lora_rank", "compress_rates", "compress_ratios")  # settings of models that cache latents, or entries
 SLAB = 32  # blocks that are stored, addressed and decoded together; the last slab of a layer may have fewer
 # sides of a square that is one tile of a matrix product, and fits into registers and shared memory whole
 MATRIX_SIZES = (16, 32, 64, 128)
@@ -41,6 +42,8 @@ class Geometry:
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> "Geometry":
         """The shape of a model, from its configuration as in config.json. ValueError if no layer attends to all."""
+        if (other := next((name for name in OTHERWISE if config.get(name)), None)) is not None:
+            raise ValueError(f"{refusal(config)}: {other} says that it caches otherwise than by head")
         layers = attending(config)
         if not layers:
             kinds = config.get("layer_types")
@@ -153,6 +156,8 @@ def layer_types(config: Mapping[str, Any]) -> Sequence[str]:
     owners(config)
     count, kinds, family = config["num_hidden_layers"], config.get("layer_types"), family_of(config) or PLAIN
     if isinstance(kinds, (list, tuple)):
+        if len(kinds) < count:
+            raise ValueError(f"layer_types has {len(kinds)} for {count} layers; one each is needed")
         return kinds
     if not _windowed(config, family):
         return [FULL] * count

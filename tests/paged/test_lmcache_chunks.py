@@ -348,10 +348,9 @@ def test_layers_that_slide_are_not_taken_for_those_that_do_not(demo_model: Path,
 def test_latents_are_not_taken_for_fused_heads(demo_model: Path, tmp_path: Path):
     """By the model's configuration where it is named; where it is not, one row of a token may be either."""
     config = json.loads((demo_model / "config.json").read_text())
-    for name, what in (("kv_lora_rank", "latents"), ("v_head_dim", "keys and values of different widths")):
-        (tmp_path / "config.json").write_text(json.dumps(config | {name: 48}))
-        with pytest.raises(ValueError, match=f"caches {what}; .*serve it without"):
-            read_settings({"cache": "lloyd-3bit", "model": str(tmp_path)})
+    (tmp_path / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 48}))
+    with pytest.raises(ValueError, match="kv_lora_rank says that it caches otherwise"):
+        read_settings({"cache": "lloyd-3bit", "model": str(tmp_path)})
     chunks = Chunks(read_settings({"cache": "lloyd-3bit", "head_size": 64}))
     assert chunks.codec((2, 4, TOKENS, 128), torch.bfloat16).geometry == Geometry(4, 2, 64)
     for shape in [(4, TOKENS, 512), (1, 4, TOKENS, 512)]:

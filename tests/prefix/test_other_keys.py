@@ -95,6 +95,7 @@ def test_adapters_in_use_and_saved_buffers_are_told_apart():
     assert len(seen) == 5 and weights_digest(model) in seen
 
 
+@pytest.mark.filterwarnings("ignore:.*is not a family")
 def test_of_a_prompt_with_an_image_what_precedes_it_is_kept():
     towers = {"vision_config": AutoConfig.for_model("clip_vision_model", **architectures.SEEING)}
     config = LlavaConfig(

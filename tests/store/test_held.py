@@ -20,7 +20,7 @@ from kvq_runtime import KVQCache
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, Geometry
 from kvq_runtime.recipe import preset
-from kvq_runtime.store.held import Sizes, smaller_from
+from kvq_runtime.store.held import Sizes
 from kvq_runtime.store.storage import SLACK
 
 SMALL = Geometry(layers=2, kv_heads=2, head_size=32)
@@ -108,14 +108,6 @@ def test_from_the_break_even_on_all_bytes_are_fewer(name, batch):
     held = [sizes.at(tokens, batch) for tokens in (start - 1, *range(start, 3 * start + 9000, 7))]
     assert held[0].total >= held[0].exact and all(one.total < one.exact for one in held[1:])
     assert sizes.smaller_from(10**6) <= start
-
-
-def test_entries_of_several_tokens_save_from_as_many_entries_on():
-    recipe, pooled = preset("aqua-2bit"), replace(SMALL, rate=4)
-    assert Sizes(recipe, pooled).smaller_from(3) == 4 * Sizes(recipe, SMALL).smaller_from(3)
-    assert Sizes(recipe, pooled).at(4003).exact == Sizes(recipe, SMALL).at(1000).exact
-    kivi, plain = preset("kivi-2bit"), smaller_from(preset("kivi-2bit"), SMALL, 1 << 20)
-    assert plain and smaller_from(kivi, pooled, 1 << 20) == pytest.approx(4 * plain, abs=4)
 
 
 def test_sixteen_bits_and_more_never_save():
