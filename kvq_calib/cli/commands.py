@@ -81,7 +81,7 @@ equal where the recipes allow it. A full encode needs neither.
 BENCH_EXAMPLES = """\
 examples
     kvq bench higgs-2bit kivi-2bit --model demo --context 512,2048 --batch 1,4 --plot bench.png
-    kvq bench aqua-2bit rtn-4bit --model qwen2.5-7b --context 4096,16384 --batch 1,8 --device cuda --out b.jsonl
+    kvq bench aqua-2bit rtn-4bit --model qwen2.5-7b --context 4096,16384 --batch 1,8 --device cuda
     kvq bench kivi-2bit --model ./my-model --beside quanto-2bit,hqq-2bit --memory 80GB --json
     kvq bench aqua-2bit --model demo --beside none --tokens 128
 
@@ -89,12 +89,11 @@ Every cache reads the same random prompts and generates with model.generate, in 
 transformers' quantized caches (extra bench; a row says what is not installed), and each recipe, under "kvq" attention,
 on a GPU with its steps as CUDA graphs. A recipe that is to be fitted takes part with its artifact or, where there is
 none, with random tensors: neither time nor bytes depend on them. A table of: seconds until the first token, tokens per
-second of the median step, bytes that the cache holds, the peak of memory where it can be asked for, and how many rows
-fit into --memory beside the weights, computed. What does not fit into this machine is a row that says so. --out keeps
-each finished round, and the same command goes on with the next."""
+second of the median step, processor seconds of a step, bytes that the cache holds, the peak of a GPU's memory, and how
+many rows fit into --memory beside the weights, computed. What does not fit into this machine is a row that says so."""
 
 INTERRUPTED = {
-    "bench": "interrupted; the same command goes on with the next round if it has --out",
+    "bench": "interrupted; finished rounds are above",
     "evaluate": "interrupted; nothing was kept",
     "compare": "interrupted; the same command goes on where it stopped",
 }
@@ -210,7 +209,6 @@ def add_bench(subparsers: Any) -> None:
     )  # fmt: skip
     add("--memory", metavar="SIZE",
         help="that weights and rows are to fit into, as in 80GB (default: the device's own)")  # fmt: skip
-    add("--out", metavar="FILE", help="keep finished rounds here, and go on with what it has")
     add("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
     options.registry(command)
 
@@ -282,7 +280,7 @@ def _run(module: str, function: str, args: argparse.Namespace) -> int:
         catalog.check(args.model)
     if function != "report":  # whose --out may be either
         for option in ("output", "out", "plot"):
-            options.check_output(f"--{option}", getattr(args, option, None), makes=function == "bench")
+            options.check_output(f"--{option}", getattr(args, option, None))
         options.check_output("--plots", getattr(args, "plots", None), folder=True)
     try:
         command = getattr(import_module(module), function)

@@ -234,16 +234,12 @@ def bench(args: argparse.Namespace) -> int:
     every = [contenders.plain(dtype), *stock, *ours]
     with progress_bar(rounds.work(len(every), plan), args.quiet) as progress:
         model = rounds.load(files, device, dtype)
-        absent = {one.name: contenders.absent(one, model) for one in stock}
-        able = [one for one in every if not absent.get(one.name)]
-        progress(rounds.work(len(every) - len(able), plan))
-        about = rounds.about(files, model, able, plan)
-        kept = rounds.Rounds(Path(args.out) if args.out else None, about)
+        about, done = rounds.about(files, model, every, plan), list[rounds.Round]()
         try:
-            rounds.measure(model, able, plan, kept, progress)
+            rounds.measure(model, every, plan, done, progress)
         except KeyboardInterrupt as error:
             interrupted = error
-    found = timings.figures(rounds.chosen(plan, kept), every, about["weights_bytes"], memory, absent)
+    found = timings.figures(done, every, about["weights_bytes"], memory)
     notes = timings.notes(found, about, memory) if found else []
     with everywhere() as give:
         if args.plot and found:

@@ -29,32 +29,26 @@ TITLES = {
 }
 
 
-def figures(
-    rounds: Iterable[Round], entrants: Sequence[Contender], weights: int, memory: int, absent: Mapping[str, str] = {}
-) -> list[dict[str, Any]]:
-    """A row of each cache at each context and batch of which there is a round; of one that is absent, a row in all.
+def figures(rounds: Iterable[Round], entrants: Sequence[Contender], weights: int, memory: int) -> list[dict[str, Any]]:
+    """A row of each cache at each context and batch of which there is a round.
 
     entrants  the first is what the others are compared to
     weights   bytes of the model
     memory    bytes that model and caches are to share
-    absent    by name, why an entrant did not take part; "" or nothing: it did
     """
     cells: dict[tuple[int, int], list[Round]] = {}
     for one in rounds:
         cells.setdefault((one.context, one.batch), []).append(one)
     found = []
-    for number, ((context, batch), some) in enumerate(cells.items()):
+    for (context, batch), some in cells.items():
         base: Mapping[str, Any] = {}
         for entrant in entrants:
-            missing = absent.get(entrant.name, "")
-            if missing and number:
-                continue
             row = {"context": context, "batch": batch, "cache": entrant.name, "recipe": entrant.recipe}
             turns = [one.turns[entrant.name] for one in some if entrant.name in one.turns]
             measured = _figures([turn for turn in turns if not turn.error], batch, weights, memory)
             base = measured if entrant is entrants[0] else base
             row |= measured | _ratios(measured, base)
-            why = dict.fromkeys([missing, *(turn.error for turn in turns)])
+            why = dict.fromkeys(turn.error for turn in turns)
             graphs = turns[-1].graphs if turns else ""
             row["note"] = "; ".join(filter(None, [*why, entrant.note, graphs]))
             row["measured"] = bool(measured)
@@ -73,6 +67,7 @@ def _figures(turns: Sequence[Turn], batch: int, weights: int, memory: int) -> di
         "first_token_s": float(np.median([turn.first_s for turn in turns])),
         "step_s": middle,
         "step_s_quartiles": [low, high],
+        "processor_s": float(np.median([turn.processor_s for turn in turns])),
         "step_s_mean": float(steps.mean()),
         "step_s_most": float(steps.max()),
         "steps": len(steps),
@@ -111,12 +106,13 @@ def rows(found: Rows, memory: int) -> list[dict[str, Any]]:
 
 
 def _row(one: Mapping[str, Any], fits: str) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(("first token", "tokens/s", "quartiles", "bytes", "peak", fits))
+    row: dict[str, Any] = dict.fromkeys(("first token", "tokens/s", "quartiles", "processor", "bytes", "peak", fits))
     if one["measured"]:
         low, high = (one["batch"] / step for step in reversed(one["step_s_quartiles"]))
         row["first token"] = f"{one['first_token_s']:.3g} s{_times(one, 'first_token_s')}"
         row["tokens/s"] = f"{one['tokens_per_s']:.3g}{_times(one, 'tokens_per_s')}"
         row["quartiles"] = f"{low:.3g} to {high:.3g}"
+        row["processor"] = f"{one['processor_s']:.3g} s"
         row["bytes"] = f"{human(one['cache_bytes'])}{_times(one, 'cache_bytes')}"
         row["peak"] = None if one["peak_bytes"] is None else human(one["peak_bytes"])
         row[fits] = one["largest_batch"]
@@ -132,16 +128,15 @@ def notes(found: Rows, about: Mapping[str, Any], memory: int) -> list[str]:
     """Explain what was measured, on what, and what it does not show."""
     model, machine, tokens = about["model"], about["environment"], about["tokens"]
     rounds = max((one.get("steps", 0) for one in found), default=0) // tokens
-    whole = ", of the whole process" if machine["device"] == "cpu" else ""
     weights = human(about["weights_bytes"])
     said = [
         f"{model['id']}, {machine['dtype']}, on {_spoken(machine)}; random prompts. {counted(rounds, 'round')} in "
         f"which every cache takes its turn, after one to warm up; {counted(tokens, 'token')} a row and round count, "
         f"after {WARM} that do not. ×: ratio to {found[0]['cache']} (transformers' DynamicCache) in the same run. "
         "First token: the median round's. tokens/s: of the median step, and its quartiles; a step that encodes a block "
-        "takes longer (--json: mean, most).",
-        "bytes: what the cache holds in memory, codebooks and predictors included. peak: measured, with the weights"
-        f"{whole}. rows in {human(memory)}: computed, from bytes a row of this length beside {weights} of weights; a "
+        "takes longer (--json: mean, most). processor: seconds of all threads a step.",
+        "bytes: what the cache holds in memory, codebooks and predictors included. peak: of a GPU, with the "
+        f"weights. rows in {human(memory)}: computed, from bytes a row of this length beside {weights} of weights; a "
         "pass needs memory of its own.",
     ]
     if machine["device"] == "cpu":
