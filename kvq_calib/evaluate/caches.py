@@ -36,11 +36,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 from transformers.masking_utils import sdpa_mask
 
-from kvq_calib.model.attention import ASKING, answered, asks, hidden_queries
 from kvq_runtime.geometry import SLAB, WHOLE, owners
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf import attention as packed
-from kvq_runtime.hf.model import attention_modules, geometry_of, real_tokens, settings_of, visible
+from kvq_runtime.hf.model import geometry_of, real_tokens, settings_of, visible
 from kvq_runtime.ops.dense import PLAIN, Softmax, attention
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Pair
@@ -115,7 +114,6 @@ class Reads:
 class CountedCache(KVQCache):
     """A cache for evaluation, in use: what it holds and gives back is a KVQCache's, and what is read is counted.
 
-    hides   the reason why the model's own attention answers its queries, which are not seen; None: ours does
     reads   None for a recipe whose queries choose what they read, which this does not see, and where they are hidden
     check   what is promised of the errors of blocks; None: nothing
     """
@@ -133,8 +131,7 @@ class CountedCache(KVQCache):
         # layers that read what the last that caches all tokens has decoded
         self._readers = {n: max(self.places.values()) for n in range(first, len(kinds)) if kinds[n] in WHOLE}
         chosen = any(policy.chooses_by_query for policy in recipe.policies)
-        self.hides = hidden_queries(model)
-        self.reads: Reads | None = None if chosen or self.hides else Reads()
+        self.reads: Reads | None = None if chosen else Reads()
         self._encoded: dict[int, int] = {}
         self._evicted = self._filled = 0
 
@@ -350,21 +347,16 @@ _at_work: ContextVar[Any] = ContextVar("the cache of the forward pass")
 def attending(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     """Give the model our attention for the length of a forward pass, if the cache's recipe needs it, or counts."""
     name = cache.attention if isinstance(cache, KVQCache) else None
-    name = NAME if isinstance(cache, CountedCache) and not cache.hides else name
+    name = NAME if isinstance(cache, CountedCache) else name
     if name is None:
         yield
         return
     before, token = model.config._attn_implementation or "eager", _at_work.set(cache)
     try:
-        if asks(model):
-            with answered(attention_modules(model).values(), _attention):
-                yield
-        else:
-            model.set_attn_implementation(name)
-            yield
+        model.set_attn_implementation(name)
+        yield
     finally:
-        if not asks(model):
-            model.set_attn_implementation(before)
+        model.set_attn_implementation(before)
         _at_work.reset(token)
 
 
@@ -377,17 +369,14 @@ def answering(cache: CountedCache, attention: Mapping[int, Any], calls: Mapping[
     rotary      the decoder's
     first       whether the model's first layer is among those that run
     """
-    attention, name = ({}, "sdpa") if cache.hides else (attention, NAME)
     before, token = {n: module.config._attn_implementation for n, module in attention.items()}, _at_work.set(cache)
-    asking = [module for n, module in attention.items() if before[n] == ASKING]
     for module in attention.values():
-        module.config._attn_implementation = ASKING if module in asking else NAME
+        module.config._attn_implementation = NAME
     if first:
         cache._begin(None)
-    cache._announce(calls.get("position_ids"), calls.get("position_embeddings"), rotary, name)
+    cache._announce(calls.get("position_ids"), calls.get("position_embeddings"), rotary, NAME)
     try:
-        with answered(asking, _attention):
-            yield cache
+        yield cache
         cache._end()
     finally:
         for n, module in attention.items():

@@ -14,28 +14,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kvq_calib.model import catalog
-from kvq_calib.model.carried import Carried
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.geometry import Geometry, Sliding, attending, caching, joined, owners, stretches, visits
+from kvq_runtime.families import ATTENTION, Family, family_of
+from kvq_runtime.geometry import Geometry, Sliding, attending, stretches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from kvq_calib.model.decoder import Decoder
     from kvq_calib.model.weights import Weights
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LAYERS = "model.layers"  # the name of these models' list of layers, in files too
-OUTPUTS = ("o_proj", "dense", "out_proj", "Wo", "c_proj")  # names that models have for attention's last projection
+OUTPUT = "o_proj"  # attention's last projection
 BUFFERS = "inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias"  # of old files
 SINGLE = "model.safetensors"  # the file of a model in one
 PIECE = 2**24  # bytes read from a file at a time
@@ -85,7 +84,6 @@ class ModelFiles:
     revision: str | None
     config: Mapping[str, Any]
     headers: Mapping[str, Stored] | None = None
-    described: ClassVar[str] = "config.json"  # what its settings are read from
 
     @property
     def entry(self) -> catalog.Entry:
@@ -100,24 +98,15 @@ class ModelFiles:
     def hidden(self) -> int:
         return self.config["hidden_size"]
 
-    @cached_property
-    def carried(self) -> int:
-        """Numbers of a token that a layer may hand to the next."""
-        return (Carried.of(self.config) if self.tapped else self._decoder.carried).width
-
     @property
     def inner(self) -> int:
-        """The width inside an MLP, the widest."""
-        found = self.config["intermediate_size"]
-        return max(*found, 0) if isinstance(found, list) else max(found, self.config.get("intermediate_size_mlp") or 0)
+        """The width inside an MLP."""
+        return self.config["intermediate_size"]
 
     @property
     def chosen_experts(self) -> int:
-        """The most experts that a token goes through; 0 of a model without."""
-        if self.config.get("model_type") == "llama4_text":  # all, most of them as zeros
-            return self.config["num_local_experts"]
-        given = (self.config.get(name) for name in ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k"))
-        return max((max(one) if isinstance(one, list) else one for one in given if one), default=0)
+        """The experts that a token goes through; 0 of a model without."""
+        return self.config.get("num_experts_per_tok") or 0
 
     @property
     def context(self) -> int:
@@ -160,19 +149,16 @@ class ModelFiles:
         return attending(self.config)
 
     @property
-    def latents(self) -> bool:
-        """True if a token's cached row is a latent of all heads (multi-head latent attention), and its rotary key."""
-        return bool(self.config.get("kv_lora_rank"))
+    def stretches(self) -> Sequence[range]:
+        """For each layer of the geometry those of the model that are run with it, by number."""
+        return stretches(self.config)
 
     @property
-    def joined(self) -> str | None:
-        """What is cached of a token as one row, so that the attention of the model itself reads it decoded."""
-        return joined(self.config)
-
-    @property
-    def shares(self) -> bool:
-        """True if its last layers read keys and values that layers below them cache."""
-        return owners(self.config) < self.config["num_hidden_layers"]
+    def family(self) -> Family:
+        """Its row in the table of families."""
+        found = family_of(self.config)
+        assert found is not None, f"{self.id} was not checked"
+        return found
 
     @property
     def tapped(self) -> bool:
@@ -182,23 +168,10 @@ class ModelFiles:
         """
         return self.architecture in ARCHITECTURES
 
-    @cached_property
+    @property
     def rope_refusal(self) -> str | None:
         """The reason why recipes that undo RoPE cannot be fitted to the model; None if they can."""
-        return None if self.tapped else self._decoder.under(torch.device("cpu")).refusal
-
-    @cached_property
-    def hidden_queries(self) -> str | None:
-        """The reason why what is fitted to queries, or to what they read, cannot be fitted to the model; None: it can.
-
-        Its keys and values, what predicts them, and gradients with respect to them are known."""
-        return None if self.tapped else self._decoder.hides
-
-    @property
-    def _decoder(self) -> "Decoder":
-        from kvq_calib.model.decoder import Decoder
-
-        return Decoder(self.transformers_config(), torch.float32)
+        return "some layers turn no keys" if self.family.rope == "some layers" else None
 
     @property
     def held(self) -> Mapping[str, str]:
@@ -237,12 +210,11 @@ class ModelFiles:
     def _of_layers(self) -> Mapping[int, list[str]]:
         """The tensors of each decoder layer, ascending by the parameters that they are, or become a part of."""
         found: dict[int, list[tuple[str, str]]] = {}
-        start, each = f"{self._parameters.within}.", caching(self.config)
+        start = f"{self._parameters.within}."
         for name, parameter in (*self._parameters.named.items(), *self._parameters.tied):
             number, _, own = parameter.removeprefix(start).partition(".")
             if parameter.startswith(start) and number.isdigit() and not name.endswith(BUFFERS):
-                second = each > 1 and own.split(".")[1] == "1"  # self_attn.1.o_proj
-                found.setdefault(each * int(number) + second, []).append((own, name))
+                found.setdefault(int(number), []).append((own, name))
         return {number: [name for _, name in sorted(own)] for number, own in found.items()}
 
     @property
@@ -278,7 +250,7 @@ class ModelFiles:
         """
         if not hasattr(os, "posix_fadvise") or layer >= self.geometry.layers:
             return
-        own = [name for n in stretches(self.config)[layer] for name in self.layer_names(n)]
+        own = [name for n in self.stretches[layer] for name in self.layer_names(n)]
         threading.Thread(target=_asked_for, args=([self.place(name) for name in own],), daemon=True).start()
 
     def place(self, name: str) -> tuple[Path, int, int]:
@@ -322,8 +294,7 @@ class ModelFiles:
 
     def layer_bytes(self, layer: int) -> int:
         """The bytes of a layer of the geometry and of those that are run with it, as stored."""
-        own, order = stretches(self.config)[layer], visits(self.config)
-        return sum(self._bytes(name) for n in own for name in self.layer_names(order[n]))
+        return sum(self._bytes(name) for n in self.stretches[layer] for name in self.layer_names(n))
 
     @property
     def weight_bytes(self) -> int:
@@ -354,9 +325,8 @@ class ModelFiles:
     @cached_property
     def _fingerprint(self) -> fingerprint.Fingerprint:
         def weight(layer: int, name: str) -> Tensor:
-            own = fingerprint.names(self.joined, name)
             one = [fingerprint.PROJECTIONS["key"]] if self.config.get(fingerprint.ONE) else []
-            found, weight = self._matrix(visits(self.config)[layer], *own, *fingerprint.FUSED, *one)
+            found, weight = self._matrix(layer, name, *fingerprint.FUSED, *one)
             return fingerprint.of_fused(weight, self.config, found, name) if found in fingerprint.FUSED else weight
 
         return fingerprint.from_config(self.config, weight)
@@ -367,27 +337,16 @@ class ModelFiles:
 
     def output_projection(self, layer: int) -> Tensor:
         """The matrix of a layer of the geometry behind attention, [hidden width, query heads · head size]."""
-        place = visits(self.config)[self.attending[layer]]
-        name, weight = self._matrix(place, *OUTPUTS)
-        inputs_first = name == "c_proj" and len(self._matrix(place, "c_attn")[1]) == self.hidden
-        return weight.mT if inputs_first else weight  # of GPT-2
+        return self._matrix(self.attending[layer], OUTPUT)[1]
 
     def _matrix(self, layer: int, *matrices: str) -> tuple[str, Tensor]:
         """The first of these matrices that the attention of a layer has, and its name there."""
-        of = self._parameters
-        start = f"{of.within}.{layer}."
+        start, parameters = f"{self._parameters.within}.{layer}.{ATTENTION}.", self._parameters
         for matrix in matrices:
-            # of attention itself before those of an indexer in it, and of attention across (TrOCR)
-            order = {n: (of.named[n].count("."), "self_attn" not in of.named[n]) for n in self.layer_names(layer)}
-            for name in sorted(order, key=order.__getitem__):
-                if of.named[name].endswith(f".{matrix}.weight") and name not in of.made:
+            for name in self.layer_names(layer):
+                if parameters.named[name] == f"{start}{matrix}.weight" and name not in parameters.made:
                     return matrix, self.tensor(name)
-            if of.made and (found := self._weights.matrix(start, matrix)) is not None:
-                return matrix, found
-        raise ValueError(f"{self.id} has no tensor {start}*.{matrices[0]}.weight; is the folder complete?")
-
-    def check_form(self) -> None:
-        """Refuse weights in a form that is not read."""
+        raise ValueError(f"{self.id} has no tensor {start}{matrices[0]}.weight; is the folder complete?")
 
     def check_files(self) -> None:
         """Refuse files that are missing or not whole."""

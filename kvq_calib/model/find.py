@@ -14,7 +14,6 @@ from kvq_calib.model import gguf, supported
 from kvq_calib.model.catalog import CATALOG, Entry, entry, hub_id
 from kvq_calib.model.files import CONFIG_LIMIT, ModelFiles, Stored, gguf_of, weight_map
 from kvq_calib.model.gguf import is_gguf
-from kvq_calib.model.packed import PackedFiles
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import NotFound
 
@@ -72,11 +71,7 @@ def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str,
         instead = gguf_of(path) or "give the folder of a model in Hugging Face format, or a .gguf file"
         raise ValueError(f"{path} has no config.json; {instead}")
     settings = disk.json_object(config, CONFIG_LIMIT)
-    text = settings.get("text_config")
-    quantized = settings.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
-    settings |= {"quantization_config": quantized} if quantized else {}
-    kind = PackedFiles if quantized else ModelFiles
-    return supported.check(kind(path, id, revision, settings, headers))
+    return supported.check(ModelFiles(path, id, revision, settings, headers))
 
 
 def _local(name: str, revision: str | None) -> ModelFiles | None:

@@ -20,35 +20,34 @@ import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvq_calib.model.attention import Captured, Projected, Rows, answer_by, asks, expanded
-from kvq_calib.model.carried import INPUT, TABLE, Carried
-from kvq_calib.model.decoder import Decoder, Noted, attentions, captured, empty, hollow, noting, output_of
+from kvq_calib.model.attention import Captured, Projected
+from kvq_calib.model.decoder import Around, Decoder, Seen, attention_in, empty
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.model.places import Pass, Seen, passing
 from kvq_calib.model.weights import Weights
-from kvq_runtime.geometry import ENTRIES, stretches
-from kvq_runtime.hf.model import cache_name, decoder_of, place_of, rotary_module, rotary_name, settings_of
-from kvq_runtime.ops import dense, product, rope
+from kvq_runtime.families import LAYERS
+from kvq_runtime.hf.model import CACHE, decoder_of, rotary_module
+from kvq_runtime.ops import product, rope
 
+ROTARY = "rotary_emb"  # a decoder's name for the module that makes its rotations
 TILE = 2048  # tokens
 
 
 class Head:
     """The last norm and the output head on the device, as the model itself runs them."""
 
-    def __init__(self, around: Any, carried: Carried, calls: int):
-        self._around, self._carried, self._calls = around, carried, calls
+    def __init__(self, around: Any):
+        self._around = around
 
     @property
     def device(self) -> torch.device:
-        return output_of(self._around).weight.device
+        return self._around.get_output_embeddings().weight.device
 
     @torch.no_grad()
     def __call__(self, h_BTE: Tensor) -> Tensor:
@@ -67,7 +66,7 @@ class Head:
             seen.extend((inputs[0], out.detach().requires_grad_()))
             return seen[1]
 
-        h_TE, output = h_TE.detach().requires_grad_(), output_of(self._around)
+        h_TE, output = h_TE.detach().requires_grad_(), self._around.get_output_embeddings()
         handle = output.register_forward_hook(cut)
         try:
             with torch.enable_grad():
@@ -88,10 +87,12 @@ class Head:
         return torch.autograd.grad(normed_TE, h_TE, ((first_TE - second_TE) / 2**0.5).view_as(normed_TE))[0]
 
     def _logits(self, h_BTE: Tensor) -> Tensor:
-        outs = self._carried.outs(h_BTE, self._calls)
-        embedded = outs.get(-1, h_BTE.new_zeros(*h_BTE.shape[:-1], self._carried.embedded))
-        with passing(decoder_of(self._around), Pass(outs)):
-            return self._around(inputs_embeds=embedded, use_cache=False).logits
+        last = getattr(decoder_of(self._around), LAYERS)[-1]
+        last.out = h_BTE
+        try:
+            return self._around(inputs_embeds=torch.zeros_like(h_BTE), use_cache=False).logits
+        finally:
+            last.out = None
 
 
 class Stream:
@@ -104,17 +105,10 @@ class Stream:
     def __init__(self, files: ModelFiles, device: str | torch.device = "cpu", dtype: torch.dtype | None = None):
         self.files, self.device = files, torch.device(device)
         self.dtype = default_dtype(files, self.device) if dtype is None else dtype
+        self.turns = files.rope_refusal is None
         self._decoder = Decoder(files.transformers_config(), self.dtype)
         self._weights = Weights(files, self._decoder)
-        self._settings = settings_of(self._decoder.config)
-        self._stretches = stretches(self._settings)
-        self._under = self._decoder.under(self.device)
-        self.turns = self._under.refusal is None
-        core, start = self._under.core, f"{self._decoder.core_name}."
-        for name, module in self._decoder.entry().items():
-            core.set_submodule(name.removeprefix(start), self._weights.filled(module, name, self.device))
-        self._fill(core)
-        self._tables = [self._decoder.table, *([f"{start}{TABLE}.weight"] if self._decoder.carried.inputs else [])]
+        self._around = Around(self._decoder.core(self.device))
 
     @property
     def layers(self) -> int:
@@ -124,33 +118,28 @@ class Stream:
     def layer_bytes(self) -> int:
         """Return the bytes of the largest layer on the device, with those that are run with it."""
         sizes = [sum(one.nbytes for one in layer.parameters()) for layer in self._decoder.layers]
-        return max(sum(sizes[n] for n in own) for own in self._stretches)
+        return max(sum(sizes[n] for n in own) for own in self.files.stretches)
 
     @torch.no_grad()
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The hidden states under the first layer. Of the table, which stays in the file, only these rows are read."""
-        tokens_BT = tokens_BT.cpu().long()
-        asked_U, places_BT = tokens_BT.unique(return_inverse=True)
-        rows = [self._weights.rows(table, asked_U).to(self.device, self.dtype) for table in self._tables]
-        return self._under.embed(tokens_BT.to(self.device), places_BT.to(self.device), *rows)
+        asked_U, places_BT = tokens_BT.cpu().long().unique(return_inverse=True)
+        rows = self._weights.rows(self._decoder.table, asked_U).to(self.device, self.dtype)
+        return self._around.embed(places_BT.to(self.device), rows)
 
     def layer(self, index: int) -> "Layer":
         """Load one decoder layer, and those that are run with it. Drop it before the next is loaded."""
         modules = {
-            n: self._weights.filled(
-                self._decoder.layers[n], f"{self._decoder.within}.{place_of(self._settings, n)}", self.device
-            )
-            for n in self._stretches[index]
+            n: self._weights.filled(self._decoder.layers[n], f"{self._decoder.within}.{n}", self.device)
+            for n in self.files.stretches[index]
         }
-        return Layer(modules, self, self._decoder.attending[index])
+        return Layer(modules, self, self.files.attending[index])
 
     @cached_property
     def blank(self) -> PreTrainedModel:
         """The model without weights, but for what turns keys: what a cache that is made for a model asks of it."""
         made = empty(self._decoder.whole.config, self.dtype)
-        core = decoder_of(made)
-        if (name := rotary_name(core)) is not None:
-            setattr(core, name, getattr(self._under.core, name))
+        setattr(decoder_of(made), ROTARY, getattr(self._around.core, ROTARY))
         return made
 
     def __reduce__(self):
@@ -161,20 +150,8 @@ class Stream:
         around: Any = copy.deepcopy(self._decoder.whole)
         for name, module in self._decoder.top().items():
             around.set_submodule(name, self._weights.filled(module, name, self.device))
-        self._fill(decoder_of(around))
-        for name, module in self._decoder.entry().items():
-            filled = self._weights.filled(module, name, self.device) if self._decoder.carried.held else None
-            around.set_submodule(name, filled or hollow(around.get_submodule(name), self.device))
         around.set_input_embeddings(nn.Identity())
-        self._decoder.carried.mute(decoder_of(around))
-        return Head(self._decoder.settled(around, self.device), self._decoder.carried, self._decoder.calls)
-
-    def _fill(self, core: Any) -> None:
-        """Give a decoder the parameters that are its own, and no module's."""
-        if core._parameters:
-            alone = copy.copy(core)
-            alone._modules = {}
-            core._parameters = self._weights.filled(alone, self._decoder.core_name, self.device)._parameters
+        return Head(self._decoder.settled(around, self.device))
 
     @torch.no_grad()
     def rope(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -185,9 +162,11 @@ class Stream:
         if not self.turns:
             shape = 1, tokens, self.files.geometry.head_size // 2
             return torch.ones(shape, device=self.device), torch.zeros(shape, device=self.device)
-        cos, sin = self._under.turns(tokens, self.device)
-        half = cos.shape[-1] // 2  # transformers repeats them for both halves of a head
-        return cos[..., :half].contiguous(), sin[..., :half].contiguous()
+        cos, sin = self._around.calls(1, tokens, torch.float32)[self.files.attending[0]]["position_embeddings"]
+        half = cos.shape[-1] // 2
+        if torch.equal(cos[..., :half], cos[..., half:]):  # most models repeat them for both halves of a head
+            cos, sin = cos[..., :half], sin[..., :half]
+        return cos.contiguous(), sin.contiguous()
 
 
 class Layer:
@@ -201,28 +180,18 @@ class Layer:
             if _is_plain(getattr(module, "mlp", None)):
                 module.mlp = Tiled(module.mlp)
         self._modules, self._stream, self._index = modules, stream, index
-        self._attention: dict[int, Any] = dict(attentions(modules.items(), stream._decoder.config))
+        found = {n: attention_in(module) for n, module in modules.items()}
+        self._attention: dict[int, Any] = {n: module for n, module in found.items() if module is not None}
         for module in self._attention.values():
             module.seen = None
-            if asks(stream._decoder.whole) and not stream._decoder.hides:
-                answer_by(module, captured)
-        attention, seen = self._attention[index], dict[str, Any]()
-        attention.seen = None if stream._decoder.hides else seen
+        attention = self._attention[index]
+        self._seen = seen = attention.seen = dict[str, Any]()
         if stream.files.tapped:
             taps = {"k_pre": getattr(attention, "k_norm", attention.k_proj),
                     "q_pre": getattr(attention, "q_norm", attention.q_proj)}  # fmt: skip
             for name, tap in taps.items():
                 # the hook knows `seen`, not `self`: a cycle would keep the weights until the next garbage collection
                 tap.register_forward_hook(lambda _module, _inputs, out, name=name: seen.__setitem__(name, out))
-        self._seen = seen
-        self._cache = str(cache_name(modules[index]) or cache_name(attention))  # by which name layers are handed one
-        self._noting: Callable[[], Any] | None = None
-        if stream.files.joined == ENTRIES:
-            attention.compressor.register_forward_hook(noting(seen, attention.config.qk_rope_head_dim))
-        elif stream._decoder.hides:
-            self._noting = partial(Noted, stream._decoder.config, stream.files.joined, seen)
-        elif stream.files.joined:
-            self._noting = partial(Rows, stream.files.joined, seen)
 
     @torch.no_grad()
     def forward(self, h_BTE: Tensor, queries: bool = False) -> Captured:
@@ -255,10 +224,9 @@ class Layer:
         if answered is None:
             out_BTE = self._run(h_BTE)
         else:
-            batch, tokens, _ = h_BTE.shape
-            calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)[self._index]
-            with answered(self._attention, calls, rotary_module(stream._under.core), 0 in self._modules) as cache:
-                out_BTE = self._run(h_BTE, **{self._cache: cache}, use_cache=True)
+            calls = stream._around.calls(*h_BTE.shape[:2], stream.dtype)[self._index]
+            with answered(self._attention, calls, rotary_module(stream._around.core), 0 in self._modules) as cache:
+                out_BTE = self._run(h_BTE, **{CACHE: cache}, use_cache=True)
         self._seen.clear()
         return out_BTE
 
@@ -271,51 +239,23 @@ class Layer:
         return self._captured(queries)
 
     def _run(self, h_BTE: Tensor, **more: Any) -> Tensor:
-        stream, (batch, tokens, _) = self._stream, h_BTE.shape
-        carried = stream._decoder.carried
-        if carried.held:
-            return self._run_held(h_BTE, **more)
-        calls = stream._under.calls(batch, tokens, stream.dtype, stream.device)
-        h, inputs, numbers = carried.unpack(h_BTE)
-        handed: Any = calls[self._index].get("shared_kv_states")  # to layers that cache none
-        common = more if handed is None else more | {"shared_kv_states": type(handed)()}
-        for place, (n, module) in enumerate(self._modules.items()):
-            read = {INPUT: inputs[place]} if carried.inputs else {}
-            whole = {carried.named: numbers} if carried.numbers else {}
-            out = module(h, **calls[n] | read | self._noted(n) | common | whole)
-            h, *beside = out if isinstance(out, tuple) else (out,)
-            numbers = beside[0] if carried.handed else numbers
-        return carried.pack(h, inputs[len(self._modules) :], numbers)
-
-    def _run_held(self, h_BTE: Tensor, **more: Any) -> Tensor:
-        """The same where the decoder makes what it calls layers with of several outputs below."""
-        carried, under, n = self._stream._decoder.carried, self._stream._under, min(self._modules)
-        outs = carried.outs(h_BTE, n)
+        calls = self._stream._around.calls(*h_BTE.shape[:2], self._stream.dtype)
         for n, module in self._modules.items():
-            h, call = under.layer(n, outs)
-            out = module(h, **call | self._noted(n) | more)
-            outs[n] = out[0] if isinstance(out, tuple) else out
-        return carried.hold(outs, n + 1)
-
-    def _noted(self, n: int) -> dict[str, Any]:
-        return {self._cache: self._noting()} if self._noting and n == self._index else {}
+            out = module(h_BTE, **calls[n] | more)
+            h_BTE = out[0] if isinstance(out, tuple) else out
+        return h_BTE
 
     def _captured(self, queries: bool) -> Projected:
         """The input of attention, keys and queries turned back, queries scaled as if attention's scale were 1/√D."""
         seen = dict(self._seen)
         self._seen.clear()
-        k, v, q = seen["k"], seen["v"].transpose(1, 2).flatten(2), None
-        k = seen["k_pre"].flatten(2) if "k_pre" in seen else self._turned_back(k).flatten(2)
-        files, expand = self._stream.files, None
-        if files.joined and not self._stream._decoder.hides:
-            expand = partial(expanded, self._attention[self._index], files.joined, files.geometry.kv_heads)
-        if queries and not self._stream._decoder.hides:
-            q = seen["q"].transpose(1, 2) if expand else seen.get("q_pre")
-            q = (self._turned_back(seen["q"]) if q is None else q).flatten(2)
-            size = seen["q"].shape[-1]
-            factor = 1.0 if seen["scale"] is None else seen["scale"] * size**0.5
-            q = q if math.isclose(factor, 1) else q * factor
-        return Projected(k, v, q, seen.get("softmax", dense.PLAIN), expand, seen.get("mask"))
+        k = seen["k_pre"].flatten(2) if "k_pre" in seen else self._turned_back(seen["k"]).flatten(2)
+        v, q = seen["v"].transpose(1, 2).flatten(2), None
+        if queries:
+            q = seen["q_pre"] if "q_pre" in seen else self._turned_back(seen["q"])
+            factor = 1.0 if seen["scale"] is None else seen["scale"] * seen["q"].shape[-1] ** 0.5
+            q = q.flatten(2) if math.isclose(factor, 1) else q.flatten(2) * factor
+        return Projected(k, v, q, seen["softmax"])
 
     def _turned_back(self, x_BHTD: Tensor, back: Any = rope.unrotate) -> Tensor:
         """Keys or queries [B, T, H, D] before RoPE, in their dtype; a gradient is turned back by `rotate`."""

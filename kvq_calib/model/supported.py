@@ -1,15 +1,15 @@
-"""Refuse models that cannot be captured faithfully, and settings that no model has.
+"""Refuse models of other families than the listed ones, and settings that no model has.
 
-Of the architectures that `files.py` lists the settings in their file are enough; of any other transformers is asked
-what it makes of them, and its modules whether they can be run one layer at a time (`architecture.py`).
+Of the architectures that `files.py` lists the settings in their file are enough; of others transformers completes them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from kvq_calib.model.files import ARCHITECTURES, ModelFiles
 from kvq_runtime import settings
+from kvq_runtime.families import FULL, RECURRENT, SLIDING, family_of, refusal
 from kvq_runtime.ops import rope
 
 PROPORTIONAL = "proportional"  # RoPE of a part of the frequencies, the others of angle 0
@@ -19,67 +19,72 @@ SIZES = settings.SIZES | {  # {setting: the least, and the most that any model h
     "intermediate_size": (1, 1 << 22),
     "vocab_size": (1, 1 << 26),
     "max_position_embeddings": (1, 1 << 28),
-    "altup_num_inputs": (1, 1 << 6),
-    "altup_active_idx": (0, (1 << 6) - 1),
-    "hc_count": (1, 1 << 6),
-    "hc_mult": (1, 1 << 6),
-    "index_topk": (1, 1 << 16),
-    "router_hidden_size": (1, 1 << 16),
-    "hidden_size_per_layer_input": (0, 1 << 16),
-    "mamba_chunk_size": (0, 1 << 12),
-    "chunk_size": (0, 1 << 12),
 }
 NEEDED = (
     "num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size",
     "max_position_embeddings",
 )  # fmt: skip
-Files = TypeVar("Files", bound=ModelFiles)
+APART = {  # settings of a family's other models, whose layers are not run one by one
+    "num_kv_shared_layers": "layers that share keys and values",
+    "hidden_size_per_layer_input": "inputs by layer",
+}
 
 
-def check(files: Files) -> Files:
-    """Refuse what cannot be captured faithfully; return the model itself, with all settings."""
-    files.check_form()
+def check(files: ModelFiles) -> ModelFiles:
+    """Raise ValueError for a model that is not calibrated; return it with all settings."""
     text = files.config.get("text_config")
-    for given in (files.config, text if isinstance(text, dict) else {}):
+    both = files.config, text if isinstance(text, dict) else {}
+    quantized = next((one["quantization_config"] for one in both if one.get("quantization_config")), None)
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise ValueError(
+            f"{files.id} has quantized weights, by {method!s:.60}; calibrate the 16-bit model it was made from, or "
+            "load it by transformers with dequantize=True, and give the folder of its save_pretrained"
+        )
+    if family_of(files.config) is None:
+        raise ValueError(f"{files.id}: {refusal(files.config)}")
+    for given in both:
         _check_numbers(files, given)
-    named = files.config.get("architectures")
-    found = named[0] if isinstance(named, list) and named else named
     kinds = files.config.get("layer_types")
     if not isinstance(kinds, list | None):
-        raise ValueError(
-            f"{files.id}: {files.described} has layer_types={kinds!r:.60}; a list of one name a layer is needed"
-        )
-    own = found in ARCHITECTURES and files.config.get("model_type") in (None, found.removesuffix("ForCausalLM").lower())
-    if {"text_config", "auto_map"} & files.config.keys() or not own or _slides(files):
-        return _other(files, found)
-    _check_sizes(files)
-    _check_weights(files)
-    return files
-
-
-def _other(files: Files, named: Any) -> Files:
-    """Check a model of another type, by what transformers makes of its settings; return it with all of them."""
-    from kvq_calib.model import architecture  # transformers and all that comes with it
-
-    if not architecture.known(files.config):
-        if files.config.get("auto_map"):
-            kind = files.config.get("model_type")
-            raise ValueError(
-                f"{files.id} needs code from its own repository (auto_map), as transformers has no {named!s:.60} of "
-                f"model_type {kind!s:.60}; kvq runs no remote code: take a model that docs/models.md lists"
-            )
-        raise ValueError(
-            f"{files.id} has architecture {named!s:.60}; supported are {', '.join(ARCHITECTURES)}, and other "
-            "decoders of transformers of which some layers attend to every token, and towers of text of models "
-            "of images (docs/models.md)"
-        )
-    found = architecture.settings(files.transformers_config, files.id)
-    own = {name: files.config[name] for name in ("architectures", "quantization_config") if name in files.config}
-    whole = replace(files, config=found | own)
+        raise ValueError(f"{files.id}: config.json has layer_types={kinds!r:.60}; a list of one name a layer is needed")
+    named = files.config.get("architectures")
+    found = named[0] if isinstance(named, list) and named else named
+    own = found in ARCHITECTURES and files.config["model_type"] == found.removesuffix("ForCausalLM").lower()
+    whole = files if own and not text and not _may_slide(files) else _completed(files)
     _check_sizes(whole)
-    architecture.check(whole.transformers_config(), whole.id)
+    for name, what in APART.items():
+        if whole.config.get(name):
+            raise ValueError(
+                f"{files.id}: config.json has {name}={whole.config[name]!r:.60}; models with {what} are not "
+                "calibrated: use a recipe that needs no fit"
+            )
     _check_weights(whole)
     return whole
+
+
+def _completed(files: ModelFiles) -> ModelFiles:
+    """Return the model with the settings of text that its file leaves to transformers."""
+    from transformers.models.auto import modeling_auto  # and all that comes with it
+
+    from kvq_runtime.hf.model import settings_of
+
+    named, kind = files.config.get("architectures"), files.config["model_type"]
+    of_text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    of_images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    if named not in ([of_text], [of_images]):
+        raise ValueError(
+            f"{files.id}: config.json has architectures={named!r:.60}; of model_type {kind} "
+            f"{' or '.join(filter(None, (of_text, of_images)))} is calibrated"
+        )
+    try:
+        text = settings_of(files.transformers_config().get_text_config(decoder=True))
+    except Exception as error:  # what transformers raises has many classes
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"{files.id}: config.json is none of its model_type: {said:.200}; download it again"
+        ) from error
+    return replace(files, config=text | {"architectures": named})
 
 
 def _check_numbers(files: ModelFiles, config: Mapping[str, Any], needed: Sequence[str] = ()) -> None:
@@ -88,36 +93,34 @@ def _check_numbers(files: ModelFiles, config: Mapping[str, Any], needed: Sequenc
         value = config.get(name)
         if value is None and name not in needed:
             continue
-        each = [value]
-        if name == "intermediate_size" and isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
-            each = value  # of each layer
-        if any(type(one) is not int or not least <= one <= most for one in each):
+        if type(value) is not int or not least <= value <= most:
             raise ValueError(
-                f"{files.id}: {files.described} has {name}={value!r:.60}; a whole number from {least} to {most} is "
+                f"{files.id}: config.json has {name}={value!r:.60}; a whole number from {least} to {most} is "
                 "needed; download it again"
             )
 
 
 def _check_sizes(files: ModelFiles) -> None:
-    """The same, and that heads can share, and RoPE be undone."""
+    """Refuse sizes that do not go together, and RoPE that cannot be undone."""
     _check_numbers(files, files.config, NEEDED)
-    streams, active = files.config.get("altup_num_inputs") or 1, files.config.get("altup_active_idx") or 0
-    if active >= streams:
+    kinds = files.config.get("layer_types") or []
+    other = sorted({str(kind) for kind in kinds} - {FULL, SLIDING, RECURRENT})
+    if other:
         raise ValueError(
-            f"{files.id}: {files.described} has altup_active_idx={active} and altup_num_inputs={streams}; a whole "
-            f"number from 0 to {streams - 1} is needed; download it again"
+            f"{files.id}: config.json has layers of type {other[0]:.60}; use {FULL}, {SLIDING}, {RECURRENT}"
         )
+    if SLIDING in kinds and not files.config.get("sliding_window"):
+        raise ValueError(f"{files.id}: some of its layers slide, and config.json has no sliding_window")
     heads, of = files.config["num_attention_heads"], files.geometry.kv_heads
     if files.geometry.head_size > SIZES["head_dim"][1]:
-        raise ValueError(f"{files.id}: {files.described} has heads of {files.geometry.head_size}; no model has")
+        raise ValueError(f"{files.id}: config.json has heads of {files.geometry.head_size}; no model has")
     if heads % of:
         raise ValueError(
-            f"{files.id}: {files.described} has num_key_value_heads={of}; a divisor of num_attention_heads={heads} is "
-            "needed"
+            f"{files.id}: config.json has num_key_value_heads={of}; a divisor of num_attention_heads={heads} is needed"
         )
     given = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
     if not isinstance(given, dict):
-        raise ValueError(f"{files.id}: {files.described} has RoPE settings {given!r:.60}; an object is needed")
+        raise ValueError(f"{files.id}: config.json has RoPE settings {given!r:.60}; an object is needed")
     turned = rope.settings(files.config)
     kind = turned.get("rope_type", turned.get("type", "default"))
     if kind not in (*rope.FIXED_TYPES, PROPORTIONAL):
@@ -125,7 +128,7 @@ def _check_sizes(files: ModelFiles) -> None:
                          "frequencies change with the length have no one key before RoPE")  # fmt: skip
 
 
-def _slides(files: ModelFiles) -> bool:
+def _may_slide(files: ModelFiles) -> bool:
     """True if some layers may slide over a window, which transformers' own configuration decides."""
     config = files.config
     if files.architecture == "MistralForCausalLM" and "sliding_window" not in config:
@@ -136,12 +139,6 @@ def _slides(files: ModelFiles) -> bool:
 def _check_weights(files: ModelFiles) -> None:
     if files.headers is None:
         files.check_files()
-    told = [map(files.parameter, files.layer_names(layer)) for layer in files.attending if files.latents]
-    if not all(any("kv_a_proj_with_mqa" in name for name in names) for names in told):
-        raise ValueError(
-            f"{files.id}: its files have no kv_a_proj_with_mqa in a layer, by which an artifact knows its model; use a "
-            "recipe that needs no fit, or another model (docs/models.md)"
-        )
     count = files.config["num_hidden_layers"]
     missing = [i for i in range(count) if not files.layer_names(i)]
     if missing:

@@ -65,23 +65,12 @@ class Weights:
     def parameters(self) -> tuple[str, Mapping[str, str], frozenset[str], Sequence[tuple[str, str]]]:
         """Those of the text, by the tensors of the files: fields of `Parameters`."""
         decoder = self._decoder
-        text = f"{decoder.core_name}.", decoder.output.removesuffix("weight")
+        text = f"{decoder.core_name}.", f"{decoder.output}."
         own = {target: parts for target, parts in self._sources.items() if target.startswith(text)}
         named = {name: target for target, parts in reversed(own.items()) for name, _ in parts}
         made = {name for parts in own.values() for name, rule in parts if rule is not None or len(parts) > 1}
         tied = [(name, target) for target, parts in own.items() for name, _ in parts if target != named[name]]
         return decoder.within, named, frozenset(made), tied
-
-    def matrix(self, start: str, name: str) -> Tensor | None:
-        """A matrix that a rule makes of tensors, in the layer whose parameters start so; None if no rule makes it."""
-        for target, parts in self._sources.items():
-            rule = self._converter.get(parts[0][1] or "")
-            if rule is not None and target.startswith(start) and any(name in one for one in rule.target_patterns):
-                made = self._made(start, target.removeprefix(start), torch.device("cpu"), torch.float32)
-                found = [tensor for own, tensor in made.items() if own.endswith(f".{name}.weight")]
-                if found:
-                    return found[0]
-        return None
 
     def filled(self, empty: nn.Module, name: str, device: torch.device) -> nn.Module:
         """A copy of a module, by its name in the model, with weights of its own."""

@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 
-from kvq_calib.fit.rotate import OutputMetric
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.model import find
-from kvq_calib.model.files import ARCHITECTURES, ModelFiles
+from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.text import corpus
 from kvq_runtime.fit.fitting import requested
 from kvq_runtime.fit.statistics import Statistic
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import product
-from kvq_runtime.recipe import Recipe, attends
+from kvq_runtime.recipe import Recipe
 
 CHUNK_TOKENS, GPU_CHUNK_TOKENS = 8192, 32768  # a GPU is at work for less time than its launches take, on fewer
 FITS = 4  # raised with what changes a fit's numbers, or its folder: runs that began before are not gone on with
@@ -162,13 +161,13 @@ class Plan:
         tokens = self.tokens + self.transfer_samples * self.seq_len
         token_rows = min(self.chunk, self.samples) * self.seq_len
         layer = max(files.layer_bytes(i) for i in range(self.geometry.layers)) * itemsize // files.dtype.itemsize
-        hidden = tokens * files.carried * itemsize
+        hidden = tokens * files.hidden * itemsize
         decoded = tokens * 2 * width * 2 * len(self.recipes)
         inside = min(token_rows, TILE) * 3 * files.inner  # an MLP at work
         if files.chosen_experts:  # which see a whole chunk, and are put together from tensors of single ones
             inside, layer = token_rows * files.chosen_experts * (2 * files.hidden + 3 * files.inner), 2 * layer
-        chunk = (token_rows * (6 * files.carried + 8 * width) + inside) * itemsize
-        known = self.beginning().tokens * (files.carried + 2 * width) * itemsize * self.geometry.layers
+        chunk = (token_rows * (6 * files.hidden + 8 * width) + inside) * itemsize
+        known = self.beginning().tokens * (files.hidden + 2 * width) * itemsize * self.geometry.layers
         return {
             "layer": layer,
             "chunk": chunk,
@@ -194,32 +193,9 @@ def _requested(recipe: Recipe) -> Iterator[Statistic[Any]]:
 def check(recipe: Recipe, files: ModelFiles, by_bits: bool = False, by_token: bool = False) -> Recipe:
     """The recipe. Raises ValueError if the model's rotation, latents, shared keys or first layer do not allow it."""
     if "positions" in recipe.needs and files.rope_refusal:
-        known = "zipcache" if files.joined or files.hidden_queries else "oscar"
         raise ValueError(
             f"{recipe.name} undoes RoPE, but of {files.id} {files.rope_refusal}; use a recipe that is fitted after "
-            f"RoPE and without a mean, as {known}-2bit, or one that needs no fit"
-        )
-    if (files.joined or files.shares) and attends(recipe):
-        raise ValueError(
-            f"{recipe.name} needs queries or weights of attention, but {files.id} reads what a cache has decoded: "
-            f"it {f'caches {files.joined}' if files.joined else 'has layers that share keys and values'}; use a recipe "
-            "that holds and reads all tokens, and needs no queries"
-        )
-    if attends(recipe) and files.architecture not in ARCHITECTURES:
-        from kvq_calib.model.architecture import refuses_function  # transformers and all that comes with it
-
-        if (why := refuses_function(files.transformers_config(), recipe)) is not None:
-            raise ValueError(
-                f"{recipe.name} needs queries or weights of attention, but of {files.id} {why}; use a recipe that "
-                "needs no queries"
-            )
-    of_heads = takes(recipe, "capture") or any(isinstance(one, OutputMetric) for one in _requested(recipe))
-    if (of_heads or by_bits) and (files.joined or files.hidden_queries):
-        known = "zipcache-2bit" if files.rope_refusal else "aqua-2bit or aqua-fisher-2bit"
-        why = f"{files.id} caches {files.joined}" if files.joined else f"of {files.id} {files.hidden_queries}"
-        raise ValueError(
-            f"{recipe.name} is fitted to queries or outputs of heads, but {why}; "
-            f"use a recipe that is fitted to tokens or gradients, as {known}, or one that needs no fit"
+            "RoPE and without a mean, or one that needs no fit"
         )
     if files.attending[0] and (by_token or recipe.of_vocabulary(2) != recipe):
         raise ValueError(

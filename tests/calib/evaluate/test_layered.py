@@ -72,15 +72,12 @@ def test_it_is_the_whole_models_full_encode(small):
         assert {**one["result"], "protocols": 0} == {**other["result"], "protocols": 0}
 
 
-KINDS = ["qwen3_moe", "gemma", "cohere2", "smollm3", "granite", "phi3", "gemma3_text", "olmo3",
-         "gpt_oss", "gemma2", "qwen3_5", "lfm2_moe", "qwen2_5_vl", "falcon+", "falcon_h1",
-         "gpt_neox_japanese", "bloom", "diffllama", "beam", "jetmoe", "deepseek_v4"]  # fmt: skip
+KINDS = ["qwen3_moe", "smollm3", "granite", "phi3", "gemma3_text", "olmo3", "gpt_oss", "gemma2", "qwen3_5"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_other_architectures(kind: str, tmp_path: Path):
-    """Experts, scaled embeddings, attention beside the MLP, layers without RoPE, that slide or recur, multipliers,
-    learned sinks, caps on scores, text beside images, attention by code of a model's own, queries that are hidden."""
+    """Experts, layers without RoPE, that slide or recur, multipliers, learned sinks, caps, text beside images."""
     random(kind).save_pretrained(tmp_path)
     files = models.resolve(tmp_path)
     tokens = torch.randint(

@@ -113,17 +113,9 @@ def test_the_shards_of_a_tower_have_to_be_there_too(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel; supported are LlamaForCausalLM, Mistral"),
-        ({"architectures": None}, "architecture None; supported"),
-        (
-            {"auto_map": {"AutoModel": "own.Model"}, "model_type": "qwen"},
-            "no Qwen2ForCausalLM of model_type qwen; kvq runs no remote code: take a model",
-        ),
-        (
-            {"auto_map": {"AutoModel": "own.Model"}, "architectures": ["KimiK2ForCausalLM"]},
-            "no KimiK2ForCausalLM of model_type qwen2; kvq runs no remote code",
-        ),
-        ({"auto_map": {"AutoModel": "own.Model"}, "model_type": None}, "of model_type None; kvq runs no remote code"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "of model_type qwen2 Qwen2ForCausalLM is calibrated"),
+        ({"architectures": None}, "of model_type qwen2 Qwen2ForCausalLM is calibrated"),
+        ({"auto_map": {"AutoModel": "own.Model"}, "model_type": "qwen"}, "model_type='qwen' is not a family"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic'; supported are default"),
         ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "RoPE type 'longrope'"),
