@@ -1,32 +1,19 @@
-"""Make figures of a benchmark's rounds, and show them: a table, notes on its columns, a picture.
+"""Make figures of a benchmark's rounds, and show them: a table, and notes on its columns.
 
-Figures are medians and quartiles of each cache at each context and batch, and ratios to 16 bit. The picture has a row
-of panels a batch and a line a cache: recipes look like their families, transformers' own caches are black and grey.
+Figures are medians and quartiles of each cache at each context and batch, and ratios to 16 bit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvq_calib.bench.contenders import Contender
 from kvq_calib.bench.rounds import FULL, WARM, Round, Turn
-from kvq_calib.report import looks as draw
-from kvq_calib.report.looks import BLACK, GREY, Look, looks
 from kvq_runtime.errors import counted
 from kvq_runtime.store.memory import human
 
 Rows = Sequence[Mapping[str, Any]]
-STOCK = (("x", BLACK), ("1", GREY), ("2", GREY), ("3", GREY), ("4", GREY), ("+", GREY))  # markers of no family
-MIB = 1 << 20
-TITLES = {
-    "tokens_per_s": "tokens per second",
-    "mib": "MiB that the cache holds",
-    "first_token_s": "seconds to the first token",
-}
 
 
 def figures(rounds: Iterable[Round], entrants: Sequence[Contender], weights: int, memory: int) -> list[dict[str, Any]]:
@@ -148,57 +135,3 @@ def _spoken(machine: Mapping[str, Any]) -> str:
     if machine["device"] != "cpu":
         return machine["device"]
     return f"a CPU ({machine['machine']}, {machine['cpu']}, {counted(machine['threads'], 'thread')})"
-
-
-@draw.picture
-def picture(found: Rows, notes: Sequence[str]) -> Figure:
-    """Speed, bytes and time to the first token by context.
-
-    found   as `figures` gives them; those without figures are left out
-    notes   what stands below
-    """
-    found = [{**one, "mib": one["cache_bytes"] / MIB} for one in found if one["measured"]]
-    batches = list(dict.fromkeys(one["batch"] for one in found)) or [0]
-    figure = Figure(figsize=(13.5, 1.3 + 3.7 * len(batches)), layout="constrained")
-    grid = figure.subplots(len(batches), len(TITLES), squeeze=False)
-    chosen = _looks(found)
-    for axes, batch in zip(grid, batches, strict=True):
-        some = [one for one in found if one["batch"] == batch]
-        for axis, (name, title) in zip(axes, TITLES.items(), strict=True):
-            _lines(axis, some, name, chosen)
-            axis.set_title(f"{title}, batch {batch}", loc="left", fontsize=10)
-    draw.key(figure, figure.axes)
-    draw.caption(figure, "\n".join(notes))
-    return figure
-
-
-def _looks(found: Rows) -> dict[str, Look]:
-    """The look of each cache, by name."""
-    recipes = {one["cache"]: one["recipe"] for one in found}
-    ours = [name for name, recipe in recipes.items() if recipe]
-    stock = [name for name, recipe in recipes.items() if not recipe]
-    chosen = dict(zip(ours, looks([recipes[name] for name in ours]), strict=True))
-    for number, name in enumerate(stock):
-        marker, colour = STOCK[number % len(STOCK)]
-        chosen[name] = Look(colour, marker, number)
-    return {name: chosen[name] for name in recipes}
-
-
-def _lines(axis: Axes, some: Rows, name: str, chosen: Mapping[str, Look]) -> None:
-    for cache, look in chosen.items():
-        points = [(one["context"], one[name]) for one in some if one["cache"] == cache]
-        if points:
-            axis.plot(*zip(*points, strict=True), label=cache, **look.line)
-    contexts = sorted({one["context"] for one in some})
-    heights = [one[name] for one in some]
-    if not heights:
-        draw.nothing(axis, "nothing was measured")
-        return
-    axis.set_xscale("log")
-    axis.set_xlim(contexts[0] / 1.15, contexts[-1] * 1.15)
-    axis.xaxis.set_major_locator(FixedLocator(contexts))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    draw.log_scale(axis, min(heights) / 1.4, max(heights) * 1.4)
-    axis.set_xlabel("context, tokens", fontsize=9)
-    draw.tidy(axis)

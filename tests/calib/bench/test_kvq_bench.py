@@ -153,19 +153,18 @@ def test_what_cannot_be_asked(files):
         contenders.ours(["rtn-4bit+name=mine", "rtn-2bit+name=mine"], files)
 
 
-def test_the_command_prints_a_table_and_json_and_draws(files, tmp_path, monkeypatch, capsys):
+def test_the_command_prints_a_table_and_json(files, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVQ_HOME", str(tmp_path))
     top = argparse.ArgumentParser()
     commands.add_bench(top.add_subparsers())
     given = "--context 270 --tokens 2 --rounds 1 --beside none --device cpu --dtype bfloat16 --memory 1GB"
     words = ["bench", "aqua-2bit", "--model", str(files.path), *given.split()]
-    args = top.parse_args([*words, "--plot", str(tmp_path / "bench.png")])
+    args = top.parse_args(words)
     assert args.run(args) == 0
     header, base, aqua, *notes = capsys.readouterr().out.splitlines()
     assert header.split("  ")[0] == "context" and "rows in 954 MiB" in header
     assert "16 bit" in base and "1.00×" in base and aqua.endswith(contenders.RANDOM)
     assert "says nothing of a GPU" in notes[-1]
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     args = top.parse_args([*words, "--json"])
     assert args.run(args) == 0
     found = json.loads(capsys.readouterr().out)
