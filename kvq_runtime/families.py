@@ -27,7 +27,6 @@ class Family:
     fused     the name of one projection to queries, keys and values, in this order; "": there are k_proj and v_proj
     shared    whether values may be the projection of keys, and the last layers may read keys that others cache
     sinks     whether attention has one learned logit a head, of no token
-    qk_norm   whether keys are normed before RoPE
     images    whether config.json describes a decoder of text in `text_config`, beside a tower of images
     """
 
@@ -39,29 +38,25 @@ class Family:
     fused: str = ""
     shared: bool = False
     sinks: bool = False
-    qk_norm: bool = False
     images: bool = False
 
 
 PLAIN = Family()
-QWEN3 = Family(window="asked", qk_norm=True)
-RECURRING = Family("partial", every=4, period="full_attention_interval", others=RECURRENT, qk_norm=True)
-GEMMA3 = Family(window="given", every=6, period="sliding_window_pattern", qk_norm=True)
-GEMMA4 = Family(window="given", every=6, shared=True, qk_norm=True)
+RECURRING = Family("partial", every=4, period="full_attention_interval", others=RECURRENT)
+GEMMA3 = Family(window="given", every=6, period="sliding_window_pattern")
+GEMMA4 = Family(window="given", every=6, shared=True)
 
 FAMILIES: Mapping[str, Family] = {
-    **dict.fromkeys(("llama", "granite", "seed_oss"), PLAIN),
+    **dict.fromkeys(("llama", "granite", "olmo2", "seed_oss"), PLAIN),
     **dict.fromkeys(("mistral", "ministral3", "mixtral"), Family(window="given")),
-    **dict.fromkeys(("qwen2", "qwen2_moe"), Family(window="asked")),
-    **dict.fromkeys(("qwen3", "qwen3_moe"), QWEN3),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), Family(window="asked")),
     "phi3": Family("partial", window="given", fused="qkv_proj"),
     "gemma2": Family(window="given", every=2, period="sliding_window_pattern"),
     "gemma3_text": GEMMA3,
     "gemma3": replace(GEMMA3, images=True),
     "gemma4_text": GEMMA4,
     "gemma4": replace(GEMMA4, images=True),
-    "olmo2": Family(qk_norm=True),
-    "olmo3": Family(window="given", every=4, qk_norm=True),
+    "olmo3": Family(window="given", every=4),
     "smollm3": Family("some layers", window="asked"),
     "glm4_moe": Family("partial"),
     "gpt_oss": Family(window="given", every=2, sinks=True),

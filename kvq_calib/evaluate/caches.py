@@ -36,10 +36,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 from transformers.masking_utils import sdpa_mask
 
-from kvq_runtime.geometry import SLAB, WHOLE, owners
+from kvq_runtime.families import FULL
+from kvq_runtime.geometry import SLAB, owners
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf import attention as packed
-from kvq_runtime.hf.model import geometry_of, real_tokens, settings_of, visible
+from kvq_runtime.hf.model import real_tokens, settings_of, visible
 from kvq_runtime.ops.dense import PLAIN, Softmax, attention
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.decode import Pair
@@ -129,7 +130,7 @@ class CountedCache(KVQCache):
         config = settings_of(model.config.get_text_config(decoder=True))
         kinds, first = config.get("layer_types") or [], owners(config)
         # layers that read what the last that caches all tokens has decoded
-        self._readers = {n: max(self.places.values()) for n in range(first, len(kinds)) if kinds[n] in WHOLE}
+        self._readers = {n: max(self.places.values()) for n in range(first, len(kinds)) if kinds[n] == FULL}
         chosen = any(policy.chooses_by_query for policy in recipe.policies)
         self.reads: Reads | None = None if chosen else Reads()
         self._encoded: dict[int, int] = {}
@@ -201,7 +202,7 @@ class FullCache(CountedCache):
         self, recipe: Recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None,
         check: Check | None = None, *, length: int,
     ):  # fmt: skip
-        super().__init__(encoding_all(recipe, length // geometry_of(model).rate), model, tensors, check)
+        super().__init__(encoding_all(recipe, length), model, tensors, check)
         self.blocks.encoder.together, self.blocks.decoder.keep = SLAB, False  # a layer is read once
         self.inner = "kvq"  # so that a layer takes keys and values in, and leaves it to `attend` to read them
         self.blocks.update = self._handed_out
@@ -386,8 +387,7 @@ def answering(cache: CountedCache, attention: Mapping[int, Any], calls: Mapping[
 
 def _attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mask = packed.chosen(module, query, key, attention_mask, kwargs)
-    return _at_work.get().attend(module, query, key, value, mask, scale, **kwargs)
+    return _at_work.get().attend(module, query, key, value, attention_mask, scale, **kwargs)
 
 
 AttentionInterface.register(NAME, _attention)

@@ -122,8 +122,8 @@ class _Work:
         online: Any = recipe.policy("online")
         count = online.fit_tokens
         if count == "prompt":  # the pass in which a block is due, whole
-            passes = attention.passes(max(tokens, first) * geometry.rate, self.step, self.prompt)
-            count = next(count for one in passes if (count := one.stop // geometry.rate) >= first)
+            passes = attention.passes(max(tokens, first), self.step, self.prompt)
+            count = next(count for one in passes if (count := one.stop) >= first)
         count = min(count, tokens)
 
         def queries(which: Queries) -> Tensor:

@@ -277,7 +277,7 @@ class _Work:
         score, reference, length = scores[digest], scores[REFERENCE], tokens_BT.shape[1]
         shares = score.reads.shares if score.reads is not None else None
         about = {"reference_perplexity": reference.perplexity, "tokens": score.tokens, "decoded": shares}
-        fitted = fit_tokens(recipe, length // self.files.geometry.rate) if name == FULL else None
+        fitted = fit_tokens(recipe, length) if name == FULL else None
         about |= {} if fitted is None else {"fitted_on": fitted}
         if shares is not None and shares["reads"] == shares["unread"] == 0:
             return about | {"reason": _nothing(name, recipe.window, self.protocol.step, length)}

@@ -127,7 +127,6 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
     """Names, bounds and baselines; yields notes."""
     files, plan, evaluation = work.files, work.plan, job.evaluation
     length = min(plan.seq_len, files.context)
-    entries = length // files.geometry.rate
     for recipe in plan.recipes:
         checkpoint.check_beside(job.artifact_name(files, recipe.name))
     if job.publication.version is not None:
@@ -145,10 +144,10 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
         checkpoint.check_beside(job.artifact_name(files, base.recipe.name))
         if job.what.engine:
             plugin.VLLM.check(base.recipe, files.geometry)
-        if not encodes(base.recipe, entries):
+        if not encodes(base.recipe, length):
             raise ValueError(f"--reuse {job.what.reuse}: a bound on it could not be judged; use a longer --seq-len")
     for recipe in plan.recipes if evaluation.bounds.given else ():
-        if not encodes(recipe, entries):
+        if not encodes(recipe, length):
             raise ValueError(
                 f"a bound on {recipe.name} could not be judged: in windows of {length} tokens, as long as the "
                 f"sequences, no block of {recipe.window.block} is encoded; use a longer --seq-len, or leave out the "

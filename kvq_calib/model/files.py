@@ -327,7 +327,7 @@ class ModelFiles:
         def weight(layer: int, name: str) -> Tensor:
             one = [fingerprint.PROJECTIONS["key"]] if self.config.get(fingerprint.ONE) else []
             found, weight = self._matrix(layer, name, *fingerprint.FUSED, *one)
-            return fingerprint.of_fused(weight, self.config, found, name) if found in fingerprint.FUSED else weight
+            return fingerprint.of_fused(weight, self.config, name) if found in fingerprint.FUSED else weight
 
         return fingerprint.from_config(self.config, weight)
 

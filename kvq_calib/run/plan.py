@@ -88,11 +88,9 @@ class Plan:
             recipe.check(self.geometry)
             if not recipe.fitted:
                 raise ValueError(f"recipe {recipe.name} has nothing to fit; use KVQCache.from_recipe({recipe.name!r})")
-            rate, entries = self.geometry.rate, self.seq_len // self.geometry.rate
-            if recipe.window.block > entries or recipe.window.sinks >= entries:
-                of = f" entries of {rate} tokens" if rate > 1 else ""
+            if recipe.window.block > self.seq_len or recipe.window.sinks >= self.seq_len:
                 raise ValueError(
-                    f"seq_len={self.seq_len} is shorter than a block of {recipe.name} ({recipe.window.block}{of})"
+                    f"seq_len={self.seq_len} is shorter than a block of {recipe.name} ({recipe.window.block})"
                 )
 
     @property
@@ -157,7 +155,7 @@ class Plan:
         run folder, at the most."""
         from kvq_calib.model.streamed import TILE
 
-        width, itemsize = math.ceil(self.geometry.width / self.geometry.rate), getattr(torch, self.dtype).itemsize
+        width, itemsize = self.geometry.width, getattr(torch, self.dtype).itemsize
         tokens = self.tokens + self.transfer_samples * self.seq_len
         token_rows = min(self.chunk, self.samples) * self.seq_len
         layer = max(files.layer_bytes(i) for i in range(self.geometry.layers)) * itemsize // files.dtype.itemsize

@@ -8,7 +8,7 @@ rounding of the same weights is expected: up to QUANTIZED_TOLERANCE a warning st
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, check_type
-from kvq_runtime.geometry import ENTRIES, LATENTS, NONE_SLIDE, Geometry, Pooling, Sliding, attending
+from kvq_runtime.geometry import NONE_SLIDE, Geometry, Sliding, attending
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import ROLES
 
@@ -26,23 +26,8 @@ QUANTIZED_TOLERANCE = 0.5  # weights rounded to 3 bits are nearer than this to t
 SIZE = 8
 DEQUANTIZED = "dequantized_from"  # in a config.json: the quantized type of weights that are written out as floats
 PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
-# what models call the two: Inkling 2, with a convolution behind each; most; CTRL; ZAYA, whose values have half of their
-# channels from the token before
-NAMES = (
-    ("k_proj.linear", "v_proj.linear"), ("k_proj", "v_proj"), ("Wk", "Wv"),
-    ("qkv_proj.k_proj", "qkv_proj.v_proj_current"),
-)  # fmt: skip
-# of latents: what makes a row of a token, and what makes keys and values of it; of entries: rows, and their weights
-ROW_PROJECTIONS = {
-    LATENTS: {"k_proj": "kv_a_proj_with_mqa", "v_proj": "kv_b_proj"},
-    ENTRIES: {"k_proj": "compressor.kv_proj", "v_proj": "compressor.gate_proj"},
-}
-BY_HEAD = "query_key_value"  # a projection of the queries, the key and the value of a KV head, then of the next
-KV = "kv_proj"  # a projection to keys and values alone
-FUSED = "qkv_proj", "Wqkv", "c_attn", BY_HEAD, KV  # names of projections to queries, keys and values in one
-SLIDING = {"layers", "width", "window"}  # what is said of sliding layers; `indexed` beside, where there are indexers
-RATES = {"rate", "heavy_rate"}  # of at least 1
-POOLING = {"sparse", "heavy", "index"} | RATES  # beside, where layers cache entries
+FUSED = ("qkv_proj",)  # names of one projection to queries, keys and values
+SLIDING = {"layers", "width", "window"}
 ONE = "attention_k_eq_v"  # in a config.json: values are the projection of keys, before the norm and RoPE
 
 
@@ -54,7 +39,7 @@ class Fingerprint:
     probes      {"layers.0.key.fingerprint.probe": float32 [8, 8], ...}; without those of packed weights
     quantized   whether the model's weights are quantized, so that probes are only approximately equal
     attending   which layers of the model attend to all tokens, and are those of the geometry; None: all
-    sliding     layers that slide over a window, and keys of indexers
+    sliding     layers that slide over a window
     """
 
     geometry: Geometry
@@ -75,19 +60,16 @@ class Fingerprint:
         }
         if self.attending is not None:
             found["attending"] = list(self.attending)
-        if self.attending is not None or self.sliding.indexed or isinstance(self.sliding, Pooling):
-            beside = asdict(self.sliding)
-            found["sliding"] = {name: one for name, one in beside.items() if name != "indexed" or one}
+            found["sliding"] = asdict(self.sliding)
         return found
 
 
 def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
     """Read what `to_json` wrote; raises ArtifactError for anything else."""
     some = {"attending", "sliding"} & set(fields) if isinstance(fields, dict) else set()
-    some |= {"sliding"} if some else set()
+    some = {"attending", "sliding"} if some else some
     strict_json.keys(fields, {"geometry", "rope", "qk_norm", "quantized"} | some, "fingerprint")
-    rate = {"rate"} & set(fields["geometry"]) if isinstance(fields["geometry"], dict) else set()
-    shape = strict_json.keys(fields["geometry"], {"layers", "kv_heads", "head_size"} | rate, "fingerprint: geometry")
+    shape = strict_json.keys(fields["geometry"], {"layers", "kv_heads", "head_size"}, "fingerprint: geometry")
     if any(type(fields[name]) is not bool for name in ("qk_norm", "quantized")) or not isinstance(fields["rope"], dict):
         raise ArtifactError("fingerprint: qk_norm and quantized must be true or false, rope an object")
     try:
@@ -100,20 +82,14 @@ def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
 
 def _hybrid(fields: Any, count: int) -> dict[str, Any]:
     """The layers of the model that attend to all tokens, None for all, and the bytes of those that slide."""
-    given = fields["sliding"]
-    some = set(given) if isinstance(given, dict) else set()
-    kind = Pooling if some & POOLING else Sliding
-    named = SLIDING | ({"indexed"} & some) | (POOLING if kind is Pooling else set())
-    others = strict_json.keys(given, named, "fingerprint: sliding")
-    if any(type(one) is not int or not (name in RATES) <= one < 1 << 28 for name, one in others.items()):
-        raise ArtifactError(f"fingerprint: {', '.join(sorted(named))} of sliding must be whole numbers of at least 0")
-    if "attending" not in fields:
-        return {"sliding": kind(**others)}
+    others = strict_json.keys(fields["sliding"], SLIDING, "fingerprint: sliding")
+    if any(type(one) is not int or not 0 <= one < 1 << 28 for one in others.values()):
+        raise ArtifactError(f"fingerprint: {', '.join(sorted(SLIDING))} of sliding must be whole numbers of at least 0")
     layers = fields["attending"]
     whole = isinstance(layers, list) and len(layers) == count and all(type(one) is int for one in layers)
     if not whole or layers[0] < 0 or layers != sorted(set(layers)):
         raise ArtifactError(f"fingerprint: attending={layers!r:.80}; {count} layers in ascending order are needed")
-    return {"attending": tuple(layers), "sliding": kind(**others)}
+    return {"attending": tuple(layers), "sliding": Sliding(**others)}
 
 
 def specs(geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -158,24 +134,11 @@ def from_config(config: Mapping[str, Any], weight: Callable[[int, str], Tensor |
     return found if whole else replace(found, attending=tuple(layers))
 
 
-def of_fused(weight_OI: Tensor, config: Mapping[str, Any], fused: str, projection: str) -> Tensor:
-    """The rows of "k_proj" or "v_proj" in a matrix that projects to all three: to queries, then keys, then values; or,
-    if `fused`, its name, is BY_HEAD's, to these by KV head; or, if it is KV's, to keys and then values."""
-    if len(weight_OI) == config["hidden_size"] != weight_OI.shape[-1]:
-        weight_OI = weight_OI.mT  # GPT-2's have inputs first
-    place, size = -2 if projection == PROJECTIONS["key"] else -1, Geometry.from_config(config).head_size
-    if fused == KV:
-        return weight_OI.chunk(2)[place]
-    heads = (len(weight_OI) // size - config["num_attention_heads"]) // 2  # of keys, which some repeat before a cache
-    if fused == BY_HEAD or config.get("multi_query") is False:
-        return weight_OI.unflatten(0, (heads, -1, size))[:, place].flatten(0, 1)
-    return weight_OI[place * heads * size :][: heads * size]
-
-
-def names(what: str | None, projection: str) -> Sequence[str]:
-    """The names by which attention may have "k_proj" or "v_proj", of a model that caches this (`geometry.joined`)."""
-    own = ROW_PROJECTIONS.get(str(what))
-    return [pair[projection == PROJECTIONS["value"]] for pair in NAMES] if own is None else [own[projection]]
+def of_fused(weight_OI: Tensor, config: Mapping[str, Any], projection: str) -> Tensor:
+    """The rows of "k_proj" or "v_proj" in a matrix that projects to queries, then keys, then values."""
+    width = Geometry.from_config(config).width
+    place = -2 if projection == PROJECTIONS["key"] else -1
+    return weight_OI[place * width :][:width]
 
 
 def _packed(matrix: Tensor) -> bool:

@@ -15,7 +15,7 @@ from kvq_runtime.attention import fused
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, counted
-from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding, caching
+from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding
 from kvq_runtime.recipe import Recipe, families, preset, presets
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.held import Sizes, smaller_from
@@ -44,10 +44,6 @@ row from which all bytes are fewer than those of 16 bit, and of the plain HIGGS 
 RECURRENT = ("linear_attention", "conv", "mamba")
 RECUR = "Layers that recur: {}. Their state, which does not grow with the text, is not counted ({})."
 SLIDES = "Bytes of {} layers that slide over a window of {:,} tokens are in all GiB, and not in the bits ({})."
-INDEXES = "Keys of indexers, {:,} bytes of a token, are in all GiB, and not in the bits ({})."
-POOLS = """\
-Compressed are entries, one of {} tokens each. Those of other layers and of indexers, and tokens that are yet to make
-one, are in all GiB, and not in the bits ({})."""
 
 
 def recipes(args: Namespace) -> int:
@@ -163,10 +159,6 @@ def held(args: Namespace) -> int:
         for model in models.values():
             if (sliding := model.sliding).layers:
                 print(SLIDES.format(sliding.layers, sliding.window, model.name))
-            if sliding.indexed:
-                print(INDEXES.format(sliding.indexed, model.name))
-            if model.geometry.rate > 1:
-                print(POOLS.format(model.geometry.rate, model.name))
             if model.recurrent:
                 print(RECUR.format(model.recurrent, model.name))
     return 0
@@ -214,15 +206,12 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
             raise NotFound(f"{error}; --model takes the folder of a model in Hugging Face format") from None
         if isinstance(config, dict) and isinstance(config.get("text_config"), dict):  # of a model of images and text
             config = config["text_config"]
-        if isinstance(config, dict) and caching(config) > 1 and type(config.get("num_layers")) is int:
-            config = config | {"num_hidden_layers": caching(config) * config["num_layers"]}
         if not isinstance(config, dict) or not {"num_hidden_layers", "num_attention_heads"} <= config.keys():
             raise ValueError(
                 f"--model {text}: no config.json of a model, or one that leaves layers and heads to transformers; give "
                 "its shape as layers x KV heads x head size"
             )
-        kinds = config.get("layer_types", config.get("hybrid_layer_pattern"))
-        told = isinstance(kinds, list) and "chunked_attention" not in kinds
+        told = isinstance(config.get("layer_types"), list)
         if other := [name for name in OTHERWISE if config.get(name) is not None and not told]:
             raise ValueError(
                 f"--model {text}: config.json has {other[0]}, as models have whose layers cache otherwise than "
@@ -257,12 +246,12 @@ def _of_config(name: str, config: Mapping[str, Any], vocabulary: int | None) -> 
 
 def _rows(model: Model, recipes: list[Recipe], counts: list[int], args: Namespace) -> Iterator[dict[str, Any]]:
     geometry, sliding = model.geometry, model.sliding
-    token = 4 * geometry.layers * geometry.width * args.batch  # bytes of keys and values, or an entry's, in 16 bits
+    token = 4 * geometry.layers * geometry.width * args.batch  # bytes of keys and values in 16 bits
     row: dict[str, Any] = {"model": model.name, "recipe": "16 bit", "bits": 16.0, "shared MiB": 0.0}
     for count in counts:
         row |= {
             f"bits at {count}": 16.0,
-            f"GiB at {count}": round((count // geometry.rate * token + args.batch * sliding.bytes(count)) / GIB, 3),
+            f"GiB at {count}": round((count * token + args.batch * sliding.bytes(count)) / GIB, 3),
         }
     yield row | {"under 16 bit from": None, "under HIGGS from": None}
     for recipe in recipes:

@@ -28,7 +28,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec
 from kvq_runtime.disk.files import json_object
 from kvq_runtime.errors import NotFound
-from kvq_runtime.geometry import Geometry, joined
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, presets
 from kvq_runtime.registry.lock import read_lock
 from kvq_runtime.registry.resolve import load_artifact
@@ -66,14 +66,11 @@ def read(reference: str) -> Source:
 
 
 def match(source: Source, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
-    """The shape of the served model. Raises ArtifactError unless the artifact, if there is one, is for it; ValueError
-    for a model that caches other than keys and values of one size.
+    """The shape of the served model. Raises ArtifactError unless the artifact, if there is one, is for it.
 
     config     of the model's decoder, as in config.json
     model      its folder or its id on a Hub, whose files are on this machine: their projections are compared, if found
     """
-    if (what := joined(config)) is not None:
-        raise ValueError(f"{model} caches {what}; kvq takes keys and values of one size from engines; serve it without")
     if source.artifact is not None:
         ours = fingerprint.from_config(config, _weights(folder(model, revision)))
         fingerprint.check_match(source.artifact.fingerprint, ours)

@@ -1,9 +1,7 @@
 """Serve the compressed cache of a whole model to transformers."""
 
-import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +11,39 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 
+from kvq_runtime import families
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
-from kvq_runtime.geometry import ENTRIES, WHOLE, filled, joined, looped
-from kvq_runtime.hf import announced
-from kvq_runtime.hf.announced import Announced
-from kvq_runtime.hf.attention import EAGER, HybridLayer, JoinedLayer, KVQLayer, Pass, PooledLayer
+from kvq_runtime.families import Family
+from kvq_runtime.hf import hooks
+from kvq_runtime.hf.attention import KVQLayer, Pass
+from kvq_runtime.hf.hooks import Announced
 from kvq_runtime.hf.model import (
     LISTED,
     attention_modules,
     check_model,
+    family_of,
     fingerprint_of,
     geometry_of,
-    indexed,
-    own_code,
+    rope_refusal,
     settings_of,
 )
-from kvq_runtime.hf.refusals import attention_refusal, of_model, rope_refusal
-from kvq_runtime.recipe import Recipe, attends
+from kvq_runtime.recipe import Recipe, attends, weighs
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.memory import MemoryReport, human
 from kvq_runtime.store.promise import Check, Health
 from kvq_runtime.store.storage import storage_bytes
 
-_begin, _Announce = announced.begin, announced._Announce  # by which names models were pickled before, with their hooks
-# by transformers' own layers, and beside blocks
-HELD = (
-    "keys", "values", "conv_states", "recurrent_states", "indexer_keys", "indexer_position_ids", "buffer_kv",
-    "buffer_gate", "compressed_kv", "overlap_kv", "overlap_gate",
-)  # fmt: skip
+HELD = ("keys", "values", "conv_states", "recurrent_states")  # by transformers' own layers
+STANDARD = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}  # of caches that ours can stand in for
 
 
 class KVQCache(Announced, Cache):
@@ -92,52 +85,35 @@ class KVQCache(Announced, Cache):
         check_type("recipe", recipe, Recipe, "a Recipe, or its name to from_recipe")
         check_model(model)
         config = model.config.get_text_config(decoder=True)
+        settings, family = settings_of(config), family_of(model)
+        layers: list[Any] = DynamicCache(config=config).layers
+        if family is None:
+            _check_unlisted(model, settings, layers, recipe)
         geometry, modules = geometry_of(model), attention_modules(model)
-        settings = settings_of(config)
-        stock = DynamicCache(config=config).layers
-        stock += [copy.deepcopy(stock[n]) for n in looped(settings)]  # as the model itself does with a cache of its own
-        whole = DynamicLayer, LinearAttentionAndFullAttentionLayer, DynamicIndexedLayer
-        order = filled(settings)[: len(stock)]  # without layers that read what others cache
-        kinds = [
-            type(layer) in whole or getattr(layer, "_layer_type", None) in WHOLE
-            for layer in map(stock.__getitem__, order)
-        ]
-        if [n for n, held in enumerate(kinds) if held] != list(modules):
+        if [n for n, layer in enumerate(layers) if type(layer) is DynamicLayer] != list(modules):
             raise ValueError(
                 f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
             )
         made_for = settings.get("max_position_embeddings")
         self.blocks = BlockCache(recipe, geometry, tensors, made_for or 1 << 17, model.dtype, made_for, check)
-        self.places = {order[layer]: place for place, layer in enumerate(modules)}
-        attention = list(modules.values())
-        if "positions" in recipe.needs and (why := of_model(rope_refusal, model, modules)):
+        if "positions" in recipe.needs and (why := rope_refusal(model)):
             raise ValueError(f"{recipe.name} undoes RoPE, but {why}; use a post-RoPE recipe")
-        self._pass, self._decodes = Pass(), _decoding(settings, model, modules, recipe)
+        shared = settings.get("num_kv_shared_layers")
+        self._pass, self._decodes = Pass(), _decoding(family, shared, model, recipe)
         if self._decodes and attends(recipe):
             raise ValueError(
                 f"{recipe.name} needs queries or weights of attention, and {self._decodes}; use a recipe that holds "
                 "and reads all tokens, and needs no queries"
             )
-        shared = settings.get("num_kv_shared_layers")
-        what, layers = joined(settings), list[Any](stock)
-        if config._attn_implementation == "kvq":
-            own = of_model(attention_refusal, model, modules, None)
-            if (why := announced.UNKNOWN if what == ENTRIES else own) is not None:
-                raise ValueError(f"{why}; {EAGER}")
-        kind, self._pooled = KVQLayer if what is None else partial(JoinedLayer, what), what == ENTRIES
+        self.places = {n: place for place, n in enumerate(modules)}
         for n, place in self.places.items():
-            given = self.blocks, place, self._pass, bool(self._decodes and (not shared or n == max(modules)))
-            states = getattr(stock[n], "number_of_states", None)
-            layers[n] = kind(*given) if states is None else HybridLayer(states, *given)
-            layers[n] = PooledLayer(config, layers[n]) if self._pooled else layers[n]
-        super().__init__(layers=layers)  # type: ignore[arg-type]
-        recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-        self._recurrent = "recurrent layers" if recurrent else "layers that pool tokens" if self._pooled else ""
+            decodes = bool(self._decodes and (not shared or n == max(modules)))
+            layers[n] = KVQLayer(self.blocks, place, self._pass, decodes)
+        super().__init__(layers=layers)
+        self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         self._stock = [] if self._recurrent else [layer for layer in layers if isinstance(layer, DynamicLayer)]
         self.artifact: Artifact | None = None  # which the cache was made of
-        announced.hook(model, attention[0])
-        if self._recurrent:
-            announced.hook_end(model)
+        hooks.hook(model, next(iter(modules.values())), self._recurrent)
 
     @classmethod
     def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel, health: bool = False) -> "KVQCache":
@@ -227,20 +203,16 @@ class KVQCache(Announced, Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that every layer has seen."""
-        layer: Any = self.layers[layer_idx]
-        return layer.get_seq_length() if self._pooled else self.blocks.length
+        return self.blocks.length
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold; `print` it, or read its fields.
 
-        Layers that transformers' own classes hold are counted, the state of recurrent ones and the keys of indexers.
+        Layers that transformers' own classes hold are counted and the states of recurrent ones.
         """
         found = [getattr(layer, name, None) for layer in self.layers for name in HELD]
         parts = [part for one in found for part in (one.values() if isinstance(one, dict) else [one])]
-        report, seen = self.blocks.memory_report(), self.get_seq_length()
-        if report.tokens != seen:  # but entries
-            report = replace(report, tokens=seen, kept=seen)
-        return report.with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
+        return self.blocks.memory_report().with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
 
     def health(self) -> Health:
         """Errors of the blocks that are held, beside those that calibration saw; `print` it, or read its fields.
@@ -257,22 +229,17 @@ class KVQCache(Announced, Cache):
         """
         if self._recurrent and (self.blocks.step is not None or self._open):
             raise RuntimeError(
-                f"a forward pass stopped midway, and has changed the state of {self._recurrent}, which cannot be had "
+                "a forward pass stopped midway, and has changed the state of recurrent layers, which cannot be had "
                 "back: reset() the cache, and begin again with the whole text"
             )
         self.blocks.settle()
-        indexed = [getattr(layer, "indexer_keys", None) for layer in self.layers]
-        held = [keys.shape[1] for keys in indexed if keys is not None]
-        if held or self._stock:
-            shortest = min([self.blocks.length, *held, *(layer.get_seq_length() for layer in self._stock)])
+        if self._stock:
+            shortest = min(self.blocks.length, *(layer.get_seq_length() for layer in self._stock))
             if self.blocks.length > shortest:
                 self.blocks.crop(shortest)
             for layer in self._stock:
                 if layer.get_seq_length() > shortest:
                     layer.crop(shortest - layer.get_seq_length()) if shortest else _empty(layer)
-        for layer in self.layers:  # positions come before any layer runs
-            if isinstance(layer, KVQLayer) and layer.indexer_position_ids is not None:
-                layer.crop(0) if self.blocks.length else layer.reset()
         super()._begin(attention_mask)
 
     def reset(self) -> None:
@@ -324,13 +291,13 @@ class KVQCache(Announced, Cache):
 
         Caches of this model that are still in use get no padding and positions any more.
         """
-        announced.unhook(model)
+        hooks.unhook(model)
 
     def _whole(self, method: str, given: Any) -> None:
         """Refuse what transformers' recurrent layers do not do."""
         if self._recurrent and given:
             raise RuntimeError(
-                f"{method}({given}): this model has {self._recurrent}, whose state cannot be taken apart; reset() the "
+                f"{method}({given}): this model has recurrent layers, whose state cannot be taken apart; reset() the "
                 "cache, and begin again"
             )
 
@@ -347,15 +314,14 @@ class KVQCache(Announced, Cache):
                     )
 
     def _each(self, method: str, *args) -> None:
-        """Call transformers' own layers (such as sliding windows), which keep their own tensors, and ours, for those of
-        an indexer."""
+        """Call transformers' own layers, such as sliding windows, which keep their own tensors."""
         for layer in self.layers:
-            filled = isinstance(layer, KVQLayer) or getattr(layer, "is_initialized", False)
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                filled = method in ("reset", "reorder_cache")  # `_whole` has refused the others
-            if not filled:
+            recurs = isinstance(layer, LinearAttentionCacheLayerMixin)
+            if recurs and method not in ("reset", "reorder_cache"):  # `_whole` has refused the others
                 continue
-            if method == "reset" and isinstance(layer, LinearAttentionCacheLayerMixin):
+            if not recurs and (isinstance(layer, KVQLayer) or not getattr(layer, "is_initialized", False)):
+                continue
+            if method == "reset" and recurs:
                 _forget(layer)
             elif method == "reset" and isinstance(layer, DynamicLayer):
                 _empty(layer)
@@ -363,18 +329,26 @@ class KVQCache(Announced, Cache):
                 getattr(layer, method)(*args)
 
 
-def _decoding(settings: Mapping[str, Any], model: PreTrainedModel, layers: Iterable[int], recipe: Recipe) -> str | None:
+def _check_unlisted(model: PreTrainedModel, settings: Mapping[str, Any], layers: list[Any], recipe: Recipe) -> None:
+    """Refuse a model of no listed family, unless a recipe after RoPE and without a fit can serve its standard cache."""
+    refusal = families.refusal({"model_type": model.config.model_type})
+    standard = len(layers) == settings["num_hidden_layers"] and {type(layer) for layer in layers} <= STANDARD
+    if not standard or DynamicLayer not in map(type, layers) or settings.get("kv_lora_rank"):
+        raise ValueError(f"{refusal}; its cache is not one of keys and values by head in every layer")
+    if recipe.fitted or recipe.needs:
+        raise ValueError(f"{refusal}, or a recipe after RoPE that needs no fit and no queries")
+    warnings.warn(f"{refusal}; {recipe.name} was not tested with it", stacklevel=4)
+
+
+def _decoding(family: Family | None, shared: Any, model: PreTrainedModel, recipe: Recipe) -> str | None:
     """The reason why a model's own attention reads a layer's decoded history at every step; None: it need not."""
-    name = type(model).__name__
-    if (why := own_code(model)) is not None:
-        return why
-    if (what := joined(settings)) is not None:
-        return f"the attention of {name} itself reads decoded {what}"
-    if indexed(model):
-        return f"{name} chooses the tokens that a query reads, of decoded keys and values"
-    if settings.get("num_kv_shared_layers"):
-        return f"the last layers of {name} read what the last of those that cache has decoded"
-    return of_model(attention_refusal, model, layers, recipe)
+    if family is None:
+        return f"kvq attention was not tested with {type(model).__name__}"
+    if shared:
+        return f"the last layers of {type(model).__name__} read what the last of those that cache has decoded"
+    if family.sinks and weighs(recipe):
+        return f"{recipe.name} weighs tokens by attention, of which this model's learned sinks take a share"
+    return None
 
 
 def _empty(layer: DynamicLayer) -> None:

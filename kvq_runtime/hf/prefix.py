@@ -14,8 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import check_type
-from kvq_runtime.geometry import joined
-from kvq_runtime.hf.attention import HybridLayer, KVQLayer
+from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import (
     CACHE,
@@ -24,9 +23,7 @@ from kvq_runtime.hf.model import (
     frequencies,
     geometry_of,
     held,
-    indexed,
     rotary_module,
-    settings_of,
 )
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
@@ -90,16 +87,12 @@ class PrefixStore:
         self.model, self.recipe, self._artifact = model, found, artifact
         self._path = path
         layers = self._empty().layers
-        others = [n for n, one in enumerate(layers) if not isinstance(one, KVQLayer) or isinstance(one, HybridLayer)]
+        others = [n for n, one in enumerate(layers) if not isinstance(one, KVQLayer)]
         if others:
             raise ValueError(
                 f"layers {others} of {type(model).__name__} do not attend to all tokens, or recur as well: what "
                 "they hold at the end of a prefix is not kept, so that nothing could go on from it"
             )
-        if (what := joined(settings_of(model.config.get_text_config(decoder=True)))) is not None:
-            raise ValueError(f"{type(model).__name__} caches {what}, of which no prefix is kept")
-        if indexed(model):
-            raise ValueError(f"{type(model).__name__} chooses tokens by keys of an indexer, of which no prefix is kept")
         turning = rope.settings(model.config.get_text_config(decoder=True).to_dict()).get("rope_type")
         if turning in rope.VARYING_TYPES:
             raise ValueError(

@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import WHOLE
+from kvq_runtime.families import FULL
 
 # transformers' rope_type: of frequencies that are the same for every text, and of those that change with its length
 FIXED_TYPES = ("default", "linear", "llama3", "yarn")
 VARYING_TYPES = ("dynamic", "longrope")
-COMPRESSED = "compress"  # in the place of a type of layers, of those that cache entries of several tokens
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE's settings in a configuration of transformers 4 or 5: where layers differ, of those that attend to all."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     by_type = isinstance(found, Mapping) and any(isinstance(value, Mapping) for value in found.values())
-    return dict(next((found[kind] for kind in (*WHOLE, COMPRESSED) if found.get(kind)), {}) if by_type else found)
+    return dict((found.get(FULL) or {}) if by_type else found)
 
 
 @dataclass(frozen=True)

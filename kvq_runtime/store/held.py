@@ -130,7 +130,7 @@ class Sizes:
 
     def at(self, tokens: int, batch: int = 1) -> HeldBytes:
         """Return the bytes that a cache of `batch` rows of `tokens` tokens holds in a step, by kind."""
-        window, rows = self.recipe.widest.window, tokens // self.geometry.rate
+        window, rows = self.recipe.widest.window, tokens
         blocks, exact = max(0, rows - window.recent) // window.block, window.recent + window.block
         found: Counter[str] = Counter()
         for policy in self.recipe.policies:
@@ -151,9 +151,6 @@ class Sizes:
 
     def smaller_from(self, batch: int = 1) -> int | None:
         """From how many tokens a row on all bytes are always fewer than in 16 bits; None: never."""
-        if (rate := self.geometry.rate) > 1:
-            entries = replace(self, geometry=replace(self.geometry, rate=1)).smaller_from(batch)
-            return None if entries is None else rate * entries
         if self.sliding != NONE_SLIDE:
             return replace(self, sliding=NONE_SLIDE).smaller_from(batch)
         far = 1 << 24
@@ -190,7 +187,7 @@ def smaller_from(recipe: Recipe, geometry: Geometry, shared_bytes: int) -> int |
     wider = [peer for peer in peers if peer >= bits]
     if not wider:
         return None
-    saved = (min(wider) - bits) * 2 * geometry.layers * geometry.width / 8 / geometry.rate  # bytes a token
+    saved = (min(wider) - bits) * 2 * geometry.layers * geometry.width / 8  # bytes a token
     return None if saved <= 0 else -int(-shared_bytes // saved)
 
 

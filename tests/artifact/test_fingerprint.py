@@ -42,10 +42,10 @@ def test_a_fingerprint_reads_old_and_new_configurations():
 
 @pytest.mark.parametrize("given, layers", [
     ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, [0]),
-    ({"sliding_window": 8, "sliding_window_pattern": 2}, [1]),
-    ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, [0]),
-    ({"sliding_window": 8, "max_window_layers": 1}, [0, 1]),
-    ({"sliding_window": None, "sliding_window_pattern": 2}, [0, 1]),
+    ({"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 2}, [1]),
+    ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, [0]),
+    ({"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1}, [0, 1]),
+    ({"model_type": "gemma3_text", "sliding_window": None, "sliding_window_pattern": 2}, [0, 1]),
 ])  # fmt: skip
 def test_layers_that_slide_are_no_part_of_the_shape(given, layers):
     """As files of Gemma 3, Qwen2 and others say it; a probe is of the layer that has the place."""

@@ -108,7 +108,7 @@ def test_the_log_says_once_a_layer_what_attends_and_why(model, caplog):
 
 
 def test_the_log_says_once_that_a_step_decodes_all_history_unless_it_does_not(model, caplog, monkeypatch):
-    monkeypatch.setattr("kvq_runtime.hf.announced._told", set())
+    monkeypatch.setattr("kvq_runtime.hf.hooks._slow", set())
     recipe, slow = small(preset("higgs-2bit"), geometry_of(model)), "every step decodes the whole history"
     generate(model, prompt(1, 60), WitnessCache(recipe, model))  # which decodes each block once
     assert slow not in caplog.text

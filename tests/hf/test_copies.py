@@ -9,7 +9,7 @@ import torch
 from generating import kvq, stock
 from models import prompt, random_model
 
-from kvq_runtime.hf import KVQCache, announced
+from kvq_runtime.hf import KVQCache
 
 RECIPES = ["exact", "exact-pre", "higgs-2bit", "rtn-3bit", "aqua-2bit"]
 WAYS = [(name, attention) for name in RECIPES for attention in ("sdpa", "kvq")]
@@ -129,9 +129,3 @@ def test_hooks_can_be_taken_off():
         cache = kvq("aqua-2bit", model)  # which puts them on again
         model(ids, past_key_values=cache)
     assert cache.blocks.layers[0].blocks > 0
-
-
-def test_hooks_of_a_model_that_was_pickled_before_are_found():
-    """They stood in the cache's own file then, and a pickle has them by these names."""
-    found = [pickle.loads(b"ckvq_runtime.hf.cache\n%b\n." % name) for name in (b"_begin", b"_Announce")]
-    assert found == [announced.begin, announced._Announce]

@@ -159,9 +159,9 @@ def test_a_length_that_the_model_never_reaches_is_a_warning(folder):
 
 
 def test_attention_that_decodes_the_whole_history_is_said_once_with_the_line_that_mends_it(folder, caplog):
-    from kvq_runtime.hf import announced
+    from kvq_runtime.hf import hooks
 
-    announced._told.clear()
+    hooks._slow.clear()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def told(attention: str, step: torch.Tensor) -> list[str]:
