@@ -4,11 +4,8 @@ Time and bytes depend on the shapes of fitted tensors, not on what is in them: a
 which there is no artifact, takes part with random ones, with a note.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +15,19 @@ from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.model.files import ModelFiles
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.codec import codec
-from kvq_runtime.errors import NotFound, extra
+from kvq_runtime.errors import NotFound
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import Recipe
 
-BESIDE = ("quanto-2bit", "quanto-4bit", "hqq-2bit", "hqq-4bit", "fp8")  # transformers' quantized caches, by default
-GROUP = 64  # of quanto and hqq: elements with one scale; transformers' default
-RECENT = 128  # of quanto and hqq: tokens that stay exact; transformers' default
-AXIS = {"quanto": 0, "hqq": 1}  # that of the groups: what each backend is used with
-PACKAGE = {"quanto": "optimum-quanto", "hqq": "hqq"}
+# transformers' quantized caches: of quanto and hqq bits, and the axis of the groups that each backend is used with
+BESIDE = {
+    "quanto-2bit": {"nbits": 2, "axis_key": 0, "axis_value": 0},
+    "quanto-4bit": {"nbits": 4, "axis_key": 0, "axis_value": 0},
+    "hqq-2bit": {"nbits": 2, "axis_key": 1, "axis_value": 1},
+    "hqq-4bit": {"nbits": 4, "axis_key": 1, "axis_value": 1},
+    "fp8": {},
+}
 RANDOM = "random tensors in place of fitted ones"
 STOCK = "sdpa"  # what transformers' own caches are attended to with
 
@@ -39,14 +39,12 @@ class Contender:
     name     in tables and files
     make     an empty one for a model
     recipe   the name of its recipe; "" of transformers' own
-    pinned   what else it depends on: the sha256 of its artifact, or the recipe's settings
     note     what a reader of its figures has to know
     """
 
     name: str
     make: Callable[[PreTrainedModel], Cache]
     recipe: str = ""
-    pinned: Any = None
     note: str = ""
 
     @property
@@ -61,28 +59,11 @@ def plain(dtype: torch.dtype) -> Contender:
 
 
 def quantized(name: str) -> Contender:
-    """One of transformers' quantized caches: quanto-2bit, quanto-4bit, hqq-1bit to hqq-8bit, fp8. Else ValueError."""
-    found = re.fullmatch(r"(quanto)-([24])bit|(hqq)-([12348])bit|(fp8)", name)
-    if found is None:
-        raise ValueError(f"--beside {name!r:.80}; use {', '.join(BESIDE)}, other bits of hqq (1, 2, 3, 4, 8), or none")
-    backend, *bits = filter(None, found.groups())
-    settings: dict[str, Any] = {}
-    if bits:
-        axis = AXIS[backend]
-        settings = {"nbits": int(bits[0]), "axis_key": axis, "axis_value": axis, "q_group_size": GROUP}
-        settings["residual_length"] = RECENT
-    return Contender(name, lambda model: QuantizedCache(backend, config=model.config, **settings))
-
-
-def absent(contender: Contender, model: PreTrainedModel) -> str:
-    """Return why one of transformers' quantized caches cannot be made here, and what to install; "" if it can."""
-    try:
-        contender.make(model)
-    except ImportError:
-        return f"needs {PACKAGE[contender.name.partition('-')[0]]}; {extra('bench')}"
-    except ValueError as error:
-        return f"not in transformers {metadata.version('transformers')}: {str(error).partition(chr(10))[0]}"
-    return ""
+    """Return one of transformers' quantized caches, with its default groups and recent tokens. Else ValueError."""
+    if name not in BESIDE:
+        raise ValueError(f"--beside {name!r:.80}; use {', '.join(BESIDE)}, or none")
+    backend = name.partition("-")[0]
+    return Contender(name, lambda model: QuantizedCache(backend, config=model.config, **BESIDE[name]))
 
 
 def ours(texts: Sequence[str], files: ModelFiles, registry: str | None = None) -> list[Contender]:
@@ -90,21 +71,17 @@ def ours(texts: Sequence[str], files: ModelFiles, registry: str | None = None) -
 
     Raises NotFound for what is neither, ValueError for a recipe that the model does not allow or a name that two have.
     """
-    found: dict[str, Contender] = {}
+    found: dict[str, tuple[Subject, str]] = {}
     for text in texts:
-        one = _of(text, files, registry)
-        if found.setdefault(one.name, one).pinned != one.pinned:
-            raise ValueError(f"two recipes are called {one.name}; give one of them another name, as in +name=mine")
-    return list(found.values())
+        subject, note = _subject(text, files, registry)
+        if found.setdefault(subject.name, (subject, note))[0].identity != subject.identity:
+            raise ValueError(f"two recipes are called {subject.name}; give one of them another name, as in +name=mine")
+    return [_contender(subject, note, files) for subject, note in found.values()]
 
 
-def _of(text: str, files: ModelFiles, registry: str | None) -> Contender:
-    subject, note = _subject(text, files, registry)
+def _contender(subject: Subject, note: str, files: ModelFiles) -> Contender:
     recipe = subject.recipe.check(files.geometry)
-    pinned = subject.sha256 or recipe.to_json()
-    return Contender(
-        subject.name, lambda model: KVQCache(recipe, model, subject.tensors or None), recipe.name, pinned, note
-    )
+    return Contender(subject.name, lambda model: KVQCache(recipe, model, subject.tensors or None), recipe.name, note)
 
 
 def _subject(text: str, files: ModelFiles, registry: str | None) -> tuple[Subject, str]:

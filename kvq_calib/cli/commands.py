@@ -35,7 +35,6 @@ examples
     kvq eval demo-aqua-2bit --model demo --protocol full --layers      every token encoded; errors by layer too
     kvq eval higgs-2bit --model llama-3.1-8b --corpus wikitext-2 --length 8192 --windows all --protocol full
     kvq eval demo-aqua-2bit --model demo --also demo-code c4=c4.jsonl  on texts of other kinds, too
-    kvq eval higgs-2bit --model demo --protocol decode --length 2304   greedy text: where the cache's leaves it
     kvq eval higgs-2bit --model qwen2.5-7b --tasks passkey,needle      needles in a text, found through the cache
     kvq eval --model qwen2.5-7b --tasks passkey,needle --chat          what the 16-bit model answers by itself, asked
                                                                        in its chat form
@@ -44,8 +43,7 @@ examples
 The 16-bit model is always measured beside them. Protocols: full, one forward pass in which every token but the sinks
 is encoded and decoded before anything attends to it; in-use, tokens arrive in steps and stay exact for as long as the
 cache keeps them so; both by default. What is read exactly in use, up to all of it in short windows, costs nothing, so
-that the full encode is nearer to a long context. decode (docs/measure.md): along the 16-bit model's own greedy text, a
-token a pass, where the cache would first choose otherwise, and the divergence by position. For the others, a table of:
+that the full encode is nearer to a long context. A table of:
 bits per element, asymptotic and of a cache that holds a window, or 4096 tokens; perplexity, and its distance from 16
 bit with the standard error over windows; KL divergence from the 16-bit model in nats; top-1 agreement with it; the
 share of attention's weight, and of what queries read, that was decoded. Records of published
@@ -80,8 +78,8 @@ equal where the recipes allow it. A full encode needs neither.
 
 BENCH_EXAMPLES = """\
 examples
-    kvq bench higgs-2bit kivi-2bit --model demo --context 512,2048 --batch 1,4 --plot bench.png
-    kvq bench aqua-2bit rtn-4bit --model qwen2.5-7b --context 4096,16384 --batch 1,8 --device cuda --out b.jsonl
+    kvq bench higgs-2bit kivi-2bit --model demo --context 512,2048 --batch 1,4
+    kvq bench aqua-2bit rtn-4bit --model qwen2.5-7b --context 4096,16384 --batch 1,8 --device cuda
     kvq bench kivi-2bit --model ./my-model --beside quanto-2bit,hqq-2bit --memory 80GB --json
     kvq bench aqua-2bit --model demo --beside none --tokens 128
 
@@ -89,12 +87,11 @@ Every cache reads the same random prompts and generates with model.generate, in 
 transformers' quantized caches (extra bench; a row says what is not installed), and each recipe, under "kvq" attention,
 on a GPU with its steps as CUDA graphs. A recipe that is to be fitted takes part with its artifact or, where there is
 none, with random tensors: neither time nor bytes depend on them. A table of: seconds until the first token, tokens per
-second of the median step, bytes that the cache holds, the peak of memory where it can be asked for, and how many rows
-fit into --memory beside the weights, computed. What does not fit into this machine is a row that says so. --out keeps
-each finished round, and the same command goes on with the next."""
+second of the median step, processor seconds of a step, bytes that the cache holds, the peak of a GPU's memory, and how
+many rows fit into --memory beside the weights, computed. What does not fit into this machine is a row that says so."""
 
 INTERRUPTED = {
-    "bench": "interrupted; the same command goes on with the next round if it has --out",
+    "bench": "interrupted; finished rounds are above",
     "evaluate": "interrupted; nothing was kept",
     "compare": "interrupted; the same command goes on where it stopped",
 }
@@ -106,13 +103,12 @@ examples
     kvq report qwen2.5-7b-aqua-2bit@1.2.0 --out page.html --open     one version, shown in a browser
     kvq report qwen2.5-7b-aqua-2bit --compare compare.json           with the frontier of kvq compare --output
     kvq report --registry                                            all versions of your registry
-    kvq report --registry hf://my-org --out wall.html                of another one
+    kvq report --registry hf://my-org --out index.html               of another one
     kvq report --registry --out pages                                and each version's page, linked, in a folder
 
-A page is one file, which loads nothing from elsewhere, in light and dark. Of a version: bits and errors by layer,
-losses in and out of the domain, tasks, the frontier, what changed since the last version, health, provenance, history.
-Where nothing was measured it names the command that does. A version that is damaged has a page too, and the command
-exits with 1."""
+A page is one file that loads nothing from elsewhere. Of a version: bits and errors by layer, losses in and out of the
+domain, divergence against bits beside others, health, provenance, history. Where nothing was measured it names the
+command that does. A version that is damaged has a page too, and the command exits with 1."""
 
 
 def add_report(subparsers: Any) -> None:
@@ -143,7 +139,7 @@ def add_eval(subparsers: Any) -> None:
     add_settings(command, "of every recipe named")
     _source(command)
     add("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
-    _measuring(command, decode=True)
+    _measuring(command)
     _tasks(command)
     add("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
     add("--output", metavar="FILE", help="write the records as JSON")
@@ -160,7 +156,6 @@ def _tasks(command: argparse.ArgumentParser) -> None:
     add("--depths", type=float, metavar="D", nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9],
         help="of tasks: places of what is asked for, 0 to 1 (default: 0.1 0.3 0.5 0.7 0.9)")  # fmt: skip
     add("--samples", type=count, metavar="N", default=5, help="of tasks: texts of each length and depth (default: 5)")
-    add("--plot", type=png, metavar="FILE", help="of tasks: write accuracy by length and depth, a PNG")
     add("--limit", type=count, metavar="N", help="of lm-eval's tasks: the first examples (default: all)")
     add("--num-fewshot", type=int, metavar="N", help="of lm-eval's tasks: worked examples in a prompt")
     add("--batch-size", type=count, metavar="N", default=1,
@@ -210,12 +205,10 @@ def add_bench(subparsers: Any) -> None:
     )  # fmt: skip
     add("--memory", metavar="SIZE",
         help="that weights and rows are to fit into, as in 80GB (default: the device's own)")  # fmt: skip
-    add("--out", metavar="FILE", help="keep finished rounds here, and go on with what it has")
-    add("--plot", type=png, metavar="FILE", help="write the plot, a PNG")
     options.registry(command)
 
 
-def _measuring(command: argparse.ArgumentParser, decode: bool = False) -> None:
+def _measuring(command: argparse.ArgumentParser) -> None:
     """Add what both measuring commands ask: on which texts, under which protocols, and what stays exact."""
     add = command.add_argument
     add("--windows", type=windows, default=16, metavar="N", help="windows of each text, or all (default: 16)")
@@ -223,17 +216,14 @@ def _measuring(command: argparse.ArgumentParser, decode: bool = False) -> None:
         help="texts of other kinds to measure on too: FILE, HUB-ID, demo-code (Python's library), wikitext-2; or none "
         "(default: the model's, demo-code beside a --corpus)")  # fmt: skip
     add(
-        "--protocol", choices=["full", "in-use", "both", *(["decode"] if decode else [])], default="both",
-        help="every token but the sinks encoded before it is read; as the cache does it in use; or both (default)"
-        + ("; or along the 16-bit model's own greedy text, token by token" if decode else ""),
+        "--protocol", choices=["full", "in-use", "both"], default="both",
+        help="every token but the sinks encoded before it is read; as the cache does it in use; or both (default)",
     )  # fmt: skip
     add("--step", type=count, default=32, metavar="N", help="in use: tokens per pass (default: 32)")
     add(
         "--prompt", type=int, default=0, metavar="N",
         help="in use: tokens of the first pass, which reads no cache and is not scored; recipes that are fitted to "
-        "their prompt are fitted to it (default: 0, the first pass is a step)"
-        + ("; of decode: tokens of text before the continuation, which goes on to --length (default: 256 of 4096)"
-           if decode else ""),
+        "their prompt are fitted to it (default: 0, the first pass is a step)",
     )  # fmt: skip
     add("--sinks", type=int, metavar="N", help="exact first tokens (default: as each recipe says)")
     add("--recent", type=int, metavar="N",
@@ -247,8 +237,7 @@ def _measuring(command: argparse.ArgumentParser, decode: bool = False) -> None:
     add(
         "--layers", action="store_true",
         help="measure errors of keys, values and attention's output by layer, too, on 4 windows: a pass more for every "
-        "16 recipes, in which each layer attends twice more for each recipe; "
-        + ("the table has their mean over attention's output" if not decode else "a second table (--plots does too)"),
+        "16 recipes, in which each layer attends twice more for each recipe (--plots does too)",
     )  # fmt: skip
 
 
@@ -282,14 +271,14 @@ def _run(module: str, function: str, args: argparse.Namespace) -> int:
         catalog.check(args.model)
     if function != "report":  # whose --out may be either
         for option in ("output", "out", "plot"):
-            options.check_output(f"--{option}", getattr(args, option, None), makes=function == "bench")
+            options.check_output(f"--{option}", getattr(args, option, None))
         options.check_output("--plots", getattr(args, "plots", None), folder=True)
     try:
         command = getattr(import_module(module), function)
         exit_codes.loaded()
         return command(args)
     except KeyboardInterrupt:
-        kept = function == "evaluate" and (args.tasks or args.protocol == "decode")
+        kept = function == "evaluate" and args.tasks
         raise KeyboardInterrupt(INTERRUPTED.get("compare" if kept else function, "interrupted")) from None
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("kvq"):

@@ -121,7 +121,7 @@ def demonstrate(model: str, size: Size) -> tuple[dict[str, Any], bytes]:
     note = f"{files.id} has {parameters / 1e6:.4g} million parameters"
     note += "; figures of so small a model say little about a large one" if parameters < 1e9 else ""
     result = {"model": files.id, "note": note, "published": [one.rpartition("@")[0] for one in published], "rows": rows}
-    return result, plots.frontier([tables.named(records)])
+    return result, plots.perplexity_by_bits(tables.named(records))
 
 
 def _calibrate(asked, files, size: Size) -> tuple[list[dict], list[str], str]:

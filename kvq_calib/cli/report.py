@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.report.page import known, version, wall
+from kvq_calib.report import registry_page, version_page
 from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import options
 from kvq_runtime.cli.exit_codes import say
@@ -31,16 +31,16 @@ def report(args: argparse.Namespace) -> int:
     if args.reference is None:
         if args.compare:
             raise ValueError("--compare FILE is for the page of a version; give its NAME")
-        found = wall.of_registry(open_registry(args.registry or None), datetime.now(UTC))
+        found = registry_page.of_registry(open_registry(args.registry or None), datetime.now(UTC))
         out = Path(args.out or "registry.html")
         if args.out and (out.is_dir() or not (out.suffix or out.exists())):
             _all_pages(args, found)
         damaged = [f"{one['name']}: {one['reason']}" for one in found["faults"]]
         damaged += [f"{row['name']} {row['version']}: {row['damage']}" for row in found["versions"] if row["damage"]]
-        return _give(args, found, wall.page, "registry.html", damaged)
+        return _give(args, found, registry_page.page, "registry.html", damaged)
     found = _version(args)
     name = f"{found['name']}-v{found['version']}.html" if found["version"] else f"{found['name']}.html"
-    return _give(args, found, version.page, name, version.faults(found))
+    return _give(args, found, version_page.page, name, version_page.faults(found))
 
 
 def _all_pages(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
@@ -50,8 +50,8 @@ def _all_pages(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
     files.make_folder(folder)
     for row in found["versions"]:
         row["page"] = f"{row['name']}-v{row['version']}.html"
-        known_of_it = known.of_version(registry, row["name"], row["version"])
-        files.save(folder / row["page"], version.page(known_of_it).encode())
+        known_of_it = version_page.of_version(registry, row["name"], row["version"])
+        files.save(folder / row["page"], version_page.page(known_of_it).encode())
     args.out = str(folder / "index.html")
 
 
@@ -62,10 +62,10 @@ def _version(args: argparse.Namespace) -> dict[str, Any]:
     if isinstance(given, Path):
         resolved = resolve(args.reference, args.registry or None)
         made = artifact.load(resolved.path, resolved.sha256, resolved.size)
-        return known.of_file(made, resolved.name, resolved.sha256, resolved.size, compared)
+        return version_page.of_file(made, resolved.name, resolved.sha256, resolved.size, compared)
     registry = open_registry(given.registry or args.registry or None)
     chosen, _ = choose(registry.existing(given.name), given)
-    return known.of_version(registry, given.name, chosen.version, compared)
+    return version_page.of_version(registry, given.name, chosen.version, compared)
 
 
 def _records(file: str | None) -> list[TextRecord]:

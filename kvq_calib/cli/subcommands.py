@@ -17,14 +17,14 @@ import torch
 
 from kvq_calib.bench import contenders, rounds
 from kvq_calib.cli.progress import Bar, progress_bar
-from kvq_calib.evaluate import decode, record, tasks
+from kvq_calib.evaluate import record, tasks
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import Subject, choose, find, keep
 from kvq_calib.job import prepare, run
 from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.report import answered, greedy, plots, tables, timings
+from kvq_calib.report import plots, tables, timings
 from kvq_calib.run import budget
 from kvq_calib.run.device import memory_of, usable
 from kvq_calib.tasks import needles
@@ -36,14 +36,14 @@ from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError, extra, spoken
 from kvq_runtime.ops import product
 from kvq_runtime.prefix.block_folder import parse_bytes
-from kvq_runtime.registry.measured import PROTOCOLS, GreedyRecord, Record, TasksRecord, TextRecord
+from kvq_runtime.registry.measured import PROTOCOLS, Record, TasksRecord, TextRecord
 from kvq_runtime.registry.reference import home
 from kvq_runtime.registry.sound import read
 
 R = TypeVar("R", bound=Record)
 Give = Callable[..., None]
 OWN = ", ".join(needles.TASKS)
-OF_TEXT = ("rows", "layers", "by_layer", "plots")  # options of `kvq eval` that neither tasks nor greedy text have
+OF_TEXT = ("rows", "layers", "by_layer", "plots")  # options of `kvq eval` that tasks do not have
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -54,17 +54,10 @@ def evaluate(args: argparse.Namespace) -> int:
     given = recipe_text.with_settings(args.subjects, args.set)
     subjects = [find(text, files, args.registry) for text in given]
     recipe_text.distinct(subject.recipe for subject in subjects if subject.sha256 is None)
-    if args.plot and not args.tasks:
-        raise ValueError("--plot draws tasks, and --tasks names none; --plots DIR draws what is measured on text")
-    if other := "--tasks" if args.tasks else "--protocol decode" if args.protocol == "decode" else "":
-        given = [name for name in OF_TEXT if getattr(args, name)]
-        if given:
-            words = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"{words}: of text that is predicted, of which {other} measures none; leave out either")
     if args.tasks:
+        if given := [f"--{name.replace('_', '-')}" for name in OF_TEXT if getattr(args, name)]:
+            raise ValueError(f"{', '.join(given)}: of text, of which --tasks measures none; leave out either")
         return _tasks(args, files, subjects)
-    if args.protocol == "decode":
-        return _greedy(args, files, subjects)
     batch, beside = _texts(args, files, args.corpus or files.entry.corpus)
     protocol = _protocol(args, args.rows)
     with progress_bar(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
@@ -114,22 +107,6 @@ def _kept(
     return tables.named([read(one, kind) for one in records], [subject.name for subject in subjects])
 
 
-def _greedy(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
-    """Run `kvq eval --protocol decode`: follow the 16-bit model's greedy text with each cache."""
-    subjects, ledger = [_protocol(args, None).subject(one, files.geometry) for one in subjects], _ledger()
-    plan = decode.Plan(args.length or min(decode.LENGTH, files.context))
-    source, prompt = args.corpus or files.entry.corpus, args.prompt or decode.PROMPT
-    batch = corpus.select(source, files.path, args.windows, prompt, args.seed, "held-out")
-    with progress_bar(decode.work(batch, len(subjects), plan), args.quiet) as progress:
-        records = decode.evaluate(files, batch, subjects, plan, *_used(args), progress, ledger)
-    with everywhere() as give:
-        shown = _kept(args, subjects, records, GreedyRecord, give)
-        if not _told(args, records, give):
-            print_table(greedy.rows(shown), False)
-            print(f"\n{greedy.about(shown)}")
-    return 0
-
-
 def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
     """Run `kvq eval --tasks`: names that kvq does not know are lm-eval's."""
     protocol = _protocol(args, None)
@@ -143,8 +120,6 @@ def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subje
         )
     if args.protocol == "full":
         raise ValueError(f"--protocol full: {args.tasks} are answered in use; leave it out, or use in-use")
-    if args.plot and not own:
-        raise ValueError(f"--plot draws kvq's own tasks ({OWN}), of which --tasks has none")
     device, groups = _used(args), []
     if own:
         lengths = args.lengths or [length for length in tasks.LENGTHS if length <= files.context]
@@ -164,14 +139,12 @@ def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subje
         for group in groups:
             _kept(args, subjects, group[1:], TasksRecord, give)
             shown.append(tables.named([read(one, TasksRecord) for one in group], names))
-        if args.plot:
-            give(save, {args.plot: answered.heat(shown[0])})
         if _told(args, [one for group in groups for one in group], give):
             return 0
         for number, group in enumerate(shown):
             print("\n" * bool(number), end="")
-            print_table(answered.rows(group), False)
-            print("".join(f"\n{note}" for note in answered.notes(group)), end="")
+            print_table(tables.tasks(group), False)
+            print("".join(f"\n{note}" for note in tables.task_notes(group)), end="")
     return 0
 
 
@@ -211,7 +184,7 @@ def compare(args: argparse.Namespace) -> int:
     records = tables.by_bits([read(one, TextRecord) for one in measured])
     with everywhere() as give:
         if args.plot:
-            give(save, {args.plot: plots.comparison(records)})
+            give(save, {args.plot: plots.perplexity_by_bits(records)})
         if not _told(args, [one.raw for one in records], give):
             print_table(tables.narrow(records) if not args.wide else tables.comparison(records), False)
             print("".join(f"\n{note}" for note in tables.notes(records)))
@@ -234,25 +207,18 @@ def bench(args: argparse.Namespace) -> int:
     every = [contenders.plain(dtype), *stock, *ours]
     with progress_bar(rounds.work(len(every), plan), args.quiet) as progress:
         model = rounds.load(files, device, dtype)
-        absent = {one.name: contenders.absent(one, model) for one in stock}
-        able = [one for one in every if not absent.get(one.name)]
-        progress(rounds.work(len(every) - len(able), plan))
-        about = rounds.about(files, model, able, plan)
-        kept = rounds.Rounds(Path(args.out) if args.out else None, about)
+        about, done = rounds.about(files, model, every, plan), list[rounds.Round]()
         try:
-            rounds.measure(model, able, plan, kept, progress)
+            rounds.measure(model, every, plan, done, progress)
         except KeyboardInterrupt as error:
             interrupted = error
-    found = timings.figures(rounds.chosen(plan, kept), every, about["weights_bytes"], memory, absent)
+    found = timings.figures(done, every, about["weights_bytes"], memory)
     notes = timings.notes(found, about, memory) if found else []
-    with everywhere() as give:
-        if args.plot and found:
-            give(save, {args.plot: timings.picture(found, notes)})
-        if args.json:
-            print(json.dumps({"about": about | {"memory_bytes": memory}, "rows": found}, indent=2))
-        elif found:
-            print_table(timings.rows(found, memory), False)
-            print("".join(f"\n{note}" for note in notes))
+    if args.json:
+        print(json.dumps({"about": about | {"memory_bytes": memory}, "rows": found}, indent=2))
+    elif found:
+        print_table(timings.rows(found, memory), False)
+        print("".join(f"\n{note}" for note in notes))
     if interrupted is not None:
         raise interrupted
     if wrong := timings.failed(found):

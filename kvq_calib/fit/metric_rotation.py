@@ -4,7 +4,7 @@
     output     M = Σ WₒᵀWₒ over the query heads that read the KV head (`kvq_calib/fit/rotate.py`)
     attended   M = Σ_t w_t v_t v_tᵀ / Σ w_t,  w_t = k_tᵀ E[q qᵀ] k_t: what queries see of token t, after RoPE
 
-Source: Zhou et al., 2026 (OSCAR); WUSH-KV, 2026. See `kvq_runtime/stages/metric_rotation.py`.
+Source: Zhou et al., 2026 (OSCAR). See `kvq_runtime/stages/metric_rotation.py`.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,9 @@ from kvq_calib.fit.rotate import OutputMetric
 from kvq_calib.fit.scheme import Chunk, Empty, SchemeFit, Source, Summed
 from kvq_calib.fit.statistics import Attended
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import QueryMoment, ResidualMoment, Statistic, Statistics, eigen, eigen_in
+from kvq_runtime.fit.statistics import QueryMoment, Statistic, Statistics, eigen
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages.metric_rotation import Metric, MetricRotation, Wush
-
-RIDGE = 1e-3
-FLOOR = 1e-8  # of the largest eigenvalue: a direction without variance or weight is not divided by 0
+from kvq_runtime.stages.metric_rotation import Metric, MetricRotation
 
 
 @dataclass(frozen=True)
@@ -47,18 +44,13 @@ WEIGHED: dict[Metric, Statistic[Any]] = {
 
 def requests(stage: MetricRotation) -> tuple[Statistic[Any], ...]:
     """Return the statistics that a fit needs."""
-    return (WEIGHED[stage.metric], *([ResidualMoment()] if isinstance(stage, Wush) else []))
+    return (WEIGHED[stage.metric],)
 
 
 def solve(stage: MetricRotation, statistics: Statistics, codec: Codec) -> tuple[MetricRotation, dict[str, Tensor]]:
     """The tensors of the stage, float32 [H, D, D] each."""
     metric_HDD = metric(stage, statistics, codec.geometry)
-    if not isinstance(stage, Wush):
-        return stage, {"rotation": torch.stack([spectral(one_DD) for one_DD in metric_HDD]).float()}
-    moment_HDD = heads(statistics[ResidualMoment()], codec.geometry)
-    pairs = [transform(ridged(m_DD), ridged(s_DD)) for m_DD, s_DD in zip(metric_HDD, moment_HDD, strict=True)]
-    basis, dual = (torch.stack(parts).float() for parts in zip(*pairs, strict=True))
-    return stage, {"basis": basis, "dual": dual}
+    return stage, {"rotation": torch.stack([spectral(one_DD) for one_DD in metric_HDD]).float()}
 
 
 def metric(stage: MetricRotation, statistics: Statistics, geometry: Geometry) -> Tensor:
@@ -79,22 +71,6 @@ def spectral(metric_DD: Tensor) -> Tensor:
     values_D, vectors_DD = eigen(metric_DD)
     values_D, vectors_DD = values_D.flip(0), vectors_DD.flip(1)  # ascending, as the authors' H meets them
     return (vectors_DD @ mixing(len(metric_DD)).to(vectors_DD))[:, bit_reversal(values_D)]
-
-
-def transform(metric_DD: Tensor, moment_DD: Tensor) -> tuple[Tensor, Tensor]:
-    """(Tᵀ, T⁻¹) of T = c H Λ^-¼ Uᵀ Lᵀ, float64; L U is the same for every root L of the metric."""
-    values_D, basis_DD, dual_DD = eigen_in(metric_DD, moment_DD)
-    quarter_D = values_D.clamp_min(FLOOR * values_D.max()).pow(0.25)
-    mixing_DD = mixing(len(values_D)).to(basis_DD)
-    scale = (moment_DD.diagonal().sum() / (values_D / quarter_D.square()).sum()).sqrt()
-    return (basis_DD / quarter_D) @ mixing_DD.mT * scale, (dual_DD * quarter_D) @ mixing_DD.mT / scale
-
-
-def ridged(matrix_DD: Tensor) -> Tensor:
-    """A thousandth of the mean on the diagonal; the identity for a matrix of zeros."""
-    mean = matrix_DD.diagonal().mean()
-    eye = torch.eye(len(matrix_DD), dtype=torch.float64, device=matrix_DD.device)
-    return matrix_DD / mean + RIDGE * eye if mean > 0 else eye
 
 
 def mixing(size: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Write the card of an artifact: what it is, where it comes from, what was measured, and how to use it.
 
-Markdown with the front matter of the Hugging Face Hub. Nothing is claimed that is not in the artifact or in a record; a
-figure stands beside the size of the model it was measured on. Its text is `page/card.md`, its tables `sections.py`.
+Markdown with the front matter of the Hugging Face Hub. Nothing is claimed that is not in the artifact or in a record;
+a figure stands beside the size of the model it was measured on. Its text is `templates/card.md`, tables are in
+`sections.py`.
 """
 
 import re
@@ -14,13 +15,11 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from kvq_calib.model.catalog import entry
-from kvq_calib.report import answered, greedy, sections
-from kvq_calib.report import fit_plots as draw
+from kvq_calib.report import plots, sections
 from kvq_calib.report.tables import by_layer, in_bold, markdown_table, size_of
 from kvq_calib.text.documents import SUFFIXES
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.errors import counted
 from kvq_runtime.recipe import OURS
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.card import UNMEASURED, eval_results
@@ -28,7 +27,6 @@ from kvq_runtime.registry.measured import SPOKEN, Record, of_text, texts
 from kvq_runtime.store.memory import asymptotic_bits
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
-QUERIES = "query-deviation.png"
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -46,18 +44,8 @@ def files(
     """
     drawn, name = dict(measured), name or artifact.recipe.name
     if "budget" in artifact.fit:
-        where = f"{_model(artifact, records)}, {counted(artifact.provenance.get('samples', 0), 'sequence')} of the fit"
-        drawn["bits-by-layer.png"] = draw.bits_by_layer(name, by_layer(artifact), where)
-    if artifact.provenance.get("held_out") and any(scheme.feedback for scheme in artifact.recipe.schemes):
-        where = f"{_model(artifact, records)}, {counted(artifact.provenance['held_out'], 'held-out sequence')}"
-        drawn[QUERIES] = draw.query_deviation(artifact.fit["layers"], where)
-    return {"README.md": card(artifact, records, name, license=license, plots=list(drawn)).encode()} | drawn
-
-
-def _model(artifact: Artifact, records: Sequence[Record]) -> str:
-    """The model's name, and its size where a record has it."""
-    sizes = [size_of(record.protocol.model.parameters) for record in records[:1]]
-    return sections.model_of(artifact)[0] + (f" ({sizes[0]} parameters)" if sizes else "")
+        drawn["bits-by-layer.png"] = plots.png(plots.bits_by_layer(by_layer(artifact)))
+    return {"README.md": card(artifact, records, name, license=license, pictures=list(drawn)).encode()} | drawn
 
 
 def card(
@@ -65,14 +53,14 @@ def card(
     records: Sequence[Record] = (),
     name: str | None = None,
     license: Mapping[str, str] | None = None,
-    plots: Sequence[str] = (),
+    pictures: Sequence[str] = (),
 ) -> str:
     """The text of README.md.
 
     records   evaluation records; those of other artifacts are shown for comparison
     name      in the registry; None: the recipe's
     license   of the base model's weights, from which the artifact is derived, if known: see `sections.license_of`
-    plots     files beside the card
+    pictures  files beside the card
     """
     name, license, recipe = name or artifact.recipe.name, license or {}, artifact.recipe
     model, revision = sections.model_of(artifact)
@@ -102,10 +90,8 @@ def card(
         unmeasured=UNMEASURED,
         gate=measured[0].result.gate if measured else None,
         spoken=SPOKEN,
-        beside=[*answered.sections(records), *greedy.sections(records)],
         held_out=artifact.provenance.get("held_out"),
-        plots=plots,
-        queries=QUERIES,
+        pictures=pictures,
         few=sorted(count for count in parameters if count is not None and count < SMALL),
         texts=list(dict.fromkeys(sources)),
     )
@@ -115,7 +101,7 @@ def card(
 def _template() -> Template:
     """The text around what sections say: Markdown, of which nothing is escaped."""
     found = Environment(
-        loader=PackageLoader("kvq_calib.report", "page"), undefined=StrictUndefined, trim_blocks=True,
+        loader=PackageLoader("kvq_calib.report", "templates"), undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     found.filters |= {one.__name__: one for one in (in_bold, markdown_table, size_of)}

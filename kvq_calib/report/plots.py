@@ -1,200 +1,185 @@
-"""Draw what was measured of recipes: errors by layer, what they cost against bits, and the frontier.
+"""Draw measurements: errors and bits by layer, divergence and perplexity against bits.
 
-Pictures are the bytes of a PNG; the same numbers give the same picture. Every family has its own look (`looks.py`),
-every point its name beside it (`panels.py`), every picture a caption on what was measured.
+The same numbers give the same picture: a PNG beside a card, an SVG in a page.
 """
 
+import io
 import math
-from collections.abc import Mapping, Sequence
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
-from kvq_calib.report import looks as draw
-from kvq_calib.report import panels
-from kvq_calib.report.looks import Look, families, family, looks
-from kvq_calib.report.panels import ATTENTION, KL, PERPLEXITY, TITLES, Panel, Point, not_drawn, points, recommended
-from kvq_calib.report.panels import frontier as frontier_of
-from kvq_calib.report.tables import by_bits, elsewhere, named, reference, where
+from kvq_calib.report.tables import (
+    attention_error,
+    by_bits,
+    elsewhere,
+    kl_error,
+    named,
+    reference,
+    standard_error,
+    where,
+)
+from kvq_runtime.cli.table import printable
 from kvq_runtime.errors import counted
-from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS, SPOKEN, TextRecord, Windows, texts
+from kvq_runtime.registry.measured import IN_USE, PROTOCOLS, SPOKEN, TextRecord, texts
 
 Records = Sequence[TextRecord]
-LINES = 7  # of a panel that are drawn in colour and named; of more records the others are thin and grey
-SHORT = 24  # letters of a family's name in the key
-NAMED = 16  # points of a panel; of more, those of the frontier and one of each family have their names
+KL, PERPLEXITY, ATTENTION = "kl", "relative", "attention"
+TITLES = {
+    KL: "KL divergence from the 16-bit model, nats per token",
+    PERPLEXITY: "perplexity above that of the 16-bit model, %",
+    ATTENTION: "attention output, relative squared error",
+}
 ERRORS = {
     "key_error": "keys",
     "value_error": "values",
-    "attention_error": "attention output, in use: newest tokens exact",
+    "attention_error": "attention output, in use",
     "attention_error_encoded": "attention output, every token but the sinks encoded",
 }
+MARKERS = "os^Dv<>pPX*"
+EXACT = 16.0  # bits of a cache that is not quantized
+LONGEST = 48  # letters of a name in a picture
 
 
-@draw.picture
-def error_by_layer(records: Records) -> Figure:
-    """The error of keys and values over their variance, and of attention's output over its energy, in use and with all
-    tokens encoded: a panel each, a line per recipe. Of more than can be told apart, those that `_lines` chooses are in
-    colour: the others are grey lines without names."""
+@dataclass(frozen=True)
+class Point:
+    """A recipe's cost at its bits; `spread` is the standard error over windows, None if it is not known."""
+
+    name: str
+    bits: float
+    cost: float
+    spread: float | None = None
+
+
+def error_by_layer(records: Records) -> bytes:
+    """Draw a line a recipe: errors of keys and values over their variance, of attention's output over its energy."""
     records = _with_names(records)
-    spoken = [id(one) for one in _lines(records)]
-    chosen = iter(looks([one.result.recipe for one in records if id(one) in spoken]))
-    styles = [{"label": one.name, **next(chosen).line} if id(one) in spoken else _GREY for one in records]
-    figure = layer_errors([one.result.layers for one in records], styles)
-    draw.key(figure, figure.axes)
-    windows = records[0].protocol.error_windows
-    draw.caption(
-        figure,
-        f"Squared error of keys and values over their variance, of attention's output over its energy, on {windows} of "
-        f"the windows. {about(records, beside=False)} Attention that reads decoded tokens alone errs more than in use, "
-        "where the newest tokens, which it reads most, are exact.",
-    )
-    return figure
+    with _plain_text():
+        figure = layer_errors({one.name: one.result.layers for one in records})
+        windows = counted(records[0].protocol.error_windows, "window")
+        _caption(figure, f"Relative squared errors on {windows}. {about(records)}")
+        return png(figure)
 
 
-def layer_errors(lines: Sequence[Sequence[Mapping[str, Any]]], styles: Sequence[Mapping[str, Any]]) -> Figure:
-    """A panel for each of ERRORS, a line for each list of layers; what is 0 or None leaves a gap."""
-    figure = Figure(figsize=(10.5, 7.2), layout="constrained")
+def layer_errors(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """Draw a panel for each of ERRORS, and a line for each name; an error that is 0 or unknown leaves a gap."""
+    figure = Figure(figsize=(10.5, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True)
     for axis, (key, title) in zip(axes.flat, ERRORS.items(), strict=True):
-        heights = []
-        for rows, style in zip(lines, styles, strict=True):
-            found = [row.get(key) or math.nan for row in rows]
-            known = [(layer, value) for layer, value in enumerate(found) if value > 0]
-            if known:
-                (line,) = axis.plot([value if value > 0 else math.nan for value in found], **style)
-                draw.say(line, *(f"layer {layer}, {title}: {value:.3g}" for layer, value in known))
-                heights += [value for _, value in known]
+        for number, (name, rows) in enumerate(lines.items()):
+            heights = [value if (value := row.get(key) or 0.0) > 0 else math.nan for row in rows]
+            axis.plot(heights, label=_short(name), color=f"C{number % 10}", marker=MARKERS[number % len(MARKERS)])
         axis.set_title(title, loc="left", fontsize=10)
-        if heights:
-            draw.log_scale(axis, min(heights) / 1.3, max(heights) * 1.3)
-        else:
-            draw.nothing(axis, "not measured")
-        draw.layers(axis)
-        draw.tidy(axis)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("relative squared error")
-    for axis in axes[0]:
-        axis.set_xlabel("")
+        axis.set_yscale("log")
+        _tidy(axis)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in axes[1]:
+        axis.set_xlabel("layer")
+    if len(lines) > 1:
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
-_GREY = {"label": "others", "color": "0.8", "linewidth": 0.8, "zorder": 1}
-
-
-def _lines(records: Records) -> Records:
-    """Up to LINES records: the first, which the picture is about, the recommended, the frontier from the fewest bits
-    on, then the others in their order."""
-    found = [point for name in PROTOCOLS for point in points(records, KL, name)]
-    marked, known = recommended(found), {one.name: one for one in records}
-    first = [known[one.name] for one in [*([marked] if marked else []), *frontier_of(found)]]
-    return list({id(one): one for one in [records[0], *first, *records]}.values())[:LINES]
-
-
-@draw.picture
-def perplexity_by_bits(records: Records) -> Figure:
-    """Draw KL divergence and perplexity of recipes over the bits they hold, a row a protocol. Lines to the right
-    end at the bits of a cache of 4096 tokens, whiskers are a standard error over windows."""
-    return costs(records, (KL, PERPLEXITY), 4096)
-
-
-@draw.picture
-def comparison(records: Records) -> Figure:
-    """KL divergence, perplexity and, where it was measured, the error of attention's output against asymptotic bits: a
-    row a protocol and a row a text of another kind, by full encode where it was measured."""
-    by_layer = any(one.result.layers for one in records)
-    return costs(records, (KL, PERPLEXITY, ATTENTION) if by_layer else (KL, PERPLEXITY))
-
-
-def costs(records: Records, measures: Sequence[str], tokens: int | None = None) -> Figure:
-    """A row of panels a protocol and a text, a column a measure; lines to the bits of a cache of so many tokens."""
+def perplexity_by_bits(records: Records) -> bytes:
+    """Draw divergence, perplexity and, if errors by layer were measured, attention's error against bits: a row a
+    protocol, then a row a text of another kind."""
     records = by_bits(_with_names(records))
+    measures = (KL, PERPLEXITY, ATTENTION) if any(one.result.layers for one in records) else (KL, PERPLEXITY)
     rows = [("", name, records) for name in _measured(records)]
     for text in texts(records):
         other = elsewhere(records, text)
         rows += [(text, name, other) for name in _measured(other)][:1]
     rows = rows or [("", IN_USE, records)]
-    figure = Figure(figsize=(5.6 * len(measures) + 1.2, 0.9 + 4.3 * len(rows)), layout="constrained")
-    grid = figure.subplots(len(rows), len(measures), squeeze=False)
-    drawn: list[Panel] = []
-    for axes, (text, protocol, some) in zip(grid, rows, strict=True):
-        for axis, measure in zip(axes, measures, strict=True):
-            given = points(some, measure, protocol, f"at_{tokens}" if tokens else "")
-            if text and measure == ATTENTION:
-                axis.set_axis_off()  # measured on the first text alone
-                continue
-            title = f"{TITLES[measure]}\n{', '.join(filter(None, (text, SPOKEN[protocol])))}"
-            drawn.append(panels.scatter(axis, given, measure, title, front=measure == KL))
-    said = [f"Line to the right: bits of a cache of {tokens} tokens, exact ones included."] if tokens else []
-    draw.caption(figure, " ".join([about(records, drawn), *said]))
-    return _finish(figure, drawn, NAMED)
+    with _plain_text():
+        figure = Figure(figsize=(5.6 * len(measures), 0.9 + 4 * len(rows)), layout="constrained")
+        grid = figure.subplots(len(rows), len(measures), squeeze=False)
+        for axes, (text, protocol, some) in zip(grid, rows, strict=True):
+            for axis, measure in zip(axes, measures, strict=True):
+                _scatter(axis, points(some, measure, protocol), measure)
+                told = ", ".join(filter(None, (_short(text), SPOKEN[protocol])))
+                axis.set_title(f"{TITLES[measure]}\n{told}", loc="left", fontsize=9)
+        _caption(figure, f"{about(records)} Bars: a standard error over windows.")
+        return png(figure)
 
 
-@draw.picture
-def frontier(models: Sequence[Records], beside: bool = True, width: float = 9.0, height: float = 5.4) -> Figure:
-    """KL divergence by bits by full encode: a row a model, a column a text.
-
-    beside   also the texts of other kinds that records hold
-    width    of the picture in inches
-    height   of a model's row
-    """
-    figure = Figure(figsize=(width, height * len(models) + 0.5), layout="constrained")
-    rows = []
-    for records in models:
-        records = by_bits(_with_names(records))
-        rows.append({"": records} | ({text: elsewhere(records, text) for text in texts(records)} if beside else {}))
-    grid = figure.add_gridspec(len(rows), math.lcm(*map(len, rows)))
-    drawn: list[Panel] = []
-    for number, groups in enumerate(rows):
-        wide = grid.ncols // len(groups)
-        found = {text: points(some, KL, FULL) for text, some in groups.items()}
-        for place, (text, given) in enumerate(found.items()):
-            axis = figure.add_subplot(grid[number, place * wide : (place + 1) * wide])
-            axis.set_ylabel("" if place else TITLES[KL], fontsize=9)
-            title = where(groups[""][0].protocol.model) + (f", {text or 'in domain'}" if len(groups) > 1 else "")
-            every = [one for some in found.values() for one in some]
-            drawn.append(panels.scatter(axis, given, KL, title, beside=every))
-    draw.caption(
-        figure, "\n".join(about(records, drawn if number == 0 else (), beside) for number, records in enumerate(models))
-    )
-    return _finish(figure, drawn, NAMED)
-
-
-def scatter(given: Sequence[Point], front: bool = True, named: Sequence[Point] | None = None) -> Figure:
-    """KL divergence by bits of any points, for a page.
-
-    front   with the frontier and rings: points of one model and text
-    named   those whose names are written. None: the ringed and the frontier, and others where there is room
-    """
+def divergence_by_bits(given: Sequence[Point]) -> Figure:
+    """Draw the divergence of any points against their bits."""
     figure = Figure(figsize=(10, 5), layout="constrained")
-    panel = panels.scatter(figure.subplots(), given, KL, front=front)
-    panel.axis.set_ylabel(TITLES[KL], fontsize=9)
-    return _finish(figure, [panel], 0, named)
-
-
-def _finish(figure: Figure, drawn: Sequence[Panel], most: int, named: Sequence[Point] | None = None) -> Figure:
-    """Add the key of families, fix the layout, and write names where they are free, or of those alone in `named`."""
-    shown = {family(one.recipe): look for panel in drawn for one, look in panel.looks.items()}
-    many = any(len(panel.points) > most for panel in drawn)
-    if many and len(shown) > 1:
-        figure.legend(*_key(shown), loc="outside right upper", frameon=False, fontsize=8.5, title="family")
-    draw.canvas(figure)
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    for panel in drawn:
-        some = panels.speakers(panel) if len(panel.points) > most else None
-        panels.name(panel, some if named is None else named, others=named is None)
+    axis = figure.subplots()
+    _scatter(axis, given, KL)
+    axis.set_ylabel(TITLES[KL], fontsize=9)
     return figure
 
 
-def _key(shown: Mapping[str, Look]) -> tuple[list[Line2D], list[str]]:
-    names = sorted(shown, key=lambda name: (name not in families(), name))[: len(families())]
-    return [Line2D([], [], **shown[name].point) for name in names], [name[:SHORT] for name in names]
+def bits_by_layer(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the bits of each layer's keys and values as bars, from rows with "layer", "keys" and "values"."""
+    figure = Figure(figsize=(10, 2.8), layout="constrained")
+    axis = figure.subplots()
+    for place, role in enumerate(("keys", "values")):
+        axis.bar([row["layer"] + 0.4 * (place - 0.5) for row in rows], [row[role] for row in rows], 0.38, label=role)
+    axis.set(xlabel="layer", ylabel="bits per element")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    _tidy(axis)
+    return figure
+
+
+def points(records: Records, measure: str, protocol: str) -> list[Point]:
+    """Return the points of one panel; records without figures are left out."""
+    found = []
+    for record in records:
+        part = record.figures(protocol)
+        if part is None:
+            continue
+        spread, cost = None, attention_error(record, protocol) if measure == ATTENTION else part.kl
+        if measure == KL:
+            spread = kl_error(part)
+        elif measure == PERPLEXITY:
+            error = standard_error(part)
+            cost, spread = 100 * part.relative, None if error is None else 100 * error
+        if cost is not None:
+            found.append(Point(record.name, record.result.bits["asymptotic"], cost, spread))
+    return found
+
+
+def _scatter(axis: Axes, given: Sequence[Point], measure: str) -> None:
+    """Draw a marker with its name for each point that is not exact."""
+    log = measure != PERPLEXITY
+    drawn = [one for one in given if one.bits < EXACT and (not log or one.cost > 1e-9)]
+    for number, one in enumerate(drawn):
+        error = None if one.spread is None else [[min(one.spread, 0.9 * one.cost) if log else one.spread], [one.spread]]
+        marker, colour = MARKERS[number % len(MARKERS)], f"C{number % 10}"
+        axis.errorbar(one.bits, one.cost, error, color=colour, marker=marker, capsize=2, linewidth=0.9)
+        axis.annotate(_short(one.name), (one.bits, one.cost), (4, 4), textcoords="offset points", fontsize=8)
+    axis.margins(0.15)
+    if log and drawn:
+        axis.set_yscale("log")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    elif not log:
+        axis.axhline(0, color="0.35", linewidth=1, linestyle="--")
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_xlabel("bits per key or value element, asymptotic", fontsize=9)
+    _tidy(axis)
+
+
+def about(records: Records) -> str:
+    """Describe what was measured: model, windows, the 16-bit model's perplexity."""
+    given = records[0].protocol
+    windows = counted(given.windows, "held-out window")
+    said = f"{where(given.model)}, {windows} of {counted(given.length, 'token')} of {given.text.source}."
+    exact = next((found for name in PROTOCOLS if (found := reference(records, name))), None)
+    return said if exact is None else f"{said} Perplexity of the 16-bit model: {exact:.4g}."
 
 
 def _measured(records: Records) -> list[str]:
-    """The protocols under which there are figures."""
     return [name for name in PROTOCOLS if any(one.figures(name) for one in records)]
 
 
@@ -202,43 +187,39 @@ def _with_names(records: Records) -> Records:
     return records if any(one.name != one.result.recipe for one in records) else named(records)
 
 
-SENTENCES = {
-    FULL: "Full encode: every token but the sinks is encoded before it is read.",
-    IN_USE: "In use: tokens arrive in steps, the newest stay exact.",
-}
+def _short(name: str) -> str:
+    return printable(name)[:LONGEST]
 
 
-def about(records: Records, drawn: Sequence[Panel] = (), beside: bool = True) -> str:
-    """Describe what was measured, on texts of other kinds too if `beside`, and how to read the panels' marks."""
-    given = records[0].protocol
-    said = [f"{where(given.model)}, {_windows(given)}."]
-    said += [f"{text}: {_windows(other)}." for text, other in given.texts.items()] if beside else []
-    said += [SENTENCES[name] for name in _measured(records)]
-    exact = [f"{one:.4g}" for name in PROTOCOLS if (one := reference(records, name))][:1]
-    said += [f"Perplexity of the 16-bit model: {exact[0]}."] if exact else []
-    return " ".join(said + (_marks(records, drawn) if drawn else []))
+def _tidy(axis: Axes) -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(color="0.92", linewidth=0.8)
+    axis.set_axisbelow(True)
 
 
-def _windows(given: Windows) -> str:
-    return f"{counted(given.windows, 'held-out window')} of {counted(given.length, 'token')} of {given.text.source}"
+def _caption(figure: Figure, text: str) -> None:
+    width = int(figure.get_figwidth() * 15)
+    figure.supxlabel(textwrap.fill(printable(text), width), x=0.01, ha="left", fontsize=8.5, color="0.35")
 
 
-def _marks(records: Records, drawn: Sequence[Panel]) -> list[str]:
-    """Explain the marks of the panels."""
-    every = [one for panel in drawn for one in panel.points]
-    exact = dict.fromkeys(name for panel in drawn for name in panel.left_out)
-    figures = [(one.name, one.figures(name)) for one in records for name in PROTOCOLS]
-    unknown = not_drawn(name for name, found in figures if found is not None and found.kl is None)
-    said = {
-        "Grey stairs: the frontier; no recipe has both fewer bits and less divergence.": any(
-            one.front for one in drawn
-        ),
-        "Whiskers: a standard error over windows.": any(one.spread is not None for one in every),
-        "Ringed: recommended.": any(recommended(one.points) for one in drawn),
-        "No other recipe was measured beside it; kvq-calibrate --baseline NAME and kvq eval do that.": all(
-            len(one.points) < 2 for one in drawn
-        ),
-        f"Not drawn, for it is exact: {', '.join(exact)}.": exact,
-        unknown: unknown,
-    }
-    return [text for text, holds in said.items() if holds]
+@contextmanager
+def _plain_text() -> Iterator[None]:
+    """Parse no formula in a name, and draw letters that the font lacks as boxes without a warning."""
+    with rc_context({"text.parse_math": False, "svg.hashsalt": "kvq"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        yield
+
+
+def png(figure: Figure) -> bytes:
+    """Return the picture as a PNG."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=130, metadata={"Software": None})
+    return stream.getvalue()
+
+
+def svg(figure: Figure) -> bytes:
+    """Return the picture as an SVG."""
+    stream = io.BytesIO()
+    with _plain_text():
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    return stream.getvalue()

@@ -24,6 +24,7 @@ from kvq_runtime.registry.measured import (
     SPOKEN,
     Figures,
     Model,
+    TasksRecord,
     TextRecord,
     Unmeasured,
     Windows,
@@ -280,6 +281,31 @@ def by_bits(records: Sequence[TextRecord]) -> list[TextRecord]:
     return sorted(records, key=order)
 
 
+def tasks(records: Sequence[TasksRecord]) -> list[dict[str, Any]]:
+    """Return a row a recipe and protocol, with each task's figures and their standard errors, a column a metric."""
+    rows = []
+    for record in records:
+        for name, part in record.result.protocols.items():
+            row: dict[str, Any] = {"recipe": record.name, "bits": record.result.bits.get("asymptotic", 16.0)}
+            row["protocol"] = SPOKEN[name]
+            for answer in record.answers():
+                if answer.protocol == name and answer.reason is None and answer.value is not None:
+                    metric = answer.metric.removesuffix(",none")
+                    head = answer.task if metric == "accuracy" else f"{answer.task} {metric}"
+                    form = ".1%" if 0 <= answer.value <= 1 else ".4g"
+                    row[head] = spread(f"{answer.value:{form}}", answer.se, form)
+            shares = [f"{share:.0%} of {length}" for length, share in part.decoded.items()]
+            shares += [f"{one['decoded']:.0%} of {task}" for task, one in part.through_the_cache.items()]
+            rows.append(row | {"decoded": part.reason if part.reason is not None else ", ".join(shares)})
+    return rows
+
+
+def task_notes(records: Sequence[TasksRecord]) -> list[str]:
+    """Return why tasks have no figures: a line for each recipe and task."""
+    some = ((record.name, answer) for record in records for answer in record.answers())
+    return [f"{name}: {answer.reason}\n" for name, answer in some if answer.task and answer.reason is not None]
+
+
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
@@ -308,19 +334,9 @@ def figure(value: float | None, form: str = ".3g") -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def exact(value: float | None) -> str:
-    """All digits, for a program."""
-    return "" if value is None else repr(value)
-
-
 def spread(said: str, error: float | None, form: str) -> str:
     """A figure with its standard error, if that is known."""
     return said if error is None else f"{said} ± {error:{form}}"
-
-
-def change(value: float | None) -> str:
-    """A relative difference in per cent."""
-    return "" if value is None else percent(value)
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,60 +1,41 @@
-"""Make figures of a benchmark's rounds, and show them: a table, notes on its columns, a picture.
+"""Make figures of a benchmark's rounds, and show them: a table, and notes on its columns.
 
-Figures are medians and quartiles of each cache at each context and batch, and ratios to 16 bit. The picture has a row
-of panels a batch and a line a cache: recipes look like their families, transformers' own caches are black and grey.
+Figures are medians and quartiles of each cache at each context and batch, and ratios to 16 bit.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvq_calib.bench.contenders import Contender
 from kvq_calib.bench.rounds import FULL, WARM, Round, Turn
-from kvq_calib.report import looks as draw
-from kvq_calib.report.looks import BLACK, GREY, Look, looks
 from kvq_runtime.errors import counted
 from kvq_runtime.store.memory import human
 
 Rows = Sequence[Mapping[str, Any]]
-STOCK = (("x", BLACK), ("1", GREY), ("2", GREY), ("3", GREY), ("4", GREY), ("+", GREY))  # markers of no family
-MIB = 1 << 20
-TITLES = {
-    "tokens_per_s": "tokens per second",
-    "mib": "MiB that the cache holds",
-    "first_token_s": "seconds to the first token",
-}
 
 
-def figures(
-    rounds: Iterable[Round], entrants: Sequence[Contender], weights: int, memory: int, absent: Mapping[str, str] = {}
-) -> list[dict[str, Any]]:
-    """A row of each cache at each context and batch of which there is a round; of one that is absent, a row in all.
+def figures(rounds: Iterable[Round], entrants: Sequence[Contender], weights: int, memory: int) -> list[dict[str, Any]]:
+    """A row of each cache at each context and batch of which there is a round.
 
     entrants  the first is what the others are compared to
     weights   bytes of the model
     memory    bytes that model and caches are to share
-    absent    by name, why an entrant did not take part; "" or nothing: it did
     """
     cells: dict[tuple[int, int], list[Round]] = {}
     for one in rounds:
         cells.setdefault((one.context, one.batch), []).append(one)
     found = []
-    for number, ((context, batch), some) in enumerate(cells.items()):
+    for (context, batch), some in cells.items():
         base: Mapping[str, Any] = {}
         for entrant in entrants:
-            missing = absent.get(entrant.name, "")
-            if missing and number:
-                continue
             row = {"context": context, "batch": batch, "cache": entrant.name, "recipe": entrant.recipe}
             turns = [one.turns[entrant.name] for one in some if entrant.name in one.turns]
             measured = _figures([turn for turn in turns if not turn.error], batch, weights, memory)
             base = measured if entrant is entrants[0] else base
             row |= measured | _ratios(measured, base)
-            why = dict.fromkeys([missing, *(turn.error for turn in turns)])
+            why = dict.fromkeys(turn.error for turn in turns)
             graphs = turns[-1].graphs if turns else ""
             row["note"] = "; ".join(filter(None, [*why, entrant.note, graphs]))
             row["measured"] = bool(measured)
@@ -73,6 +54,7 @@ def _figures(turns: Sequence[Turn], batch: int, weights: int, memory: int) -> di
         "first_token_s": float(np.median([turn.first_s for turn in turns])),
         "step_s": middle,
         "step_s_quartiles": [low, high],
+        "processor_s": float(np.median([turn.processor_s for turn in turns])),
         "step_s_mean": float(steps.mean()),
         "step_s_most": float(steps.max()),
         "steps": len(steps),
@@ -111,12 +93,13 @@ def rows(found: Rows, memory: int) -> list[dict[str, Any]]:
 
 
 def _row(one: Mapping[str, Any], fits: str) -> dict[str, Any]:
-    row: dict[str, Any] = dict.fromkeys(("first token", "tokens/s", "quartiles", "bytes", "peak", fits))
+    row: dict[str, Any] = dict.fromkeys(("first token", "tokens/s", "quartiles", "processor", "bytes", "peak", fits))
     if one["measured"]:
         low, high = (one["batch"] / step for step in reversed(one["step_s_quartiles"]))
         row["first token"] = f"{one['first_token_s']:.3g} s{_times(one, 'first_token_s')}"
         row["tokens/s"] = f"{one['tokens_per_s']:.3g}{_times(one, 'tokens_per_s')}"
         row["quartiles"] = f"{low:.3g} to {high:.3g}"
+        row["processor"] = f"{one['processor_s']:.3g} s"
         row["bytes"] = f"{human(one['cache_bytes'])}{_times(one, 'cache_bytes')}"
         row["peak"] = None if one["peak_bytes"] is None else human(one["peak_bytes"])
         row[fits] = one["largest_batch"]
@@ -132,16 +115,15 @@ def notes(found: Rows, about: Mapping[str, Any], memory: int) -> list[str]:
     """Explain what was measured, on what, and what it does not show."""
     model, machine, tokens = about["model"], about["environment"], about["tokens"]
     rounds = max((one.get("steps", 0) for one in found), default=0) // tokens
-    whole = ", of the whole process" if machine["device"] == "cpu" else ""
     weights = human(about["weights_bytes"])
     said = [
         f"{model['id']}, {machine['dtype']}, on {_spoken(machine)}; random prompts. {counted(rounds, 'round')} in "
         f"which every cache takes its turn, after one to warm up; {counted(tokens, 'token')} a row and round count, "
         f"after {WARM} that do not. ×: ratio to {found[0]['cache']} (transformers' DynamicCache) in the same run. "
         "First token: the median round's. tokens/s: of the median step, and its quartiles; a step that encodes a block "
-        "takes longer (--json: mean, most).",
-        "bytes: what the cache holds in memory, codebooks and predictors included. peak: measured, with the weights"
-        f"{whole}. rows in {human(memory)}: computed, from bytes a row of this length beside {weights} of weights; a "
+        "takes longer (--json: mean, most). processor: seconds of all threads a step.",
+        "bytes: what the cache holds in memory, codebooks and predictors included. peak: of a GPU, with the "
+        f"weights. rows in {human(memory)}: computed, from bytes a row of this length beside {weights} of weights; a "
         "pass needs memory of its own.",
     ]
     if machine["device"] == "cpu":
@@ -153,57 +135,3 @@ def _spoken(machine: Mapping[str, Any]) -> str:
     if machine["device"] != "cpu":
         return machine["device"]
     return f"a CPU ({machine['machine']}, {machine['cpu']}, {counted(machine['threads'], 'thread')})"
-
-
-@draw.picture
-def picture(found: Rows, notes: Sequence[str]) -> Figure:
-    """Speed, bytes and time to the first token by context.
-
-    found   as `figures` gives them; those without figures are left out
-    notes   what stands below
-    """
-    found = [{**one, "mib": one["cache_bytes"] / MIB} for one in found if one["measured"]]
-    batches = list(dict.fromkeys(one["batch"] for one in found)) or [0]
-    figure = Figure(figsize=(13.5, 1.3 + 3.7 * len(batches)), layout="constrained")
-    grid = figure.subplots(len(batches), len(TITLES), squeeze=False)
-    chosen = _looks(found)
-    for axes, batch in zip(grid, batches, strict=True):
-        some = [one for one in found if one["batch"] == batch]
-        for axis, (name, title) in zip(axes, TITLES.items(), strict=True):
-            _lines(axis, some, name, chosen)
-            axis.set_title(f"{title}, batch {batch}", loc="left", fontsize=10)
-    draw.key(figure, figure.axes)
-    draw.caption(figure, "\n".join(notes))
-    return figure
-
-
-def _looks(found: Rows) -> dict[str, Look]:
-    """The look of each cache, by name."""
-    recipes = {one["cache"]: one["recipe"] for one in found}
-    ours = [name for name, recipe in recipes.items() if recipe]
-    stock = [name for name, recipe in recipes.items() if not recipe]
-    chosen = dict(zip(ours, looks([recipes[name] for name in ours]), strict=True))
-    for number, name in enumerate(stock):
-        marker, colour = STOCK[number % len(STOCK)]
-        chosen[name] = Look(colour, marker, number)
-    return {name: chosen[name] for name in recipes}
-
-
-def _lines(axis: Axes, some: Rows, name: str, chosen: Mapping[str, Look]) -> None:
-    for cache, look in chosen.items():
-        points = [(one["context"], one[name]) for one in some if one["cache"] == cache]
-        if points:
-            axis.plot(*zip(*points, strict=True), label=cache, **look.line)
-    contexts = sorted({one["context"] for one in some})
-    heights = [one[name] for one in some]
-    if not heights:
-        draw.nothing(axis, "nothing was measured")
-        return
-    axis.set_xscale("log")
-    axis.set_xlim(contexts[0] / 1.15, contexts[-1] * 1.15)
-    axis.xaxis.set_major_locator(FixedLocator(contexts))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    draw.log_scale(axis, min(heights) / 1.4, max(heights) * 1.4)
-    axis.set_xlabel("context, tokens", fontsize=9)
-    draw.tidy(axis)

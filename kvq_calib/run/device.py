@@ -88,10 +88,3 @@ def keep_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     return mallopt is not None and bool(mallopt(MMAP_THRESHOLD, LARGEST)) and bool(mallopt(TRIM_THRESHOLD, KEPT))
-
-
-def give_memory_back() -> None:
-    """Return freed memory, which `keep_memory` keeps, to the system."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None  # glibc's
-    if trim is not None:
-        trim(0)

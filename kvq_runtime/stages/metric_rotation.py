@@ -1,7 +1,7 @@
-"""Change the basis of each head in the metric of what reads it: OSCAR's rotation and WUSH-KV's transform.
+"""Rotate each head in the metric of what reads it, as OSCAR does.
 
 An error e of a key costs e M eᵀ in its scores, M = E[q qᵀ] over the queries after RoPE; of a value, in the output of
-the layer, M = Σ WₒᵀWₒ. Both transforms are linear and a head's own: that of values could be folded into the projections
+the layer, M = Σ WₒᵀWₒ. The rotation is a head's own: that of values could be folded into the projections
 on both sides, that of keys works after RoPE, on keys as they are stored and on queries once a step.
 
 H = heads that are cached.
@@ -87,33 +87,3 @@ class Oscar(MetricRotation):
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The rotation of each head, float32, as OSCAR's files have it."""
         return {"rotation": ((geometry.kv_heads, geometry.head_size, geometry.head_size), torch.float32)}
-
-
-@dataclass(frozen=True)
-class Wush(MetricRotation):
-    """Transform by T = c H Λ^-¼ Uᵀ Lᵀ: of all linear maps the one whose rounding error costs least.
-
-    With M = L Lᵀ, the second moment S of what is rounded, and Lᵀ S L = U Λ Uᵀ. A rounding error of T x has a variance
-    in proportion to the mean square of T x; it costs that times tr(T⁻ᵀ M T⁻¹). The product tr(T S Tᵀ) · tr(T⁻ᵀ M T⁻¹)
-    is at least (tr Λ^½)², and T has that; H makes all channels alike. c keeps the mean square; the dual is stored.
-
-    Source: WUSH-KV, 2026 (arXiv 2609.38121), the formula of T; Chen et al., 2025 (WUSH), for weights and activations.
-    Differs: the paper itself was not at hand. M and S get a thousandth of their mean on the diagonal, S is that of
-    what a prediction leaves, and H, for heads that are no power of two, is a Hadamard over strided directions.
-    """
-
-    kind: ClassVar[str] = "wush"
-    papers: ClassVar[tuple[str, ...]] = ("2609.38121",)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.metric == "attended":
-            raise ValueError('wush: metric="attended" is no cost of an error; use "queries" or "output"')
-
-    def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
-        return (tensors["basis"], tensors["dual"].mT.to(torch.bfloat16)) if tensors else None
-
-    def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """The basis Tᵀ of each head, and its dual T⁻¹: x Tᵀ is rounded, ẑ T⁻ᵀ is read."""
-        shape = (geometry.kv_heads, geometry.head_size, geometry.head_size)
-        return {"basis": (shape, torch.float32), "dual": (shape, torch.float32)}

@@ -55,9 +55,6 @@ class Neighbours(Predictor):
     fit     "decoded": on the inputs that inference will see (quantizer-specific); "clean": on exact ones (agnostic)
     ridge   added to the diagonal of the inputs' covariance, relative to its mean
     both    of the layers below, values are inputs of keys, and keys of values, too
-    anchor_every   g: layers 0, g, 2 g, ... are anchors, which predict their mean, and nothing is read across one; 0:
-                   layer 0 alone is one
-    reads   "below": the layers that `below` names, as far as the anchor; "anchor": the nearest anchor below, alone
     """
 
     papers: ClassVar[tuple[str, ...]] = ("2501.19392",)
@@ -69,8 +66,6 @@ class Neighbours(Predictor):
     ridge: float = 1e-3
     _: KW_ONLY  # younger than the file format
     both: bool = False
-    anchor_every: int = 0
-    reads: Literal["below", "anchor"] = "below"
 
     def __post_init__(self):
         super().__post_init__()
@@ -81,24 +76,11 @@ class Neighbours(Predictor):
             raise ValueError("a linear prediction without inputs; use predict=mean")
         if self.both and not self.below:
             raise ValueError("both=True reads keys and values of layers below; name them in below, as (1,)")
-        if not 0 <= self.anchor_every <= 64 or self.anchor_every == 1:
-            raise ValueError(
-                f"anchor_every={self.anchor_every}; use 2 to 64, 0 for layer 0 alone, or predict=mean in all layers"
-            )
-        if self.reads == "anchor" and (self.anchor_every == 0 or self.below != (1,)):
-            raise ValueError(
-                f'reads="anchor" with below={list(self.below)}, anchor_every={self.anchor_every}; leave below at [1], '
-                "and say by anchor_every, 2 to 64, which layers are anchors"
-            )
         if not 0 <= self.ridge < 1:
             raise ValueError(f"ridge={self.ridge}; use at least 0 and less than 1")
 
     def inputs(self, layer: int, role: Role) -> Inputs:
-        above = layer % self.anchor_every if self.anchor_every else layer
-        if self.reads == "anchor":
-            below = (above,) if above else ()
-        else:
-            below = tuple(depth for depth in self.below if depth <= above)
+        below = tuple(depth for depth in self.below if depth <= layer)
         keys = role == "value" and self.keys and bool(below or not self.below)
         return Inputs(keys, below, self.both and bool(below))
 

@@ -123,7 +123,6 @@ def test_a_path_that_the_system_refuses_is_told_in_words(kvq, tmp_path):
         ("report --registry --out {0}/file/pages", 2, r"\S+/file is a file; name a folder"),
         ("eval higgs-2bit --model demo --output {0}/none/x", 3, r"--output \S+: there is no folder"),
         ("copy tiny-2bit@1.0.0 {0}/file", 1, r"the registry \S+/file: \S+/file is a file; name a folder"),
-        ("bench higgs-2bit --model demo --out {0}/file/x", 2, r"--out \S+/file: \S+/file is a file; name a folder"),
         ("sign tiny-2bit@1.0.0 --key {0}/folder", 2, r"key \S+/folder: is a folder, and a file is wanted"),
         ("sign tiny-2bit@1.0.0 --key {0}/none", 3, r"key \S+/none: no such file"),
         ("show {0}/folder/", 3, r"folder without kvq\.safetensors"),

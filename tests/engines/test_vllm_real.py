@@ -25,7 +25,7 @@ RECIPES = (  # of each family that vLLM serves without a fit
     "lloyd-3bit", "rtn-4bit", "kivi-4bit", "higgs-4bit", "quarot-4bit", "gear-4bit", "turboquant-3bit",
     "trellis-head-2bit", "polar-3bit",
 )  # fmt: skip
-FITTED = "wush-3bit"
+FITTED = "oscar-3bit"
 BYTES = 64 << 20  # of the cache
 NAME = "smollm2-135m"
 

@@ -20,7 +20,6 @@ RECIPES = [
     "h2o-higgs-2bit",
     "subkv-2bit",
     "svdq-online-2bit-v4",
-    "wush-2bit",
 ]
 WAYS = [(name, "kvq") for name in RECIPES] + [(name, "sdpa") for name in RECIPES if not preset(name).needs & OURS]
 CUTS = ((0, 140), (140, 141), (141, 160), (160, 161))

@@ -34,7 +34,7 @@ KEY = b"a chunk"
 FRAME = 700  # bytes of a block's file beside its fields, at most
 RECIPES = [
     "exact", "rtn-2bit", "quarot-2bit", "higgs-2bit", "higgs-head-3bit", "turboquant-3bit", "lloyd-1bit", "polar-3bit",
-    "trellis-head-2bit", "lloyd-3bit+value.quantize.bits=2", "oscar-2bit", "wush-higgs-2bit",
+    "trellis-head-2bit", "lloyd-3bit+value.quantize.bits=2", "oscar-2bit",
     "kivi-2bit-r32", "squat-2bit+window.block=32",
 ]  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_chunks_are_told_from_all_others():
         codec.decode(data[:9], KEY, out)
     with pytest.raises(ArtifactError, match="chain: the file is of another place"):
         codec.decode(data, b"another chunk", out)
-    for other in (_codec("oscar-2bit", seed=1), _codec("oscar-output-2bit"), _codec("wush-2bit")):
+    for other in (_codec("oscar-2bit", seed=1), _codec("oscar-output-2bit")):
         with pytest.raises(ArtifactError, match="chain: of another recipe, artifact"):
             other.decode(torch.cat([data, data]), KEY, out)
     assert bool((out == 7.0).all())

@@ -110,7 +110,7 @@ def test_what_cannot_be_served_is_refused_with_the_nearest_that_can(name: str, r
 
 def test_workers_encode_their_heads_as_one_would():
     """Tensor parallelism: each worker's codes are its heads' part of everyone's."""
-    for name in ("lloyd-3bit", "mean-higgs-head-2bit-post", "wush-2bit"):
+    for name in ("lloyd-3bit", "mean-higgs-head-2bit-post", "oscar-2bit"):
         size = Geometry(2, 4, 32)
         recipe = plugin.paged(preset(name), size, PAGE)
         tensors = {

@@ -50,7 +50,6 @@ SETTINGS: dict[str, list[Any]] = {  # by name; a Literal and a bool are drawn fr
     "limit": [8.0, 0.0, 1e9],
     "share": [0.01, 0.1, 0.5, 1.0, 0.0],
     "ridge": [1e-3, 0.0, 1.0],
-    "anchor_every": [0, 2, 4, 64, 1],
     "below": [(1,), (1, 2), (2,), (), (1, 1)],
     "counts": [(), (16, 16, 32), (64,), (8, 8)],
 }

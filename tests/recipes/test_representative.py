@@ -32,8 +32,8 @@ def test_a_recipe_that_combines_something_new_is_taken():
 
 OPTIONS = {  # that none of these recipes has: tests of their stages do, and test_any_recipe.py draws from all
     ("mixed", "weighed"),
-    *((kind, name) for kind in ("low_rank", "mlp") for name in ("keys", "storage", "fit", "both", "reads")),
-    *{("wush", "metric"), ("query_basis", "queries"), ("gradient_basis", "storage"), ("query_orthogonal", "queries")},
+    *((kind, name) for kind in ("low_rank", "mlp") for name in ("keys", "storage", "fit", "both")),
+    *{("query_basis", "queries"), ("gradient_basis", "storage"), ("query_orthogonal", "queries")},
     *{("rtn_clipped", "range"), ("even", "range"), ("separable", "range"), ("polar_fitted", "radius")},
     ("low_rank_sparse", "group"),
 }

@@ -1,4 +1,4 @@
-"""OSCAR's rotations and WUSH-KV's transforms: what they minimise, computed another way; and heads of their own."""
+"""OSCAR's rotations: what they equalise, computed another way; and heads of their own."""
 
 import math
 
@@ -14,8 +14,7 @@ from kvq_runtime.fit.statistics import Queried, QueryMoment, ResidualMoment, Sta
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
-from kvq_runtime.stages.codebook import Grid
-from kvq_runtime.stages.metric_rotation import Oscar, Wush
+from kvq_runtime.stages.metric_rotation import Oscar
 from kvq_runtime.stages.rtn import Clipped, Rtn
 
 GEOMETRY = Geometry(layers=1, kv_heads=3, head_size=16)
@@ -26,84 +25,6 @@ def moment(size: int, seed: int, spread: float = 4.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     turn = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
     return turn @ torch.diag(torch.linspace(0, spread, size, dtype=torch.float64).exp()) @ turn.mT
-
-
-def cost(transform: torch.Tensor, metric: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
-    """tr(T S Tᵀ) · tr(T⁻ᵀ M T⁻¹): what rounding T x with a step in proportion to its size costs."""
-    back = torch.linalg.inv(transform)
-    return (transform @ moments @ transform.mT).trace() * (back.mT @ metric @ back).trace()
-
-
-# ---- WUSH-KV: the cheapest linear transform ----
-
-
-@pytest.mark.parametrize("size", [8, 12, 16])
-def test_the_transform_costs_what_no_other_undercuts(size):
-    """The bound is (tr (M S)^½)², here from the eigenvalues of the plain product, by numpy."""
-    metric, moments = moment(size, 1), moment(size, 2)
-    basis, dual = fit.transform(metric, moments)
-    bound = np.sqrt(np.linalg.eigvals(metric.numpy() @ moments.numpy()).real).sum() ** 2
-    assert float(cost(basis.mT, metric, moments)) == pytest.approx(bound, rel=1e-9)
-    assert torch.allclose(dual.mT @ basis, torch.eye(size, dtype=torch.float64), atol=1e-9)
-    rounded = basis.mT @ moments @ basis
-    assert float(rounded.trace()) == pytest.approx(float(moments.trace()))
-    if size & (size - 1) == 0:  # all channels are alike
-        assert torch.allclose(rounded.diagonal(), rounded.trace() / size + torch.zeros(size).double())
-
-
-def test_a_generic_optimiser_finds_the_same_cost():
-    metric, moments = moment(6, 3), moment(6, 4)
-    bound = float(cost(fit.transform(metric, moments)[0].mT, metric, moments))
-    free = torch.eye(6, dtype=torch.float64, requires_grad=True)
-    optimiser = torch.optim.LBFGS([free], lr=0.5, max_iter=500, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimiser.zero_grad()
-        loss = cost(free, metric, moments).log()
-        loss.backward()
-        return loss
-
-    start = float(cost(free, metric, moments).detach())
-    optimiser.step(closure)
-    found = float(cost(free, metric, moments).detach())
-    assert found < 0.8 * start and found == pytest.approx(bound, rel=1e-4) and found >= bound * (1 - 1e-9)
-
-
-def test_the_transform_is_the_formula_with_any_root_of_the_metric():
-    """c H Λ^-¼ Uᵀ Lᵀ by numpy, with the Cholesky factor L; up to the signs of eigenvectors."""
-    metric, moments = moment(8, 5), moment(8, 6)
-    lower = np.linalg.cholesky(metric.numpy())
-    values, vectors = np.linalg.eigh(lower.T @ moments.numpy() @ lower)
-    inner = np.diag(values[::-1] ** -0.25) @ vectors[:, ::-1].T @ lower.T
-    found = (fit.mixing(8).mT @ fit.transform(metric, moments)[0].mT).numpy()
-    found = found * np.sign((inner * found).sum(1, keepdims=True))
-    ratio = (inner * found).sum() / (inner**2).sum()
-    assert np.allclose(found, ratio * inner, atol=1e-9 * abs(found).max())
-
-
-def test_rounding_after_the_transform_changes_scores_less():
-    """The claim where it is used: scores of Gaussian keys in 2 bits, against a Hadamard of each head."""
-    generator = torch.Generator().manual_seed(7)
-    metric, moments = moment(64, 8, 6.0), moment(64, 9, 6.0)
-    x_NC = torch.randn(4096, 64, generator=generator) @ torch.linalg.cholesky(moments).mT.float()
-    geometry = Geometry(1, 1, 64)
-    stats = Statistics(x_NC.mean(0), {QueryMoment("after"): Queried(metric[None], 1.0), ResidualMoment(): moments})
-
-    def lost(rotate, tensors) -> float:
-        scheme = Scheme(Rtn(2, "head"), rotate=rotate)
-        codec = Codec(Recipe("r", scheme, scheme), 0, "key", geometry, tensors)
-        error = (codec.rounded(x_NC[None])[0] - x_NC).double()
-        return float(((error @ metric) * error).sum())
-
-    errors = {}
-    for stage in (Wush("queries"), Oscar("queries")):
-        _, found = fit.solve(stage, stats, Codec(Recipe("r", Scheme(Rtn()), Scheme(Rtn())), 0, "key", geometry, {}))
-        errors[stage.kind] = lost(stage, {f"rotate.{name}": tensor for name, tensor in found.items()})
-    hadamard = lost(preset("quarot-head-2bit").key.rotate, {})
-    expected = np.sqrt(np.linalg.eigvals(metric.numpy() @ moments.numpy()).real).sum() ** 2
-    plain = float(moments.trace() * metric.trace())
-    assert errors["wush"] / hadamard == pytest.approx(expected / plain, rel=0.1)
-    assert errors["wush"] < 0.7 * min(hadamard, errors["oscar"])
 
 
 # ---- OSCAR: the metric alike on all channels ----
@@ -154,13 +75,9 @@ def test_every_head_is_fitted_to_its_own_block_of_the_output_metric():
     plain = Scheme(Rtn(2, "head"))
     codec = Codec(Recipe("r", plain, plain, window=Window(block=8)), 0, "value", GEOMETRY, {})
     rotation_HDD = fit.solve(Oscar("output"), stats, codec)[1]["rotation"].double()
-    basis_HDD = fit.solve(Wush("output"), stats, codec)[1]["basis"].double()
     for head in range(3):
         weight = (rotation_HDD[head].mT @ metrics[head] @ rotation_HDD[head]).diagonal()
         assert torch.allclose(weight, metrics[head].trace() / 16 + torch.zeros(16).double(), rtol=1e-4)
-        pair = [m / m.diagonal().mean() + 1e-3 * torch.eye(16).double() for m in (metrics[head], moments[head])]
-        bound = np.sqrt(np.linalg.eigvals(pair[0].numpy() @ pair[1].numpy()).real).sum() ** 2
-        assert float(cost(basis_HDD[head].mT, *pair)) == pytest.approx(bound, rel=1e-4)
 
 
 def test_values_are_weighed_by_what_queries_see_in_their_keys():
@@ -203,9 +120,6 @@ SCHEMES = [
     Scheme(Rtn(4, "head"), rotate=Oscar()),
     Scheme(Rtn(3, 8), rotate=Oscar()),
     Scheme(Clipped(2, "head"), rotate=Oscar()),
-    Scheme(Rtn(2, "head"), rotate=Wush()),
-    Scheme(Grid(2, 16, "head"), rotate=Wush()),
-    Scheme(Grid(2, 256, 8), rotate=Wush()),
 ]
 
 
@@ -214,7 +128,7 @@ def test_every_head_is_rotated_by_its_own_and_back(scheme):
     """Head by head in numpy: rotate, let a codec without rotation round, rotate back with the inverse."""
     codec = fitted(scheme.rotate, scheme)
     x = torch.randn(2, 8, 48, generator=torch.Generator().manual_seed(18))
-    forward = codec.tensors["rotate.rotation" if scheme.rotate.kind == "oscar" else "rotate.basis"].double().numpy()
+    forward = codec.tensors["rotate.rotation"].double().numpy()
     turned = np.einsum("nthd,hde->nthe", x.double().numpy().reshape(2, 8, 3, 16), forward)
     plain = Scheme(scheme.quantize)
     bare = Codec(Recipe("b", plain, plain, window=Window(block=8)), 0, "key", GEOMETRY, {})
@@ -260,7 +174,6 @@ def test_a_clip_cuts_the_largest_and_nothing_else():
     ("scheme", "role", "position", "message"),
     [
         (Scheme(Rtn(2, "head"), rotate=Oscar("output")), "key", "post", "does not weigh a key"),
-        (Scheme(Rtn(2, "head"), rotate=Wush("queries")), "value", "post", "does not weigh a value"),
         (Scheme(Rtn(2, "head"), rotate=Oscar()), "key", "pre", "queries weigh keys after RoPE"),
         (Scheme(Rtn(2, "all"), rotate=Oscar()), "key", "post", 'mixes heads of 16; use group="head"'),
         (Scheme(Rtn(2, 8), rotate=Oscar(), axis="channel"), "key", "post", 'use axis "token"'),
@@ -278,7 +191,6 @@ def test_what_cannot_be_is_refused(scheme, role, position, message):
     ("make", "message"),
     [
         (lambda: Oscar("keys"), "metric='keys'; use one of"),  # type: ignore[arg-type]
-        (lambda: Wush("attended"), "no cost of an error"),
         (lambda: Clipped(2, keep=1.0), "keep=1.0; use at least 0.5"),
     ],
 )

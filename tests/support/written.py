@@ -12,6 +12,7 @@ from kvq_runtime.recipe import Recipe, Scheme, facts, presets
 
 SETTINGS = (  # options of stages, and stages together, that no preset has
     "aqua-2bit+position=post", "aqua-2bit+window.sinks=0", "aqua-2bit+window.sinks=64", "aqua-2bit+key.predict=none",
+    "aqua-2bit+value.predict.keys=false",
     "aqua-2bit+key.axis=channel+value.axis=channel", "aqua-2bit+key.predict=low_rank+value.predict=low_rank",
     "aqua-2bit+all.predict.fit=clean+key.predict.below=2+value.predict.below=", "aqua-2bit-quanto+position=post",
     "aqua-2bit+key.predict=mlp+value.predict=mlp+key.predict.norm=none+value.predict.hidden=width"

@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 from kvq_calib.cli import outcome
 from kvq_calib.model import find as models
 from kvq_calib.report import card as report
-from kvq_calib.report import plots, sections, tables
+from kvq_calib.report import sections, tables
 from kvq_calib.report.published import Published
 from kvq_calib.report.tables import size_of
 from kvq_runtime.artifact import artifact
@@ -85,7 +84,7 @@ def test_the_card_says_what_is_known(fitted):
         [made("aqua-2bit")],
         "demo-aqua",
         license={"license": "apache-2.0"},
-        plots=["error-by-layer.png"],
+        pictures=["error-by-layer.png"],
     )
     front = yaml.safe_load(text.split("---")[1])
     assert front["library_name"] == "kvq" and front["license"] == "apache-2.0" and "aqua-2bit" in front["tags"]
@@ -210,7 +209,7 @@ def test_records_of_either_version_are_read():
     rows = tables.table([old])
     assert [row["protocol"] for row in rows] == [None, "in use"] and rows[1]["decoded"] == "not counted"
     assert rows[1]["vs 16 bit"] == "+1.23% ± 0.20%" and rows[0]["perplexity"] == "20.000"
-    assert tables.by_bits([new, old])[0] is old and plots.comparison([old]) != plots.comparison([old, new])
+    assert tables.by_bits([new, old])[0] is old
     shown = evaluation_tables([old, new])["evaluations (--json has all of each)"]
     assert shown[0]["relative"] == 0.0123 == shown[1]["in-use: relative"] and shown[1]["full: relative"] == 0.1
     assert verdict.passes(old, Bounds(kl=0.01)) == [] != verdict.passes(new, Bounds(kl=0.01))
@@ -257,51 +256,6 @@ def test_the_snippet_runs(name, capsys):
     assert ("set_attn_implementation" in code) == (name == "subkv-aqua-2bit")
     exec(code, {})
     assert name in capsys.readouterr().out
-
-
-def test_plots_are_pictures_of_the_numbers(tmp_path):
-    records = [made("higgs-2bit"), made("aqua-2bit", 0.002), made("exact", 0.0)]
-    for draw in (plots.error_by_layer, plots.perplexity_by_bits):
-        first, again, other = draw(records), draw(records), draw(records[:1])
-        assert first == again != other
-        (tmp_path / "plot.png").write_bytes(first)
-        with Image.open(tmp_path / "plot.png") as image:
-            image.load()
-            assert image.width > 800 and len(image.convert("RGB").getcolors(1 << 24)) > 20
-
-
-def squat(artifact: Artifact) -> Artifact:
-    """The same, with feedback: deviations of queries that fall with the rank, and rise with the layer."""
-    recipe, size = preset("squat-2bit"), artifact.fingerprint.geometry.head_size
-    specs = codec.all_specs(recipe, artifact.fingerprint.geometry).items()
-    tensors = {name: torch.zeros(*shape, dtype=kind) for name, (shape, kind) in specs}
-    scheme = artifact.fit["layers"][0]["value"]
-    layers = [
-        {
-            "key": scheme | {"query_deviation": [(1 - rank / size) / (9 - n) for rank in range(1, size + 1)]},
-            "value": scheme,
-        }
-        for n in range(artifact.fingerprint.geometry.layers)
-    ]
-    return replace(artifact, recipe=recipe, tensors=tensors, fit={"layers": layers})
-
-
-def test_only_a_recipe_with_feedback_shows_queries(fitted, tmp_path):
-    assert report.files(fitted).keys() == {"README.md"}
-    made = squat(fitted)
-    found = report.files(made, name="demo-squat")
-    assert found.keys() == {"README.md", "query-deviation.png"}
-    text = found["README.md"].decode()
-    assert text.count("![query deviation](query-deviation.png)") == 1 and "2 held-out sequences" in text
-    assert found == report.files(made, name="demo-squat")
-    (tmp_path / "plot.png").write_bytes(found["query-deviation.png"])
-    with Image.open(tmp_path / "plot.png") as image:
-        image.load()
-        assert image.width > 800 and len(image.convert("RGB").getcolors(1 << 24)) > 20
-    other = replace(made, fit={"layers": made.fit["layers"][::-1]})
-    assert report.files(other)["query-deviation.png"] != found["query-deviation.png"]
-    nothing_held = replace(made, provenance={**made.provenance, "held_out": 0})
-    assert report.files(nothing_held).keys() == {"README.md"}
 
 
 @pytest.mark.parametrize(

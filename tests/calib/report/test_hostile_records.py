@@ -12,7 +12,7 @@ import mutate
 import pytest
 import tiny_artifact as tiny
 
-from kvq_calib.report.page import known, version, wall
+from kvq_calib.report import registry_page, version_page
 from kvq_runtime.cli import diff
 from kvq_runtime.cli import main as cli
 from kvq_runtime.cli.version import evaluation_tables
@@ -127,11 +127,11 @@ def readers(store: LocalRegistry, digest: str, given: list):
         with redirect_stdout(said), redirect_stderr(said):
             assert cli.main(["show", NAME, "--registry", store.url]) == 0
 
-    yield "a page", lambda: version.page(known.of_version(store, NAME, "1.0.0", []))
-    yield "the wall", lambda: wall.page(wall.of_registry(store, NOW))
+    yield "a page", lambda: version_page.page(version_page.of_version(store, NAME, "1.0.0", []))
+    yield "the index", lambda: registry_page.page(registry_page.of_registry(store, NOW))
     yield "a card", lambda: card.with_results(CARD, NAME, sound(store.evaluations(digest)))
     yield "kvq show", show
-    yield "--compare", lambda: version.page(known.of_version(store, NAME, "1.0.0", of_text(sound(given))))
+    yield "--compare", lambda: version_page.page(version_page.of_version(store, NAME, "1.0.0", of_text(sound(given))))
 
 
 @pytest.mark.parametrize("path, value", BAD.values(), ids=BAD)
@@ -143,7 +143,7 @@ def test_a_record_that_is_not_sound_is_left_out_and_counted(path, value, store, 
     assert len(sound([good, bad])) == 1
     for _, read in readers(store, digest, [bad]):
         read()
-    found = known.of_version(store, NAME, "1.0.0")
+    found = version_page.of_version(store, NAME, "1.0.0")
     (row,) = [row for row in found["health"] if row["check"] == "evaluations"]
     assert (
         row["result"] == "failed" and "2 records" in row["what"] and "1 are of a form that is not read" in row["what"]

@@ -1,33 +1,28 @@
-"""Gather what is known of every version of a registry, and write its page: what a team puts on a wall.
-
-    registry → of_registry → page
+"""Gather what is known of every version of a registry, as JSON, and write its index page.
 
 No file is loaded as a whole, so that 500 models take seconds: a row a version is read from events, headers and records.
-What cannot be read is a row with the reason. The first half is what `kvq report --registry --json` prints.
+What cannot be read is a row with the reason.
 """
 
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from kvq_calib.report.page import evidence, html
-from kvq_calib.report.page.known import aliases, named
-from kvq_calib.report.panels import Point
+from kvq_calib.report import evidence, html
+from kvq_calib.report.tables import figure
+from kvq_calib.report.version_page import aliases
 from kvq_runtime import __version__
+from kvq_runtime.cli.table import percent
 from kvq_runtime.errors import ArtifactError, NotFound, counted
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.events import State, Version
-from kvq_runtime.registry.measured import FULL
+from kvq_runtime.registry.measured import FULL, SPOKEN
 from kvq_runtime.registry.reference import PRODUCTION, order
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.sound import sound
-from kvq_runtime.registry.verdict import COLOURS, LOSSY
 from kvq_runtime.store.memory import human
 
 Row = Mapping[str, Any]
-WORST = 6  # points of the picture that are named
 DRIFTED = 1.1  # times the divergence that was measured at publication, from which a version has drifted
 UNREADABLE = (ArtifactError, NotFound, PermissionError)
 
@@ -45,7 +40,7 @@ def of_registry(registry: Registry, now: datetime) -> dict[str, Any]:
 
 
 def _versions(registry: Registry, state: State, now: datetime) -> Iterator[dict[str, Any]]:
-    """Rows of a name; `losses` of each are those of all versions up to it, in their order."""
+    """Yield the rows of a name, the newest version first."""
     newest, production = state.newest(), state.at(PRODUCTION)
     rows: list[dict[str, Any]] = []
     for version in sorted(state.versions.values(), key=lambda one: order(one.version)):
@@ -56,7 +51,6 @@ def _versions(registry: Registry, state: State, now: datetime) -> Iterator[dict[
         row |= {"aliases": aliases(state, version)}
         row |= _about(registry, state.name, version)
         row |= _loss(registry, state.name, version, row["corpus"], row.pop("corpus_digest"))
-        row["losses"] = [one["kl"] for one in rows] + [row["kl"]]
         rows.append(row | {"needs": _needs(row)})
     yield from reversed(rows)
 
@@ -109,72 +103,28 @@ def _needs(row: Mapping[str, Any]) -> list[str]:
 
 
 def page(whole: Mapping[str, Any]) -> str:
-    """The whole page."""
-    rows, now = whole["versions"], current(whole["versions"])
-    counts, chosen = Counter(row["verdict"] for row in now), {id(row) for row in now}
-    points = [
-        Point(row["recipe"], named(row), row["bits"], row["kl"])
-        for row in now
-        if row["kl"] and row["bits"] is not None and row["protocol"] == FULL and row["recipe"]
-    ]
-    needs = [{"name": one["name"], "what": f"cannot be read: {one['reason']}"} for one in whole["faults"]]
-    needs += [{"name": named(row), "what": "; ".join(row["needs"])} for row in now if row["needs"]]
+    """Write the whole page."""
+    versions = whole["versions"]
+    names = counted(len({row["name"] for row in versions}), "name")
     return html.page(
-        "wall.html",
+        "registry.html",
         whole=whole,
-        heading=f"Registry: {counted(len({row['name'] for row in rows}), 'name')}, {counted(len(rows), 'version')}",
-        verdicts={word: counts[word] for word in COLOURS if counts[word]},
-        figures=_figures(rows, now, len(needs)),
-        needs=needs,
-        picture=html.outliers(points, WORST) if len(points) > 1 else None,
-        worst=min(WORST, len({(one.bits, one.cost) for one in points})),
-        versions=[(row, _classes(row, id(row) in chosen), _marks(row), *_spark(row["losses"])) for row in rows],
+        heading=f"Registry: {names}, {counted(len(versions), 'version')}",
+        rows=[(row, _cells(row)) for row in versions],
     )
 
 
-def current(rows: Sequence[Row]) -> list[Row]:
-    """Return the version that each name alone means: production, else the newest that is not yanked."""
-    chosen: dict[str, Row] = {}
-    for row in rows:
-        if row["production"] or (row["newest"] and row["name"] not in chosen):
-            chosen[row["name"]] = row
-    return list(chosen.values())
-
-
-def _figures(rows: Sequence[Row], now: Sequence[Row], needs: int) -> list[tuple[Any, str]]:
-    """The tiles: a figure, and what it is."""
+def _cells(row: Row) -> list[str]:
+    """Return the cells between verdict and what needs attention."""
+    protocol = "" if row["protocol"] in (None, FULL) else f" {SPOKEN[row['protocol']]}"
     return [
-        (len({row["name"] for row in rows}), "names"),
-        (len({row["model"] for row in rows if row["model"]}), "models"),
-        (len(rows), "versions"),
-        (sum(row["production"] for row in rows), "in production"),
-        (sum(row["production"] and not row["newest"] for row in rows), "production behind the newest"),
-        (f"{sum(row['kl'] is not None for row in now)} of {len(now)}", "measured, of those in use"),
-        (sum(bool(row["failed"] or row["verdict"] == LOSSY) for row in now), "too lossy, or beyond bounds"),
-        (needs, "to look at"),
-        (human(sum(row["size"] for row in rows)), "all files"),
+        "" if row["relative"] is None else percent(row["relative"]),
+        figure(row["bits"]),
+        figure(row["kl"]) + protocol,
+        ", ".join([*row["aliases"], *(["yanked"] if row["yanked"] is not None else [])]),
+        row["recipe"],
+        row["model"],
+        figure(row["drift"], ".2f"),
+        str(row["days"]),
+        human(row["size"]),
     ]
-
-
-def _classes(row: Row, chosen: bool) -> str:
-    """The words that the page's filter looks for."""
-    found = {"production": row["production"], "newest": row["newest"], "current": chosen}
-    found |= {"yanked": row["yanked"] is not None, "attention": row["needs"]}
-    return " ".join(mark for mark, has in found.items() if has)
-
-
-def _marks(row: Row) -> list[str]:
-    return [*row["aliases"], *(["yanked"] if row["yanked"] is not None else [])]
-
-
-def _spark(losses: Sequence[float | None]) -> tuple[list[tuple[float, float]], bool]:
-    """Places of losses along a small line, and whether the last version has one."""
-    known = [(place, math.log(value)) for place, value in enumerate(losses) if value and value > 0]
-    if not known:
-        return [], False
-    low, high = min(value for _, value in known), max(value for _, value in known)
-    at = [
-        (4 + 76 * place / max(1, len(losses) - 1), 16 - 12 * (value - low) / ((high - low) or 1.0))
-        for place, value in known
-    ]
-    return at, known[-1][0] == len(losses) - 1

@@ -1,66 +1,40 @@
-"""Read what a registry has of a version: whether it is whole, and losses out of its evaluation records.
-
-Whole are files that pass the checks of `kvq verify`, attachments, signatures and records. Losses are by text and
-protocol, against bounds, and by week.
-"""
+"""Read what a registry has of a version: whether it is whole, and losses out of its evaluation records."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvq_calib.report.sections import corpus_of
-from kvq_calib.report.tables import about_text, kl_error, standard_error
+from kvq_calib.report.tables import kl_error, standard_error
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.artifact.header import CHECKS
-from kvq_runtime.cli.version import MEANINGS, compared
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.events import Version
-from kvq_runtime.registry.lock import read_signature
 from kvq_runtime.registry.measured import FULL, IN_USE, Figures, Record, TextRecord, Unmeasured, of_text
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.sound import sound
 from kvq_runtime.registry.verdict import week
 
-OK, FAILED, NOT_REACHED, NOT_COMPARED = "ok", "failed", "not reached", "not compared"
+OK, FAILED = "ok", "failed"
 
 
 def checked(registry: Registry, name: str, version: Version) -> tuple[list[dict[str, Any]], Artifact | None]:
-    """A row a check of the version's file, and the artifact if it passed them all."""
+    """Load the version's file with every check: a row on it, and the artifact if it passed."""
     try:
-        path = registry.fetch_verified(name, version)
-        made = artifact.load(path, version.sha256, version.size)
+        made = artifact.load(registry.fetch_verified(name, version), version.sha256, version.size)
     except (ArtifactError, NotFound) as error:
-        return _failed(str(error)), None
-    return passed(), made
-
-
-def passed(registry: bool = True) -> list[dict[str, Any]]:
-    """The rows of a file that loaded; without a registry there was no size and digest to compare."""
-    done = compared(registry).items()
-    return [_row(check, OK if known else NOT_COMPARED, MEANINGS[check]) for check, known in done]
-
-
-def _failed(message: str) -> list[dict[str, Any]]:
-    """The rows of a file that did not load: the first check that the message names failed."""
-    place = CHECKS.index(next((part for part in message.split(": ") if part in CHECKS), CHECKS[0]))
-    rows = [_row(check, OK if number < place else NOT_REACHED, MEANINGS[check]) for number, check in enumerate(CHECKS)]
-    rows[place] = _row(CHECKS[place], FAILED, message)
-    return rows
+        return [_row("file", FAILED, str(error))], None
+    return [_row("file", OK, "all checks of kvq verify passed")], made
 
 
 def beside(registry: Registry, name: str, version: Version) -> list[dict[str, Any]]:
-    """Rows about attachments, signatures and a withdrawal."""
-    rows = []
+    """Check attachments, and whether the version was withdrawn: a row each."""
     try:
         files = registry.attachments(name, version)
-        rows.append(_row("attachments", OK, f"{len(files)} files have the digests that the registry states"))
+        rows = [_row("attachments", OK, f"{len(files)} files have the digests that the registry states")]
     except (ArtifactError, NotFound) as error:
-        rows.append(_row("attachments", FAILED, str(error)))
-    rows.append(_signatures(registry, name, version))
-    if version.yanked is not None:
-        rows.append(_row("yanked", FAILED, version.yanked))
-    return rows
+        rows = [_row("attachments", FAILED, str(error))]
+    return rows if version.yanked is None else [*rows, _row("yanked", FAILED, version.yanked)]
 
 
 def evaluations(registry: Registry, name: str, version: Version) -> tuple[list[Record], list[dict[str, Any]]]:
@@ -74,19 +48,6 @@ def evaluations(registry: Registry, name: str, version: Version) -> tuple[list[R
         return records, [_row("evaluations", OK, said)]
     left_out = f"{said}; {len(found) - len(records)} are of a form that is not read, and left out"
     return records, [_row("evaluations", FAILED, left_out)]
-
-
-def _signatures(registry: Registry, name: str, version: Version) -> dict[str, Any]:
-    """Count the signature records of this version; `kvq verify --key` tells whose they are."""
-    try:
-        records = [read_signature(data) for data in registry.signatures(version.sha256, name)]
-    except (ArtifactError, NotFound) as error:
-        return _row("signature", FAILED, str(error))
-    signed = name, version.version, version.sha256
-    found = sum((record["name"], record["version"], record["sha256"]) == signed for record in records)
-    if not found:
-        return _row("signature", NOT_COMPARED, "none: kvq sign makes one")
-    return _row("signature", NOT_COMPARED, f"{found} of this version; kvq verify --key FILE checks whose")
 
 
 def _row(check: str, result: str, what: str) -> dict[str, Any]:
@@ -136,13 +97,6 @@ def deciding(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     return next((row for name in (FULL, IN_USE) for row in own if row["protocol"] == name), None)
 
 
-def about(record: TextRecord) -> dict[str, Any]:
-    """Describe the measurement: a sentence a text, the model's size, and the windows that errors by layer are from."""
-    given = record.protocol
-    texts = [about_text(given), *(about_text(given.texts[name], name) for name in record.result.texts)]
-    return {"texts": texts, "parameters": given.model.parameters, "error_windows": given.error_windows}
-
-
 def gate(records: Sequence[Record]) -> list[dict[str, Any]]:
     """The verdicts on bounds that records hold, the latest week last."""
     return [
@@ -159,13 +113,3 @@ def weekly(records: Sequence[Record]) -> list[dict[str, Any]]:
         row = deciding(losses(record))
         found.append({"week": week(record), "kl": row and row["kl"], "relative": row and row["relative"]})
     return found
-
-
-def brief(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """A line a record and text and protocol, of all that the registry has of the version."""
-    names = ("text", "protocol", "windows", "length", "perplexity", "relative", "relative_se", "kl", "top1", "reason")
-    return [
-        {"week": week(record)} | {name: row.get(name) for name in names}
-        for record in of_text(records)
-        for row in losses(record)
-    ]
