@@ -10,9 +10,8 @@ from written import REPRESENTATIVE
 
 from kvq_runtime.attention.path import Query, Reference, newest_weights
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.hf import KVQCache
 from kvq_runtime.ops.dense import Softmax
-from kvq_runtime.recipe import Recipe, Scheme, Window, preset
+from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
@@ -179,18 +178,6 @@ def test_a_pass_that_fails_in_attention_is_undone():
         handle.remove()
         assert cache.get_seq_length() == 60
         assert torch.equal(model(ids[:, :1], past_key_values=cache).logits, held)
-
-
-def test_the_caller_keys_carry_no_mark():
-    model = random_model("llama", attention="kvq")
-    cache = KVQCache.from_recipe(preset("rtn-4bit"), model)
-    with torch.no_grad():
-        model(prompt(1, 8), past_key_values=cache)
-    cache._begin(None)
-    cache._announce(None, None, None, "kvq")
-    keys = torch.randn(1, 2, 1, 32)
-    assert hasattr(cache.update(keys, keys.clone(), 0)[0], "_kvq")
-    assert not hasattr(keys, "_kvq")
 
 
 def test_bare_caches_attend_too():

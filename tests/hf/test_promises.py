@@ -1,7 +1,5 @@
 """A cache made of an artifact keeps exact what is beyond the artifact's promise: if that is all, it loses nothing."""
 
-from functools import partial
-
 import fitted
 import pytest
 import torch
@@ -10,7 +8,7 @@ from generating import WAYS, generate
 from models import prompt, random_model
 from transformers import DynamicCache
 
-from kvq_runtime import Artifact, KVQCache, PrefixStore
+from kvq_runtime import Artifact, KVQCache
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.hf.model import fingerprint_of, geometry_of
 
@@ -53,19 +51,6 @@ def test_every_way_goes_on_with_a_cache_that_keeps_some(model):
         assert 0 < cache.health().beyond < cache.health().blocks
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
-def test_a_prefix_of_what_is_beyond_is_kept_exact(name, model, tmp_path):
-    made, ids = artifact_of(name, model), prompt(1, 90)
-    expected = generate(model, ids, DynamicCache())
-    for _ in range(2):  # computed, then from the store
-        store = PrefixStore(tmp_path, made, model=model)
-        out = store.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=1)
-        assert torch.equal(out, expected)
-    loaded = PrefixStore(tmp_path, made, model=model).load(ids)
-    assert loaded.health().beyond == loaded.health().blocks > 0
-    assert "not known" in str(loaded.health())
-
-
 def test_strict_stops_generation_and_an_artifact_without_a_promise(model):
     made = artifact_of("aqua-2bit", model)
     with pytest.raises(RuntimeError, match="calibration promised"):
@@ -78,29 +63,6 @@ def test_strict_stops_generation_and_an_artifact_without_a_promise(model):
     assert not cache.health().promised and not cache.health().blocks, (
         "measuring costs time, and is told against nothing"
     )
-
-
-@pytest.mark.parametrize("name", NAMES[:2])
-def test_a_strict_store_keeps_and_loads_nothing_that_is_beyond(name, model, tmp_path):
-    made, ids = artifact_of(name, model), prompt(1, 90)
-    plain, strict = (PrefixStore(tmp_path, made, model=model, strict=strict) for strict in (False, True))
-    exact, cache = DynamicCache(config=model.config), KVQCache.from_artifact(made, model)
-    for one in (exact, cache):
-        generate(model, ids, one)
-    answer = partial(strict.generate, ids, max_new_tokens=9)
-    for refused in (partial(strict.put, exact, ids), partial(strict.put, cache, ids), answer):
-        with pytest.raises(RuntimeError, match="layer 0, block 0: the error of its keys is .*without strict=True"):
-            refused()
-    assert not strict.longest(ids) and "beyond" not in repr(strict)
-    kept = plain.put(cache, ids)
-    assert f"{2 * cache.blocks.geometry.layers * kept // made.recipe.window.block} blocks beyond" in repr(plain)
-    for load in (strict.load, strict.load_decoded):
-        with pytest.raises(RuntimeError, match="layer 0, block 0: .* beyond what calibration promised"):
-            load(ids)
-    with pytest.raises(ValueError, match="strict=True, but kivi-2bit promises nothing"):
-        PrefixStore(tmp_path, small(read("kivi-2bit"), geometry_of(model)), model=model, strict=True)
-    good = PrefixStore(tmp_path / "good", artifact_of(name, model, spread=1e9), model=model, strict=True)
-    assert good.put(exact, ids) == good.longest(ids) and good.load(ids).health().beyond == 0
 
 
 def test_a_recipe_is_measured_where_that_is_asked(model):
