@@ -1,4 +1,4 @@
-"""No room outgrows its budget: lines of Python by room, words of pages, modules. `[tool.kvq.budget]` in pyproject.toml."""
+"""Hold each room to its budget of lines, modules and words: `[tool.kvq.budget]` in pyproject.toml."""
 
 import tomllib
 from pathlib import Path
