@@ -7,13 +7,7 @@
 
 Without a promise the spread is that of the block itself, and nothing is beyond. A block beyond stays exact beside its
 codes, as sinks do beside theirs: queries read its tokens, layers above are predicted from its codes, as they were
-fitted to. Files keep its tokens in few bits, with an error far below the promised one:
-
-    uint8 [C, bytes]: of each channel a code for every token, of 1 to 8 bits, a step and a low end (`ops/rtn.py`)
-
-The fewest bits are taken whose error is at most SHARE of the promise's bound. Where none are, or nothing is saved, the
-tokens stay as they are, [block, C]. Sinks among a block's tokens are stored elsewhere, and not read here; the token
-after them stands in their places, lest they widen steps.
+fitted to. Files keep its codes alone.
 
 Shapes: N blocks, B rows; the digit in a shape counts keys and values.
 """
@@ -21,7 +15,6 @@ Shapes: N blocks, B rows; the digit in a shape counts keys and values.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,15 +24,11 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES
-from kvq_runtime.ops import rtn
-from kvq_runtime.ops.pack import packed_size, unpack
 from kvq_runtime.store.storage import storage_bytes
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)  # that are stored and shown
 AT, MARGIN = 2, 1.25  # of these the third, and how many times that is kept
 LEAST = 1e-4  # of the spread: an error below it is beyond nothing
-SHARE = 1 / 8  # of a bound, the error of the tokens that files keep
-ENDS = 4  # bytes of a step and a low end
 
 
 def block_errors(gap_NTC: Tensor, counted_NT: Tensor | None = None) -> Tensor:
@@ -322,38 +311,3 @@ class Watch:
             seen = quantiles([error for error in errors if math.isfinite(error)])
             promised, bound = (promise.quantiles, promise.bound) if promise is not None else ((), None)
             yield LayerHealth(self.layer, ROLES[role], len(errors), beyond, seen, promised, bound)
-
-
-# ---- the tokens of a block beyond, in files --------------------------------------------------------------------------
-
-
-@cache
-def sizes_beyond(block: int) -> dict[int, int]:
-    """The bits of a code by the bytes that a channel of a block takes, fewest first."""
-    return dict(sorted({packed_size(block, bits) + ENDS: bits for bits in range(8, 0, -1)}.items()))
-
-
-def encode_beyond(x_TC: Tensor, sinks: int, promise: Promise | None) -> Tensor:
-    """Keep a block's tokens, the first of which are sinks, in as few bits as the promise allows, on the CPU; without
-    a promise as they are."""
-    x_TC = x_TC.detach().cpu()
-    if promise is None:
-        return x_TC
-    read_TC = torch.cat([x_TC[sinks : sinks + 1].expand(sinks, -1), x_TC[sinks:]]).float()
-    for bits in sizes_beyond(len(x_TC)).values():
-        codes, step_C, low_C = rtn.encode(read_TC.mT.contiguous(), bits)
-        kept = torch.cat([codes, *(end_C[:, None].view(torch.uint8) for end_C in (step_C, low_C))], 1)
-        error = float(block_errors((decode_beyond(kept, len(x_TC), x_TC.dtype) - read_TC)[None]))
-        if kept.nbytes < x_TC.nbytes and error <= SHARE * promise.bound * promise.spread:
-            return kept
-    return x_TC
-
-
-def decode_beyond(kept: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """The tokens [block, C] of what is kept of them."""
-    if kept.dtype != torch.uint8:
-        return kept.to(dtype)
-    bits = sizes_beyond(block)[kept.shape[1]]
-    size = packed_size(block, bits)
-    step_C, low_C = kept[:, size:].clone(memory_format=torch.contiguous_format).view(torch.float16).unbind(1)
-    return rtn.decode(unpack(kept[:, :size], bits, block), step_C, low_C, bits).mT.to(dtype).contiguous()

@@ -4,7 +4,6 @@ import copy
 import logging
 import math
 
-import feeding
 import fitted
 import pytest
 import torch
@@ -12,8 +11,6 @@ from feeding import GEOMETRY, RECIPES, feed, feed_in, tensors, turned
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.prefix import coder
-from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.store.promise import AT, LEAST, MARGIN, Check, Promise, block_errors, quantiles
 
 NAMES = ("mean-higgs-2bit", "aqua-2bit", "kivi-2bit")
@@ -240,49 +237,3 @@ def test_what_an_artifact_states_is_checked():
             Check.of({"layers": [{"key": {"promise": bad}}]})
     with pytest.raises(ValueError, match="promises nothing"):
         Check.of({"layers": []}, "demo", strict=True)
-
-
-@pytest.mark.parametrize("name", ["aqua-2bit", "kivi-2bit"])
-def test_a_kept_prefix_carries_what_is_beyond(name, tmp_path):
-    """From a cache or from rows, to the same bytes; what is loaded is near what was read, and kept again so."""
-    recipe, x = RECIPES[name], text(name, 4, 1, planted=True)
-    tensors, check = fitted.tensors(recipe, GEOMETRY), Check(measured(name, text(name, 4, 1)))
-    about = {"model": "m", "dtype": torch.float32, "rotary": feeding.rotary(), "promised": check}
-    stores = [PrefixBlocks(tmp_path / str(n), recipe, GEOMETRY, tensors, **about) for n in range(2)]
-    cache = BlockCache(recipe, GEOMETRY, stores[0].coder.tensors, check=check)
-    cache.positions.announce(None, None, feeding.rotary())
-    for layer in range(GEOMETRY.layers):
-        cache.update(layer, *x[layer].unbind(0))
-    tokens = list(range(x.shape[3]))
-    assert stores[0].put_cache(tokens[: 4 * recipe.window.block], cache) == 4 * recipe.window.block
-    stores[1].put(tokens[: 4 * recipe.window.block], [*x[:, 0, 0]], [*x[:, 1, 0]])
-    blocks, others = (store.load(tokens) for store in stores)
-    assert [sorted(one.exact) for one in blocks] == [sorted(one.exact) for one in others]
-    assert {(PLANTED, 0), (PLANTED, 1)} <= set(blocks[PLANTED].exact)
-    again = BlockCache(recipe, GEOMETRY, stores[0].coder.tensors, check=check)
-    again.positions.announce(None, None, feeding.rotary())
-    coder.fill(again, blocks, "cpu")
-    assert again.health().beyond == cache.health().beyond and again.health().blocks == cache.health().blocks
-    size = 4 * recipe.window.block
-    block, sinks, rounded = recipe.window.block, recipe.window.sinks, 0
-    for layer in range(GEOMETRY.layers):
-        both = zip(again.decoder.whole(layer), cache.decoder.whole(layer), strict=True)
-        for role, (one, other) in enumerate(both):
-            for number, start in enumerate(range(0, size, block)):
-                gap = (
-                    (one[:, :size] - other[:, :size])[0, start : start + block]
-                    .square()
-                    .sum(1)[max(0, sinks - start) :]
-                    .mean()
-                )
-                inexact = (layer, role) in blocks[number].exact
-                assert gap <= check.promises[layer, role].bound / 8 if inexact else gap == 0
-                rounded += bool(gap)
-    assert rounded
-    kept = coder.held(again, PLANTED)
-    assert all(torch.equal(kept.exact[site], x_TC) for site, x_TC in blocks[PLANTED].exact.items())
-    for number, (_, keys, _) in enumerate(stores[0].decode(blocks)):
-        start = PLANTED * block
-        if (number, 0) in blocks[PLANTED].exact:
-            gap = keys[start : start + block].flatten(1) - x[number, 0, 0, start : start + block]
-            assert gap.square().sum(1).mean() <= check.promises[number, 0].bound / 8
