@@ -74,7 +74,7 @@ def convert(path: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
     try:
         known = TOKENIZERS.get(values["general.architecture"])
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **given, tokenizer_type=known)
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             path.parent,
             **given,
             dtype=dtype,

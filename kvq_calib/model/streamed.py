@@ -224,7 +224,7 @@ class Layer:
         if answered is None:
             out_BTE = self._run(h_BTE)
         else:
-            calls = stream._around.calls(*h_BTE.shape[:2], stream.dtype)[self._index]
+            calls = stream._around.calls(h_BTE.shape[0], h_BTE.shape[1], stream.dtype)[self._index]
             with answered(self._attention, calls, rotary_module(stream._around.core), 0 in self._modules) as cache:
                 out_BTE = self._run(h_BTE, **{CACHE: cache}, use_cache=True)
         self._seen.clear()
@@ -239,7 +239,7 @@ class Layer:
         return self._captured(queries)
 
     def _run(self, h_BTE: Tensor, **more: Any) -> Tensor:
-        calls = self._stream._around.calls(*h_BTE.shape[:2], self._stream.dtype)
+        calls = self._stream._around.calls(h_BTE.shape[0], h_BTE.shape[1], self._stream.dtype)
         for n, module in self._modules.items():
             out = module(h_BTE, **calls[n] | more)
             h_BTE = out[0] if isinstance(out, tuple) else out

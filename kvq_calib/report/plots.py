@@ -64,7 +64,7 @@ def error_by_layer(records: Records) -> bytes:
     records = _with_names(records)
     with _plain_text():
         figure = layer_errors({one.name: one.result.layers for one in records})
-        windows = counted(records[0].protocol.error_windows, "window")
+        windows = counted(records[0].protocol.error_windows or 0, "window")
         _caption(figure, f"Relative squared errors on {windows}. {about(records)}")
         return png(figure)
 

@@ -190,8 +190,6 @@ ABSENT = [
     ["eval", "higgs-2bit", "--model", "demo", "--corpus", "nothing.txt"],
     ["eval", "higgs-2bit", "--model", "demo", "--corpus", "wikitext-2:nothing.txt"],
     ["compare", "--recipes", "aqua-9bit", "--model", "demo"],
-    ["probe", "--model", "demo", "--corpus", "nothing.jsonl"],
-    ["import", "oscar", "--keys", "nothing.pt", "--values", "nothing.pt", "--model", "demo"],
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOTS = {
-    "kvq_runtime": {"recipe", "geometry", "settings", "errors", "cache", "policy_setting"},
+    "kvq_runtime": {"recipe", "geometry", "settings", "errors", "cache", "policy_setting", "families"},
     "kvq_calib": set(),
 }
 
