@@ -31,7 +31,7 @@ from kvq_runtime.store.held import Sizes, smaller_from
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.promise import Check, Exact, Health, Watch
+from kvq_runtime.store.promise import Check, Health, Watch
 from kvq_runtime.store.step import Step, undoing
 from kvq_runtime.store.storage import Slab, storage_bytes
 
@@ -134,15 +134,11 @@ class BlockCache:
         store.append(k_BTC, v_BTC)
         return length == 0
 
-    def adopt(
-        self, count: int, fields: Mapping[int, tuple[Slab, Slab]], sinks: Mapping[int, Tensor],
-        exact: Mapping[int, Exact],
-    ) -> None:  # fmt: skip
+    def adopt(self, count: int, fields: Mapping[int, tuple[Slab, Slab]], sinks: Mapping[int, Tensor]) -> None:
         """Begin with `count` blocks that were encoded elsewhere, of a text's first tokens; the cache is empty.
 
         fields   by layer, of keys and of values, as codecs encode them, [B, count, ...] a field
         sinks    by layer, the exact tokens among them, [2, B, sinks, C], in the model's dtype and on its device
-        exact    by layer, the tokens of blocks that are kept exact
         RuntimeError where a policy would have had to see the tokens arrive.
         """
         if self.layers or self.policies:
@@ -150,7 +146,7 @@ class BlockCache:
             raise RuntimeError(f"blocks that were encoded elsewhere cannot be taken in; {what}")
         for layer in range(self.geometry.layers):
             store = self.layers[layer] = self._store(layer, sinks[layer][0])
-            store.adopt(count, *fields[layer], sinks[layer], exact[layer])
+            store.adopt(count, *fields[layer], sinks[layer])
         first = self.layers[0]
         self.positions.extend(first.rows, count * self.recipe.window.block, first.buffer_2BTC.device)
 

@@ -180,7 +180,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Round:
-    """The turns of all caches, by name."""
+    """One turn of each cache, by name."""
 
     context: int
     batch: int

@@ -1,4 +1,4 @@
-"""The commands `kvq eval`, `compare`, and `bench`: take parsed arguments, print, return an exit code.
+"""Run `kvq eval`, `compare` and `bench`: take parsed arguments, print, return an exit code.
 
 This is imported when one of them runs: `kvq list` must not wait for it.
 """

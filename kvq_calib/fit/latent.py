@@ -71,14 +71,14 @@ def requests(stage: Mixed) -> tuple[Statistic[Tensor], ...]:
 
 
 def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, dict[str, Tensor]]:
-    """The quantizer with the bits of its channels, and their scales."""
+    """Return the quantizer with the bits of its channels, and their scales."""
     stage = schedule(stage, statistics.directions(metric(codec.scheme.rotate))[0])
     stage, scales = mixed.solve(stage, statistics, codec)
     return stage, scales | ({"importance": statistics[Importance()]} if stage.weighed else {})
 
 
 def schedule(stage: Mixed, variances_C: Tensor) -> Mixed:
-    """The stage with the channels that are stored, of each width."""
+    """Return the stage with the channels that are stored, of each width."""
     if not stage.target:
         return stage
     bits_C = water_fill(variances_C, stage.budget(len(variances_C)), stage.distortions())

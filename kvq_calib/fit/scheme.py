@@ -314,8 +314,10 @@ class SchemeFit(Fitting):
 
 
 def summary(errors: Errors) -> dict[str, Any]:
-    """The measures of one scheme, relative to the variance about the mean; and what is promised of the error of a
-    block, where any was measured."""
+    """Return the measures of one scheme, relative to the variance about the mean.
+
+    With them goes the promised error of a block, where any was measured.
+    """
     energy, variance, residual, error, tokens = errors.sums.tolist()
     found = {
         "relative_error": error / variance if variance else 0.0,

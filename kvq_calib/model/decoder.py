@@ -159,7 +159,7 @@ def _keep_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 class Around:
-    """What stands around the layers of a decoder: embeddings, rotations, masks."""
+    """A decoder with stubs for layers: it makes embeddings, rotations and masks."""
 
     def __init__(self, core: Any):
         self.core = core

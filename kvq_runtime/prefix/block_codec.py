@@ -96,14 +96,13 @@ class BlockCodec:
 
 def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str) -> None:
     """Put a text's first blocks into an empty cache, as one row."""
-    layers = range(cache.geometry.layers)
-    fields = {
-        layer: tuple(_stacked([block.fields[layer][role] for block in blocks], device) for role in (0, 1))
-        for layer in layers
-    }
+    layers, fields = range(cache.geometry.layers), dict[int, tuple[Slab, Slab]]()
+    for layer in layers:
+        keys, values = (_stacked([block.fields[layer][role] for block in blocks], device) for role in (0, 1))
+        fields[layer] = keys, values
     sinks_2LSC = torch.cat([block.sinks_2LSC for block in blocks], 2).to(device)
     sinks = {layer: sinks_2LSC[:, layer][:, None] for layer in layers}
-    cache.adopt(len(blocks), fields, sinks, {layer: ({}, {}) for layer in layers})  # type: ignore[arg-type]
+    cache.adopt(len(blocks), fields, sinks)
 
 
 def held(cache: BlockCache, number: int, row: int = 0) -> Block:

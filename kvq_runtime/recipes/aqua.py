@@ -16,14 +16,13 @@ and only subtracts what it reads.
 
 from dataclasses import replace
 
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes import higgs, polar, quarot, rtn, svdq, turboquant
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 
 FAMILY = Family(
-    look=("blue", "o"),
     papers={"AQUA-KV": "Shutova et al., 2025, arXiv 2501.19392"},
     golden=("aqua-2bit", "aqua-1bit", "aqua-1.5bit", "aqua-3bit", "aqua-4bit", "aqua-2bit-quarot",
             "aqua-2bit-first-16bit", "aqua-lloyd-2bit", "aqua-polar-3bit", "aqua-svdq-2bit",
@@ -34,13 +33,6 @@ FAMILY = Family(
             "aqua-2bit+all.predict.below=1,2+name=aqua-2bit-below-1-2"),
     compared=("aqua-1bit", "aqua-2bit", "aqua-3bit", "aqua-2bit-quarot", "aqua-lloyd-2bit", "aqua-polar-3bit",
               "aqua-svdq-2bit"),
-    claims=(
-        Claim("AQUA-KV: predicting from the layer below beats the same grid alone", "aqua-2bit", "higgs-2bit"),
-        Claim("AQUA-KV: and so at 3 bits", "aqua-3bit", "higgs-3bit"),
-        Claim("AQUA-KV: at 2 bits it beats KIVI at 2 bits", "aqua-2bit", "kivi-2bit"),
-    ),
-    combined=("aqua-polar", "aqua-lloyd", "aqua-svdq", "aqua-2bit-quarot"),
-    opposed=True,
 )  # fmt: skip
 
 EXACT = Scheme(quantize=Exact())

@@ -36,10 +36,8 @@ from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import GradientBasis
 
 FAMILY = Family(
-    look=("black", "*"),
     golden=("aqua-fisher-1bit", "aqua-fisher-1bit+all.quantize.weighed=true+name=aqua-fisher-1bit-weighed"),
     compared=("aqua-fisher-0.5bit", "aqua-fisher-1bit", "aqua-fisher-2bit", "aqua-fisher-3bit"),
-    combined=("aqua-fisher",),
 )
 
 WIDTHS = (0.5, 1.0, 2.0, 3.0, 4.0)

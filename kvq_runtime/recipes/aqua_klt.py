@@ -16,21 +16,18 @@ Differs: values have a basis too (SVDq leaves them); all channels of a schedule 
 changes divergence by -6% to +3% and perplexity by less than its standard error, for a second matrix per layer.
 """
 
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme, Window
+from kvq_runtime.recipe import Family, Recipe, Scheme, Window
 from kvq_runtime.recipes.aqua import aqua
 from kvq_runtime.stages.correct import ESCAPE_BITS, Escape
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.rotate import Basis
 
 FAMILY = Family(
-    look=("red", "D"),
     golden=(
         "aqua-klt-1bit",
         "aqua-klt-1bit+value.rotate=output_basis+layers.0.value.rotate=output_basis+name=aqua-klt-1bit-output",
     ),
     compared=("aqua-klt-1bit", "aqua-klt-1.5bit", "aqua-klt-2bit"),
-    claims=(Claim("here: bases of AQUA-KV's residuals beat its grid", "aqua-klt-2bit", "aqua-2bit"),),
-    combined=("aqua-klt",),
 )
 
 WIDTHS = {"1bit": 1.0, "1.5bit": 1.5, "2bit": 2.0}

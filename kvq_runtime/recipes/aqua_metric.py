@@ -33,7 +33,6 @@ from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import OutputBasis, QueryBasis
 
 FAMILY = Family(
-    look=("green", "*"),
     golden=("aqua-metric-1bit", "aqua-metric-1bit-vocab",
             "aqua-metric-1bit+all.predict.storage=gptq4+all.rotate.storage=gptq4+name=aqua-metric-1bit-gptq",
             "aqua-metric-1bit-vocab+all.predict.storage=gptq4+all.rotate.storage=gptq4+all.quantize.storage=rtn4"
@@ -42,7 +41,6 @@ FAMILY = Family(
               "aqua-metric-1bit-vocab", "aqua-metric-1.5bit-vocab", "aqua-metric-2bit-vocab",
               "aqua-metric-0.5bit-all", "aqua-metric-0.5bit", "aqua-metric-1bit", "aqua-metric-1.5bit",
               "aqua-metric-2bit"),
-    combined=("aqua-metric",),
 )  # fmt: skip
 
 WIDTHS = (0.5, 1.0, 1.5, 2.0)

@@ -13,20 +13,17 @@ Differs: centroids are learned without the weights of Fisher information; the fi
 exact (theirs: none).
 """
 
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes import aqua
 from kvq_runtime.stages.fitted_codebook import Coupled, Means
 
 FAMILY = Family(
-    look=("red", "o"),
     papers={
         "CQ": "Zhang et al., 2024, arXiv 2405.03917",
         "GSRQ": "Kim et al., 2026, arXiv 2607.01065",
     },
     golden=("cq-2c4b",),
     compared=("cq-2c4b", "cq-4c8b", "cq-8c8b", "cq-8c8b-gain", "aqua-cq-4c8b"),
-    claims=(Claim("CQ: coupling more channels at equal bits loses less", "cq-4c8b", "cq-2c4b"),),
-    combined=("aqua-cq",),
 )
 CODES = ((2, 4), (4, 8), (8, 8))
 

@@ -4,7 +4,6 @@ from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.exact import Exact
 
 FAMILY = Family(
-    look=("grey", "o"),
     compared=(),
 )
 

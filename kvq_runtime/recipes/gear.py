@@ -21,16 +21,14 @@ the whole prompt's channel or of the token, and its mean).
 
 from dataclasses import replace
 
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.correct import LowRank, LowRankSparse
 
 FAMILY = Family(
-    look=("wine", "P"),
     papers={"GEAR": "Kang et al., 2024, arXiv 2403.05527"},
     golden=("gear-2bit", "gear-l-2bit"),
     compared=("gear-2bit", "gear-l-2bit-r1"),
-    claims=(Claim("GEAR: low rank and outliers correct KIVI's rounding", "gear-2bit", "kivi-2bit"),),
 )
 
 Correct = LowRank | LowRankSparse

@@ -36,11 +36,9 @@ from kvq_runtime.recipes import aqua, higgs
 from kvq_runtime.stages.exact import Exact
 
 FAMILY = Family(
-    look=("grey", "*"),
     papers={"H2O": "Zhang et al., 2023, arXiv 2306.14048"},
     golden=("aqua-h2o-2bit",),
     compared=("aqua-h2o-2bit", "h2o"),
-    combined=("aqua-h2o",),
 )
 
 

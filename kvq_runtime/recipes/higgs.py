@@ -10,23 +10,15 @@ Source: Malinovskii et al., 2024 (HIGGS, arXiv 2411.17525), as used on caches by
 Differs: signs, least-squares scales, and at least `recent` exact tokens at any time (their buffer empties at a flush).
 """
 
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard
 
 FAMILY = Family(
-    look=("orange", "s"),
     papers={"HIGGS": "Malinovskii et al., 2024, arXiv 2411.17525"},
     golden=("higgs-2bit", "mean-higgs-2bit", "mean-higgs-3bit"),
     compared=("higgs-2bit", "higgs-3bit", "higgs-4bit", "mean-higgs-2bit", "mean-higgs-3bit"),
-    claims=(
-        Claim(
-            "HIGGS: rounding pairs to a Gaussian grid beats rotation with min-max (QuaRot)", "higgs-2bit", "quarot-2bit"
-        ),
-        Claim("here: the mean is worth removing", "mean-higgs-2bit", "higgs-2bit"),
-    ),
-    varied=("mean-",),
 )
 
 # bits per element → (dimension, points); "2bit-slow" is AQUA-KV's grid without a fast GPU kernel

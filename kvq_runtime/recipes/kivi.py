@@ -11,15 +11,13 @@ their buffer empties at a flush); values leave it together with the keys, not on
 head's channels. A key group never has fewer than `group` tokens, so that generated tokens are really rounded.
 """
 
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme, Window
+from kvq_runtime.recipe import Family, Recipe, Scheme, Window
 from kvq_runtime.stages.rtn import Rtn
 
 FAMILY = Family(
-    look=("pink", "^"),
     papers={"KIVI": "Liu et al., 2024, arXiv 2402.02750"},
     golden=("kivi-2bit",),
     compared=("kivi-2bit", "kivi-2bit-r32", "kivi-3bit", "kivi-4bit"),
-    claims=(Claim("KIVI: keys by channel beat keys by token", "kivi-2bit", "rtn-2bit"),),
 )
 
 WINDOW = Window(sinks=0)  # the residual of 128 tokens

@@ -12,19 +12,17 @@ errors of a block are stored, not those beyond the threshold of their channel; t
 encoded 128 at a time (theirs: at once); k-means is not weighted by Fisher information.
 """
 
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme, Window
+from kvq_runtime.recipe import Family, Recipe, Scheme, Window
 from kvq_runtime.stages.correct import Sparse
 from kvq_runtime.stages.fitted_codebook import Nuq
 
 FAMILY = Family(
-    look=("sky", "p"),
     papers={"KVQuant": "Hooper et al., 2024, arXiv 2401.18079"},
     golden=(
         "kvquant-3bit",
         "kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse+name=kivi-2bit-outliers",
     ),
     compared=("kvquant-2bit", "kvquant-3bit"),
-    claims=(Claim("KVQuant: fitted points before RoPE and outliers beat KIVI", "kvquant-2bit", "kivi-2bit"),),
 )
 
 BITS = (2, 3, 4)

@@ -16,7 +16,6 @@ from kvq_runtime.stages.metric_rotation import Metric, Oscar
 from kvq_runtime.stages.rtn import Clipped, Rtn
 
 FAMILY = Family(
-    look=("olive", "D"),
     papers={"OSCAR": "Zhou et al., 2026, arXiv 2605.17757"},
     golden=("oscar-2bit", "oscar-3bit+value.rotate.metric=output+name=oscar-output-3bit"),
     compared=("oscar-2bit", "oscar-output-2bit", "oscar-3bit"),

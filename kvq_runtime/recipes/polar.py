@@ -19,12 +19,11 @@ instead of k-means++.
 from dataclasses import replace
 
 from kvq_runtime.policies.prompt_fit import PromptFit
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme, Window
+from kvq_runtime.recipe import Family, Recipe, Scheme, Window
 from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.rotate import Random
 
 FAMILY = Family(
-    look=("indigo", "h"),
     papers={"PolarQuant": "Han et al., 2025, arXiv 2502.02617"},
     golden=(
         "polar-3bit+all.predict=mean+position=pre+name=mean-polar-3bit",
@@ -35,12 +34,6 @@ FAMILY = Family(
         "+name=polar-hadamard",
     ),
     compared=("polar-paper", "polar-paper-fitted", "polar-online", "polar-2.5bit", "polar-3bit"),
-    claims=(
-        Claim("PolarQuant: angles beat KIVI", "polar-paper", "kivi-2bit"),
-        Claim("PolarQuant: codebooks of the prompt beat those of the exact density", "polar-online", "polar-paper"),
-    ),
-    varied=("mean-",),
-    opposed=True,
 )
 
 PAPER = Window(sinks=0)

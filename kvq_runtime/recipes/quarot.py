@@ -5,16 +5,14 @@ Source: Ashkboos et al., 2024 (QuaRot, arXiv 2404.00456), section 4; group size 
 Differs: a range is that of the group's own ends, without a clipping ratio.
 """
 
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 
 FAMILY = Family(
-    look=("red", "<"),
     papers={"QuaRot": "Ashkboos et al., 2024, arXiv 2404.00456"},
     golden=("quarot-2bit",),
     compared=("quarot-2bit", "quarot-3bit"),
-    claims=(Claim("QuaRot: a rotation helps plain rounding", "quarot-2bit", "rtn-2bit"),),
 )
 
 

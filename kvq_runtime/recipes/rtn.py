@@ -13,7 +13,6 @@ from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.rtn import Rtn
 
 FAMILY = Family(
-    look=("grey", "v"),
     golden=("rtn-2bit",),
     compared=("rtn-2bit", "rtn-3bit", "rtn-4bit"),
 )

@@ -34,10 +34,8 @@ from kvq_runtime.recipes import aqua, higgs
 from kvq_runtime.stages.exact import Exact
 
 FAMILY = Family(
-    look=("sky", "*"),
     papers={"SnapKV": "Li et al., 2024, arXiv 2404.14469"},
     compared=("snapkv-256", "snapkv-higgs-2bit-256"),
-    combined=("aqua-snapkv",),
 )
 
 POOLS = {"max": functional.max_pool1d, "avg": functional.avg_pool1d}

@@ -22,27 +22,19 @@ from dataclasses import replace
 from typing import Literal
 
 from kvq_runtime.policies.prompt_fit import PromptFit
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.feedback import QueryOrthogonal
 from kvq_runtime.stages.rotate import Hadamard
 
 FAMILY = Family(
-    look=("green", ">"),
     papers={"SQuat": "Wang et al., 2025, arXiv 2503.24358"},
     golden=("squat-2bit", "squat-hadamard-2bit",
             "squat-pre-2bit-paper+key.feedback.blocks=4+key.feedback.lam=5e-4+key.feedback.rank=60"
             "+name=squat-pre-2bit-llama3"),
     compared=("squat-2bit", "squat-2bit-paper", "squat-online-2bit", "squat-3bit", "squat-pre-2bit", "squat-pre-3bit",
               "squat-hadamard-2bit"),
-    claims=(
-        Claim("SQuat: feedback beats KIVI's plain rounding, keys after RoPE", "squat-2bit", "kivi-2bit"),
-        Claim("SQuat: and so with the subspace of the prompt", "squat-online-2bit", "kivi-2bit"),
-        Claim("SQuat: keys before RoPE are better still", "squat-pre-2bit", "squat-2bit"),
-    ),
-    combined=("squat-hadamard",),
-    opposed=True,
 )  # fmt: skip
 
 Position = Literal["pre", "post"]

@@ -46,24 +46,16 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
-from kvq_runtime.recipe import Claim, Family, Recipe
+from kvq_runtime.recipe import Family, Recipe
 from kvq_runtime.recipes import aqua, higgs, kivi
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
 
 FAMILY = Family(
-    look=("olive", "^"),
     papers={"SubKV": "Zeng et al., 2025, doi 10.1002/spe.3422"},
     golden=("subkv-aqua-2bit", "subkv-2bit"),
     compared=("subkv-2bit", "subkv-3bit", "subkv-aqua-2bit"),
-    claims=(
-        Claim(
-            "SubKV: a window that attention keeps beats KIVI's, in its blocks", "subkv-2bit", "kivi-2bit-r32", "in-use"
-        ),
-    ),
-    combined=("subkv-aqua",),
-    opposed=True,
 )
 
 WINDOW = Window(sinks=1, recent=32, block=32)  # the paper's F, N and G

@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
@@ -36,18 +36,11 @@ from kvq_runtime.stages.rotate import Basis
 from kvq_runtime.stages.rtn import Rtn
 
 FAMILY = Family(
-    look=("wine", "d"),
     papers={"SVDq": "Hong et al., 2025, arXiv 2502.15304", "ShadowKV": "Sun et al., 2024, arXiv 2410.21465"},
     golden=("svdq-2bit-v4", "svdq-wf-2bit-v4+value.quantize=exact+name=svdq-wf-2bit",
             "svdq-1.25bit-v4+policies.chunks=on+name=svdq-shadow-1.25bit-v4"),
     compared=("svdq-1.25bit-v4", "svdq-2bit-v4", "svdq-online-2bit-v4", "svdq-shadow-2bit-v4-128", "svdq-wf-1bit-v4",
               "svdq-wf-1.25bit-v4", "svdq-wf-2bit-v4"),
-    claims=(
-        Claim("SVDq: latent channels of mixed bits beat KIVI (2-bit keys, 4-bit values)", "svdq-2bit-v4", "kivi-2bit"),
-        Claim("SVDq: a basis of the prompt beats KIVI too", "svdq-online-2bit-v4", "kivi-2bit"),
-        Claim("here: water-filling beats SVDq's fixed schedule", "svdq-wf-2bit-v4", "svdq-2bit-v4"),
-    ),
-    opposed=True,
 )  # fmt: skip
 
 # mean bits → bits of the 8 equal runs of latent channels

@@ -14,11 +14,9 @@ from kvq_runtime.stages.codebook import Trellis
 from kvq_runtime.stages.rotate import Hadamard
 
 FAMILY = Family(
-    look=("blue", "X"),
     papers={"QTIP": "Tseng et al., 2024, arXiv 2406.11235 (for weights)"},
     golden=("trellis-head-1bit",),
     compared=("aqua-trellis-2bit", "trellis-head-1bit", "trellis-head-2bit", "trellis-head-3bit"),
-    combined=("aqua-trellis",),
 )
 
 BITS = (1, 2, 3, 4)

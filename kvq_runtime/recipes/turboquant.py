@@ -14,14 +14,13 @@ cache types; even levels: Max, 1960.
 Differs: no residual sketch (see the stage), no extra bits for outlier channels: removing the mean gains more.
 """
 
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.codebook import Lloyd
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard, Random
 from kvq_runtime.stages.rtn import Even
 
 FAMILY = Family(
-    look=("indigo", "v"),
     papers={
         "TurboQuant": "Zandieh et al., 2025, arXiv 2504.19874",
         "DRIVE": "scales, arXiv 2105.08339",
@@ -34,8 +33,6 @@ FAMILY = Family(
         "turboquant-3bit",
     ),
     compared=("lloyd-2bit", "lloyd-3bit", "turboquant-2bit", "turboquant-3bit"),
-    claims=(Claim("TurboQuant: an optimal scalar grid beats PolarQuant", "turboquant-3bit", "polar-paper"),),
-    varied=("mean-",),
 )
 
 BITS = (1, 2, 3, 4)

@@ -20,16 +20,13 @@ and the 128 newest tokens stay exact (theirs: none of the prompt, and up to 100 
 from dataclasses import replace
 
 from kvq_runtime.policies.prompt_fit import PromptFit
-from kvq_runtime.recipe import Claim, Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes import aqua, kivi
 from kvq_runtime.stages.separable import Separable
 
 FAMILY = Family(
-    look=("pink", "X"),
     papers={"ZipCache": "He et al., 2024, arXiv 2405.14256"},
     golden=("zipcache-2bit", "aqua-zipcache-2bit"),
-    claims=(Claim("ZipCache: channel scales beat groups of channels, in fewer bits", "zipcache-2bit", "rtn-2bit"),),
-    combined=("aqua-zipcache",),
 )
 
 BITS = (2, 4)

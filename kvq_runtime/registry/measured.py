@@ -17,7 +17,6 @@ PROTOCOLS = (FULL, IN_USE)
 SPOKEN = {FULL: "full encode", IN_USE: "in use"}
 TEXT = "perplexity"  # name of the protocols under which text is predicted
 TASKS = ("tasks", "lm-eval")  # names of the protocols under which questions are answered, and no text is predicted
-DECODE = "decode"  # name of the protocol under which the 16-bit model's own greedy text is followed
 
 
 # ---- how it was measured ---------------------------------------------------------------------------------------------
@@ -274,13 +273,6 @@ class TasksResult(Result):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GreedyResult(Result):
-    """Findings of `evaluate/decode.py`. The page of a version takes it as the JSON that it is, and lays that out."""
-
-    protocols: Mapping[str, Mapping[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Record:
     """A record of any protocol.
 
@@ -334,14 +326,6 @@ class Answer:
     texts: int | None = None
     reference: float | None = None
     reason: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GreedyRecord(Record):
-    """The 16-bit model's greedy text, followed."""
-
-    protocol: TextProtocol
-    result: GreedyResult
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,6 @@ LIMIT = 1 << 20  # bytes of a file
 LARGEST = 1e15  # of a number, either way: larger ones overflow where they are drawn
 KINDS: Mapping[str, type[Record]] = {
     TEXT: TextRecord,
-    measured.DECODE: measured.GreedyRecord,
     **dict.fromkeys(measured.TASKS, measured.TasksRecord),
 }
 

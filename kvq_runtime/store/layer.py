@@ -22,7 +22,7 @@ from kvq_runtime.geometry import SLAB, Window
 from kvq_runtime.ops.constant import lasting
 from kvq_runtime.store import storage
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.promise import Check, Exact, Watch
+from kvq_runtime.store.promise import Watch
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import SLACK, DeviceIndex, Slab
 
@@ -223,16 +223,13 @@ class LayerStore:
         self._changed()
 
     @lasting
-    def adopt(self, count: int, keys: Slab, values: Slab, sinks_2BSC: Tensor, exact: Exact) -> None:
+    def adopt(self, count: int, keys: Slab, values: Slab, sinks_2BSC: Tensor) -> None:
         """Begin with blocks that were encoded elsewhere, and the sinks among their tokens; nothing is held yet.
 
         keys, values   as their codecs encode them, [B, count, ...] a field
-        exact          the tokens of blocks that are kept exact
         """
-        if self.watch is None and any(exact):
-            self.watch = Watch(Check(), self.layer, keeps=True)
         if self.watch is not None:
-            self.watch.adopt(count, exact, self.rows)
+            self.watch.adopt(count, self.rows)
         while self.blocks < count:
             stop = min(self.blocks + SLAB, count)
             own, other = ({n: x[:, self.blocks : stop] for n, x in fields.items()} for fields in (keys, values))

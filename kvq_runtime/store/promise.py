@@ -269,14 +269,9 @@ class Watch:
             self.exact[role][number] = window_2BTC[role, :, start : start + block].clone()
         return bool(beyond)
 
-    def adopt(self, count: int, exact: Exact, rows: int) -> None:
-        """Begin with blocks that were encoded elsewhere, some of them with their exact tokens; told, where codes alone
-        are read, and not held."""
-        self.exact = exact if self.keeps else ({}, {})
+    def adopt(self, count: int, rows: int) -> None:
+        """Begin with blocks that were encoded elsewhere, whose errors are not known."""
         self._errors = [torch.full((2, rows), math.nan, dtype=torch.float32) for _ in range(count)]
-        for role, blocks in enumerate(exact):
-            for number in blocks:
-                self._errors[number][role] = math.inf
 
     def truncate(self, blocks: int) -> None:
         """Keep the first `blocks` blocks."""

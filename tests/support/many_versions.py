@@ -86,14 +86,6 @@ def tasks(**accuracies: float) -> dict[str, Any]:
     return {"tasks": found, "cells": cells}
 
 
-def greedy(digest: str, part: dict, **about) -> dict:
-    """A record of greedy text."""
-    given = {"name": "decode", "text": {"source": "prose", "split": "held-out"}, "windows": 2, "prompt": 256,
-             "length": 272, "model": {"id": "tiny-model", "parameters": 4_071_168}} | about  # fmt: skip
-    result = {"recipe": "tiny", "protocols": {"decode": part}, "bits": {"asymptotic": 6.0}}
-    return {"artifact": digest, "corpus": "c", "protocol": given, "environment": {}, "result": result}
-
-
 def registry(root: Path, names: int, versions: int = 2, artifacts: int = 4) -> LocalRegistry:
     """A registry of so many names, each with a version in production; the last version of every tenth drifted."""
     store = LocalRegistry(root)

@@ -51,15 +51,9 @@ def seeds(digest: str) -> list[dict[str, Any]]:
     first["result"] |= first["result"].pop("protocols")["in-use"]
     named = {"tasks": {"arc": {"metrics": {"acc,none": {"value": 0.5, "se": 0.1}}, "texts": 30}}}
     own = many.tasks(needle=0.25) | {"reference": {"needle": {"accuracy": 1.0, "se": 0.0}}}
-    bins = [
-        {"from": n, "to": n + 1, "kl": 0.1, "kl_se": 0.2, "kl_worst": 1, "entropy": 2, "decoded": 0.5} for n in (0, 1)
-    ]
-    part = {"kl": 0.05, "kl_se": 0.01, "top1": 0.875, "trend": {"kl_per_1000": 1.5, "se": 0.5}, "bins": bins}
-    followed = many.greedy(digest, part | {"windows": [{"first": 5, "kl": 0.1}, {"first": None, "kl": 0.0}]})
     others = [
         many.asked(digest, named | {"reference": named["tasks"]}, name="lm-eval"),
         many.asked(digest, own),
-        followed,
     ]
     return [usual, usual, week, first, *others]
 
