@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-FEW = ["attend quarot-head-2bit", "attend higgs-head-1bit", "encode rtn 4 rotated"]
+FEW = ["attend quarot-head-2bit", "attend lloyd-4bit", "encode rtn 4 rotated"]
 
 
 @pytest.mark.slow

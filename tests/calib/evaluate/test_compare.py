@@ -72,8 +72,8 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     bits = [one["result"]["bits"]["asymptotic"] for one in records]
     assert bits == sorted(bits) and bits[-1] == 16
     told = [read(one) for one in records]
-    assert plot.read_bytes() == plots.comparison(told) != plots.comparison(told[:1])
-    assert plots.comparison(told[-1:]), "a cost of nothing has no logarithm"
+    assert plot.read_bytes() == plots.perplexity_by_bits(told) != plots.perplexity_by_bits(told[:1])
+    assert plots.perplexity_by_bits(told[-1:]), "a cost of nothing has no logarithm"
     rows = tables.comparison(told)
     assert rows[0]["recipe"] == "16 bit" and len(rows) == 5
     for protocol in ("full", "in use"):
