@@ -58,7 +58,7 @@ test: env ## run the quick tests, one recipe of each class, on 2 processes; PYTE
 	$(PYTEST) -n 2 -m 'not slow and not all_recipes' $(PYTEST_ARGS)
 
 # For 2 cores: whoever runs the tests of Prefect and of Ray mostly waits.
-test-all: env ## run every test, on 3 processes; CI runs a sixth of the slow ones: PYTEST_ARGS="--slow-part 1/6"
+test-all: env ## run every test, on 3 processes
 	$(PYTEST) -n 3 $(PYTEST_ARGS)
 
 chaos: export OMP_NUM_THREADS ?= 1

@@ -1,10 +1,8 @@
 """Where the tests find real models and text, and what every run needs."""
 
-import argparse
 import json
 import os
 import sys
-import zlib
 from pathlib import Path
 
 import hypothesis
@@ -116,29 +114,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         f"one test in {ONE_IN}, and of combinations each value is there"
     )
     parser.addoption("--every-pair", action="store_true", help=text)
-    text = "K/N: of the slow tests the K-th of N parts, 1 to N; which of them follows from its name"
-    parser.addoption("--slow-part", type=_part, default=(1, 1), metavar="K/N", help=text)
-
-
-def _part(text: str) -> tuple[int, int]:
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r}; give K/N, as 1/4")
-    return int(number), int(count)
-
-
-def in_part(item: pytest.Item, part: tuple[int, int]) -> bool:
-    """True for a quick test, and for a slow one of this part. Tests of a group, which share what takes long to start,
-    are all of one part."""
-    group = item.get_closest_marker("xdist_group")
-    name = str(group.args or group.kwargs) if group else item.nodeid
-    number, count = part
-    return not item.get_closest_marker("slow") or zlib.crc32(name.encode()) % count == number - 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests of other parts than --slow-part, and what only --every-pair runs: most tests of a recipe
-    that another stands for (see tests/support/written.py) and most combinations (see tests/support/tiers.py).
+    """Leave out what only --every-pair runs: most tests of a recipe that another stands for (tests/support/written.py)
+    and most combinations (tests/support/tiers.py).
 
     A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. A recipe that another stands for
     is marked so, and goes through one in ONE_IN of these tests, its neighbour through the next ones. What is asked for
@@ -151,9 +131,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     every = config.getoption("--every-pair") or config.getoption("keyword") or any("::" in one for one in config.args)
     others = represented()
     functions: dict[str, int] = {}
-    part = config.getoption("--slow-part")
-    left_out = [item for item in items if not in_part(item, part)]
-    left_out += [] if every else [item for item in items if item.get_closest_marker("every_pair")]
+    left_out = [] if every else [item for item in items if item.get_closest_marker("every_pair")]
     for item in items:
         place = others.get(id(getattr(item, "callspec", None) and item.callspec.params.get("recipe")))
         if place is not None:
