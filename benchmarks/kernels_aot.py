@@ -1,7 +1,7 @@
 """Compile every kernel ahead of time for sm_80, sm_90 and sm_100, and check that it fits the architecture.
 
-Recorded launches of the host code (compiled.py) are compiled. Printed are registers a lane and bytes of stack, local and
-shared memory. A kernel fails if its program does not fit, or spills more than SPILLED, or WIDE, allows.
+Recorded launches of the host code (compiled.py) are compiled. Printed are registers a lane and bytes of stack, local
+and shared memory. A kernel fails if its program does not fit, or spills more than SPILLED, or WIDE, allows.
 
 PYTHONPATH=. python benchmarks/kernels_aot.py [--arch 80,90,100] [--only NAME ...] [--each-kind]
 """
