@@ -74,17 +74,6 @@ def test_links_of_a_page_resolve(page):
             assert anchor in anchors(linked.read_text()), f"{page.name} links to {target}; no such heading"
 
 
-def test_a_wrong_path_is_found():
-    assert named_paths("see `kvq_runtime/stages/rtn.py`, `K/V`, `store/`, `kvq list`") == {
-        "kvq_runtime/stages/rtn.py",
-        "K/V",
-        "store/",
-    }
-    assert exists("kvq_runtime/stages/rtn.py", PAGES[0]) and exists("stages/rtn.py", PAGES[0])
-    assert not exists("kvq_runtime/grid.py", PAGES[0]) and not exists("grids.py", PAGES[0])
-    assert anchors("# The `kvq` command, *in short*\n") == {"the-kvq-command-in-short"}
-
-
 def test_every_page_can_be_reached_from_the_readme():
     texts = (ROOT / "README.md").read_text() + (ROOT / "docs" / "architecture.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
@@ -94,16 +83,3 @@ def test_every_page_can_be_reached_from_the_readme():
 def test_every_record_can_be_reached_from_their_list():
     listed = (ROOT / "benchmarks" / "records" / "README.md").read_text()
     assert all(f"({page.name})" in listed for page in RECORDS if page.name != "README.md")
-
-
-def test_the_documents_stay_short():
-    """The pages that a user reads; records of measurements are not among them."""
-    pages = list((ROOT / "docs").glob("*.md"))
-    words = sum(_words(page) for page in [*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
-    assert len(pages) <= 14 and words <= 18_000, (len(pages), words)
-    assert _words(ROOT / "README.md") <= 900
-
-
-def _words(page: Path) -> int:
-    """Words of a page, code and other tables included, without lone signs such as a table's bars."""
-    return sum(re.search(r"\w", word) is not None for word in TABLES.sub("", page.read_text()).split())
