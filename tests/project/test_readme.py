@@ -57,7 +57,7 @@ def test_the_length_from_which_it_is_smaller_is_what_the_command_says(as_json):
     program, *arguments = shlex.split(command)
     assert program == ".venv/bin/kvq"
     found = as_json(*[ROOT / one if one.startswith("artifacts/") else one for one in arguments])
-    (row,) = [row for row in found if row["recipe"] == "higgs-4bit"]
+    (row,) = [row for row in found if row["recipe"] == "kivi-4bit"]
     assert re.findall(r"under 16 bit from (\d+) tokens on", said) == [str(row["under 16 bit from"])]
 
 
@@ -95,5 +95,5 @@ def test_the_first_block_needs_no_network_and_no_registry(tmp_path):
     environment = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     short = blocks("python")[0].replace("4000", "600")
     done = subprocess.run([sys.executable, "-c", short], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "higgs-4bit: 663 tokens" in done.stdout, done.stderr
+    assert done.returncode == 0 and "kivi-4bit: 663 tokens" in done.stdout, done.stderr
     assert not (tmp_path / ".kvq").exists()

@@ -26,7 +26,7 @@ from hub_store import Refused
 # endless  send the same body again and again, without end
 # trickle  send a byte at a time, without end
 # heads    send a line of a header at a time, without end
-KINDS = ("status", "reset", "short", "flip", "drip", "lost", "lie", "endless", "trickle", "framing", "heads")
+KINDS = ("status", "reset", "short", "flip", "drip", "lost", "lie", "endless", "trickle", "framing", "framing", "heads")
 ENDLESS = 64 << 20  # bytes after which a test that nobody stopped has failed
 PAGE = 2  # entries a page: small, so that every list is paged
 
