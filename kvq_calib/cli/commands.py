@@ -61,7 +61,7 @@ examples
     kvq compare --model demo --recipes squat-2bit-paper squat-2bit-paper+key.feedback.rank=60 my.json --recent 0
     kvq compare --model demo --recipes aqua-2bit kivi-2bit --bits 2.1 --sinks 4 --recent 0     with bits by layer
     kvq compare --model qwen2.5-7b --recipes all --length 4096 --device cuda --output records.json
-    kvq compare --model demo --recipes aqua-2bit aqua-klt-1bit --also demo-code prose=book.txt --protocol full
+    kvq compare --model demo --recipes aqua-2bit aqua-fisher-1bit --also demo-code prose=book.txt --protocol full
 
 Recipes that need a fit are fitted in one pass over the model, and are not published; then all are measured in one pass
 over held-out text. The same command resumes what was stopped, and repeats no measurement. The table, by bits per

@@ -9,7 +9,7 @@
     bits of all predicted layers, of keys and of values, are filled in one order by what errors cost
 
 No paper has these together. Bits in a name are the mean over the predicted layers, with everything that is stored of a
-token; the first layer, from which all are predicted, has 4, as in `aqua_klt.py`. With `-all` its bits are shared out,
+token; the first layer, from which all are predicted, has 4. With `-all` its bits are shared out,
 too, and the name's are the mean of all layers: for fewer bits than 4 in the first layer leave over. The bases are two
 matrices each, which are counted as predictors are.
 
@@ -23,7 +23,7 @@ What was measured is in benchmarks/records; models as small as that one flatter 
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), sections 4.1 and 4.2; Cover and Thomas,
 2006, section 10.3.3 (reverse water-filling); Gersho and Gray, 1992, section 12.10 (shape and gain).
-Differs: as `aqua_klt.py`, without its escape, which the gain replaces.
+Differs: values have a basis too (SVDq leaves them); all channels of a schedule are filled by their eigenvalues.
 """
 
 from kvq_runtime.recipe import Family, Recipe, Scheme

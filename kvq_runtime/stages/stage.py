@@ -275,7 +275,7 @@ class Feedback(Stage):
 
 
 class Correction(Stage):
-    """Fields stored beside the rounding, to reduce its error: outliers, low-rank factors, escaped tokens."""
+    """Fields stored beside the rounding, to reduce its error: outliers, low-rank factors."""
 
     slot = "correct"
 
@@ -299,10 +299,6 @@ class Correction(Stage):
     def memory_kind(self, field: str) -> str:
         """The kind of a field in a memory report."""
         return "scales"
-
-    def count(self, fields: Fields) -> tuple[int, int]:
-        """(tokens that it stores, tokens that asked for it) in these blocks, of one that chooses tokens."""
-        return 0, 0
 
 
 @dataclass(frozen=True)
