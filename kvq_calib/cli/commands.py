@@ -174,7 +174,7 @@ def add_compare(subparsers: Any) -> None:
     add("--recipes", metavar="RECIPE", nargs="+", default=[], help="recipes, or all (default: some of every family)")
     add_settings(command, "of every recipe named")
     add("--bits", metavar="B", type=float, nargs="+", default=[],
-        help="also auto, or auto-vocab where that is among the recipes: bits by layer, within B per element"
+        help="also auto: bits by layer, within B per element"
     )  # fmt: skip
     add("--transfer", metavar="FILE|HUB-ID",
         help="with --bits: a text of another kind whose fit part settings are measured on, too; or none (default: "

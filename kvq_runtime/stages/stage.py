@@ -250,10 +250,6 @@ class Quantizer(Stage):
         """The kind of a field in a memory report: "codes" or "scales"."""
         return "codes" if field in ("codes", "x") else "scales"
 
-    def of_vocabulary(self, tokens: int) -> Quantizer:
-        """The stage for a model whose vocabulary has so many tokens, before a fit says that."""
-        return self
-
 
 class Feedback(Stage):
     """Error feedback: moves the rounding error of some channels into those that follow; of keys alone.
