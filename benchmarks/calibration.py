@@ -3,7 +3,7 @@
     python benchmarks/calibration.py time --samples 96 --seq-len 1024 --recipe aqua-2bit
     python benchmarks/calibration.py memory                            two layers of Llama-3.1-70B's size: 4 GB of disk
     python benchmarks/calibration.py memory --device cuda --samples 32 --seq-len 8192
-    python benchmarks/calibration.py encode aqua-1bit aqua-metric-1bit aqua-metric-1bit-vocab [--rounds 5]
+    python benchmarks/calibration.py encode aqua-1bit aqua-fisher-1bit [--rounds 5]
 
 time    against the model's own forward pass over the same tokens, in one run. The plain pass is transformers' own
         model without its output head, which a calibration does not run either but for gradients; with --logits all of

@@ -225,13 +225,6 @@ def _models() -> dict[str, Geometry]:
 
 
 MODELS: dict[str, Geometry] = _models()  # of the catalog of kvq_calib, as their config.json say
-_VOCABULARIES = {
-    **{"demo": 2048, "qwen2.5-": 151936, "qwen3-": 151936, "llama-3": 128256, "mistral-": 32768},
-    "smollm2-": 49152,
-    **dict.fromkeys(("qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b"), 152064),
-}
-# {model: tokens of its vocabulary}, the rows of its embedding
-VOCABULARIES = {name: _VOCABULARIES[max(filter(name.startswith, _VOCABULARIES), key=len)] for name in MODELS}
 
 
 @dataclass(frozen=True)

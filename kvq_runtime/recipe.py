@@ -136,10 +136,6 @@ class Recipe:
         kept = tuple(policy for policy in self.policies if policy.most(recent, block) == recent)
         return self if most == recent else replace(self.with_exact(recent=most), policies=kept)
 
-    def of_vocabulary(self, tokens: int) -> "Recipe":
-        """The recipe with tables for a vocabulary of so many tokens, which otherwise a fit sets."""
-        return with_each(self, lambda one: replace(one, quantize=one.quantize.of_vocabulary(tokens)))
-
     def with_exact(self, sinks: int | None = None, recent: int | None = None) -> "Recipe":
         """The recipe with so many exact tokens at the start of every row (`sinks`), and at its end; None: unchanged."""
         changes = {name: value for name, value in (("sinks", sinks), ("recent", recent)) if value is not None}

@@ -33,7 +33,7 @@ Model = Annotated[str, _about("A name of `kvq-calibrate --list-models`, a folder
 Models = Annotated[list[str], _about("Models, one after the other: catalog names, folders, Hub ids")]
 Revision = Annotated[str | None, _about("Commit, tag or branch of a Hub model")]
 Recipes = Annotated[list[str], _about("Recipes to fit, all in one pass over the model: `kvq recipes`")]
-Bits = Annotated[list[float], _about("For the recipes `auto` and `auto-vocab`: bits per element, an artifact for each")]
+Bits = Annotated[list[float], _about("For the recipe `auto`: bits per element, an artifact for each")]
 Corpus = Annotated[
     str | None, _about(".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]; empty: the model's")
 ]

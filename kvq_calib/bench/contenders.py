@@ -91,7 +91,7 @@ def _subject(text: str, files: ModelFiles, registry: str | None) -> tuple[Subjec
     except NotFound:
         if not recipe_text.written(text):
             raise
-        recipe = recipe_text.read(text).of_vocabulary(files.vocabulary).check(files.geometry)
+        recipe = recipe_text.read(text).check(files.geometry)
         return Subject(recipe.name, recipe, random_tensors(recipe, files.geometry)), RANDOM
 
 

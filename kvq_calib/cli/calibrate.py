@@ -205,20 +205,20 @@ def parser() -> argparse.ArgumentParser:
         help="a catalog name (--list-models), a folder, a .gguf file, or org/name on the Hub")  # fmt: skip
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
     add("--recipe", dest="recipes", action="append", metavar="RECIPE",
-        help="a name or FILE.json, either with +PATH=VALUE; or auto, or auto-vocab, whose first layer may be stored "
-        "by token; repeat for several (default aqua-2bit)")  # fmt: skip
+        help="a name or FILE.json, either with +PATH=VALUE; or auto; repeat for several "
+        "(default aqua-2bit)")  # fmt: skip
     add("--reuse", metavar="REF", help="an artifact of the model that this one was fine-tuned from: if it keeps "
         "--max-kl or --max-perplexity-ratio here, it is published for this model, and nothing is fitted")  # fmt: skip
     add_settings(what, "of every --recipe")
     add("--bits", action="append", type=float, metavar="B",
-        help="with --recipe auto or auto-vocab: share out B bits per element among the layers; repeat for several"
+        help="with --recipe auto: share out B bits per element among the layers; repeat for several"
     )  # fmt: skip
     add("--for", dest="engine", choices=("vllm",),
         help="fit only what this engine can serve from its pages; auto then chooses among such settings")  # fmt: skip
     add("--corpus", metavar="FILE|HUB-ID", help=".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]; "
         "'A + B' mixes as many sequences of each")  # fmt: skip
     add("--transfer", metavar="FILE|HUB-ID",
-        help="with --recipe auto-vocab or --for: a text of another kind whose fit part settings are measured on, too; "
+        help="with --recipe auto --for: a text of another kind whose fit part settings are measured on, too; "
         "or none (default: demo-code, or demo beside that)")  # fmt: skip
     add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")
     add("--seq-len", type=partial(count, least=2), metavar="L", help="tokens per sequence")  # one, and one to foretell

@@ -61,7 +61,7 @@ examples
     kvq compare --model demo --recipes squat-2bit-paper squat-2bit-paper+key.feedback.rank=60 my.json --recent 0
     kvq compare --model demo --recipes aqua-2bit kivi-2bit --bits 2.1 --sinks 4 --recent 0     with bits by layer
     kvq compare --model qwen2.5-7b --recipes all --length 4096 --device cuda --output records.json
-    kvq compare --model demo --recipes aqua-2bit aqua-klt-1bit --also demo-code prose=book.txt --protocol full
+    kvq compare --model demo --recipes aqua-2bit aqua-fisher-1bit --also demo-code prose=book.txt --protocol full
 
 Recipes that need a fit are fitted in one pass over the model, and are not published; then all are measured in one pass
 over held-out text. The same command resumes what was stopped, and repeats no measurement. The table, by bits per
@@ -174,7 +174,7 @@ def add_compare(subparsers: Any) -> None:
     add("--recipes", metavar="RECIPE", nargs="+", default=[], help="recipes, or all (default: some of every family)")
     add_settings(command, "of every recipe named")
     add("--bits", metavar="B", type=float, nargs="+", default=[],
-        help="also auto, or auto-vocab where that is among the recipes: bits by layer, within B per element"
+        help="also auto: bits by layer, within B per element"
     )  # fmt: skip
     add("--transfer", metavar="FILE|HUB-ID",
         help="with --bits: a text of another kind whose fit part settings are measured on, too; or none (default: "

@@ -49,7 +49,7 @@ FULL_SIZE = Size(96, 12, recipes=("aqua-2bit", "mean-higgs-2bit"), also=None, wr
 SHORT = Size(
     16, 3, left_out="96 sequences to fit on and 12 windows to measure on, mean-higgs-2bit, a text of another kind"
 )
-REAL_FULL = Size(32, 8, 1024, ("aqua-2bit", "aqua-metric-2bit"), ("kivi-4bit", "higgs-4bit", "kivi-2bit", "higgs-2bit"))
+REAL_FULL = Size(32, 8, 1024, ("aqua-2bit", "aqua-fisher-2bit"), ("kivi-4bit", "higgs-4bit", "kivi-2bit", "higgs-2bit"))
 REAL = replace(
     REAL_FULL,
     samples=12,
@@ -57,7 +57,7 @@ REAL = replace(
     recipes=("aqua-2bit",),
     beside=("kivi-4bit", "kivi-2bit", "higgs-2bit"),
     protocols=(FULL,),
-    left_out="32 sequences to fit on and 8 windows to measure on, aqua-metric-2bit, higgs-4bit, measuring in use",
+    left_out="32 sequences to fit on and 8 windows to measure on, aqua-fisher-2bit, higgs-4bit, measuring in use",
 )
 
 

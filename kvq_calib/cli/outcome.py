@@ -169,10 +169,9 @@ def _rounds(plan: Plan) -> dict[str, Any]:
     """Return what a plan's budgets make it do, if it has any."""
     shared = [recipe.name for recipe in plan.recipes if share.wanted(recipe)]
     if plan.budgets:
-        budgeted = (recipe for recipe in plan.recipes if recipe.name in plan.budgets)
         return {
             "budgets": plan.budgets,
-            "settings_per_layer": max(len(budget.settings(recipe, plan.geometry, "key")) for recipe in budgeted),
+            "settings_per_layer": len(budget.served_options(plan.geometry)),
             "sequences_measured": sum(len(plan.chunks[index]) for index in budget.measured_chunks(plan)),
             "transfer": plan.transfer,
             "sequences_of_transfer": plan.transfer_samples,

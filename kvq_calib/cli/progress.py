@@ -183,10 +183,7 @@ class Bar:
         recipes = len(plan.budgets if round else plan.recipes)
         measured = sum(len(plan.chunks[index]) for index in budget.measured_chunks(plan)) * plan.seq_len
         chosen = [recipe for recipe in plan.recipes if recipe.name in plan.budgets]
-        settings = 0
-        for recipe in chosen:
-            size = 0 if layer else plan.vocabularies.get(recipe.name, 0)
-            settings += 2 * (1 + len(budget.settings(recipe, plan.geometry, "key", size)))
+        settings = 2 * (1 + len(budget.served_options(plan.geometry))) * len(chosen) if chosen else 0
         return (1 + 2 * recipes) * plan.tokens + settings * measured
 
     def close(self) -> None:

@@ -1,12 +1,10 @@
-"""Fit the codebooks that many tokens share: by k-means++, or one entry for each token of a vocabulary.
+"""Fit the codebooks that many tokens share: by k-means++.
 
-    coupled      the centres of a sample of tokens, for each group of coupled channels; or, as long as what they stand
-                 for, by gain-shape k-means
-    nuq          ends    of scale "channel": the quantiles (1 - covered) / 2 and (1 + covered) / 2 of each channel
-                         of scale "token": each token's own, without its outliers
-                 points  the centres of all normalized elements in [-1, 1], of all channels together
-    vocabulary   the first layer's projection of every token, without the mean. In 4 bits each row is rounded
-                 by itself: every token counts alike, however often a text has it
+    coupled   the centres of a sample of tokens, for each group of coupled channels; or, as long as what they stand
+              for, by gain-shape k-means
+    nuq       ends    of scale "channel": the quantiles (1 - covered) / 2 and (1 + covered) / 2 of each channel
+                      of scale "token": each token's own, without its outliers
+              points  the centres of all normalized elements in [-1, 1], of all channels together
 
 Clusters are the same on every run, by one thread: with more, scikit-learn adds up in the order in which threads end.
 
@@ -17,44 +15,26 @@ sample for; CQ's sample has at most 4096 tokens, 16 for each centroid of an 8-bi
 after the abstract of Kim et al., 2026 (GSRQ, arXiv 2607.01065), without their weights and residual codebooks.
 """
 
-from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
 
 import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
-from torch.nn import functional
 
-from kvq_calib.fit.scheme import Given, SchemeFit, Source
-from kvq_calib.model.streamed import Stream
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import Residuals, Statistic, Statistics
-from kvq_runtime.ops import rtn
-from kvq_runtime.ops.rtn import MATRIX_BITS, MATRIX_GROUP
-from kvq_runtime.recipe import Role
-from kvq_runtime.stages.fitted_codebook import Coupled, Nuq, Vocabulary, ends, normalized
+from kvq_runtime.fit.statistics import Residuals, Statistics
+from kvq_runtime.stages.fitted_codebook import Coupled, Nuq, ends, normalized
 
 SAMPLES = 1 << 16  # numbers that are enough for a few hundred clusters
 STARTS = 4
-TILE = 4096  # tokens of a vocabulary
-Kind = Coupled | Nuq | Vocabulary
+Kind = Coupled | Nuq
 Tensors = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class EveryToken(Given[Tensor]):
-    """The first layer's keys before RoPE, or values, of every token of the vocabulary, float32 [V, C]."""
-
-    passes = ()
-
-    def of(self, fit: SchemeFit, source: Source) -> Tensor:
-        return source.vocabulary()
-
-
-def requests(stage: Kind) -> tuple[Statistic[Tensor]]:
+def requests(stage: Kind) -> tuple[Residuals]:
     """Return the statistics that a fit needs."""
-    return (EveryToken(),) if isinstance(stage, Vocabulary) else (Residuals(),)
+    return (Residuals(),)
 
 
 @singledispatch
@@ -87,16 +67,6 @@ def _(stage: Nuq, statistics: Statistics, codec: Codec) -> tuple[Nuq, Tensors]:
     return stage, {"points": points.float().to(rows_NC.device)} | stored
 
 
-@solve.register
-def _(stage: Vocabulary, statistics: Statistics, codec: Codec) -> tuple[Vocabulary, Tensors]:
-    """With the vocabulary's size; the table is bfloat16 [V, C], or of `rtn.matrix_specs`."""
-    table_VC = statistics[EveryToken()]
-    if codec.predictor is not None:
-        table_VC = table_VC - statistics.mean_C
-    found = _rounded(table_VC) if stage.storage == "rtn4" else {"table": table_VC.to(torch.bfloat16)}
-    return replace(stage, size=len(table_VC)), found
-
-
 def _rest(statistics: Statistics, codec: Codec) -> Tensor:
     rows_NC, correct = statistics[Residuals()], codec.scheme.correct
     return rows_NC if correct is None else correct.rest(rows_NC[None])[0]
@@ -108,25 +78,6 @@ def channel_ends(rows_NC: Tensor, covered: float) -> tuple[Tensor, Tensor]:
     beyond = int((1 - covered) / 2 * len(rising))  # elements left out at either end
     low, high = rising[beyond], rising[len(rising) - 1 - beyond]
     return (low + high) / 2, (high - low) / 2
-
-
-def _rounded(table_VC: Tensor) -> dict[str, Tensor]:
-    """The table in 4-bit codes; what a last, shorter group lacks is filled up with its last number."""
-    group, found = min(MATRIX_GROUP, table_VC.shape[1]), []
-    for rows_RC in table_VC.split(TILE):
-        whole = functional.pad(rows_RC[:, None], (0, -rows_RC.shape[1] % group), mode="replicate")[:, 0]
-        found.append(rtn.encode(whole.float().unflatten(1, (-1, group)), MATRIX_BITS))
-    codes, step, low = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return {"table_codes": codes, "table_step": step, "table_low": low}
-
-
-def vocabulary(stream: Stream, role: Role) -> Tensor:
-    """The first layer's keys before RoPE, or values, of every token there is: float32 [V, C]."""
-    layer, found = stream.layer(0), []
-    for ids in torch.arange(stream.files.vocabulary).split(TILE):
-        projected = layer.project(stream.embed(ids[None]))
-        found.append((projected.k_NTC if role == "key" else projected.v_NTC)[0].float())
-    return torch.cat(found)
 
 
 def centres(x_N: Tensor, count: int, seed: int) -> Tensor:

@@ -152,7 +152,6 @@ class Source:
     projection       the weight of the output projection, [hidden, query heads · D]
     gradients        the second moment of the gradients at the keys, or values, float64 [H, D, D]
     log_importance   logarithms of how much an error of each token counts there, float32 [first sequences, T]
-    vocabulary       the first layer's keys before RoPE, or values, of every token that there is: float32 [V, C]
     """
 
     partials: Callable[["SchemeFit", Asked], Iterable[list[Sums]]]
@@ -160,7 +159,6 @@ class Source:
     projection: Callable[[], Tensor]
     gradients: Callable[[], Tensor]
     log_importance: Callable[[], Tensor]
-    vocabulary: Callable[[], Tensor]
 
 
 class Summed(Statistic[V], ABC):

@@ -22,9 +22,8 @@ class What:
     """The model, and the recipes to fit.
 
     model      a catalog name, a folder or a Hub id; `revision` of a Hub model
-    recipes    names, files, either with settings: what `recipe_text.read` takes; "auto", or "auto-vocab", whose first
-               layer may be stored by token
-    bits       of these two: an artifact for each
+    recipes    names, files, either with settings: what `recipe_text.read` takes; or "auto"
+    bits       of "auto": an artifact for each
     engine     "vllm": artifacts that it can serve from its pages; "auto" then chooses among such settings
     reuse      an artifact of the model that this one was fine-tuned from: within the bounds it is published for this
                one too, and nothing is fitted
@@ -43,7 +42,7 @@ class Text:
     """The text that is fitted to; None means the model's default.
 
     samples, held_out   sequences in all, and how many of them only measure the fit; `seq_len` tokens each
-    transfer            of "auto-vocab", or for an engine: a text of another kind, on whose fit part settings are
+    transfer            of "auto" for an engine: a text of another kind, on whose fit part settings are
                         measured as well; None: an embedded one; "none": none
     seed                of the choice of sequences
     gradient_tokens     of recipes in the metric of gradients: tokens of each corpus that these are of, at least;

@@ -1,6 +1,5 @@
 """Prepare a job: find the model, complete the plan, and check what would stop hours of work at their end."""
 
-import itertools
 import os
 import shutil
 import tempfile
@@ -42,7 +41,7 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
     files   of the model, where it was found already: `models.look_up`, for a plan without its weights
     """
     what, text, machine = job.what, job.text, job.machine
-    automatic = [asked for asked in what.recipes if asked in budget.AUTOMATIC]
+    automatic = [asked for asked in what.recipes if asked == budget.AUTOMATIC]
     if bool(automatic) != bool(what.bits):
         raise ValueError(
             f"recipes {list(what.recipes)}, bits {list(what.bits)}: --bits says what --recipe auto may cost; "
@@ -50,33 +49,24 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
         )
     if what.engine not in (None, *ENGINES):
         raise ValueError(f"--for {what.engine}; use {' or '.join(ENGINES)}, or leave it out")
-    if what.engine and budget.BY_TOKEN in automatic:
-        raise ValueError(
-            f"--recipe {budget.BY_TOKEN} --for {what.engine}: its first layer is stored before RoPE, which "
-            "pages cannot hold; use --recipe auto"
-        )
-    recipes = [recipe_text.read(asked) for asked in what.recipes if asked not in automatic]
+    recipes = [recipe_text.read(asked) for asked in what.recipes if asked != budget.AUTOMATIC]
     files = files or models.resolve(what.model, what.revision)  # which may be a long download
     for recipe in recipes if what.engine else ():
         plugin.VLLM.check(recipe, files.geometry)
-    budgets, vocabularies = {}, {}
-    for asked, bits in itertools.product(automatic, what.bits):
-        if not budget.measured(asked, what.engine):
-            recipes.append(budget.shared(bits, files.geometry))
-            continue
-        tokens = files.vocabulary if asked == budget.BY_TOKEN else 0
-        recipes.append(budget.recipe(bits, files.geometry, tokens, what.engine))
-        budgets[recipes[-1].name] = bits
-        vocabularies |= {recipes[-1].name: tokens} if tokens else {}
+    budgets = {}
+    for bits in what.bits:
+        recipes.append((budget.served if what.engine else budget.shared)(bits, files.geometry))
+        if what.engine:
+            budgets[recipes[-1].name] = bits
     if text.transfer not in (None, corpus.NONE) and not budgets:
         raise ValueError(
-            f"--transfer {text.transfer} is a text to measure settings on, for --recipe auto-vocab or --for vllm, "
+            f"--transfer {text.transfer} is a text to measure settings on, for --recipe auto --for vllm "
             "with --bits; give these, or leave it out"
         )
     chosen = (text.corpus, text.samples, text.seq_len, text.seed, text.held_out)
     used = (machine.device, machine.dtype, machine.threads or max(1, cores() // (machine.workers or 1)))
     transfer = _transfer(text, files) if budgets else None
-    plan = make(files, recipes, *chosen, *used, budgets, vocabularies, transfer, text.gradient_tokens)
+    plan = make(files, recipes, *chosen, *used, budgets, transfer, text.gradient_tokens)
     folder = Path(machine.run) if machine.run else home() / "runs" / plan.digest[:16]
     return Run(plan, files, folder, listener, activations=_activations(machine, plan, files))
 

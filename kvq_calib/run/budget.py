@@ -1,8 +1,9 @@
 """Choose the bits of each layer's keys and values, so that a recipe keeps a budget of bits per element.
 
 `auto` is `aqua-fisher` with paths that weigh tokens, and the budget as its target: `share.py` gives bits to all latent
-channels of all layers by one measure, in two rounds and without trying any setting. Where settings differ in kind, as
-for `auto-vocab` and for an engine (`--for vllm`), they are measured one by one:
+channels of all layers by one measure, in two rounds and without trying any setting. For an engine (`--for vllm`),
+whose layers see their own pages alone, the recipe is one after RoPE: the mean removed, and a width of what rounds each
+head of a token by itself. These settings are measured one by one:
 
     round 0   fit the recipe with one setting everywhere, measure every setting in its place in every layer, by what it
               does to what attention adds to the model's stream
@@ -23,17 +24,8 @@ All that follows sees the stream through a norm, token by token, so errors relat
 embedded model a (small) unit of noise costs 0.24 nats of divergence in the first layer and 0.46 to 0.57 in the others.
 Relative to attention's own output, layers differ four times as much as that.
 
-Settings share the recipe's own prediction and differ in what follows it. They are measured on held-out chunks (on all,
-where none is held out), at most MEASURED of them; and on as much of a text of another kind, on which nothing is fitted,
-where the plan has one: the error is then the mean of the two.
-
-Of `auto-vocab` settings are AQUA-KV's prediction, from keys and values below both, with what rounds the rest: a basis
-in the metric of what errors cost with water-filled bits, with or without a gain, or a HIGGS grid. The first layer's
-keys and values may also be stored by token (`vocabulary`): a budget is of bits that grow with tokens, and the table
-does not, so that whoever asks for it accepts the table.
-
-For an engine whose layers see their own pages alone (`--for vllm`) the recipe is one after RoPE, and its settings are
-those that can be served there: the mean removed, and the widths of what rounds each head of a token by itself.
+Settings are measured on held-out chunks (on all, where none is held out), at most MEASURED of them; and on as much of a
+text of another kind, on which nothing is fitted, where the plan has one: the error is then the mean of the two.
 
 Source: Shoham and Gersho, 1988 (allocation among arbitrary quantizers by measured error, by a Lagrangian, which reaches
 only the budgets on the convex hull); Kellerer, Pferschy and Pisinger, 2004, chapter 11; Li et al., 2025 (KVTuner:
@@ -43,7 +35,7 @@ taken to add up, and the choice is exact.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -54,7 +46,7 @@ from torch import Tensor
 
 from kvq_calib.fit.scheme import SchemeFit, Source
 from kvq_calib.model import attention
-from kvq_calib.model.attention import AttentionInputs, apply_rope
+from kvq_calib.model.attention import AttentionInputs
 from kvq_calib.run import checkpoint, share
 from kvq_calib.run.passes import RecipeWork
 from kvq_calib.run.plan import MEASURED, Plan
@@ -63,22 +55,15 @@ from kvq_runtime.fit.statistics import ResidualMoment, Residuals, Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme, Window, with_each
 from kvq_runtime.recipes import aqua_fisher, higgs, turboquant
-from kvq_runtime.recipes.aqua_metric import GAIN
-from kvq_runtime.stages.fitted_codebook import Vocabulary
+from kvq_runtime.recipes.aqua_fisher import GAIN
 from kvq_runtime.stages.latent import Mixed
-from kvq_runtime.stages.predict import Linear, Mean
-from kvq_runtime.stages.rotate import Hadamard, OutputBasis, QueryBasis
+from kvq_runtime.stages.predict import Mean
+from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 from kvq_runtime.vllm import plugin
 
-BY_TOKEN = "auto-vocab"  # whose first layer may be stored by token
-AUTOMATIC = ("auto", BY_TOKEN)
-# bits over a basis: of codes, and of codes and gain
-WIDTHS = (0.125, 0.25, 0.375, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6)
-PLAIN = (0.125, 0.25, 0.5)  # without a gain, whose bits count most where there are few
+AUTOMATIC = "auto"
 GRIDS = ("1bit", "2bit", "3bit", "4bit")
-BASES = {"key": QueryBasis(queries="averaged"), "value": OutputBasis()}
-PREDICT = Linear(both=True)
 MEAN = Mean()
 SERVED = (4, 8)  # bits of plain rounding among the settings of an engine: where codebooks end
 ROUNDS = 3
@@ -88,63 +73,21 @@ ROWS = 1024  # tokens that the scales of a setting are fitted on: a quarter of t
 
 
 @lru_cache(maxsize=8)
-def options(geometry: Geometry, role: Role, vocabulary: int = 0) -> list[Scheme]:
-    """The settings that each layer's keys, or values, choose from, cheapest first; bases in the metric of errors.
-
-    vocabulary   tokens of it, in a first layer that may be stored by token; 0: it may not
-    """
-    roundings = [Mixed(target=width, gain=GAIN) for width in WIDTHS] + [Mixed(target=width) for width in PLAIN]
-    schemes = [Scheme(rounding, rotate=BASES[role]) for rounding in roundings] + [*map(higgs.scheme, GRIDS)]
-    plain, *found = (replace(scheme, predict=PREDICT) for scheme in (higgs.scheme("2bit"), *schemes))
-
-    def check(scheme: Scheme) -> None:
-        pair = (scheme, plain) if role == "key" else (plain, scheme)
-        Recipe("option", *pair, "pre").check(geometry)
-
-    return _allowed(found, check, geometry, [by_token(vocabulary)] if vocabulary else [])
-
-
-def by_token(vocabulary: int) -> Scheme:
-    """The first layer's keys, or values, by the number of their token."""
-    return Scheme(Vocabulary(size=vocabulary), predict=PREDICT)
-
-
-@lru_cache(maxsize=8)
-def served_options(geometry: Geometry, role: Role) -> list[Scheme]:
-    """The settings of a recipe that vLLM is to serve, cheapest first: of equal bits, each of them."""
+def served_options(geometry: Geometry) -> list[Scheme]:
+    """Return the settings for the keys, or values, of a layer that vLLM serves, cheapest first."""
     found = [higgs.scheme(bits, "head", MEAN) for bits in GRIDS]
     found += [turboquant.scheme(bits, predict=MEAN) for bits in turboquant.BITS]
     found += [Scheme(Rtn(bits, "head"), rotate=Hadamard("head"), predict=MEAN) for bits in SERVED]
-    return _allowed(found, lambda scheme: plugin.VLLM.check(Recipe("option", scheme, scheme), geometry), geometry)
-
-
-def _allowed(
-    schemes: Iterable[Scheme], check: Callable[[Scheme], object], geometry: Geometry, others: Sequence[Scheme] = ()
-) -> list[Scheme]:
-    """Those that a check does not refuse, and others, cheapest first."""
-    found = []
-    for scheme in schemes:
+    served = []
+    for scheme in found:
         with suppress(ValueError):
-            check(scheme)
-            found.append(scheme)
-    return sorted([*found, *others], key=lambda scheme: _bits(scheme, geometry))
+            plugin.VLLM.check(Recipe("option", scheme, scheme), geometry)
+            served.append(scheme)
+    return sorted(served, key=lambda scheme: _bits(scheme, geometry))
 
 
 def _bits(scheme: Scheme, geometry: Geometry) -> float:
     return scheme.bits(Window().block, geometry)
-
-
-def settings(recipe: Recipe, geometry: Geometry, role: Role, vocabulary: int = 0) -> list[Scheme]:
-    """Return the settings that a recipe with a budget chooses from: its position decides for which engine.
-
-    vocabulary   tokens of it, if this layer may be stored by token
-    """
-    return served_options(geometry, role) if recipe.position == "post" else options(geometry, role, vocabulary)
-
-
-def measured(asked: str, engine: str | None) -> bool:
-    """True if the settings of `auto` or `auto-vocab` are measured one by one."""
-    return asked == BY_TOKEN or engine is not None
 
 
 def shared(bits: float, geometry: Geometry) -> Recipe:
@@ -159,34 +102,19 @@ def shared(bits: float, geometry: Geometry) -> Recipe:
     return replace(found, name=f"auto-{bits:g}bit", summary=f"bits by layer, by the model's gradients, {bits:g} in all")
 
 
-def recipe(bits: float, geometry: Geometry, vocabulary: int = 0, engine: str | None = None) -> Recipe:
-    """The recipe of round 0: in every layer the dearest setting within the budget, and a first layer by token, if it
-    may be and is within it. ValueError: no such budget.
+def served(bits: float, geometry: Geometry) -> Recipe:
+    """Return the recipe of round 0 for vLLM: in every layer the dearest setting within the budget.
 
-    vocabulary   tokens of it, if the first layer may be stored by token
-    engine       "vllm": of what vLLM can serve; None: of everything
-    """
-    among = options if engine is None else served_options
-    schemes = {role: among(geometry, role) for role in ROLES}
-    ends = [[_bits(own[end], geometry) for own in schemes.values()] for end in (0, -1)]
-    low, high = (math.fsum(own) / len(own) for own in ends)
+    ValueError: no such budget."""
+    options = served_options(geometry)
+    low, high = (_bits(options[end], geometry) for end in (0, -1))
     if not low <= bits <= high:
-        where = "this model" if engine is None else f"this model, for {engine},"
-        raise ValueError(f"--bits {bits:g}; {where} can have {math.ceil(1e3 * low) / 1e3:g} to {high:.3f}")
-    key, value = (_dearest(schemes[role], bits, geometry, engine is None) for role in ROLES)
-    name, summary = f"auto-{bits:g}bit", f"bits by layer, chosen by attention's error, {bits:g} in all"
-    if engine is not None:
-        return Recipe(f"{name}-{engine}", key, value, summary=f"{summary}, for {engine}")
-    layers = {}
-    if vocabulary and _bits(first := by_token(vocabulary), geometry) <= bits:
-        layers = {0: (first, first)}
-    return Recipe(f"{name}-vocab" if vocabulary else name, key, value, "pre", layers, summary)
-
-
-def _dearest(schemes: list[Scheme], bits: float, geometry: Geometry, bases: bool) -> Scheme:
-    """The dearest setting within the budget; of bases, where there are any."""
-    fitting = (scheme for scheme in schemes if scheme.quantize.takes_latents or not bases)
-    return [scheme for scheme in fitting if _bits(scheme, geometry) <= bits][-1]
+        raise ValueError(
+            f"--bits {bits:g}; this model, for vllm, can have {math.ceil(1e3 * low) / 1e3:g} to {high:.3f}"
+        )
+    dearest = [scheme for scheme in options if _bits(scheme, geometry) <= bits][-1]
+    summary = f"bits by layer, chosen by attention's error, {bits:g} in all, for vllm"
+    return Recipe(f"auto-{bits:g}bit-vllm", dearest, dearest, summary=summary)
 
 
 def texts(plan: Plan) -> list[list[int]]:
@@ -203,7 +131,7 @@ def measured_chunks(plan: Plan) -> list[int]:
 
 @torch.no_grad()
 def attention_errors(
-    work: RecipeWork, options: Mapping[Role, Sequence[Scheme]], sources: Mapping[Role, Source]
+    work: RecipeWork, options: Sequence[Scheme], sources: Mapping[Role, Source]
 ) -> dict[str, list[float]]:
     """Errors of the recipe's own fitted keys, then of the options in their place; and the same of values.
 
@@ -213,7 +141,7 @@ def attention_errors(
     plan, module = run.plan, stream.layer(layer)
     weight_EC = stream.files.output_projection(layer).to(stream.device, torch.float32)
     tables = stream.rope(plan.seq_len)
-    fits = {role: _fits(work, role, options[role], sources[role]) for role in ROLES}
+    fits = {role: _fits(work, role, options, sources[role]) for role in ROLES}
     sums = {role: torch.zeros(len(fits[role]), dtype=torch.float64) for role in ROLES}
     count, done, read = sum(map(len, fits.values())) * len(measured_chunks(plan)), 0, texts(plan)
     share = {i: 1 / len(read) / plan.seq_len / sum(len(plan.chunks[j]) for j in text) for text in read for i in text}
@@ -228,7 +156,7 @@ def attention_errors(
             data, context = work.data(index, role, clean=False)
             for place, fit in enumerate(fits[role]):
                 found = fit.codec.restore(fit.codec.encode_decode(data.x, context)[1].float(), context)
-                out = _attended(chunk, *_read(fit, chunk, found, work.recipe.position), plan.geometry.head_size)
+                out = _attended(chunk, *_read(fit, chunk, found), plan.geometry.head_size)
                 error_NT = ((out - exact) @ weight_EC.mT).square().sum(-1) / energy_NT
                 sums[role][place] += share[index] * error_NT.sum(dtype=torch.float64).cpu()
                 done += 1
@@ -245,15 +173,13 @@ def _fits(work: RecipeWork, role: Role, options: Sequence[Scheme], source: Sourc
     return [own, *(own.with_rounding(scheme, shared, partial(own.collect, source)) for scheme in options)]
 
 
-def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor, position: str) -> tuple[Tensor, Tensor]:
+def _read(fit: SchemeFit, chunk: AttentionInputs, found: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values that attention reads, one of them decoded: `found` in blocks, the sinks and the rest exact."""
-    role, sinks, turn = fit.codec.role, fit.window.sinks, position == "pre"
-    exact = chunk.v if role == "value" else chunk.k_pre if turn else chunk.k
+    role, sinks = fit.codec.role, fit.window.sinks
+    exact = chunk.v if role == "value" else chunk.k
     rows = found.reshape(len(exact), -1, exact.shape[-1])
     x = torch.cat([exact[:, :sinks], rows[:, sinks:], exact[:, rows.shape[1] :]], 1)
-    if role == "value":
-        return chunk.k, x
-    return (apply_rope(x, chunk.rope, fit.codec.geometry.kv_heads) if turn else x), chunk.v
+    return (chunk.k, x) if role == "value" else (x, chunk.v)
 
 
 def _attended(chunk: AttentionInputs, k_NTC: Tensor, v_NTC: Tensor, head_size: int) -> Tensor:
@@ -261,22 +187,17 @@ def _attended(chunk: AttentionInputs, k_NTC: Tensor, v_NTC: Tensor, head_size: i
     return attention.attend(chunk, pair, pair, every, head_size)
 
 
-def allocated(
-    asked: Recipe, bits: float, geometry: Geometry, notes: list[dict], vocabulary: int = 0
-) -> tuple[Recipe, float]:
+def allocated(asked: Recipe, bits: float, geometry: Geometry, notes: list[dict]) -> tuple[Recipe, float]:
     """The recipe with the best settings within the budget, and the error that they promise.
 
-    notes        of each layer, what `attention_errors` found
-    vocabulary   tokens of it, if the first layer may be stored by token
+    notes   of each layer, what `attention_errors` found
     """
-    block = asked.window.block * geometry.width
-    sizes = [vocabulary, *([0] * (geometry.layers - 1))]
-    places = [settings(asked, geometry, role, size) for size in sizes for role in ROLES]
-    costs = [[round(_bits(scheme, geometry) * block) for scheme in own] for own in places]
+    block, options = asked.window.block * geometry.width, served_options(geometry)
     errors = [note[role][1:] for note in notes for role in ROLES]
+    costs = [[round(_bits(scheme, geometry) * block) for scheme in options]] * len(errors)
     picks = choose(costs, errors, math.floor(bits * block * len(errors) + 1e-6))
     promised = math.fsum(error[pick] for error, pick in zip(errors, picks, strict=True))
-    chosen = [own[pick] for own, pick in zip(places, picks, strict=True)]
+    chosen = [options[pick] for pick in picks]
     for layer in range(geometry.layers):
         asked = asked.with_schemes(layer, *chosen[2 * layer : 2 * layer + 2])
     return asked, promised
@@ -330,12 +251,8 @@ def rounds(run: Run) -> Iterator[Run]:
             return
         budgets = {recipe.name: run.plan.budgets[recipe.name] for recipe in waiting}
         chosen = [
-            allocated(
-                recipe, budgets[recipe.name], run.plan.geometry, _notes(part, recipe.name),
-                run.plan.vocabularies.get(recipe.name, 0),
-            )
-            for recipe in waiting
-        ]  # fmt: skip
+            allocated(recipe, budgets[recipe.name], run.plan.geometry, _notes(part, recipe.name)) for recipe in waiting
+        ]
         plan = replace(run.plan, recipes=tuple(recipe for recipe, _ in chosen), budgets=budgets)
         part = replace(run, plan=plan, folder=run.folder / f"round-{number}", round=number + sharing)
         yield part

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit import fitted_codebook, rotate
+from kvq_calib.fit import rotate
 from kvq_calib.fit.scheme import Asked, Errors, SchemeFit, Source, Sums, summary
 from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QuerySums, deviations
 from kvq_calib.model.streamed import Stream
@@ -25,7 +25,7 @@ from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.disk import files
 from kvq_runtime.fit.statistics import Statistics
-from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
+from kvq_runtime.recipe import ROLES, Recipe, Role
 
 Pair = tuple[Tensor, Tensor]
 
@@ -138,12 +138,8 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
             if plan.draft:
                 record["variances"][recipe.name] = _variances(work, collected)
             if recipe.name in plan.budgets:
-                tokens = 0 if layer else plan.vocabularies.get(recipe.name, 0)
-                options: dict[Role, list[Scheme]] = {
-                    role: budget.settings(recipe, plan.geometry, role, tokens) for role in ROLES
-                }
                 sources: dict[Role, Source] = {role: _source(work, role, collected.queries) for role in ROLES}
-                errors = budget.attention_errors(work, options, sources)
+                errors = budget.attention_errors(work, budget.served_options(plan.geometry), sources)
                 record["attention"][recipe.name] = errors
                 for role in ROLES:
                     measures[role]["attention_error"] = errors[role][0]
@@ -250,7 +246,6 @@ def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Sourc
         projection=lambda: run.files.output_projection(layer).to(run.plan.device),
         gradients=lambda: _gradients(work, role),
         log_importance=lambda: gradients.log_importance(run, layer, role, work.recipe.window.sinks),
-        vocabulary=lambda: fitted_codebook.vocabulary(work.stream, role),
     )
 
 

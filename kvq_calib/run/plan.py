@@ -36,7 +36,6 @@ class Plan:
     chunk               sequences per chunk, the unit of work: never a matter of workers or free memory
     dtype, threads      of the forward pass; `environment` has the versions and the device beside them
     budgets             bits per element of the recipes, by name, whose settings are chosen by layer (`budget.py`)
-    vocabularies        tokens of the model's, by name of those of them whose first layer may be stored by token
     transfer            a text of another kind, on whose fit part settings are measured too; None: none
     transfer_samples    sequences of it, after all others: nothing is fitted on them
     draft               whether this is a draft (`share.py`), which begins with what another run has begun with
@@ -61,7 +60,6 @@ class Plan:
     threads: int = 1
     environment: dict = field(default_factory=dict)
     budgets: dict[str, float] = field(default_factory=dict)
-    vocabularies: dict[str, int] = field(default_factory=dict)
     transfer: str | None = None
     transfer_samples: int = 0
     draft: bool = False
@@ -140,7 +138,7 @@ class Plan:
         """The plan as JSON: no clock, no host, no path."""
         given = asdict(self) | {"recipes": [recipe.to_json() for recipe in self.recipes]}
         # as in older plans
-        unstated = [name for name in ("budgets", "vocabularies", "draft", "weights", "texts") if not given[name]]
+        unstated = [name for name in ("budgets", "draft", "weights", "texts") if not given[name]]
         unstated += ["transfer", "transfer_samples"] if self.transfer is None else []
         unstated += ["gradient_tokens"] if self.gradient_tokens is None else []
         return {name: value for name, value in given.items() if name not in unstated}
@@ -188,17 +186,12 @@ def _requested(recipe: Recipe) -> Iterator[Statistic[Any]]:
     return (one for scheme in recipe.schemes for one in requested(scheme, SchemeFit.packages))
 
 
-def check(recipe: Recipe, files: ModelFiles, by_bits: bool = False, by_token: bool = False) -> Recipe:
-    """The recipe. Raises ValueError if the model's rotation, latents, shared keys or first layer do not allow it."""
+def check(recipe: Recipe, files: ModelFiles) -> Recipe:
+    """The recipe. Raises ValueError if the model's rotation does not allow it."""
     if "positions" in recipe.needs and files.rope_refusal:
         raise ValueError(
             f"{recipe.name} undoes RoPE, but of {files.id} {files.rope_refusal}; use a recipe that is fitted after "
             "RoPE and without a mean, or one that needs no fit"
-        )
-    if files.attending[0] and (by_token or recipe.of_vocabulary(2) != recipe):
-        raise ValueError(
-            f"{recipe.name} stores the first layer by token, but that of {files.id} which attends to all tokens is its "
-            f"layer {files.attending[0]}, whose keys depend on the tokens before; use another recipe"
         )
     return recipe
 
@@ -254,7 +247,6 @@ def make(
     dtype: str | None = None,
     threads: int = 1,
     budgets: dict[str, float] | None = None,
-    vocabularies: dict[str, int] | None = None,
     transfer: str | None = None,
     gradient_tokens: int | None = None,
 ) -> Plan:
@@ -266,7 +258,7 @@ def make(
     from kvq_calib.model.streamed import default_dtype
 
     for recipe in recipes:
-        check(recipe, files, recipe.name in (budgets or {}), recipe.name in (vocabularies or {}))
+        check(recipe, files)
     known, device = files.entry, usable(device)
     samples = known.samples if samples is None else samples
     seq_len = min(known.seq_len, files.context) if seq_len is None else seq_len
@@ -289,7 +281,6 @@ def make(
         threads=threads,
         environment=environment(device, kind, threads) | {"fits": FITS},
         budgets=budgets or {},
-        vocabularies=vocabularies or {},
         transfer=corpus.pin(transfer) if transfer else None,
         transfer_samples=min(held_out or samples, MEASURED * chunk) if transfer else 0,
         weights=None if files.revision else find.digest(files),

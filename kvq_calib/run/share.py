@@ -47,7 +47,7 @@ def wanted(recipe: Recipe) -> bool:
 def draft(plan: Plan) -> Plan:
     """The plan of the draft: of the recipes that share, to the first sequences."""
     recipes = tuple(map(drafted, filter(wanted, plan.recipes)))
-    return replace(plan.beginning(), recipes=recipes, draft=True, budgets={}, vocabularies={})
+    return replace(plan.beginning(), recipes=recipes, draft=True, budgets={})
 
 
 def drafted(recipe: Recipe) -> Recipe:

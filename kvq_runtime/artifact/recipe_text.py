@@ -149,7 +149,7 @@ def _own(recipe: Recipe, name: str) -> Recipe:
     if not NAME.fullmatch(name):
         raise ValueError(f"name {name!r:.120}; use 1 to 64 of a-z 0-9 . _ -, the first a letter or digit")
     known = presets().get(name)
-    if name in ("auto", "auto-vocab") or (known is not None and known != replace(recipe, name=name)):
+    if name == "auto" or (known is not None and known != replace(recipe, name=name)):
         raise ValueError(f"name={name}; that is another recipe, which comes with kvq: use a name that none of its has")
     return replace(recipe, name=name)
 

@@ -268,7 +268,6 @@ def parser() -> argparse.ArgumentParser:
                          "head size as in 28x4x128; repeat for several (default: qwen2.5-7b)")  # fmt: skip
     command.add_argument("--tokens", metavar="T", type=count, nargs="+", help="a row (default: 8192 32768 131072)")
     command.add_argument("--batch", metavar="B", type=count, default=1, help="rows (default: 1)")
-    command.add_argument("--vocabulary", metavar="N", type=count, help="tokens of the model's vocabulary, if not known")
     subparsers.add_parser("calibrate", help="fit recipes to a model, measure them, publish them: kvq-calibrate")
     for command in sorted(metadata.entry_points(group="kvq.commands"), key=lambda command: command.name):
         try:

@@ -15,7 +15,7 @@ from kvq_runtime.attention import fused
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, counted
-from kvq_runtime.geometry import MODELS, NONE_SLIDE, VOCABULARIES, Geometry, Sliding
+from kvq_runtime.geometry import MODELS, NONE_SLIDE, Geometry, Sliding
 from kvq_runtime.recipe import Recipe, families, preset, presets
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.held import Sizes, smaller_from
@@ -136,11 +136,10 @@ def by_family() -> list[dict[str, Any]]:
 
 
 class Model(NamedTuple):
-    """A model's name, its shape, the tokens of its vocabulary if known, its layers that slide, how many recur."""
+    """A model's name, its shape, its layers that slide, how many recur."""
 
     name: str
     geometry: Geometry
-    vocabulary: int | None
     sliding: Sliding = NONE_SLIDE
     recurrent: int = 0
 
@@ -148,11 +147,11 @@ class Model(NamedTuple):
 def held(args: Namespace) -> int:
     """Print what each recipe holds on each model: bits per element and GiB of all bytes, beside 16 bit."""
     recipes = recipe_text.distinct(map(_recipe, recipe_text.with_settings(args.recipes, args.set)))
-    models = {one.name: one for text in args.model or ["qwen2.5-7b"] for one in _models(text, args.vocabulary)}
+    models = {one.name: one for text in args.model or ["qwen2.5-7b"] for one in _models(text)}
     counts = args.tokens or [8192, 32768, 131072]
     rows: list[dict[str, Any]] = []
     for model in models.values():
-        rows += _rows(model, [_of(recipe, model.name, model.vocabulary) for recipe in recipes], counts, args)
+        rows += _rows(model, recipes, counts, args)
     print_table(rows, args.json)
     if not args.json:
         print(COMPUTED.format(counted(args.batch, "row")))
@@ -175,30 +174,16 @@ def _recipe(text: str) -> Recipe:
             raise error from None
 
 
-def _of(recipe: Recipe, model: str, tokens: int | None) -> Recipe:
-    """The recipe for a vocabulary of `tokens` tokens; ValueError if it needs one and `tokens` is None."""
-    if tokens is not None:
-        return recipe.of_vocabulary(tokens)
-    if recipe.of_vocabulary(2) != recipe:
-        raise ValueError(
-            f"{recipe.name} has a table of the vocabulary; say how many tokens {model} has: --vocabulary N"
-        )
-    return recipe
-
-
-def _models(text: str, tokens: int | None) -> Iterator[Model]:
-    """The model of a known name, "all" of them, a config.json or its folder, or LAYERSxHEADSxSIZE.
-
-    tokens   of the vocabulary, in place of what is known of the model
-    """
+def _models(text: str) -> Iterator[Model]:
+    """The model of a known name, "all" of them, a config.json or its folder, or LAYERSxHEADSxSIZE."""
     path = Path(text)
     shape = re.fullmatch(r"(\d{1,4})x(\d{1,4})x(\d{1,4})", text)
     if text == "all":
-        yield from (Model(name, geometry, tokens or VOCABULARIES[name]) for name, geometry in MODELS.items())
+        yield from (Model(name, geometry) for name, geometry in MODELS.items())
     elif text in MODELS:
-        yield Model(text, MODELS[text], tokens or VOCABULARIES[text])
+        yield Model(text, MODELS[text])
     elif shape:
-        yield Model(text, Geometry(*map(int, shape.groups())), tokens)
+        yield Model(text, Geometry(*map(int, shape.groups())))
     elif path.exists():
         try:
             config = files.json_value(path / "config.json" if path.is_dir() else path)
@@ -217,12 +202,9 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
                 f"--model {text}: config.json has {other[0]}, as models have whose layers cache otherwise than "
                 "kvq takes (docs/models.md); give its shape as layers x KV heads x head size"
             )
-        found = tokens or config.get("vocab_size")
-        if found is not None and (type(found) is not int or not 2 <= found <= 1 << 26):
-            raise ValueError(f"--model {text}: vocab_size={found!r:.60}; a whole number from 2 to {1 << 26} is needed")
         said = {name: one for name, one in config.items() if one is not None}
         try:
-            yield _of_config(path.name if path.is_dir() else path.parent.name, said, found)
+            yield _of_config(path.name if path.is_dir() else path.parent.name, said)
         except KeyError as error:
             raise ValueError(
                 f"--model {text}: config.json leaves {error.args[0]} to transformers; give its shape as layers x KV "
@@ -235,13 +217,13 @@ def _models(text: str, tokens: int | None) -> Iterator[Model]:
         )
 
 
-def _of_config(name: str, config: Mapping[str, Any], vocabulary: int | None) -> Model:
+def _of_config(name: str, config: Mapping[str, Any]) -> Model:
     geometry, sliding = Geometry.from_config(config), Sliding.from_config(config)
     kinds = config.get("layer_types")
     recurrent = sum(kind in RECURRENT for kind in kinds) if isinstance(kinds, list) else 0
     if config.get("full_attention_interval") and not kinds:
         recurrent = config["num_hidden_layers"] - geometry.layers
-    return Model(name, geometry, vocabulary, sliding, recurrent)
+    return Model(name, geometry, sliding, recurrent)
 
 
 def _rows(model: Model, recipes: list[Recipe], counts: list[int], args: Namespace) -> Iterator[dict[str, Any]]:

@@ -161,7 +161,7 @@ class Engine:
 
     def nearest(self, recipe: Recipe, geometry: Geometry) -> Recipe:
         """The recipe without calibration that it takes and whose bits are nearest."""
-        wanted = bits(recipe.of_vocabulary(1 << 17), geometry)  # of a large model; a token's number costs 17 bits
+        wanted = bits(recipe, geometry)
         return min(self.plain(geometry), key=lambda one: abs(bits(one, geometry) - wanted))
 
     def plain(self, geometry: Geometry) -> list[Recipe]:

@@ -6,12 +6,12 @@ absmax  the same with low = -max|x| and step = 2 max|x| / (2^b - 1), so that the
 Step and low end are stored in float16 and the codes are chosen with the stored, rounded values. A constant group has
 step 0 and decodes to its low end.
 
-A matrix may be stored so in 4-bit codes: what `storage="gptq4"` of a stage means, or "rtn4" of a vocabulary.
+A matrix may be stored so in 4-bit codes: what `storage="gptq4"` of a stage means.
 
     w_io ≈ low + step · code        a step and a low end, float16, for each run of 64 inputs of an output
 
 So a number takes 4.5 bits instead of 16. How a matrix is rounded is a matter of calibration: gptq4 against the Gram
-matrix of its inputs (`kvq_calib/fit/gptq.py`), rtn4 to the nearest code (`kvq_calib/fit/fitted_codebook.py`).
+matrix of its inputs (`kvq_calib/fit/gptq.py`).
 I = inputs, the channels of what the matrix is multiplied with; O = outputs.
 
 Source: Liu et al., 2024 (KIVI), equation 1; Quanto's affine rounding for minmax.
@@ -73,11 +73,6 @@ def matrix_specs(inputs: int, outputs: int, prefix: str = "") -> dict[str, tuple
 
 def matrix(tensors: Mapping[str, Tensor], inputs: int, prefix: str = "") -> Tensor:
     """The matrix, bfloat16 [I, O]."""
-    return matrix_rows(tensors, inputs, slice(None), prefix).mT
-
-
-def matrix_rows(tensors: Mapping[str, Tensor], inputs: int, which: Tensor | slice, prefix: str = "") -> Tensor:
-    """Some outputs of the matrix, bfloat16 [..., I]; only they are unpacked."""
-    codes, step, low = (tensors[f"{prefix}{name}"][which] for name in ("codes", "step", "low"))
+    codes, step, low = (tensors[f"{prefix}{name}"] for name in ("codes", "step", "low"))
     found = decode(unpack(codes, MATRIX_BITS, min(MATRIX_GROUP, inputs)), step, low, MATRIX_BITS)
-    return found.flatten(-2)[..., :inputs].to(torch.bfloat16)
+    return found.flatten(-2)[:, :inputs].to(torch.bfloat16).mT

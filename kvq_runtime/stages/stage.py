@@ -250,10 +250,6 @@ class Quantizer(Stage):
         """The kind of a field in a memory report: "codes" or "scales"."""
         return "codes" if field in ("codes", "x") else "scales"
 
-    def of_vocabulary(self, tokens: int) -> Quantizer:
-        """The stage for a model whose vocabulary has so many tokens, before a fit says that."""
-        return self
-
 
 class Feedback(Stage):
     """Error feedback: moves the rounding error of some channels into those that follow; of keys alone.
@@ -275,7 +271,7 @@ class Feedback(Stage):
 
 
 class Correction(Stage):
-    """Fields stored beside the rounding, to reduce its error: outliers, low-rank factors, escaped tokens."""
+    """Fields stored beside the rounding, to reduce its error: outliers, low-rank factors."""
 
     slot = "correct"
 
@@ -299,10 +295,6 @@ class Correction(Stage):
     def memory_kind(self, field: str) -> str:
         """The kind of a field in a memory report."""
         return "scales"
-
-    def count(self, fields: Fields) -> tuple[int, int]:
-        """(tokens that it stores, tokens that asked for it) in these blocks, of one that chooses tokens."""
-        return 0, 0
 
 
 @dataclass(frozen=True)

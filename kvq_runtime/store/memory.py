@@ -37,8 +37,6 @@ class MemoryReport:
     sequence_bytes            bytes that grow with tokens and batch; `parts` has them by kind
     shared_bytes              the artifact's tensors and rotations, which all caches of it in a process share
     scratch_peak              most bytes of decoded tensors alive at once so far
-    escaped, clipped          tokens of keys or values, over all layers, that are stored by the 8-bit escape; that
-                              should be, but found no slot left in their block
     beyond                    blocks of keys or values, over all layers and rows, whose error exceeds what calibration
                               promised: see `health()`
     smaller_than_16bit_from   tokens per row from which the cache is smaller than in 16 bits; None if never
@@ -61,8 +59,6 @@ class MemoryReport:
     smaller_than_16bit_from: int | None
     smaller_than_higgs_from: int | None
     parts: dict[str, int] = field(default_factory=dict)
-    escaped: int = 0
-    clipped: int = 0
     kept: int = 0
     bits_per_kept: float = 0.0
     dtype: str = "bfloat16"
@@ -144,8 +140,6 @@ def report(
     parts: Counter[str] = Counter()
     for held in (*(layer_bytes(store) for store in stores), {"timeline": slots.bytes()}, *others):
         parts.update(held)
-    counts = [escapes(store) for store in stores]
-    escaped, wanted = (sum(some) for some in zip(*counts, strict=True)) if counts else (0, 0)
     each = 2 * batch * geometry.width
     kept_elements = each * sum(store.length for store in stores)
     elements = kept_elements + each * slots.dropped * len(stores)
@@ -161,8 +155,6 @@ def report(
         sequence_bytes=sequence,
         shared_bytes=shared,
         parts=dict(parts),
-        escaped=escaped,
-        clipped=wanted - escaped,
         kept=slots.length,
         bits_per_kept=8 * sequence / max(1, kept_elements),
         dtype=str(dtype).removeprefix("torch."),
@@ -186,17 +178,6 @@ def layer_bytes(store: LayerStore) -> dict[str, int]:
         home = store.index.window_2BTC
         parts["window"] += 0 if home is None or home is store.buffer_2BTC else storage_bytes([home])
     return parts
-
-
-def escapes(store: LayerStore) -> tuple[int, int]:
-    """(tokens of keys or values stored by the escape, tokens that asked for it)."""
-    counts = [
-        codec.scheme.correct.count(store.fields(role, *run))
-        for role, codec in enumerate(store.codecs)
-        if codec.scheme.correct is not None
-        for run in store.runs()
-    ]
-    return sum(served for served, _ in counts), sum(wanted for _, wanted in counts)
 
 
 def shared_bytes(codecs: Iterable[Codec], others: Sequence[Tensor] = ()) -> int:

@@ -22,8 +22,7 @@ UNFITTED = sorted((ROOT / "artifacts" / "golden").glob("v*/unfitted/*.expected")
 every_golden = pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 every_unfitted = pytest.mark.parametrize("path", UNFITTED, ids=lambda path: path.stem)
 TRAINED = "aqua-2bit-mlp"  # for a minute: its fit is not made again
-DEAR = {"kvquant-3bit", "svdq-wf-2bit", "polar-3bit-fitted-plain", "aqua-metric-1bit", "aqua-metric-1bit-vocab"}
-DEAR |= {"aqua-klt-1bit", "aqua-klt-1bit-output"}
+DEAR = {"kvquant-3bit", "svdq-wf-2bit", "polar-3bit-fitted-plain"}
 FITTED_AGAIN = [
     pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in DEAR else [])
     for path in GOLDEN

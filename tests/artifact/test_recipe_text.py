@@ -161,7 +161,7 @@ def test_no_two_recipes_have_one_name_and_a_name_can_be_published():
 
 
 @pytest.mark.parametrize("one", ["higgs-2bit", "aqua-2bit", "svdq-wf-2bit-v4", "h2o", "kivi-2bit-r32"])
-@pytest.mark.parametrize("two", ["kivi-2bit", "subkv-2bit", "aqua-klt-1bit", "svdq-online-2bit", "squat-pre-2bit"])
+@pytest.mark.parametrize("two", ["kivi-2bit", "subkv-2bit", "aqua-fisher-1bit", "svdq-online-2bit", "squat-pre-2bit"])
 def test_differences_make_one_recipe_of_another(one, two):
     """Any preset from any other: in behaviour, since a layer that was named stays named."""
     settings = recipe_text.differences(preset(two), preset(one))

@@ -377,16 +377,7 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
         "bytes", "aqua-2bit", "--model", str(tmp_path))[1]  # fmt: skip
     assert "Computed from shapes, not measured: all bytes of 1 row" in kvq("bytes", "aqua-2bit")[1]
     assert len(as_json("bytes", "higgs-2bit", "--model", "all")) == 2 * len(MODELS)
-    table = 2 * 1024 * 128256  # keys' and values' of a first layer by token
-    wide, narrow = (as_json("bytes", f"aqua-metric-1bit-vocab{more}", "--model", "llama-3.1-8b")[1]["shared MiB"]
-                    for more in ("", "+all.quantize.storage=rtn4"))  # fmt: skip
-    assert wide - narrow == pytest.approx(table * (16 - 4.5) / 8 / 2**20, abs=0.2)
-    given = ("bytes", "aqua-metric-1bit-vocab", "--model", "32x8x128")
-    code, _, err = kvq(*given)
-    assert code == 2 and "aqua-metric-1bit-vocab has a table of the vocabulary" in err and "--vocabulary N" in err
-    assert as_json(*given, "--vocabulary", "128256")[1]["shared MiB"] == wide
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 128256}))
-    assert as_json(*given[:3], str(tmp_path))[1]["shared MiB"] == wide
+    given = ("bytes", "aqua-2bit", "--model")
     for other in ([], 7, None, {"hidden_size": 4096}):
         (tmp_path / "config.json").write_text(json.dumps(other))
         code, _, err = kvq(*given[:3], str(tmp_path))

@@ -48,7 +48,7 @@ def test_which_recipe_to_take_comes_first_then_a_line_a_family(kvq):
     [
         (["--bits", "1.5"], lambda name, row: row["bits"] <= 1.5),
         (["--bits", "2-2.2", "--unfitted"], lambda name, row: 2 <= row["bits"] <= 2.2 and row["fitted"] is not True),
-        (["--family", "aqua-klt"], lambda name, row: name.startswith("aqua-klt")),
+        (["--family", "aqua-fisher"], lambda name, row: name.startswith("aqua-fisher")),
         (["--fitted", "--family", "polar"], lambda name, row: "polar" in name and row["fitted"] is True
          and not name.startswith("aqua")),
     ],
@@ -72,7 +72,7 @@ def test_the_name_of_a_family_lists_it_and_a_near_name_is_suggested(kvq, as_json
 
 def test_filters_are_refused_with_what_is_allowed(kvq):
     code, _, err = kvq("recipes", "--family", "aqu")
-    assert code == 3 and "aqua-klt" in err
+    assert code == 3 and "aqua-fisher" in err
     for bits in ("3-2", "two", "2-"):
         assert kvq("recipes", "--bits", bits)[0] == 2
 

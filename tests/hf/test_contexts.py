@@ -16,7 +16,7 @@ RECIPES = [
     *PLAIN,
     "exact-pre",
     "aqua-2bit",
-    "aqua-klt-1bit",
+    "aqua-fisher-1bit",
     "h2o-higgs-2bit",
     "subkv-2bit",
     "svdq-online-2bit-v4",

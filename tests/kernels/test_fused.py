@@ -113,7 +113,7 @@ def test_blocks_are_the_same_however_many_are_due(name):
         ("aqua-2bit", "no kernel for its keys"),
         ("svdq-2bit", "no kernel for its keys; kernels take one rotation for all heads"),
         ("oscar-2bit", "no kernel for its keys; kernels take one rotation for all heads"),
-        ("aqua-klt-1bit", "no kernel for its keys"),
+        ("aqua-fisher-1bit", "no kernel for its keys"),
         ("h2o-higgs-2bit", "keeps tokens by their attention weights"),
         ("svdq-shadow-2bit-v4", "chunks that each query asks for"),
         ("polar-online", "a codec of its own"),

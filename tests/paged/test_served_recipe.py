@@ -103,7 +103,7 @@ def test_the_nearest_recipe_can_be_served(engine):
     offered = {served_recipe.bits(recipe, SHAPE) for recipe in plain}
     for recipe in (recipe for recipes in families().values() for recipe in recipes):
         if engine.refusal(recipe) is not None:
-            near, wanted = engine.nearest(recipe, SHAPE), served_recipe.bits(recipe.of_vocabulary(1 << 17), SHAPE)
+            near, wanted = engine.nearest(recipe, SHAPE), served_recipe.bits(recipe, SHAPE)
             assert near in plain
             assert all(abs(served_recipe.bits(near, SHAPE) - wanted) <= abs(bits - wanted) for bits in offered)
             assert abs(served_recipe.bits(near, SHAPE) - wanted) < 1.1 or 5 < wanted < 16  # where there is little

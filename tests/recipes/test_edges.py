@@ -67,8 +67,8 @@ def test_head_sizes_that_are_no_power_of_two(heads, size, first, step):
         assert same(state(one), state(two)), recipe.name
         for layer, pair in enumerate(read(one)):
             for role, out in enumerate(pair):
-                if one.codecs[layer][role].scheme.quantize.kind in ("exact", "vocabulary"):
-                    continue  # a vocabulary is exact for tokens of its table, of which these are none
+                if one.codecs[layer][role].scheme.quantize.kind == "exact":
+                    continue
                 # codes are padded to whole bytes, and a prediction with random weights adds what it explains
                 most = min(0.99, max(0.7 if size < 8 else 0, 2 * gaussian_rate.most(one.codecs[layer][role])))
                 assert error(out, x[layer, role]) < most, (recipe.name, layer, role)
@@ -268,7 +268,7 @@ def test_keys_are_encoded_as_they_were_before_rope(recipe, scaling, monkeypatch)
             torch.testing.assert_close(found[row, first:], target[row, first:], rtol=1e-4, atol=1e-4)
     for layer, pair in enumerate(read(cache, scaling)):
         codec = cache.codecs[layer][0]
-        if codec.scheme.quantize.kind not in ("exact", "vocabulary"):
+        if codec.scheme.quantize.kind != "exact":
             most = gaussian_rate.most(codec) * (1.3 if recipe.cross_layer else 1.0)
             assert error(pair[0][real], given[layer, 0][real]) < most
 

@@ -25,8 +25,8 @@ _made: dict[tuple[str, Geometry, int], dict[str, Tensor]] = {}
 
 
 def tensors(recipe: Recipe, geometry: Geometry, seed: int = 0) -> dict[str, Tensor]:
-    """Every tensor of `codec.all_specs`: means around 1/2, predictions that explain a part of their target, an
-    orthogonal basis with ranges that suit the bits, and an escape that many tokens want."""
+    """Every tensor of `codec.all_specs`: means around 1/2, predictions that explain a part of their target, and an
+    orthogonal basis with ranges that suit the bits."""
     known = str(recipe.to_json()), geometry, seed
     if known not in _made:
         _made[known] = _tensors(recipe, geometry, seed)
@@ -104,8 +104,6 @@ def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torc
         return torch.tensor([-0.7, 0.7])
     if field == "importance":
         return x / (2 * shape[-1] ** 0.5)
-    if field == "bound":
-        return torch.full(shape, 20.0)
     if field.endswith(("step", "low")):  # of 4-bit weights: 64 inputs to a group
         step = 0.1 / (64 * shape[-1]) ** 0.5
         x = step * (1 + 0.1 * x) * (1 if field == "step" else -7.5)

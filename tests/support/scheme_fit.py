@@ -55,7 +55,6 @@ def chunks(
         lambda: weight_EQ,
         gradients=lambda: NOTHING,
         log_importance=lambda: NOTHING,
-        vocabulary=lambda: NOTHING,
     )
 
 

@@ -17,9 +17,8 @@ SETTINGS = (  # options of stages, and stages together, that no preset has
     "aqua-2bit+all.predict.fit=clean+key.predict.below=2+value.predict.below=", "aqua-2bit-quanto+position=post",
     "aqua-2bit+key.predict=mlp+value.predict=mlp+key.predict.norm=none+value.predict.hidden=width"
     "+value.predict.tokens=all",
-    "aqua-klt-1bit+value.rotate=output_basis+layers.0.value.rotate=output_basis",
-    "aqua-metric-1bit+all.predict.storage=gptq4+all.rotate.storage=gptq4",
-    "aqua-metric-1bit-vocab+all.predict.storage=gptq4+all.rotate.storage=gptq4+all.quantize.storage=rtn4",
+    "aqua-fisher-1bit+all.rotate.storage=gptq4",
+    "svdq-wf-1bit-v4+key.rotate=query_basis+value.quantize=mixed+value.rotate=output_basis",
     "kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse",
     "mean-lloyd-2bit-post+all.quantize=even", "mean-lloyd-3bit-post+position=pre",
     "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4",

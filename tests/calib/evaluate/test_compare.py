@@ -134,9 +134,8 @@ def test_budgets_and_equal_exact_tokens(model, tmp_path, capsys):
     "words, fitted",
     [
         (["--recipes", "kivi-2bit", "aqua-2bit", "--bits", "0.4"], ("aqua-2bit", "auto")),
-        (["--recipes", "auto-vocab", "aqua-2bit", "auto", "--bits", "0.4"], ("aqua-2bit", "auto-vocab", "auto")),
-        (["--recipes", "auto-vocab", "--bits", "0.4", "0.8"], ("auto-vocab",)),
-        (["--recipes", "auto-vocab"], ("auto-vocab",)),  # which is then refused: it says no bits
+        (["--recipes", "auto", "--bits", "0.4", "0.8"], ("auto",)),
+        (["--recipes", "auto"], ("auto",)),  # which is then refused: it says no bits
     ],
 )
 def test_what_chooses_bits_is_named_like_a_recipe(model, tmp_path, monkeypatch, words, fitted):

@@ -15,11 +15,10 @@ from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec import codec
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import directions, eigen, eigen_in
-from kvq_runtime.geometry import Geometry, Role
+from kvq_runtime.geometry import Role
 from kvq_runtime.ops import pack, rtn
 from kvq_runtime.ops.rtn import Storage
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
-from kvq_runtime.stages.correct import Escape
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
@@ -228,7 +227,6 @@ def test_the_total_is_met_to_the_bit(target):
         (Scheme(Mixed(), rotate=OutputBasis()), "an output basis weighs values"),
         (Scheme(Mixed(), rotate=QueryBasis(queries="after")), "a query basis weighs keys"),
         (Scheme(Mixed(), rotate=QueryBasis()), 'use queries="after", or "pre"'),
-        (Scheme(Rtn(2, 16), axis="channel", correct=Escape()), 'escape needs axis "token"'),
     ],
 )
 def test_sides_that_cannot_be(scheme, message):
@@ -245,14 +243,6 @@ def test_mixed_bits_fill_bytes_with_the_tokens_of_a_block():
     scheme = Scheme(Mixed(), rotate=Basis())
     with pytest.raises(ValueError, match="multiple of 8 tokens"):
         Recipe("r", scheme, scheme, window=Window(block=20)).check(GEOMETRY)
-
-
-@pytest.mark.parametrize("bits", [1.0, 1.5, 2.0])
-def test_bits_in_a_name_are_those_of_a_predicted_layer(bits):
-    recipe, geometry = preset(f"aqua-klt-{bits:g}bit"), Geometry(28, 4, 128)
-    for role in ("key", "value"):
-        assert recipe.scheme(1, role).bits(128, geometry) == pytest.approx(bits, abs=0.002)
-        assert recipe.scheme(0, role).bits(128, geometry) == pytest.approx(4, abs=0.002)
 
 
 # ---- bases in 4 bits

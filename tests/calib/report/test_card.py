@@ -223,7 +223,7 @@ def test_records_of_other_protocols_are_not_compared(fitted):
 
 
 def test_stages_by_layer_are_folded_away(fitted):
-    others = ["kivi-2bit", "aqua-klt-1bit", "svdq-2bit-v4", "aqua-klt-1bit", "higgs-2bit", "polar-3bit"]
+    others = ["kivi-2bit", "aqua-fisher-1bit", "svdq-2bit-v4", "aqua-fisher-1bit", "higgs-2bit", "polar-3bit"]
     pairs = [(recipe.key, recipe.value) for recipe in map(preset, others)]
     mixed = replace(fitted, recipe=replace(fitted.recipe, name="auto-2bit", layers=dict(enumerate(pairs))))
     text = sections.recipe(mixed)

@@ -63,95 +63,37 @@ def test_a_budget_below_the_cheapest_is_refused():
 # ---- bits of a recipe
 
 
-def curves(weights, engine: str | None = None, keys: float = 3.0) -> list[dict[str, list[float]]]:
+def curves(weights, keys: float = 3.0) -> list[dict[str, list[float]]]:
     """What measuring would find if every layer's error were its weight times 4^-bits, and that of its keys `keys` times
     as much: own first, as measured."""
-    first = budget.recipe(2, GEOMETRY, engine=engine)
-    left = {
-        role: [4.0 ** -scheme.bits(128, GEOMETRY) for scheme in budget.settings(first, GEOMETRY, role)]
-        for role in ROLES
-    }
+    left = [4.0 ** -scheme.bits(128, GEOMETRY) for scheme in budget.served_options(GEOMETRY)]
     more = {"key": keys, "value": 1.0}
-    return [{role: [0.0, *(weight * more[role] * part for part in left[role])] for role in ROLES} for weight in weights]
+    return [{role: [0.0, *(weight * more[role] * part for part in left)] for role in ROLES} for weight in weights]
 
 
 def bits_of(recipe: Recipe, layer: int) -> float:
     return sum(recipe.scheme(layer, role).bits(128, GEOMETRY) for role in ROLES) / 2
 
 
-@pytest.mark.parametrize("asked", [0.14, 0.3, 1.25, 2.1, 3.1, 5.9])
-def test_the_budget_is_kept_and_used(asked):
-    first = budget.recipe(asked, GEOMETRY)
-    chosen, promised = budget.allocated(first, asked, GEOMETRY, curves([1, 3, 0.1, 1]))
-    for recipe in (first, chosen):
-        assert asymptotic_bits(recipe.check(GEOMETRY), GEOMETRY) <= asked
-    assert asymptotic_bits(chosen, GEOMETRY) > asked - 0.05
-    assert promised > 0 and chosen.name == f"auto-{asked:g}bit" and sorted(chosen.layers) == [0, 1, 2, 3]
-    assert Recipe.from_json(chosen.to_json()) == chosen
-
-
 def test_a_layer_a_hundred_times_as_sensitive_gets_more_bits():
-    """By theory ½ log₂ 100 = 3.3 bits more, where settings allow it."""
-    chosen, _ = budget.allocated(budget.recipe(2, GEOMETRY), 2, GEOMETRY, curves([1, 1, 100, 1]))
+    """By theory ½ log₂ 100 = 3.3 bits more; settings are a bit apart, the two dearest four."""
+    chosen, _ = budget.allocated(budget.served(3, GEOMETRY), 3, GEOMETRY, curves([1, 1, 100, 1]))
     others = [bits_of(chosen, layer) for layer in (0, 1, 3)]
-    assert bits_of(chosen, 2) - max(others) == pytest.approx(3.32, abs=0.6)
-    assert max(others) - min(others) <= 0.5
+    assert bits_of(chosen, 2) - max(others) >= 2
+    assert max(others) - min(others) <= 1
 
 
 @pytest.mark.parametrize("keys", [100, 0.01])
 def test_what_is_a_hundred_times_as_sensitive_of_a_layer_gets_more_bits(keys):
     """Keys, or values: the same 3.3 bits, in every layer; and what is promised is the error of what was chosen."""
-    first, notes = budget.recipe(2, GEOMETRY), curves([1, 1, 1, 1], keys=keys)
-    chosen, promised = budget.allocated(first, 2, GEOMETRY, notes)
+    first, notes = budget.served(3, GEOMETRY), curves([1, 1, 1, 1], keys=keys)
+    chosen, promised = budget.allocated(first, 3, GEOMETRY, notes)
     expected = 0.0
     for layer in range(4):
         bits = {role: chosen.scheme(layer, role).bits(128, GEOMETRY) for role in ROLES}
-        assert bits["key"] - bits["value"] == pytest.approx(3.32 if keys > 1 else -3.32, abs=0.6)
+        assert bits["key"] - bits["value"] == pytest.approx(3.32 if keys > 1 else -3.32, abs=1.2)
         expected += keys * 4.0 ** -bits["key"] + 4.0 ** -bits["value"]
     assert promised == pytest.approx(expected)
-
-
-def test_every_setting_shares_the_prediction_and_the_window():
-    for role in ROLES:
-        schemes = budget.options(GEOMETRY, role)
-        costs = [scheme.bits(128, GEOMETRY) for scheme in schemes]
-        assert costs == sorted(costs) and {scheme.predict for scheme in schemes} == {budget.PREDICT}
-        assert {scheme.quantize.kind for scheme in schemes} == {"mixed", "grid"}
-        bases = [scheme for scheme in schemes if scheme.rotate is not None and scheme.rotate.latents]
-        assert {scheme.rotate.kind for scheme in bases} == {"query_basis" if role == "key" else "output_basis"}
-        assert {bool(scheme.quantize.gain) for scheme in bases} == {True, False}
-
-
-# ---- the first layer by token
-
-
-TOKENS = 2048  # 11 bits of a number
-
-
-@pytest.mark.parametrize("asked", [0.14, 0.4, 2.1])
-def test_the_first_layer_alone_may_be_by_token(asked):
-    """Where that has no error, it is taken, and its bits are spent above: they count as those of a number."""
-    first = budget.recipe(asked, GEOMETRY, TOKENS)
-    plain = budget.recipe(asked, GEOMETRY)
-    assert first.name == f"{plain.name}-vocab" and (first.key, first.value) == (plain.key, plain.value)
-    notes = curves([1, 1, 1, 1])
-    for role in ROLES:
-        schemes = budget.options(GEOMETRY, role, TOKENS)
-        place = next(i for i, one in enumerate(schemes) if one.quantize.kind == "vocabulary")
-        assert [one for one in schemes if one is not schemes[place]] == budget.options(GEOMETRY, role)
-        notes[0][role].insert(1 + place, 0.0)
-    chosen, promised = budget.allocated(first, asked, GEOMETRY, notes, TOKENS)
-    kinds = [{chosen.scheme(layer, role).quantize.kind for role in ROLES} for layer in range(4)]
-    assert kinds[0] == {"vocabulary"} and not any("vocabulary" in kind for kind in kinds[1:])
-    assert bits_of(chosen, 0) == 11 / 128
-    assert asked - 0.06 < asymptotic_bits(chosen.check(GEOMETRY), GEOMETRY) <= asked
-    assert promised < budget.allocated(plain, asked, GEOMETRY, curves([1, 1, 1, 1]))[1]
-
-
-def test_a_token_that_costs_more_than_the_budget_is_not_in_the_first_round():
-    narrow = Geometry(4, 1, 16)
-    small, large = (budget.recipe(bits, narrow, TOKENS) for bits in (0.5, 0.75))
-    assert (list(small.layers), list(large.layers)) == ([], [0])  # 11 bits of 16 channels
 
 
 # ---- for an engine
@@ -160,19 +102,19 @@ def test_a_token_that_costs_more_than_the_budget_is_not_in_the_first_round():
 @pytest.mark.parametrize("asked", [1.25, 2.5, 3.1, 6.0])
 def test_what_is_chosen_for_an_engine_can_be_served_by_it(asked):
     """Whatever was measured: every layer, keys and values, from pages of its own."""
-    first = budget.recipe(asked, GEOMETRY, engine="vllm")
-    chosen, promised = budget.allocated(first, asked, GEOMETRY, curves([1, 3, 0.1, 1], "vllm"))
+    first = budget.served(asked, GEOMETRY)
+    chosen, promised = budget.allocated(first, asked, GEOMETRY, curves([1, 3, 0.1, 1]))
     for recipe in (first, chosen):
         assert plugin.VLLM.refusal(recipe.check(GEOMETRY)) is None
         assert asymptotic_bits(recipe, GEOMETRY) <= asked
     assert asymptotic_bits(chosen, GEOMETRY) > asked - 0.6  # a step between two settings of a layer
     assert promised > 0 and chosen.name == f"auto-{asked:g}bit-vllm" and sorted(chosen.layers) == [0, 1, 2, 3]
-    assert plugin.VLLM.refusal(budget.recipe(asked, GEOMETRY)) is not None
+    assert Recipe.from_json(chosen.to_json()) == chosen
 
 
 def test_a_budget_that_an_engine_cannot_have_is_refused():
     with pytest.raises(ValueError, match=r"--bits 0.5; this model, for vllm, can have 1\.\d+ to 8\.\d+"):
-        budget.recipe(0.5, GEOMETRY, engine="vllm")
+        budget.served(0.5, GEOMETRY)
 
 
 @pytest.mark.parametrize("asked", [0.3, 0.5, 1.25, 2.1, 5.9])
@@ -182,9 +124,6 @@ def test_bits_shared_out_by_gradients_are_within_the_budget(asked):
     assert found.name == f"auto-{asked:g}bit" and all(scheme.quantize.shared for scheme in found.schemes)
     spent = found.key.quantize.budget(GEOMETRY.width) + found.key.quantize.gain
     assert asked * GEOMETRY.width - 1 < spent <= asked * GEOMETRY.width
-    assert [budget.measured(*given) for given in (("auto", None), ("auto-vocab", None), ("auto", "vllm"))] == [
-        False, True, True,
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("asked", [0.01, 9.0, float("nan")])

@@ -18,8 +18,7 @@ RECIPES += [
     "oscar-2bit",
     "polar-paper-fitted+all.quantize.levels=0+all.quantize.points=mean",
 ]
-RECIPES += ["aqua-metric-1bit"]
-RECIPES += ["aqua-klt-1bit+value.rotate=output_basis+layers.0.value.rotate=output_basis"]
+RECIPES += ["aqua-fisher-1bit"]
 
 
 def fitted_elsewhere(model: Path, recipes: list[str]) -> list[str]:

@@ -48,11 +48,11 @@ def test_recipes_that_choose_are_refused(files):
 
 @pytest.mark.slow
 def test_a_row_a_recipe_and_a_row_of_what_all_share(files):
-    recipes = [preset(name) for name in ("higgs-head-2bit", "aqua-1bit", "aqua-metric-1bit-vocab")]
+    recipes = [preset(name) for name in ("higgs-head-2bit", "aqua-1bit", "aqua-fisher-1bit")]
     rows = {row["recipe"]: row for row in calibration.encoding(files, recipes, 9, LENGTH, 2, 1, ticking())}
     assert rows.keys() == {"forward", "capture", *(recipe.name for recipe in recipes)}
     assert "fit s" not in rows["higgs-head-2bit"], "there is nothing to fit"
-    layers = {"aqua-1bit": LAYERS, "aqua-metric-1bit-vocab": 2 * LAYERS}  # bits that are shared out: a second pass
+    layers = {"aqua-1bit": LAYERS, "aqua-fisher-1bit": 2 * LAYERS}  # bits that are shared out: a second pass
     for name, passes in layers.items():
         assert rows[name]["fit s"] == rows[name]["fit s least"] == rows[name]["fit s greatest"] == passes
     for recipe in recipes:
