@@ -27,7 +27,7 @@ from kvq_runtime.policies.policy import CacheParts, Policies
 from kvq_runtime.recipe import OURS, Recipe, weighs
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
-from kvq_runtime.store.held import Sizes, smaller_from
+from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
 from kvq_runtime.store.positions import Positions
@@ -338,7 +338,6 @@ class BlockCache:
             self.recipe, self.geometry, stores, self.positions, others, shared, dtype, tokens=self.length,
             scratch_peak=self.decoder.scratch_peak, positions=self.made_for,
             smaller_than_16bit_from=self._smaller[case],
-            smaller_than_higgs_from=smaller_from(self.recipe, self.geometry, shared),
         )  # fmt: skip
 
 

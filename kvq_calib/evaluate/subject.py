@@ -14,7 +14,7 @@ from kvq_runtime.geometry import Geometry, Sliding
 from kvq_runtime.recipe import Recipe, facts, families, presets
 from kvq_runtime.registry import reference
 from kvq_runtime.registry import resolve as registry
-from kvq_runtime.store.held import Sizes, smaller_from
+from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 from kvq_runtime.store.promise import Check
 
@@ -115,14 +115,12 @@ def costs(recipe: Recipe, geometry: Geometry, sliding: Sliding, length: int) -> 
     """
     sizes = Sizes(recipe, geometry, sliding=sliding)
     here, there = sizes.at(length), sizes.at(TOKENS)
-    shared = sum(there.shared.values())
     return {
         "asymptotic": asymptotic_bits(recipe, geometry),
-        "at_length": here.own_bits,
-        f"at_{TOKENS}": there.own_bits,
+        "at_length": here.sequence_bits,
+        f"at_{TOKENS}": there.sequence_bits,
         f"all_at_{TOKENS}": there.bits,
         f"bytes_at_{TOKENS}": there.total,
         f"exact_bytes_at_{TOKENS}": there.exact,
-        "shared_bytes": shared,
-        "smaller_from": smaller_from(recipe, geometry, shared),
+        "shared_bytes": there.shared,
     }

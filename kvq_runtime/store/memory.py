@@ -43,8 +43,6 @@ class MemoryReport:
                               promised: see `health()`
     smaller_than_16bit_from   tokens per row from which the cache is smaller than in 16 bits; None if never
     dtype, positions          dtype of exact tokens; how many tokens the model was made for, None if unknown
-    smaller_than_higgs_from   tokens (batch 1) from which the cache is smaller than under the plain HIGGS recipe of
-                              the next width at or above the recipe's asymptotic bits; None if never
     """
 
     recipe: str
@@ -59,7 +57,6 @@ class MemoryReport:
     shared_bytes: int
     scratch_peak: int
     smaller_than_16bit_from: int | None
-    smaller_than_higgs_from: int | None
     parts: dict[str, int] = field(default_factory=dict)
     escaped: int = 0
     clipped: int = 0
