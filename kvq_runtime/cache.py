@@ -25,13 +25,13 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dense, dispatch
 from kvq_runtime.policies.policy import CacheParts, Policies
 from kvq_runtime.recipe import OURS, Recipe, weighs
+from kvq_runtime.store.block_errors import WARN, BlockErrors, Bounds, warning
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
-from kvq_runtime.store.held import Sizes, smaller_from
+from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.promise import Check, Health, Watch
 from kvq_runtime.store.step import Step, undoing
 from kvq_runtime.store.storage import Slab, storage_bytes
 
@@ -44,7 +44,8 @@ class BlockCache:
     max_tokens   what the tables of a GPU are made for, see attention/fused.py
     dtype        of the model, which an empty cache takes for that of its tokens
     made_for     the tokens that the model was made for; None: not known
-    check        what is asked of blocks, whose errors are measured; None: they are not
+    bounds       of the errors of blocks, which are counted; none: they are not measured
+    warned       whether the log has said that many are beyond, or need not
     layers       the stores of the layers that have taken in tokens
     positions    what is announced and known of its tokens
     policies     those of the recipe, at work in this cache
@@ -61,15 +62,15 @@ class BlockCache:
         max_tokens: int = 1 << 17,
         dtype: torch.dtype = torch.bfloat16,
         made_for: int | None = None,
-        check: Check | None = None,
+        bounds: Bounds | None = None,
     ):
         self.recipe = recipe.check(geometry)
         self.geometry = geometry
         self.codecs = shared.build(recipe, geometry, tensors or {})
         self._last, self._max_tokens = geometry.layers - 1, max_tokens
-        self.dtype, self.made_for, self.check = dtype, made_for, check
+        self.dtype, self.made_for, self.bounds = dtype, made_for, bounds
         self._smaller: dict[tuple[int, torch.dtype], int | None] = {}  # than 16 bit, from so many tokens
-        self._warned = False  # whether the log has said that blocks are beyond
+        self.warned = False
         self.reset()
 
     def reset(self) -> None:
@@ -78,14 +79,14 @@ class BlockCache:
         self.positions = Positions()
         self.decoder = Decoder(recipe, geometry, self.codecs, self.positions)
         self.layers = self.decoder.stores
-        self.encoder = Encoder(self.decoder)
+        self.encoder = Encoder(self.decoder, BlockErrors(self.bounds) if self.bounds else None)
         self.fused = Fused(recipe, geometry, self.positions, self._max_tokens)
         self.policies = Policies(CacheParts(self.codecs, self.encoder))
         self.encoder.extra = self.policies.extra_fields
         weigh = self.policies.weighed if self.policies.newest else None
         own = [policy.path for policy in self.policies if policy.path is not None]
         self.paths = Paths(self.decoder, self.fused, own, weigh)
-        self.reencoded = 0
+        self.reencoded = self._measured = 0  # blocks whose errors the log was asked about
         self.step: Step | None = None  # the forward pass under way
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,8 +187,8 @@ class BlockCache:
             self.positions.forget_factors()
             step.commit()
             self.step = None
-            if self.encoder.beyond and not self._warned:
-                self._warn()
+            if self.encoder.errors is not None and not self.warned:
+                self._warn(self.encoder.errors)
 
     def _arrive(self, layer: int, k_BTC: Tensor) -> LayerStore:
         """Begin a forward pass with its first layer; one that stopped midway is undone first."""
@@ -229,6 +230,8 @@ class BlockCache:
         self.decoder.clear()
         step = self.step = Step(self.positions.seen, count, batch, device)
         step.on_undo(self.positions.restore, *self.positions.state)
+        if (errors := self.encoder.errors) is not None:
+            step.on_undo(errors.restore, errors.blocks, errors.beyond)
         for policy in self.policies:
             policy.begin(step)
         self.fused.publish(self.layers)
@@ -241,10 +244,7 @@ class BlockCache:
         keys, values = self.codecs[layer]
         pair = self.codecs[layer] = shared.moved(keys, k_BTC.device), shared.moved(values, k_BTC.device)
         index = self.fused.index(layer, pair, k_BTC)
-        # a kernel and policies that choose tokens read codes alone
-        keeps = index is None and not self.recipe.policies
-        watch = None if self.check is None else Watch(self.check, layer, keeps)
-        return LayerStore(pair, self.recipe.window, self.positions, k_BTC, index, watch)
+        return LayerStore(pair, self.recipe.window, self.positions, k_BTC, index)
 
     def settle(self) -> None:
         """Undo a forward pass that has not ended."""
@@ -312,17 +312,13 @@ class BlockCache:
         reasons = (refusal(self.recipe, self.geometry, layer) for layer in range(self.geometry.layers))
         return next(filter(None, reasons), None)
 
-    def health(self) -> Health:
-        """The health of the blocks that are held, by what calibration promised."""
-        watches = [store.watch for _, store in sorted(self.layers.items()) if store.watch is not None]
-        return Health(self.recipe.name, tuple(one for watch in watches for one in watch.health() if one.blocks))
-
-    def _warn(self) -> None:
-        """Say, once, that blocks are beyond what was promised."""
-        health = self.health()
-        self._warned = health.beyond > 0
-        if self._warned:  # else what was beyond has been undone
-            _log.warning(health.warning(any(one.watch and any(one.watch.exact) for one in self.layers.values())))
+    def _warn(self, errors: BlockErrors) -> None:
+        """Log, once, that many blocks are beyond; asks the device after passes that have encoded some."""
+        share = None if errors.blocks == self._measured else errors.share
+        self._measured = errors.blocks
+        if share is not None and share > WARN:
+            self.warned = True
+            _log.warning(warning(self.recipe.name, share))
 
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""
@@ -334,11 +330,11 @@ class BlockCache:
         case = max(1, self.rows), dtype
         if case not in self._smaller:
             self._smaller[case] = Sizes(self.recipe, self.geometry, dtype).smaller_from(case[0])
+        errors = self.encoder.errors
         return report(
             self.recipe, self.geometry, stores, self.positions, others, shared, dtype, tokens=self.length,
             scratch_peak=self.decoder.scratch_peak, positions=self.made_for,
-            smaller_than_16bit_from=self._smaller[case],
-            smaller_than_higgs_from=smaller_from(self.recipe, self.geometry, shared),
+            smaller_than_16bit_from=self._smaller[case], beyond=None if errors is None else errors.share,
         )  # fmt: skip
 
 

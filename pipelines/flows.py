@@ -62,7 +62,11 @@ Divergence = Annotated[
 ]
 Beyond = Annotated[
     float | None,
-    _about("Allowed at most: share of blocks whose error is beyond what the fit promises; empty: no bound", ge=0, le=1),
+    _about(
+        "Allowed at most: share of blocks with errors beyond 99.9% of calibration's; empty: no bound",
+        ge=0,
+        le=1,
+    ),
 ]
 TimeoutHours = Annotated[
     float, _about("Hours after which a model's run fails; its retry goes on where it stopped", gt=0)

@@ -263,7 +263,7 @@ def parser() -> argparse.ArgumentParser:
         help="publish only if perplexity / 16-bit perplexity <= X, every token but the sinks encoded")  # fmt: skip
     add("--max-kl", type=float, metavar="X", help="publish only if the KL divergence, nats per token, <= X, likewise")
     add("--max-beyond", type=float, metavar="X",
-        help="publish only if the share of blocks beyond what the fit promises of errors <= X, likewise")  # fmt: skip
+        help="publish only if the share of blocks beyond 99.9%% of those in calibration <= X, likewise")  # fmt: skip
     add = top.add_argument_group("how").add_argument
     add("--prefect", action="store_true", help="run as a Prefect flow (also when PREFECT_API_URL is set)")
     add("--dry-run", action="store_true", help="check everything, print the plan, and stop")

@@ -210,7 +210,7 @@ def show(done: Sequence[Published], records: Sequence[TextRecord], caution: str 
     if records:
         print("\nvs 16 bit: perplexity over that of the 16-bit model, less 1. KL: from it, nats per token.")
         if any("beyond" in row for row in rows):
-            print("beyond: blocks of keys or values whose error is beyond what the fit promises.")
+            print("beyond: blocks of keys or values whose error is beyond 99.9% of those in calibration.")
     for made in done:
         if made.layers:
             print(f"\n{made.recipe}: bits per element, and the error they put into the model's stream")

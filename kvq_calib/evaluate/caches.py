@@ -18,9 +18,6 @@ recipe that is fitted to its prompt is fitted to the first half of the window, o
 they are fewer, and then encodes all of it. A recipe that chooses among tokens has no full encode: which it holds, reads
 or keeps exact is what it is about.
 
-Blocks beyond what an artifact promises of errors are counted, and read as they are decoded, where a KVQCache keeps them
-exact: so figures are of codes alone, and compare with those of records without the count.
-
 S = tokens that are read · G = query heads that share a KV head.
 """
 
@@ -43,8 +40,8 @@ from kvq_runtime.hf import attention as packed
 from kvq_runtime.hf.model import real_tokens, settings_of, visible
 from kvq_runtime.ops.dense import PLAIN, Softmax, attention
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.block_errors import Bounds
 from kvq_runtime.store.decode import Pair
-from kvq_runtime.store.promise import Check
 
 NAME = "kvq_counted"  # of the attention that counts
 _CHOICES = {"window": "how long tokens stay exact", "select": "which tokens are held, or read"}
@@ -116,15 +113,16 @@ class CountedCache(KVQCache):
     """A cache for evaluation, in use: what it holds and gives back is a KVQCache's, and what is read is counted.
 
     reads   None for a recipe whose queries choose what they read, which this does not see, and where they are hidden
-    check   what is promised of the errors of blocks; None: nothing
+    bounds  of the errors of blocks; None: they are not measured
     """
 
     inner = "sdpa"  # the attention that answers
 
     def __init__(
-        self, recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None, check: Check | None = None
+        self, recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None, bounds: Bounds | None = None
     ):
-        super().__init__(recipe, model, tensors, None if check is None else replace(check, counts=True))
+        super().__init__(recipe, model, tensors, bounds)
+        self.blocks.warned = True  # the record has the share
         self.blocks.decoder.keep = True
         self.inner = self.attention or self.inner
         config = settings_of(model.config.get_text_config(decoder=True))
@@ -200,9 +198,9 @@ class FullCache(CountedCache):
 
     def __init__(
         self, recipe: Recipe, model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None,
-        check: Check | None = None, *, length: int,
+        bounds: Bounds | None = None, *, length: int,
     ):  # fmt: skip
-        super().__init__(encoding_all(recipe, length), model, tensors, check)
+        super().__init__(encoding_all(recipe, length), model, tensors, bounds)
         self.blocks.encoder.together, self.blocks.decoder.keep = SLAB, False  # a layer is read once
         self.inner = "kvq"  # so that a layer takes keys and values in, and leaves it to `attend` to read them
         self.blocks.update = self._handed_out

@@ -16,7 +16,7 @@ its weights; figures are those of the whole model but for rounding. The device h
     kl           mean of Σ p (log p - log q), in nats             p the 16-bit model, q the model with this cache:
                  Σ p (x - y) + log Σ exp y - log Σ exp x          of their logits x and y
     top1         share of places where the likeliest tokens agree
-    beyond       share of blocks whose error is beyond what the artifact promises
+    beyond       share of blocks whose error is beyond 99.9% of those in calibration
 
 And score what may follow a text, which multiple-choice tasks ask (`loglikelihoods`).
 
@@ -56,7 +56,7 @@ class Score:
     """Sums over tokens; `losses` and `kls` have the means of each window, in nats.
 
     reads            of a cache that counts what is read from it; None: it does not
-    blocks, beyond   blocks of keys and of values, if something is promised of their errors, and those of them beyond it
+    blocks, beyond   blocks of keys and of values, if their errors are measured, and those beyond
     """
 
     tokens: int = 0
@@ -76,8 +76,8 @@ class Score:
         """Take in what a cache has counted, if it counts."""
         if not isinstance(cache, CountedCache):
             return
-        self.reads, health = cache.reads, cache.health()
-        self.blocks, self.beyond = health.blocks, health.beyond
+        self.reads, errors = cache.reads, cache.blocks.encoder.errors
+        self.blocks, self.beyond = (0, 0) if errors is None else (errors.blocks, int(errors.beyond))
 
     def add(self, other: "Score") -> None:
         """Take other windows in."""

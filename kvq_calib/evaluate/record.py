@@ -81,8 +81,8 @@ class Protocol:
     def subject(self, given: Subject, geometry: Geometry) -> Subject:
         """The subject as it is measured: see `recipe`."""
         recipe = self.recipe(given.recipe, geometry, given.tensors)
-        promised = recipe.window.block == given.recipe.window.block  # of blocks of its size
-        return replace(given, recipe=recipe, check=given.check if promised else None)
+        same = recipe.window.block == given.recipe.window.block  # bounds are of blocks of one size
+        return replace(given, recipe=recipe, bounds=given.bounds if same else None)
 
     def recipe(self, recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> Recipe:
         """The recipe as it is measured. Raises ValueError where its fit does not allow another block."""
@@ -196,7 +196,7 @@ class _Work:
         tokens_BT, files = batch.tokens_BT, self.files
         stream = Stream(files, self.device, self.dtype)
         for one in left.values():
-            CountedCache(one.recipe, stream.blank, one.tensors, one.check)  # what it refuses, before weights are read
+            CountedCache(one.recipe, stream.blank, one.tensors, one.bounds)  # what it refuses, before weights are read
         found = self._scores(tokens_BT, left, self.protocol.protocols)
         layers = self._errors(stream, tokens_BT, left)
         about, corpus = _protocol(files, batch, self.protocol, others), batch.description["corpus_digest"]
@@ -235,7 +235,9 @@ class _Work:
             left = {digest: one for digest, one in subjects.items() if self._refusal(name, one.recipe) is None}
             self.progress(tokens_BT.numel() * (len(subjects) - len(left) + (not left)))
             empty = partial(FullCache, length=length) if name == FULL else CountedCache
-            caches = {digest: partial(empty, one.recipe, model, one.tensors, one.check) for digest, one in left.items()}
+            caches = {
+                digest: partial(empty, one.recipe, model, one.tensors, one.bounds) for digest, one in left.items()
+            }
             common, kept = (protocol.rows, self.progress), self.ledger.within(encoded=name)
             if not left:
                 found[name] = {}

@@ -14,9 +14,9 @@ from kvq_runtime.geometry import Geometry, Sliding
 from kvq_runtime.recipe import Recipe, facts, families, presets
 from kvq_runtime.registry import reference
 from kvq_runtime.registry import resolve as registry
-from kvq_runtime.store.held import Sizes, smaller_from
+from kvq_runtime.store.block_errors import Bounds, bounds_in
+from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
-from kvq_runtime.store.promise import Check
 
 TOKENS = 4096
 
@@ -28,7 +28,7 @@ class Subject:
     name       as the user gave it
     sha256     of the artifact; None for a recipe that needs none
     published  whether a registry holds it, and so keeps its records
-    check      what it promises of the errors of blocks; None: nothing
+    bounds     of the errors of blocks; None: they are not known
     """
 
     name: str
@@ -36,13 +36,13 @@ class Subject:
     tensors: Mapping[str, Tensor]
     sha256: str | None = None
     published: bool = False
-    check: Check | None = None
+    bounds: Bounds | None = None
 
     @staticmethod
     def of(artifact: Artifact, sha256: str, name: str | None = None, published: bool = True) -> "Subject":
         """An artifact at hand."""
-        name, check = name or artifact.recipe.name, Check.of(artifact.fit)
-        return Subject(name, artifact.recipe, artifact.tensors, sha256, published, check if check.promises else None)
+        name, bounds = name or artifact.recipe.name, bounds_in(artifact.fit)
+        return Subject(name, artifact.recipe, artifact.tensors, sha256, published, bounds)
 
     @property
     def identity(self) -> list[Any]:
@@ -115,14 +115,12 @@ def costs(recipe: Recipe, geometry: Geometry, sliding: Sliding, length: int) -> 
     """
     sizes = Sizes(recipe, geometry, sliding=sliding)
     here, there = sizes.at(length), sizes.at(TOKENS)
-    shared = sum(there.shared.values())
     return {
         "asymptotic": asymptotic_bits(recipe, geometry),
-        "at_length": here.own_bits,
-        f"at_{TOKENS}": there.own_bits,
+        "at_length": here.sequence_bits,
+        f"at_{TOKENS}": there.sequence_bits,
         f"all_at_{TOKENS}": there.bits,
         f"bytes_at_{TOKENS}": there.total,
         f"exact_bytes_at_{TOKENS}": there.exact,
-        "shared_bytes": shared,
-        "smaller_from": smaller_from(recipe, geometry, shared),
+        "shared_bytes": there.shared,
     }

@@ -27,7 +27,7 @@ codes that are searched for, fits read numbers with errors of the same moments (
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,7 +50,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Role, Scheme
 from kvq_runtime.stages.abilities import LinearPrediction
 from kvq_runtime.stages.stage import SLOTS, Fields, Place
-from kvq_runtime.store.promise import Promise, block_errors
+from kvq_runtime.store.block_errors import FIELD, block_errors, bound_of
 
 V = TypeVar("V", covariant=True)
 Sums = Any  # of one statistic: anything that can be merged, as those of `statistics.py`
@@ -314,7 +314,7 @@ class SchemeFit(Fitting):
 def summary(errors: Errors) -> dict[str, Any]:
     """Return the measures of one scheme, relative to the variance about the mean.
 
-    With them goes the promised error of a block, where any was measured.
+    With them goes the bound of a block's error, where any was measured.
     """
     energy, variance, residual, error, tokens = errors.sums.tolist()
     found = {
@@ -322,8 +322,7 @@ def summary(errors: Errors) -> dict[str, Any]:
         "explained_variance": 1 - residual / variance if variance else 0.0,
         "mean_energy": 1 - variance / energy if energy else 0.0,
     }
-    promise = {"promise": asdict(Promise.of(errors.blocks_N, variance / tokens))} if variance else {}
-    return found | promise
+    return found | ({FIELD: bound_of(errors.blocks_N)} if tokens else {})
 
 
 def way(asked: Statistic[Any]) -> Summed[Any] | Given[Any]:

@@ -19,7 +19,7 @@ from kvq_runtime.artifact.describe import artifact_record, recipe_row, stages
 from kvq_runtime.errors import counted
 from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.registry.measured import TextRecord
-from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import human
 
 LICENSE = ("license", "license_name", "license_link")  # fields of a model's

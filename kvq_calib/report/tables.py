@@ -158,7 +158,7 @@ def decoded(part: measured.Part) -> str:
     gone = f", {shares.unread:.0%} not held" if shares.unread else ""
     about = "" if part.fitted_on is None else f", fitted to the first {part.fitted_on} tokens"
     if isinstance(part, Figures) and part.beyond is not None:
-        about += f"; {part.beyond:.2%} of blocks beyond the promise"
+        about += f"; {part.beyond:.2%} of blocks beyond the errors in calibration"
     return f"{shares.attention:.0%} of attention, {shares.reads:.0%} of reads{gone}{about}"
 
 

@@ -14,7 +14,7 @@ from kvq_runtime.artifact import artifact, header
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.disk import files
-from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits, human
 
 CONFIG, CARD = "kvq_config.json", "README.md"

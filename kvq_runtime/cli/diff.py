@@ -12,7 +12,7 @@ from kvq_runtime.registry import verdict
 from kvq_runtime.registry.measured import PROTOCOLS, SPOKEN, Record, TextRecord, of_text
 from kvq_runtime.registry.resolve import load_artifact, open_registry, resolve
 from kvq_runtime.registry.sound import sound
-from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
 TOKENS = 4096

@@ -18,7 +18,7 @@ from kvq_runtime.errors import ArtifactError, NotFound, counted
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, Geometry, Sliding
 from kvq_runtime.recipe import Recipe, families, preset, presets
 from kvq_runtime.registry.resolve import load_artifact
-from kvq_runtime.store.held import Sizes, smaller_from
+from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
 ADVICE = {  # which to take, as README.md has it
@@ -39,8 +39,8 @@ and what its decode step reads."""
 GIB = 1 << 30
 COMPUTED = """
 Computed from shapes, not measured: all bytes of {}, with blocks, sinks and window, and shared (predictors, bases,
-codebooks, rotations). "bits" is what one more token costs, per element. Under 16 bit from, under HIGGS from: tokens a
-row from which all bytes are fewer than those of 16 bit, and of the plain HIGGS recipe of the next width."""
+codebooks, rotations). "bits" is what one more token costs, per element. Under 16 bit from: tokens a row from which all
+bytes are fewer than those of 16 bit."""
 RECURRENT = ("linear_attention", "conv", "mamba")
 RECUR = "Layers that recur: {}. Their state, which does not grow with the text, is not counted ({})."
 SLIDES = "Bytes of {} layers that slide over a window of {:,} tokens are in all GiB, and not in the bits ({})."
@@ -235,22 +235,20 @@ def _rows(model: Model, recipes: list[Recipe], counts: list[int], args: Namespac
             f"bits at {count}": 16.0,
             f"GiB at {count}": round((count * token + args.batch * sliding.bytes(count)) / GIB, 3),
         }
-    yield row | {"under 16 bit from": None, "under HIGGS from": None}
+    yield row | {"under 16 bit from": None}
     for recipe in recipes:
         sizes = Sizes(recipe.check(geometry), geometry, sliding=sliding)
         found = [sizes.at(count, args.batch) for count in counts]
         row = {"model": model.name, "recipe": recipe.name, "bits": round(asymptotic_bits(recipe, geometry), 4)}
-        row["shared MiB"] = round(sum(sizes.shared.values()) / (1 << 20), 1)
+        row["shared MiB"] = round(sizes.shared / (1 << 20), 1)
         for one in found:
             row[f"bits at {one.tokens}"] = round(one.bits, 3)
             row[f"GiB at {one.tokens}"] = round(one.total / GIB, 3)
-        shared = sum(sizes.shared.values())
         row["under 16 bit from"] = sizes.smaller_from(args.batch)
-        row["under HIGGS from"] = smaller_from(recipe, geometry, shared // args.batch)
         if args.json:
             row["bytes"] = [
                 {"tokens": one.tokens, "batch": one.batch, "total": one.total, "exact": one.exact}
-                | {"sequence": dict(one.sequence), "shared": dict(one.shared), "sliding": one.sliding}
+                | {"sequence": one.sequence, "shared": one.shared, "sliding": one.sliding}
                 for one in found
             ]
         yield row

@@ -32,7 +32,6 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, presets
 from kvq_runtime.registry.lock import read_lock
 from kvq_runtime.registry.resolve import load_artifact
-from kvq_runtime.store.held import serves
 from kvq_runtime.store.memory import asymptotic_bits
 
 LOCKS = (".lock", ".lock.json")
@@ -167,7 +166,16 @@ class Engine:
     def plain(self, geometry: Geometry) -> list[Recipe]:
         """The recipes that need no artifact and that it takes on this shape."""
         found = (recipe for recipe in presets().values() if not recipe.fitted and self.refusal(recipe) is None)
-        return [recipe for recipe in found if serves(recipe, geometry)]
+        return [recipe for recipe in found if _allowed(recipe, geometry)]
+
+
+def _allowed(recipe: Recipe, geometry: Geometry) -> bool:
+    """True if the recipe can be used with these head sizes."""
+    try:
+        recipe.check(geometry)
+    except ValueError:
+        return False
+    return True
 
 
 def bits(recipe: Recipe, geometry: Geometry) -> float:

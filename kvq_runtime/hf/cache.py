@@ -38,8 +38,8 @@ from kvq_runtime.hf.model import (
 )
 from kvq_runtime.recipe import Recipe, attends, weighs
 from kvq_runtime.registry.resolve import load_artifact
+from kvq_runtime.store.block_errors import Bounds, bounds_in
 from kvq_runtime.store.memory import MemoryReport, human
-from kvq_runtime.store.promise import Check, Health
 from kvq_runtime.store.storage import storage_bytes
 
 HELD = ("keys", "values", "conv_states", "recurrent_states")  # by transformers' own layers
@@ -73,14 +73,14 @@ class KVQCache(Announced, Cache):
         recipe: Recipe,
         model: PreTrainedModel,
         tensors: Mapping[str, Tensor] | None = None,
-        check: Check | None = None,
+        bounds: Bounds | None = None,
     ):
         """Make an empty cache; `from_pretrained`, `from_recipe` and `from_artifact` are what one usually calls.
 
         recipe    a Recipe, such as `preset("higgs-2bit")`
         model     the loaded model that the cache is for
         tensors   of an artifact, by name, if the recipe is fitted
-        check     what is asked of blocks, as the errors of which are measured; None: they are not
+        bounds    of the errors of blocks, as an artifact's calibration saw them; None: none are measured
         """
         check_type("recipe", recipe, Recipe, "a Recipe, or its name to from_recipe")
         check_model(model)
@@ -95,7 +95,7 @@ class KVQCache(Announced, Cache):
                 f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
             )
         made_for = settings.get("max_position_embeddings")
-        self.blocks = BlockCache(recipe, geometry, tensors, made_for or 1 << 17, model.dtype, made_for, check)
+        self.blocks = BlockCache(recipe, geometry, tensors, made_for or 1 << 17, model.dtype, made_for, bounds)
         if "positions" in recipe.needs and (why := rope_refusal(model)):
             raise ValueError(f"{recipe.name} undoes RoPE, but {why}; use a post-RoPE recipe")
         shared = settings.get("num_kv_shared_layers")
@@ -116,18 +116,14 @@ class KVQCache(Announced, Cache):
         hooks.hook(model, next(iter(modules.values())), self._recurrent)
 
     @classmethod
-    def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel, health: bool = False) -> "KVQCache":
+    def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel) -> "KVQCache":
         """Make a cache for a recipe that needs no calibration, by name, which may have settings, or as a Recipe.
 
             cache = KVQCache.from_recipe("kivi-2bit+window.recent=32", model=model)
 
-        health   measure the errors of blocks, which costs a decoding of each; nothing is promised of them
-
         Raises ValueError for an unknown name, a recipe that has to be fitted, or one that this model does not allow.
         """
-        check_type("health", health, bool, "True or False")
-        check = Check() if health else None
-        return cls(recipe_text.read(recipe) if isinstance(recipe, str) else recipe, model, check=check)
+        return cls(recipe_text.read(recipe) if isinstance(recipe, str) else recipe, model)
 
     @classmethod
     def from_pretrained(
@@ -138,7 +134,6 @@ class KVQCache(Announced, Cache):
         lock: str | Path | None = None,
         allow_other_weights: bool = False,
         *,
-        strict: bool = False,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
         token: str | bool | None = None,
@@ -149,7 +144,6 @@ class KVQCache(Announced, Cache):
         registry             a folder, "file:///folder" or "hf://org"; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
         lock                 a lock file that pins version and sha256
         allow_other_weights  load an artifact that was calibrated on other weights of the same shape
-        strict               raise a RuntimeError for a block whose error is beyond what calibration promised
         revision             a version, its tag, an alias, or a commit of a Hub: what may stand after @
         cache_dir            where files of a Hub are kept; None: where huggingface_hub keeps them
         token                of a Hub; None: that of huggingface_hub
@@ -162,22 +156,17 @@ class KVQCache(Announced, Cache):
             reference, registry, lock, revision=revision, cache_dir=cache_dir, token=token,
             local_files_only=local_files_only,
         )  # fmt: skip
-        return cls.from_artifact(artifact, model, allow_other_weights, strict)
+        return cls.from_artifact(artifact, model, allow_other_weights)
 
     @classmethod
-    def from_artifact(
-        cls, artifact: Artifact, model: PreTrainedModel, allow_other_weights: bool = False, strict: bool = False
-    ) -> "KVQCache":
+    def from_artifact(cls, artifact: Artifact, model: PreTrainedModel, allow_other_weights: bool = False) -> "KVQCache":
         """Make a cache from a loaded artifact. Raises ArtifactError if its fingerprint is that of another model.
 
         allow_other_weights  accept another model's weights, of the same shape and RoPE
-        strict               as for `from_pretrained`; ValueError for an artifact that promises nothing
         """
         check_type("artifact", artifact, Artifact, "what load_artifact returns, or its name to from_pretrained")
-        check_type("strict", strict, bool, "True or False")
         fingerprint.check_match(artifact.fingerprint, fingerprint_of(model), allow_other_weights=allow_other_weights)
-        check = Check.of(artifact.fit, artifact.recipe.name, strict)
-        cache = cls(artifact.recipe, model, artifact.tensors, check if check.promises else None)
+        cache = cls(artifact.recipe, model, artifact.tensors, bounds_in(artifact.fit))
         cache.artifact = artifact
         return cache
 
@@ -213,14 +202,6 @@ class KVQCache(Announced, Cache):
         found = [getattr(layer, name, None) for layer in self.layers for name in HELD]
         parts = [part for one in found for part in (one.values() if isinstance(one, dict) else [one])]
         return self.blocks.memory_report().with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
-
-    def health(self) -> Health:
-        """Errors of the blocks that are held, beside those that calibration saw; `print` it, or read its fields.
-
-        An artifact promises something, unless it is older than promises. A recipe without one promises nothing, and is
-        measured where `from_recipe` was asked for `health`. `prometheus()` is its text.
-        """
-        return self.blocks.health()
 
     def _begin(self, attention_mask: Tensor | Mapping[str, Tensor | None] | None) -> None:
         """Start a forward pass: undo one that stopped midway, and keep the padding mask for `_announce`.

@@ -148,8 +148,7 @@ class Unmeasured(Part):
 class Figures(Part):
     """Loss against the 16-bit model; windows None: records of version 1 do not keep them.
 
-    beyond   share of blocks, 0 to 1, whose error is beyond what the artifact promises; None: nothing is promised, or an
-             older record
+    beyond   share of blocks, 0 to 1, whose error is beyond 99.9% of those in calibration; None: these are not known
     """
 
     perplexity: float

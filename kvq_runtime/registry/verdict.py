@@ -122,7 +122,7 @@ class Bounds:
 
     perplexity_ratio   held-out perplexity over that of the 16-bit model; above 1 it has got worse
     kl                 divergence from the 16-bit model, nats per token
-    beyond             share of blocks whose error is beyond what the artifact promises, 0 to 1
+    beyond             share of blocks whose error is beyond 99.9% of those in calibration, 0 to 1
     """
 
     perplexity_ratio: float | None = None
@@ -172,8 +172,8 @@ def passes(record: TextRecord, bounds: Bounds) -> list[str]:
     found = {"perplexity_ratio": 1 + result.relative, "kl": result.kl, "beyond": result.beyond}
     found = {name: math.nan if value is None else value for name, value in found.items()}
     named = {"perplexity_ratio": "perplexity over that of 16 bit", "kl": "KL divergence, nats"}
-    made = "the promise" if result.beyond is not None else "a promise that was not made"
-    named["beyond"] = f"share of blocks beyond {made}"
+    unknown = "" if result.beyond is not None else ", which the artifact does not state"
+    named["beyond"] = f"share of blocks beyond the errors in calibration{unknown}"
     return [
         f"{named[name]}, {SPOKEN[protocol]}: {found[name]:.6g}, allowed {bound:.6g}"
         for name, bound in bounds.given.items()

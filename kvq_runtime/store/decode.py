@@ -184,8 +184,7 @@ class Decoder:
         return store.codecs[role].decode(fields, Context(), room_BTC[0].unflatten(0, (-1, store.window.block)))
 
     def _restore(self, store: LayerStore, role: int, x_NTC: Tensor, run: Run, out_BTC: Tensor) -> None:
-        """Put back mean and position of decoded, centred blocks [B·n, block, C] into [B, n·block, C]; where a block is
-        kept exact, its tokens."""
+        """Put back mean and position of decoded, centred blocks [B·n, block, C] into [B, n·block, C]."""
         codec, geometry, (start, stop) = store.codecs[role], self.geometry, store.tokens(run)
         is_key = ROLES[role] == "key"
         if x_NTC.data_ptr() != out_BTC.data_ptr():
@@ -197,8 +196,6 @@ class Decoder:
         if is_key and self.recipe.position == "pre":
             tables = self.positions.spread(start, stop, geometry.kv_heads, geometry.head_size, out_BTC.dtype)
             rope.rotate_rows(out_BTC, *tables, geometry.kv_heads, self.positions.rotary_pairs)
-        if store.watch is not None:
-            store.watch.put(role, out_BTC, run[0], store.window.block)
 
     def _room(self, role: Role, like: Tensor, length: int) -> Tensor:
         """Return memory to put a layer's keys, or values, together in; every layer of a forward pass uses the same."""

@@ -10,6 +10,7 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.geometry import ROLES, SLAB
 from kvq_runtime.ops import dispatch
+from kvq_runtime.store.block_errors import BlockErrors
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore, Run
 from kvq_runtime.store.storage import Slab
@@ -21,6 +22,7 @@ Extra = Callable[[LayerStore], Slab]
 class Encoder:
     """Turns the oldest blocks of windows into encoded ones.
 
+    errors     of the blocks, counted; None: they are not measured
     extra      what policies store beside a block
     together   predicted blocks that share matrix products: 1, so that a block does not depend on its company, but for a
                cache of one pass that is not kept, which takes a third of the time with whole slabs
@@ -29,10 +31,10 @@ class Encoder:
     together = 1
     extra: Extra
 
-    def __init__(self, decoder: Decoder):
+    def __init__(self, decoder: Decoder, errors: BlockErrors | None = None):
         self.decoder, self.stores = decoder, decoder.stores
         self.recipe, self.positions = decoder.recipe, decoder.positions
-        self.beyond = False  # whether any block has been beyond its promise
+        self.errors = errors
         self._watched: list[tuple[int, int, Tensor]] = []  # (layer, first slot, largest |x| of each token, [2, B, T])
         self._stored: list[tuple[int, int, str, Tensor]] = []  # (layer, block, role, largest |number| of scales, [B])
 
@@ -58,13 +60,9 @@ class Encoder:
         while store.blocks < target:
             most = SLAB if self.recipe.cross_layer and not self.recipe.policies else together
             some = min(most, target - store.blocks, SLAB - store.blocks % SLAB)
-            keys, values, errors = self._encoded(store, codecs, _runs(store.blocks, store.blocks + some, together))
-            if store.watch is None or not store.watch.keeps:  # else what is beyond stays exact
-                self._watch_scales(layer, store.blocks, (keys, values))
+            keys, values = self._encoded(store, codecs, _runs(store.blocks, store.blocks + some, together))
+            self._watch_scales(layer, store.blocks, (keys, values))
             extra = {name: field[:, None] for name, field in self.extra(store).items()}
-            if store.watch is not None:
-                window = store.window_2BTC, store.window.block
-                self.beyond |= store.watch.add(torch.stack(errors), store.blocks, *window)
             store.add_blocks(some, keys, values, extra)
 
     def watch(self, layer: int, x_2BTC: Tensor, start: int) -> None:
@@ -116,18 +114,15 @@ class Encoder:
                     "tokens before this forward pass"
                 )
 
-    def _encoded(
-        self, store: LayerStore, codecs: Sequence[Codec | RowCodec], runs: Sequence[Run]
-    ) -> tuple[Slab, Slab, list[Tensor]]:
-        """The fields of the window's oldest blocks of keys and of values, [B, blocks, ...] each, and their errors,
-        [B, blocks], if they are measured; those of a recipe that predicts from the decoded blocks of layers below.
+    def _encoded(self, store: LayerStore, codecs: Sequence[Codec | RowCodec], runs: Sequence[Run]) -> tuple[Slab, Slab]:
+        """Return the fields of the window's oldest blocks of keys and of values, [B, blocks, ...] each.
 
         runs   the blocks, those of a run in the same matrix products
         """
         predicted = self.recipe.cross_layer
         below = [self.decoder.below(store.layer, run) if predicted else () for run in runs]
         read_above = runs[0][1] - runs[0][0] > 1 or store.layer + 1 < self.decoder.geometry.layers
-        found, decoded, errors = list[Slab](), list[list[Tensor]](), list[Tensor]()
+        found, decoded = list[Slab](), list[list[Tensor]]()
         for role, codec in enumerate(codecs):
             inputs = [self._inputs(store, role, run) for run in runs]
             if predicted:
@@ -139,30 +134,26 @@ class Encoder:
                 )
             else:
                 encoded = [(codec.encode(x_NTC, context), context) for x_NTC, context in inputs]
-            if store.watch is not None or (predicted and (role == 0 or read_above)):
+            if self.errors is not None or (predicted and (role == 0 or read_above)):
                 alone = not isinstance(codec, Codec)
                 decoded.append([codec.decode(*each) for each in encoded] if alone else codec.decode_each(encoded))
-            if store.watch is not None:
-                each = zip(runs, inputs, encoded, decoded[role], strict=True)
-                of_runs = [self._error(store, role, run, x, of, back) for run, (x, _), (_, of), back in each]
-                errors.append(torch.cat(of_runs, 1))
+            if self.errors is not None:
+                for run, (x_NTC, _), (_, context), back in zip(runs, inputs, encoded, decoded[role], strict=True):
+                    counted_NT = self._counted(store, run, x_NTC.device)
+                    self.errors.add(store.layer, role, store.codecs[role], x_NTC, context, back, counted_NT)
             found.append(_side_by_side(runs, [fields for fields, _ in encoded], store.rows))
         if predicted and len(decoded) == 2:
             for run, *pair in zip(runs, *decoded, strict=True):
                 self.decoder.add(store.layer, run, (pair[0], pair[1]))
-        return found[0], found[1], errors
+        return found[0], found[1]
 
-    def _error(
-        self, store: LayerStore, role: int, run: Run, x_NTC: Tensor, context: Context, decoded: Tensor
-    ) -> Tensor:
-        """The errors of blocks of the window, which are decoded, centred, to this: [B, count]."""
-        codec, block, sinks = store.codecs[role], store.window.block, store.window.sinks
-        start, count, counted = run[0] * block, run[1] - run[0], None
-        if self.positions.real_BT is not None or start < sinks:
-            counted = self.positions.valid(start, start + count * block, sinks).to(x_NTC.device)
-            counted = counted.expand(store.rows, -1).unflatten(1, (count, block)).flatten(0, 1)
-        assert store.watch is not None
-        return store.watch.errors(codec, x_NTC, context, decoded, counted).view(store.rows, count)
+    def _counted(self, store: LayerStore, run: Run, device: torch.device) -> Tensor | None:
+        """Mark the tokens of blocks that are neither padding nor sinks, [B · count, block]; None: all."""
+        block, sinks, (first, stop) = store.window.block, store.window.sinks, run
+        if self.positions.real_BT is None and first * block >= sinks:
+            return None
+        counted = self.positions.valid(first * block, stop * block, sinks).to(device)
+        return counted.expand(store.rows, -1).unflatten(1, (stop - first, block)).flatten(0, 1)
 
     def _inputs(self, store: LayerStore, role: int, run: Run) -> tuple[Tensor, Context]:
         """Blocks of the window as their codec wants them, those of a row side by side: [B · count, block, C].

@@ -22,7 +22,6 @@ from kvq_runtime.geometry import SLAB, Window
 from kvq_runtime.ops.constant import lasting
 from kvq_runtime.store import storage
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.promise import Watch
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import SLACK, DeviceIndex, Slab
 
@@ -39,7 +38,6 @@ class LayerStore:
     slabs    of keys, of values, and of what policies store beside each block: [B, blocks, ...] a field
     index    where a kernel on the device finds all that; None: no kernel reads this layer
     orders   how codes lie in `slabs`, for a kernel; None: as they were encoded
-    watch    the errors of blocks, and the exact tokens of some; None: they are not measured
     """
 
     @lasting
@@ -50,11 +48,10 @@ class LayerStore:
         positions: Positions,
         like_BTC: Tensor,
         index: DeviceIndex | None = None,
-        watch: Watch | None = None,
     ):
         self.codecs: tuple[Codec | RowCodec, Codec | RowCodec] = codecs
         self.layer = codecs[0].layer
-        self.window, self.positions, self.index, self.watch = window, positions, index, watch
+        self.window, self.positions, self.index = window, positions, index
         self.orders = (None, None, None) if index is None else (*index.orders, None)
         self.recent = window.recent
         self.blocks = 0
@@ -148,9 +145,8 @@ class LayerStore:
         return parts
 
     def reader(self, role: int) -> PackedReader | None:
-        """The reader of packed blocks of keys (0) or values (1); None where blocks are decoded, or some are exact."""
-        exact = self.watch is not None and self.watch.exact[role]
-        return None if exact else self.codecs[role].packed_reader
+        """The reader of packed blocks of keys (0) or values (1); None where blocks are decoded."""
+        return self.codecs[role].packed_reader
 
     # ---- one forward pass --------------------------------------------------------------------------------------
 
@@ -228,8 +224,6 @@ class LayerStore:
 
         keys, values   as their codecs encode them, [B, count, ...] a field
         """
-        if self.watch is not None:
-            self.watch.adopt(count, self.rows)
         while self.blocks < count:
             stop = min(self.blocks + SLAB, count)
             own, other = ({n: x[:, self.blocks : stop] for n, x in fields.items()} for fields in (keys, values))
@@ -273,8 +267,6 @@ class LayerStore:
         self.codecs = tuple(  # type: ignore[assignment]
             codec.select(rows) if isinstance(codec, RowCodec) else codec for codec in self.codecs
         )
-        if self.watch is not None:
-            self.watch.reorder(rows)
         self._count_blocks()
         self._hold(self.buffer_2BTC.index_select(1, rows))
         if self.index is not None:
@@ -370,8 +362,6 @@ class LayerStore:
     def _restore(self, blocks: int, window_2BTC: Tensor | None) -> None:
         """Keep `blocks` blocks, and this window after them."""
         self.blocks = blocks
-        if self.watch is not None:
-            self.watch.truncate(blocks)
         for slabs in self.slabs:
             del slabs[-(-blocks // SLAB) :]
         self._count_blocks()

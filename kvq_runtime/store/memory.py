@@ -37,12 +37,10 @@ class MemoryReport:
     sequence_bytes            bytes that grow with tokens and batch; `parts` has them by kind
     shared_bytes              the artifact's tensors and rotations, which all caches of it in a process share
     scratch_peak              most bytes of decoded tensors alive at once so far
-    beyond                    blocks of keys or values, over all layers and rows, whose error exceeds what calibration
-                              promised: see `health()`
+    beyond                    share of the blocks encoded since the cache was empty whose error is beyond 99.9% of those
+                              in calibration: see store/block_errors.py; None if none is measured
     smaller_than_16bit_from   tokens per row from which the cache is smaller than in 16 bits; None if never
     dtype, positions          dtype of exact tokens; how many tokens the model was made for, None if unknown
-    smaller_than_higgs_from   tokens (batch 1) from which the cache is smaller than under the plain HIGGS recipe of
-                              the next width at or above the recipe's asymptotic bits; None if never
     """
 
     recipe: str
@@ -57,13 +55,12 @@ class MemoryReport:
     shared_bytes: int
     scratch_peak: int
     smaller_than_16bit_from: int | None
-    smaller_than_higgs_from: int | None
     parts: dict[str, int] = field(default_factory=dict)
     kept: int = 0
     bits_per_kept: float = 0.0
     dtype: str = "bfloat16"
     positions: int | None = None
-    beyond: int = 0
+    beyond: float | None = None
     sliding_bytes: int = 0
 
     def with_sliding(self, size: int) -> MemoryReport:
@@ -98,12 +95,14 @@ class MemoryReport:
         )
 
     def _warning(self) -> str:
-        """Return lines about the length from which the cache is smaller, or ""."""
+        """Return lines about the length from which the cache is smaller, and about errors; or ""."""
         said, start = [], self.smaller_than_16bit_from
         if self.dtype == "float32":
             said.append("exact tokens are in float32, so that they count twice; a cache of bfloat16 is smaller sooner")
         if start is not None and self.positions is not None and start > self.positions:
             said.append(f"WARNING: smaller from {start:,} tokens on, and the model was made for {self.positions:,}")
+        if self.beyond is not None:
+            said.append(f"errors of {self.beyond:.2%} of the blocks are beyond 99.9% of those in calibration")
         return "".join(f"\n  {one}" for one in said)
 
     def _beside_16bit(self) -> str:
@@ -158,7 +157,6 @@ def report(
         kept=slots.length,
         bits_per_kept=8 * sequence / max(1, kept_elements),
         dtype=str(dtype).removeprefix("torch."),
-        beyond=sum(one.beyond for store in stores if store.watch is not None for one in store.watch.health()),
         **known,
     )
 
@@ -172,7 +170,6 @@ def layer_bytes(store: LayerStore) -> dict[str, int]:
         for slab in slabs:
             for name, held in slab.items():
                 parts[kind_of.get(name, name)] += storage_bytes([held])
-    parts.update({} if store.watch is None else store.watch.bytes())
     if store.index is not None:
         parts["tables"] = storage_bytes(store.index.tensors)
         home = store.index.window_2BTC

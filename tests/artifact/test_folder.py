@@ -15,7 +15,7 @@ from kvq_runtime import load_artifact, push_to_hub, save_pretrained
 from kvq_runtime.artifact import artifact, folder
 from kvq_runtime.errors import Conflict
 from kvq_runtime.recipe import Recipe, preset
-from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.estimate import Sizes
 
 RECIPES = Path(folder.__file__).parents[1] / "recipes"
 

@@ -355,7 +355,7 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
     assert [row["recipe"] for row in rows] == ["16 bit", "higgs-2bit-window.recent-32", "aqua-2bit"]
     assert rows[0]["GiB at 131072"] == 16 and rows[1]["under 16 bit from"] < rows[2]["under 16 bit from"]
     held = rows[2]["bytes"][0]
-    assert held["total"] == sum(held["sequence"].values()) + sum(held["shared"].values())
+    assert held["total"] == held["sequence"] + held["shared"]
     assert rows[2]["bits at 131072"] == pytest.approx(16 * held["total"] / held["exact"], abs=1e-3)
     both = as_json("bytes", "exact", "--model", "llama-3.1-8b", "--tokens", "131072", "--batch", "2")[0]
     assert both["GiB at 131072"] == 32
@@ -370,7 +370,7 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
         stock, row = as_json("bytes", "aqua-2bit", "--model", str(tmp_path), "--tokens", tokens, "--batch", "2")
         held, beside = row["bytes"][0], beside * 2 * 16 * 4096
         assert held["sliding"] == beside and held["exact"] == tokens * 2 * 16 * 4096 + beside
-        assert held["total"] == sum(held["sequence"].values()) + sum(held["shared"].values()) + beside
+        assert held["total"] == held["sequence"] + held["shared"] + beside
         assert row[f"bits at {tokens}"] == pytest.approx(16 * (held["total"] - beside) / (held["exact"] - beside), 1e-3)
         assert stock[f"GiB at {tokens}"] == round(held["exact"] / 2**30, 3)
     assert "Bytes of 16 layers that slide over a window of 512 tokens are in all" in kvq(

@@ -110,8 +110,6 @@ def test_a_layer_that_comes_from_another_device_is_refused():
     (lambda model: KVQCache.from_recipe(model, "higgs-2bit"), "recipe is of type LlamaForCausalLM; give a Recipe"),
     (lambda model: KVQCache.from_recipe(None, model), "recipe is of type NoneType; give a Recipe"),
     (lambda model: KVQCache.from_artifact("name", model), "artifact is of type str; give what load_artifact returns"),
-    (lambda model: KVQCache.from_recipe("higgs-2bit", model, health="no"), "health is of type str; give True or False"),
-    (lambda model: KVQCache.from_artifact(tiny(), model, strict="no"), "strict is of type str; give True"),
     (lambda model: KVQCache.from_artifact(tiny(), model, 1), "allow_other_weights is of type int; give True or"),
     (lambda model: KVQCache.from_pretrained(7, model), "reference is of type int; give the name of an artifact, or a"),
     (lambda model: PrefixStore(None, "higgs-2bit", model, salt=5), "salt is of type int; give a text"),

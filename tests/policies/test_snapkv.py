@@ -12,7 +12,6 @@ from torch import Tensor
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.recipes.snapkv import PromptVotes
-from kvq_runtime.store.held import Sizes
 
 TOKENS, NEWEST, KERNEL, GROUP, SCALE = 30, 6, 5, 2, 0.3
 SNAP = replace(EXACT, name="snapkv-small", policies=(PromptVotes(TOKENS, NEWEST, KERNEL),))
@@ -125,11 +124,10 @@ def test_bytes_are_those_of_the_tokens_held():
     x, q, cache = turned(tensors(200)).to(torch.bfloat16), queries(200).to(torch.bfloat16), make(SNAP)
     for stop in (199, 200):
         drive(cache, x, q, stop)
-    report, sizes = cache.memory_report(), Sizes(SNAP, GEOMETRY).at(200, 2)
+    report = cache.memory_report()
     assert report.kept == TOKENS + 1 and report.parts.get("selection", 0) == 0
     assert report.total_bytes == sum(owned(cache).values())
-    assert sizes.sequence["timeline"] == report.parts["timeline"] == 2 * 4 * (TOKENS + 1)
-    assert sizes.sequence["codes"] == report.parts["codes"] and report.asymptotic_bits == 16
+    assert report.parts["timeline"] == 2 * 4 * (TOKENS + 1) and report.asymptotic_bits == 16
 
 
 def test_settings():

@@ -94,17 +94,12 @@ def test_a_two_bit_cache_of_a_real_shape():
     assert f"{ratio:.1f} times smaller than 16 bit (32 MiB)" in str(report)
 
 
-def test_what_is_shared_is_counted_once_and_when_it_pays():
+def test_what_is_shared_is_counted_once():
     recipe = RECIPES["aqua-2bit"]
     cache = make(recipe)
     report = cache.memory_report()
     fitted = {t.data_ptr(): t.nbytes for pair in cache.codecs for codec in pair for t in codec.tensors.values()}
     assert report.shared_bytes > sum(fitted.values())
-    saved = memory.asymptotic_bits(preset("higgs-3bit"), GEOMETRY) - report.asymptotic_bits
-    assert report.smaller_than_higgs_from == -int(
-        -report.shared_bytes * 8 // (saved * 2 * GEOMETRY.layers * GEOMETRY.width)
-    )
-    assert make(RECIPES["higgs-2bit"]).memory_report().smaller_than_higgs_from is None
     assert report.as_dict()["recipe"] == "aqua-2bit"
 
 
@@ -132,28 +127,6 @@ def test_no_layer_is_held_decoded_that_none_above_reads(below, monkeypatch):
     monkeypatch.setattr(Decoder, "forget", noted)
     feed_in(cache, tensors(300, rows=1, geometry=five), [299, 1])
     assert recipe.cross_layer and max(held) == len(below)
-
-
-@pytest.mark.parametrize("name, rows", [("higgs-2bit", 1), ("aqua-2bit", 1), ("kivi-2bit", 2), ("svdq-2bit-v4", 3)])
-def test_a_cache_is_smaller_than_16_bit_from_where_the_report_says(name, rows):
-    """Filled around the length that the report names: larger just before it, smaller from there on."""
-    recipe = preset(name)
-    cache = make(recipe)
-    x = tensors(2048, rows=rows).to(torch.bfloat16)
-    feed_in(cache, x, [270])
-    start = cache.memory_report().smaller_than_16bit_from
-    assert start is not None and 272 < start < 1500
-    feed_in(cache, x, [start - 271])
-    before = cache.memory_report()
-    assert before.tokens == start - 1 and before.total_bytes >= before.exact_bytes
-    assert "LARGER than 16 bit" in str(before) or "about as much as 16 bit" in str(before)
-    feed_in(cache, x, [1])
-    for more in (0, 1, recipe.window.block - 1, 1, 40):
-        if more:
-            feed_in(cache, x, [more])
-        report = cache.memory_report()
-        assert report.total_bytes < report.exact_bytes and report.smaller_than_16bit_from == start
-        assert "LARGER" not in str(report)
 
 
 def test_reports_are_read_one_way():

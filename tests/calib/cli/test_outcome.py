@@ -86,7 +86,7 @@ def test_json_is_numbers_with_their_units_in_the_names(made, capsys):
     assert found["folder"] == made.folder
 
 
-def test_blocks_beyond_the_promise_are_told_where_there_is_one(made, capsys):
+def test_blocks_beyond_calibrations_errors_are_told_where_they_were_counted(made, capsys):
     outcome.show([made], [record("ab" * 32, -2e-6)])
     assert "beyond:" not in capsys.readouterr().out
     one = record("ab" * 32, -2e-6, beyond=0.0125)

@@ -33,7 +33,8 @@ from kvq_runtime.registry.measured import PROTOCOLS
 from kvq_runtime.registry.sound import read
 from kvq_runtime.registry.verdict import Bounds
 from kvq_runtime.stages.predict import Linear
-from kvq_runtime.store.promise import Check, Promise
+from kvq_runtime.store import block_errors
+from kvq_runtime.store.block_errors import BlockErrors
 
 GEOMETRY = Geometry(3, 2, 16)
 LENGTH = 300  # two blocks of 128, and a rest
@@ -190,7 +191,7 @@ def test_shares_are_those_of_the_tokens_that_are_scored(small):
 
 @pytest.mark.parametrize("name", ["mean-higgs-2bit", "aqua-2bit"])
 @pytest.mark.parametrize("full", [True, False])
-def test_an_outlier_in_the_text_is_counted_and_read_as_it_is_decoded(small, name, full):
+def test_an_outlier_in_the_text_is_counted_and_read_as_it_is_decoded(small, name, full, monkeypatch):
     """A token whose keys and values in layer 0 are fifty times as long, in the second block of one of two windows."""
     model = copy.deepcopy(small.model)
     first, odd = model.model.layers[0].self_attn, 255
@@ -205,17 +206,27 @@ def test_an_outlier_in_the_text_is_counted_and_read_as_it_is_decoded(small, name
     recipe = preset(name).with_exact(recent=0)
     given, step = (recipe, model, tensors_of(recipe)), LENGTH if full else 50
 
-    def made(check):
-        return FullCache(*given, check, length=LENGTH) if full else CountedCache(*given, check)
+    def made(bounds):
+        return FullCache(*given, bounds, length=LENGTH) if full else CountedCache(*given, bounds)
 
     places = [(layer, role) for layer in range(GEOMETRY.layers) for role in (0, 1)]
-    seen = made(Check(dict.fromkeys(places, Promise(1.0, 4, (math.inf,) * 4))))
-    with torch.inference_mode(), attending(model, seen):
-        for part in plain.split(step, 1):
-            model(part, past_key_values=seen, use_cache=True)
-    promises = {place: Promise(1.0, 4, one.seen) for place, one in zip(places, seen.health().layers, strict=True)}
+    errors = dict.fromkeys(places, 0.0)
+
+    def noted(self, layer, role, codec, x, context, decoded, counted):
+        add(self, layer, role, codec, x, context, decoded, counted)
+        gap = x.float() - decoded.float() - (0 if codec.predictor is None else codec.mean(context))
+        errors[layer, role] = max(errors[layer, role], float(block_errors.block_errors(gap, counted).max()))
+
+    add = BlockErrors.add
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockErrors, "add", noted)
+        seen = made(dict.fromkeys(places, math.inf))
+        with torch.inference_mode(), attending(model, seen):
+            for part in plain.split(step, 1):
+                model(part, past_key_values=seen, use_cache=True)
+    bounds = {place: 1.25 * error for place, error in errors.items()}
     scored = partial(perplexity.scores, model, step=step)
-    caches = {"counted": lambda: made(Check(promises)), "not": lambda: made(None)}
+    caches = {"counted": lambda: made(bounds), "not": lambda: made(None)}
     before, after = (scored(tokens, caches) for tokens in (plain, planted))
     assert before["counted"].blocks == after["counted"].blocks == 2 * 2 * 2 * 3
     assert before["counted"].beyond == 0 and 2 <= after["counted"].beyond <= 6  # of keys and of values, by layer

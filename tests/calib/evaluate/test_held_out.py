@@ -19,6 +19,7 @@ from kvq_calib.cli import calibrate as cli
 from kvq_calib.evaluate import held_out, perplexity, record
 from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.subject import find
+from kvq_calib.fit import scheme
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.job.run import run
@@ -28,7 +29,6 @@ from kvq_runtime.registry import resolve as registry
 from kvq_runtime.registry import verdict
 from kvq_runtime.registry.sound import read
 from kvq_runtime.registry.verdict import Bounds
-from kvq_runtime.store import promise
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_card_and_plots_carry_the_results(model, tmp_path):
     result = registry.open_registry().evaluations(found.sha256)[0]["result"]
     for found in result["protocols"].values():
         assert f"{found['perplexity']:.3f}" in card and f"{found['kl']:.4g}" in card
-        assert f"; {found['beyond']:.2%} of blocks beyond the promise" in card
+        assert f"; {found['beyond']:.2%} of blocks beyond the errors in calibration" in card
     assert "| higgs-2bit |" in card and "| full encode |" in card and "| in use |" in card
     assert "![error by layer](error-by-layer.png)" in card and "Not evaluated" not in card
 
@@ -143,12 +143,12 @@ def test_gate(bounds, failed):
     assert ("gate" in verdict.judged(given, bounds)["result"]) == bool(bounds.given)
 
 
-def test_more_blocks_beyond_the_promise_than_allowed_stop_publication(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(promise, "MARGIN", 0.01)  # so that nearly all are
+def test_more_blocks_beyond_calibrations_errors_than_allowed_stop_publication(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(scheme, "bound_of", lambda errors_N: 0.0)  # so that all are
     words = arguments(model, tmp_path / "run", "--recipe", "mean-higgs-2bit", "--max-beyond", "0.5")
     assert cli.main(words) == 5
     told = capsys.readouterr()
-    assert "not published. share of blocks beyond the promise, full encode: 1, allowed 0.5" in told.err
+    assert "not published. share of blocks beyond the errors in calibration, full encode: 1, allowed 0.5" in told.err
     assert '"blocks_beyond": 1.0' in told.out
     assert registry.open_registry().names() == []
 
@@ -157,7 +157,7 @@ def test_a_record_without_blocks_beyond_is_read_and_passes_no_bound_on_them():
     older = read(many.of_parts(full={"perplexity": 12.0, "relative": 0.01, "kl": 0.01}))
     assert older.figures("full").beyond is None and verdict.passes(older, Bounds(kl=0.02)) == []
     (reason,) = verdict.passes(older, Bounds(kl=0.02, beyond=1.0))
-    assert reason == "share of blocks beyond a promise that was not made, full encode: nan, allowed 1"
+    assert "which the artifact does not state, full encode: nan, allowed 1" in reason
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.resolve import open_registry
 from kvq_runtime.registry.sound import read
 from kvq_runtime.registry.verdict import Bounds
-from kvq_runtime.store.held import Sizes
+from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
 

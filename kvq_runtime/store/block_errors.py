@@ -1,0 +1,95 @@
+"""Count the blocks of a cache whose error is beyond nearly all errors that its calibration saw.
+
+    error   mean |x - x̂|² of a block's tokens, padding and exact sinks left out
+    bound   by layer, of keys and of values: the 99.9% quantile of the errors in calibration, of held-out tokens if any
+
+A few blocks beyond are normal. Many mean that the text, or the model, differs from the calibration's.
+
+Shapes: N blocks.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.codec.shared import RowCodec
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.geometry import ROLES
+
+QUANTILE = 0.999
+FIELD = "block_error"  # of a layer's keys, or values, in what an artifact says of its fit
+WARN = 0.1  # a share of blocks, a hundred times what the quantile leaves
+Bounds = Mapping[tuple[int, int], float]  # by layer, and keys (0) or values (1)
+
+
+def block_errors(gap_NTC: Tensor, counted_NT: Tensor | None = None) -> Tensor:
+    """Mean |gap|² of the tokens of each block that count, float32 [N]; 0 for a block of which none does."""
+    if counted_NT is None:
+        return torch.linalg.vector_norm(gap_NTC.float(), dim=(1, 2)).square() / gap_NTC.shape[1]
+    tokens_NT = gap_NTC.float().square().sum(2).where(counted_NT, 0.0)
+    return tokens_NT.sum(1) / counted_NT.sum(1).clamp(min=1)
+
+
+def bound_of(errors_N: Tensor) -> float:
+    """Return the quantile of a calibration's errors, of n the ⌈0.999 n⌉-th smallest, to four digits."""
+    ranked = sorted(errors_N.tolist())
+    return float(f"{ranked[math.ceil(QUANTILE * len(ranked)) - 1]:.4g}")
+
+
+def bounds_in(fit: Mapping[str, Any]) -> dict[tuple[int, int], float]:
+    """Read the bounds in what an artifact says of its fit; ArtifactError for one that is no number of at least 0."""
+    found, layers = {}, fit.get("layers", ())
+    for layer, measures in enumerate(layers if isinstance(layers, Sequence) else ()):
+        for role, name in enumerate(ROLES):
+            measured = measures.get(name) if isinstance(measures, Mapping) else None
+            if not isinstance(measured, Mapping) or FIELD not in measured:
+                continue
+            bound = measured[FIELD]
+            if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 <= bound < 1e300:
+                raise ArtifactError(f"fit: {FIELD} of layer {layer} {name}s is {bound!r:.80}; a number of at least 0")
+            found[layer, role] = float(bound)
+    return found
+
+
+class BlockErrors:
+    """The count of one cache since it was empty.
+
+    blocks   encoded blocks of keys and of values, of all layers and rows      beyond   those whose error is beyond
+    """
+
+    def __init__(self, bounds: Bounds):
+        self.bounds = bounds
+        self.blocks: int = 0
+        self.beyond: int | Tensor = 0  # on the device, which nothing waits for
+
+    def add(
+        self, layer: int, role: int, codec: Codec | RowCodec, x_NTC: Tensor, context: Context, decoded_NTC: Tensor,
+        counted_NT: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Count blocks as the codec takes them, which it decodes, centred, to `decoded`."""
+        gap_NTC = x_NTC.float() - decoded_NTC.float()
+        gap_NTC = gap_NTC if codec.predictor is None else gap_NTC - codec.mean(context)
+        errors_N = block_errors(gap_NTC, counted_NT).nan_to_num(math.inf, math.inf)
+        self.blocks += len(errors_N)
+        self.beyond = self.beyond + (errors_N > self.bounds.get((layer, role), math.inf)).sum()
+
+    def restore(self, blocks: int, beyond: int | Tensor) -> None:
+        """Forget the blocks of a pass that is undone."""
+        self.blocks, self.beyond = blocks, beyond
+
+    @property
+    def share(self) -> float | None:
+        """The share of blocks beyond; None: there are no blocks, or nothing is known of the calibration's errors."""
+        return int(self.beyond) / self.blocks if self.blocks and self.bounds else None
+
+
+def warning(recipe: str, share: float) -> str:
+    """Say that more blocks are beyond than another text explains."""
+    return (
+        f"{recipe}: the errors of {share:.1%} of the blocks are beyond {QUANTILE:.1%} of those in calibration: the "
+        "text or the model differs from the calibration's; memory_report().beyond is the share"
+    )
