@@ -7,7 +7,7 @@ Source: Han et al., 2025 (PolarQuant), section 4.1 (offline).
 
 from torch import Tensor
 
-from kvq_calib.fit.fitted_codebook import centres
+from kvq_calib.fit.nuq import centres
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import polar
 from kvq_runtime.fit.polar import requests

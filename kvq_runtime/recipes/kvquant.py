@@ -14,7 +14,7 @@ encoded 128 at a time (theirs: at once); k-means is not weighted by Fisher infor
 
 from kvq_runtime.recipe import Family, Recipe, Scheme, Window
 from kvq_runtime.stages.correct import Sparse
-from kvq_runtime.stages.fitted_codebook import Nuq
+from kvq_runtime.stages.nuq import Nuq
 
 FAMILY = Family(
     papers={"KVQuant": "Hooper et al., 2024, arXiv 2401.18079"},

@@ -11,7 +11,7 @@ from tiers import some
 from torch import Tensor
 from written import EVERY
 
-from kvq_calib.fit import fitted_codebook
+from kvq_calib.fit import nuq
 from kvq_calib.fit.scheme import Blocks, SchemeFit
 from kvq_calib.fit.statistics import LayerQueries, Moments, QueryMoments
 from kvq_runtime.cache import BlockCache
@@ -100,7 +100,7 @@ def test_codebooks_from_the_prompt_are_as_good_as_k_means():
         return float((x[:, None] - centres).square().amin(1).mean())
 
     for count in (2, 4, 16):
-        assert left(lloyd.centres(x, count)) < 1.05 * left(fitted_codebook.centres(x, count, 0))
+        assert left(lloyd.centres(x, count)) < 1.05 * left(nuq.centres(x, count, 0))
     assert lloyd.centres(torch.tensor([2.0, 1.0, 2.0]), 4).tolist() == [1, 2, 2, 2]
     rising = lloyd.centres(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 50.0, 51.0]), 3)
     assert torch.equal(rising, rising.sort().values)

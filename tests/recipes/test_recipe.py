@@ -71,11 +71,11 @@ UNKNOWN = [
         "quantize={'kind': 'magic', 'dim': 2, 'size': 16, 'group': 'all'}; use an object with",
     ),
     ("key/quantize/kind", ["grid"], "quantize={'kind': ['grid'], 'dim': 2, 'size': 16, 'group': 'all'}; use an object"),
-    ("key/quantize", None, "aqua-2bit: quantize=None; use one of ['coupled', 'even', 'exact', "),
+    ("key/quantize", None, "aqua-2bit: quantize=None; use one of ['even', 'exact', "),
     (
         "key/quantize",
         "grid",
-        "quantize='grid'; use an object with a kind of ['coupled', 'even', 'exact', ",
+        "quantize='grid'; use an object with a kind of ['even', 'exact', ",
     ),
     ("key/quantize/dim", "2", "quantize grid: dim='2'; expected a value like 2"),
     ("key/quantize/dim", 2.5, "quantize grid: dim=2.5; expected a value like 2"),
@@ -201,7 +201,7 @@ def test_inputs_of_a_prediction():
 def test_a_name_that_is_none_is_answered_with_names():
     with pytest.raises(ValueError, match=r"no recipe 'aqua-5bit'; there are .*aqua-2bit"):
         preset("aqua-5bit")
-    with pytest.raises(ValueError, match=r"there are names that begin with aqua, cq, exact, gear"):
+    with pytest.raises(ValueError, match=r"there are names that begin with aqua, exact, gear"):
         preset("nosuch")
 
 

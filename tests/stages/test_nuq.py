@@ -8,8 +8,7 @@ import torch
 from scheme_fit import blocks, chunks
 from torch import Tensor
 
-from kvq_calib.fit import fitted_codebook
-from kvq_calib.fit import fitted_codebook as fits
+from kvq_calib.fit import nuq
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.fit.statistics import Moments
 from kvq_runtime.codec.codec import Codec, Context
@@ -18,7 +17,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.stages.correct import Sparse
-from kvq_runtime.stages.fitted_codebook import Nuq
+from kvq_runtime.stages.nuq import Nuq
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 
@@ -64,23 +63,23 @@ def test_clusters_of_few_numbers_are_the_best_of_all(seed):
         return sum(((part - part.mean()) ** 2).sum() for part in np.split(x, cuts))
 
     best = min(itertools.combinations(range(1, 14), 3), key=cost)
-    found = fitted_codebook.centres(torch.from_numpy(x), 4, 0)
+    found = nuq.centres(torch.from_numpy(x), 4, 0)
     np.testing.assert_allclose(found, [part.mean() for part in np.split(x, best)])
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_clusters_of_gaussian_numbers_have_the_optimal_error(bits):
     x = draws(1 << 16).double()
-    found = fitted_codebook.centres(x, 2**bits, 0)
+    found = nuq.centres(x, 2**bits, 0)
     distance = float((x[:, None] - found).abs().min(1).values.square().mean())
     assert distance == pytest.approx(latent.distortion(bits), rel=0.03)
-    assert torch.equal(found, fitted_codebook.centres(x, 2**bits, 0))
+    assert torch.equal(found, nuq.centres(x, 2**bits, 0))
 
 
 def test_fewer_numbers_than_clusters():
-    assert fitted_codebook.centres(torch.tensor([2.0, 1.0, 2.0]), 4, 0).tolist() == [1, 2, 2, 2]
+    assert nuq.centres(torch.tensor([2.0, 1.0, 2.0]), 4, 0).tolist() == [1, 2, 2, 2]
     with pytest.raises(ValueError, match="no numbers"):
-        fitted_codebook.centres(torch.empty(0), 2, 0)
+        nuq.centres(torch.empty(0), 2, 0)
 
 
 # ---- the fit
@@ -88,11 +87,11 @@ def test_fewer_numbers_than_clusters():
 
 def test_ends_of_channels_enclose_the_share_they_say():
     x = activations().flatten(0, 1)
-    middle, half = fits.channel_ends(x, 0.99)
+    middle, half = nuq.channel_ends(x, 0.99)
     low, high = np.quantile(x.numpy(), [0.005, 0.995], axis=0)
     np.testing.assert_allclose(middle - half, low, atol=0.02 * half.max())
     np.testing.assert_allclose(middle + half, high, atol=0.02 * half.max())
-    assert fits.channel_ends(x, 1.0)[1].tolist() == pytest.approx(((x.amax(0) - x.amin(0)) / 2).tolist())
+    assert nuq.channel_ends(x, 1.0)[1].tolist() == pytest.approx(((x.amax(0) - x.amin(0)) / 2).tolist())
 
 
 @pytest.mark.parametrize("scale, group", [("channel", "block"), ("token", "token")])

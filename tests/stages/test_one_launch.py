@@ -14,7 +14,7 @@ from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.rotation import SignedHadamard, random_matrix, rotate
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.stages.codebook import Grid, Lloyd
-from kvq_runtime.stages.fitted_codebook import Nuq
+from kvq_runtime.stages.nuq import Nuq
 from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.rotate import Hadamard, Random
 from kvq_runtime.stages.rtn import Rtn

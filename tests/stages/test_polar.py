@@ -13,7 +13,7 @@ from coding import HEADS, gaussian, one, relative, there_and_back
 from scipy.integrate import quad
 from torch import Tensor
 
-from kvq_calib.fit import fitted_codebook
+from kvq_calib.fit import nuq
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import polar as polar_fit
@@ -276,7 +276,7 @@ def fitted(stage: PolarFitted, x: Tensor, rotate=None) -> Codec:
     scheme = Scheme(stage, rotate=rotate)
     bare = Codec(Recipe("test", scheme, scheme), 0, "key", HEADS, {})
     rows_NC = bare.rotated(x).flatten(0, 1)
-    tensors = polar_fit.codebooks(stage, rows_NC, HEADS, lambda x_N, count: fitted_codebook.centres(x_N, count, 0))
+    tensors = polar_fit.codebooks(stage, rows_NC, HEADS, lambda x_N, count: nuq.centres(x_N, count, 0))
     return Codec(Recipe("test", scheme, scheme), 0, "key", HEADS, {f"quantize.{n}": t for n, t in tensors.items()})
 
 
