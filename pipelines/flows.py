@@ -18,8 +18,8 @@ from kvq_calib.job.job import Job
 from kvq_calib.model import catalog
 from kvq_runtime.cli.table import percent
 from kvq_runtime.registry.hub.client import publishing
+from kvq_runtime.registry.rating import Bounds, Refused
 from kvq_runtime.registry.reference import PRODUCTION
-from kvq_runtime.registry.verdict import Bounds, Refused
 
 DRIFTED = "Drifted"  # the name of the state, and so of the event prefect.flow-run.Drifted
 

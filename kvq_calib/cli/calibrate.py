@@ -16,9 +16,8 @@ from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
 from kvq_runtime.cli.options import EXPLAINED, Parser, add_settings, count, registry, seconds
 from kvq_runtime.cli.table import print_record, print_table
-from kvq_runtime.registry import verdict
-from kvq_runtime.registry.measured import TextRecord
-from kvq_runtime.registry.sound import read
+from kvq_runtime.registry import rating
+from kvq_runtime.registry.evaluation_records import TextRecord, parse
 
 # GOMP_SPINCOUNT: iterations an idle OpenMP thread spins before it sleeps. At libgomp's own number, 300,000, a fit with
 # two threads on busy cores takes about four times as long; with 0, one on idle cores nearly twice as long.
@@ -92,8 +91,8 @@ def _calibrate(args: argparse.Namespace) -> int:
     records = json.loads((work.folder / "evaluation.json").read_text()) if asked.evaluation.evaluate else []
     reused = args.reuse is not None and not spent
     if reused:
-        caution = verdict.thinness(prepare.base_of(asked, work.files).provenance)
-    found = [read(one, TextRecord) for one in records]
+        caution = rating.fit_warning(prepare.base_of(asked, work.files).provenance)
+    found = [parse(one, TextRecord) for one in records]
     if args.json:
         print_table(outcome.as_records(done, found, caution), json=True)
     else:
@@ -111,7 +110,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _prepared(args: argparse.Namespace):
     """The job, its run, and the caution that is due, after all checks; notes are printed."""
-    verdict.Bounds(args.max_perplexity_ratio, args.max_kl, args.max_beyond)
+    rating.Bounds(args.max_perplexity_ratio, args.max_kl, args.max_beyond)
     if args.model is not None:
         catalog.check(args.model)
     with Status("kvq-calibrate", args.quiet) as show:
@@ -125,7 +124,7 @@ def _prepared(args: argparse.Namespace):
         work = prepare.prepare(asked, files=files)
         if args.baselines is None:
             asked = prepare.not_alone(asked, work)
-        notes, caution = prepare.preflight(asked, work), verdict.thin(work.plan.samples, work.plan.held_out)
+        notes, caution = prepare.preflight(asked, work), rating.fit_warning(vars(work.plan))
         notes += [f"CAUTION: {caution}; use more --samples"] if caution and args.reuse is None else []
         if args.dry_run:
             show(f"choosing {work.plan.samples} sequences of {work.plan.corpus}")

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from kvq_runtime.registry.measured import FULL, IN_USE, SPOKEN, TextRecord, Unmeasured
-from kvq_runtime.registry.sound import read
+from kvq_runtime.registry.evaluation_records import FULL, IN_USE, SPOKEN, TextRecord, Unmeasured, parse
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def demonstrate(model: str, size: Size) -> tuple[dict[str, Any], bytes]:
     _generate(files, published[0], batch.tokens_BT[0, : 3 * size.length // 4], size.write)
     print("\n3. What was measured before publishing: every token but the sinks encoded (full encode)"
           + (", and in use." if IN_USE in size.protocols else "."))  # fmt: skip
-    records = [read(one, TextRecord) for one in measured]
+    records = [parse(one, TextRecord) for one in measured]
     rows = _rows(records)
     print_table([{name: _shown(name, value) for name, value in row.items()} for row in rows], json=False)
     print("\n".join("   " + line for line in tables.about_texts(records)))

@@ -27,10 +27,10 @@ from kvq_calib.text import corpus
 from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.errors import counted
-from kvq_runtime.registry import verdict
-from kvq_runtime.registry.measured import TextRecord
+from kvq_runtime.registry import rating
+from kvq_runtime.registry.evaluation_records import TextRecord
+from kvq_runtime.registry.rating import Rating
 from kvq_runtime.registry.reference import registry_url
-from kvq_runtime.registry.verdict import Verdict
 
 
 def plan(asked: Job, work: Run) -> dict[str, Any]:
@@ -191,15 +191,15 @@ def as_records(
     return [made.record() | {"verdict": asdict(one)} | compared for made, one in told]
 
 
-def _verdicts(done: Sequence[Published], records: Sequence[TextRecord]) -> list[Verdict]:
-    return [verdict.of_record(records[place] if records else None) for place in range(len(done))]
+def _verdicts(done: Sequence[Published], records: Sequence[TextRecord]) -> list[Rating]:
+    return [rating.rate(records[place] if records else None) for place in range(len(done))]
 
 
 def show(done: Sequence[Published], records: Sequence[TextRecord], caution: str | None = None) -> None:
     """Print the table of results, then a paragraph an artifact, its verdict first.
 
     records   of the evaluation, artifacts first, then baselines; empty without one
-    caution   a warning about a fit on few sequences: `verdict.thin`
+    caution   a warning about a fit on few sequences: `rating.fit_warning`
     """
     beside = records[len(done) :]
     rows = [row for made in done for row in made.rows()]
@@ -220,7 +220,7 @@ def show(done: Sequence[Published], records: Sequence[TextRecord], caution: str 
         print("\n" + "\n".join(_paragraph(made, one, caution)))
 
 
-def _paragraph(made: Published, found: Verdict, caution: str | None) -> list[str]:
+def _paragraph(made: Published, found: Rating, caution: str | None) -> list[str]:
     """Describe an artifact: whether it can be used, where it is, and what to do with it."""
     folder, said = Path(made.folder), [made.name, _line("VERDICT", f"{found.word.upper()}: {found.why}")]
     said += [_line(f"on {text}", lost) for text, lost in published.lines(made.measured).items()]
@@ -239,7 +239,7 @@ def _paragraph(made: Published, found: Verdict, caution: str | None) -> list[str
     loads = made.reference if made.places else str(folder / ARTIFACT_FILE)
     loaded = f'"{loads}", model=model{_elsewhere(made, python=True)})'
     said.append(_line("load it", f"KVQCache.from_pretrained({loaded}"))
-    if made.places and found.word == verdict.LOSSY:
+    if made.places and found.word == rating.LOSSY:
         measure = "kvq compare --model M --recipes ...   (measures others; kvq promote refuses this one)"
         said.append(_line("find a better one", measure))
     elif made.places and made.places[0].yanked is None:

@@ -15,10 +15,9 @@ from kvq_runtime.cli import options
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import print_record
 from kvq_runtime.disk import files
-from kvq_runtime.registry.measured import TextRecord, of_text
+from kvq_runtime.registry.evaluation_records import TextRecord, readable, text_records
 from kvq_runtime.registry.reference import parse
 from kvq_runtime.registry.resolve import choose, open_registry, resolve
-from kvq_runtime.registry.sound import sound
 
 LIMIT = 1 << 28  # bytes of a file of records
 
@@ -77,7 +76,7 @@ def _records(file: str | None) -> list[TextRecord]:
     except ValueError as error:
         raise ValueError(f"--compare {file}: {error}; give what kvq compare --output wrote") from None
     given = [given] if isinstance(given, dict) else given  # the record that lies beside an artifact
-    found = of_text(sound(given)) if isinstance(given, list) else None
+    found = text_records(readable(given)) if isinstance(given, list) else None
     if found is None or len(found) < len(given):
         raise ValueError(f"--compare {file}: no list of records; give what kvq compare --output wrote")
     return found

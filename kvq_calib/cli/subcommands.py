@@ -36,9 +36,8 @@ from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError, extra, spoken
 from kvq_runtime.ops import product
 from kvq_runtime.prefix.block_folder import parse_bytes
-from kvq_runtime.registry.measured import PROTOCOLS, Record, TasksRecord, TextRecord
+from kvq_runtime.registry.evaluation_records import PROTOCOLS, Record, TasksRecord, TextRecord, parse
 from kvq_runtime.registry.reference import home
-from kvq_runtime.registry.sound import read
 
 R = TypeVar("R", bound=Record)
 Give = Callable[..., None]
@@ -104,7 +103,7 @@ def _kept(
     """Keep records where artifacts are; return them as they are shown."""
     for subject, found in zip(subjects, records, strict=True):
         give(keep, subject, found, args.registry)
-    return tables.named([read(one, kind) for one in records], [subject.name for subject in subjects])
+    return tables.named([parse(one, kind) for one in records], [subject.name for subject in subjects])
 
 
 def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
@@ -138,7 +137,7 @@ def _tasks(args: argparse.Namespace, files: ModelFiles, subjects: Sequence[Subje
     with everywhere() as give:
         for group in groups:
             _kept(args, subjects, group[1:], TasksRecord, give)
-            shown.append(tables.named([read(one, TasksRecord) for one in group], names))
+            shown.append(tables.named([parse(one, TasksRecord) for one in group], names))
         if _told(args, [one for group in groups for one in group], give):
             return 0
         for number, group in enumerate(shown):
@@ -181,7 +180,7 @@ def compare(args: argparse.Namespace) -> int:
         measured = record.evaluate(
             files, batch, list(subjects.values()), protocol, *_used(args), progress, ledger, others=beside
         )
-    records = tables.by_bits([read(one, TextRecord) for one in measured])
+    records = tables.by_bits([parse(one, TextRecord) for one in measured])
     with everywhere() as give:
         if args.plot:
             give(save, {args.plot: plots.perplexity_by_bits(records)})

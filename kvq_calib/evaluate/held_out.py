@@ -25,13 +25,12 @@ from kvq_calib.text.corpus import Batch
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import NotFound
-from kvq_runtime.registry import reference, verdict
+from kvq_runtime.registry import rating, reference
 from kvq_runtime.registry import resolve as registry
-from kvq_runtime.registry.measured import TextRecord
+from kvq_runtime.registry.evaluation_records import TextRecord, parse
+from kvq_runtime.registry.rating import Bounds
 from kvq_runtime.registry.reference import PRODUCTION, Reference, order
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.sound import read
-from kvq_runtime.registry.verdict import Bounds
 
 SHARE = 32  # of the tokens of the fit one in so many is measured on,
 TOKENS = 32768  # and no more than these
@@ -161,11 +160,11 @@ def check_drift(
     found = record.evaluate(files, tokens, subjects, PROTOCOL, device)
     checked = []
     for subject, measured in zip(subjects, found, strict=True):
-        judged = verdict.judged(measured, bounds)
+        judged = rating.with_gate(measured, bounds)
         place, version = _place(subject.name, registry_url)
         place.add_evaluation(judged, version.name)
-        told = read(judged, TextRecord)
-        failed, (protocol, found) = verdict.passes(told, bounds), told.decisive or (None, None)
+        told = parse(judged, TextRecord)
+        failed, (protocol, found) = rating.failed_bounds(told, bounds), told.decisive or (None, None)
         costs = (1 + found.relative, found.kl) if found else (None, None)
         promoted = _promote(place, version, alias) if promote and not failed else ""
         checked.append(DriftResult(subject.name, *costs, failed, promoted, protocol))

@@ -4,8 +4,8 @@
      "corpus": digest of the corpus, "protocol": {...}, "environment": {...},
      "result": {"protocols": {"full": {...}, "in-use": {...}}, "bits": {...}, "layers": [...], ...}}
 
-For each protocol there are figures with the shares of what was decoded, or {"reason": why there are none}; which is
-asked of a record by `kvq_runtime/registry/measured.py`. Texts of other kinds have figures of their own, in `texts` of
+For each protocol there are figures with the shares of what was decoded, or {"reason": why there are none}, which
+`kvq_runtime/registry/evaluation_records.py` reads. Texts of other kinds have figures of their own, in `texts` of
 protocol and result, by name: by full encode alone where that is asked for and a recipe has one, as in use takes many
 times longer.
 
@@ -38,7 +38,7 @@ from kvq_runtime.codec import codec
 from kvq_runtime.errors import counted
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.recipe import Recipe
-from kvq_runtime.registry.measured import FULL, IN_USE, PROTOCOLS
+from kvq_runtime.registry.evaluation_records import FULL, IN_USE, PROTOCOLS
 
 ERROR_WINDOWS = 4
 ERROR_SUBJECTS = 16  # whose errors by layer are measured in one pass: each holds what it decoded in the layer below

@@ -28,7 +28,7 @@ from kvq_calib.tasks import needles
 from kvq_calib.tasks.needles import STEPS, Haystack
 from kvq_calib.text import corpus, tokenizer
 from kvq_runtime.hf.model import CACHE
-from kvq_runtime.registry.measured import IN_USE
+from kvq_runtime.registry.evaluation_records import IN_USE
 
 Progress = Callable[[int], object]
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -48,9 +48,8 @@ from kvq_calib.run import budget  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
 from kvq_calib.run.run import InFiles, Listener, Progress, Run, silent  # noqa: E402
 from kvq_runtime.registry import reference  # noqa: E402
-from kvq_runtime.registry.measured import TextRecord  # noqa: E402
-from kvq_runtime.registry.sound import read  # noqa: E402
-from kvq_runtime.registry.verdict import Refused  # noqa: E402
+from kvq_runtime.registry.evaluation_records import TextRecord, parse  # noqa: E402
+from kvq_runtime.registry.rating import Refused  # noqa: E402
 
 DIED = "Its process ended without a word; another run has taken its folder over, and goes on where it stopped."
 EVERY = 5.0  # seconds between two updates of what one layer's progress shows
@@ -260,7 +259,7 @@ def _show_results(asked: Job, done: Sequence[Published], folder: Path) -> None:
     rows = [row | {"not published": "; ".join(artifact.failed)} for artifact in done for row in artifact.rows()]
     create_table_artifact(rows, key="kvq-artifacts", description=f"Artifacts of {asked.what.model}")
     if (folder / "evaluation.json").exists() and asked.evaluation.evaluate:
-        records = [read(one, TextRecord) for one in json.loads((folder / "evaluation.json").read_text())]
+        records = [parse(one, TextRecord) for one in json.loads((folder / "evaluation.json").read_text())]
         drawn = {
             "Perplexity by bits": plots.perplexity_by_bits(records),
             "Error by layer": plots.error_by_layer(records),

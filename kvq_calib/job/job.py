@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from kvq_calib.model.files import ModelFiles
 from kvq_runtime.registry import resolve as registry
+from kvq_runtime.registry.rating import Bounds
 from kvq_runtime.registry.reference import check_name
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.verdict import Bounds
 
 
 @dataclass(frozen=True)

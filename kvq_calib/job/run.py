@@ -25,11 +25,10 @@ from kvq_runtime.artifact import artifact, fingerprint
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.disk import files as disk
-from kvq_runtime.registry import card, verdict
+from kvq_runtime.registry import card, rating
+from kvq_runtime.registry.evaluation_records import TextRecord, parse
 from kvq_runtime.registry.hub.client import publishing
-from kvq_runtime.registry.measured import TextRecord
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.sound import read
 from kvq_runtime.store.memory import asymptotic_bits
 
 _log = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ def reused(job: Job, work: Run) -> list[Published]:
     made = _offered(job, work.files)
     fitted = {made.recipe.name: made}
     records = evaluate(job, work, fitted)
-    failed = verdict.passes(read(records[0], TextRecord), job.evaluation.bounds)
+    failed = rating.failed_bounds(parse(records[0], TextRecord), job.evaluation.bounds)
     if failed:
         _log.warning("%s is not reused: %s; calibrating", job.what.reuse, "; ".join(failed))
         return []
@@ -118,7 +117,7 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
         return []
     beside = [find(given, work.files, job.publication.registry) for given in asked.baselines]
     records = held_out.evaluate(work, fitted, beside, asked.eval_windows, also=job.beside(work.files))
-    records = [verdict.judged(one, asked.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
+    records = [rating.with_gate(one, asked.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
     text = json.dumps(records, indent=1) + "\n"
     disk.save(work.folder / "evaluation.json", text.encode())
     return records
@@ -132,14 +131,14 @@ def publish(
     targets, license = job.publication.targets, sections.license_of(work.files.path)
     drawn, named, done = {}, [], []
     if records:
-        told = [read(one, TextRecord) for one in records]
+        told = [parse(one, TextRecord) for one in records]
         named = tables.named(told, [*fitted, *job.evaluation.baselines])
         drawn = {"error-by-layer.png": plots.error_by_layer(named)}
         drawn["perplexity-by-bits.png"] = plots.perplexity_by_bits(named)
     for number, (recipe, made) in enumerate(fitted.items()):
         name, data = job.artifact_name(work.files, recipe), artifact.to_bytes(made)
         own = records[number] if records else None
-        failed = verdict.passes(named[number], job.evaluation.bounds) if own else []
+        failed = rating.failed_bounds(named[number], job.evaluation.bounds) if own else []
         shown = [named[number], *named[:number], *named[number + 1 :]] if own else []
         layers = tables.by_layer(made) if "budget" in made.fit else []
         beside, folder = report.files(made, shown, name, drawn, license), work.folder / name

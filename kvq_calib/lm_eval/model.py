@@ -44,7 +44,7 @@ from kvq_calib.run.device import usable
 from kvq_calib.run.plan import environment
 from kvq_runtime.errors import NotFound
 from kvq_runtime.hf.model import CACHE
-from kvq_runtime.registry.measured import IN_USE
+from kvq_runtime.registry.evaluation_records import IN_USE
 from kvq_runtime.registry.reference import home
 
 NONE = "none"  # as recipe: the 16-bit model, in the same steps

@@ -21,9 +21,9 @@ from kvq_calib.text.documents import SUFFIXES
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.recipe import OURS
-from kvq_runtime.registry import verdict
+from kvq_runtime.registry import rating
 from kvq_runtime.registry.card import UNMEASURED, eval_results
-from kvq_runtime.registry.measured import SPOKEN, Record, of_text, texts
+from kvq_runtime.registry.evaluation_records import SPOKEN, Record, other_texts, text_records
 from kvq_runtime.store.memory import asymptotic_bits
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
@@ -64,16 +64,16 @@ def card(
     """
     name, license, recipe = name or artifact.recipe.name, license or {}, artifact.recipe
     model, revision = sections.model_of(artifact)
-    measured = of_text(records)
+    measured = text_records(records)
     parameters = {record.protocol.model.parameters for record in records}
     sizes, least = sections.sizes(artifact)
-    sources = [record.protocol.text.source for record in measured] + texts(measured)
+    sources = [record.protocol.text.source for record in measured] + other_texts(measured)
     return _template().render(
         front=_front(artifact, name, records, license),
         name=name,
-        verdict=verdict.of_record(next((one for one in measured if _is_of(artifact, one)), None)),
+        verdict=rating.rate(next((one for one in measured if _is_of(artifact, one)), None)),
         bits=asymptotic_bits(recipe, artifact.fingerprint.geometry),
-        caution=verdict.thinness(artifact.provenance),
+        caution=rating.fit_warning(artifact.provenance),
         model=model,
         revision=revision,
         recipe=recipe,

@@ -8,12 +8,20 @@ from kvq_calib.report.tables import kl_error, standard_error
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import verdict
+from kvq_runtime.registry import rating
+from kvq_runtime.registry.evaluation_records import (
+    FULL,
+    IN_USE,
+    Figures,
+    Record,
+    TextRecord,
+    Unmeasured,
+    readable,
+    text_records,
+)
 from kvq_runtime.registry.events import Version
-from kvq_runtime.registry.measured import FULL, IN_USE, Figures, Record, TextRecord, Unmeasured, of_text
+from kvq_runtime.registry.rating import drift_week
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.sound import sound
-from kvq_runtime.registry.verdict import week
 
 OK, FAILED = "ok", "failed"
 
@@ -43,7 +51,7 @@ def evaluations(registry: Registry, name: str, version: Version) -> tuple[list[R
         found = registry.evaluations(version.sha256, name)
     except (ArtifactError, NotFound) as error:
         return [], [_row("evaluations", FAILED, str(error))]
-    records, said = sound(found), f"{len(found)} records have the digests that they are named by"
+    records, said = readable(found), f"{len(found)} records have the digests that they are named by"
     if len(records) == len(found):
         return records, [_row("evaluations", OK, said)]
     left_out = f"{said}; {len(found) - len(records)} are of a form that is not read, and left out"
@@ -56,14 +64,13 @@ def _row(check: str, result: str, what: str) -> dict[str, Any]:
 
 def main(records: Iterable[Record], made: Artifact | None) -> TextRecord | None:
     """The record that stands for a version. None: it was not measured."""
-    return verdict.main(records, *fitted_on(made))
+    return rating.main_record(records, fitted_on(made))
 
 
-def fitted_on(made: Artifact | None) -> tuple[str | None, str | None]:
-    """The text that an artifact was fitted to, and the digest of that corpus; None for what is not known."""
-    known = corpus_of(made) if made else {}
-    text, digest = (one if isinstance(one := known.get(name), str) else None for name in ("source", "corpus_digest"))
-    return text, digest
+def fitted_on(made: Artifact | None) -> str | None:
+    """Return the text that an artifact was fitted to; None where that is not known."""
+    source = corpus_of(made).get("source") if made else None
+    return source if isinstance(source, str) else None
 
 
 def losses(record: TextRecord, fitted: str | None = None) -> list[dict[str, Any]]:
@@ -100,8 +107,8 @@ def deciding(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 def gate(records: Sequence[Record]) -> list[dict[str, Any]]:
     """The verdicts on bounds that records hold, the latest week last."""
     return [
-        {"bounds": dict(one.bounds), "failed": list(one.failed), "protocol": one.protocol, "week": week(record)}
-        for record in sorted(of_text(records), key=lambda one: week(one) or 0)
+        {"bounds": dict(one.bounds), "failed": list(one.failed), "protocol": one.protocol, "week": drift_week(record)}
+        for record in sorted(text_records(records), key=lambda one: drift_week(one) or 0)
         if (one := record.result.gate) is not None
     ]
 
@@ -109,7 +116,8 @@ def gate(records: Sequence[Record]) -> list[dict[str, Any]]:
 def weekly(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return the results of drift checks: a row a week, in their order."""
     found = []
-    for record in sorted((one for one in of_text(records) if week(one)), key=lambda one: week(one) or 0):
+    weeks = [(week, record) for record in text_records(records) if (week := drift_week(record))]
+    for week, record in sorted(weeks, key=lambda pair: pair[0]):
         row = deciding(losses(record))
-        found.append({"week": week(record), "kl": row and row["kl"], "relative": row and row["relative"]})
+        found.append({"week": week, "kl": row and row["kl"], "relative": row and row["relative"]})
     return found

@@ -18,7 +18,9 @@ from matplotlib.figure import Figure
 
 from kvq_calib.report.plots import svg
 from kvq_runtime.cli.table import cell
-from kvq_runtime.registry import verdict
+from kvq_runtime.registry.rating import LOSSY, NOT_MEASURED, USABLE
+
+COLOURS = {USABLE: "good", LOSSY: "bad", NOT_MEASURED: "warn"}  # classes of page.css
 
 
 def page(template: str, **given: Any) -> str:
@@ -36,7 +38,7 @@ def environment() -> Environment:
     style = Markup(files("kvq_calib.report").joinpath("templates/page.css").read_text(encoding="utf-8"))
     assert "</" not in style, "page.css would end its element"
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    made.globals |= {"style": style, "digest": f"sha256-{digest}", "colours": verdict.COLOURS, "columns": columns}
+    made.globals |= {"style": style, "digest": f"sha256-{digest}", "colours": COLOURS, "columns": columns}
     made.filters |= {"address": _address}
     return made
 

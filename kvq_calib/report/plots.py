@@ -29,7 +29,7 @@ from kvq_calib.report.tables import (
 )
 from kvq_runtime.cli.table import printable
 from kvq_runtime.errors import counted
-from kvq_runtime.registry.measured import IN_USE, PROTOCOLS, SPOKEN, TextRecord, texts
+from kvq_runtime.registry.evaluation_records import IN_USE, PROTOCOLS, SPOKEN, TextRecord, other_texts
 
 Records = Sequence[TextRecord]
 KL, PERPLEXITY, ATTENTION = "kl", "relative", "attention"
@@ -94,7 +94,7 @@ def perplexity_by_bits(records: Records) -> bytes:
     records = by_bits(_with_names(records))
     measures = (KL, PERPLEXITY, ATTENTION) if any(one.result.layers for one in records) else (KL, PERPLEXITY)
     rows = [("", name, records) for name in _measured(records)]
-    for text in texts(records):
+    for text in other_texts(records):
         other = elsewhere(records, text)
         rows += [(text, name, other) for name in _measured(other)][:1]
     rows = rows or [("", IN_USE, records)]

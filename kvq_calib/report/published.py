@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvq_runtime.cli.table import percent
-from kvq_runtime.registry.measured import SPOKEN, TextRecord
+from kvq_runtime.registry.evaluation_records import SPOKEN, TextRecord
 
 REFERENCE = "16 bit"
 

@@ -14,12 +14,11 @@ from kvq_calib.report.version_page import aliases
 from kvq_runtime import __version__
 from kvq_runtime.cli.table import percent
 from kvq_runtime.errors import ArtifactError, NotFound, counted
-from kvq_runtime.registry import verdict
+from kvq_runtime.registry import rating
+from kvq_runtime.registry.evaluation_records import FULL, SPOKEN, readable
 from kvq_runtime.registry.events import State, Version
-from kvq_runtime.registry.measured import FULL, SPOKEN
 from kvq_runtime.registry.reference import PRODUCTION, order
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.sound import sound
 from kvq_runtime.store.memory import human
 
 Row = Mapping[str, Any]
@@ -50,7 +49,7 @@ def _versions(registry: Registry, state: State, now: datetime) -> Iterator[dict[
         row |= {"production": version.version == production, "newest": newest is not None and version == newest}
         row |= {"aliases": aliases(state, version)}
         row |= _about(registry, state.name, version)
-        row |= _loss(registry, state.name, version, row["corpus"], row.pop("corpus_digest"))
+        row |= _loss(registry, state.name, version, row["corpus"])
         rows.append(row | {"needs": _needs(row)})
     yield from reversed(rows)
 
@@ -58,21 +57,21 @@ def _versions(registry: Registry, state: State, now: datetime) -> Iterator[dict[
 def _about(registry: Registry, name: str, version: Version) -> dict[str, Any]:
     try:
         about = registry.about(name, version)
-        return {field: about[field] for field in ("recipe", "model", "corpus", "corpus_digest")} | {"damage": None}
+        return {field: about[field] for field in ("recipe", "model", "corpus")} | {"damage": None}
     except UNREADABLE as error:
-        return dict.fromkeys(("recipe", "model", "corpus", "corpus_digest")) | {"damage": str(error)}
+        return dict.fromkeys(("recipe", "model", "corpus")) | {"damage": str(error)}
 
 
-def _loss(registry: Registry, name: str, version: Version, fitted: str | None, digest: str | None) -> dict[str, Any]:
+def _loss(registry: Registry, name: str, version: Version, fitted: str | None) -> dict[str, Any]:
     """Bits, the loss that counts, the last verdict on bounds, and the loss of the last weekly check."""
     found: dict[str, Any] = dict.fromkeys(("bits", "kl", "relative", "protocol", "parameters", "week", "drift", "why"))
-    found["verdict"] = verdict.NOT_MEASURED
+    found["verdict"] = rating.NOT_MEASURED
     try:
-        records = sound(registry.evaluations(version.sha256, name))
+        records = readable(registry.evaluations(version.sha256, name))
     except UNREADABLE as error:
         return found | {"failed": [], "damage": str(error)}
-    main = verdict.main(records, fitted, digest)
-    verdicts, judged = evidence.gate(records), verdict.of_record(main)
+    main = rating.main_record(records, fitted)
+    verdicts, judged = evidence.gate(records), rating.rate(main)
     found["failed"] = verdicts[-1]["failed"] if verdicts else []
     found |= {"verdict": judged.word, "why": judged.why}
     if main is None:
@@ -81,7 +80,7 @@ def _loss(registry: Registry, name: str, version: Version, fitted: str | None, d
     found |= {"bits": main.result.bits.get("asymptotic"), "parameters": main.protocol.model.parameters}
     found |= {name: row[name] for name in ("kl", "relative", "protocol")} if row else {}
     weeks = evidence.weekly(records)
-    if weeks and weeks[-1]["kl"] is not None and evidence.week(main) is None and found["kl"]:
+    if weeks and weeks[-1]["kl"] is not None and rating.drift_week(main) is None and found["kl"]:
         found |= {"week": weeks[-1]["week"], "drift": weeks[-1]["kl"] / found["kl"]}
     return found
 
@@ -93,7 +92,7 @@ def _needs(row: Mapping[str, Any]) -> list[str]:
         said.append(f"cannot be read: {row['damage']}")
     if row["failed"]:
         said.append("exceeds its bounds: " + "; ".join(row["failed"]))
-    elif row["verdict"] == verdict.LOSSY:
+    elif row["verdict"] == rating.LOSSY:
         said.append(f"{row['verdict']}: {row['why']}")
     if row["drift"] is not None and row["drift"] > DRIFTED:
         said.append(f"drifted: {row['drift']:.2f} times the divergence at publication")

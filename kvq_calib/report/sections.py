@@ -18,7 +18,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import artifact_record, recipe_row, stages
 from kvq_runtime.errors import counted
 from kvq_runtime.recipe import ROLES, Recipe
-from kvq_runtime.registry.measured import TextRecord
+from kvq_runtime.registry.evaluation_records import TextRecord
 from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import human
 
@@ -150,7 +150,7 @@ def fit(artifact: Artifact) -> list[dict[str, Any]]:
 
 def evaluations(records: Sequence[TextRecord]) -> list[dict[str, Any]]:
     """Group what was measured since, texts of other kinds too, by what can be compared: of each the protocol, the text
-    in words, a row a recipe and protocol, and what their windows promise of others."""
+    in words, and a row a recipe and protocol."""
     elsewhere = [one for record in records for one in record.elsewhere().values()]
     found = []
     for group in _groups([*records, *elsewhere]):
@@ -159,7 +159,7 @@ def evaluations(records: Sequence[TextRecord]) -> list[dict[str, Any]]:
         for row in rows:
             row.pop(f"at {given.length}", None)
         text = tables.about_text(given)
-        found.append({"given": given, "text": text, "rows": rows, "bound": tables.kl_bounds(group)})
+        found.append({"given": given, "text": text, "rows": rows})
     return found
 
 

@@ -16,24 +16,25 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.table import cell, percent
 from kvq_runtime.errors import counted
 from kvq_runtime.recipe import ROLES
-from kvq_runtime.registry import measured
-from kvq_runtime.registry.measured import (
+from kvq_runtime.registry.evaluation_records import (
     FULL,
     IN_USE,
     PROTOCOLS,
     SPOKEN,
     Figures,
     Model,
+    Part,
+    Record,
     TasksRecord,
     TextRecord,
     Unmeasured,
     Windows,
-    texts,
+    other_texts,
 )
 from kvq_runtime.store.memory import scheme_bits
 
 Records = Sequence[TextRecord]
-R = TypeVar("R", bound=measured.Record)
+R = TypeVar("R", bound=Record)
 ERRORS = {FULL: "attention_error_encoded", IN_USE: "attention_error"}  # of a layer, by protocol
 EXACT = {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}
 
@@ -134,27 +135,11 @@ def measures(part: Unmeasured | Figures) -> dict[str, Any]:
     }
 
 
-def kl_bounds(records: Records, level: float = 0.95) -> str:
-    """Say what the windows' divergences promise of another window of the text; "" where they are not known."""
-    said, few = [], 0
-    for record in records:
-        for name, part in record.result.protocols.items():
-            bound = part.kl_bound(level) if isinstance(part, Figures) else None
-            if bound is not None:
-                said.append(f"{bound[0]:.3g} on {bound[1]:.0%} ({record.name}, {SPOKEN[name]})")
-                few = record.protocol.windows if bound[1] < level else few
-    enough = math.ceil(level / (1 - level) - 1e-9)
-    why = f"; so few as {few} support no more, {level:.0%} takes {enough}" if few else ""
-    return f"Of other windows of this text KL is at most {', '.join(said)}: split conformal{why}." if said else ""
-
-
-def decoded(part: measured.Part) -> str:
+def decoded(part: Part) -> str:
     """Write the share of what queries read that was decoded."""
     shares = part.decoded
     if shares is None:
         return "not counted: queries are hidden, or choose what they read"
-    if shares == measured.NOT_COUNTED:
-        return "not counted"
     gone = f", {shares.unread:.0%} not held" if shares.unread else ""
     about = "" if part.fitted_on is None else f", fitted to the first {part.fitted_on} tokens"
     if isinstance(part, Figures) and part.beyond is not None:
@@ -179,7 +164,7 @@ def about_texts(records: Records) -> list[str]:
 
 def _by_text(records: Records) -> dict[str, Records]:
     """The records of each text, that of the corpus under ""."""
-    return {"": records} | {text: elsewhere(records, text) for text in texts(records)}
+    return {"": records} | {text: elsewhere(records, text) for text in other_texts(records)}
 
 
 def about_text(given: Windows, name: str = "") -> str:

@@ -17,11 +17,10 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.cli.table import percent
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import verdict
+from kvq_runtime.registry import rating
+from kvq_runtime.registry.evaluation_records import FULL, SPOKEN, Record, TextRecord, readable, text_records
 from kvq_runtime.registry.events import State, Version
-from kvq_runtime.registry.measured import FULL, SPOKEN, Record, TextRecord, of_text
 from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.sound import sound
 
 Known = Mapping[str, Any]
 
@@ -85,14 +84,14 @@ def _history(state: State) -> list[dict[str, Any]]:
 
 
 def _measured(records: Sequence[Record], main: TextRecord | None, made: Artifact | None) -> dict[str, Any]:
-    judged = verdict.of_record(main)
+    judged = rating.rate(main)
     said = []
     if main:
         given = main.protocol
         said = [tables.about_text(given), *(tables.about_text(given.texts[text], text) for text in main.result.texts)]
     return {
-        "verdict": {"word": judged.word, "why": judged.why, "caution": made and verdict.thinness(made.provenance)},
-        "losses": evidence.losses(main, evidence.fitted_on(made)[0]) if main else [],
+        "verdict": {"word": judged.word, "why": judged.why, "caution": made and rating.fit_warning(made.provenance)},
+        "losses": evidence.losses(main, evidence.fitted_on(made)) if main else [],
         "texts": said,
         "parameters": main.protocol.model.parameters if main else None,
         "errors": list(main.result.layers) if main else [],
@@ -138,7 +137,7 @@ def _measured_alike(registry: Registry, name: str, version: Version, own: TextRe
         try:
             for one in registry.state(other).versions.values():
                 if (other, one.version) != (name, version.version) and one.yanked is None:
-                    records = of_text(sound(registry.evaluations(one.sha256, other)))
+                    records = text_records(readable(registry.evaluations(one.sha256, other)))
                     same = next((record for record in records if _windows(record) == _windows(own)), None)
                     yield from _points([same] if same else [], f"{other}@{one.version}")
         except (ArtifactError, NotFound, PermissionError):

@@ -8,10 +8,9 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import diff as differences
 from kvq_runtime.artifact.describe import relative
 from kvq_runtime.cli.table import print_table
-from kvq_runtime.registry import verdict
-from kvq_runtime.registry.measured import PROTOCOLS, SPOKEN, Record, TextRecord, of_text
+from kvq_runtime.registry import rating
+from kvq_runtime.registry.evaluation_records import PROTOCOLS, SPOKEN, Record, TextRecord, readable, text_records
 from kvq_runtime.registry.resolve import load_artifact, open_registry, resolve
-from kvq_runtime.registry.sound import sound
 from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -48,7 +47,7 @@ def _evaluations(reference: str, args: Namespace) -> list[Record]:
     resolved = resolve(reference, args.registry)
     if not resolved.registry:
         return []
-    return sound(open_registry(resolved.registry).evaluations(resolved.sha256, resolved.name))
+    return readable(open_registry(resolved.registry).evaluations(resolved.sha256, resolved.name))
 
 
 def compared(a: Artifact, b: Artifact, of_a: Records, of_b: Records) -> list[dict[str, Any]]:
@@ -56,7 +55,7 @@ def compared(a: Artifact, b: Artifact, of_a: Records, of_b: Records) -> list[dic
 
     of_a, of_b   evaluation records; losses are compared on windows that both were measured on
     """
-    found = [_row("evaluation", "verdict", verdict.of_records(of_a).word, verdict.of_records(of_b).word)]
+    found = [_row("evaluation", "verdict", rating.rate_records(of_a).word, rating.rate_records(of_b).word)]
     pairs = _pairs(of_a, of_b)
     if not pairs:
         found.append(_row("evaluation", "same windows", None, None) | {"a": "none", "b": "none: kvq eval A B"})
@@ -90,7 +89,7 @@ def unlike(a: Artifact, b: Artifact) -> str | None:
 
 def _pairs(of_a: Records, of_b: Records) -> list[tuple[TextRecord, TextRecord]]:
     """Records of the same text by the same protocol, of the most tokens first."""
-    left, right = of_text(of_a), of_text(of_b)
+    left, right = text_records(of_a), text_records(of_b)
     pairs = [(one, other) for one in left for other in right if _windows(one) and _windows(one) == _windows(other)]
     return sorted(pairs, key=lambda pair: -pair[0].protocol.windows * pair[0].protocol.length)
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.errors import ArtifactError, counted, spoken
-from kvq_runtime.registry import reference, verdict
+from kvq_runtime.registry import rating, reference
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.reference import SEARCHED, Reference
@@ -118,8 +118,8 @@ def promote(args: Namespace) -> int:
     """Point an alias to a version."""
     registry, name, version = target(args, "promote")
     state = registry.promote(name, version.version, args.alias, args.expect, args.force)
-    found = verdict.of_version(registry, name, version)
-    if found.word != verdict.USABLE and not args.json:
+    found = rating.rate_version(registry, name, version)
+    if found.word != rating.USABLE and not args.json:
         say("kvq", f"{name}@{version.version} is {found}")
     return _print_alias(state, args)
 

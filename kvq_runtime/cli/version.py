@@ -15,12 +15,11 @@ from kvq_runtime.cli.table import percent, print_record, print_table, printable
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.disk.strict_json import flatten
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import lock, reference, verdict
+from kvq_runtime.registry import lock, rating, reference
+from kvq_runtime.registry.evaluation_records import Record, TasksRecord, TextRecord, readable, task_records
 from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.measured import Record, TasksRecord, TextRecord, of_tasks
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.resolve import Resolved, accepted, open_registry, resolve, resolve_name
-from kvq_runtime.registry.sound import sound
 
 MEANINGS = {  # of the checks, for people
     "header": "the file begins as a safetensors file, and is as long as it says",
@@ -63,10 +62,10 @@ def show(args: Namespace) -> int:
         record["published"] = version.at
         record["aliases"] = [alias for alias in state.aliases if state.at(alias) == resolved.version]
         record["files"] = dict(version.files)
-        found_to_be = [str(verdict.of_version(registry, resolved.name, version)), *record["aliases"]]
+        found_to_be = [str(rating.rate_version(registry, resolved.name, version)), *record["aliases"]]
         found_to_be += [] if version.yanked is None else [f"yanked: {version.yanked}"]
         found = registry.evaluations(resolved.sha256, resolved.name)
-        evaluations = sound(found)
+        evaluations = readable(found)
         record["evaluations"] = [one.raw for one in evaluations]
         if len(evaluations) < len(found):
             said = f"{len(found) - len(evaluations)} evaluations are of a form that is not read, and left out"
@@ -94,7 +93,7 @@ def evaluation_tables(records: Sequence[Record]) -> dict[str, list[dict[str, Any
     """{title: rows}: a row a text of a record, of tasks a row a protocol and task."""
     stated = [flatten(raw) for one in records if not isinstance(one, TasksRecord) for raw in _by_text(one)]
     measured = [{name: flat[key] for name, key in MEASURED.items() if key in flat} for flat in stated]
-    answered = [row for one in of_tasks(records) for row in _answered(one)]
+    answered = [row for one in task_records(records) for row in _answered(one)]
     titled = {"evaluations (--json has all of each)": measured, "tasks": answered}
     return {title: rows for title, rows in titled.items() if rows}
 

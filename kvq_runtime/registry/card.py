@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvq_runtime.registry.measured import SPOKEN, Record, TasksRecord, of_tasks, of_text
+from kvq_runtime.registry.evaluation_records import SPOKEN, Record, TasksRecord, task_records, text_records
 
 UNMEASURED = "Not evaluated yet: `kvq eval` does that."  # what a card says until there are results
 TASKS = "## Tasks"  # the section of a card that has answers to tasks
@@ -49,7 +49,7 @@ def with_results(text: str, name: str, records: Sequence[Record]) -> str:
     card = _parsed(text)
     card.data.model_name, card.data.eval_results = name, results
     whole = str(card).replace(UNMEASURED, _table(results))
-    answers = eval_results(of_tasks(records))
+    answers = eval_results(task_records(records))
     if not answers or TASKS in whole or UNMEASURED in text:
         return whole
     return f"{whole.rstrip()}\n\n{TASKS}\n\n{_table(answers)}\n"
@@ -64,8 +64,8 @@ def eval_results(records: Sequence[Record]) -> list[Any]:
     """A huggingface_hub EvalResult for every metric in evaluation records."""
     from huggingface_hub import EvalResult
 
-    results = [result for record in of_tasks(records) for result in _answers(record, EvalResult)]
-    for record in (one for own in of_text(records) for one in (own, *own.elsewhere().values())):
+    results = [result for record in task_records(records) for result in _answers(record, EvalResult)]
+    for record in (one for own in text_records(records) for one in (own, *own.elsewhere().values())):
         given = record.protocol
         source = given.text.source[:200]
         args = {"corpus": record.corpus, "model": given.model.id, "length": given.length}

@@ -9,12 +9,12 @@ from kvq_runtime.artifact import artifact, folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import Conflict
 from kvq_runtime.registry import card
+from kvq_runtime.registry.evaluation_records import readable
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.hub.client import Access, using
 from kvq_runtime.registry.hub.registry import HubRegistry
 from kvq_runtime.registry.reference import HUB, Reference, parse
 from kvq_runtime.registry.registry import Kind, Registry
-from kvq_runtime.registry.sound import sound
 
 
 def copy_version(
@@ -42,7 +42,7 @@ def copy_version(
         attachments = source.attachments(name, version)
         if "README.md" in attachments:
             text = card.addressed(attachments["README.md"].decode(), target.url, name, version.version)
-            attachments["README.md"] = card.with_results(text, name, sound(evaluations)).encode()
+            attachments["README.md"] = card.with_results(text, name, readable(evaluations)).encode()
         target.publish(name, data, version.version, attachments)
     kinds: tuple[Kind, ...] = ("evaluations", "signatures")
     for kind in kinds:

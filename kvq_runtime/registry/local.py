@@ -27,7 +27,7 @@ from typing import Any
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, spoken
-from kvq_runtime.registry import events, reference, sound
+from kvq_runtime.registry import evaluation_records, events, reference
 from kvq_runtime.registry.events import Event, Fold, Publish, State, Version
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
 from kvq_runtime.registry.registry import Finding, Head, Registry
@@ -206,7 +206,7 @@ class LocalRegistry(Registry):
         the place raises where it cannot be read. Other versions, and `kvq list`, do not need it.
         """
         for path in (f"{folder}/{file}" for file in self._in_folder(folder) if file.endswith(".json")):
-            yield PurePath(self.at(path)), self.content(path, sound.LIMIT)
+            yield PurePath(self.at(path)), self.content(path, evaluation_records.LIMIT)
 
     # ---- changing
 
@@ -361,7 +361,7 @@ class LocalRegistry(Registry):
             _check_digest(files.digest(path)[0], sha256)
 
     def _check_record(self, path: str, check: Callable[[bytes, PurePath], object]) -> None:
-        check(self.content(path, sound.LIMIT), PurePath(self.at(path)))
+        check(self.content(path, evaluation_records.LIMIT), PurePath(self.at(path)))
 
     def remove_drafts(self, named: set[str], before: float, dry_run: bool) -> list[str]:
         """Remove temporary files that were not changed since `before`; returns their paths."""
@@ -447,6 +447,6 @@ def _gaps(numbers: list[int]) -> Iterator[tuple[int, int]]:
 
 
 _RECORDS: dict[str, tuple[Callable[[bytes, PurePath], object], str]] = {  # {kind: its check, advice on a damaged one}
-    "evaluations": (sound.from_bytes, "delete it, and evaluate again"),
+    "evaluations": (evaluation_records.from_bytes, "delete it, and evaluate again"),
     "signatures": (lambda data, path: _check_digest(hash_of(data).hexdigest(), path.stem), "delete it, and sign again"),
 }

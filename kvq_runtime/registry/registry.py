@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import events, reference, sound, verdict
+from kvq_runtime.registry import evaluation_records, events, rating, reference
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE, PRODUCTION
@@ -222,12 +222,12 @@ class Registry(ABC):
         return found
 
     def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
-        """Store a measurement of an artifact, in the form of `sound`; returns the record's digest."""
-        return self.add_record("evaluations", record["artifact"], sound.to_bytes(record), name)
+        """Store a measurement of an artifact, in the form of `evaluation_records`; returns the record's digest."""
+        return self.add_record("evaluations", record["artifact"], evaluation_records.to_bytes(record), name)
 
     def evaluations(self, sha256: str, name: str = "") -> list[dict[str, Any]]:
         """Every evaluation record of an artifact, ordered by the record's digest."""
-        return self.records("evaluations", sha256, name, lambda path, data: sound.from_bytes(data, path))
+        return self.records("evaluations", sha256, name, lambda path, data: evaluation_records.from_bytes(data, path))
 
     def signatures(self, sha256: str, name: str) -> list[bytes]:
         """Every signature record of an artifact, in the form of `lock`."""
@@ -306,7 +306,7 @@ class Registry(ABC):
 
         expect   the version the alias must point to now ("none" for a new alias); None is the one it points to when
                  this is called
-        force    also a version that is too lossy (`verdict`)
+        force    also a version that is too lossy (`rating`)
         Raises NotFound for an unknown name or version, Conflict if the alias has moved, or the version is yanked or too
         lossy.
         """
@@ -317,7 +317,12 @@ class Registry(ABC):
         state = self.existing(name) if expect is None else self.current_state(name)
         before = state.at(alias) if expect is None else expect
         if not force and version in state.versions:
-            verdict.require(self, name, state.versions[version])
+            found = rating.rate_version(self, name, state.versions[version])
+            if found.word == rating.LOSSY:
+                raise Conflict(
+                    f"{name}@{version} is {found}; kvq compare measures other recipes, and --force (force=True) "
+                    "promotes this one all the same"
+                )
         before = None if before == "none" else before
 
         def decide(state: State) -> Change | None:

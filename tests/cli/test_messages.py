@@ -20,7 +20,7 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, counted, spoken
 from kvq_runtime.prefix.block_folder import parse_bytes
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry import verdict
+from kvq_runtime.registry import rating
 from kvq_runtime.registry.hub import client
 from kvq_runtime.registry.resolve import open_registry
 
@@ -64,10 +64,10 @@ def test_a_run_has_no_place_in_a_file_or_a_file_system_without_room(tmp_path):
 def test_bounds_are_refused_by_the_option_that_they_were_given_as():
     for given, option in (({"kl": 0.0}, "--max-kl 0.0"), ({"perplexity_ratio": -1.0}, "--max-perplexity-ratio -1.0")):
         with pytest.raises(ValueError, match=f"^{option}; use a number above 0"):
-            verdict.Bounds(**given)
-    assert verdict.Bounds(beyond=0.0).given == {"beyond": 0.0}  # no block at all
+            rating.Bounds(**given)
+    assert rating.Bounds(beyond=0.0).given == {"beyond": 0.0}  # no block at all
     with pytest.raises(ValueError, match="^--max-beyond -0.1: .*from 0 to 1"):
-        verdict.Bounds(beyond=-0.1)
+        rating.Bounds(beyond=-0.1)
 
 
 def test_one_is_not_spoken_of_as_many():

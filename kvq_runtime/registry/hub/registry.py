@@ -21,7 +21,7 @@ from typing import Any
 
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict
-from kvq_runtime.registry import card, reference, sound
+from kvq_runtime.registry import card, evaluation_records, reference
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub import ask, cache, client, index
 from kvq_runtime.registry.lock import Lock
@@ -144,7 +144,7 @@ class HubRegistry(Registry):
             for file in sorted(found):
                 sha256, path = file.removesuffix(".json"), f"{folder}/{file}"
                 if reference.is_sha256(sha256):  # else it is no record
-                    yield PurePath(path), cache.content(repo, path, found[file], sound.LIMIT, sha256)
+                    yield PurePath(path), cache.content(repo, path, found[file], evaluation_records.LIMIT, sha256)
 
     # ---- changing
 

@@ -13,9 +13,8 @@ from kvq_calib.report.published import Place, Published
 from kvq_calib.run import budget
 from kvq_calib.run.run import Progress
 from kvq_runtime.cli.table import percent
-from kvq_runtime.registry.measured import TextRecord
+from kvq_runtime.registry.evaluation_records import TextRecord, parse
 from kvq_runtime.registry.reference import registry_url
-from kvq_runtime.registry.sound import read
 
 
 def record(name: str, relative: float, **more: float) -> TextRecord:
@@ -23,7 +22,7 @@ def record(name: str, relative: float, **more: float) -> TextRecord:
     bits = {"asymptotic": 2.125}
     about = {"windows": 4, "length": 64, "text": {"source": "demo"}}
     result = {"recipe": name, "bits": bits, "protocols": {"full": figures}}
-    return read({"artifact": name, "corpus": "c", "protocol": about, "result": result})
+    return parse({"artifact": name, "corpus": "c", "protocol": about, "result": result})
 
 
 MADE = Published("aqua-2bit", "m-aqua-2bit", "ab" * 32, 2.4583, 0.026, 0.0072, record("ab" * 32, -2e-6))

@@ -17,9 +17,9 @@ from kvq_calib.run import calibrate as graph
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import facts, families, preset, presets
-from kvq_runtime.registry import measured
+from kvq_runtime.registry import evaluation_records
+from kvq_runtime.registry.evaluation_records import parse
 from kvq_runtime.registry.resolve import open_registry
-from kvq_runtime.registry.sound import read
 
 NAMES = ("higgs-2bit", "mean-higgs-2bit", "aqua-2bit", "exact")
 
@@ -66,12 +66,12 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     assert layers == [(layer, ["mean-higgs-2bit", "aqua-2bit"]) for layer in range(2)]
     assert len(references) == 2, "one a protocol"
     assert {one["result"]["recipe"] for one in records} == set(NAMES)
-    for protocol in measured.PROTOCOLS:
+    for protocol in evaluation_records.PROTOCOLS:
         kl = {one["result"]["recipe"]: one["result"]["protocols"][protocol]["kl"] for one in records}
         assert abs(kl["exact"]) < 1e-9 < kl["higgs-2bit"]
     bits = [one["result"]["bits"]["asymptotic"] for one in records]
     assert bits == sorted(bits) and bits[-1] == 16
-    told = [read(one) for one in records]
+    told = [parse(one) for one in records]
     assert plot.read_bytes() == plots.perplexity_by_bits(told) != plots.perplexity_by_bits(told[:1])
     assert plots.perplexity_by_bits(told[-1:]), "a cost of nothing has no logarithm"
     rows = tables.comparison(told)
@@ -114,7 +114,7 @@ def test_recipes_from_settings_and_files_are_compared_under_their_own_names(mode
     found = {one["result"]["recipe"]: one["result"] for one in json.loads(capsys.readouterr().out)}
     changed = recipe_text.read(recipes[1], ["window.sinks=2"]).name
     assert set(found) == {"rtn-2bit-window.sinks-2", changed, "mine-window.sinks-2", "mean-higgs-2bit-window.sinks-2"}
-    for protocol in measured.PROTOCOLS:
+    for protocol in evaluation_records.PROTOCOLS:
         kl = {name: result["protocols"][protocol]["kl"] for name, result in found.items()}
         assert kl[changed] == kl["mine-window.sinks-2"] < kl["rtn-2bit-window.sinks-2"] / 4
 

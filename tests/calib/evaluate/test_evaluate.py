@@ -31,8 +31,8 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import preset
+from kvq_runtime.registry.evaluation_records import parse
 from kvq_runtime.registry.local import LocalRegistry
-from kvq_runtime.registry.sound import read
 
 LENGTH = 384
 
@@ -245,7 +245,7 @@ def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
     assert printed[0]["protocol"]["model"]["parameters"] == demo.model.num_parameters()
     assert not {"/", str(tmp_path)} & set(json.dumps(printed[0]["protocol"]["text"]).split('"'))
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"error-by-layer.png", "perplexity-by-bits.png"}
-    rows = tables.table([read(one) for one in printed])
+    rows = tables.table([parse(one) for one in printed])
     assert [row["recipe"] for row in rows] == ["16 bit", *["mean-higgs-2bit"] * 2, *["exact"] * 2]
     assert run(*words[:-1], "cpu", "--protocol", "full") == 0
     (only,) = {tuple(one["result"]["protocols"]) for one in json.loads(capsys.readouterr().out)}

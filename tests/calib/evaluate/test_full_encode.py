@@ -28,10 +28,9 @@ from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry import verdict
-from kvq_runtime.registry.measured import PROTOCOLS
-from kvq_runtime.registry.sound import read
-from kvq_runtime.registry.verdict import Bounds
+from kvq_runtime.registry import rating
+from kvq_runtime.registry.evaluation_records import PROTOCOLS, parse
+from kvq_runtime.registry.rating import Bounds
 from kvq_runtime.stages.predict import Linear
 from kvq_runtime.store import block_errors
 from kvq_runtime.store.block_errors import BlockErrors
@@ -358,13 +357,13 @@ def test_a_block_of_another_size_changes_nothing_in_a_full_encode(small):
     """KIVI's rounding in blocks of 32 and 128 is one and the same; in use it is, too, once the blocks are."""
     names = ["kivi-2bit", "kivi-2bit-r32"]
     found = evaluated(small, names, recent=0, error_windows=0)
-    told = [read(one) for one in found]
+    told = [parse(one) for one in found]
     ways = [[one.figures(name) for one in told] for name in PROTOCOLS]
     assert ways[0][0] == ways[0][1] and ways[1][0].kl != ways[1][1].kl
     assert [one["result"]["window"]["block"] for one in found] == [128, 32]
     assert [row["block"] for row in tables.comparison(told)[1:]] == [128, 32]
     alike = evaluated(small, names, recent=0, block=32, error_windows=0, protocols=("in-use",))
-    assert read(alike[0]).figures("in-use") == read(alike[1]).figures("in-use")
+    assert parse(alike[0]).figures("in-use") == parse(alike[1]).figures("in-use")
     assert alike[0]["protocol"]["block"] == 32 and "block" not in found[0]["protocol"]
     assert set(alike[0]["result"]["protocols"]) == {"in-use"}
 
@@ -422,7 +421,7 @@ def test_another_block_than_the_fits_is_refused_where_the_fit_depends_on_it():
 
 def test_nothing_encoded_is_said_and_no_zero_is_printed(small):
     found = evaluated(small, ["higgs-2bit", "h2o"], length=100)
-    parts, told = found[0]["result"]["protocols"], read(found[0])
+    parts, told = found[0]["result"]["protocols"], parse(found[0])
     assert parts["full"]["reason"] == (
         "nothing was encoded: windows of 100 tokens are shorter than a block of 128 tokens"
     )
@@ -434,10 +433,10 @@ def test_nothing_encoded_is_said_and_no_zero_is_printed(small):
         assert "0.00%" not in text and "100.0" not in text
     assert all("nothing was encoded" in text for text in (texts[0], texts[2], texts[3]))
     assert plots.perplexity_by_bits([told])
-    failed = verdict.passes(told, Bounds(perplexity_ratio=1.5, kl=1.0))
+    failed = rating.failed_bounds(told, Bounds(perplexity_ratio=1.5, kl=1.0))
     assert len(failed) == 1 and "cannot be judged" in failed[0] and "nothing was encoded" in failed[0]
-    assert verdict.passes(told, Bounds()) == []
-    assert verdict.judged(found[0], Bounds(kl=1.0))["result"]["gate"]["protocol"] is None
+    assert rating.failed_bounds(told, Bounds()) == []
+    assert rating.with_gate(found[0], Bounds(kl=1.0))["result"]["gate"]["protocol"] is None
     # of windows in which all are sinks, too
     sinks = evaluated(small, ["higgs-2bit"], length=100, sinks=100, error_windows=0)
     assert "are all sinks" in sinks[0]["result"]["protocols"]["full"]["reason"]
@@ -445,19 +444,19 @@ def test_nothing_encoded_is_said_and_no_zero_is_printed(small):
 
 def test_the_gate_judges_the_full_encode_where_there_is_one():
     def made(full, in_use):
-        return read(many.of_parts(full=full, in_use=in_use))
+        return parse(many.of_parts(full=full, in_use=in_use))
 
     cheap, dear = (
         {"perplexity": 12.0, "relative": cost, "kl": cost, "decoded": {"reads": 0.9}} for cost in (0.001, 0.1)
     )
     bounds = Bounds(perplexity_ratio=1.01)
-    (reason,) = verdict.passes(made(dear, cheap), bounds)
-    assert "full encode: 1.1, allowed 1.01" in reason and verdict.passes(made(cheap, dear), bounds) == []
-    (reason,) = verdict.passes(made({"reason": "it chooses"}, dear), bounds)
-    assert "in use: 1.1" in reason and verdict.passes(made({"reason": "it chooses"}, cheap), bounds) == []
+    (reason,) = rating.failed_bounds(made(dear, cheap), bounds)
+    assert "full encode: 1.1, allowed 1.01" in reason and rating.failed_bounds(made(cheap, dear), bounds) == []
+    (reason,) = rating.failed_bounds(made({"reason": "it chooses"}, dear), bounds)
+    assert "in use: 1.1" in reason and rating.failed_bounds(made({"reason": "it chooses"}, cheap), bounds) == []
     nothing = cheap | {"decoded": {"reads": 0}}  # tokens were evicted, and the others read exactly
-    assert "cannot be judged" in verdict.passes(made({"reason": "it chooses"}, nothing), bounds)[0]
-    assert verdict.passes(made({"reason": "it chooses"}, cheap | {"decoded": None}), bounds) == []
+    assert "cannot be judged" in rating.failed_bounds(made({"reason": "it chooses"}, nothing), bounds)[0]
+    assert rating.failed_bounds(made({"reason": "it chooses"}, cheap | {"decoded": None}), bounds) == []
 
 
 def test_a_record_has_both_and_says_what_was_fitted_on(small):
@@ -467,7 +466,7 @@ def test_a_record_has_both_and_says_what_was_fitted_on(small):
     assert parts["full"]["fitted_on"] == 128 and "fitted_on" not in parts["in-use"]
     assert parts["full"]["decoded"]["reads"] > parts["in-use"]["decoded"]["reads"] > 0
     assert parts["full"]["decoded"]["attention"] > parts["in-use"]["decoded"]["attention"] > 0
-    one, other = read(one), read(other)
+    one, other = parse(one), parse(other)
     assert one.decisive[0] == "full" and other.decisive[0] == "in-use"
     rows = tables.table([one, other])
     assert [row["protocol"] for row in rows] == [None, "full encode", "in use", "full encode", "in use"]

@@ -25,10 +25,10 @@ from kvq_calib.job.prepare import prepare
 from kvq_calib.job.run import run
 from kvq_calib.model import find as models
 from kvq_runtime.artifact import artifact
+from kvq_runtime.registry import rating
 from kvq_runtime.registry import resolve as registry
-from kvq_runtime.registry import verdict
-from kvq_runtime.registry.sound import read
-from kvq_runtime.registry.verdict import Bounds
+from kvq_runtime.registry.evaluation_records import parse
+from kvq_runtime.registry.rating import Bounds
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     files, batch = work.files, held_out.choose(work)[0]
     again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], held_out.PROTOCOL)
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
-    first, second = (read(one).figures("full") for one in (kept, again[0]))
+    first, second = (parse(one).figures("full") for one in (kept, again[0]))
     assert first.beyond == second.beyond and 0 <= first.beyond <= 1
     assert second.kl == pytest.approx(first.kl, rel=1e-6)
     assert kept["protocol"]["text"]["split"] == "held-out" and kept["protocol"]["windows"] == 2
@@ -105,7 +105,7 @@ def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
     words = arguments(model, run, "--recipe", "mean-higgs-4bit", "--recipe", "mean-higgs-2bit")
     assert cli.main([*words, "--no-publish"]) == 0
     capsys.readouterr()
-    four, one = (read(made).figures("full").kl for made in json.loads((run / "evaluation.json").read_text()))
+    four, one = (parse(made).figures("full").kl for made in json.loads((run / "evaluation.json").read_text()))
     assert four < one
     assert cli.main([*words, "--max-kl", f"{(four + one) / 2:.6g}", "--max-perplexity-ratio", "100"]) == 5
     captured = capsys.readouterr()
@@ -138,9 +138,9 @@ def test_gate(bounds, failed):
     costs = {"perplexity": 12.0, "relative": 0.01, "kl": 0.01}
     unknown = many.of_parts(full=costs | {"relative": math.nan, "kl": math.nan})
     given = many.of_parts(full=costs | {"beyond": 0.02})
-    assert len(verdict.passes(read(given), bounds)) == failed
-    assert len(verdict.passes(read(unknown), bounds)) == len(bounds.given)
-    assert ("gate" in verdict.judged(given, bounds)["result"]) == bool(bounds.given)
+    assert len(rating.failed_bounds(parse(given), bounds)) == failed
+    assert len(rating.failed_bounds(parse(unknown), bounds)) == len(bounds.given)
+    assert ("gate" in rating.with_gate(given, bounds)["result"]) == bool(bounds.given)
 
 
 def test_more_blocks_beyond_calibrations_errors_than_allowed_stop_publication(model, tmp_path, capsys, monkeypatch):
@@ -154,9 +154,9 @@ def test_more_blocks_beyond_calibrations_errors_than_allowed_stop_publication(mo
 
 
 def test_a_record_without_blocks_beyond_is_read_and_passes_no_bound_on_them():
-    older = read(many.of_parts(full={"perplexity": 12.0, "relative": 0.01, "kl": 0.01}))
-    assert older.figures("full").beyond is None and verdict.passes(older, Bounds(kl=0.02)) == []
-    (reason,) = verdict.passes(older, Bounds(kl=0.02, beyond=1.0))
+    older = parse(many.of_parts(full={"perplexity": 12.0, "relative": 0.01, "kl": 0.01}))
+    assert older.figures("full").beyond is None and rating.failed_bounds(older, Bounds(kl=0.02)) == []
+    (reason,) = rating.failed_bounds(older, Bounds(kl=0.02, beyond=1.0))
     assert "which the artifact does not state, full encode: nan, allowed 1" in reason
 
 

@@ -17,7 +17,7 @@ from kvq_calib.model import find as models
 from kvq_calib.report import tables
 from kvq_calib.text import corpus, documents
 from kvq_calib.text.documents import EMBEDDED
-from kvq_runtime.registry.sound import read
+from kvq_runtime.registry.evaluation_records import parse
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +81,19 @@ def test_figures_of_a_text_beside_are_those_it_has_alone(model: Path):
         alone = second["result"]["protocols"][protocol]  # in use for what has no full encode
         assert both["result"]["texts"]["else"]["protocols"] == {protocol: alone} and "perplexity" in alone
         assert both["result"]["protocols"] != second["result"]["protocols"]
-        view, other = read(both).elsewhere()["else"], read(second)
+        view, other = parse(both).elsewhere()["else"], parse(second)
         assert (view.protocol, view.corpus) == (other.protocol, other.corpus)
     twice = [
         one | {part: one[part] | {"texts": dict.fromkeys(("else", "more"), one[part]["texts"]["else"])}
                for part in ("protocol", "result")}
         for one in together
     ]  # fmt: skip
-    columns = [name for name in tables.comparison([*map(read, twice)])[0] if name.startswith(("else", "more"))]
+    columns = [name for name in tables.comparison([*map(parse, twice)])[0] if name.startswith(("else", "more"))]
     assert len(columns) == 8 and columns == sorted(columns, key=lambda name: name[:4]), "text by text"
-    together = [read(one) for one in together]
+    together = [parse(one) for one in together]
     rows = tables.table(together)
     assert [row["text"] for row in rows] == ["corpus.txt"] * 7 + ["else"] * 4
-    assert rows[8]["vs 16 bit"] == tables.relative(read(apart[1][0]).figures("full"))
+    assert rows[8]["vs 16 bit"] == tables.relative(parse(apart[1][0]).figures("full"))
     wide = tables.comparison(together)
     assert wide[1]["else full"] == rows[8]["vs 16 bit"] and wide[0]["else full"] == rows[7]["perplexity"]
     assert wide[3]["else in use"] == rows[10]["vs 16 bit"] and wide[1].get("else in use") is None

@@ -10,14 +10,14 @@ from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
 from kvq_calib.job.run import run
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
-from kvq_runtime.registry.sound import read
+from kvq_runtime.registry.evaluation_records import parse
 
 
 def scores(files, batch, names) -> dict[str, Any]:
     subjects = [find(name, files) for name in names]
     protocol = record.Protocol(error_windows=0, protocols=("full",))
     found = record.evaluate(files, batch, subjects, protocol)
-    return {subject.name: read(one).figures("full") for subject, one in zip(subjects, found, strict=True)}
+    return {subject.name: parse(one).figures("full") for subject, one in zip(subjects, found, strict=True)}
 
 
 @pytest.mark.slow

@@ -18,48 +18,46 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.version import evaluation_tables
 from kvq_runtime.codec import codec
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry import verdict
-from kvq_runtime.registry.measured import TextRecord
+from kvq_runtime.registry import rating
+from kvq_runtime.registry.evaluation_records import TextRecord, parse
+from kvq_runtime.registry.rating import Bounds
 from kvq_runtime.registry.resolve import open_registry
-from kvq_runtime.registry.sound import read
-from kvq_runtime.registry.verdict import Bounds
 from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
 
 def made(*given, **named) -> TextRecord:
     """`as_json`, read."""
-    return read(as_json(*given, **named))
+    return parse(as_json(*given, **named))
 
 
 def as_json(recipe: str, relative: float = 0.0123, parameters: int = 4_070_000) -> dict:
-    """An evaluation record of version 1, whose figures were measured in use."""
+    """An evaluation record whose figures were measured in use."""
     layers = [
         {"layer": n, "key_error": 0.1 + n / 50, "value_error": 0.2, "key_explained": None, "value_explained": None,
          "attention_error": 0.01, "attention_error_encoded": 0.3} for n in range(4)
     ]  # fmt: skip
     bits = {"asymptotic": 2.125, "at_length": 6.0, "at_4096": 3.14, "all_at_4096": 3.3}
-    result = {"recipe": recipe, "perplexity": 20 * (1 + relative), "reference_perplexity": 20.0, "relative": relative,
-              "relative_se": 0.002,
-              "kl": 0.00345, "top1": 0.9712, "tokens": 100, "bits": bits, "layers": layers}  # fmt: skip
-    protocol = {"name": "perplexity", "version": 1, "model": {"id": "demo", "revision": None, "parameters": parameters},
+    figures = {"perplexity": 20 * (1 + relative), "reference_perplexity": 20.0, "relative": relative,
+               "relative_se": 0.002, "kl": 0.00345, "top1": 0.9712, "tokens": 100}  # fmt: skip
+    result = {"recipe": recipe, "protocols": {"in-use": figures}, "bits": bits, "layers": layers}
+    protocol = {"name": "perplexity", "version": 2, "model": {"id": "demo", "revision": None, "parameters": parameters},
                 "step": 32, "windows": 16, "length": 1024, "recent": None, "error_windows": 4,
                 "text": {"source": "demo", "split": "held-out"}}  # fmt: skip
     return {"artifact": "0" * 64, "corpus": "1" * 64, "protocol": protocol, "environment": {}, "result": result}
 
 
 def of_both(recipe: str, full: float | str = 0.1, **result) -> TextRecord:
-    """The same in version 2; `full` is what a full encode costs, or why there is none."""
+    """The same by both protocols; `full` is what a full encode costs, or why there is none."""
     record = as_json(recipe)
-    names = ("perplexity", "reference_perplexity", "relative", "relative_se", "kl", "top1", "tokens")
-    in_use: dict = {name: record["result"].pop(name) for name in names}
+    in_use: dict = record["result"]["protocols"]["in-use"]
     in_use["decoded"] = {"attention": 0.31, "reads": 0.87, "unread": 0.0}
     dear = {"perplexity": 20.0, "decoded": {"attention": 0.98, "reads": 0.99, "unread": 0.0}}
     other = {"reason": full} if isinstance(full, str) else in_use | dear | {"relative": full, "kl": full}
     record["result"] |= {"protocols": {"full": other, "in-use": in_use}}
     record["result"] |= result
-    record["protocol"] |= {"version": 2, "protocols": ["full", "in-use"]}
-    return read(record)
+    record["protocol"] |= {"protocols": ["full", "in-use"]}
+    return parse(record)
 
 
 def fit(name: str) -> Artifact:
@@ -105,17 +103,6 @@ def test_the_card_says_what_is_known(fitted):
         if line.startswith("| layer") or line.startswith("| 0 |")
     ]
     assert len(set(widths)) == 1  # a bar inside a cell would make another column
-
-
-def test_the_card_says_what_windows_promise_of_others(fitted):
-    record = of_both("aqua-2bit").raw
-    record["result"]["protocols"]["full"]["windows"] = {"loss": [1.0] * 16, "kl": [n / 100 for n in range(16)]}
-    text = report.card(fitted, [read(record)])
-    said = "Of other windows of this text KL is at most 0.15 on 94% (aqua-2bit, full encode): split conformal"
-    assert f"{said}; so few as 16 support no more, 95% takes 19." in text
-    record["result"]["protocols"]["full"]["windows"]["kl"] += [0.2] * 3 + [0.001]
-    assert "0.2 on 95% (aqua-2bit, full encode): split conformal." in report.card(fitted, [read(record)])
-    assert "split conformal" not in report.card(fitted, [of_both("aqua-2bit")])
 
 
 def test_the_front_matter_has_what_the_hub_lists_and_the_sizes(fitted):
@@ -170,7 +157,7 @@ def of_two_texts() -> TextRecord:
     about = {"text": {"source": "demo-code", "split": "held-out"}, "windows": 4, "length": 512}
     raw["protocol"]["texts"] = {"demo-code": about}
     raw["result"]["texts"] = {"demo-code": {"protocols": code["result"]["protocols"]}}
-    return read(raw)
+    return parse(raw)
 
 
 def test_figures_of_each_text_are_a_result_of_their_own(fitted):
@@ -202,23 +189,19 @@ def test_what_was_not_reused_is_not_told(fitted):
     assert "reused" not in report.card(fitted, [made("aqua-2bit")])
 
 
-def test_records_of_either_version_are_read():
-    old, new = made("aqua-2bit"), of_both("aqua-2bit")
-    assert old.figures("in-use").kl == 0.00345 and old.figures("full") is None
-    assert (old.decisive[0], new.decisive[0]) == ("in-use", "full")
-    rows = tables.table([old])
-    assert [row["protocol"] for row in rows] == [None, "in use"] and rows[1]["decoded"] == "not counted"
+def test_the_full_encode_decides_where_it_was_measured():
+    in_use, both = made("aqua-2bit"), of_both("aqua-2bit")
+    assert (in_use.decisive[0], both.decisive[0]) == ("in-use", "full")
+    rows = tables.table([in_use])
     assert rows[1]["vs 16 bit"] == "+1.23% ± 0.20%" and rows[0]["perplexity"] == "20.000"
-    assert tables.by_bits([new, old])[0] is old
-    shown = evaluation_tables([old, new])["evaluations (--json has all of each)"]
-    assert shown[0]["relative"] == 0.0123 == shown[1]["in-use: relative"] and shown[1]["full: relative"] == 0.1
-    assert verdict.passes(old, Bounds(kl=0.01)) == [] != verdict.passes(new, Bounds(kl=0.01))
+    assert tables.by_bits([both, in_use])[0] is in_use
+    assert rating.failed_bounds(in_use, Bounds(kl=0.01)) == [] != rating.failed_bounds(both, Bounds(kl=0.01))
 
 
 def test_records_of_other_protocols_are_not_compared(fitted):
     other = as_json("higgs-2bit")
     other["protocol"]["length"] = 256
-    text = report.card(fitted, [made("aqua-2bit"), made("mean-higgs-2bit"), read(other)])
+    text = report.card(fitted, [made("aqua-2bit"), made("mean-higgs-2bit"), parse(other)])
     assert text.count("| cache | bits |") == 2
 
 

@@ -17,11 +17,10 @@ from kvq_runtime.cli import diff
 from kvq_runtime.cli import main as cli
 from kvq_runtime.cli.version import evaluation_tables
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import card, verdict
+from kvq_runtime.registry import card, rating
 from kvq_runtime.registry.card import UNMEASURED
+from kvq_runtime.registry.evaluation_records import readable, text_records, to_bytes
 from kvq_runtime.registry.local import LocalRegistry
-from kvq_runtime.registry.measured import of_text
-from kvq_runtime.registry.sound import sound, to_bytes
 
 NAME = "tiny-2bit"
 NOW = datetime(2026, 7, 1, tzinfo=UTC)
@@ -44,18 +43,16 @@ BAD = {  # {what is wrong: (path of a field of the record, its value)}
 
 
 def seeds(digest: str) -> list[dict[str, Any]]:
-    """A record of each protocol, one of a weekly check, one of the first version."""
+    """A record of each protocol, and one of a weekly check."""
     verdict = {"bounds": {"kl": 0.01}, "protocol": "full", "failed": ["KL divergence"]}
     usual, week = many.record(digest, 0.02, gate=verdict), many.record(digest, 0.03, seed=202614)
-    first = mutate.copied(usual)
-    first["result"] |= first["result"].pop("protocols")["in-use"]
     named = {"tasks": {"arc": {"metrics": {"acc,none": {"value": 0.5, "se": 0.1}}, "texts": 30}}}
     own = many.tasks(needle=0.25) | {"reference": {"needle": {"accuracy": 1.0, "se": 0.0}}}
     others = [
         many.asked(digest, named | {"reference": named["tasks"]}, name="lm-eval"),
         many.asked(digest, own),
     ]
-    return [usual, usual, week, first, *others]
+    return [usual, usual, week, *others]
 
 
 def one_field(digest: str) -> Iterator[dict[str, Any]]:
@@ -123,9 +120,12 @@ def readers(store: LocalRegistry, digest: str, given: list):
 
     yield "a page", lambda: version_page.page(version_page.of_version(store, NAME, "1.0.0", []))
     yield "the index", lambda: registry_page.page(registry_page.of_registry(store, NOW))
-    yield "a card", lambda: card.with_results(CARD, NAME, sound(store.evaluations(digest)))
+    yield "a card", lambda: card.with_results(CARD, NAME, readable(store.evaluations(digest)))
     yield "kvq show", show
-    yield "--compare", lambda: version_page.page(version_page.of_version(store, NAME, "1.0.0", of_text(sound(given))))
+    yield (
+        "--compare",
+        lambda: version_page.page(version_page.of_version(store, NAME, "1.0.0", text_records(readable(given)))),
+    )
 
 
 @pytest.mark.parametrize("path, value", BAD.values(), ids=BAD)
@@ -134,7 +134,7 @@ def test_a_record_that_is_not_sound_is_left_out_and_counted(path, value, store, 
     good, bad = many.record(digest, 0.25), changed(many.record(digest, 0.5), path, value)
     for record in (good, bad):
         store.add_evaluation(record)
-    assert len(sound([good, bad])) == 1
+    assert len(readable([good, bad])) == 1
     for _, read in readers(store, digest, [bad]):
         read()
     found = version_page.of_version(store, NAME, "1.0.0")
@@ -148,19 +148,19 @@ def test_a_record_that_is_not_sound_is_left_out_and_counted(path, value, store, 
 
 def test_what_kvq_writes_is_sound():
     given = seeds("a" * 64)
-    assert [one.raw for one in sound(given)] == given
+    assert [one.raw for one in readable(given)] == given
 
 
 def test_no_field_of_a_record_stops_a_card_a_verdict_or_a_comparison():
-    (good,), left_out, stopped = sound([many.record("a" * 64, 0.25)]), 0, set()
+    (good,), left_out, stopped = readable([many.record("a" * 64, 0.25)]), 0, set()
     for given in one_field("a" * 64):
-        if not (found := sound([given])):
+        if not (found := readable([given])):
             left_out += 1
             continue
         (record,) = found
         for read in (
             lambda record=record: card._table(card.eval_results([record])),
-            lambda record=record: verdict.of_records([record, good], "x"),
+            lambda record=record: rating.rate_records([record, good], "x"),
             lambda record=record: diff._pairs([record, good], [good, record]),
             lambda record=record: evaluation_tables([record]),
         ):
@@ -180,7 +180,7 @@ def test_no_mutant_of_a_record_stops_a_reader(store):
         for path in folder.glob("*"):
             path.unlink()
         store.add_evaluation(record)
-        left_out += not sound([record])
+        left_out += not readable([record])
         for name, read in readers(store, digest, [record]):
             try:
                 read()

@@ -7,12 +7,12 @@ import pytest
 
 from kvq_calib.report import plots
 from kvq_calib.report.plots import KL, PERPLEXITY, Point
-from kvq_runtime.registry.sound import read
+from kvq_runtime.registry.evaluation_records import parse
 
 
 def records():
     return [
-        read(many.record(name, kl, recipe=name, bits=bits))
+        parse(many.record(name, kl, recipe=name, bits=bits))
         for name, kl, bits in (("kivi-2bit", 0.1, 2.5), ("higgs-2bit", 0.02, 2.1))
     ]
 

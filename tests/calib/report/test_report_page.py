@@ -15,9 +15,9 @@ from jinja2 import UndefinedError
 
 from kvq_calib.report import registry_page, version_page
 from kvq_calib.report.html import environment
+from kvq_runtime.registry.evaluation_records import parse as read_record
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.resolve import open_registry
-from kvq_runtime.registry.sound import read as read_record
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>\u202e'
 NOW = datetime(2026, 11, 23, tzinfo=UTC)

@@ -1,0 +1,468 @@
+"""Read and write evaluation records: what an artifact loses against the 16-bit model, as measured after its fit.
+
+    {"artifact": sha256, "corpus": digest, "protocol": {...}, "environment": {...}, "result": {...}}
+
+A record is stored beside its artifact and never changed; its file is named by its own digest. Anybody who may write to
+a registry may add one, so it is parsed strictly into the classes below, which have the names of the JSON: a field with
+a default may be missing or null, and unknown fields are ignored.
+
+    full     every token but the sinks was encoded and decoded before anything attended to it
+    in-use   tokens arrived in steps, and a block was encoded when the cache would encode it
+
+Needs no torch.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from hashlib import sha256 as hash_of
+from pathlib import PurePath
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from kvq_runtime.disk import strict_json
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.registry import reference
+
+FULL, IN_USE = "full", "in-use"
+PROTOCOLS = (FULL, IN_USE)
+SPOKEN = {FULL: "full encode", IN_USE: "in use"}
+TEXT, TASKS = "perplexity", ("tasks", "lm-eval")  # names of protocols: predicting text, answering tasks
+FIELDS = {"artifact", "corpus", "protocol", "environment", "result"}
+LIMIT = 1 << 20  # bytes of a file
+LARGEST = 1e15  # magnitude of a number; larger ones overflow in plots
+
+T = TypeVar("T")
+
+
+# ---- protocol --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """The measured model."""
+
+    id: str | None = None
+    revision: str | None = None
+    parameters: int | None = None
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Share of the windows' runs of `run_bytes` bytes that also occur in the fit's text, and what was dropped."""
+
+    left: float
+    run_bytes: int
+    against: tuple[str, ...]
+    dropped_documents: int
+    dropped_tokens: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """The text of the windows."""
+
+    source: str
+    split: str | None = None
+    seed: int | None = None
+    corpus_digest: str | None = None
+    token_digest: str | None = None
+    overlap: Overlap | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Windows of one text, `length` tokens each."""
+
+    text: Source
+    windows: int
+    length: int
+
+    def __post_init__(self):
+        if min(self.windows, self.length) <= 0:
+            raise ValueError(f"{self.windows} windows of {self.length} tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """What all protocols share."""
+
+    name: str = TEXT
+    model: Model = Model()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextProtocol(Windows, Protocol):
+    """Settings of predicting text; None: the recipe's own setting."""
+
+    step: int | None = None
+    recent: int | None = None
+    sinks: int | None = None
+    error_windows: int | None = None
+    texts: Mapping[str, Windows] = field(default_factory=dict)
+
+
+# ---- result ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Decoded shares of attention's weight and of reads; `unread` is the share that the cache dropped."""
+
+    attention: float | None = None
+    reads: float | None = None
+    unread: float | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Figures of each window."""
+
+    loss: tuple[Any, ...] | None = None
+    kl: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a text has under any protocol; decoded None: the queries choose what they read."""
+
+    reference_perplexity: float | None = None
+    decoded: Shares | None = None
+    fitted_on: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmeasured(Part):
+    """The reason for missing figures."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(Part):
+    """Losses against the 16-bit model.
+
+    relative   perplexity / that of 16 bit - 1
+    kl         nats per token
+    beyond     share of blocks, 0 to 1, whose error exceeds the calibration's 99.9% quantile; None: not counted
+    """
+
+    perplexity: float
+    relative: float
+    relative_se: float | None = None
+    kl: float | None = None
+    top1: float | None = None
+    beyond: float | None = None
+    windows: Scores | None = None
+
+
+Parts = Mapping[str, Unmeasured | Figures]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Publication bounds, those that failed, and the protocol that was compared with them."""
+
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    failed: tuple[str, ...] = ()
+    protocol: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What all results share; `bits` per element: asymptotic, at_length, at_4096."""
+
+    recipe: str
+    bits: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextResult(Result):
+    """Figures by protocol, and errors: a row a layer."""
+
+    protocols: Parts
+    layers: tuple[Mapping[str, float | None], ...] = ()
+    window: Mapping[str, int] = field(default_factory=dict)
+    gate: Gate | None = None
+    texts: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure and its standard error."""
+
+    value: float | None
+    se: float | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """The figures of one task: lm-eval's metrics by name, or the accuracy of kvq's own tasks."""
+
+    reason: str | None = None
+    accuracy: float | None = None
+    se: float | None = None
+    texts: int | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> Mapping[str, Metric]:
+        """All figures by name."""
+        return self.metrics if self.accuracy is None else {"accuracy": Metric(self.accuracy, self.se)}
+
+
+@dataclass(frozen=True)
+class TaskPart:
+    """Answers under one protocol, and the 16-bit model's; decoded: shares of reads by length.
+
+    through_the_cache   of lm-eval's tasks: the number of requests, and how many of them read encoded tokens
+    """
+
+    reason: str | None = None
+    tasks: Mapping[str, Task] = field(default_factory=dict)
+    reference: Mapping[str, Task] = field(default_factory=dict)
+    decoded: Mapping[str, float] = field(default_factory=dict)
+    through_the_cache: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksResult(Result):
+    """Answers by protocol."""
+
+    protocols: Mapping[str, TaskPart]
+
+    def __post_init__(self):
+        if not self.protocols.keys() <= SPOKEN.keys():
+            raise ValueError(f"answers under {sorted(self.protocols)!r:.80}; allowed: {', '.join(SPOKEN)}")
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A record of any protocol.
+
+    artifact   sha256 of the measured artifact, or the name of a recipe without one
+    raw        the record's JSON
+    name       label in tables and plots
+    """
+
+    artifact: str = ""
+    corpus: str
+    protocol: Protocol
+    result: Result
+    environment: Any = None
+    raw: Any = field(default=None, compare=False, repr=False)
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A metric of a task beside the 16-bit model's, or the reason for its absence; task "": of all tasks."""
+
+    protocol: str
+    task: str = ""
+    metric: str = ""
+    value: float | None = None
+    se: float | None = None
+    texts: int | None = None
+    reference: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksRecord(Record):
+    """A record of answered tasks."""
+
+    result: TasksResult
+
+    def answers(self) -> list[Answer]:
+        """Flatten the results: one answer a protocol, task and metric."""
+        rows = []
+        for protocol, part in self.result.protocols.items():
+            if part.reason is not None:
+                rows.append(Answer(protocol, reason=part.reason))
+            for name, task in part.tasks.items():
+                if task.reason is not None:
+                    rows.append(Answer(protocol, name, reason=task.reason))
+                exact = part.reference[name].figures if name in part.reference else {}
+                for metric, figure in task.figures.items():
+                    known = exact[metric].value if metric in exact else None
+                    rows.append(Answer(protocol, name, metric, figure.value, figure.se, task.texts, known))
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRecord(Record):
+    """A record of predicted text."""
+
+    protocol: TextProtocol
+    result: TextResult
+
+    def __post_init__(self):
+        for parts in (self.result.protocols, *(text.get("protocols") for text in self.result.texts.values())):
+            if not parts:
+                raise ValueError("neither figures nor a reason for their absence")
+        if not self.result.texts.keys() <= self.protocol.texts.keys():
+            raise ValueError(f"figures on {sorted(self.result.texts)!r:.80}, which the protocol does not describe")
+
+    def figures(self, protocol: str) -> Figures | None:
+        """Return the figures of one protocol, or None."""
+        part = self.result.protocols.get(protocol)
+        return part if isinstance(part, Figures) else None
+
+    @property
+    def decisive(self) -> tuple[str, Figures] | None:
+        """Protocol and figures that decide: of the full encode if it was measured, else in use."""
+        return next(((name, part) for name in PROTOCOLS if (part := self.figures(name)) is not None), None)
+
+    def reasons(self) -> list[str]:
+        """Return a sentence for each protocol without figures."""
+        parts = self.result.protocols.items()
+        return [f"{SPOKEN[name]}: {part.reason}" for name, part in parts if isinstance(part, Unmeasured)]
+
+    def elsewhere(self) -> dict[str, "TextRecord"]:
+        """Return, by name, a record of each text of another kind."""
+        records = {}
+        for name, measured in self.result.texts.items():
+            text = self.protocol.texts[name]
+            about = replace(self.protocol, text=text.text, windows=text.windows, length=text.length, texts={})
+            result = replace(self.result, protocols=measured["protocols"], layers=(), texts={})
+            corpus = text.text.corpus_digest or self.corpus
+            records[name] = replace(self, corpus=corpus, protocol=about, result=result)
+        return records
+
+
+def text_records(records: Iterable[Record]) -> list[TextRecord]:
+    """Select the records of predicted text."""
+    return [record for record in records if isinstance(record, TextRecord)]
+
+
+def task_records(records: Iterable[Record]) -> list[TasksRecord]:
+    """Select the records of tasks."""
+    return [record for record in records if isinstance(record, TasksRecord)]
+
+
+def other_texts(records: Iterable[TextRecord]) -> list[str]:
+    """Return the names of all texts of other kinds."""
+    return list(dict.fromkeys(name for record in records for name in record.result.texts))
+
+
+# ---- files and JSON --------------------------------------------------------------------------------------------------
+
+
+def to_bytes(record: Mapping[str, Any]) -> bytes:
+    """Serialize a record's JSON; raises ArtifactError if it is malformed."""
+    return strict_json.record(_check(dict(record), "evaluation"))
+
+
+def from_bytes(data: bytes, path: PurePath) -> dict[str, Any]:
+    """Read a record's JSON, stored at .../artifact's digest/record's digest.json; raises ArtifactError if damaged."""
+    digest = hash_of(data).hexdigest()
+    if path.stem != digest:
+        raise ArtifactError(f"{path}: evaluation: sha256 is {digest}, not that of its name; the file was changed")
+    record = _check(strict_json.loads(data, f"{path}: evaluation"), f"{path}: evaluation")
+    if record["artifact"] != path.parent.name:
+        raise ArtifactError(f"{path}: evaluation: is about {record['artifact']}, but stored with another artifact")
+    return record
+
+
+def _check(record: Any, label: str) -> dict[str, Any]:
+    strict_json.keys(record, FIELDS, label, checks={"artifact": reference.check_sha256})
+    if not isinstance(record["corpus"], str):
+        raise ArtifactError(f"{label}: corpus must be text: the digest of the corpus")
+    for name in ("protocol", "environment", "result"):
+        if not isinstance(record[name], dict):
+            raise ArtifactError(f"{label}: {name} must be an object")
+    return record
+
+
+R = TypeVar("R", bound=Record)
+
+
+def parse(record: Any, wanted: type[R] = Record) -> R:
+    """Parse a record's JSON; of an unknown protocol, the common part. Raises ArtifactError for another form or kind."""
+    try:
+        name = record["protocol"].get("name", TEXT)
+        kind, given = TextRecord if name == TEXT else TasksRecord if name in TASKS else Record, record
+        if kind is TextRecord:
+            parts = record["result"]["protocols"]
+            ordered = {name: parts[name] for name in PROTOCOLS if name in parts}
+            given = record | {"result": record["result"] | {"protocols": ordered}}
+        parsed = _object(kind, given, "record")
+        if not isinstance(parsed, wanted):
+            raise ValueError(f"the protocol is {parsed.protocol.name!r:.80}; {wanted.__name__} has another")
+        return replace(parsed, raw=record, name=parsed.result.recipe)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(f"evaluation: {error}") from None
+
+
+def readable(records: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """Parse records, and leave out those that are malformed or have numbers beyond LARGEST."""
+    parsed = []
+    for record in records:
+        try:
+            parsed += [parse(record)] if _is_plottable(record) else []
+        except ArtifactError:
+            continue
+    return parsed
+
+
+def _is_plottable(value: Any) -> bool:
+    if isinstance(value, (int, float)):
+        return isinstance(value, bool) or -LARGEST <= value <= LARGEST
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return all(map(_is_plottable, items))
+
+
+@cache
+def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Return {name: (type, whether it is required)}."""
+    hints, missing = get_type_hints(kind), dataclasses.MISSING
+    fields = dataclasses.fields(kind)
+    return {f.name: (hints[f.name], f.default is missing and f.default_factory is missing) for f in fields}
+
+
+def _object(kind: type[T], value: Any, where: str) -> T:
+    """Convert a JSON object to a dataclass; `where` begins messages."""
+    _require(isinstance(value, dict), value, where, "an object")
+    given = {}
+    for name, (form, required) in _fields(kind).items():
+        if value.get(name) is not None:
+            given[name] = _value(form, value[name], f"{where}.{name}")
+        elif name in value and NoneType in get_args(form):
+            given[name] = None
+        elif required:
+            raise ValueError(f"{where} has no {name}")
+    return kind(**given)
+
+
+def _value(form: Any, value: Any, where: str) -> Any:
+    """Convert a JSON value to a type: a dataclass, number, text, tuple, mapping, or a union of these."""
+    origin, args = get_origin(form), get_args(form)
+    if origin is UnionType:
+        kinds = [kind for kind in args if kind is not NoneType]
+        if kinds == [Unmeasured, Figures]:
+            return _object(Unmeasured if isinstance(value, dict) and "reason" in value else Figures, value, where)
+        return _value(kinds[0], value, where)
+    if origin is tuple:
+        _require(isinstance(value, (list, tuple)), value, where, "a list")
+        return tuple(_value(args[0], item, f"{where}.{place}") for place, item in enumerate(value))
+    if origin is Mapping:
+        _require(isinstance(value, dict), value, where, "an object")
+        optional = NoneType in get_args(args[1])
+        items = [(name, item) for name, item in value.items() if item is not None or optional]
+        return {name: item if item is None else _value(args[1], item, f"{where}.{name}") for name, item in items}
+    if isinstance(form, type) and dataclasses.is_dataclass(form):
+        return _object(form, value, where)
+    if form is not Any:
+        kinds = (int, float) if form is float else form
+        _require(isinstance(value, kinds) and isinstance(value, bool) == (form is bool), value, where, form.__name__)
+    return value
+
+
+def _require(holds: bool, value: Any, where: str, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{where}: {value!r:.80} is not {what}")
