@@ -154,8 +154,8 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "round matrix": lambda: gptq.round_group(
             z[0].double(), torch.eye(64).double(), s.view(-1)[:128], s.view(-1)[:128]
         ),
-        "encode path": lambda: latent.encode_path(z, torch.ones(64), 2, torch.ones(2, 128)),
-        "encode trellis": lambda: trellis.best_path(x, s.float(), trellis.table(2, 10).float(), 2),
+        "encode path": lambda: trellis.encode_path(z, torch.ones(64), 2, torch.ones(2, 128)),
+        "encode trellis": lambda: trellis.best_path(x, s.float(), trellis.table(2).float(), 2),
         "feedback": lambda: feedback.follow(z.view(2, 1, 64, 128), torch.zeros(1, 32, 32), z[:, None, :32].clone()),
         "merge rotated": lambda: merge_parts(
             part, level, matrix.half(), None, counts, part[:, 0].bfloat16(), level[..., 0].contiguous()

@@ -43,10 +43,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from kvq_runtime.ops import latent
+from kvq_runtime.ops import latent, trellis
 from kvq_runtime.ops.grid import scan
 from kvq_runtime.ops.lloyd import iterate
-from kvq_runtime.ops.trellis import BITS, best_path
+from kvq_runtime.ops.trellis import best_path
 
 OPS = Path(__file__).parents[1] / "kvq_runtime" / "ops"
 # error per dimension of HIGGS's own grids, or of a good local minimum where they ship none
@@ -58,8 +58,7 @@ GRIDS = {
     "d4_n256": 0.09643,
     "d8_n256": 0.32233,
 }
-TRELLISES = [f"k{bits}_l{memory}" for memory in (8, 10) for bits in BITS]
-TRELLISES += [f"k{bits}_l{latent.MEMORY}" for bits in range(1, latent.PATH_BITS + 1)]
+TRELLISES = [f"k{bits}_l{trellis.MEMORY}" for bits in range(1, trellis.BITS + 1)]
 LENGTH = 128  # of the sequences: a path begins in state 0 in each of them
 ROUNDS, SAMPLES = 100, 64
 SETTLING, KEPT = 0.7, 0.9  # after so much of the rounds, so much of a round's sums is kept in the next

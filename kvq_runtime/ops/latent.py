@@ -6,20 +6,11 @@
 A centroid of the Gaussian codebook is the exact mean of its cell, E[z | a < z < b] = (φ(a) - φ(b)) / P(a, b). The
 boundaries are a table: at 7 and 8 bits they take seconds to find (`scripts/build_tables.py`).
 
-Gaussian channels are also encoded by paths through a bitshift trellis, one along the tokens of each block and channel:
-
-    decode   ẑ_t = σ · table[s_t],   s_t = the last 7 bits of the channel's codes up to token t, zeros before the block
-    encode   the codes of least Σ_t g_t² (z_t / g_t σ - table[s_t])² of all, g a token's gain, by Viterbi's algorithm
-
-Such a code has as many bits as a Lloyd–Max code and leaves 1.23 (1 bit), 1.42, 1.52, 1.44 and 1.22 times (5 bits) less
-squared error; codes of 6 bits and more are Lloyd–Max codes. A search over 2^8 states instead would leave 2 to 12% less,
-in twice the time.
+Gaussian channels of few bits are also encoded by paths: `trellis.py`.
 
 Letters: N blocks · R channels · T tokens of a block.
 
-Source: Lloyd, 1982; Max, 1960; Panter and Dite, 1951 (the density of points); Tseng et al., 2024 (QTIP), section 3;
-Marcellin and Fischer, 1990 (trellis-coded quantization).
-Differs: see `trellis.py`, whose tables and search the paths' are.
+Source: Lloyd, 1982; Max, 1960; Panter and Dite, 1951 (the density of points).
 """
 
 import math
@@ -37,11 +28,7 @@ GAUSSIAN = "72ff842e59e68f1904fa5875257ef954cf1efce5828932063d478bff0cda5e70"
 FEW = 2  # up to so many bits comparing with every boundary is the faster way
 FINE, REACH = 64, 8  # cells of a table to a unit, and the largest number in it
 PAIRED = 4  # up to so many bits errors are found without codes
-MEMORY = 7  # bits that a number is decoded from
-PATH_BITS = 5  # bits of a code
 LEVELS = 8  # of importance, on either side of the mean token's
-# Of a standard Gaussian in blocks of 128 tokens; `scripts/build_tables.py` prints them.
-PATH_DISTORTIONS = {1: 0.29562, 2: 0.08264, 3: 0.02273, 4: 0.00658, 5: 0.00204}
 
 
 @constant(MAX_BITS + 1)
@@ -175,49 +162,13 @@ def gains(ends_2: Tensor, bits: int) -> Tensor:
     return torch.exp(low + (high - low) * torch.arange(2**bits, device=ends_2.device) / (2**bits - 1)).float()
 
 
-def encode_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None = None) -> Tensor:
-    """Codes uint8 [N, R, T] of float32 channels, divided by their tokens' gains, with these deviations [R].
-
-    bits      1 to PATH_BITS
-    scale_NT   what errors of a token are multiplied with when it is decoded; None: 1
-    """
-    return (_path(z_NRT, deviation_R, bits, scale_NT) & (2**bits - 1)).to(torch.uint8)
-
-
-def on_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None = None) -> Tensor:
-    """What those codes decode to, float32, of whole blocks."""
-    path_NRT = _path(z_NRT, deviation_R, bits, scale_NT)
-    values = trellis.table(bits, MEMORY).to(z_NRT.device, torch.float32)
-    return values.index_select(0, path_NRT.flatten()).view(z_NRT.shape) * deviation_R[:, None]
-
-
-def _path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None) -> Tensor:
-    N, R, T = z_NRT.shape
-    rows = (z_NRT * product.inverse(deviation_R)[:, None]).reshape(N * R, T)
-    values = trellis.table(bits, MEMORY).to(rows.device, torch.float32)
-    if scale_NT is None:
-        path = trellis.best_path(rows[:, None], rows.new_ones(N * R, 1), values, bits)
-    else:  # groups of one token each
-        path = trellis.best_path(rows[..., None], scale_NT.repeat_interleave(R, 0), values, bits)
-    return path.reshape(N, R, T)
-
-
-def decode_path(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    """Decode codes [N, R, T] of whole blocks to float32; or of `history(bits)` tokens, of which the last is right."""
-    codes, state = codes_NRT.int(), torch.zeros_like(codes_NRT, dtype=torch.int32)
-    for past in range(min(history(bits), codes.shape[-1])):
-        state[..., past:] |= codes[..., : codes.shape[-1] - past] << past * bits
-    values = trellis.table(bits, MEMORY).to(codes.device, torch.float32)
-    return values.index_select(0, (state & 2**MEMORY - 1).flatten()).view(codes.shape) * deviation_R[:, None]
-
-
 def like_path(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Channels with errors of the size that paths leave, without a search: α z + β ẑ, ẑ of Lloyd–Max codes.
 
     Of a Gaussian z, α and β give it the variance of what paths decode to, 1 - D, and the same covariance with z: what
     is fitted to read the one reads the other as well.
     """
-    left, paths = distortion(bits), PATH_DISTORTIONS[bits]
+    left, paths = distortion(bits), trellis.DISTORTIONS[bits]
     beta = (paths * (1 - paths) / left / (1 - left)) ** 0.5
     alpha = 1 - paths - beta * (1 - left)
     rounded_NRT = decode_gaussian(encode_gaussian(z_NRT, deviation_R, bits), deviation_R, bits)
@@ -236,8 +187,3 @@ def importance(x_NTC: Tensor, direction_C: Tensor) -> Tensor:
 def token_scale(level_NT: Tensor) -> Tensor:
     """The square root of what errors of tokens of these levels count, float32."""
     return (level_NT.float() / 4).exp_()
-
-
-def history(bits: int) -> int:
-    """Return the number of tokens, the last one among them, whose codes are in a state."""
-    return -(-MEMORY // bits)

@@ -36,6 +36,7 @@ from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import GradientBasis
 
 FAMILY = Family(
+    papers={"QTIP": "Tseng et al., 2024, arXiv 2406.11235 (for weights)"},
     golden=("aqua-fisher-1bit", "aqua-fisher-1bit+all.quantize.weighed=true+name=aqua-fisher-1bit-weighed"),
     compared=("aqua-fisher-0.5bit", "aqua-fisher-1bit", "aqua-fisher-2bit", "aqua-fisher-3bit"),
 )

@@ -1,8 +1,7 @@
 """Quantize by a codebook that is known without a fit: a table lookup and one scale per group.
 
-grid      nearest points of a grid that is optimal for Gaussian vectors: HIGGS's quantizer
-lloyd     the Lloyd–Max codebook of a sphere's coordinates, element by element: TurboQuant's quantizer
-trellis   the best path through a bitshift trellis: trellis-coded quantization, QTIP's codes
+grid    nearest points of a grid that is optimal for Gaussian vectors: HIGGS's quantizer
+lloyd   the Lloyd–Max codebook of a sphere's coordinates, element by element: TurboQuant's quantizer
 """
 
 from abc import abstractmethod
@@ -15,21 +14,32 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, check_group
-from kvq_runtime.ops import grid, lloyd, pack, product, trellis
+from kvq_runtime.ops import grid, lloyd, pack, product
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.rotation import Rotation, in_tile
 from kvq_runtime.stages.abilities import PackedCodes
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
 
 Read = Callable[[Tensor], Tensor]
-MEMORIES = (8, 10)  # bits of a trellis
 
 
 class Codebook(Quantizer):
-    """A quantizer with fields `codes` and `scale`; how its codes are made and read is its own."""
+    """A codebook of points of `dim` elements, with fields `codes` and `scale`.
+
+    Code i of a group of n codes stands for its elements i, i + n, ...
+    """
 
     bits: int
+    dim: int
     group: str | int
+
+    @abstractmethod
+    def points(self, size: int) -> Tensor:
+        """The points [2^bits, dim] for groups of `size` elements."""
+
+    @abstractmethod
+    def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Codes and scales of groups [N, R, W/group, group]."""
 
     def group_size(self, width: int, geometry: Geometry) -> int:
         return geometry.group_size(self.group, width)
@@ -37,7 +47,12 @@ class Codebook(Quantizer):
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
         """Packed codes, and the scale of every group."""
         count = width // self.group_size(width, geometry)
-        return {"codes": ((rows, *self._packed(width, count)), torch.uint8), "scale": ((rows, count), torch.float16)}
+        packed = pack.packed_size(width // count // self.dim, self.bits)
+        return {"codes": ((rows, count, packed), torch.uint8), "scale": ((rows, count), torch.float16)}
+
+    def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
+        """True if a kernel rotates, rounds and packs rows of `width` in one launch."""
+        return in_tile(rotation, self.group_size(width, geometry))
 
     def encode(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
         """Rotate and encode rows of any float dtype."""
@@ -60,32 +75,6 @@ class Codebook(Quantizer):
         read = self._reader(width, geometry, torch.float32, device)
         return PackedCodes(self.group_size(width, geometry), read, lambda fields: (fields["scale"], None))
 
-    @abstractmethod
-    def _packed(self, width: int, count: int) -> tuple[int, ...]:
-        """The shape of the packed codes of a row of `count` groups."""
-
-    @abstractmethod
-    def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Codes and scales of groups [N, R, W/group, group]."""
-
-    @abstractmethod
-    def _reader(self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Read:
-        """Return a function from codes to their elements without a scale, in that dtype, in stored order."""
-
-
-class Points(Codebook):
-    """A codebook of points of `dim` elements; code i of a group of n codes stands for its elements i, i + n, ..."""
-
-    dim: int
-
-    @abstractmethod
-    def points(self, size: int) -> Tensor:
-        """The points [2^bits, dim] for groups of `size` elements."""
-
-    def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """True if a kernel rotates, rounds and packs rows of `width` in one launch."""
-        return in_tile(rotation, self.group_size(width, geometry))
-
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place, inside `width`, of the j-th decoded element."""
         size = self.group_size(width, geometry)
@@ -94,11 +83,11 @@ class Points(Codebook):
         inside = (code[:, None] + torch.arange(self.dim) * count).flatten()
         return (torch.arange(0, width, size)[:, None] + inside).flatten()
 
-    def _packed(self, width: int, count: int) -> tuple[int, ...]:
-        return count, pack.packed_size(width // count // self.dim, self.bits)
-
     def _reader(self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Read:
-        """One gather gives the elements of a code, or of all codes of a byte where they fill it."""
+        """Return a function from codes to their elements without a scale, in stored order.
+
+        One gather gives the elements of a code, or of all codes of a byte where they fill it.
+        """
         size, bits = self.group_size(width, geometry), self.bits
         count = size // self.dim
         read = partial(pack.take, _table(self, size, dtype, device), dtype=dtype)
@@ -106,7 +95,7 @@ class Points(Codebook):
 
 
 @constant(64)
-def _table(quantize: Points, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _table(quantize: Codebook, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The values of every index, rounded to bf16 whatever the dtype."""
     points = quantize.points(size).to(device, torch.bfloat16).to(dtype)
     if pack.codes_together(size // quantize.dim, quantize.bits) == 1:
@@ -115,7 +104,7 @@ def _table(quantize: Points, size: int, dtype: torch.dtype, device: torch.device
 
 
 @dataclass(frozen=True)
-class Grid(Points):
+class Grid(Codebook):
     """Encode `dim` elements by one of `size` points, log2(size)/dim bits per element, with one scale per group.
 
     dim, size   2 with 16, 64 or 256 (2, 3, 4 bits); 4 with 64 or 256 (1.5, 2 bits); 8 with 256 (1 bit)
@@ -153,7 +142,7 @@ class Grid(Points):
 
 
 @dataclass(frozen=True)
-class Lloyd(Points):
+class Lloyd(Codebook):
     """Encode to `bits` per element, with one scale per vector; to be used after a rotation of the whole vector.
 
     bits    1, 2, 3 or 4
@@ -191,37 +180,3 @@ class Lloyd(Points):
 
     def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         return lloyd.encode(x, self.bits, self.scale, rotation)
-
-
-@dataclass(frozen=True)
-class Trellis(Codebook):
-    """Encode to `bits` per element, each decoded from the last `memory` bits of its row, with one scale per group.
-
-    bits     1, 2, 3 or 4
-    memory   8 or 10: an element is one of 2^memory values; each two bits more take four times as long to encode
-    group    "head", "all", or elements per scale; one path goes through all groups of a row
-
-    No kernel encodes it: the search for a path is torch's on every device.
-    """
-
-    kind: ClassVar[str] = "trellis"
-    papers: ClassVar[tuple[str, ...]] = ("2406.11235",)
-    bits: int = 2
-    memory: int = 10
-    group: str | int = "head"
-
-    def __post_init__(self):
-        check_group(self.group)
-        known = sorted(pair for pair in trellis.DIGESTS if pair[1] in MEMORIES)
-        if (self.bits, self.memory) not in known:
-            raise ValueError(f"no trellis with bits={self.bits} memory={self.memory}; there are {known}")
-
-    def _packed(self, width: int, count: int) -> tuple[int, ...]:
-        return (trellis.packed_size(width, self.bits),)
-
-    def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        return trellis.encode(x, self.bits, self.memory, rotation)
-
-    def _reader(self, width: int, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Read:
-        """A shift gives the index, the table the elements."""
-        return partial(trellis.decode, bits=self.bits, memory=self.memory, count=width, dtype=dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import latent, pack
+from kvq_runtime.ops import latent, pack, trellis
 from kvq_runtime.ops.rotation import Rotation, rotate
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
@@ -231,7 +231,7 @@ class Mixed(Quantizer):
             elif bits > 1:
                 found.append(latent.like_path(z_NRT[:, part], own["deviation"], bits))
             else:
-                found.append(latent.on_path(z_NRT[:, part], own["deviation"], bits, scale_NT))
+                found.append(trellis.on_path(z_NRT[:, part], own["deviation"], bits, scale_NT))
         values_NRT = torch.cat(found, 1)
         return (values_NRT if gain_NT is None else gain_NT[:, None] * values_NRT).bfloat16().mT
 
@@ -254,7 +254,7 @@ class Mixed(Quantizer):
 
     def _past(self, bits: int) -> range:
         """Return how far back the codes are that a token is decoded from, the farthest first."""
-        return range(latent.history(bits) - 1 if self._in_paths(bits) else 0, -1, -1)
+        return range(trellis.history(bits) - 1 if self._in_paths(bits) else 0, -1, -1)
 
     def _picked(self, packed: Tensor, first: Tensor, token_N: Tensor, bits: int, block: int) -> Tensor:
         """Codes [N, R] of single tokens; before a block stand zeros."""
@@ -262,15 +262,15 @@ class Mixed(Quantizer):
         return codes_NR.masked_fill((token_N < 0)[:, None], 0)
 
     def _in_paths(self, bits: int) -> bool:
-        return self.codebook == "trellis" and bits <= latent.PATH_BITS
+        return self.codebook == "trellis" and bits <= trellis.BITS
 
     def distortions(self) -> list[float]:
         """Return what the errors of 0, 1, ... bits cost, of a Gaussian channel of unit variance."""
         found = [latent.distortion(bits) for bits in range(self.bits[0] + 1)]
         if self.codebook == "trellis":
-            found[1 : latent.PATH_BITS + 1] = list(latent.PATH_DISTORTIONS.values())[: self.bits[0]]
+            found[1 : trellis.BITS + 1] = list(trellis.DISTORTIONS.values())[: self.bits[0]]
         if self.weighed:
-            found[1 : latent.PATH_BITS + 1] = [WEIGHED * each for each in found[1 : latent.PATH_BITS + 1]]
+            found[1 : trellis.BITS + 1] = [WEIGHED * each for each in found[1 : trellis.BITS + 1]]
         return found
 
     def best_gain(self, z_NRT: Tensor, tensors: Tensors, width: int) -> Tensor:
@@ -304,14 +304,14 @@ class Mixed(Quantizer):
 
     def _codes(self, z_NRT: Tensor, own: Tensors, bits: int, scale_NT: Tensor | None = None) -> Tensor:
         if self._in_paths(bits):
-            return latent.encode_path(z_NRT, own["deviation"], bits, scale_NT)
+            return trellis.encode_path(z_NRT, own["deviation"], bits, scale_NT)
         if self.codebook in ("gaussian", "trellis"):
             return latent.encode_gaussian(z_NRT, own["deviation"], bits)
         return latent.encode_uniform(z_NRT, own["low"], own["high"], bits)
 
     def _values(self, codes_NRT: Tensor, own: Tensors, bits: int) -> Tensor:
         if self._in_paths(bits):
-            return latent.decode_path(codes_NRT, own["deviation"], bits)
+            return trellis.decode_path(codes_NRT, own["deviation"], bits)
         if self.codebook in ("gaussian", "trellis"):
             return latent.decode_gaussian(codes_NRT, own["deviation"], bits)
         return latent.decode_uniform(codes_NRT, own["low"], own["high"], bits)

@@ -114,7 +114,7 @@ def forget_constants():
                 kept.cache_clear()
 
 
-CONSTANTS = ["kivi-2bit", "higgs-2bit", "lloyd-4bit", "polar-4bit", "trellis-head-2bit"]
+CONSTANTS = ["kivi-2bit", "higgs-2bit", "lloyd-4bit", "polar-4bit"]
 
 
 @pytest.mark.parametrize("name", CONSTANTS)

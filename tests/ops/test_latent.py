@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import latent
+from kvq_runtime.ops import latent, trellis
 from kvq_runtime.stages.latent import Mixed
 from scripts import build_tables
 
@@ -71,8 +71,8 @@ def test_every_channel_has_its_own_bits(codebook):
     decoded = stage.decode(fields, 16, geometry, tensors).float()
     for channel, bits in enumerate([8, 5, 5, 5, 3, 3, 1, 1, 1]):
         one, own = z[:, :, channel][:, None], scale[channel : channel + 1]
-        if codebook == "trellis" and bits <= latent.PATH_BITS:
-            expected = latent.decode_path(latent.encode_path(one, own, bits), own, bits)
+        if codebook == "trellis" and bits <= trellis.BITS:
+            expected = trellis.decode_path(trellis.encode_path(one, own, bits), own, bits)
         elif codebook in ("gaussian", "trellis"):
             expected = latent.decode_gaussian(latent.encode_gaussian(one, own, bits), own, bits)
         else:

@@ -34,7 +34,7 @@ KEY = b"a chunk"
 FRAME = 700  # bytes of a block's file beside its fields, at most
 RECIPES = [
     "exact", "rtn-2bit", "quarot-2bit", "higgs-2bit", "higgs-head-3bit", "turboquant-3bit", "lloyd-1bit", "polar-3bit",
-    "trellis-head-2bit", "lloyd-3bit+value.quantize.bits=2", "oscar-2bit",
+    "lloyd-3bit+value.quantize.bits=2", "oscar-2bit",
     "kivi-2bit-r32", "squat-2bit+window.block=32",
 ]  # fmt: skip
 

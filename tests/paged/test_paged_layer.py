@@ -21,7 +21,7 @@ from kvq_runtime.vllm.page import page_of, shared_pages
 RECIPES = [
     "exact", "rtn-2bit", "rtn-absmax-4bit+all.quantize.bits=3", "quarot-2bit", "quarot-head-4bit", "higgs-2bit",
     "higgs-head-3bit", "turboquant-3bit", "lloyd-1bit", "polar-3bit", "mean-higgs-head-2bit-post",
-    "mean-lloyd-4bit-post", "trellis-head-2bit", "lloyd-3bit+value.quantize.bits=2", "exact-pre", "mean-higgs-2bit",
+    "mean-lloyd-4bit-post", "lloyd-3bit+value.quantize.bits=2", "exact-pre", "mean-higgs-2bit",
     "mean-lloyd-3bit-post+position=pre",
 ]  # fmt: skip
 WHOLE = [

@@ -14,7 +14,7 @@ from kvq_calib.fit.statistics import Moments
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import latent
+from kvq_runtime.ops import latent, trellis
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.correct import Sparse
 from kvq_runtime.stages.latent import Mixed
@@ -57,11 +57,11 @@ def test_a_path_has_the_least_error_of_all_as_errors_count():
     scale_NT = latent.token_scale(level_NT)
     every = torch.tensor([*product((0, 1), repeat=8)], dtype=torch.uint8)
     for channel, sigma in enumerate(deviation):
-        points = latent.decode_path(every[None], sigma.repeat(256), 1)[0]
+        points = trellis.decode_path(every[None], sigma.repeat(256), 1)[0]
         z_NT = z_NRT[:, channel]
         best_N = ((points[None] - z_NT[:, None]) * scale_NT[:, None]).square().sum(-1).amin(1)
-        codes = latent.encode_path(z_NRT, deviation, 1, scale_NT)[:, channel]
-        found_NT = latent.decode_path(codes[:, None], sigma[None], 1)[:, 0]
+        codes = trellis.encode_path(z_NRT, deviation, 1, scale_NT)[:, channel]
+        found_NT = trellis.decode_path(codes[:, None], sigma[None], 1)[:, 0]
         torch.testing.assert_close(((found_NT - z_NT) * scale_NT).square().sum(-1), best_N, rtol=1e-4, atol=0)
 
 
