@@ -120,7 +120,7 @@ def _time(work: Run) -> dict[str, float]:
     """Seconds of one pass of the model over all sequences, and how many passes there are at most; nothing where the
     weights are not here. The least of three times of one sequence in the first layer."""
     plan, files = work.plan, work.files
-    if files.headers is not None:
+    if not files.local:
         return {}
     set_arithmetic(plan)
     stream = Stream(files, plan.device, getattr(torch, plan.dtype))

@@ -144,7 +144,7 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
                 "bounds"
             )
     names = [recipe.name for recipe in plan.recipes]
-    if files.headers is None:
+    if files.local:
         names += [find(baseline, files, job.publication.registry).name for baseline in evaluation.baselines]
     elif evaluation.baselines:
         yield "the model's weights are not here: whether the baselines are of this model is checked later"

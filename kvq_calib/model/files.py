@@ -1,18 +1,15 @@
-"""Read a model folder in Hugging Face format: its configuration, and single tensors from its safetensors files.
+"""Describe the model of a folder in Hugging Face format: its configuration, and the tensors of its safetensors files.
 
-Nothing here runs code that came with a model: `config.json` is data, weights are safetensors only. What tensors are
-called in transformers' model is known of a few types, and asked of a model without memory for others (`weights.py`). Of
-weights that have not been downloaded the headers are enough to plan with: names, dtypes and shapes.
+No code that came with a model runs: `config.json` is data, and weights are safetensors only. Of weights on the Hub the
+headers suffice to plan a calibration.
 """
 
-import json
 import math
-import os
-import threading
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +18,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kvq_calib.model import catalog
+from kvq_calib.model.config import auto_class, transformers_config
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.families import ATTENTION, Family, family_of
+from kvq_runtime.families import Family, family_of
 from kvq_runtime.geometry import Geometry, Sliding, attending, stretches
 
 if TYPE_CHECKING:
@@ -32,58 +30,43 @@ if TYPE_CHECKING:
 
     from kvq_calib.model.weights import Weights
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-LAYERS = "model.layers"  # the name of these models' list of layers, in files too
-OUTPUT = "o_proj"  # attention's last projection
-BUFFERS = "inv_freq", ".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias"  # of old files
-SINGLE = "model.safetensors"  # the file of a model in one
-PIECE = 2**24  # bytes read from a file at a time
-AHEAD = 2**17  # bytes that are asked for at once: of more, Linux reads the beginning
-CONFIG_LIMIT = 1 << 24  # bytes
-_WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I32": 4, "I64": 8}  # bytes; of others 1
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+OUTPUT = "o_proj"  # attention's last projection
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_WIDTH = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}  # bytes; of other dtypes 1
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor as a safetensors file has it: in which file, its dtype there ("BF16") and its shape."""
+class StoredTensor:
+    """A tensor's header: the name of its safetensors file, its dtype there ("BF16") and its shape."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
 
-
-@dataclass(frozen=True)
-class Parameters:
-    """The parameters of transformers' model by the tensors of files.
-
-    within   the model's list of layers, by its name there
-    named    {tensor: the parameter that it is, or the first of those that it becomes a part of}
-    made     tensors that are no parameters as they are: transformers splits, joins or turns them
-    tied     tensors with the parameters that they are, or become a part of, beside
-    """
-
-    within: str
-    named: Mapping[str, str]
-    made: frozenset[str]
-    tied: Sequence[tuple[str, str]] = ()
+    @property
+    def bytes(self) -> int:
+        return _WIDTH.get(self.dtype, 1) * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class ModelFiles:
     """One model on disk.
 
-    id         what provenance calls it: the catalog's or the folder's name, or the Hub id
+    id         its name in provenance: the catalog's or the folder's name, or the Hub id
     revision   the Hub commit the files belong to; None for a local folder
-    headers    of weights that are on the Hub alone, their headers by tensor: enough to plan, not to read; None
-               where the weights are in the folder
+    config     the text decoder's settings, transformers' defaults included
+    tensors    headers by the names in the files, those of image towers included
+    local      False if the weights are only on the Hub
     """
 
     path: Path
     id: str
     revision: str | None
     config: Mapping[str, Any]
-    headers: Mapping[str, Stored] | None = None
+    tensors: Mapping[str, StoredTensor]
+    local: bool = True
 
     @property
     def entry(self) -> catalog.Entry:
@@ -91,22 +74,8 @@ class ModelFiles:
         return catalog.entry(self.id)
 
     @property
-    def architecture(self) -> str:
-        return self.config["architectures"][0]
-
-    @property
     def hidden(self) -> int:
         return self.config["hidden_size"]
-
-    @property
-    def inner(self) -> int:
-        """The width inside an MLP."""
-        return self.config["intermediate_size"]
-
-    @property
-    def chosen_experts(self) -> int:
-        """The experts that a token goes through; 0 of a model without."""
-        return self.config.get("num_experts_per_tok") or 0
 
     @property
     def context(self) -> int:
@@ -118,21 +87,13 @@ class ModelFiles:
         return self.config["vocab_size"]
 
     @property
-    def loader(self) -> str:
-        """The class of transformers that loads it."""
-        if self.architecture.endswith("ForCausalLM"):
-            return "AutoModelForCausalLM"
-        from kvq_calib.model.decoder import maker
-
-        return maker(self.transformers_config()).__name__
-
-    @property
     def provenance(self) -> dict[str, Any]:
         """The facts of the model that an artifact states."""
-        said = {"model": self.id, "revision": self.revision}
+        facts: dict[str, Any] = {"model": self.id, "revision": self.revision}
         if self.quantization:
-            said["quantization"] = self.quantization
-        return said if self.loader == "AutoModelForCausalLM" else said | {"loader": self.loader}
+            facts["quantization"] = self.quantization
+        loader = auto_class(self.config["model_type"]).__name__
+        return facts if loader == "AutoModelForCausalLM" else facts | {"loader": loader}
 
     @property
     def geometry(self) -> Geometry:
@@ -150,23 +111,15 @@ class ModelFiles:
 
     @property
     def stretches(self) -> Sequence[range]:
-        """For each layer of the geometry those of the model that are run with it, by number."""
+        """For each layer of the geometry the model's layers that run with it, by number."""
         return stretches(self.config)
 
     @property
     def family(self) -> Family:
         """Its row in the table of families."""
-        found = family_of(self.config)
-        assert found is not None, f"{self.id} was not checked"
-        return found
-
-    @property
-    def tapped(self) -> bool:
-        """True if keys and queries are taken where the projection, or the norm after it, puts them out, before RoPE.
-
-        Of other models they are turned back from what attention gets, as a cache does, which differs in the last bit.
-        """
-        return self.architecture in ARCHITECTURES
+        family = family_of(self.config)
+        assert family is not None, f"{self.id} was not checked"
+        return family
 
     @property
     def rope_refusal(self) -> str | None:
@@ -174,160 +127,74 @@ class ModelFiles:
         return "some layers turn no keys" if self.family.rope == "some layers" else None
 
     @property
-    def held(self) -> Mapping[str, str]:
-        """The file that holds each tensor, those of towers too."""
-        return self._shards
-
-    @cached_property
-    def _shards(self) -> Mapping[str, str]:
-        given = self.headers
-        named = weight_map(self.path) if given is None else {name: one.file for name, one in given.items()}
-        return dict.fromkeys(_open(self.path / SINGLE).keys(), SINGLE) if named is None else named
-
-    @cached_property
-    def names(self) -> Mapping[str, str]:
-        """The file that holds each tensor of the text."""
-        return {name: file for name, file in self.held.items() if name in self._parameters.named}
-
-    @cached_property
-    def _parameters(self) -> Parameters:
-        kind = self.config.get("model_type")
-        if self.tapped and kind in (None, self.architecture.removesuffix("ForCausalLM").lower()):
-            return Parameters(LAYERS, {name: name for name in self.held}, frozenset())
-        return Parameters(*self._weights.parameters)
-
-    @cached_property
-    def _weights(self) -> "Weights":
-        """Its tensors as transformers reads them."""
-        from kvq_calib.model.weights import Weights
-
-        return Weights.of(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_weights"}
-
-    @cached_property
-    def _of_layers(self) -> Mapping[int, list[str]]:
-        """The tensors of each decoder layer, ascending by the parameters that they are, or become a part of."""
-        found: dict[int, list[tuple[str, str]]] = {}
-        start = f"{self._parameters.within}."
-        for name, parameter in (*self._parameters.named.items(), *self._parameters.tied):
-            number, _, own = parameter.removeprefix(start).partition(".")
-            if parameter.startswith(start) and number.isdigit() and not name.endswith(BUFFERS):
-                found.setdefault(int(number), []).append((own, name))
-        return {number: [name for _, name in sorted(own)] for number, own in found.items()}
+    def quantization(self) -> str | None:
+        """The ggml types of the weights before they were dequantized; None if they never were quantized."""
+        return self.config.get(fingerprint.DEQUANTIZED)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights as stored."""
-        norm = f"{self._parameters.within.rpartition('.')[0]}.norm.weight"
-        own = (name for name, parameter in self._parameters.named.items() if parameter == norm)
-        found = self._stored(next(own, None) or self.layer_names(0)[0]).dtype
-        if found not in DTYPES:
-            raise ValueError(f"{self.id} is stored as {found}; use weights in {', '.join(DTYPES)}")
-        return DTYPES[found]
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, as stored, on the CPU, in memory mapped from the file."""
-        return _open(self._file(name)).get_tensor(name)
-
-    def copied(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """One tensor in the memory of a device, whose reading takes no more than that and PIECE."""
-        path = self._file(name)
-        copy = torch.empty(_open(path).get_slice(name).get_shape(), dtype=dtype, device=device)
-        if not copy.dim():
-            return copy.copy_(self.tensor(name))
-        rows = max(1, PIECE * len(copy) // self._bytes(name))
-        for start in range(0, len(copy), rows):
-            # opened anew: pages once read are this process's memory until nothing holds the mapping
-            copy[start : start + rows] = _open(path).get_slice(name)[start : start + rows]
-        return copy
-
-    def read_ahead(self, layer: int) -> None:
-        """Have the system read the weights of a layer, and of those that are run with it, into its cache meanwhile.
-
-        Nothing where the system cannot be asked, or there is no such layer.
-        """
-        if not hasattr(os, "posix_fadvise") or layer >= self.geometry.layers:
-            return
-        own = [name for n in self.stretches[layer] for name in self.layer_names(n)]
-        threading.Thread(target=_asked_for, args=([self.place(name) for name in own],), daemon=True).start()
-
-    def place(self, name: str) -> tuple[Path, int, int]:
-        """The file of a tensor, its first byte there, and the one behind its last; both 0 if that is not known."""
-        path = self._file(name)
-        about = path.stat()
-        return path, *_places(path, about.st_mtime_ns, about.st_size).get(name, (0, 0))
-
-    def rows(self, name: str, places: Tensor) -> Tensor:
-        """Single rows of a matrix, as stored, on the CPU; the others are not read."""
-        return nn.functional.embedding(places, self.tensor(name))
-
-    def transformers_config(self) -> "PreTrainedConfig":
-        """The configuration as transformers' own class, with those of towers beside the text's.
-
-        Without what names code: of a repository, for which transformers would ask, or of attention, which is ours.
-        """
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(self.path, trust_remote_code=False, local_files_only=True)
-        config._attn_implementation = None  # and of those in it
-        _forget_code(config)
-        return config
-
-    def model(self, dtype: torch.dtype) -> "PreTrainedModel":
-        """The whole model, on the CPU, with towers that it has beside the text's."""
-        from kvq_calib.model.decoder import maker
-
-        config: Any = self.transformers_config()
-        return maker(config).from_pretrained(
-            self.path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
-        )
-
-    def layer_names(self, layer: int) -> list[str]:
-        """The tensors of one decoder layer in the files, without buffers that transformers makes."""
-        return self._of_layers.get(layer, [])
-
-    def parameter(self, name: str) -> str:
-        """The parameter of transformers' model that a tensor of the text is, or becomes a part of."""
-        return self._parameters.named[name]
-
-    def layer_bytes(self, layer: int) -> int:
-        """The bytes of a layer of the geometry and of those that are run with it, as stored."""
-        return sum(self._bytes(name) for n in self.stretches[layer] for name in self.layer_names(n))
-
-    @property
-    def weight_bytes(self) -> int:
-        """The bytes of all tensors of the text, as stored."""
-        return sum(map(self._bytes, self.names))
-
-    @property
-    def download_bytes(self) -> int:
-        """The bytes of the files that are on the Hub alone."""
-        return 0 if self.headers is None else sum(_size(one) for one in self.headers.values())
+        """The dtype in which most numbers of the layers are stored."""
+        stored = [tensor for name, tensor in self.tensors.items() if _OF_LAYER.search(name)]
+        count = Counter[str]()
+        for tensor in stored:
+            count[tensor.dtype] += math.prod(tensor.shape)
+        dtype = count.most_common(1)[0][0]
+        if dtype not in DTYPES:
+            raise ValueError(f"{self.id} is stored as {dtype}; use weights in {', '.join(DTYPES)}")
+        return DTYPES[dtype]
 
     @property
     def parameters(self) -> int:
-        """The numbers in all tensors of the text: embeddings that are the output layer, too, are counted once."""
-        shapes = (self._stored(name).shape for name in self.names if not name.endswith("inv_freq"))
-        return sum(map(math.prod, shapes))
+        """The numbers in all weights of the text: an output layer that is the embedding is counted once."""
+        return self.weights.parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the text's weights, in their stored dtype."""
+        return self.parameters * self.dtype.itemsize
+
+    @property
+    def download_bytes(self) -> int:
+        """The bytes of weights to download; 0 for local ones."""
+        return 0 if self.local else sum(tensor.bytes for tensor in self.tensors.values())
 
     @property
     def about(self) -> dict[str, Any]:
         """The model, as records state it."""
         return {"id": self.id, "revision": self.revision, "parameters": self.parameters}
 
-    @property
-    def quantization(self) -> str | None:
-        """The types of ggml that the weights are, or were before they were written out; None of others."""
-        return self.config.get(fingerprint.DEQUANTIZED)
+    @cached_property
+    def weights(self) -> "Weights":
+        """Its tensors by the parameters of transformers' model."""
+        from kvq_calib.model.weights import Weights
+
+        return Weights(self, self.without_memory(self.dtype))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "weights"}
+
+    def layer_bytes(self, layer: int) -> int:
+        """The bytes of a layer of the geometry and of those that run with it, in their stored dtype."""
+        return self.weights.layer_parameters(self.stretches[layer]) * self.dtype.itemsize
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, as stored, on the CPU, in memory mapped from the file."""
+        if name not in self.tensors:
+            raise ValueError(f"{self.id} has no tensor {name!r}; is the folder complete?")
+        return _open(self.path / self.tensors[name].file).get_tensor(name)
+
+    def rows(self, name: str, numbers: Tensor) -> Tensor:
+        """Single rows of a matrix, as stored, on the CPU; the others are not read."""
+        return nn.functional.embedding(numbers, self.tensor(name))
 
     @cached_property
     def _fingerprint(self) -> fingerprint.Fingerprint:
-        def weight(layer: int, name: str) -> Tensor:
-            one = [fingerprint.PROJECTIONS["key"]] if self.config.get(fingerprint.ONE) else []
-            found, weight = self._matrix(layer, name, *fingerprint.FUSED, *one)
-            return fingerprint.of_fused(weight, self.config, name) if found in fingerprint.FUSED else weight
+        def weight(layer: int, projection: str) -> Tensor:
+            if self.family.fused:
+                return fingerprint.of_fused(self._projection(layer, self.family.fused), self.config, projection)
+            keys = fingerprint.PROJECTIONS["key"]
+            own = keys if self.config.get(fingerprint.ONE) and not self._has(layer, projection) else projection
+            return self._projection(layer, own)
 
         return fingerprint.from_config(self.config, weight)
 
@@ -337,97 +204,74 @@ class ModelFiles:
 
     def output_projection(self, layer: int) -> Tensor:
         """The matrix of a layer of the geometry behind attention, [hidden width, query heads · head size]."""
-        return self._matrix(self.attending[layer], OUTPUT)[1]
+        return self._projection(self.attending[layer], OUTPUT)
 
-    def _matrix(self, layer: int, *matrices: str) -> tuple[str, Tensor]:
-        """The first of these matrices that the attention of a layer has, and its name there."""
-        start, parameters = f"{self._parameters.within}.{layer}.{ATTENTION}.", self._parameters
-        for matrix in matrices:
-            for name in self.layer_names(layer):
-                if parameters.named[name] == f"{start}{matrix}.weight" and name not in parameters.made:
-                    return matrix, self.tensor(name)
-        raise ValueError(f"{self.id} has no tensor {start}{matrices[0]}.weight; is the folder complete?")
+    def _has(self, layer: int, projection: str) -> bool:
+        return self.weights.of_attention(layer, projection) in self.weights
 
-    def check_files(self) -> None:
-        """Refuse files that are missing or not whole."""
-        single, index = self.path / SINGLE, self.path / "model.safetensors.index.json"
-        if not single.is_file() and not index.is_file():
-            others = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(self.path.glob(pattern))]
-            code = f"found {others[0]}, which may run code when it is opened: convert it" if others else ""
-            instead = gguf_of(self.path) or code
-            raise ValueError(f"{self.id} has no model.safetensors in {self.path}{instead and '; '}{instead}")
-        for shard in sorted(set(self._shards.values())):  # those of towers, too: the whole model is read of them
-            if Path(shard).name != shard or not (self.path / shard).is_file():
-                said = f"the index names {shard!r}, which is not in {self.path}"
-                raise ArtifactError(f"{self.id}: {said}; download it again")
-            _open(self.path / shard)  # a shard that was cut off is found here, not after hours
+    def _projection(self, layer: int, projection: str) -> Tensor:
+        return self.weights.read(self.weights.of_attention(layer, projection))
 
-    def _file(self, name: str) -> Path:
-        if name not in self.held:
-            raise ValueError(f"{self.id} has no tensor {name!r}; is the folder complete?")
-        return self.path / self.held[name]
+    def transformers_config(self) -> "PreTrainedConfig":
+        """The configuration as transformers' own class, that of an image tower included."""
+        return transformers_config(self.path)
 
-    def _stored(self, name: str) -> Stored:
-        if self.headers is not None and name in self.headers:
-            return self.headers[name]
-        path = self._file(name)
-        found = _open(path).get_slice(name)
-        return Stored(path.name, found.get_dtype(), tuple(found.get_shape()))
+    def without_memory(self, dtype: torch.dtype) -> "PreTrainedModel":
+        """The whole model on torch's meta device."""
+        config: Any = self.transformers_config()
+        with torch.device("meta"):
+            return auto_class(config.model_type).from_config(config, dtype=dtype).eval()
 
-    def _bytes(self, name: str) -> int:
-        return _size(self._stored(name))
+    def model(self, dtype: torch.dtype) -> "PreTrainedModel":
+        """The whole model, on the CPU, with an image tower where it has one."""
+        config: Any = self.transformers_config()
+        return auto_class(config.model_type).from_pretrained(
+            self.path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
 
 
-def _forget_code(config: "PreTrainedConfig") -> None:
-    """Take what names code of a repository out of a configuration, and out of those in it."""
-    vars(config).pop("auto_map", None)
-    for part in vars(config).values():
-        if hasattr(part, "sub_configs"):
-            _forget_code(part)
+def stored_tensors(folder: Path, id: str) -> dict[str, StoredTensor]:
+    """Read the headers of a folder's weights.
+
+    Raises ValueError for a folder without safetensors, ArtifactError for a file that is missing or cut off: it is found
+    here, not after hours.
+    """
+    if (folder / INDEX).is_file():
+        named = disk.json_object(folder / INDEX).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+            raise ArtifactError(
+                f"{folder / INDEX}: weight_map does not name the file of each tensor; download it again"
+            )
+        files = sorted(set(named.values()))
+    elif (folder / SINGLE).is_file():
+        files = [SINGLE]
+    else:
+        others = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(pattern))]
+        code = f"; found {others[0]}, which may run code when it is opened: convert it" if others else ""
+        raise ValueError(f"{id} has no {SINGLE} in {folder}{code}")
+    tensors = {}
+    for file in files:
+        if Path(file).name != file or not (folder / file).is_file():
+            raise ArtifactError(f"{id}: the index names {file!r}, which is not in {folder}; download it again")
+        opened = _open(folder / file)
+        for name in list(opened.keys()):
+            header = opened.get_slice(name)
+            tensors[name] = StoredTensor(file, header.get_dtype(), tuple(header.get_shape()))
+    return tensors
 
 
-def weight_map(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, from the index of a model in several files; None without an index."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return None
-    named = disk.json_object(index).get("weight_map")
-    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-        raise ArtifactError(f"{index}: weight_map does not name the file of each tensor; download it again")
-    return named
+def check_layers(files: ModelFiles) -> ModelFiles:
+    """Raise a ValueError for a model without the weights of one of its layers; return the model."""
+    stored = {int(found[1]) for found in map(_OF_LAYER.search, files.tensors) if found}
+    count = files.config["num_hidden_layers"]
+    missing = next((n for n in range(count) if n not in stored), None)
+    if missing is not None:
+        raise ValueError(f"{files.id}: no weights for layer {missing} of {count}")
+    return files
 
 
-def _size(stored: Stored) -> int:
-    return _WIDTH.get(stored.dtype, 1) * math.prod(stored.shape)
-
-
-def gguf_of(folder: Path) -> str:
-    """Return advice on what to pass in place of a folder that has a GGUF file, or ""."""
-    found = next(iter(sorted(folder.glob("*.gguf"))), None)
-    return f"for its GGUF file give {found}" if found else ""
-
-
-def _open(path: Path):
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except SafetensorError as error:
         raise ArtifactError(f"{path}: no whole safetensors file ({error}); download it again") from None
-
-
-def _asked_for(places: Sequence[tuple[Path, int, int]]) -> None:
-    """Ask the system to read these parts of files. It need not: what it refuses is read when it is used."""
-    with suppress(OSError):
-        for path, start, stop in places:
-            with path.open("rb") as file:
-                for at in range(start, stop, AHEAD):
-                    os.posix_fadvise(file.fileno(), at, min(AHEAD, stop - at), os.POSIX_FADV_WILLNEED)
-
-
-@lru_cache(maxsize=256)
-def _places(path: Path, changed: int, size: int) -> Mapping[str, tuple[int, int]]:
-    """{name: its first byte, and the one behind its last} of a safetensors file, which was whole when it was opened."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(length))
-    ranges = {name: entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"}
-    return {name: (8 + length + first, 8 + length + last) for name, (first, last) in ranges.items()}

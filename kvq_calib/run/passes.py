@@ -46,10 +46,8 @@ class Capture:
 
     @cached_property
     def module(self) -> Layer:
-        """The layer, read where the first chunk needs it and held as long as this is; the next is read meanwhile."""
-        layer = self.stream.layer(self.layer)
-        self.stream.files.read_ahead(self.layer + 1)
-        return layer
+        """The layer, read where the first chunk needs it and held as long as this is."""
+        return self.stream.layer(self.layer)
 
 
 @dataclass(frozen=True)

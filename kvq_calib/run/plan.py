@@ -159,9 +159,10 @@ class Plan:
         layer = max(files.layer_bytes(i) for i in range(self.geometry.layers)) * itemsize // files.dtype.itemsize
         hidden = tokens * files.hidden * itemsize
         decoded = tokens * 2 * width * 2 * len(self.recipes)
-        inside = min(token_rows, TILE) * 3 * files.inner  # an MLP at work
-        if files.chosen_experts:  # which see a whole chunk, and are put together from tensors of single ones
-            inside, layer = token_rows * files.chosen_experts * (2 * files.hidden + 3 * files.inner), 2 * layer
+        inner, experts = files.config["intermediate_size"], files.config.get("num_experts_per_tok") or 0
+        inside = min(token_rows, TILE) * 3 * inner  # an MLP at work
+        if experts:  # which see a whole chunk, and are put together from tensors of single ones
+            inside, layer = token_rows * experts * (2 * files.hidden + 3 * inner), 2 * layer
         chunk = (token_rows * (6 * files.hidden + 8 * width) + inside) * itemsize
         known = self.beginning().tokens * (files.hidden + 2 * width) * itemsize * self.geometry.layers
         return {

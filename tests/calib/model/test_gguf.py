@@ -74,6 +74,7 @@ def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert gguf.converted(path) != first and len(again) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_half(tmp_path: Path, home: Path):
     path = tiny_gguf.write(made(), tmp_path / "model.gguf", Type.F16)
     code = (
@@ -122,7 +123,7 @@ def test_other_files_are_refused(tmp_path: Path, home: Path):
     with pytest.raises(NotFound, match="no such file"):
         gguf.converted(tmp_path / "none.gguf")
     tiny_gguf.write(made(), path)
-    with pytest.raises(ValueError, match=r"no config\.json; for its GGUF file give .*model\.gguf"):
+    with pytest.raises(ValueError, match=r"no config\.json; give .*model\.gguf"):
         models.resolve(tmp_path)
     with pytest.raises(ValueError, match="revision 'v1' is of a model on the Hub, and .* is a file"):
         models.resolve(path, "v1")
@@ -135,6 +136,7 @@ def test_without_the_package_the_error_names_the_extra(tmp_path: Path, monkeypat
         models.resolve(path)
 
 
+@pytest.mark.slow
 def test_from_a_file_to_a_cache(tmp_path: Path, kvq, capsys):
     """Fitted on a 4-bit file: its card says so, the same weights are silent, and the originals warn."""
     original = made()

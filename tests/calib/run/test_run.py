@@ -15,7 +15,6 @@ from filelock import FileLock
 from patience import held, until
 
 from kvq_calib.model import find as models
-from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import calibrate as runs
 from kvq_calib.run import checkpoint
 from kvq_calib.run import plan as plans
@@ -273,13 +272,6 @@ def test_the_bits_that_the_fit_finds_are_in_the_recipe(undisturbed):
             assert found.bits(128, geometry) == wanted.bits(128, geometry)
     for layer in made.fit["layers"]:
         assert layer["key"]["relative_error"] < 0.36, "no better than one bit for every channel"
-
-
-def test_the_next_layer_is_read_ahead(model, tmp_path, monkeypatch):
-    asked: list[int] = []
-    monkeypatch.setattr(ModelFiles, "read_ahead", lambda self, layer: asked.append(layer))
-    runs.calibrate(a_run(model, tmp_path / "run", RECIPES[:1]))
-    assert asked == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("given, found", [(None, ":4096:8"), (":16:8", ":16:8"), (":4096:2:16:8", ":4096:8")])
