@@ -25,8 +25,6 @@ class What:
     recipes    names, files, either with settings: what `recipe_text.read` takes; or "auto"
     bits       of "auto": an artifact for each
     engine     "vllm": artifacts that it can serve from its pages; "auto" then chooses among such settings
-    reuse      an artifact of the model that this one was fine-tuned from: within the bounds it is published for this
-               one too, and nothing is fitted
     """
 
     model: str
@@ -34,7 +32,6 @@ class What:
     bits: tuple[float, ...] = ()
     engine: str | None = None
     revision: str | None = None
-    reuse: str | None = None
 
 
 @dataclass(frozen=True)

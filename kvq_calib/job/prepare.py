@@ -24,11 +24,9 @@ from kvq_calib.text import corpus
 from kvq_calib.text.documents import EMBEDDED
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.artifact import recipe_text
-from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.ops import product
 from kvq_runtime.registry.hub.client import publishing
 from kvq_runtime.registry.reference import check_version, home
-from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.vllm import plugin
 
 ENGINES = ("vllm",)
@@ -124,18 +122,6 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
     corpus.others(job.beside(files))
     if evaluation.bounds.given and not evaluation.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
-    if job.what.reuse is not None:
-        if not evaluation.bounds.given or len(plan.recipes) > 1:
-            raise ValueError(
-                "--reuse REF publishes one artifact within bounds, or fits one recipe: give --max-kl or "
-                "--max-perplexity-ratio, and at most one --recipe"
-            )
-        base = base_of(job, files)
-        checkpoint.check_beside(job.artifact_name(files, base.recipe.name))
-        if job.what.engine:
-            plugin.VLLM.check(base.recipe, files.geometry)
-        if not encodes(base.recipe, length):
-            raise ValueError(f"--reuse {job.what.reuse}: a bound on it could not be judged; use a longer --seq-len")
     for recipe in plan.recipes if evaluation.bounds.given else ():
         if not encodes(recipe, length):
             raise ValueError(
@@ -152,18 +138,6 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
         raise ValueError(f"recipes {job.what.recipes} and baselines {evaluation.baselines}; name each once")
     if plan.seq_len > files.context:
         yield f"sequences of {plan.seq_len} tokens exceed the model's context of {files.context}"
-
-
-def base_of(job: Job, files: ModelFiles) -> Artifact:
-    """The artifact to reuse, of the model that this one was fine-tuned from. ValueError for models of another shape."""
-    assert job.what.reuse is not None, "a job with an artifact to reuse"
-    made = load_artifact(job.what.reuse, job.publication.registry)
-    if made.fingerprint.geometry != files.geometry:
-        raise ValueError(
-            f"--reuse {job.what.reuse} was fitted to {made.fingerprint.geometry}, and {files.id} has {files.geometry}; "
-            "give an artifact of the model it was fine-tuned from"
-        )
-    return made
 
 
 def _check_machine(job: Job, work: Run) -> Iterator[str]:

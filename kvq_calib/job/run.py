@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,14 +13,13 @@ from typing import Any
 from kvq_calib.evaluate import held_out
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.job.job import Job
-from kvq_calib.job.prepare import base_of, prepare
-from kvq_calib.model.files import ModelFiles
+from kvq_calib.job.prepare import prepare
 from kvq_calib.report import card as report
 from kvq_calib.report import plots, sections, tables
 from kvq_calib.report.published import Place, Published
 from kvq_calib.run import calibrate, checkpoint
 from kvq_calib.run.run import Executor, Listener, Run, silent
-from kvq_runtime.artifact import artifact, fingerprint
+from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.disk import files as disk
@@ -43,48 +41,12 @@ def complete(job: Job, work: Run) -> tuple[list[Published], dict[str, float]]:
     """`run` of a job that is prepared already."""
     with work.claimed():
         begin(job, work)
-        if job.what.reuse is not None and (done := reused(job, work)):
-            return done, {}
         with executor(job, work) as execute:
             fitted = calibrate.fit(replace(work, executor=execute))
         begun = time.perf_counter()
         records = evaluate(job, work, fitted)
         spent = {"evaluation": time.perf_counter() - begun} if records else {}
         return publish(job, work, fitted, records), calibrate.seconds(work) | spent
-
-
-def reused(job: Job, work: Run) -> list[Published]:
-    """Publish the artifact of the model's base, if it keeps the bounds on this model; nothing if it does not.
-
-    Weights differ, shapes and RoPE do not: what the artifact costs on the fine-tune is measured before anything is
-    fitted, and within the bounds it is published with the fine-tune's fingerprint, its tensors and what its fit
-    measured as they were.
-    """
-    made = _offered(job, work.files)
-    fitted = {made.recipe.name: made}
-    records = evaluate(job, work, fitted)
-    failed = rating.failed_bounds(parse(records[0], TextRecord), job.evaluation.bounds)
-    if failed:
-        _log.warning("%s is not reused: %s; calibrating", job.what.reuse, "; ".join(failed))
-        return []
-    return publish(job, work, fitted, records)
-
-
-def _offered(job: Job, files: ModelFiles) -> Artifact:
-    """The base's artifact as one of this model. ArtifactError if more than the weights differs."""
-    base, own = base_of(job, files), files.fingerprint()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the weights differ is what is asked
-        fingerprint.check_match(base.fingerprint, own, allow_other_weights=True)
-    given = base.provenance
-    source = {
-        "artifact": str(job.what.reuse).rstrip("/").rpartition("/")[2],
-        "sha256": hashlib.sha256(artifact.to_bytes(base)).hexdigest(),
-        "model": given.get("model"),
-        "revision": given.get("revision"),
-    }
-    about = {name: said for name, said in given.items() if name not in ("quantization", "loader")}
-    return replace(base, fingerprint=own, provenance=about | files.provenance | {"reused": source})
 
 
 def fit(work: Run) -> list[Subject]:

@@ -112,9 +112,6 @@ def provenance(artifact: Artifact, license: Mapping[str, str]) -> str:
     model, revision = model_of(artifact)
     text = corpus_of(artifact)
     rows = {"model": f"`{model}`", "revision": revision and f"`{revision}`"}
-    base = given.get("reused") or {}
-    taken = f"`{base.get('artifact')}`, fitted to `{base.get('model')}`"
-    rows |= {"reused": f"{taken}; losses are this model's, errors of the fit that model's" if base else None}
     rows |= {"weights": given.get("quantization") and f"{given['quantization']}, dequantized"}
     rows |= {"licence of the model": license.get("license_name") or license.get("license") or "not known here"}
     rows |= {"licence of the corpus": CORPORA.get(str(text.get("source")), "not known here; see the corpus")}

@@ -149,7 +149,7 @@ def about_of(head: Header) -> dict[str, Any]:
 
 
 def summary(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Recipe, model and corpus from the metadata of an artifact's header: what `kvq search` compares.
+    """Recipe, model and corpus from the metadata of an artifact's header: what `kvq list` shows.
 
     Raises ArtifactError for what is no text, or a long one; 200 characters of it are told.
     """

@@ -1,30 +1,29 @@
-"""The commands of a registry and its names: print what there is, change what an alias means, and keep it in order."""
+"""The commands about names: list and change them, copy them, keep registries and prefix folders in order."""
 
 import dataclasses
+import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from kvq_runtime.cli.exit_codes import say
+from kvq_runtime.cli.options import check_exists
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.errors import ArtifactError, counted, spoken
-from kvq_runtime.registry import rating, reference
+from kvq_runtime.registry import reference
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.local import LocalRegistry
-from kvq_runtime.registry.reference import SEARCHED, Reference
+from kvq_runtime.registry.reference import Reference
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.resolve import choose, open_registry
 
 
-def list_names(args: Namespace) -> int:
-    """Print a row a name: production, newest version, recipe and model; 1 if a name cannot be read."""
-    registry, code = open_registry(args.where or args.registry), 0
-    rows = []
+def run_list(args: Namespace) -> int:
+    """Print a row a name: production, newest version, recipe and model; return 1 if a name cannot be read."""
+    registry, code, rows = _registry(args), 0, []
     for name in registry.names():
         try:
-            state = registry.state(name)
-            if state.events:
+            if (state := registry.state(name)).events:
                 rows.append(_list_row(registry, state))
         except (ArtifactError, PermissionError) as error:
             code = 1
@@ -32,9 +31,7 @@ def list_names(args: Namespace) -> int:
     if rows or args.json:
         print_table(rows, args.json)
     else:
-        found = not isinstance(registry, LocalRegistry) or registry.root.is_dir()
-        said = f"{registry.url} {'is empty' if found else 'is not there yet'}; kvq-calibrate publishes artifacts"
-        print(f"{said}, kvq copy copies those of another registry")
+        print(f"{registry.url} is empty; kvq-calibrate publishes artifacts, kvq copy copies those of another registry")
     return code
 
 
@@ -48,85 +45,40 @@ def _list_row(registry: Registry, state: State) -> dict[str, Any]:
     return row | {"recipe": about["recipe"], "model": about["model"], "published": newest.at}
 
 
-def search_names(args: Namespace) -> int:
-    """Print every version whose name, recipe, model, revision and corpus match; 1 if one cannot be read."""
-    registry = open_registry(args.where or args.registry)
-    query = {field: getattr(args, field) for field in SEARCHED}
-    rows = list(search(registry, query))
-    code = int(any("sha256" not in row for row in rows))
-    if not args.json:
-        rows = [{name: row.get(name) for name in ("name", "version", *SEARCHED[1:], "yanked")} for row in rows]
-    print_table(rows, args.json)
-    return code
+def _registry(args: Namespace) -> Registry:
+    """Open the registry in use, which must exist if it is named."""
+    check_exists(args.registry)
+    return open_registry(args.registry)
 
 
-def search(registry: Registry, query: Mapping[str, str | None]) -> Iterator[dict[str, Any]]:
-    """Yield every version that matches all patterns, as a row.
-
-    query   {field: pattern}, fields of SEARCHED; None matches all. A pattern with * ? [ must match the whole field,
-            another a part of it; case is ignored. `corpus` is compared with the name of the corpus and its digest
-    What cannot be read, and so may match, is a row without a digest that says why.
-    """
-    patterns = {field: pattern.lower() for field, pattern in query.items() if pattern}
-    for name in registry.names():
-        if "name" in patterns and not _matches(patterns["name"], name):
-            continue
-        row: dict[str, Any] = {"name": name}
-        try:
-            versions = registry.state(name).versions.values()
-        except (ArtifactError, PermissionError) as error:
-            yield row | {"recipe": f"cannot be read: {spoken(error)}"}
-            continue
-        for version in versions:
-            row = {"name": name, "version": version.version}
-            try:
-                row |= registry.about(name, version)
-            except (ArtifactError, PermissionError) as error:
-                yield row | {"recipe": f"cannot be read: {spoken(error)}"}
-                continue
-            if all(_matches(pattern, row[f]) or _matches_digest(f, pattern, row) for f, pattern in patterns.items()):
-                yield row | {"sha256": version.sha256, "published": version.at, "yanked": version.yanked}
-
-
-def _matches(pattern: str, value: Any) -> bool:
-    text = str(value or "").lower()
-    return fnmatchcase(text, pattern) if any(sign in pattern for sign in "*?[") else pattern in text
-
-
-def _matches_digest(field: str, pattern: str, row: Mapping[str, Any]) -> bool:
-    return field == "corpus" and len(pattern) >= 8 and str(row["corpus_digest"] or "").startswith(pattern)
-
-
-def history(args: Namespace) -> int:
+def run_history(args: Namespace) -> int:
     """Print every change of a name."""
-    registry, name = named(args)
-    print_table(changes(registry.existing(name)), args.json)
+    registry, name = _name(args)
+    fields = ("version", "alias", "reason", "sha256")
+    rows = [
+        {"number": event.number, "at": event.at, "change": event.change.kind}
+        | {field: getattr(event.change, field, None) for field in fields}
+        for event in registry.existing(name).events
+    ]
+    print_table(rows, args.json)
     return 0
 
 
-def changes(state: State) -> list[dict[str, Any]]:
-    """A row a change of a name, in their order."""
-    fields = ("version", "alias", "reason", "sha256")
-    return [
-        {"number": one.number, "at": one.at, "change": one.change.kind}
-        | {field: getattr(one.change, field, None) for field in fields}
-        for one in state.events
-    ]
-
-
-def promote(args: Namespace) -> int:
+def run_promote(args: Namespace) -> int:
     """Point an alias to a version."""
+    from kvq_runtime.registry import rating
+
     registry, name, version = target(args, "promote")
     state = registry.promote(name, version.version, args.alias, args.expect, args.force)
-    found = rating.rate_version(registry, name, version)
-    if found.word != rating.USABLE and not args.json:
-        say("kvq", f"{name}@{version.version} is {found}")
+    rated = rating.rate_version(registry, name, version)
+    if rated.word != rating.USABLE and not args.json:
+        say("kvq", f"{name}@{version.version} is {rated}")
     return _print_alias(state, args)
 
 
-def rollback(args: Namespace) -> int:
+def run_rollback(args: Namespace) -> int:
     """Point an alias to the version it had before."""
-    registry, name = named(args)
+    registry, name = _name(args)
     return _print_alias(registry.rollback(name, args.alias), args)
 
 
@@ -137,7 +89,7 @@ def _print_alias(state: State, args: Namespace) -> int:
     return 0
 
 
-def yank(args: Namespace) -> int:
+def run_yank(args: Namespace) -> int:
     """Withdraw a version."""
     registry, name, version = target(args, "yank")
     registry.yank(name, version.version, args.reason)
@@ -145,42 +97,85 @@ def yank(args: Namespace) -> int:
     return 0
 
 
-def named(args: Namespace) -> tuple[Registry, str]:
-    """The registry and name that the argument NAME or hf://org/NAME means; ValueError for other references."""
+def run_copy(args: Namespace) -> int:
+    """Copy one version, or all of a name, to another registry."""
+    from kvq_runtime.registry.copy import copy_version
+    from kvq_runtime.registry.hub.registry import HubRegistry
+
+    parsed = reference.parse(args.reference)
+    if not isinstance(parsed, Reference):
+        raise ValueError(f"copy {args.reference}: is a file; name a version in a registry, as in kvq copy NAME@1.2.0")
+    source, destination = open_registry(parsed.registry or args.registry), open_registry(args.to)
+    if args.private and isinstance(destination, HubRegistry):
+        destination = HubRegistry(destination.org, private=True)
+    state = source.existing(parsed.name)
+    versions = [*state.versions.values()] if parsed.by == "default" else [choose(state, parsed)[0]]
+    rows = [copy_version(source, parsed.name, version, destination, args.dry_run) for version in versions]
+    if not args.json:
+        rows = [{field: row[field] for field in ("name", "version", "result")} for row in rows]
+    print_table(rows, args.json)
+    return 0
+
+
+def _name(args: Namespace) -> tuple[Registry, str]:
+    """Return the registry and name of an argument NAME or hf://org/NAME; raise ValueError for other references."""
     parsed = reference.parse(args.name)
     if not isinstance(parsed, Reference) or parsed.by != "default":
-        alone = f"{parsed.registry and parsed.registry + '/'}{parsed.name}" if isinstance(parsed, Reference) else "NAME"
-        raise ValueError(f"name {args.name!r:.160}; use a name alone, without a version, as in {alone}")
+        raise ValueError(f"name {args.name!r:.160}; use a name alone, without a version")
     return open_registry(parsed.registry or args.registry), parsed.name
 
 
 def target(args: Namespace, command: str) -> tuple[Registry, str, Version]:
-    """Registry, name and version that a command changes; ValueError unless the reference names the version."""
+    """Return registry, name and version that a command changes; raise ValueError without a version."""
     parsed = reference.parse(args.reference)
     if not isinstance(parsed, Reference) or parsed.by == "default":
-        known = isinstance(parsed, Reference)
-        look = f"; kvq history {args.reference} lists its versions" if known else ", in a registry"
-        example = f"{args.reference if known else 'NAME'}@1.2.0"
-        raise ValueError(f"{command} {args.reference}: name the version, as in kvq {command} {example} ...{look}")
+        raise ValueError(
+            f"{command} {args.reference}: name the version, as in kvq {command} NAME@1.2.0; kvq history NAME lists them"
+        )
     registry = open_registry(parsed.registry or args.registry)
     return registry, parsed.name, choose(registry.existing(parsed.name), parsed)[0]
 
 
-def gc(args: Namespace) -> int:
+def run_gc(args: Namespace) -> int:
     """Remove temporary files, and blobs or files that no event names."""
-    registry = open_registry(args.where or args.registry)
+    registry = _registry(args)
     start = f"{registry.root}/" if isinstance(registry, LocalRegistry) else ""
     removed = [path.removeprefix(start) for path in registry.collect(args.grace, args.dry_run)]
     print_table([{"removed": not args.dry_run, "path": path} for path in removed], args.json)
     return 0
 
 
-def doctor(args: Namespace) -> int:
-    """Print everything that is wrong with the registry; 1 if any of it is a fault."""
-    registry = open_registry(args.where or args.registry)
+def run_doctor(args: Namespace) -> int:
+    """Print everything that is wrong with the registry; return 1 if any of it is a fault."""
+    registry = _registry(args)
     findings = registry.examine()
     if findings or args.json:
         print_table([dataclasses.asdict(finding) for finding in findings], args.json)
     else:
         print(f"nothing is wrong with {registry.url}: {counted(len(registry.names()), 'name')}")
     return int(any(finding.level == "fault" for finding in findings))
+
+
+def run_prefix(args: Namespace) -> int:
+    """List, verify or clean the folder of a prefix store; return 1 if `verify` finds a damaged block."""
+    from kvq_runtime.prefix import block_folder, maintenance
+
+    root = maintenance.existing(Path(args.folder).expanduser())
+    if args.action == "list":
+        print_table(maintenance.listed(root), args.json)
+        return 0
+    if args.action == "gc":
+        budget = None if args.budget is None else block_folder.parse_bytes(args.budget, "--budget ")
+        removed = maintenance.collect(root, budget, args.grace, args.damaged, args.dry_run)
+        rows = [{"removed": not args.dry_run, "path": str(kept.path), "bytes": kept.size} for kept in removed]
+        print_table(rows, args.json)
+        return 0
+    begun, blocks = time.perf_counter(), block_folder.all_blocks(root)
+    faults = [{"path": str(damage.path), "fault": damage.fault} for damage in maintenance.damaged(root)]
+    record: dict[str, Any] = {"blocks": len(blocks), "bytes": sum(block.size for block in blocks)}
+    record |= {"seconds": round(time.perf_counter() - begun, 3), "damaged": faults if args.json else len(faults)}
+    print_record(record, args.json)
+    if faults and not args.json:
+        print()
+        print_table(faults, json=False)
+    return int(bool(faults))

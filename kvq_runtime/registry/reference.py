@@ -32,7 +32,6 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NOT_ON_A_HUB = re.compile(r"--|\.\.|[-.]$|\.git$|\.ipynb$")
 _SECRET = re.compile(r"(?<=//)[^/\s]*@|\bhf_[A-Za-z0-9]{8,}")
 GRACE = 24 * 3600.0  # seconds: `kvq gc` leaves younger files alone, since a publish may be about to name them
-SEARCHED = ("name", "recipe", "model", "revision", "corpus")  # what versions are found by
 FILES = ("README.md", "kvq_config.json")  # that may stand beside an artifact, and pictures
 _PICTURE = re.compile(r"[a-z0-9][a-z0-9._-]{0,91}\.(png|svg)")
 

@@ -1,13 +1,20 @@
-"""`kvq recipes`: which to take, families, filters, and all settings of one."""
+"""`kvq recipes` and `kvq bytes`: the same recipes as `presets`, and bytes that add up."""
 
 import json
 import re
+import time
 
 import pytest
+import tiny_artifact as tiny
 
 from kvq_runtime import recipe
-from kvq_runtime.artifact import describe
+from kvq_runtime.artifact import describe, recipe_text
 from kvq_runtime.codec.codec import Codec
+from kvq_runtime.recipe import preset
+from kvq_runtime.registry.resolve import open_registry
+
+CONFIG = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+          "hidden_size": 4096}  # fmt: skip
 
 
 def test_recipes_are_listed_with_what_they_cost(as_json, kvq):
@@ -21,74 +28,71 @@ def test_recipes_are_listed_with_what_they_cost(as_json, kvq):
     one = presets["aqua-2bit"]
     every = [Codec(one, i, h, size, {}).bits() for i in range(size.layers) for h in recipe.ROLES]
     assert rows["aqua-2bit"]["bits"] == pytest.approx(sum(every) / len(every), abs=1e-4)
-    listed = [line.split()[0] for line in kvq("recipes", "--all")[1].partition("\n\n")[0].splitlines()]
-    assert listed == ["name", *rows] and [rows[name]["bits"] for name in rows] == sorted(
-        row["bits"] for row in rows.values()
-    )
-
-
-def test_which_recipe_to_take_comes_first_then_a_line_a_family(kvq):
-    code, out, _ = kvq("recipes")
-    advice, families, about = out.split("\n\n")
-    assert code == 0 and len(advice.splitlines()) == 3
+    advice, table, _ = kvq("recipes")[1].split("\n\n", 2)
+    assert [line.split()[0] for line in table.splitlines()] == ["name", *rows]
     for line in advice.splitlines():
         name, bits = line.split()[:2]
-        cost = describe.recipe_row(recipe.preset(name), describe.REFERENCE_MODEL)["bits"]
-        assert bits == f"{cost:.2f}"
-        assert all(one in recipe.presets() for one in re.findall(r"[a-z-]+-[0-9.]+bit\b", line))
-    rows = {line.split()[0]: line.split() for line in families.splitlines()[1:]}
-    assert rows.keys() == {name.replace("_", "-") for name in recipe.families()}
-    assert rows["aqua"][1] == str(len(recipe.families()["aqua"])) and rows["rtn"][4] == "no"
-    assert [float(row[2]) for row in rows.values()] == sorted(float(row[2]) for row in rows.values())
-    assert "Qwen2.5-7B (28 layers" in about and "--family" in about
+        assert bits == f"{rows[name]['bits']:.2f}"
+        assert all(one in presets for one in re.findall(r"[a-z-]+-[0-9.]+bit\b", line))
 
 
-@pytest.mark.parametrize(
-    "given, kept",
-    [
-        (["--bits", "1.5"], lambda name, row: row["bits"] <= 1.5),
-        (["--bits", "2-2.2", "--unfitted"], lambda name, row: 2 <= row["bits"] <= 2.2 and row["fitted"] is not True),
-        (["--family", "aqua-fisher"], lambda name, row: name.startswith("aqua-fisher")),
-        (["--fitted", "--family", "polar"], lambda name, row: "polar" in name and row["fitted"] is True
-         and not name.startswith("aqua")),
-    ],
-)  # fmt: skip
-def test_recipes_are_filtered(given, kept, as_json, kvq):
-    every = {row["name"]: row for row in as_json("recipes")}
-    expected = [name for name, row in every.items() if kept(name, row)]
-    assert [row["name"] for row in as_json("recipes", *given)] == expected != []
-    listed = [line.split()[0] for line in kvq("recipes", *given)[1].partition("\n\n")[0].splitlines()]
-    assert listed == ["name", *expected]
-
-
-def test_the_name_of_a_family_lists_it_and_a_near_name_is_suggested(kvq, as_json):
-    assert kvq("recipes", "aqua") == kvq("recipes", "--family", "aqua")
-    assert as_json("recipes", "aqua", "--bits", "2-3") == as_json("recipes", "--family", "aqua", "--bits", "2-3")
-    assert kvq("recipes", "exact")[1].startswith("name "), "a recipe has precedence"
-    for wrong, near in {"aqua-2bt": "aqua-2bit", "higs": "higgs-4bit", "turbo-quant": "turboquant-4bit"}.items():
-        code, _, err = kvq("recipes", wrong)
-        assert code == 3 and near in err.partition("(")[0], err
-
-
-def test_filters_are_refused_with_what_is_allowed(kvq):
-    code, _, err = kvq("recipes", "--family", "aqu")
-    assert code == 3 and "aqua-fisher" in err
-    for bits in ("3-2", "two", "2-"):
-        assert kvq("recipes", "--bits", bits)[0] == 2
-
-
-def test_one_recipe_is_shown_with_its_settings(as_json, kvq, tmp_path):
+def test_one_recipe_is_shown_with_its_settings_and_a_family_is_listed(as_json, kvq, tmp_path):
     assert recipe.Recipe.from_json(as_json("recipes", "aqua-2bit")["settings"]) == recipe.preset("aqua-2bit")
-    assert "linear > hadamard > grid(dim=2 size=16 group=all)" in kvq("recipes", "aqua-2bit")[1]
-    assert "key.predict.ridge=0.001\n" in kvq("recipes", "aqua-2bit")[1]
-    assert "by torch, in layer 0" in as_json("recipes", "aqua-2bit")["decode"]
-    assert "no kernel" in as_json("recipes", "higgs-head-4bit")["decode"]
+    shown = kvq("recipes", "aqua-2bit")[1]
+    assert "linear > hadamard > grid(dim=2 size=16 group=all)" in shown and "key.predict.ridge=0.001\n" in shown
     changed = as_json("recipes", "aqua-2bit", "--set", "window.recent=32")["settings"]
     (tmp_path / "mine.json").write_text(json.dumps({"settings": changed}))
     assert as_json("recipes", str(tmp_path / "mine.json"))["settings"] == changed
     assert changed["name"] == "aqua-2bit-window.recent-32" and changed["key"]["recent"] == 32
     code, _, err = kvq("recipes", "aqua-2bit", "--set", "window.last=32")
     assert code == 2 and "window.last: no such setting; window has sinks, recent, block" in err
-    assert kvq("recipes", "--set", "window.recent=32")[0] == 2
-    code, _, err = kvq("recipes", "aqua-9bit")
+    family = {one.name for one in recipe.families()["aqua_fisher"]}
+    assert {row["name"] for row in as_json("recipes", "aqua-fisher")} == family
+    code, _, err = kvq("recipes", "aqua-2bt")
     assert code == 3 and "aqua-2bit" in err
+
+
+def test_a_file_that_contradicts_its_settings_is_refused(as_json, tmp_path):
+    stated, path = as_json("recipes", "aqua-2bit"), tmp_path / "mine.json"
+    path.write_text(json.dumps(stated))
+    assert recipe_text.read(str(path)) == preset("aqua-2bit")
+    path.write_text(json.dumps(stated | {"bits": 7.0}))
+    with pytest.raises(ValueError, match="bits is .* change what is under settings"):
+        recipe_text.read(str(path))
+
+
+def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
+    rows = as_json("bytes", "higgs-2bit+window.recent=32", "aqua-2bit", "--model", "llama-3.1-8b", "--tokens", "131072")
+    assert [row["recipe"] for row in rows] == ["16 bit", "higgs-2bit-window.recent-32", "aqua-2bit"]
+    assert rows[0]["GiB at 131072"] == 16 and rows[1]["under 16 bit from"] < rows[2]["under 16 bit from"]
+    held = rows[2]["bytes"][0]
+    assert rows[2]["bits at 131072"] == pytest.approx(16 * held["total"] / held["exact"], abs=1e-3)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for model in (str(tmp_path), str(tmp_path / "config.json"), "32x8x128"):
+        assert as_json("bytes", "aqua-2bit", "--model", model, "--tokens", "131072")[1]["bytes"] == rows[2]["bytes"]
+    open_registry().publish("tiny-2bit", tiny.data(0))
+    assert [row["recipe"] for row in as_json("bytes", "tiny-2bit", "--model", "28x4x128")] == ["16 bit", "tiny"]
+
+
+def test_layers_that_slide_hold_their_window(as_json, tmp_path):
+    slide = {"model_type": "gemma2", "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 16}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | slide | {"head_dim": 128}))
+    for tokens, window in ((256, 256), (131072, 512)):
+        _, row = as_json("bytes", "higgs-2bit", "--model", str(tmp_path), "--tokens", tokens, "--batch", "2")
+        held, sliding = row["bytes"][0], window * 2 * 16 * 4096
+        assert held["sliding"] == sliding and held["exact"] == tokens * 2 * 16 * 4096 + sliding
+
+
+@pytest.mark.parametrize("given, why", [
+    ({"num_hidden_layers": 10**7}, "num_hidden_layers=10000000; a whole number from 0 to 4096 is needed"),
+    ({"head_dim": "128"}, "head_dim='128'; a whole number from 0 to 16384 is needed"),
+    ({"num_attention_heads": 0}, "num_attention_heads=0; a whole number from 1"),
+    ({"layer_types": ["full_attention"]}, "layer_types has 1 for 32 layers"),
+    ({"kv_lora_rank": 512, "model_type": "deepseek_v3"}, "is not a family that kvq serves; use a model of llama"),
+])  # fmt: skip
+def test_a_hostile_config_is_refused_in_a_sentence_and_at_once(given, why, kvq, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | given))
+    begun = time.thread_time()
+    code, _, err = kvq("bytes", "aqua-2bit", "--model", str(tmp_path))
+    assert code == 2 and why in err, err
+    assert time.thread_time() - begun < 2

@@ -175,7 +175,7 @@ COMMANDS = {
     "push": Command(_a_version, _kvq("copy", f"{NAME}@1.0.0", "hf://org")),
     "promote on a Hub": Command(_pushed, _kvq("promote", f"hf://org/{NAME}@1.0.1")),
     "pull from a Hub": Command(_pushed, _kvq("pull", f"hf://org/{NAME}", *PULL)),
-    "gc of a Hub": Command(_orphans_on_the_hub, _kvq("gc", "hf://org", "--grace", "0s")),
+    "gc of a Hub": Command(_orphans_on_the_hub, _kvq("gc", "--registry", "hf://org", "--grace", "0s")),
 }
 ON_A_HUB = ("push", "promote on a Hub", "pull from a Hub", "gc of a Hub")
 

@@ -75,7 +75,7 @@ def test_the_steps_that_publish_have_it_and_those_that_compute_do_not(tmp_path, 
         monkeypatch.setattr(flow.stages, name, saw(name, {}))
     versions, drift = flows.held_out._versions, saw("drift")
     monkeypatch.setattr(flows.held_out, "_versions", lambda *given: drift() or versions(*given))
-    asked = SimpleNamespace(publication=SimpleNamespace(targets=()), what=SimpleNamespace(reuse=None))
+    asked = SimpleNamespace(publication=SimpleNamespace(targets=()))
     asked.evaluation = SimpleNamespace(baselines=())
     work = SimpleNamespace(files=SimpleNamespace(path=tmp_path), claimed=nullcontext)
     monkeypatch.setattr(flow, "_work", lambda asked: work)

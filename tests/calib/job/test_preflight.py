@@ -12,7 +12,6 @@ import torch
 
 from kvq_calib.bench import rounds
 from kvq_calib.cli import calibrate as cli
-from kvq_calib.cli import outcome
 from kvq_calib.evaluate import held_out
 from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
 from kvq_calib.job.prepare import preflight, prepare
@@ -135,19 +134,6 @@ def test_the_command_refuses_before_it_writes(free, says, job, machine, capsys):
     assert cli.main([*given, "--run", job.machine.run, "--no-eval"]) == 1
     captured = capsys.readouterr()
     assert says in captured.err and not captured.out and not Path(job.machine.run).parent.exists()
-
-
-def test_a_dry_run_says_how_long_the_model_takes_at_least(job):
-    """A recipe with gradients: a pass over all, and of a part, here all to fit on, three for the way down."""
-    plain = outcome.plan(job, prepare(job))
-    assert plain["forward_passes"] == 1 and plain["forward_seconds"] > 0
-    shared = job.with_settings(recipes=("auto",), bits=(2.0,))
-    work = prepare(shared)
-    found = outcome.plan(shared, work)
-    fitted = sum(len(rows) for rows in work.plan.chunks[: work.plan.fitted_chunks])
-    assert found["forward_passes"] == 1 + 3 * fitted / 4
-    said = outcome.lines(found | {"forward_seconds": 100.0})["time"]
-    assert said.startswith(f"at least {100 * found['forward_passes'] / 60:.0f} minutes: ") and "100.0 s each" in said
 
 
 def test_a_processor_without_bfloat16_takes_float32_and_says_so_once(job, monkeypatch):

@@ -1,5 +1,6 @@
 """The card says what the records say, and its snippet runs."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from kvq_calib.report.published import Published
 from kvq_calib.report.tables import size_of
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.cli.version import evaluation_tables
+from kvq_runtime.cli.version import losses
 from kvq_runtime.codec import codec
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry import rating
@@ -88,7 +89,6 @@ def test_the_card_says_what_is_known(fitted):
     assert front["library_name"] == "kvq" and front["license"] == "apache-2.0" and "aqua-2bit" in front["tags"]
     assert "base_model" not in front and "datasets" not in front  # demo is no repository of the Hub
     assert "| licence of the model | apache-2.0 |" in text and "PSF-2.0" in text
-    assert "| reused |" not in text
     (index,) = front["model-index"]
     (result,) = index["results"]
     values = {metric["type"]: metric["value"] for metric in result["metrics"]}
@@ -169,24 +169,18 @@ def test_figures_of_each_text_are_a_result_of_their_own(fitted):
 
 def test_what_was_measured_on_another_text_is_shown(capsys):
     both = of_two_texts()
-    (rows,) = evaluation_tables([both]).values()
-    assert [(row["text"], row["windows"], row["full: kl"]) for row in rows] == [
-        ("demo", 16, 0.1),
-        ("demo-code", 4, 0.2),
-    ]
+    full = [row for row in losses([both]) if row["protocol"] == "full encode"]
+    assert [(row["text"], row["windows"], row["KL"]) for row in full] == [("demo", 16, 0.1), ("demo-code", 4, 0.2)]
     done = Published("aqua-2bit", "x", "0" * 64, 2.1, 0.1, 0.1, both)
     outcome.show([done], [both, both])
     said = capsys.readouterr().out
     assert [line.split()[1] for line in said.splitlines() if "+20.00%" in line and "perplexity" not in line] == [
         "demo-code", "demo-code",
     ], "of the artifact and of a baseline"  # fmt: skip
-    assert "on demo-code         perplexity +20.00%, KL 0.2 nats, full encode" in said
-    (row,) = outcome.as_records([done], [both])
+    assert "on demo-code   perplexity +20.00%, KL 0.2 nats, full encode" in said
+    outcome.show([done], [both], json=True)
+    (row,) = json.loads(capsys.readouterr().out)
     assert row["kl_nats_per_token"] == 0.1 and row["texts"]["demo-code"]["kl_nats_per_token"] == 0.2
-
-
-def test_what_was_not_reused_is_not_told(fitted):
-    assert "reused" not in report.card(fitted, [made("aqua-2bit")])
 
 
 def test_the_full_encode_decides_where_it_was_measured():
