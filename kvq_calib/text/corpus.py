@@ -118,36 +118,36 @@ def select(
     """Choose `samples` sequences of `seq_len` tokens from one part of a corpus.
 
     tokenizer   the folder of the model
-    samples     None: all there are
+    samples     None: as many as there are
     beside      of held-out text: other corpora whose fit parts it must not repeat either
 
-    Raises TooLittle, a ValueError, with the number there is, if the part, or that of one of a mixture, has too little
-    text.
+    Raises TooLittle, a ValueError, with the available number, if the part, or that of one corpus of a mixture, has too
+    little text.
     """
     wanted = sys.maxsize if samples is None else samples
     if wanted < 1 or seq_len < 2:
         raise ValueError(f"samples={samples}, seq_len={seq_len}; use at least 1 sequence of at least 2 tokens")
     if len(corpora := sources_of(source)) > 1:
         common = (seq_len, seed, split, mode, [*corpora, *beside])
-        return _mixed(source, samples, lambda one, share: select(one, tokenizer, share, *common))
-    corpus, whole = load(source), _is_test_set(source)
-    if whole and split == "fit":
-        raise ValueError(f"{source} is a test set; fit on another corpus, and measure on it with --also {source}")
-    chosen = corpus if whole else part(corpus, split)
+        return _mixed(source, samples, lambda corpus, share: select(corpus, tokenizer, share, *common))
     encoder = Encoder(Path(tokenizer))
     fits = _fits(source, beside) if split == "held-out" else []
-    unseen, used = Unseen(chosen.texts, fits), "contiguous" if whole else "crop"
-    if whole:
+    if _is_test_set(source):
+        if split == "fit":
+            raise ValueError(f"{source} is a test set; fit on another corpus, and measure on it with --also {source}")
+        corpus, where, shown = load(source), "", "whole"
+        chosen, unseen, used = corpus, Unseen(corpus.texts, fits), "contiguous"
         rows = _cut(encoder.whole(corpus.texts[0]), seq_len)[:wanted]
     else:
-        rows = _crop(chosen, unseen, encoder, wanted, seq_len, seed) if mode != "pack" else []
-    if len(rows) < wanted and mode != "crop" and not whole:
-        rows, used = _pack(chosen, unseen, encoder, wanted, seq_len, seed), "pack"
+        corpus, where, shown = load(source), "" if split == "all" else f"the {split} part of ", split
+        chosen = part(corpus, split)
+        unseen = Unseen(chosen.texts, fits)
+        rows, used = _rows(chosen, unseen, encoder, wanted, seq_len, seed, mode)
     if len(rows) < (samples or 1):
-        where = corpus.name if split == "all" or whole else f"the {split} part of {corpus.name}"
         less = f", {len(unseen.dropped)} documents that repeat the fit part left out," if unseen.dropped else ""
         made = f"{counted(len(rows), 'sequence')} of {counted(seq_len, 'token')} (mode {used}), not {samples or 1}"
-        raise TooLittle(f"{where}{less} gives {made}; ask for fewer or shorter ones, or give more text", len(rows))
+        less = f"{where}{corpus.name}{less} gives {made}; ask for fewer or shorter ones, or give more text"
+        raise TooLittle(less, len(rows))
     tokens_BT = torch.from_numpy(np.asarray(rows, dtype=np.int32))
     if encoder.size is not None and (most := int(tokens_BT.max())) >= encoder.size:
         raise ValueError(
@@ -158,8 +158,8 @@ def select(
     description = {
         "source": corpus.name,
         "corpus_digest": corpus.digest,
-        "documents": 1 if whole else len(chosen.ids),
-        "split": "whole" if whole else split,
+        "documents": len(chosen.ids),
+        "split": shown,
         "mode": used,
         "samples": len(rows),
         "seq_len": seq_len,
@@ -179,56 +179,50 @@ def select_fewer(
 ) -> Batch:  # fmt: skip
     """`select` of the held-out part: as many sequences as there are, at most `samples`. TooLittle of fewer than
     `least`."""
-    while True:
-        try:
-            return select(source, tokenizer, samples, seq_len, seed, "held-out", beside=beside)
-        except TooLittle as error:
-            if error.found < least:
-                raise
-            samples = error.found
+    try:
+        return select(source, tokenizer, samples, seq_len, seed, "held-out", beside=beside)
+    except TooLittle as error:
+        if error.found < least:
+            raise
+        return select_fewer(source, tokenizer, error.found, seq_len, seed, least, beside)
 
 
 def sources_of(source: str) -> list[str]:
     """The corpora of a mixture; of any other corpus, itself. Raises ValueError for a mixture that names one twice."""
-    found = [source] if os.path.exists(source) else source.split(MIX)  # which no length of a name stops
-    if len(set(found)) < len(found) or not all(found):
+    corpora = [source] if os.path.exists(source) else source.split(MIX)  # which no length of a name stops
+    if len(set(corpora)) < len(corpora) or not all(corpora):
         raise ValueError(f"corpus {source!r} names one twice, or nothing; give each once, as in demo + demo-code")
-    return found
+    return corpora
 
 
 def _mixed(source: str, samples: int | None, select_one: Callable[[str, int | None], Batch]) -> Batch:
     """Sequences of each corpus in turns; of a number that does not divide, the first ones have one more."""
-    corpora = sources_of(source)
-    shares = [samples if samples is None else len(range(place, samples, len(corpora))) for place in range(len(corpora))]
-    batches = []
-    for one, share in zip(corpora, shares, strict=True):
+    corpora, batches = sources_of(source), []
+    for number, corpus in enumerate(corpora):
+        share = samples if samples is None else len(range(number, samples, len(corpora)))
         try:
             if share != 0:
-                batches.append(select_one(one, share))
+                batches.append(select_one(corpus, share))
         except TooLittle as error:
             raise TooLittle(f"of {source}: {error}", error.found * len(corpora)) from None
     turns = zip_longest(*(batch.tokens_BT for batch in batches))
     tokens_BT = torch.stack([row for turn in turns for row in turn if row is not None])
     parts = [batch.description for batch in batches]
     digest = digest_of(tokens_BT)
-    modes, boundaries = (dict.fromkeys(part[name] for part in parts) for name in ("mode", "boundary"))
     description = parts[0] | {
         "source": MIX.join(part["source"] for part in parts),
         "corpus_digest": hashlib.sha256("".join(part["corpus_digest"] for part in parts).encode()).hexdigest(),
         "documents": sum(part["documents"] for part in parts),
-        "mode": MIX.join(modes),
-        "boundary": MIX.join(boundaries),
+        "mode": MIX.join(dict.fromkeys(part["mode"] for part in parts)),
+        "boundary": MIX.join(dict.fromkeys(part["boundary"] for part in parts)),
         "samples": len(tokens_BT),
         "token_digest": digest,
     }
     if "overlap" in parts[0]:
         overlaps = [part["overlap"] for part in parts]
-        description["overlap"] = overlaps[0] | {
-            "dropped_documents": sum(one["dropped_documents"] for one in overlaps),
-            "dropped_tokens": sum(one["dropped_tokens"] for one in overlaps),
-            "left": sum(one["left"] * part["samples"] for one, part in zip(overlaps, parts, strict=True))
-            / len(tokens_BT),
-        }
+        left = sum(part["overlap"]["left"] * part["samples"] for part in parts) / len(tokens_BT)
+        totals = {name: sum(one[name] for one in overlaps) for name in ("dropped_documents", "dropped_tokens")}
+        description["overlap"] = overlaps[0] | totals | {"left": left}
     return Batch(tokens_BT, digest, description)
 
 
@@ -379,34 +373,28 @@ def _overlap(unseen: Unseen, encoder: Encoder, rows: list[list[int]]) -> dict[st
     }
 
 
-def _crop(
-    chosen: Documents, unseen: Unseen, encoder: Encoder, samples: int, seq_len: int, seed: int
-) -> list[list[int]]:
+def _rows(
+    chosen: Documents, unseen: Unseen, encoder: Encoder, samples: int, seq_len: int, seed: int, mode: Mode
+) -> tuple[list[list[int]], str]:
+    """The token ids of sequences, and whether they are cropped or packed."""
+    ranked = sorted(range(len(chosen.ids)), key=lambda number: mark(str(seed), chosen.ids[number]))
     rows: list[list[int]] = []
-    # a token is at least a byte, but for one that a normalizer may put in front
-    long = (place for place in _ranked(chosen, seed) if len(chosen.texts[place].encode()) + 1 >= seq_len)
-    left = unseen.among(long)
-    while len(rows) < samples and (places := list(islice(left, BATCH))):
-        for place, ids in zip(places, encoder.plain([chosen.texts[p] for p in places]), strict=True):
-            if len(ids) >= seq_len and len(rows) < samples:
-                start = mark(str(seed), chosen.ids[place], "offset") % (len(ids) - seq_len + 1)
-                rows.append(ids[start : start + seq_len])
-    return rows
-
-
-def _pack(
-    chosen: Documents, unseen: Unseen, encoder: Encoder, samples: int, seq_len: int, seed: int
-) -> list[list[int]]:
+    if mode != "pack":
+        # a token is at least a byte, but for one that a normalizer may put in front
+        long = unseen.among(number for number in ranked if len(chosen.texts[number].encode()) + 1 >= seq_len)
+        while len(rows) < samples and (numbers := list(islice(long, BATCH))):
+            for number, ids in zip(numbers, encoder.plain([chosen.texts[n] for n in numbers]), strict=True):
+                if len(ids) >= seq_len and len(rows) < samples:
+                    start = mark(str(seed), chosen.ids[number], "offset") % (len(ids) - seq_len + 1)
+                    rows.append(ids[start : start + seq_len])
+    if len(rows) >= samples or mode == "crop":
+        return rows, "crop"
     stream: list[int] = []
-    left = unseen.among(_ranked(chosen, seed))
-    while len(stream) < samples * seq_len and (places := list(islice(left, BATCH))):
-        for ids in encoder.bounded([chosen.texts[p] for p in places]):
+    left = unseen.among(ranked)
+    while len(stream) < samples * seq_len and (numbers := list(islice(left, BATCH))):
+        for ids in encoder.bounded([chosen.texts[number] for number in numbers]):
             stream += ids
-    return _cut(stream, seq_len)[:samples]
-
-
-def _ranked(chosen: Documents, seed: int) -> list[int]:
-    return sorted(range(len(chosen.ids)), key=lambda place: mark(str(seed), chosen.ids[place]))
+    return _cut(stream, seq_len)[:samples], "pack"
 
 
 def _cut(ids: list[int], seq_len: int) -> list[list[int]]:

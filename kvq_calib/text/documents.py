@@ -1,4 +1,4 @@
-"""Read the documents of a corpus: embedded text, a local file, or a dataset of the Hub handed in by corpus.py.
+"""Read the documents of a corpus: embedded text, or a local file.
 
 demo              the standard library's documentation: one topic of the reference (`pydoc_data.topics`), or all
                   docstrings of one module in source order, each
@@ -12,14 +12,12 @@ records what they were.
 """
 
 import ast
-import gzip
 import hashlib
 import io
 import json
 import os
 import sys
 import sysconfig
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -143,16 +141,14 @@ def _documented(node: ast.AST) -> Iterator[Any]:
 
 def local(path: Path) -> Documents:
     """The documents of a local file. Raises NotFound, or ValueError, naming the line, for one that cannot be read."""
+    _check_file(path, f"corpus {path}", f"one of {', '.join(SUFFIXES)}")
     name = path.name.lower()
-    if not path.is_file():
-        kind = ValueError if path.exists() else NotFound
-        raise kind(f"corpus {path} is not a file; give one of {', '.join(SUFFIXES)}")
     if name.endswith(".txt"):
         texts = _utf8(path).split(SEPARATOR)
-    elif name.endswith(SUFFIXES[1:4]):
-        texts = list(_lines(path))
     elif name.endswith(".parquet"):
         texts = _parquet(path)
+    elif name.endswith(SUFFIXES):
+        texts = list(_json_lines(path))
     else:
         raise ValueError(f"corpus {path.name} has no known suffix; use {', '.join(SUFFIXES)}")
     texts = [text for text in texts if text.strip()]
@@ -161,19 +157,24 @@ def local(path: Path) -> Documents:
     return of(path.name, texts)
 
 
-def rows(path: Path, named: str) -> list[str]:
+def rows(path: Path, test_set: str) -> list[str]:
     """The rows of a file of a test set. Raises NotFound, or ValueError for one of another kind, or that cannot be read.
 
-    named   what the file was asked for by
+    test_set   its name, for messages
     """
-    if not path.is_file():
-        kind = ValueError if path.exists() else NotFound
-        raise kind(f"{named}:{path} is not a file; give a .parquet with a column text, or a .txt")
+    formats = "a .parquet with a column text, or a .txt"
+    _check_file(path, f"{test_set}:{path}", formats)
     if path.suffix == ".parquet":
         return _parquet(path)
     if path.suffix in (".txt", ".raw"):
         return _utf8(path).splitlines(keepends=True)
-    raise ValueError(f"{named}:{path.name} has no known suffix; give a .parquet with a column text, or a .txt")
+    raise ValueError(f"{test_set}:{path.name} has no known suffix; give {formats}")
+
+
+def _check_file(path: Path, named: str, formats: str) -> None:
+    if not path.is_file():
+        kind = ValueError if path.exists() else NotFound
+        raise kind(f"{named} is not a file; give {formats}")
 
 
 def _utf8(path: Path) -> str:
@@ -183,76 +184,31 @@ def _utf8(path: Path) -> str:
         raise ValueError(f"corpus {path.name} is not UTF-8 at byte {error.start}; convert it") from error
 
 
-def _lines(path: Path) -> Iterator[str]:
-    (opened, damaged), number = _unpacked(path), 0
+def _json_lines(path: Path) -> Iterator[str]:
+    """The texts of a file of JSON lines, unpacked by its suffix. ValueError for a compressed file that is cut."""
+    from pyarrow import input_stream
+
+    number = 0
     try:
-        with opened(path, "rt", encoding=UTF8) as file:
+        with io.TextIOWrapper(input_stream(path, compression="detect"), encoding=UTF8) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield _text_of(line, f"corpus {path.name}, line {number}")
     except UnicodeDecodeError as error:
         raise ValueError(f"corpus {path.name} is not UTF-8 ({error.reason}) after line {number}; convert it") from error
-    except damaged as error:
+    except OSError as error:
         raise ValueError(f"corpus {path.name} cannot be unpacked ({error}); make or download it again") from error
 
 
-def _text_of(line: str, place: str) -> str:
+def _text_of(line: str, where: str) -> str:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON ({error.msg})") from error
+        raise ValueError(f"{where}: not JSON ({error.msg})") from error
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         keys = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{place}: found {keys}; a document is a string under 'text'")
+        raise ValueError(f"{where}: found {keys}; a document is a string under 'text'")
     return row["text"].encode("utf-8", "replace").decode()  # JSON may hold half a surrogate pair
-
-
-def _unpacked(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
-    """The opener of a file that may be compressed, and the errors of a damaged one."""
-    damaged = (OSError, EOFError, zlib.error)
-    if path.suffix == ".zst":
-        try:
-            import zstandard
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{path.name} needs the package zstandard: pip install zstandard") from error
-        return _open_zstd, (*damaged, zstandard.ZstdError)
-    return gzip.open if path.suffix == ".gz" else open, damaged
-
-
-class _Frames(io.RawIOBase):
-    """The content of a file of zstd frames. EOFError where the last one is cut, which `zstandard.open` reads over."""
-
-    def __init__(self, path: Path):
-        self._frame: Any = None
-        self._file, self._left = path.open("rb"), memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read at most as many bytes as the buffer holds; 0 at the end of the last frame."""
-        import zstandard
-
-        while not self._left:
-            ended = self._frame is None or self._frame.eof
-            given = (self._frame.unused_data if self._frame and ended else b"") or self._file.read(1 << 14)
-            if not given and not ended:
-                raise EOFError("the last frame is cut")
-            if not given:
-                return 0
-            self._frame = zstandard.ZstdDecompressor().decompressobj() if ended else self._frame
-            self._left = memoryview(self._frame.decompress(given))
-        count = min(len(buffer), len(self._left))
-        buffer[:count], self._left = self._left[:count], self._left[count:]
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def _open_zstd(path: Path, mode: str, encoding: str) -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BufferedReader(_Frames(path), 1 << 17), encoding=encoding)
 
 
 def _parquet(path: Path) -> list[str]:

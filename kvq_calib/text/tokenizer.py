@@ -47,35 +47,23 @@ class Encoder:
 
 
 def load(folder: Path) -> tuple[Tokenizer, str]:
-    """The tokenizer of a model, which neither cuts nor pads texts, and the sha256 of what is in the file."""
-    found, digest = _stored(folder)
-    found.no_truncation()  # which a training leaves there
-    found.no_padding()
-    return found, digest
-
-
-def _stored(folder: Path) -> tuple[Tokenizer, str]:
+    """The tokenizer of a model, which neither cuts nor pads texts, and the sha256 of its file."""
     file = folder / "tokenizer.json"
-    if file.is_file():
-        data = files.read(file.resolve(), LIMIT)
-        try:
-            return Tokenizer.from_buffer(data), hashlib.sha256(data).hexdigest()
-        except Exception as error:  # what the library raises has no other class
-            raise ValueError(f"{file} is no tokenizer: {error}; download the model again") from None
+    if not file.is_file():
+        raise ValueError(f"{folder} has no tokenizer.json; put the model's tokenizer.json into that folder")
+    data = files.read(file.resolve(), LIMIT)
     try:
-        found = whole(folder).backend_tokenizer
-    except (OSError, ValueError, AttributeError) as error:
-        why = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{folder} has no tokenizer.json, and no other tokenizer is found there ({why:.160}); put the model's "
-            "tokenizer.json into that folder"
-        ) from error
-    return found, hashlib.sha256(found.to_str().encode()).hexdigest()
+        tokenizer = Tokenizer.from_buffer(data)
+    except Exception as error:  # what the library raises has no other class
+        raise ValueError(f"{file} is no tokenizer: {error}; download the model again") from None
+    tokenizer.no_truncation()  # which a training leaves there
+    tokenizer.no_padding()
+    return tokenizer, hashlib.sha256(data).hexdigest()
 
 
 def whole(folder: Path) -> Any:
     """The tokenizer of a model as transformers' own object."""
-    from transformers import AutoTokenizer  # converts other formats, which takes seconds
+    from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 

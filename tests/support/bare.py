@@ -5,7 +5,7 @@ Modules are absent as if they were not installed, to whoever looks for them, not
 
 from importlib.machinery import PathFinder
 
-ABSENT = ("prefect", "datasets", "zstandard", "matplotlib", "ray", "sklearn", "hypothesis", "scipy", "psutil", "pandas")
+ABSENT = ("prefect", "datasets", "matplotlib", "ray", "sklearn", "hypothesis", "scipy", "psutil", "pandas")
 _find = PathFinder.find_spec
 
 

@@ -13,7 +13,6 @@ ABSENT = [
     "pyarrow",
     "scipy",
     "psutil",
-    "zstandard",
     "fastapi",
     "model_signing",
 ]
