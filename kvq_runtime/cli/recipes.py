@@ -16,7 +16,7 @@ from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, counted
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, Geometry, Sliding
-from kvq_runtime.recipe import Recipe, families, preset, presets
+from kvq_runtime.recipe import Recipe, families, is_preset, preset
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
@@ -50,7 +50,7 @@ def recipes(args: Namespace) -> int:
     """Print what to take and a line a family; or those recipes that are asked for; or one, changed perhaps."""
     if args.name and args.family:
         raise ValueError(f"both {args.name} and --family {args.family}; give one")
-    if args.name in _families() and args.name not in presets() and not args.set:
+    if args.name in _families() and not is_preset(args.name) and not args.set:
         args.name, args.family = None, args.name
     if args.set and not args.name:
         raise ValueError(
@@ -89,7 +89,7 @@ def _one(args: Namespace) -> int:
 
 def _families() -> dict[str, list[Recipe]]:
     """The recipes of each family, by its name as it is written."""
-    return {name.replace("_", "-"): found for name, found in families().items()}
+    return {name.replace("_", "-"): family.recipes() for name, family in families().items()}
 
 
 def _chosen(args: Namespace) -> dict[str, Recipe]:
@@ -123,7 +123,8 @@ def _advice() -> list[str]:
 def by_family() -> list[dict[str, Any]]:
     """A row a family, by the fewest bits of its recipes."""
     rows = []
-    for name, found in families().items():
+    for name, family in families().items():
+        found = family.recipes()
         bits, fitted = [_bits(recipe) for recipe in found], {_is_fitted(recipe) for recipe in found}
         about = " ".join((import_module(f"kvq_runtime.recipes.{name}").__doc__ or "").split("\n\n")[0].split())
         row = {"family": name.replace("_", "-"), "recipes": len(found), "least bits": min(bits), "most": max(bits)}

@@ -38,7 +38,7 @@ def test_which_recipe_to_take_comes_first_then_a_line_a_family(kvq):
         assert all(one in recipe.presets() for one in re.findall(r"[a-z-]+-[0-9.]+bit\b", line))
     rows = {line.split()[0]: line.split() for line in families.splitlines()[1:]}
     assert rows.keys() == {name.replace("_", "-") for name in recipe.families()}
-    assert rows["aqua"][1] == str(len(recipe.families()["aqua"])) and rows["rtn"][4] == "no"
+    assert rows["aqua"][1] == str(len(recipe.families()["aqua"].presets)) and rows["rtn"][4] == "no"
     assert [float(row[2]) for row in rows.values()] == sorted(float(row[2]) for row in rows.values())
     assert "Qwen2.5-7B (28 layers" in about and "--family" in about
 
@@ -65,7 +65,7 @@ def test_the_name_of_a_family_lists_it_and_a_near_name_is_suggested(kvq, as_json
     assert kvq("recipes", "aqua") == kvq("recipes", "--family", "aqua")
     assert as_json("recipes", "aqua", "--bits", "2-3") == as_json("recipes", "--family", "aqua", "--bits", "2-3")
     assert kvq("recipes", "exact")[1].startswith("name "), "a recipe has precedence"
-    for wrong, near in {"aqua-2bt": "aqua-2bit", "higs": "higgs-4bit", "turbo-quant": "turboquant-4bit"}.items():
+    for wrong, near in {"aqua-2bt": "aqua-2bit", "higs": "higgs-4bit", "turbo-quant": "turboquant-3bit"}.items():
         code, _, err = kvq("recipes", wrong)
         assert code == 3 and near in err.partition("(")[0], err
 
