@@ -22,12 +22,13 @@ import triton
 from benchmarks.cases import layouts
 from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, recorded
 from kvq_calib.fit import gptq
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.kernel import ENOUGH, EXACT, merge_parts
 from kvq_runtime.kernels.attend.kernel import SHARED as SHARED_ROWS
 from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, trellis
-from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.store import storage
 from kvq_runtime.vllm.page import page_of
@@ -36,13 +37,17 @@ SPILLED = 400  # bytes of stack a lane, at most
 WIDE = {"attend higgs-head-2bit d256": 2048, "attend lloyd-3bit d256": 2048}  # tables in registers, twice the channels
 ARCHS = (80, 90, 100)
 FAMILIES = (
-    *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-3bit", "kivi-4bit"),
-    *("squat-pre-2bit", "squat-pre-3bit", "squat-pre-4bit"),
-    *("rtn-2bit", "rtn-3bit", "rtn-4bit", "rtn-8bit", "rtn-absmax-4bit"),
+    *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-2bit+all.quantize.bits=3", "kivi-4bit"),
+    *("squat-pre-2bit", "squat-pre-2bit+all.quantize.bits=3", "squat-pre-2bit+all.quantize.bits=4"),
+    *("rtn-2bit", "rtn-2bit+all.quantize.bits=3", "rtn-4bit", "rtn-8bit", "rtn-4bit+all.quantize.range=absmax"),
     *("quarot-head-2bit", "quarot-head-4bit", "higgs-head-2bit", "turboquant-3bit"),
-    *("lloyd-2bit", "lloyd-even-2bit", "lloyd-3bit", "lloyd-4bit"),
-    *("mean-higgs-head-2bit-post", "mean-lloyd-2bit-post", "mean-lloyd-3bit-post", "mean-lloyd-4bit-post"),
-    *("polar-paper", "polar-radius8", "polar-2.5bit", "polar-3bit", "polar-4bit"),
+    *("lloyd-2bit", "lloyd-2bit+all.quantize=even", "lloyd-3bit", "lloyd-4bit"),
+    "mean-higgs-head-2bit-post",
+    "mean-lloyd-3bit-post",
+    *(f"mean-lloyd-3bit-post+all.quantize.bits={bits}" for bits in (2, 4)),
+    "polar-paper",
+    "polar-paper+all.quantize.radius=log8",
+    "polar-3bit",
 )
 PAGES = ("kivi-2bit-g128", "kivi-2bit", "quarot-head-2bit")  # over a serving engine's pages as well
 
@@ -108,20 +113,20 @@ def attends_pages(recipe: Recipe):
 
 def calls() -> dict[str, Callable[[], Any]]:
     """Everything that is compiled, by name."""
-    found: dict[str, Any] = {f"attend {name}": attends(preset(name)) for name in FAMILIES}
+    found: dict[str, Any] = {f"attend {name}": attends(read(name)) for name in FAMILIES}
     for size in (64, 80, 96, 256):
         for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit", "polar-paper"):
-            found[f"attend {name} d{size}"] = attends(preset(name), size)
+            found[f"attend {name} d{size}"] = attends(read(name), size)
     for name in ("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post"):
-        found |= {f"attend {name} d{size}": attends(preset(name), size) for size in (64, 80)}
-    kivi = preset("kivi-2bit-g128")
+        found |= {f"attend {name} d{size}": attends(read(name), size) for size in (64, 80)}
+    kivi = read("kivi-2bit-g128")
     found["attend kivi-2bit-g128 mean"] = attends(replace(kivi, key=replace(kivi.key, predict=Mean())))
     for bits in (2, 4):
-        found[f"attend kivi-{bits}bit-g128 pre"] = attends(preset(f"kivi-{bits}bit-g128"), position="pre")
+        found[f"attend kivi-{bits}bit-g128 pre"] = attends(read(f"kivi-{bits}bit-g128"), position="pre")
     for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit"):
         for tokens in (2, 4, 8) if not name.startswith("kivi") else (8,):
-            found[f"attend {name} m{8 * tokens}"] = attends(preset(name), ratio=8, tokens=tokens)
-    found |= {f"attend {name} pages": attends_pages(preset(name)) for name in PAGES}
+            found[f"attend {name} m{8 * tokens}"] = attends(read(name), ratio=8, tokens=tokens)
+    found |= {f"attend {name} pages": attends_pages(read(name)) for name in PAGES}
     return {name: call for name, call in found.items() if call is not None} | _ops()
 
 

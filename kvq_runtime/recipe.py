@@ -4,7 +4,7 @@ Scheme    predict → rotate → feedback, quantize → correct: how keys, or va
 Window    which tokens stay exact, and how many are encoded together; one for keys, values and all layers
 Recipe    a Scheme for keys, one for values, other Schemes for single layers, the Window, and policies: which tokens are
           held or read, if not all, and when
-Family    what tables, pictures, comparisons and tests know of one file of recipes
+Family    the recipes of one method, by name, and what tables, comparisons and tests know of them
 position  "pre": keys are encoded as they are before RoPE · "post": as the model caches them
 
 What a stage is, and a Scheme, is in `stages/stage.py`; each says itself what it cannot be combined with.
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib import import_module
-from types import ModuleType
 from typing import Any, Literal
 
 from kvq_runtime.errors import NotFound, check_type
@@ -289,27 +288,28 @@ def _scheme_from(stated: Any) -> tuple[Scheme, Window]:
 
 @dataclass(frozen=True)
 class Family:
-    """The facts of one file's recipes: `FAMILY` of every file of `kvq_runtime/recipes`. Comparisons and tests read it
-    there, so that nothing else names a method.
+    """The recipes of one method: `FAMILY` of every file of `kvq_runtime/recipes`, where nothing else names the method.
 
-    papers      of each paper whose method it is: name → authors, year, and "arXiv ..." or "doi ..."
+    presets     name → a function of the name that makes the recipe
+    papers      name of each paper whose method it is → authors, year, and "arXiv ..." or "doi ..."
     golden      recipes, with settings, that have an artifact, or an encoded block, in artifacts/golden
-    compared    recipes that are compared where none are asked for; None: the first of the file
+    compared    presets that are compared where none are asked for
     """
 
+    presets: Mapping[str, Callable[[str], Recipe]]
     papers: Mapping[str, str] = field(default_factory=dict)
     golden: tuple[str, ...] = ()
-    compared: tuple[str, ...] | None = None
+    compared: tuple[str, ...] = ()
+
+    def recipes(self) -> list[Recipe]:
+        """Make every preset."""
+        return [make(name) for name, make in self.presets.items()]
 
 
-def families() -> dict[str, list[Recipe]]:
-    """Every recipe that comes with kvq, by the file of `kvq_runtime/recipes` that lists it in `recipes()`."""
-    return {name: _file(name).recipes() for name in _files()}
-
-
-def facts() -> dict[str, Family]:
-    """Return the `FAMILY` of each file of recipes."""
-    return {name: _file(name).FAMILY for name in _files()}
+@cache
+def families() -> dict[str, Family]:
+    """Every method that comes with kvq, by the file of `kvq_runtime/recipes` that it is in."""
+    return {name: _family(name) for name in _files()}
 
 
 @cache
@@ -317,50 +317,44 @@ def _files() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(import_module("kvq_runtime.recipes").__path__))
 
 
-def _file(name: str) -> ModuleType:
-    return import_module(f"kvq_runtime.recipes.{name}")
-
-
-def family(name: str) -> str:
-    """The family of a recipe: the file that lists it or, of any other, the one file whose recipes begin as it does;
-    "auto" for bits chosen by layer, and the name itself where no file has anything like it, or several have."""
-    files = {recipe.name: file for file, recipes in families().items() for recipe in recipes}
-    parts = name.split("-")
-    for count in range(len(parts), 0, -1):
-        start = "-".join(parts[:count])
-        found = {file for known, file in files.items() if known == start or known.startswith(f"{start}-")}
-        if found:
-            file = files.get(start) or (found.pop() if len(found) == 1 else name)
-            return file.replace("_", "-")
-    return "auto" if name.startswith("auto-") else name
+@cache
+def _family(file: str) -> Family:
+    return import_module(f"kvq_runtime.recipes.{file}").FAMILY
 
 
 def presets() -> dict[str, Recipe]:
     """Every recipe that comes with kvq, by name."""
-    return {recipe.name: recipe for recipes in families().values() for recipe in recipes}
+    return {recipe.name: recipe for family in families().values() for recipe in family.recipes()}
+
+
+def is_preset(name: str) -> bool:
+    """True if a recipe of this name comes with kvq."""
+    return _maker(name) is not None
 
 
 def preset(name: str) -> Recipe:
     """The recipe of this name; `kvq recipes` lists them. NotFound, a ValueError, lists similar names."""
     check_type("name", name, str, 'that of a recipe, as in preset("kivi-4bit")')
-    for file in _files():
-        if name.startswith(file.replace("_", "-")):  # where it most likely is, so that no other need be read
-            found = {recipe.name: recipe for recipe in _file(file).recipes()}
-            if name in found:
-                return found[name]
-    known = presets()
+    make = _maker(name)
+    if make is not None:
+        return make(name)
     if name.split("-")[0] == "auto":
         asked = "kvq-calibrate --recipe auto --bits B"
         raise NotFound(
             f"no recipe {name!r}: its bits are chosen on a model; {asked} does, and publishes what is to be loaded"
         )
-    if name not in known:
-        first = sorted({other.partition("-")[0] for other in known})
-        close = get_close_matches(name, known, 8)
-        close = (
-            close or [one for near in get_close_matches(name, first, 1) for one in known if one.startswith(near)][:8]
-        )
-        there = ", ".join(close) or f"names that begin with {', '.join(first)}"
-        near = f"; kvq recipes {close[0]} prints settings: {close[0]}+PATH=VALUE is another recipe" if close else ""
-        raise NotFound(f"no recipe {name!r}; there are {there} (kvq recipes lists all{near})")
-    return known[name]
+    known = [known for family in families().values() for known in family.presets]
+    first = sorted({other.partition("-")[0] for other in known})
+    close = get_close_matches(name, known, 8)
+    close = close or [one for near in get_close_matches(name, first, 1) for one in known if one.startswith(near)][:8]
+    there = ", ".join(close) or f"names that begin with {', '.join(first)}"
+    near = f"; kvq recipes {close[0]} prints settings: {close[0]}+PATH=VALUE is another recipe" if close else ""
+    raise NotFound(f"no recipe {name!r}; there are {there} (kvq recipes lists all{near})")
+
+
+def _maker(name: str) -> Callable[[str], Recipe] | None:
+    """The function that makes a preset; a file that the name begins with is read before the others."""
+    for file in sorted(_files(), key=lambda file: not name.startswith(file.replace("_", "-"))):
+        if name in (found := _family(file).presets):
+            return found[name]
+    return None

@@ -29,7 +29,7 @@ from kvq_runtime.disk import strict_json
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.recipe import ROLES, Recipe, Scheme, facts, preset, presets
+from kvq_runtime.recipe import ROLES, Recipe, Scheme, families, preset, presets
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "golden" / "v1"
 PRESETS = Path(__file__).parents[1] / "tests" / "recipes" / "presets.json"
@@ -40,7 +40,7 @@ SHOWN = 16  # of what an unfitted recipe decodes, every sixteenth token is kept
 
 def recipes() -> tuple[list[Recipe], list[Recipe]]:
     """Recipes that have a golden artifact, and those without fitted tensors, which have a block alone."""
-    named = [recipe_text.read(text) for one in facts().values() for text in one.golden]
+    named = [recipe_text.read(text) for family in families().values() for text in family.golden]
     return [one for one in named if one.fitted], [one for one in named if not one.fitted]
 
 
@@ -118,9 +118,8 @@ def one_chunk(layer: int, tables: Pair, role: Role, data: Blocks, context: Conte
     sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
     found = sums.value()[0]
     rows_NTC = activations(layer)[ROLES.index(role)]
-    tokens = rows_NTC.flatten(0, 1)[:200]  # of a model whose text has 200
     logs = rows_NTC[..., 0]  # of what errors count
-    return Source(partials, found, projection, lambda: found.before, lambda: logs, lambda: tokens)
+    return Source(partials, found, projection, lambda: found.before, lambda: logs)
 
 
 def first_block(recipe: Recipe, role: Role, x_NTC: Tensor) -> tuple[Tensor, Pair]:

@@ -11,7 +11,7 @@ from kvq_calib.run import plan
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact, load
 from kvq_runtime.geometry import Geometry, Sliding
-from kvq_runtime.recipe import Recipe, facts, families, presets
+from kvq_runtime.recipe import Recipe, families, presets
 from kvq_runtime.registry import reference
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.store.block_errors import Bounds, bounds_in
@@ -80,10 +80,8 @@ def keep(subject: Subject, record: Mapping[str, Any], registry_url: str | None =
 
 
 def compared() -> list[str]:
-    """The names of the recipes that `kvq compare` takes of each family: those of its `FAMILY`, or its first."""
-    known = families()
-    own = {file: [known[file][0].name] if one.compared is None else one.compared for file, one in facts().items()}
-    return [name for names in own.values() for name in names]
+    """The names of the recipes that `kvq compare` takes of each family: those of its `FAMILY`."""
+    return [name for family in families().values() for name in family.compared]
 
 
 def choose(asked: Sequence[str], files: ModelFiles) -> tuple[list[Recipe], list[str]]:

@@ -97,7 +97,7 @@ def shared(bits: float, geometry: Geometry) -> Recipe:
     low, high = (GAIN + 1) / geometry.width, float(Mixed().bits[0])
     if not low <= bits <= high:
         raise ValueError(f"--bits {bits:g}; this model can have {math.ceil(1e3 * low) / 1e3:g} to {high:g}")
-    plain = aqua_fisher.recipe(math.floor(bits * geometry.width + 1e-6) / geometry.width)
+    plain = aqua_fisher.aqua_fisher("auto", math.floor(bits * geometry.width + 1e-6) / geometry.width)
     found = with_each(plain, lambda scheme: replace(scheme, quantize=replace(scheme.quantize, weighed=True)))
     return replace(found, name=f"auto-{bits:g}bit", summary=f"bits by layer, by the model's gradients, {bits:g} in all")
 

@@ -29,7 +29,7 @@ from typing import Any
 from kvq_runtime.artifact import recipe_tree
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.recipe import Recipe, preset, presets
+from kvq_runtime.recipe import Recipe, is_preset, preset
 
 SUFFIX = ".json"
 LARGEST = 1 << 20  # bytes of a file
@@ -47,7 +47,7 @@ def read(text: str, changes: Sequence[str] = ()) -> Recipe:
 def written(text: str) -> bool:
     """True if a text is a recipe and not a reference to an artifact: a preset, a file, or either with settings."""
     start, *settings = SETTING.split(text)
-    return bool(settings) or start.endswith(SUFFIX) or start in presets()
+    return bool(settings) or start.endswith(SUFFIX) or is_preset(start)
 
 
 def with_settings(texts: Sequence[str], changes: Sequence[str]) -> list[str]:
@@ -80,7 +80,7 @@ def changed(recipe: Recipe, changes: Sequence[str] = ()) -> Recipe:
     except ValueError as error:
         said = str(error).removeprefix(f"{recipe.name}: ")
         raise ValueError(f"{'+'.join([recipe.name, *changes])}: {said}") from None
-    derived = _derived(found, presets().get(recipe.name, recipe))
+    derived = _derived(found, preset(recipe.name) if is_preset(recipe.name) else recipe)
     return derived if name == recipe.name else _own(derived, name)
 
 
@@ -128,7 +128,7 @@ def _from_file(path: Path) -> Recipe:
         raise
     except (ArtifactError, ValueError) as error:
         raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
-    return recipe if recipe.name in presets() else _own(recipe, recipe.name)
+    return recipe if is_preset(recipe.name) else _own(recipe, recipe.name)
 
 
 def _agree(beside: Mapping[str, Any], recipe: Recipe) -> None:
@@ -148,7 +148,7 @@ def _own(recipe: Recipe, name: str) -> Recipe:
     """The recipe under a name of its own."""
     if not NAME.fullmatch(name):
         raise ValueError(f"name {name!r:.120}; use 1 to 64 of a-z 0-9 . _ -, the first a letter or digit")
-    known = presets().get(name)
+    known = preset(name) if is_preset(name) else None
     if name == "auto" or (known is not None and known != replace(recipe, name=name)):
         raise ValueError(f"name={name}; that is another recipe, which comes with kvq: use a name that none of its has")
     return replace(recipe, name=name)

@@ -12,7 +12,7 @@ from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, counted
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, Geometry, Sliding
-from kvq_runtime.recipe import Recipe, families, preset, presets
+from kvq_runtime.recipe import Recipe, families, is_preset, preset
 from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
@@ -39,8 +39,8 @@ SLIDES = "Bytes of {} layers that slide over a window of {:,} tokens are in all 
 
 def run_recipes(args: Namespace) -> int:
     """Print advice and all recipes; or those of a family; or one, with its settings."""
-    by_family = {name.replace("_", "-"): members for name, members in families().items()}
-    if args.name and (args.set or args.name in presets() or args.name not in by_family):
+    by_family = {name.replace("_", "-"): family.recipes() for name, family in families().items()}
+    if args.name and (args.set or is_preset(args.name) or args.name not in by_family):
         return _show_recipe(args)
     if args.set:
         raise ValueError(f"--set {args.set[0]} changes a recipe; name it, as in kvq recipes aqua-2bit --set ...")

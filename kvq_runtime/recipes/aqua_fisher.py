@@ -29,36 +29,31 @@ Differs: no paper has these together.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import GradientBasis
 
-FAMILY = Family(
-    papers={"QTIP": "Tseng et al., 2024, arXiv 2406.11235 (for weights)"},
-    golden=("aqua-fisher-1bit", "aqua-fisher-1bit+all.quantize.weighed=true+name=aqua-fisher-1bit-weighed"),
-    compared=("aqua-fisher-0.5bit", "aqua-fisher-1bit", "aqua-fisher-2bit", "aqua-fisher-3bit"),
-)
-
-WIDTHS = (0.5, 1.0, 2.0, 3.0, 4.0)
 GAIN = 3
 RIDGE = 1e-4
 
 
-def recipe(bits: float) -> Recipe:
+def aqua_fisher(name: str, bits: float) -> Recipe:
     """The recipe with `bits` bits per element, averaged over all layers, keys and values."""
     rounding = Mixed(target=bits, codebook="trellis", gain=GAIN, shared=True)
     two = Linear(below=(1, 2), both=True, ridge=RIDGE, storage="gptq4")
     scheme = Scheme(rounding, predict=two, rotate=GradientBasis())
-    layers = {layer: replace(scheme, predict=below) for layer, below in enumerate((Mean(), replace(two, below=(1,))))}
-    name, summary = (
-        f"aqua-fisher-{bits:g}bit",
-        f"AQUA-KV, bases in the metric of gradients, trellis paths, {bits:g} bits",
-    )
-    return Recipe(name, scheme, scheme, "pre", {layer: (one, one) for layer, one in layers.items()}, summary)
+    lower = [replace(scheme, predict=below) for below in (Mean(), replace(two, below=(1,)))]
+    layers = {layer: (first, first) for layer, first in enumerate(lower)}
+    summary = f"AQUA-KV, bases in the metric of gradients, trellis paths, {bits:g} bits"
+    return Recipe(name, scheme, scheme, "pre", layers, summary)
 
 
-def recipes() -> list[Recipe]:
-    """Half a bit to 4 bits."""
-    return [*map(recipe, WIDTHS)]
+FAMILY = Family(
+    presets={f"aqua-fisher-{bits:g}bit": partial(aqua_fisher, bits=bits) for bits in (1.0, 2.0, 3.0)},
+    papers={"QTIP": "Tseng et al., 2024, arXiv 2406.11235 (for weights)"},
+    golden=("aqua-fisher-1bit", "aqua-fisher-1bit+all.quantize.weighed=true+name=aqua-fisher-1bit-weighed"),
+    compared=("aqua-fisher-1bit", "aqua-fisher-2bit", "aqua-fisher-3bit"),
+)

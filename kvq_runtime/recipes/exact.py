@@ -1,17 +1,22 @@
-"""The uncompressed cache, stored through the same blocks, sinks and window as every recipe."""
+"""The uncompressed cache, stored through the same blocks, sinks and window as every recipe.
+
+exact       keys after RoPE, bit for bit
+exact-pre   RoPE is undone and put back, within 2 ulp
+"""
+
+from functools import partial
+from typing import Literal
 
 from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.exact import Exact
 
-FAMILY = Family(
-    compared=(),
-)
+SCHEME = Scheme(quantize=Exact())
 
 
-def recipes() -> list[Recipe]:
-    """`exact` keeps keys after RoPE, bit for bit; `exact-pre` undoes RoPE and puts it back (within 2 ulp)."""
-    scheme = Scheme(quantize=Exact())
-    return [
-        Recipe("exact", scheme, scheme, summary="16 bit, as the model gave it"),
-        Recipe("exact-pre", scheme, scheme, position="pre", summary="16 bit, keys before RoPE"),
-    ]
+def exact(name: str, position: Literal["pre", "post"]) -> Recipe:
+    """Keys and values in the model's dtype."""
+    where = "as the model gave it" if position == "post" else "keys before RoPE"
+    return Recipe(name, SCHEME, SCHEME, position, summary=f"16 bit, {where}")
+
+
+FAMILY = Family(presets={"exact": partial(exact, position="post"), "exact-pre": partial(exact, position="pre")})

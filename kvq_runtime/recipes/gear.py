@@ -2,9 +2,9 @@
 
     gear-4bit       a range for each channel of keys in a block, and for each token of values
     gear-2bit       groups of 64
-    gear-l-2bit     without the outliers, the paper's GEAR-L
-    gear-l-2bit-r1  one direction, not four: about the bits of KIVI in groups of 32
 
+Without the outliers it is the paper's GEAR-L, `gear-2bit+all.correct=low_rank`; with one direction,
+`+all.correct.rank=1`, it takes about the bits of KIVI in groups of 32.
 SQuat (appendix D.2) compares with rank 2 over groups of 32: `gear-2bit+all.quantize.group=32+all.correct.rank=2`.
 A direction costs 16 (1/D + 1/128) bits per element: four are 1 bit of a head of 128 channels, 1.5 of one of 64.
 Outliers cost 0.5 bits.
@@ -20,32 +20,28 @@ the whole prompt's channel or of the token, and its mean).
 """
 
 from dataclasses import replace
+from functools import partial
 
 from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes import kivi
-from kvq_runtime.stages.correct import LowRank, LowRankSparse
-
-FAMILY = Family(
-    papers={"GEAR": "Kang et al., 2024, arXiv 2403.05527"},
-    golden=("gear-2bit", "gear-l-2bit"),
-    compared=("gear-2bit", "gear-l-2bit-r1"),
-)
-
-Correct = LowRank | LowRankSparse
+from kvq_runtime.stages.correct import LowRankSparse
 
 
-def schemes(bits: int, group: str | int, key: Correct, value: Correct) -> tuple[Scheme, Scheme]:
+def schemes(bits: int, group: str | int, key: LowRankSparse, value: LowRankSparse) -> tuple[Scheme, Scheme]:
     """KIVI's keys and values, each with a correction of its rounding error."""
     return replace(kivi.keys(bits, group), correct=key), replace(kivi.values(bits, group), correct=value)
 
 
-def recipes() -> list[Recipe]:
-    """2 and 4 bits; 2 bits with the low rank alone."""
-    both, four, one = (LowRankSparse(group="channel"), LowRankSparse(group="token")), LowRank(4), LowRank(1)
-    pairs = {
-        "gear-2bit": (schemes(2, 64, *both), "GEAR, 2 bits, groups of 64, rank 4, 2% outliers"),
-        "gear-4bit": (schemes(4, "all", *both), "GEAR, 4 bits, rank 4, 2% outliers"),
-        "gear-l-2bit": (schemes(2, 64, four, four), "GEAR, 2 bits, groups of 64, rank 4, no outliers"),
-        "gear-l-2bit-r1": (schemes(2, 64, one, one), "GEAR, 2 bits, groups of 64, rank 1, no outliers"),
-    }
-    return [Recipe(name, *pair, summary=text, window=kivi.WINDOW) for name, (pair, text) in pairs.items()]
+def gear(name: str, bits: int, group: str | int) -> Recipe:
+    """Rank 4 and 2% outliers."""
+    pair = schemes(bits, group, LowRankSparse(group="channel"), LowRankSparse(group="token"))
+    groups = f", groups of {group}" if group != "all" else ""
+    return Recipe(name, *pair, summary=f"GEAR, {bits} bits{groups}, rank 4, 2% outliers", window=kivi.WINDOW)
+
+
+FAMILY = Family(
+    presets={"gear-2bit": partial(gear, bits=2, group=64), "gear-4bit": partial(gear, bits=4, group="all")},
+    papers={"GEAR": "Kang et al., 2024, arXiv 2403.05527"},
+    golden=("gear-2bit", "gear-2bit+all.correct=low_rank+name=gear-l-2bit"),
+    compared=("gear-2bit",),
+)

@@ -12,7 +12,6 @@ that is more; these stay exact until they are old enough to be chosen from, sinc
 Held tokens are stored by AQUA-KV, HIGGS or in 16 bit. Fits do not depend on it: `aqua-h2o-2bit` has the tensors of
 `aqua-2bit`. Any recipe holds fewer tokens by a setting, `higgs-4bit+policies.heavy=on+policies.heavy.share=0.5`.
 
-    h2o-50       half of the tokens instead of a fifth
     h2o-halves   the paper's split of that share: half of it the newest tokens, which stay exact until they are chosen
 
 Source: Zhang et al., 2023 (H2O), algorithm 1, whose budget is half of heavy and half of recent tokens (`recent` half of
@@ -25,21 +24,15 @@ theirs may be dropped at any step; positions are the tokens' own.
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from kvq_runtime.geometry import Window
 from kvq_runtime.policies.evict import Evicting
-from kvq_runtime.recipe import Family, Recipe, Scheme
-from kvq_runtime.recipes import aqua, higgs
-from kvq_runtime.stages.exact import Exact
-
-FAMILY = Family(
-    papers={"H2O": "Zhang et al., 2023, arXiv 2306.14048"},
-    golden=("aqua-h2o-2bit",),
-    compared=("aqua-h2o-2bit", "h2o"),
-)
+from kvq_runtime.recipe import Family, Recipe
+from kvq_runtime.recipes import aqua, exact, higgs
 
 
 @dataclass(frozen=True)
@@ -76,21 +69,38 @@ class HeavyHitters(Evicting):
         return self.share
 
 
-FIFTH = HeavyHitters(0.2)
+def held(recipe: Recipe, name: str, policy: HeavyHitters) -> Recipe:
+    """The recipe over the tokens that the policy holds."""
+    how = ", half of them the newest" if policy.recent else ""
+    summary = f"{recipe.summary}, over the {policy.share:.0%} of tokens that H2O holds{how}"
+    return replace(recipe, name=name, policies=(policy,), summary=summary)
 
 
-def recipes() -> list[Recipe]:
-    """16 bit over a fifth and over half of the tokens, and with the paper's split; AQUA-KV and HIGGS over a fifth."""
-    two, exact = higgs.scheme("2bit"), Scheme(Exact())
-    over = [
-        (aqua.aqua("h2o-2bit", two, higgs.scheme("4bit"), "AQUA-KV, 2 bits"), FIFTH),
-        (Recipe("h2o-higgs-2bit", two, two, summary="HIGGS, 2 bits"), FIFTH),
-    ]
-    policies = {"h2o": FIFTH, "h2o-50": HeavyHitters(0.5), "h2o-halves": HeavyHitters(0.2, recent=0.1)}
-    over += [(Recipe(name, exact, exact, summary="16 bit"), policy) for name, policy in policies.items()]
-    found = []
-    for recipe, policy in over:
-        how = ", half of them the newest" if policy.recent else ""
-        summary = f"{recipe.summary}, over the {policy.share:.0%} of tokens that H2O holds{how}"
-        found.append(replace(recipe, policies=(policy,), summary=summary))
-    return found
+def plain(name: str, policy: HeavyHitters) -> Recipe:
+    """16 bit."""
+    return held(exact.FAMILY.presets["exact"](name), name, policy)
+
+
+def over_higgs(name: str) -> Recipe:
+    """HIGGS over a fifth."""
+    return held(higgs.higgs(name, "2bit"), name, FIFTH)
+
+
+def over_aqua(name: str) -> Recipe:
+    """AQUA-KV over a fifth."""
+    two = aqua.aqua(name, higgs.scheme("2bit"), higgs.scheme("4bit"), "AQUA-KV, 2 bits")
+    return held(two, name, FIFTH)
+
+
+FIFTH, HALVES = HeavyHitters(0.2), HeavyHitters(0.2, recent=0.1)
+FAMILY = Family(
+    presets={
+        "h2o": partial(plain, policy=FIFTH),
+        "h2o-halves": partial(plain, policy=HALVES),
+        "h2o-higgs-2bit": over_higgs,
+        "aqua-h2o-2bit": over_aqua,
+    },
+    papers={"H2O": "Zhang et al., 2023, arXiv 2306.14048"},
+    golden=("aqua-h2o-2bit",),
+    compared=("aqua-h2o-2bit", "h2o"),
+)

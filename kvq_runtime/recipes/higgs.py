@@ -10,16 +10,12 @@ Source: Malinovskii et al., 2024 (HIGGS, arXiv 2411.17525), as used on caches by
 Differs: signs, least-squares scales, and at least `recent` exact tokens at any time (their buffer empties at a flush).
 """
 
+from functools import partial
+
 from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard
-
-FAMILY = Family(
-    papers={"HIGGS": "Malinovskii et al., 2024, arXiv 2411.17525"},
-    golden=("higgs-2bit", "mean-higgs-2bit", "mean-higgs-3bit"),
-    compared=("higgs-2bit", "higgs-3bit", "higgs-4bit", "mean-higgs-2bit", "mean-higgs-3bit"),
-)
 
 # bits per element → (dimension, points); "2bit-slow" is AQUA-KV's grid without a fast GPU kernel
 GRIDS = {"1bit": (8, 256), "1.5bit": (4, 64), "2bit": (2, 16), "2bit-slow": (4, 256), "3bit": (2, 64), "4bit": (2, 256)}
@@ -31,19 +27,30 @@ def scheme(bits: str, group: str = "all", predict=None) -> Scheme:
     return Scheme(quantize=Grid(dim, size, group), rotate=Hadamard(group), predict=predict)
 
 
-def recipes() -> list[Recipe]:
-    """Plain, per head, and with the mean removed, before RoPE and, per head, after it."""
-    found = []
-    for bits in GRIDS:  # what a memory report compares fitted recipes with
-        own = scheme(bits)
-        found.append(Recipe(f"higgs-{bits}", own, own, summary=f"HIGGS, {bits}, keys after RoPE"))
-    for bits in ("1bit", "1.5bit", "2bit", "3bit", "4bit"):
-        head = scheme(bits, "head")
-        found.append(Recipe(f"higgs-head-{bits}", head, head, summary=f"HIGGS, {bits}, a scale per head"))
-    for bits in ("2bit", "3bit", "4bit"):
-        mean = scheme(bits, predict=Mean())
-        found.append(Recipe(f"mean-higgs-{bits}", mean, mean, position="pre", summary=f"HIGGS, {bits}, mean removed"))
-    for bits in ("1bit", "2bit", "3bit", "4bit"):
-        own, summary = scheme(bits, "head", Mean()), f"HIGGS, {bits}, a scale per head, mean removed after RoPE"
-        found.append(Recipe(f"mean-higgs-head-{bits}-post", own, own, summary=summary))
-    return found
+def higgs(name: str, bits: str, group: str = "all") -> Recipe:
+    """Keys after RoPE."""
+    own, how = scheme(bits, group), "keys after RoPE" if group == "all" else "a scale per head"
+    return Recipe(name, own, own, summary=f"HIGGS, {bits}, {how}")
+
+
+def mean_higgs(name: str, bits: str) -> Recipe:
+    """Keys before RoPE, the mean removed."""
+    own = scheme(bits, predict=Mean())
+    return Recipe(name, own, own, "pre", summary=f"HIGGS, {bits}, mean removed")
+
+
+def mean_higgs_post(name: str, bits: str) -> Recipe:
+    """Keys after RoPE, the mean removed, a scale per head."""
+    own = scheme(bits, "head", Mean())
+    return Recipe(name, own, own, summary=f"HIGGS, {bits}, a scale per head, mean removed after RoPE")
+
+
+FAMILY = Family(
+    presets={f"higgs-{bits}": partial(higgs, bits=bits) for bits in ("2bit", "3bit", "4bit")}
+    | {f"higgs-head-{bits}": partial(higgs, bits=bits, group="head") for bits in ("2bit", "3bit", "4bit")}
+    | {"mean-higgs-2bit": partial(mean_higgs, bits="2bit")}
+    | {"mean-higgs-head-2bit-post": partial(mean_higgs_post, bits="2bit")},
+    papers={"HIGGS": "Malinovskii et al., 2024, arXiv 2411.17525"},
+    golden=("higgs-2bit", "mean-higgs-2bit"),
+    compared=("higgs-2bit", "higgs-3bit", "higgs-4bit", "mean-higgs-2bit"),
+)

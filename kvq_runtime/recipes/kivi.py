@@ -11,17 +11,12 @@ their buffer empties at a flush); values leave it together with the keys, not on
 head's channels. A key group never has fewer than `group` tokens, so that generated tokens are really rounded.
 """
 
+from functools import partial
+
 from kvq_runtime.recipe import Family, Recipe, Scheme, Window
 from kvq_runtime.stages.rtn import Rtn
 
-FAMILY = Family(
-    papers={"KIVI": "Liu et al., 2024, arXiv 2402.02750"},
-    golden=("kivi-2bit",),
-    compared=("kivi-2bit", "kivi-2bit-r32", "kivi-3bit", "kivi-4bit"),
-)
-
 WINDOW = Window(sinks=0)  # the residual of 128 tokens
-SHORT = Window(sinks=0, recent=32, block=32)
 
 
 def keys(bits: int, group: str | int = 32) -> Scheme:
@@ -34,13 +29,28 @@ def values(bits: int, group: str | int = 32) -> Scheme:
     return Scheme(quantize=Rtn(bits, group))
 
 
-def recipes() -> list[Recipe]:
-    """2, 3 and 4 bits, in groups of 32 and of 128; 2 bits with the short residual."""
-    found = []
-    for bits in (2, 3, 4):
-        small, large = (keys(bits), values(bits)), (keys(bits, 128), values(bits, "head"))
-        for name, schemes, groups in (("", small, "groups of 32"), ("-g128", large, "keys in groups of 128 tokens")):
-            summary = f"KIVI, {bits} bits, {groups}"
-            found.append(Recipe(f"kivi-{bits}bit{name}", *schemes, summary=summary, window=WINDOW))
+def kivi(name: str, bits: int) -> Recipe:
+    """Groups of 32."""
+    return Recipe(name, keys(bits), values(bits), summary=f"KIVI, {bits} bits, groups of 32", window=WINDOW)
+
+
+def short(name: str) -> Recipe:
+    """2 bits, a residual of 32."""
     summary = "KIVI, 2 bits, groups of 32, a residual of 32"
-    return [*found, Recipe("kivi-2bit-r32", keys(2), values(2), summary=summary, window=SHORT)]
+    return Recipe(name, keys(2), values(2), summary=summary, window=Window(sinks=0, recent=32, block=32))
+
+
+def wide(name: str, bits: int) -> Recipe:
+    """Groups of 128 tokens, and of a head's channels: the fastest for the decode kernel."""
+    summary = f"KIVI, {bits} bits, keys in groups of 128 tokens"
+    return Recipe(name, keys(bits, 128), values(bits, "head"), summary=summary, window=WINDOW)
+
+
+FAMILY = Family(
+    presets={f"kivi-{bits}bit": partial(kivi, bits=bits) for bits in (2, 4)}
+    | {f"kivi-{bits}bit-g128": partial(wide, bits=bits) for bits in (2, 4)}
+    | {"kivi-2bit-r32": short},
+    papers={"KIVI": "Liu et al., 2024, arXiv 2402.02750"},
+    golden=("kivi-2bit",),
+    compared=("kivi-2bit", "kivi-4bit"),
+)

@@ -3,9 +3,10 @@
 The rotation makes angles follow a known distribution, so nothing has to be normalized per group and one codebook fits
 all. `polar-paper` is the paper's: four levels with 4, 2, 2, 2 bits and a 16-bit radius per 16 elements, 3.875 bits.
 But that radius is a quarter of the bits, and scalar rounding reaches the same error with 3.1 bits (`lloyd-3bit`).
-`polar-*bit` transform to the last level: one norm per head and 3.1 bits at the paper's widths, a tenth more error.
-`polar-radius8` keeps four levels and stores 8-bit radii: 3.5 bits. The rotation has to be a random one: a Hadamard
-makes neighbours equal where every other channel is nearly silent, and equal neighbours lie on a boundary of sectors.
+`polar-3bit` transforms to the last level: one norm per head and 3.1 bits at the paper's widths, a tenth more error.
+`+all.quantize.radius=log8` keeps four levels and stores 8-bit radii: 3.5 bits. The rotation has to be a random one: a
+Hadamard makes neighbours equal where every other channel is nearly silent, and equal neighbours lie on a boundary of
+sectors.
 
 Source: Han et al., 2025 (PolarQuant, arXiv 2502.02617), section 4.1; the rotation as in its footnote.
 Differs: the paper encodes the prompt alone and keeps generated tokens in 16 bits; here every token that leaves the
@@ -16,29 +17,16 @@ density of angles is not known beforehand. Ours are one per level, layer and rol
 instead of k-means++.
 """
 
-from dataclasses import replace
+from functools import partial
 
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import Family, Recipe, Scheme, Window
 from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.rotate import Random
 
-FAMILY = Family(
-    papers={"PolarQuant": "Han et al., 2025, arXiv 2502.02617"},
-    golden=(
-        "polar-3bit+all.predict=mean+position=pre+name=mean-polar-3bit",
-        "polar-radius8",
-        "polar-3bit+all.rotate=none+all.quantize=polar_fitted+all.quantize.levels=0+all.quantize.points=mean"
-        "+name=polar-3bit-fitted-plain",
-        "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4"
-        "+name=polar-hadamard",
-    ),
-    compared=("polar-paper", "polar-paper-fitted", "polar-online", "polar-2.5bit", "polar-3bit"),
-)
-
 PAPER = Window(sinks=0)
 # name → bits of levels 1, 2, ...; the last is that of all further ones
-WIDTHS = {"2.5bit": (3, 2, 2, 1), "3bit": (4, 2), "4bit": (5, 3)}
+WIDTHS = {"3bit": (4, 2), "4bit": (5, 3)}
 
 
 def scheme(bits: str, group: str = "head") -> Scheme:
@@ -47,23 +35,40 @@ def scheme(bits: str, group: str = "head") -> Scheme:
     return Scheme(quantize=quantize, rotate=Random(group))
 
 
-def paper(**settings) -> Scheme:
-    """A scheme of the paper's four levels, for head sizes that 16 divides."""
-    return Scheme(quantize=Polar(**settings), rotate=Random())
+def full(name: str, bits: str) -> Recipe:
+    """All angles to the last level, one norm per head."""
+    own = scheme(bits)
+    return Recipe(name, own, own, summary=f"PolarQuant to the last level, {bits}")
 
 
-def recipes() -> list[Recipe]:
-    """The paper's, its cheaper radii, and all angles to the end; codebooks from a calibration or from each prompt."""
-    plain, radius = paper(), paper(radius="log8")
-    own = replace(plain, quantize=PolarFitted(**vars(plain.quantize)))
-    found = [
-        Recipe("polar-paper", plain, plain, summary="PolarQuant as published, 3.875 bits", window=PAPER),
-        Recipe("polar-radius8", radius, radius, summary="PolarQuant with 8-bit radii, 3.5 bits", window=PAPER),
-    ]
-    for bits in WIDTHS:
-        full = scheme(bits)
-        found.append(Recipe(f"polar-{bits}", full, full, summary=f"PolarQuant to the last level, {bits}"))
-    summary = "polar-paper with codebooks from the calibration's angles"
-    found.append(Recipe("polar-paper-fitted", own, own, summary=summary, window=PAPER))
-    summary = "PolarQuant with codebooks from each prompt's angles"
-    return [*found, Recipe("polar-online", own, own, summary=summary, window=PAPER, policies=(PromptFit(),))]
+def published(name: str) -> Recipe:
+    """The paper's four levels."""
+    own = Scheme(quantize=Polar(), rotate=Random())
+    return Recipe(name, own, own, summary="PolarQuant as published, 3.875 bits", window=PAPER)
+
+
+def fitted(name: str, where: str = "the calibration's", policies=()) -> Recipe:
+    """The same with codebooks from angles of a calibration, or of each prompt."""
+    own = Scheme(quantize=PolarFitted(), rotate=Random())
+    summary = f"PolarQuant with codebooks from {where} angles"
+    return Recipe(name, own, own, summary=summary, window=PAPER, policies=policies)
+
+
+FAMILY = Family(
+    presets={
+        "polar-paper": published,
+        "polar-3bit": partial(full, bits="3bit"),
+        "polar-paper-fitted": fitted,
+        "polar-online": partial(fitted, where="each prompt's", policies=(PromptFit(),)),
+    },
+    papers={"PolarQuant": "Han et al., 2025, arXiv 2502.02617"},
+    golden=(
+        "polar-3bit+all.predict=mean+position=pre+name=mean-polar-3bit",
+        "polar-paper+all.quantize.radius=log8+name=polar-radius8",
+        "polar-3bit+all.rotate=none+all.quantize=polar_fitted+all.quantize.levels=0+all.quantize.points=mean"
+        "+name=polar-3bit-fitted-plain",
+        "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4"
+        "+name=polar-hadamard",
+    ),
+    compared=("polar-paper", "polar-paper-fitted", "polar-online", "polar-3bit"),
+)

@@ -5,15 +5,11 @@ Source: Ashkboos et al., 2024 (QuaRot, arXiv 2404.00456), section 4; group size 
 Differs: a range is that of the group's own ends, without a clipping ratio.
 """
 
+from functools import partial
+
 from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
-
-FAMILY = Family(
-    papers={"QuaRot": "Ashkboos et al., 2024, arXiv 2404.00456"},
-    golden=("quarot-2bit",),
-    compared=("quarot-2bit", "quarot-3bit"),
-)
 
 
 def scheme(bits: int, group: str = "all", predict=None) -> Scheme:
@@ -21,11 +17,16 @@ def scheme(bits: int, group: str = "all", predict=None) -> Scheme:
     return Scheme(quantize=Rtn(bits, group), rotate=Hadamard(group), predict=predict)
 
 
-def recipes() -> list[Recipe]:
-    """2, 3 and 4 bits, all heads together or per head."""
-    found = []
-    for bits in (2, 3, 4):
-        found.append(Recipe(f"quarot-{bits}bit", scheme(bits), scheme(bits), summary=f"QuaRot, {bits} bits"))
-        head = scheme(bits, "head")
-        found.append(Recipe(f"quarot-head-{bits}bit", head, head, summary=f"QuaRot, {bits} bits, per head"))
-    return found
+def quarot(name: str, bits: int, group: str = "all") -> Recipe:
+    """All heads rotated and rounded together, or each by itself."""
+    own, how = scheme(bits, group), "" if group == "all" else ", per head"
+    return Recipe(name, own, own, summary=f"QuaRot, {bits} bits{how}")
+
+
+FAMILY = Family(
+    presets={"quarot-2bit": partial(quarot, bits=2)}
+    | {f"quarot-head-{bits}bit": partial(quarot, bits=bits, group="head") for bits in (2, 4)},
+    papers={"QuaRot": "Ashkboos et al., 2024, arXiv 2404.00456"},
+    golden=("quarot-2bit",),
+    compared=("quarot-2bit",),
+)

@@ -6,10 +6,8 @@
 The earlier tokens with the largest scores are held, and those that vote, `tokens` together; sinks are among them.
 The prompt is the first forward pass. A shorter one is held whole.
 
-    snapkv             1024 tokens of a prompt, in 16 bit, as the paper's smallest
-    snapkv-256         256 tokens, for models whose whole context is about as long as the paper's budget
-    snapkv-higgs-2bit  1024 tokens, stored by HIGGS
-    aqua-snapkv-2bit   by AQUA-KV
+`snapkv` holds 1024 tokens of a prompt in 16 bit, the paper's smallest budget. Any recipe stores the tokens so:
+`aqua-2bit+policies.votes=on+policies.votes.tokens=256`.
 
 Tokens are evicted before encoding, and fits do not depend on it. Bits are of generated tokens, which are all held.
 
@@ -29,14 +27,8 @@ from torch.nn import functional
 
 from kvq_runtime.geometry import Window
 from kvq_runtime.policies.evict import Evicting
-from kvq_runtime.recipe import Family, Recipe, Scheme
-from kvq_runtime.recipes import aqua, higgs
-from kvq_runtime.stages.exact import Exact
-
-FAMILY = Family(
-    papers={"SnapKV": "Li et al., 2024, arXiv 2404.14469"},
-    compared=("snapkv-256", "snapkv-higgs-2bit-256"),
-)
+from kvq_runtime.recipe import Family, Recipe
+from kvq_runtime.recipes import exact
 
 POOLS = {"max": functional.max_pool1d, "avg": functional.avg_pool1d}
 
@@ -72,17 +64,15 @@ class PromptVotes(Evicting):
         return POOLS[self.pool](mass_BT[:, None], self.kernel, 1, self.kernel // 2)[:, 0]
 
 
-def recipes() -> list[Recipe]:
-    """16 bit, HIGGS and AQUA-KV at 2 bits, over 1024 and over 256 tokens of the prompt."""
-    exact, two = Scheme(Exact()), higgs.scheme("2bit")
-    over = [
-        Recipe("snapkv", exact, exact, summary="16 bit"),
-        Recipe("snapkv-higgs-2bit", two, two, summary="HIGGS, 2 bits"),
-        aqua.aqua("snapkv-2bit", two, higgs.scheme("4bit"), "AQUA-KV, 2 bits"),
-    ]
-    return [
-        replace(one, name=one.name + suffix, policies=(votes,),
-                summary=f"{one.summary}, over the {votes.tokens} tokens of a prompt that SnapKV holds")
-        for one in over
-        for suffix, votes in (("", PromptVotes()), ("-256", PromptVotes(256)))
-    ]  # fmt: skip
+def snapkv(name: str) -> Recipe:
+    """1024 tokens of a prompt, in 16 bit."""
+    plain = exact.FAMILY.presets["exact"](name)
+    summary = "16 bit, over the 1024 tokens of a prompt that SnapKV holds"
+    return replace(plain, policies=(PromptVotes(),), summary=summary)
+
+
+FAMILY = Family(
+    presets={"snapkv": snapkv},
+    papers={"SnapKV": "Li et al., 2024, arXiv 2404.14469"},
+    compared=("snapkv",),
+)

@@ -38,6 +38,7 @@ Differs: where text and pseudocode contradict each other or leave a gap, as foll
 """
 
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -51,12 +52,6 @@ from kvq_runtime.recipes import aqua, higgs, kivi
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import storage_bytes
-
-FAMILY = Family(
-    papers={"SubKV": "Zeng et al., 2025, doi 10.1002/spe.3422"},
-    golden=("subkv-aqua-2bit", "subkv-2bit"),
-    compared=("subkv-2bit", "subkv-3bit", "subkv-aqua-2bit"),
-)
 
 WINDOW = Window(sinks=1, recent=32, block=32)  # the paper's F, N and G
 
@@ -201,19 +196,24 @@ def keep_edge(gaps_LB: Tensor) -> bool:
     return float(gaps_LB.double().nanmean()) <= 0
 
 
-def subkv(bits: int) -> Recipe:
+def subkv(name: str, bits: int, per: Literal["cache", "layer"] = "cache") -> Recipe:
     """The paper's method at `bits` bits."""
-    summary = f"SubKV, {bits} bits, groups of 32, N from 32 to 128"
-    schemes, policies = (kivi.keys(bits), kivi.values(bits)), (DynamicWindow(),)
-    return Recipe(f"subkv-{bits}bit", *schemes, summary=summary, window=WINDOW, policies=policies)
+    summary = f"SubKV, {bits} bits, groups of 32, N from 32 to 128{', by layer' if per == 'layer' else ''}"
+    schemes, policies = (kivi.keys(bits), kivi.values(bits)), (DynamicWindow(per=per),)
+    return Recipe(name, *schemes, summary=summary, window=WINDOW, policies=policies)
 
 
-def recipes() -> list[Recipe]:
-    """2, 3 and 4 bits, 2 by layer, and AQUA-KV in SubKV's window."""
-    two, three, four = (subkv(bits) for bits in (2, 3, 4))
-    predicted = aqua.aqua(
-        "2bit", higgs.scheme("2bit"), higgs.scheme("4bit"), "AQUA-KV over HIGGS, 2bit, in SubKV's window"
-    )
-    mixed = replace(predicted, name="subkv-aqua-2bit", window=WINDOW, policies=two.policies)
-    policies, summary = (DynamicWindow(per="layer"),), f"{two.summary}, by layer"
-    return [two, three, four, mixed, replace(two, name="subkv-2bit-by-layer", summary=summary, policies=policies)]
+def predicted(name: str) -> Recipe:
+    """AQUA-KV in SubKV's window."""
+    text = "AQUA-KV over HIGGS, 2bit, in SubKV's window"
+    two = aqua.aqua(name, higgs.scheme("2bit"), higgs.scheme("4bit"), text)
+    return replace(two, window=WINDOW, policies=(DynamicWindow(),))
+
+
+FAMILY = Family(
+    presets={f"subkv-{bits}bit": partial(subkv, bits=bits) for bits in (2, 4)}
+    | {"subkv-2bit-by-layer": partial(subkv, bits=2, per="layer"), "subkv-aqua-2bit": predicted},
+    papers={"SubKV": "Zeng et al., 2025, doi 10.1002/spe.3422"},
+    golden=("subkv-aqua-2bit", "subkv-2bit"),
+    compared=("subkv-2bit", "subkv-aqua-2bit"),
+)

@@ -3,8 +3,9 @@
     mean μ → z = (k - μ) B → bits by latent channel, in the order of the eigenvalues, down to none
 
 The paper's schedules give 8 equal runs of channels their bits; its others are settings: 1.75 bits are
-`svdq-2bit+key.quantize.bits=8,4,2,0,0,0,0,0`. `svdq-wf-*` find them for any total (`+key.quantize.target=1.5`) by
-reverse water-filling on the eigenvalues: bit by bit, each where it lowers the error most. Values stay at 16 bits
+`svdq-2bit+key.quantize.bits=8,4,2,0,0,0,0,0`, those of 1.25 bits `4,4,2,0,0,0,0,0`. `svdq-wf-2bit-v4` finds them
+for any total (`+key.quantize.target=1.5`) by reverse water-filling on the eigenvalues: bit by bit, each where it lowers
+the error most. Values stay at 16 bits
 (`+value.quantize=exact`), or take 4 bits per token (`-v4`). `+key.quantize.codebook=block` takes ranges from each block
 of tokens, the nearest to the paper's "all tokens" that a growing cache allows. `svdq-online-*` decompose each row's own
 prompt (`+policies.first_tokens=on`), with the paper's schedules.
@@ -21,10 +22,10 @@ stretched by one outlier.
 All tokens are held; landmarks add 2 bits per key element of a 16-bit model, which the paper does not count. Chunks
 alone are `exact+policies.chunks=on`; ShadowKV's own keys, of rank 160 in 16 bits, have no recipe: latent channels take
 8 at most.
-`svdq-shadow-2bit-v4-128` reads 128 tokens and 4 outlier chunks, for models whose whole context is within that budget.
+`+policies.chunks.budget=128+policies.chunks.outliers=4` is for models whose whole context is within that budget.
 """
 
-from dataclasses import replace
+from functools import partial
 
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
@@ -35,22 +36,11 @@ from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
 from kvq_runtime.stages.rtn import Rtn
 
-FAMILY = Family(
-    papers={"SVDq": "Hong et al., 2025, arXiv 2502.15304", "ShadowKV": "Sun et al., 2024, arXiv 2410.21465"},
-    golden=("svdq-2bit-v4", "svdq-wf-2bit-v4+value.quantize=exact+name=svdq-wf-2bit",
-            "svdq-1.25bit-v4+policies.chunks=on+name=svdq-shadow-1.25bit-v4"),
-    compared=("svdq-1.25bit-v4", "svdq-2bit-v4", "svdq-online-2bit-v4", "svdq-shadow-2bit-v4-128", "svdq-wf-1bit-v4",
-              "svdq-wf-1.25bit-v4", "svdq-wf-2bit-v4"),
-)  # fmt: skip
-
 # mean bits → bits of the 8 equal runs of latent channels
 SCHEDULES = {
-    "3bit": (8, 4, 4, 4, 2, 2, 0, 0),
     "2.25bit": (8, 4, 4, 2, 0, 0, 0, 0),
     "2bit": (8, 4, 4, 0, 0, 0, 0, 0),
-    "1.25bit": (4, 4, 2, 0, 0, 0, 0, 0),
 }
-FILLED = {"2bit": 2.0, "1.25bit": 1.25, "1bit": 1.0}
 EXACT, FOUR = Scheme(Exact()), Scheme(Rtn(4, "all"))
 
 
@@ -59,27 +49,37 @@ def scheme(quantize: Mixed) -> Scheme:
     return Scheme(quantize, predict=Mean(), rotate=Basis())
 
 
-def scheduled(name: str, bits: str, value: Scheme, how: str = "its schedule", policies=()) -> Recipe:
+def scheduled(name: str, bits: str, value: Scheme, policies=(), how: str = "its schedule") -> Recipe:
     """The paper's schedule of these bits."""
     summary = f"SVDq, keys {bits}, {how}; values {'16 bit' if value == EXACT else '4 bits'}"
     key = scheme(Mixed(SCHEDULES[bits], codebook="uniform"))
     return Recipe(name, key, value, "pre", summary=summary, policies=policies)
 
 
-def recipes() -> list[Recipe]:
-    """Schedules of the paper and water-filled ones; by prompt, and reading by chunks; values at 16 and at 4 bits."""
-    found = [scheduled(f"svdq-{bits}-v4", bits, FOUR) for bits in ("3bit", "2bit", "1.25bit")]
-    for bits, target in FILLED.items():
-        key = scheme(Mixed(target=target, codebook="uniform"))
-        summary = f"SVDq, keys {bits}, water-filled; values 4 bits"
-        found.append(Recipe(f"svdq-wf-{bits}-v4", key, FOUR, "pre", summary=summary))
-    each, chunks = "its schedule, fitted to each prompt", (ShadowChunks(),)
-    shadow = scheduled("svdq-shadow-2bit-v4", "2bit", FOUR, policies=chunks)
-    shadow = replace(shadow, summary=f"{shadow.summary}; read by chunks")
-    short = (ShadowChunks(budget=128, outliers=4),)
-    found.append(replace(shadow, name=f"{shadow.name}-128", policies=short, summary=f"{shadow.summary}, 128 tokens"))
-    for value, v4 in ((EXACT, ""), (FOUR, "-v4")):
-        found.append(scheduled(f"svdq-online-2bit{v4}", "2bit", value, each, (PromptFit(),)))
-        published = scheduled(f"svdq-shadow-online-2.25bit{v4}", "2.25bit", value, each, (*chunks, PromptFit()))
-        found.append(replace(published, summary=f"{published.summary}; read by chunks"))
-    return [scheduled("svdq-2bit", "2bit", EXACT), *found, shadow]
+def filled(name: str, bits: float) -> Recipe:
+    """Bits by reverse water-filling; values at 4 bits."""
+    key = scheme(Mixed(target=bits, codebook="uniform"))
+    return Recipe(name, key, FOUR, "pre", summary=f"SVDq, keys {bits:g}bit, water-filled; values 4 bits")
+
+
+ONLINE, CHUNKS = "its schedule, fitted to each prompt", "its schedule, read by chunks"
+BOTH = "its schedule, fitted to each prompt, read by chunks"
+FAMILY = Family(
+    presets={
+        "svdq-2bit": partial(scheduled, bits="2bit", value=EXACT),
+        "svdq-2bit-v4": partial(scheduled, bits="2bit", value=FOUR),
+        "svdq-wf-2bit-v4": partial(filled, bits=2.0),
+        "svdq-online-2bit": partial(scheduled, bits="2bit", value=EXACT, policies=(PromptFit(),), how=ONLINE),
+        "svdq-shadow-2bit-v4": partial(scheduled, bits="2bit", value=FOUR, policies=(ShadowChunks(),), how=CHUNKS),
+        "svdq-shadow-online-2.25bit": partial(
+            scheduled, bits="2.25bit", value=EXACT, policies=(ShadowChunks(), PromptFit()), how=BOTH
+        ),
+    },
+    papers={"SVDq": "Hong et al., 2025, arXiv 2502.15304", "ShadowKV": "Sun et al., 2024, arXiv 2410.21465"},
+    golden=(
+        "svdq-2bit-v4",
+        "svdq-wf-2bit-v4+value.quantize=exact+name=svdq-wf-2bit",
+        "svdq-2bit-v4+key.quantize.bits=4,4,2,0,0,0,0,0+policies.chunks=on+name=svdq-shadow-1.25bit-v4",
+    ),
+    compared=("svdq-2bit-v4", "svdq-online-2bit", "svdq-wf-2bit-v4"),
+)

@@ -1,8 +1,6 @@
 """ZipCache: keys per channel, values per token after every channel was divided by a scale of its own.
 
-    zipcache-*bit          as published, but for the bits of salient tokens: keys channelwise, values channel-separable
-    zipcache-tokens-2bit   keys channel-separable too, before RoPE, where channels keep their sizes; single tokens can
-                           be decoded
+    zipcache-2bit          as published, but for the bits of salient tokens: keys channelwise, values channel-separable
     zipcache-online-2bit   with the scales of each row's own prompt, as in the paper
     aqua-zipcache-2bit     what AQUA-KV's prediction leaves, keys and values channel-separable
 
@@ -17,19 +15,12 @@ prompt); keys have a range per block of 128 tokens (theirs: of the prompt, then 
 and the 128 newest tokens stay exact (theirs: none of the prompt, and up to 100 generated ones).
 """
 
-from dataclasses import replace
+from functools import partial
 
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import Family, Recipe, Scheme
 from kvq_runtime.recipes import aqua, kivi
 from kvq_runtime.stages.separable import Separable
-
-FAMILY = Family(
-    papers={"ZipCache": "He et al., 2024, arXiv 2405.14256"},
-    golden=("zipcache-2bit", "aqua-zipcache-2bit"),
-)
-
-BITS = (2, 4)
 
 
 def scheme(bits: int) -> Scheme:
@@ -37,16 +28,25 @@ def scheme(bits: int) -> Scheme:
     return Scheme(Separable(bits))
 
 
-def recipes() -> list[Recipe]:
-    """2 and 4 bits; at 2 also keys as the values, the scales of each prompt, and AQUA-KV with 4 for its first layer."""
-    found = []
-    for bits in BITS:
-        keys, values = kivi.keys(bits, "all"), scheme(bits)
-        summary = f"ZipCache, {bits} bits: keys per channel, values per token over calibrated channel scales"
-        found.append(Recipe(f"zipcache-{bits}bit", keys, values, summary=summary))
-    two, summary = scheme(2), "the same, 2 bits, keys before RoPE as the values"
-    tokens = Recipe("zipcache-tokens-2bit", two, two, "pre", summary=summary)
-    summary = "ZipCache, 2 bits, channel scales of each prompt"
-    online = replace(found[0], name="zipcache-online-2bit", summary=summary, policies=(PromptFit(),))
-    summary = "AQUA-KV over channel-separable rounding, 2 bits"
-    return [*found, tokens, online, aqua.aqua("zipcache-2bit", two, scheme(4), summary)]
+def zipcache(name: str, policies=()) -> Recipe:
+    """Keys per channel, values per token, 2 bits."""
+    how = "calibrated channel scales" if not policies else "channel scales of each prompt"
+    summary = f"ZipCache, 2 bits: keys per channel, values per token over {how}"
+    return Recipe(name, kivi.keys(2, "all"), scheme(2), summary=summary, policies=policies)
+
+
+def predicted(name: str) -> Recipe:
+    """AQUA-KV with 4 bits for its first layer."""
+    return aqua.aqua(name, scheme(2), scheme(4), "AQUA-KV over channel-separable rounding, 2 bits")
+
+
+FAMILY = Family(
+    presets={
+        "zipcache-2bit": zipcache,
+        "zipcache-online-2bit": partial(zipcache, policies=(PromptFit(),)),
+        "aqua-zipcache-2bit": predicted,
+    },
+    papers={"ZipCache": "He et al., 2024, arXiv 2405.14256"},
+    golden=("zipcache-2bit", "aqua-zipcache-2bit"),
+    compared=("zipcache-2bit",),
+)

@@ -202,12 +202,11 @@ def _find(registry: Registry, reference: Reference) -> Resolved:
 
 def _if_recipe(name: str) -> str:
     """Return the addition to the message about a missing name that is a recipe's."""
-    from kvq_runtime.recipe import presets
+    from kvq_runtime.recipe import is_preset, preset
 
-    recipe = presets().get(name)
-    if recipe is None:
+    if not is_preset(name):
         return ""
-    if recipe.fitted:
+    if preset(name).fitted:
         return f". {name} is a recipe, which has to be fitted to a model: kvq-calibrate --recipe {name}"
     return f'. {name} is a recipe that needs no artifact: KVQCache.from_recipe("{name}", model)'
 

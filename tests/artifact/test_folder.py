@@ -109,7 +109,7 @@ def test_a_push_is_a_version_that_loads_from_everywhere(hub, monkeypatch, tmp_pa
 
 def test_papers_are_those_of_stages_and_policies_as_they_are_combined():
     by_recipe = {
-        "exact": [], "rtn-2bit": [], "lloyd-even-2bit": [], "kivi-2bit": ["2402.02750"], "quarot-2bit": ["2404.00456"],
+        "exact": [], "rtn-2bit": [], "kivi-2bit": ["2402.02750"], "quarot-2bit": ["2404.00456"],
         "oscar-2bit": ["2605.17757"], "aqua-2bit": ["2411.17525", "2501.19392"],
         "svdq-shadow-2bit-v4": ["2410.21465", "2502.15304"],
     }  # fmt: skip

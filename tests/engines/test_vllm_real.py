@@ -22,10 +22,10 @@ from kvq_runtime.recipe import preset
 
 LENGTH = 512
 RECIPES = (  # of each family that vLLM serves without a fit
-    "lloyd-3bit", "rtn-4bit", "kivi-4bit", "higgs-4bit", "quarot-4bit", "gear-4bit", "turboquant-3bit",
+    "lloyd-3bit", "rtn-4bit", "kivi-4bit", "higgs-4bit", "quarot-2bit", "gear-4bit", "turboquant-3bit",
     "polar-3bit",
 )  # fmt: skip
-FITTED = "oscar-3bit"
+FITTED = "oscar-2bit"
 BYTES = 64 << 20  # of the cache
 NAME = "smollm2-135m"
 

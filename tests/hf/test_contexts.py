@@ -19,7 +19,7 @@ RECIPES = [
     "aqua-fisher-1bit",
     "h2o-higgs-2bit",
     "subkv-2bit",
-    "svdq-online-2bit-v4",
+    "svdq-online-2bit",
 ]
 WAYS = [(name, "kvq") for name in RECIPES] + [(name, "sdpa") for name in RECIPES if not preset(name).needs & OURS]
 CUTS = ((0, 140), (140, 141), (141, 160), (160, 161))
@@ -114,7 +114,7 @@ def forget_constants():
                 kept.cache_clear()
 
 
-CONSTANTS = ["kivi-2bit", "higgs-2bit", "lloyd-4bit", "polar-4bit"]
+CONSTANTS = ["kivi-2bit", "higgs-2bit", "lloyd-4bit", "polar-3bit"]
 
 
 @pytest.mark.parametrize("name", CONSTANTS)

@@ -11,9 +11,9 @@ from models import prompt, random_model
 
 from kvq_runtime.hf import KVQCache
 
-RECIPES = ["exact", "exact-pre", "higgs-2bit", "rtn-3bit", "aqua-2bit"]
+RECIPES = ["exact", "exact-pre", "higgs-2bit", "rtn-2bit", "aqua-2bit"]
 WAYS = [(name, attention) for name in RECIPES for attention in ("sdpa", "kvq")]
-WAYS += [(name, "kvq") for name in ("h2o-higgs-2bit", "subkv-2bit-by-layer", "svdq-online-2bit-v4")]
+WAYS += [(name, "kvq") for name in ("h2o-higgs-2bit", "subkv-2bit-by-layer", "svdq-online-2bit")]
 
 
 def saved(thing):

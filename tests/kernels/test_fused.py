@@ -133,7 +133,7 @@ def test_other_recipes_say_so(name, says):
     "name, says",
     [
         ("rtn-2bit", "by arithmetic"),
-        ("lloyd-even-2bit", "by arithmetic"),
+        ("lloyd-2bit+all.quantize=even", "by arithmetic"),
         ("lloyd-3bit", "codebook in registers"),
         ("higgs-head-2bit", "codebook in registers"),
         ("higgs-head-4bit", "there is no kernel for its keys"),

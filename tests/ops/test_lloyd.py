@@ -137,7 +137,7 @@ def test_settings():
     scheme = Scheme(Lloyd(3, "all", "plain"), rotate=Random(64, 5))
     recipe = Recipe("test", scheme, scheme)
     assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
-    assert preset("turboquant-2bit").key == Scheme(Lloyd(2), rotate=Random())
+    assert preset("turboquant-3bit").key == Scheme(Lloyd(3), rotate=Random())
     for make in (lambda: Lloyd(5), lambda: Lloyd(2, "row"), lambda: Lloyd(scale="rms")):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="; use"):
             make()

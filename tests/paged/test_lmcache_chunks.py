@@ -33,7 +33,7 @@ TOKENS = 64
 KEY = b"a chunk"
 FRAME = 700  # bytes of a block's file beside its fields, at most
 RECIPES = [
-    "exact", "rtn-2bit", "quarot-2bit", "higgs-2bit", "higgs-head-3bit", "turboquant-3bit", "lloyd-1bit", "polar-3bit",
+    "exact", "rtn-2bit", "quarot-2bit", "higgs-2bit", "higgs-head-3bit", "turboquant-3bit", "lloyd-2bit", "polar-3bit",
     "lloyd-3bit+value.quantize.bits=2", "oscar-2bit",
     "kivi-2bit-r32", "squat-2bit+window.block=32",
 ]  # fmt: skip
@@ -120,7 +120,7 @@ def test_chunks_are_told_from_all_others():
         codec.decode(data[:9], KEY, out)
     with pytest.raises(ArtifactError, match="chain: the file is of another place"):
         codec.decode(data, b"another chunk", out)
-    for other in (_codec("oscar-2bit", seed=1), _codec("oscar-output-2bit")):
+    for other in (_codec("oscar-2bit", seed=1), _codec("oscar-2bit+value.rotate.metric=output")):
         with pytest.raises(ArtifactError, match="chain: of another recipe, artifact"):
             other.decode(torch.cat([data, data]), KEY, out)
     assert bool((out == 7.0).all())
@@ -245,7 +245,7 @@ def _artifact(name: str, size: Geometry) -> Artifact:
 def test_each_worker_keeps_its_own_heads():
     """Tensor parallelism: what ranks decode, side by side, is what one worker would, by an artifact of all heads."""
     whole = Geometry(2, 4, 32)
-    fitted = _artifact("oscar-3bit", whole)
+    fitted = _artifact("oscar-2bit", whole)
     chunks = Chunks(Settings(Source("mine", fitted.recipe, fitted), whole, 32, 1))
     codec = chunks.codec((2, 2, TOKENS, whole.width), torch.float32)
     chunk = torch.randn(codec.shape_2LTC)
@@ -264,7 +264,7 @@ def test_each_worker_keeps_its_own_heads():
 def test_fused_keys_and_values_are_the_same_bytes_as_those_apart():
     """As vLLM has them, a head's key before its value: by an artifact, of one worker and of each of two."""
     whole = Geometry(2, 4, 32)
-    fitted = _artifact("oscar-3bit", whole)
+    fitted = _artifact("oscar-2bit", whole)
     chunks = Chunks(Settings(Source("mine", fitted.recipe, fitted), whole, 32, 1))
     apart = torch.randn(2, 2, TOKENS, whole.width)
     for rank, ranks in [(0, 1), (0, 2), (1, 2)]:
@@ -286,7 +286,7 @@ def test_fused_keys_and_values_are_the_same_bytes_as_those_apart():
 
 def test_chunks_that_an_artifact_says_nothing_of_are_refused():
     whole = Geometry(4, 2, 32)
-    fitted = _artifact("oscar-3bit", whole)
+    fitted = _artifact("oscar-2bit", whole)
     chunks = Chunks(Settings(Source("mine", fitted.recipe, fitted), whole, 32, 1))
     for shape, message in [
         ((2, 2, TOKENS, 64), "pipeline parallelism"), ((2, TOKENS, 128), "pipeline parallelism"),

@@ -19,9 +19,10 @@ from kvq_runtime.vllm.exact import FirstTokens, Tail, Tails
 from kvq_runtime.vllm.page import page_of, shared_pages
 
 RECIPES = [
-    "exact", "rtn-2bit", "rtn-absmax-4bit+all.quantize.bits=3", "quarot-2bit", "quarot-head-4bit", "higgs-2bit",
-    "higgs-head-3bit", "turboquant-3bit", "lloyd-1bit", "polar-3bit", "mean-higgs-head-2bit-post",
-    "mean-lloyd-4bit-post", "lloyd-3bit+value.quantize.bits=2", "exact-pre", "mean-higgs-2bit",
+    "exact", "rtn-2bit", "rtn-4bit+all.quantize.bits=3+all.quantize.range=absmax", "quarot-2bit", "quarot-head-4bit",
+    "higgs-2bit",
+    "higgs-head-3bit", "turboquant-3bit", "lloyd-2bit+all.quantize.bits=1", "polar-3bit", "mean-higgs-head-2bit-post",
+    "mean-lloyd-3bit-post+all.quantize.bits=4", "lloyd-3bit+value.quantize.bits=2", "exact-pre", "mean-higgs-2bit",
     "mean-lloyd-3bit-post+position=pre",
 ]  # fmt: skip
 WHOLE = [
@@ -58,7 +59,7 @@ def test_attention_is_the_codecs(name: str, sinks: int, monkeypatch):
 def test_bytes_of_a_page_are_the_bits_of_the_recipe():
     """What vLLM reserves for a token is what the recipe bills, but for less than a word."""
     size = Geometry(28, 4, 128)
-    for name in ("lloyd-3bit", "higgs-2bit", "rtn-4bit", "polar-2.5bit", "exact"):
+    for name in ("lloyd-3bit", "higgs-2bit", "rtn-4bit", "polar-3bit", "exact"):
         recipe = plugin.paged(preset(name), size, 128)
         page = page_of(recipe, 0, size, torch.bfloat16)
         billed = sum(scheme.bits(128, size) for scheme in recipe.at(0)) * size.width / 8

@@ -23,7 +23,7 @@ DYNAMIC = {name: RECIPES[name] for name, window in WINDOWS.items() if window and
 every = pytest.mark.parametrize("recipe", DYNAMIC.values(), ids=DYNAMIC.keys())
 ANY = {name: RECIPES[name] for name, window in WINDOWS.items() if window}  # those of each layer by itself, too
 STEPS = [40] + [1] * 50 + [7, 1, 33, 1, 1, 64, 90, 1, 1]
-NAMES = ["subkv-2bit", "subkv-3bit", "subkv-4bit"]
+NAMES = ["subkv-2bit", "subkv-4bit"]
 
 
 def fixed(recipe: Recipe) -> Recipe:

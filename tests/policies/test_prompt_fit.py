@@ -35,7 +35,7 @@ PAIRS = {
     "squat-pre-online-2bit": "squat-pre-2bit",
 }
 FIT = 256
-QUICK = ("polar-online", "squat-online-2bit", "squat-pre-online-2bit", "svdq-online-2bit", "svdq-online-2bit-v4")
+QUICK = ("polar-online", "squat-online-2bit", "squat-pre-online-2bit", "svdq-online-2bit")
 every_online = pytest.mark.parametrize("name", some(ONLINE, *QUICK))
 
 

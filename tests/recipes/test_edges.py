@@ -57,7 +57,7 @@ ODD = [(3, 6, 0, 1), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in
 def test_head_sizes_that_are_no_power_of_two(heads, size, first, step):
     geometry = Geometry(3, heads, size)
     recipes = allowed(geometry)
-    assert {"exact", "higgs-2bit", "aqua-lloyd-2bit"} <= {recipe.name for recipe in recipes} or size == 6
+    assert {"exact", "higgs-2bit", "aqua-2bit"} <= {recipe.name for recipe in recipes} or size == 6
     for recipe in recipes[first::step]:
         recent, block = recipe.window.recent, recipe.window.block
         x = tensors(recent + 2 * block + 1, geometry=geometry)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme, preset
@@ -95,7 +96,11 @@ def test_every_part_of_gear_pays_in_error():
     far = torch.rand(3, 128, 128, generator=torch.Generator().manual_seed(1)) > 0.99
     x = blocks("waves") + 20 * far
     for role, name in (("key", "keys"), ("value", "values")):
-        found = [SIDES[name], preset("gear-l-2bit").scheme(0, role), preset("gear-2bit").scheme(0, role)]
+        found = [
+            SIDES[name],
+            read("gear-2bit+all.correct=low_rank").scheme(0, role),
+            preset("gear-2bit").scheme(0, role),
+        ]
         errors = [float((both_ways(scheme, x) - x).square().sum()) for scheme in found]
         assert errors[1] < 0.9 * errors[0] and errors[2] < 0.6 * errors[1]
 
@@ -120,10 +125,11 @@ def test_the_bill(rank, head_size):
 def test_bits_of_the_recipes():
     """Of a 7B model: 3 of 128 elements of a channel, 10 of 512 of a token, are outliers."""
     geometry = Geometry(28, 4, 128)
-    for name, codes in (("gear-2bit", (2.5, 2.5)), ("gear-4bit", (4.25, 4 + 32 / 512)), ("gear-l-2bit", (2.5, 2.5))):
-        far = (0, 0) if "-l-" in name else (3 / 128 * (16 + 7), 10 / 512 * (16 + 9))
+    alone = "gear-2bit+all.correct=low_rank"
+    for name, codes in (("gear-2bit", (2.5, 2.5)), ("gear-4bit", (4.25, 4 + 32 / 512)), (alone, (2.5, 2.5))):
+        far = (0, 0) if name == alone else (3 / 128 * (16 + 7), 10 / 512 * (16 + 9))
         for role, code, outliers in zip(("key", "value"), codes, far, strict=True):
-            assert Codec(preset(name), 0, role, geometry, {}).bits() == pytest.approx(code + 1 + outliers, abs=0.001)
+            assert Codec(read(name), 0, role, geometry, {}).bits() == pytest.approx(code + 1 + outliers, abs=0.001)
 
 
 # ---- edges

@@ -162,11 +162,11 @@ def test_the_bill(bits):
 def test_a_channel_without_a_range_and_a_zero_token():
     x = activations()
     x[..., 3] = 7.0
-    codec = fitted(preset("kvquant-2bit").key, x)
+    codec = fitted(preset("kvquant-3bit").key, x)
     x[0, 9] = 0
     out = codec.decode(codec.encode(x[:1], NOWHERE), NOWHERE)
     assert out.isfinite().all() and float((out[0, :8, 3] - 7).abs().max()) < 0.03
-    values = fitted(preset("kvquant-2bit").value, x, "value")
+    values = fitted(preset("kvquant-3bit").value, x, "value")
     assert not values.decode(values.encode(x[:1], NOWHERE), NOWHERE)[0, 9].any()
 
 

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import GridExecutor
 
 ONE = (
-    *("kivi-2bit-g128", "rtn-3bit", "rtn-absmax-4bit", "quarot-head-4bit", "higgs-head-2bit", "higgs-head-1.5bit"),
+    *("kivi-2bit-g128", "rtn-2bit", "quarot-head-4bit", "higgs-head-2bit"),
     *(
         "lloyd-3bit",
         "turboquant-3bit",
@@ -98,7 +98,7 @@ def test_rotating_and_rounding_in_one_is_rotating_first(quantize, rotation, kern
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter, which a GPU replaces")
 @pytest.mark.parametrize("role", ["key", "value"])
-@pytest.mark.parametrize("name", some(ONE, "kivi-2bit-g128", "rtn-3bit", "higgs-head-2bit", "lloyd-3bit", "polar-3bit"))
+@pytest.mark.parametrize("name", some(ONE, "kivi-2bit-g128", "rtn-2bit", "higgs-head-2bit", "lloyd-3bit", "polar-3bit"))
 def test_a_flush_is_one_launch(name, role, launches):
     made, x_NTC = codec(read(name), role), normal(1, 128, 128).bfloat16()
     with dispatch.forced(True):
@@ -120,7 +120,7 @@ def test_what_is_no_single_launch_is_encoded_block_by_block():
         with dispatch.forced(True):
             assert not codec(replace(plain, key=scheme), "key").one_launch(x_NTC), why
     with dispatch.forced(True):
-        assert not codec(preset("polar-radius8"), "key").one_launch(x_NTC)
+        assert not codec(read("polar-paper+all.quantize.radius=log8"), "key").one_launch(x_NTC)
         assert codec(plain, "key").one_launch(x_NTC)
         squat = preset("squat-2bit")
         heads, head = GEOMETRY.kv_heads, GEOMETRY.head_size

@@ -114,10 +114,10 @@ def test_the_papers_bill():
     """62 bits per 16 elements; to the last level 3.125 bits; 8-bit radii 3.5."""
     geometry = Geometry(2, 8, 128)
     found = {}
-    for name in ("polar-paper", "polar-3bit", "polar-2.5bit", "polar-radius8"):
-        recipe = preset(name).check(geometry)
+    for name in ("polar-paper", "polar-3bit", "polar-paper+all.quantize.radius=log8"):
+        recipe = read(name).check(geometry)
         found[name] = Codec(recipe, 0, "value", geometry, {}).bits()
-    assert found == {"polar-paper": 62 / 16, "polar-3bit": 3.125, "polar-2.5bit": 2.5, "polar-radius8": 3.5}
+    assert found == {"polar-paper": 62 / 16, "polar-3bit": 3.125, "polar-paper+all.quantize.radius=log8": 3.5}
 
 
 @pytest.mark.parametrize("bits", [(4, 2), (3, 2, 2, 1), (2,)])
@@ -180,7 +180,6 @@ def test_head_sizes():
     for head_size in (80, 96):
         with pytest.raises(ValueError, match=f"does not fit a vector of {head_size} elements; use a power of two"):
             full.check(Geometry(2, 2, head_size))
-        preset("aqua-polar-3bit").check(Geometry(2, 2, head_size))  # vectors of all heads together
     with pytest.raises(ValueError, match="does not fit a vector of 72 elements; use a multiple of 16"):
         paper.check(Geometry(2, 2, 72))
 

@@ -12,7 +12,7 @@ from kvq_runtime.store.estimate import Sizes
 
 SMALL = Geometry(layers=2, kv_heads=2, head_size=32)
 EIGHT = MODELS["llama-3.1-8b"]
-NAMES = ("exact", "higgs-2bit", "kivi-2bit", "aqua-2bit", "squat-2bit", "svdq-2bit", "svdq-online-2bit-v4",
+NAMES = ("exact", "higgs-2bit", "kivi-2bit", "aqua-2bit", "squat-2bit", "svdq-2bit", "svdq-online-2bit",
          "svdq-shadow-2bit-v4", "h2o-higgs-2bit", "snapkv", "polar-paper", "subkv-2bit")  # fmt: skip
 
 

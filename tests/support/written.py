@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvq_runtime.artifact.recipe_text import read
-from kvq_runtime.recipe import Recipe, Scheme, facts, presets
+from kvq_runtime.recipe import Recipe, Scheme, families, presets
 
 SETTINGS = (  # options of stages, and stages together, that no preset has
     "aqua-2bit+position=post", "aqua-2bit+window.sinks=0", "aqua-2bit+window.sinks=64", "aqua-2bit+key.predict=none",
@@ -18,9 +18,9 @@ SETTINGS = (  # options of stages, and stages together, that no preset has
     "aqua-2bit+key.predict=mlp+value.predict=mlp+key.predict.norm=none+value.predict.hidden=width"
     "+value.predict.tokens=all",
     "aqua-fisher-1bit+all.rotate.storage=gptq4",
-    "svdq-wf-1bit-v4+key.rotate=query_basis+value.quantize=mixed+value.rotate=output_basis",
+    "svdq-wf-2bit-v4+key.rotate=query_basis+value.quantize=mixed+value.rotate=output_basis",
     "kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse",
-    "mean-lloyd-2bit-post+all.quantize=even", "mean-lloyd-3bit-post+position=pre",
+    "mean-lloyd-3bit-post+all.quantize=even", "mean-lloyd-3bit-post+position=pre",
     "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4",
     "polar-paper-fitted+all.quantize.levels=0+all.quantize.points=mean",
     "polar-paper-fitted+all.rotate=none", "polar-online+all.rotate=none",
@@ -59,5 +59,5 @@ def first_of_each(names: Iterable[str]) -> frozenset[str]:
     return frozenset(chosen)
 
 
-_golden = [text for one in facts().values() for text in one.golden if text in EVERY]
+_golden = [text for one in families().values() for text in one.golden if text in EVERY]
 REPRESENTATIVE = first_of_each(["exact", *SETTINGS, *_golden, *EVERY]).union(SETTINGS)

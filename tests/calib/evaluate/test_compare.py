@@ -16,7 +16,7 @@ from kvq_calib.report import plots, tables
 from kvq_calib.run import calibrate as graph
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.recipe import facts, families, preset, presets
+from kvq_runtime.recipe import families, preset, presets
 from kvq_runtime.registry import evaluation_records
 from kvq_runtime.registry.evaluation_records import parse
 from kvq_runtime.registry.resolve import open_registry
@@ -160,10 +160,9 @@ def shaped(*shape: int, **more: Any) -> Any:
 
 def test_every_family_is_represented_by_default():
     chosen = {recipe.name for recipe in subject.choose([], shaped(6, 2, 64))[0]}
-    for name, recipes in families().items():
-        assert name == "exact" or chosen & {recipe.name for recipe in recipes}, name
-    for name, one in facts().items():
-        assert set(one.compared or ()) <= {recipe.name for recipe in families()[name]}, name
+    for name, family in families().items():
+        assert name == "exact" or chosen & set(family.presets), name
+        assert set(family.compared) <= set(family.presets), name
 
 
 def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name():

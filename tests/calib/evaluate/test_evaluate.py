@@ -165,8 +165,8 @@ def test_errors_by_layer(demo):
 
 def test_error_of_a_mean_is_one_less_what_it_explains(demo):
     """An artifact whose rounding is exact to 8 bits leaves only what its mean misses unexplained, and no error."""
-    scheme = replace(preset("mean-higgs-4bit").key, quantize=preset("rtn-8bit").key.quantize)
-    recipe = replace(preset("mean-higgs-4bit"), key=scheme, value=scheme)
+    scheme = replace(preset("mean-higgs-2bit").key, quantize=preset("rtn-8bit").key.quantize)
+    recipe = replace(preset("mean-higgs-2bit"), key=scheme, value=scheme)
     stream = Stream(demo.files, dtype=torch.float32)
     found = errors.by_layer(stream, demo.tokens[:1], {"mean": (recipe, zeros(recipe, demo.files))})["mean"]
     captured = stream.layer(0).forward(stream.embed(demo.tokens[:1]))

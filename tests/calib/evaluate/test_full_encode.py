@@ -339,7 +339,7 @@ def test_one_pass_a_cache(small):
 
 
 @pytest.mark.parametrize("name, word", [("subkv-2bit", "stay exact"), ("h2o", "held, or read"),
-                                        ("svdq-shadow-2bit-v4-128", "held, or read")])  # fmt: skip
+                                        ("svdq-shadow-2bit-v4", "held, or read")])  # fmt: skip
 def test_what_chooses_tokens_has_no_full_encode(small, name, word):
     recipe = preset(name)
     assert word in (caches.refusal(recipe) or "")

@@ -102,7 +102,7 @@ def test_the_default_is_a_small_part_of_a_run(model):
 
 def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
     run = tmp_path / "run"
-    words = arguments(model, run, "--recipe", "mean-higgs-4bit", "--recipe", "mean-higgs-2bit")
+    words = arguments(model, run, "--recipe", "mean-higgs-2bit+all.quantize.size=256", "--recipe", "mean-higgs-2bit")
     assert cli.main([*words, "--no-publish"]) == 0
     capsys.readouterr()
     four, one = (parse(made).figures("full").kl for made in json.loads((run / "evaluation.json").read_text()))
@@ -183,7 +183,7 @@ def test_what_cannot_be_measured_is_refused_before_the_work(model, tmp_path, cap
 @pytest.mark.slow
 def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
     """Stopped in its second cache, an evaluation resumes there; the artifact and its record are as if undisturbed."""
-    settings = {"recipes": ("mean-higgs-2bit", "mean-higgs-4bit"), "publish": False}
+    settings = {"recipes": ("mean-higgs-2bit", "mean-higgs-2bit+all.quantize.size=256"), "publish": False}
     run(asked(model, tmp_path / "undisturbed", **settings))
     scored, score = [], perplexity.Windows.score
 
@@ -217,7 +217,12 @@ def test_progress_reaches_its_end_exactly_with_and_without_kept_units(model, tmp
         assert sum(one.tokens for one in said) == said[-1].done == said[-1].total > 0
 
 
-FOUR = ("mean-higgs-2bit", "mean-higgs-3bit", "mean-higgs-4bit", "mean-higgs-head-2bit-post")
+FOUR = (
+    "mean-higgs-2bit",
+    "mean-higgs-2bit+all.quantize.size=64",
+    "mean-higgs-2bit+all.quantize.size=256",
+    "mean-higgs-head-2bit-post",
+)
 
 
 @pytest.mark.slow

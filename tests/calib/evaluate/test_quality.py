@@ -24,7 +24,7 @@ def scores(files, batch, names) -> dict[str, Any]:
 @pytest.mark.xdist_group("quality")
 def test_on_stories260k_aqua_is_closer_than_higgs_at_the_same_bits(test_data):
     model, text = test_data / "models" / "stories260K", test_data / "text" / "tinystories" / "stories_2M.txt"
-    recipes = ("aqua-3bit", "aqua-4bit")
+    recipes = ("aqua-2bit", "aqua-3bit")
     run(Job(What(str(model), recipes), Text(str(text), 32, 512), Machine(threads=1), Evaluation(False)))
     files = models.resolve(str(model))
     batch = corpus.select(str(text), files.path, 6, 512, split="held-out")
