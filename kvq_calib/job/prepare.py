@@ -52,7 +52,7 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
     recipes = [recipe_text.read(asked) for asked in what.recipes if asked != budget.AUTOMATIC]
     files = files or models.resolve(what.model, what.revision)  # which may be a long download
     for recipe in recipes if what.engine else ():
-        plugin.VLLM.check(recipe, files.geometry)
+        plugin.check_recipe(recipe, files.geometry)
     budgets = {}
     for bits in what.bits:
         recipes.append((budget.served if what.engine else budget.shared)(bits, files.geometry))
@@ -133,7 +133,7 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
         base = base_of(job, files)
         checkpoint.check_beside(job.artifact_name(files, base.recipe.name))
         if job.what.engine:
-            plugin.VLLM.check(base.recipe, files.geometry)
+            plugin.check_recipe(base.recipe, files.geometry)
         if not encodes(base.recipe, length):
             raise ValueError(f"--reuse {job.what.reuse}: a bound on it could not be judged; use a longer --seq-len")
     for recipe in plan.recipes if evaluation.bounds.given else ():

@@ -47,7 +47,6 @@ examples
     kvq verify qwen2.5-7b-aqua-2bit --lock kvq.lock    every check, against the lock
     kvq copy qwen2.5-7b-aqua-2bit@1.2.0 hf://my-org    to a Hugging Face Hub
     kvq search --corpus redpajama hf://my-org          versions fitted on a corpus, to a model, a revision
-    kvq prefix verify prefixes                         every block that a PrefixStore keeps there
     kvq list --json | jq '.[].name'                    every table can be printed as JSON
 
 {EXIT_CODES}
@@ -231,23 +230,6 @@ def parser() -> argparse.ArgumentParser:
     _option(command, "--grace", "TIME", text, type=seconds, default=GRACE)
     _flag(command, "--dry-run", "print what would be removed")
     _where(add("doctor", "names", "check a registry, and say what to do about faults", "kvq doctor"))
-    text = "the folder of a prefix store: its sets of blocks, whether they are whole, and what may go"
-    example = "kvq prefix list prefixes\n    kvq prefix gc prefixes --budget 5GB --dry-run"
-    command = add("prefix", "prefix", text, example, registry=False)
-    about = "list: what is kept, and since when unused; verify: read every block with every check; gc: remove drafts of"
-    command.add_argument("action", choices=["list", "verify", "gc"], help=f"{about} killed processes")
-    command.add_argument("folder", metavar="FOLDER", help="the path of a PrefixStore")
-    _option(command, "--budget", "SIZE", "gc: the least recently used go until SIZE is left, as in 5GB")
-    _flag(command, "--damaged", "gc: damaged blocks go as well")
-    _option(
-        command,
-        "--grace",
-        "TIME",
-        "gc: minimum age of drafts of other machines (default: 10m)",
-        type=seconds,
-        default=600.0,
-    )
-    _flag(command, "--dry-run", "gc: print what would be removed")
     text = "which recipe to take, and all that come with kvq"
     command = add("recipes", "recipes", text, "kvq recipes --bits 2-2.5 --unfitted", registry=False)
     command.add_argument("name", metavar="RECIPE", nargs="?", help="all settings of this one; or a family")

@@ -18,7 +18,7 @@ from kvq_calib.text import documents, tokenizer
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound, counted, spoken
-from kvq_runtime.prefix.block_folder import parse_bytes
+from kvq_runtime.prefix.folder import parse_bytes
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry import rating
 from kvq_runtime.registry.hub import client
@@ -87,7 +87,6 @@ def test_a_size_is_refused_by_the_option_that_it_was_given_as():
 
 
 def test_messages_name_the_command_and_the_option_once(kvq, tmp_path):
-    assert kvq("prefix", "gc", tmp_path, "--budget", "lots")[2].startswith("kvq: --budget 'lots'; use a number")
     assert kvq("report")[2].startswith("kvq: nothing is named; give NAME")
 
 
