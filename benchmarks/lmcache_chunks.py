@@ -41,7 +41,7 @@ MODEL = ROOT / "artifacts" / "demo-model"
 CHUNK, KEPT, TOKENS, GREEDY = 256, 1024, 512, 32
 RECIPES = ("exact", "rtn-4bit", "lloyd-3bit", "higgs-2bit", "kivi-2bit")
 PATIENCE = 120  # seconds
-PLUGIN = {"type": "plugin", "module_path": "kvq_runtime.lmcache.plugin", "class_name": "Adapter"}
+PLUGIN = {"type": "plugin", "module_path": "kvq_runtime.prefix.lmcache", "class_name": "Adapter"}
 Serde = dict[str, Any] | None
 
 
@@ -70,7 +70,7 @@ class Tier:
     """LMCache's storage manager over one adapter, as its server has it, to put chunks into and get them from.
 
     It copies what it is given into its memory, lets the adapter store it, and forgets it when it is closed. Chunks are
-    of any layout of LMCache's (`kvq_runtime/lmcache/chunk.py`). Raises what LMCache or the serde says of its settings.
+    of any layout of LMCache's (`prefix/lmcache_chunk.py`). Raises what LMCache or the serde says of its settings.
     """
 
     def __init__(self, folder: Path, serde: Serde, memory: int = 1 << 28):
@@ -132,7 +132,7 @@ class Tier:
 @torch.no_grad()
 def main() -> None:
     """Print a row of JSON each, and write them all with --json."""
-    import kvq_runtime.lmcache.plugin  # noqa: F401  registers "kvq"
+    import kvq_runtime.prefix.lmcache  # noqa: F401  registers "kvq"
 
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("recipes", nargs="*", default=RECIPES)

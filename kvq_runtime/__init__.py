@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from kvq_runtime.artifact.artifact import Artifact
     from kvq_runtime.artifact.folder import save_pretrained
     from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-    from kvq_runtime.hf import CudaGraphs, KVQCache, PrefixStore
+    from kvq_runtime.hf import CudaGraphs, KVQCache
+    from kvq_runtime.prefix.transformers import PrefixStore
     from kvq_runtime.recipe import Recipe, preset, presets
     from kvq_runtime.registry.copy import push_to_hub
     from kvq_runtime.registry.resolve import load_artifact
@@ -56,7 +57,7 @@ _MODULES = {
     "KVQCache": "hf",
     "MemoryReport": "store.memory",
     "NotFound": "errors",
-    "PrefixStore": "hf",
+    "PrefixStore": "prefix.transformers",
     "Recipe": "recipe",
     "load_artifact": "registry.resolve",
     "preset": "recipe",

@@ -34,7 +34,7 @@ from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import extra
 from kvq_runtime.ops import product
-from kvq_runtime.prefix.block_folder import parse_bytes
+from kvq_runtime.prefix.folder import parse_bytes
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.evaluation_records import (
     PROTOCOLS,

@@ -50,7 +50,7 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
     recipes = [recipe_text.read(asked) for asked in what.recipes if asked != budget.AUTOMATIC]
     files = files or models.resolve(what.model, what.revision)  # which may be a long download
     for recipe in recipes if what.engine else ():
-        plugin.VLLM.check(recipe, files.geometry)
+        plugin.check_recipe(recipe, files.geometry)
     budgets = {}
     for bits in what.bits:
         recipes.append((budget.served if what.engine else budget.shared)(bits, files.geometry))

@@ -81,7 +81,7 @@ def served_options(geometry: Geometry) -> list[Scheme]:
     served = []
     for scheme in found:
         with suppress(ValueError):
-            plugin.VLLM.check(Recipe("option", scheme, scheme), geometry)
+            plugin.check_recipe(Recipe("option", scheme, scheme), geometry)
             served.append(scheme)
     return sorted(served, key=lambda scheme: _bits(scheme, geometry))
 

@@ -136,16 +136,6 @@ def parser() -> tuple[Parser, Any]:
     command.add_argument("--grace", metavar="TIME", type=seconds, default=GRACE, help=text)
     command.add_argument("--dry-run", action="store_true", help="print what would be removed")
     add("doctor", "names", "check a registry, and advise on its faults", "kvq doctor")
-    command = add("prefix", "names", "manage the folder of a prefix store", "kvq prefix gc DIR --budget 5GB", False)
-    text = "list the sets of blocks; verify every block; gc: remove drafts of killed processes"
-    command.add_argument("action", choices=["list", "verify", "gc"], help=text)
-    command.add_argument("folder", metavar="FOLDER", help="the path of a PrefixStore")
-    command.add_argument("--budget", metavar="SIZE", help="gc: remove the least recently used until SIZE is left")
-    command.add_argument("--damaged", action="store_true", help="gc: remove damaged blocks too")
-    text = "gc: minimum age of drafts of other machines (default: 10m)"
-    command.add_argument("--grace", metavar="TIME", type=seconds, default=600.0, help=text)
-    command.add_argument("--dry-run", action="store_true", help="gc: print what would be removed")
-
     command = add("recipes", "recipes", "list recipes, or show one", "kvq recipes aqua-2bit", False)
     command.add_argument("name", metavar="RECIPE", nargs="?", help="show all its settings; or list a family")
     add_settings(command, "of it")

@@ -1,9 +1,7 @@
 """The commands about names: list and change them, copy them, keep registries and prefix folders in order."""
 
 import dataclasses
-import time
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from kvq_runtime.cli.exit_codes import say
@@ -154,28 +152,3 @@ def run_doctor(args: Namespace) -> int:
     else:
         print(f"nothing is wrong with {registry.url}: {counted(len(registry.names()), 'name')}")
     return int(any(finding.level == "fault" for finding in findings))
-
-
-def run_prefix(args: Namespace) -> int:
-    """List, verify or clean the folder of a prefix store; return 1 if `verify` finds a damaged block."""
-    from kvq_runtime.prefix import block_folder, maintenance
-
-    root = maintenance.existing(Path(args.folder).expanduser())
-    if args.action == "list":
-        print_table(maintenance.listed(root), args.json)
-        return 0
-    if args.action == "gc":
-        budget = None if args.budget is None else block_folder.parse_bytes(args.budget, "--budget ")
-        removed = maintenance.collect(root, budget, args.grace, args.damaged, args.dry_run)
-        rows = [{"removed": not args.dry_run, "path": str(kept.path), "bytes": kept.size} for kept in removed]
-        print_table(rows, args.json)
-        return 0
-    begun, blocks = time.perf_counter(), block_folder.all_blocks(root)
-    faults = [{"path": str(damage.path), "fault": damage.fault} for damage in maintenance.damaged(root)]
-    record: dict[str, Any] = {"blocks": len(blocks), "bytes": sum(block.size for block in blocks)}
-    record |= {"seconds": round(time.perf_counter() - begun, 3), "damaged": faults if args.json else len(faults)}
-    print_record(record, args.json)
-    if faults and not args.json:
-        print()
-        print_table(faults, json=False)
-    return int(bool(faults))

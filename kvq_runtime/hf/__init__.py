@@ -13,4 +13,3 @@ from kvq_runtime.hf.cache import KVQCache as KVQCache
 from kvq_runtime.hf.cuda_graphs import CudaGraphs as CudaGraphs
 from kvq_runtime.hf.model import fingerprint_of as fingerprint_of
 from kvq_runtime.hf.model import geometry_of as geometry_of
-from kvq_runtime.hf.prefix import PrefixStore as PrefixStore

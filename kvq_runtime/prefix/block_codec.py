@@ -1,8 +1,8 @@
-"""Encode blocks of tokens of all layers wherever they stand in a text, and decode blocks in a row.
+"""Encode blocks of tokens of all layers wherever they stand in a text, and decode consecutive blocks.
 
-A `BlockCache` without a window does the work, so that the bytes are those of a cache of the same keys and values. A
-block needs nothing of the blocks before it; under a recipe that predicts across layers it needs its own tokens of the
-layers below.
+A `BlockCache` without a window does the work, so the bytes are those of a cache of the same keys and values. A block
+needs nothing of the blocks before it. Under a recipe that predicts across layers it needs its own tokens of the layers
+below.
 
 Shapes: T tokens of blocks · C all heads of a token · S sinks among the tokens.
 """
@@ -20,7 +20,7 @@ from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.storage import Slab
 
-Rows = Mapping[int, tuple[Tensor, Tensor]]  # by layer, keys (after RoPE) and values [T, C]
+LayerRows = Mapping[int, tuple[Tensor, Tensor]]  # by layer, keys (after RoPE) and values [T, C]
 
 
 class BlockCodec:
@@ -33,18 +33,18 @@ class BlockCodec:
         self.recipe, self.geometry, self.rotary = recipe.check(geometry), geometry, rotary
         self.tensors = tensors if isinstance(tensors, Fitted) else Fitted(tensors)  # so that caches share the codecs
 
-    def encode(self, first: int, rows: Rows) -> list[Block]:
-        """Encode blocks in a row, from block `first` of a text on, each as it would be alone.
+    def encode(self, first: int, rows: LayerRows) -> list[Block]:
+        """Encode consecutive blocks, from block `first` of a text on, each as it would be alone.
 
-        Blocks from the first with NaN or infinity on are left out. Raises ValueError if that is block `first`.
+        Stops before the first block with NaN or infinity. Raises ValueError if that is block `first`.
         """
-        size, count = self.recipe.window.block, self._finite(first, rows)
+        size, count = self.recipe.window.block, self._finite_blocks(first, rows)
         cache = self._cache(first * size, (first + count) * size, rows[0][0].device, rows[0][0].dtype)
         for layer in range(self.geometry.layers):
             k_TC, v_TC = rows[layer]
             cache.take(layer, k_TC[None, : count * size], v_TC[None, : count * size])
             cache.finish(layer)
-        return [held(cache, number) for number in range(count)]
+        return [encoded_block(cache, number) for number in range(count)]
 
     def decode(
         self, blocks: Sequence[Block], device: torch.device | str = "cpu", start: int = 0
@@ -65,7 +65,7 @@ class BlockCodec:
     def _cache(
         self, start: int, stop: int, device: torch.device | str, dtype: torch.dtype = torch.bfloat16
     ) -> BlockCache:
-        """An empty cache for tokens `start` to `stop` of a text, and no others."""
+        """Make an empty cache for tokens `start` to `stop` of a text."""
         recipe = self.recipe.with_exact(sinks=max(0, self.recipe.window.sinks - start), recent=0)
         cache = BlockCache(recipe, self.geometry, self.tensors, dtype=dtype)
         rotary = None
@@ -74,7 +74,7 @@ class BlockCodec:
         cache.positions.announce(None, torch.arange(start, stop, device=device)[None] if start else None, rotary)
         return cache
 
-    def _finite(self, first: int, rows: Rows) -> int:
+    def _finite_blocks(self, first: int, rows: LayerRows) -> int:
         """Count the blocks before the first with NaN or infinity."""
         size, width = self.recipe.window.block, self.geometry.width
         count = finite = max(1, len(rows[0][0]) // size)
@@ -88,9 +88,7 @@ class BlockCodec:
                 if not bool(finite_T.all()):
                     finite = int(finite_T.int().argmin()) // size
                 if not finite:
-                    raise ValueError(
-                        f"layer {layer}, block {first}: NaN or infinity in the {role}s; nothing is kept of it"
-                    )
+                    raise ValueError(f"layer {layer}, block {first}: NaN or infinity in the {role}s; it is not kept")
         return finite
 
 
@@ -105,7 +103,7 @@ def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str)
     cache.adopt(len(blocks), fields, sinks)
 
 
-def held(cache: BlockCache, number: int, row: int = 0) -> Block:
+def encoded_block(cache: BlockCache, number: int, row: int = 0) -> Block:
     """Return encoded block `number` of one row of a cache, on the CPU."""
     layers, size = range(cache.geometry.layers), cache.recipe.window.block
     fields: dict[int, tuple[Slab, Slab]] = {layer: ({}, {}) for layer in layers}
@@ -117,8 +115,8 @@ def held(cache: BlockCache, number: int, row: int = 0) -> Block:
     return Block(fields, sinks_2LSC[:, :, number * size : (number + 1) * size].cpu())
 
 
-def window_rows(cache: BlockCache, number: int, end: int, row: int) -> Rows:
-    """Return exact keys and values [T, C] of blocks that are still in the window."""
+def window_rows(cache: BlockCache, number: int, end: int, row: int) -> LayerRows:
+    """Return exact keys and values [T, C] of blocks `number` to `end`, which are still in the window."""
     size = cache.recipe.window.block
     return {
         layer: tuple(store.window_2BTC[:, row, number * size - store.encoded : end * size - store.encoded])
@@ -127,5 +125,5 @@ def window_rows(cache: BlockCache, number: int, end: int, row: int) -> Rows:
 
 
 def _stacked(parts: list[Slab], device: torch.device | str) -> Slab:
-    """[1, n, ...] of the fields of n blocks."""
+    """Return [1, n, ...] of each field of n blocks."""
     return {name: torch.stack([part[name] for part in parts])[None].to(device) for name in parts[0]}

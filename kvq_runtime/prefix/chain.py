@@ -1,128 +1,120 @@
 """Name blocks of tokens by a chain of hashes: one name is one prefix, of one model, one fit and one tenant.
 
-Models are told apart whose keys and values differ: by configuration, and by a sample of every tensor of the weights.
-
-    root    sha256(what decides how tokens become bytes ‖ salt); of its owner's tenant: sha256(root ‖ their salt)
-    name 0  sha256(root   ‖ tokens of block 0)
+    root    sha256 of everything that decides how tokens become bytes; of a tenant, sha256(root ‖ salt)
+    name 0  sha256(root     ‖ tokens of block 0)
     name n  sha256(name n-1 ‖ tokens of block n)
 
-So prompts share the blocks that they begin with. A name finds a block; whether it is the right one is decided by the
-tokens that are stored in it.
+Prompts share the blocks that they begin with. A name finds a block; the tokens stored in it decide whether it is the
+right one. A model is identified by its configuration and a sample of each weight.
 """
 
-import json
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import Tensor
 
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, check_type
 
-LARGEST = 1 << 31  # token ids are below
-SAMPLES, BYTES = 64, 8  # of every tensor in a file: so many places, evenly spaced, of so many bytes
-LARGEST_HEADER = 100 << 20
-# of a configuration: where it came from, and how it is run, which keys and values do not depend on
-_PLACE = {"_name_or_path", "architectures", "dtype", "id2label", "label2id", "torch_dtype", "transformers_version",
-          "use_cache", "return_dict"}  # fmt: skip
+MAX_TOKEN = (1 << 31) - 1
+SAMPLES = 64  # elements of each weight, evenly spaced
+# entries of a configuration on which keys and values do not depend: where it came from, and how it is run
+_IRRELEVANT = {"_name_or_path", "architectures", "dtype", "id2label", "label2id", "torch_dtype", "transformers_version",
+               "use_cache", "return_dict"}  # fmt: skip
 
 
 def token_row(tokens: Tensor | Iterable[int]) -> Tensor:
-    """Token ids of one row, int64 [T] on the CPU, of a list, [T] or [1, T]; ValueError for anything else."""
-    given = tokens if isinstance(tokens, Tensor) else torch.as_tensor(list(tokens))
-    if given.ndim == 2 and len(given) == 1:
-        given = given[0]
-    if given.ndim != 1 or (given.numel() and (given.is_floating_point() or given.dtype == torch.bool)):
+    """Return the token ids of one row, int64 [T] on the CPU, from a list, [T] or [1, T]; ValueError otherwise."""
+    row = tokens if isinstance(tokens, Tensor) else torch.as_tensor(list(tokens))
+    if row.ndim == 2 and len(row) == 1:
+        row = row[0]
+    if row.ndim != 1 or (row.numel() and (row.is_floating_point() or row.dtype == torch.bool)):
         raise ValueError(
-            f"tokens of shape {list(given.shape)}, {str(given.dtype).removeprefix('torch.')}; give the ids of one row, "
+            f"tokens of shape {list(row.shape)}, {str(row.dtype).removeprefix('torch.')}; give the ids of one row, "
             "[T] or [1, T]: a batch row by row, without padding"
         )
-    row_T = given.detach().to("cpu", torch.int64)
-    if row_T.numel() and not 0 <= int(row_T.min()) <= int(row_T.max()) < LARGEST:
-        raise ValueError(f"token ids from {int(row_T.min())} to {int(row_T.max())}; use 0 to {LARGEST - 1}")
+    row_T = row.detach().to("cpu", torch.int64)
+    if row_T.numel() and not 0 <= int(row_T.min()) <= int(row_T.max()) <= MAX_TOKEN:
+        raise ValueError(f"token ids from {int(row_T.min())} to {int(row_T.max())}; use 0 to {MAX_TOKEN}")
     return row_T
 
 
-def root(digest: str, salt: str) -> str:
-    """Return the beginning of a tenant's chains: without the salt no block of them can be named, or found."""
+def tenant_root(root: str, salt: str) -> str:
+    """Return the root of a tenant's chains; without the salt none of their blocks can be named or found."""
     check_type("salt", salt, str, "a text that only the tenant knows")
-    return sha256(b"kvq prefix root\0" + bytes.fromhex(digest) + sha256(salt.encode()).digest()).hexdigest()
-
-
-def tenant(root: str, salt: str) -> str:
-    """Return the beginning of the chains of a tenant of a root's owner."""
     return sha256(b"kvq prefix tenant\0" + bytes.fromhex(root) + sha256(salt.encode()).digest()).hexdigest()
 
 
-def name(previous: str, tokens: Iterable[int]) -> str:
-    """The name of the block that holds these tokens after `previous`."""
-    ids = array("I", tokens)  # 4 bytes each
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return sha256(b"kvq prefix block\0" + bytes.fromhex(previous) + ids.tobytes()).hexdigest()
-
-
-def names(begin: str, tokens_T: Tensor, block: int) -> list[str]:
-    """The names of all whole blocks of a row."""
-    found, previous = [], begin
+def block_names(root: str, tokens_T: Tensor, block: int) -> list[str]:
+    """Return the names of all whole blocks of a row."""
+    names, previous = list[str](), root
     for start in range(0, len(tokens_T) // block * block, block):
-        previous = name(previous, tokens_T[start : start + block].tolist())
-        found.append(previous)
-    return found
+        ids = array("I", tokens_T[start : start + block].tolist())  # 4 bytes each
+        if sys.byteorder == "big":
+            ids.byteswap()
+        previous = sha256(b"kvq prefix block\0" + bytes.fromhex(previous) + ids.tobytes()).hexdigest()
+        names.append(previous)
+    return names
 
 
-def config_json(config: Mapping[str, Any]) -> bytes:
-    """Return the part of a decoder's configuration that decides its keys and values, as JSON."""
-    return strict_json.dumps(_plain({name: x for name, x in config.items() if name not in _PLACE})).encode()
+# ---- digests of models and fits --------------------------------------------------------------------------------------
 
 
-def model_digest(folder: Path, config: Mapping[str, Any], more: str = "") -> str:
-    """sha256 of a configuration, and of a sample of the weights in a folder's safetensors files.
+def json_digest(value: Any) -> str:
+    """Return the sha256 of a JSON value."""
+    return sha256(strict_json.dumps(value).encode()).hexdigest()
 
-    more   what else decides keys and values, such as how weights are quantized as they are loaded
-    Raises ArtifactError where there is no such file, or one that cannot be read.
-    """
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ArtifactError(
-            f"{folder} has no safetensors files, by whose weights kept prefixes of one model are told from another's; "
-            "save the model as safetensors"
-        )
-    digest = sha256(config_json(config) + b"\0" + more.encode())
-    for path in paths:
-        _add(digest, path)
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the sha256 of all tensors: names, dtypes, shapes and elements."""
+    digest = sha256()
+    for name, tensor in sorted(tensors.items()):
+        _update(digest, name, tensor, tensor.detach().cpu().contiguous().view(-1))
     return digest.hexdigest()
 
 
-def add_tensors(digest: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Update a sha256 with tensors: names, dtypes, shapes and elements."""
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+def model_digest(config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]], more: str = "") -> str:
+    """Return the sha256 of a decoder's configuration and of 64 evenly spaced elements of each weight.
+
+    more   whatever else decides keys and values, such as a quantization at load time
+    """
+    relevant = {name: value for name, value in config.items() if name not in _IRRELEVANT}
+    digest = sha256(f"{json_digest(_plain(relevant))}\0{more}".encode())
+    for name, tensor in sorted(weights, key=lambda pair: pair[0]):
+        flat = tensor.detach().reshape(-1)
+        places = torch.arange(SAMPLES, device=flat.device) * flat.numel() // SAMPLES
+        _update(
+            digest, name, tensor, flat.view(torch.uint8).view(-1, flat.itemsize)[places].cpu() if len(flat) else flat
+        )
+    return digest.hexdigest()
 
 
-def _add(digest: Any, path: Path) -> None:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > LARGEST_HEADER:
-            raise ArtifactError(f"{path}: its header is {length} bytes long; it is no safetensors file")
+def folder_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor), mapped from disk, of a folder's safetensors files. Raises ArtifactError if it has none."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ArtifactError(
+            f"{folder} has no safetensors files, by whose weights the prefixes of models are told apart; save the "
+            "model as safetensors"
+        )
+    for path in paths:
         try:
-            entries = json.loads(file.read(length))
-            spans = {name: (str(entry["dtype"]), list(entry["shape"]), *map(int, entry["data_offsets"]))
-                     for name, entry in entries.items() if name != "__metadata__"}  # fmt: skip
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            with safetensors.safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    yield f"{path.name} {name}", file.get_tensor(name)
+        except safetensors.SafetensorError as error:
             raise ArtifactError(f"{path}: no safetensors file: {error}") from None
-        for name, (dtype, shape, start, stop) in sorted(spans.items()):
-            digest.update(f"\0{name}\0{dtype}\0{shape}\0".encode())
-            for place in range(SAMPLES):
-                file.seek(8 + length + start + (stop - start) * place // SAMPLES)
-                digest.update(file.read(min(BYTES, stop - start)))
+
+
+def _update(digest: Any, name: str, tensor: Tensor, elements: Tensor) -> None:
+    digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+    digest.update(elements.view(torch.uint8).numpy().data)
 
 
 def _plain(value: Any) -> Any:

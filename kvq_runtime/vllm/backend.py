@@ -37,17 +37,18 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
 from kvq_runtime.codec import shared
-from kvq_runtime.engines.served_recipe import bits, narrowed, share_of
 from kvq_runtime.geometry import Geometry, Role, attending
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.memory import asymptotic_bits
 from kvq_runtime.vllm import attend, page, plugin
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.exact import FirstTokens, Tails
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
 from kvq_runtime.vllm.page import PageReader, Shared
+from kvq_runtime.vllm.served_recipe import shard_of
 
 logger = init_logger("vllm.kvq")  # below vllm's own, so that its level and form hold
 # vLLM's own attention of this platform, whatever is registered: it serves the layers that kvq leaves alone
@@ -125,10 +126,10 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     if moved and recipe.window.sinks:
         logger.warning("kvq: first tokens are encoded like all others, as a KV connector moves pages alone")
         recipe = recipe.with_exact(sinks=0)
-    share = share_of(whole, rank, config.parallel_config.tensor_parallel_size)
-    geometry, tensors = narrowed(recipe, whole, found.tensors, share)
+    shard = shard_of(whole, rank, config.parallel_config.tensor_parallel_size)
+    geometry, tensors = shard.geometry(whole), shard.tensors(recipe, whole, found.tensors)
     rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
-    codecs, kept = shared.build(recipe, geometry, tensors), bits(recipe, geometry)
+    codecs, kept = shared.build(recipe, geometry, tensors), asymptotic_bits(recipe, geometry)
     logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, kept, recipe.window.sinks)
     kernel = None if current_platform.is_cpu() else _kernel(config, recipe, geometry, rotary, by_block)
     by_block = by_block or kernel is not None

@@ -16,23 +16,32 @@ from typing import Any
 import torch
 
 from kvq_runtime import errors
-from kvq_runtime.engines import served_recipe
-from kvq_runtime.engines.served_recipe import Engine, Source
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.vllm import served_recipe
+from kvq_runtime.vllm.served_recipe import ServedRecipe
 
 VARIABLE = "KVQ_CACHE"
 BACKEND = "kvq_runtime.vllm.backend.KVQBackend"
 TYPICAL = MODELS["qwen2.5-7b"]  # asked before the model is known; it is asked again for the model itself
 
 
-def _reason(recipe: Recipe) -> str | None:
+def refusal(recipe: Recipe) -> str | None:
+    """Return why vLLM cannot serve a recipe; None: it can."""
+    if recipe.policies:
+        kinds = ", ".join(policy.kind for policy in recipe.policies)
+        return f"it chooses among tokens, or waits for a prompt ({kinds}), and vLLM decides which pages are held"
     if recipe.cross_layer:
         return "each layer is predicted from the decoded layer below, and vLLM's layers see their own pages alone"
     return None
 
 
-VLLM = Engine("vLLM cannot serve", "serve", "vLLM decides which pages are held", _reason)
+def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
+    """Raise ValueError for a recipe that vLLM cannot serve, or that does not fit this shape."""
+    reason = refusal(recipe)
+    if reason is not None:
+        raise ValueError(f"vLLM cannot serve {recipe.name}: {reason}; docs/serve-vllm.md lists the recipes that it can")
+    recipe.check(geometry)
 
 
 def by_block(recipe: Recipe, geometry: Geometry) -> bool:
@@ -68,15 +77,15 @@ def named(reference: str) -> AbstractContextManager[None]:
 
 
 @lru_cache(maxsize=4)
-def load(reference: str) -> Source:
+def load(reference: str) -> ServedRecipe:
     """Load it, once a process. Raises what `load_artifact` does, and ValueError, with the variable's name."""
     with named(reference):
         found = served_recipe.read(reference)
-        VLLM.check(found.recipe, TYPICAL if found.artifact is None else found.artifact.fingerprint.geometry)
+        check_recipe(found.recipe, TYPICAL if found.artifact is None else found.artifact.fingerprint.geometry)
     return found
 
 
-def check_model(found: Source, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
+def check_model(found: ServedRecipe, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
     """The shape of the served model. Raises ValueError or ArtifactError unless the recipe and the artifact are for it.
 
     config     of the model's decoder, as in config.json
@@ -84,7 +93,7 @@ def check_model(found: Source, config: Mapping[str, Any], model: str, revision: 
     """
     with named(found.reference):
         geometry = served_recipe.match(found, config, model, revision)
-        VLLM.check(found.recipe, geometry)
+        check_recipe(found.recipe, geometry)
     return geometry
 
 

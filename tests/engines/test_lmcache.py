@@ -1,4 +1,4 @@
-"""A real LMCache on a CPU: chunks stored in its file tier, and loaded by another process. `make test-engines`."""
+"""A real LMCache on a CPU: chunks stored in its file tier, and loaded by another process. `make test-lmcache`."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from lmcache.v1.multiprocess.transfer_context import (
 )
 from lmcache.v1.platform.devices.cpu import cache_context
 
-import kvq_runtime.lmcache.plugin  # noqa: F401  its log is caught from the first test on
+import kvq_runtime.prefix.lmcache  # noqa: F401  its log is caught from the first test on
 from benchmarks.lmcache_chunks import PATIENCE, Tier, keys, tell
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
@@ -119,7 +119,7 @@ def test_a_chunk_is_kept_only_if_it_is_said_where_it_begins(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """By what is stored, or by what a prompt is looked up for; where the latter alone is said, nothing waits for it."""
-    monkeypatch.setattr("kvq_runtime.lmcache.plugin.PATIENCE", 1000.0)
+    monkeypatch.setattr("kvq_runtime.prefix.lmcache.PATIENCE", 1000.0)
     (tmp_path / "files").mkdir()
     with Tier(tmp_path / "files", serde(stores.aqua(tmp_path))) as tier:
         tier.put(keys("said", 3), chunks(), told=False, stored=False)
@@ -168,7 +168,7 @@ def _wait_for(folder: Path, count: int) -> None:
 def test_a_server_without_an_event_bus_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given = serde(stores.aqua(tmp_path))
     bus = event_bus.EventBus(event_bus.EventBusConfig(enabled=False))
-    monkeypatch.setattr("kvq_runtime.lmcache.plugin.get_event_bus", lambda: bus)
+    monkeypatch.setattr("kvq_runtime.prefix.lmcache.get_event_bus", lambda: bus)
     with pytest.raises(ValueError, match="start it without --disable-observability"):
         Tier(tmp_path, given)
 

@@ -17,7 +17,7 @@ from kvq_runtime.families import FAMILIES
 from kvq_runtime.geometry import SLAB, Geometry, Sliding
 from kvq_runtime.hf.cuda_graphs import Asked
 from kvq_runtime.hf.model import CACHE, fingerprint_of, geometry_of, looks_ahead, real_tokens, settings_of
-from kvq_runtime.hf.prefix import PrefixStore
+from kvq_runtime.prefix.transformers import PrefixStore
 
 CUTS = ((0, 40), (40, 41), (41, 60))
 
@@ -140,8 +140,8 @@ def test_padded_text_beside_images(kind, name):
 def test_layers_that_recur_are_not_kept_or_recorded():
     model = random("qwen3_next")
     model.set_attn_implementation("kvq")
-    with pytest.raises(ValueError, match="or recur as well"):
-        PrefixStore(None, "exact", model)
+    with pytest.raises(ValueError, match="do not attend to all tokens"):
+        PrefixStore("never made", "exact", model)
     cache = kvq("rtn-2bit", model)
     with torch.no_grad():
         model(prompt(1, 60), past_key_values=cache)

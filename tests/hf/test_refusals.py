@@ -13,7 +13,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
 )
 
-from kvq_runtime import PrefixStore, load_artifact, preset, save_pretrained
+from kvq_runtime import load_artifact, preset, save_pretrained
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.hf import KVQCache, fingerprint_of, geometry_of
 from kvq_runtime.hf.model import check_model
@@ -112,7 +112,6 @@ def test_a_layer_that_comes_from_another_device_is_refused():
     (lambda model: KVQCache.from_artifact("name", model), "artifact is of type str; give what load_artifact returns"),
     (lambda model: KVQCache.from_artifact(tiny(), model, 1), "allow_other_weights is of type int; give True or"),
     (lambda model: KVQCache.from_pretrained(7, model), "reference is of type int; give the name of an artifact, or a"),
-    (lambda model: PrefixStore(None, "higgs-2bit", model, salt=5), "salt is of type int; give a text"),
     (lambda model: load_artifact(None), "reference is of type NoneType; give the name of an artifact, or a path"),
     (lambda model: load_artifact("name", lock=5), "lock is of type int; give the path of a file that kvq pull --lock"),
     (lambda model: save_pretrained(model, "folder"), "artifact is of type LlamaForCausalLM; give what load_artifact"),

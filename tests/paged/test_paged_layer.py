@@ -11,12 +11,12 @@ from paged_server import PAGE, ROTARY, SIZE, PagedServer, queries_of
 from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
-from kvq_runtime.engines import served_recipe
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
 from kvq_runtime.vllm import attend, exact, plugin
 from kvq_runtime.vllm.exact import FirstTokens, Tail, Tails
 from kvq_runtime.vllm.page import page_of, shared_pages
+from kvq_runtime.vllm.served_recipe import Shard, shard_of
 
 RECIPES = [
     "exact", "rtn-2bit", "rtn-4bit+all.quantize.bits=3+all.quantize.range=absmax", "quarot-2bit", "quarot-head-4bit",
@@ -103,10 +103,9 @@ def test_pages_are_handed_out_for_as_many_tokens_as_fill_a_larger_one(own, besid
         ("aqua-2bit", "layer below"), ("polar-online", "waits for a prompt"), ("h2o", "chooses among tokens"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused_with_the_nearest_that_can(name: str, reason: str):
-    with pytest.raises(ValueError, match=reason) as refused:
-        plugin.VLLM.check(preset(name), Geometry(28, 4, 128))
-    assert "nearest recipe that it can serve is" in str(refused.value)
+def test_what_cannot_be_served_is_refused_with_the_reason(name: str, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        plugin.check_recipe(preset(name), Geometry(28, 4, 128))
 
 
 def test_workers_encode_their_heads_as_one_would():
@@ -121,7 +120,8 @@ def test_workers_encode_their_heads_as_one_would():
         context = Context(rope=ROTARY.tables(torch.arange(20)[None]))
         whole = shared.build(recipe, size, tensors)[1][0].encode(x, context)
         for rank in range(2):
-            own, part = served_recipe.narrowed(recipe, size, tensors, served_recipe.share_of(size, rank, 2))
+            shard = shard_of(size, rank, 2)
+            own, part = shard.geometry(size), shard.tensors(recipe, size, tensors)
             cut = x.unflatten(-1, (4, -1))[:, :, 2 * rank : 2 * rank + 2].flatten(-2)
             codes = shared.build(recipe, own, part)[1][0].encode(cut, context)
             for field, given in codes.items():
@@ -132,7 +132,7 @@ def test_workers_encode_their_heads_as_one_would():
 def test_a_recipe_that_joins_heads_is_not_split(name: str):
     """By a group of rounding, or by a basis over all channels of a token whose rounding has no group."""
     with pytest.raises(ValueError, match="several KV heads together"):
-        served_recipe.narrowed(preset(name), replace(SIZE, kv_heads=4), {}, served_recipe.Share(0, 2))
+        Shard(0, 2).tensors(preset(name), replace(SIZE, kv_heads=4), {})
 
 
 @pytest.mark.parametrize("sinks", [0, 4])

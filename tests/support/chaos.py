@@ -33,8 +33,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import files
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.prefix import block_folder
-from kvq_runtime.prefix import maintenance as prefix_maintenance
+from kvq_runtime.prefix.folder import all_blocks
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry.hub.registry import HubRegistry
@@ -146,16 +145,19 @@ def _prefixes(folder: Path) -> PrefixBlocks:
     return PrefixBlocks(folder / "prefixes", recipe, shape, model="m", dtype=torch.float32, budget=96000)
 
 
+def _tokens(first: int) -> list[int]:
+    return [first + n % 50 for n in range(384)]
+
+
 def _keep(folder: Path, first: int) -> None:
     rows = [torch.linspace(first, first + 1, 384 * 256).view(384, 256)]
-    assert _prefixes(folder).put([first + n % 50 for n in range(384)], rows, rows) == 384
+    assert _prefixes(folder).put(_tokens(first), rows, rows) == 384
 
 
 def _keep_another(folder: Path) -> int:
-    """Keep a prefix, which evicts one, and remove what killed processes left."""
+    """Keep a prefix, which evicts one; drafts of killed processes go."""
     try:
         _keep(folder, 60)
-        prefix_maintenance.collect(folder / "prefixes", grace=0)
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
@@ -196,10 +198,11 @@ def observe(folder: Path) -> dict:
                 assert files.digest(registry.blob(entry["sha256"])) == (entry["sha256"], entry["size"])
         names[name] = {v.version: (v.sha256, v.files) for v in state.versions.values()}, state.aliases
     lock, prefixes = folder / "kvq.lock", folder / "prefixes"
-    if prefixes.exists():
-        assert not [*prefix_maintenance.damaged(prefixes)]
+    for first in (5, 60) if prefixes.exists() else ():
+        kept = _prefixes(folder)
+        assert 128 * len(kept.load(_tokens(first))) == kept.longest(_tokens(first))
     return {
-        "prefixes": {one.path.name for one in block_folder.all_blocks(prefixes)},
+        "prefixes": {one.path.name for one in all_blocks(prefixes)},
         "registry": names,
         "pulled": {path.name: files.digest(path) for path in folder.glob("out/[!.]*")},
         "lock": read_lock(lock).sha256 if lock.exists() else None,

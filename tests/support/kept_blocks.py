@@ -6,33 +6,26 @@ import feeding
 import fitted
 import pytest
 import torch
-from feeding import GEOMETRY, RECIPES
+from feeding import GEOMETRY
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.prefix.store import PrefixBlocks
+from kvq_runtime.recipe import Recipe, preset
 
-REFUSED = {name for name, recipe in RECIPES.items() if recipe.policies}
-KEPT = [name for name in RECIPES if name not in REFUSED]
-FEW = (
-    "exact", "exact-pre", "higgs-2bit", "aqua-2bit", "kivi-2bit", "squat-pre-2bit", "svdq-2bit",
-)  # fmt: skip
-QUICK = (
-    "exact",
-    "aqua-2bit",
-    "kivi-2bit",
-)  # of which `make test` runs what the others are put through as well
+FEW = ("exact", "exact-pre", "higgs-2bit", "aqua-2bit", "kivi-2bit", "squat-pre-2bit", "svdq-2bit")
+QUICK = ("exact", "aqua-2bit", "kivi-2bit")  # the others are slow
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FEW]
 
 
-def each(names) -> list:
-    """Recipes as parameters; all but a few are slow."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+def recipe_of(name: str) -> Recipe:
+    """A recipe with blocks of a few tokens."""
+    return feeding.small(preset(name))
 
 
-def store(path=None, name: str = "rtn-2bit", model: str = "m", **settings) -> PrefixBlocks:
-    recipe = RECIPES[name]
-    tensors = fitted.tensors(recipe, GEOMETRY)
-    dtype = settings.pop("dtype", torch.bfloat16)
-    return PrefixBlocks(path, recipe, GEOMETRY, tensors, model=model, dtype=dtype, rotary=feeding.rotary(), **settings)
+def store(path: Path, name: str = "rtn-2bit", model: str = "m", seed: int = 0, **settings) -> PrefixBlocks:
+    recipe = recipe_of(name)
+    tensors = fitted.tensors(recipe, GEOMETRY, seed)
+    return PrefixBlocks(path, recipe, GEOMETRY, tensors, model=model, rotary=feeding.rotary(), **settings)
 
 
 def rows(count: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[list, list]:
@@ -47,9 +40,9 @@ def ids(count: int, first: int = 5) -> list[int]:
     return [(first + 7 * n) % 97 for n in range(count)]
 
 
-def filled(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PrefixBlocks, BlockCache, list[int], tuple]:
-    """A store and a cache that were given the same tokens: five blocks and a rest."""
-    kept = store(name=name, dtype=dtype)
+def filled(path: Path, name: str, dtype: torch.dtype = torch.bfloat16):
+    """A store and a cache that were given the same tokens, five blocks and a rest; the tokens, and their rows."""
+    kept = store(path, name, dtype=dtype)
     count = 5 * kept.block + 3
     tokens, (keys, values) = ids(count), rows(count, dtype=dtype)
     assert kept.put(tokens, keys, values) == 5 * kept.block
@@ -60,12 +53,15 @@ def filled(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PrefixBlocks
     return kept, cache, tokens, (keys, values)
 
 
-def size_of(count: int) -> int:
-    """Bytes of the files of so many tokens; the first has sinks, so that it is larger than the others."""
-    kept, (keys, values) = store(), rows(count)
-    kept.put(ids(count), keys, values)
-    return kept.shelf.size  # type: ignore[attr-defined]
+def decoded(kept: PrefixBlocks, blocks: list, start: int = 0) -> dict[int, tuple]:
+    """Keys and values of each layer, copied."""
+    return {layer: (k.clone(), v.clone()) for layer, k, v in kept.codec.decode(blocks, start=start)}
 
 
 def files(root: Path) -> list[Path]:
     return sorted(root.rglob("*.safetensors"))
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """The bytes of each block, by its name."""
+    return {path.name: path.read_bytes() for path in files(root)}

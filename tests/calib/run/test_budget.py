@@ -105,7 +105,7 @@ def test_what_is_chosen_for_an_engine_can_be_served_by_it(asked):
     first = budget.served(asked, GEOMETRY)
     chosen, promised = budget.allocated(first, asked, GEOMETRY, curves([1, 3, 0.1, 1]))
     for recipe in (first, chosen):
-        assert plugin.VLLM.refusal(recipe.check(GEOMETRY)) is None
+        assert plugin.refusal(recipe.check(GEOMETRY)) is None
         assert asymptotic_bits(recipe, GEOMETRY) <= asked
     assert asymptotic_bits(chosen, GEOMETRY) > asked - 0.6  # a step between two settings of a layer
     assert promised > 0 and chosen.name == f"auto-{asked:g}bit-vllm" and sorted(chosen.layers) == [0, 1, 2, 3]

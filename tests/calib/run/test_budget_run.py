@@ -305,7 +305,7 @@ def test_for_an_engine_errors_are_those_of_keys_after_rope(model, tmp_path):
     """What is chosen is what vLLM serves, and its measured error is attention's with keys decoded after RoPE."""
     work = a_run(asked(model, tmp_path, bits=(3.0,)))
     (made,) = runs.calibrate(work).values()
-    assert plugin.VLLM.refusal(made.recipe) is None and made.recipe.position == "post"
+    assert plugin.refusal(made.recipe) is None and made.recipe.position == "post"
     assert asymptotic_bits(made.recipe, work.plan.geometry) <= 3.0
     notes = [checkpoint.record(work.folder, layer)["attention"]["auto-3bit-vllm"] for layer in range(3)]
     asked_for = work.plan.recipes[0]

@@ -1,0 +1,207 @@
+"""Bring the serde `kvq` into LMCache: its server imports this module for an adapter of the type "plugin".
+
+    {"type": "plugin", "module_path": "kvq_runtime.prefix.lmcache", "class_name": "Adapter",
+     "adapter_params": {"type": "fs", "base_path": "/cache"},
+     "serde": {"type": "kvq", "cache": "lloyd-3bit", "model": "Qwen/Qwen2.5-7B"}}
+
+The plugin is the way to import a module before LMCache looks up an adapter's serde by name. The adapter is LMCache's
+own of files, with two differences. LMCache keeps what it has under a key, so a chunk that cannot be read is removed:
+the next request writes it again. And LMCache stores the chunks of several requests as one task, which ends at the first
+that fails, so a chunk that cannot be kept is empty and skipped.
+
+A serde is not told where in its text a chunk begins. LMCache's server publishes it on its event bus before a chunk is
+written: for every prompt that is looked up and, where the server moves chunks itself, for each stored chunk, by the
+first worker, which may come after another.
+
+Pinned to LMCache 0.5.6.
+"""
+
+import json
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lmcache import torch_device_type  # type: ignore[attr-defined]
+from lmcache.logging import init_logger
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.l2_adapters.config import PersistConfig, get_l2_adapter_config_class
+from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2Adapter
+from lmcache.v1.distributed.serde import (
+    AsyncSerdeProcessor,
+    Deserializer,
+    SerdeProcessor,
+    Serializer,
+    get_registered_serde_types,
+    register_serde_factory,
+)
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.mp_observability.event import Event, EventType
+from lmcache.v1.mp_observability.event_bus import get_event_bus
+
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.prefix.lmcache_chunk import ChunkCodec, ChunkCodecs, read_settings
+from kvq_runtime.store.memory import asymptotic_bits
+
+NAME = "kvq"
+MAX_STARTS = 1 << 16  # chunks whose places are remembered
+DELAY, PATIENCE = 0.05, 1.0  # seconds that the event bus, and the first worker, may be late
+logger = init_logger("lmcache.kvq")
+_warned: set[str] = set()
+_made = threading.local()  # `last`: the adapter whose serde LMCache makes next, in the same thread
+
+
+class Adapter(FSL2Adapter):
+    """LMCache's adapter of files, with its own parameters; it skips empty objects."""
+
+    def __init__(self, adapter_params: dict[str, Any], l1_memory_desc: Any = None):
+        if adapter_params.get("type") != "fs":
+            raise ValueError('adapter_params of kvq\'s plugin: give {"type": "fs", "base_path": ...}')
+        config: Any = get_l2_adapter_config_class("fs").from_dict(adapter_params)
+        config.persist_config = PersistConfig(bool(adapter_params.get("persist_enabled", True)))
+        super().__init__(config)
+        _made.last = weakref.ref(self)
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        kept = [(key, memory) for key, memory in zip(keys, objects, strict=True) if memory.get_size()]
+        return super().submit_store_task([key for key, _ in kept], [memory for _, memory in kept])
+
+
+class ChunkStarts:
+    """The places of chunks in their texts, from LMCache's event bus. Raises ValueError where there is none."""
+
+    def __init__(self) -> None:
+        self._starts: dict[bytes, int] = {}
+        self._added, self._patience = threading.Condition(), DELAY
+        bus = get_event_bus()
+        if not bus.enabled:
+            raise ValueError(
+                'serde "kvq": the recipe depends on where chunks begin, which LMCache\'s server publishes on its event '
+                "bus; start it without --disable-observability"
+            )
+        bus.subscribe(EventType.MP_TOKENS, self._stored)
+        bus.subscribe(EventType.MP_LOOKUP, self._looked_up)
+
+    def start(self, chunk_hash: bytes) -> int:
+        """Return the place of a chunk's first token. Raises ValueError for an unknown chunk."""
+        with self._added:
+            if not self._added.wait_for(lambda: chunk_hash in self._starts, self._patience):
+                raise ValueError("a chunk of which LMCache does not say where it begins")
+            return self._starts[chunk_hash]
+
+    def _stored(self, event: Event) -> None:
+        self._patience = PATIENCE
+        self._add(zip(event.metadata["chunk_hashes"], event.metadata["token_offsets"], strict=True))
+
+    def _looked_up(self, event: Event) -> None:
+        hashes, size = event.metadata["chunk_hashes"], event.metadata["chunk_size"]
+        self._add((chunk_hash, number * size) for number, chunk_hash in enumerate(hashes))
+
+    def _add(self, starts: Iterable[tuple[bytes, int]]) -> None:
+        with self._added:
+            for chunk_hash, start in starts:
+                self._starts.pop(chunk_hash, None)
+                self._starts[chunk_hash] = start  # the newest
+            while len(self._starts) > MAX_STARTS:
+                del self._starts[next(iter(self._starts))]
+            self._added.notify_all()
+
+
+class KVQSerializer(Serializer):
+    """Chunks into bytes, none for a chunk that cannot be kept.
+
+    starts   places of chunks, of a recipe that depends on them
+    """
+
+    def __init__(self, codecs: ChunkCodecs, starts: ChunkStarts | None):
+        self.codecs, self.starts = codecs, starts
+
+    def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
+        room = _tensor(dst).view(-1)
+        try:
+            chunk = _tensor(src)
+            start = 0 if self.starts is None else self.starts.start(key.chunk_hash)
+            codec = _codec(self.codecs, chunk, key)
+            codec.encode(chunk, key_bytes(key), room[: codec.bytes], start)
+            return codec.bytes
+        except ValueError as error:
+            _warn_once(f"{error}; such chunks are not kept")
+            return 0
+
+    def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
+        """Return the bytes of a chunk; of a refused one its own: LMCache reports errors of `serialize` alone."""
+        shapes, dtypes = layout_desc.shapes, layout_desc.dtypes
+        try:
+            if len(shapes) == 1:
+                return self.codecs.codec(tuple(shapes[0]), dtypes[0]).bytes
+        except ValueError as error:
+            _warn_once(f"{error}; such chunks are not kept")
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+
+
+class KVQDeserializer(Deserializer):
+    """Bytes into chunks; LMCache takes an error for a miss of all chunks of the request.
+
+    adapter   deletes bytes that cannot be read
+    """
+
+    def __init__(self, codecs: ChunkCodecs, adapter: Callable[[], Adapter | None]):
+        self.codecs, self.adapter = codecs, adapter
+
+    def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
+        out = _tensor(dst)
+        try:
+            _codec(self.codecs, out, key).decode(_tensor(src), key_bytes(key), out)
+        except ArtifactError as error:
+            if (adapter := self.adapter()) is not None:
+                adapter.delete([key])
+            raise ArtifactError(f"chunk {key.chunk_hash.hex()} of {key.model_name}: {error}") from error
+
+
+def key_bytes(key: ObjectKey) -> bytes:
+    """Return the key of a chunk as bytes, which its digest covers."""
+    parts = [key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt]
+    return json.dumps(parts).encode()
+
+
+def build(options: dict[str, object]) -> SerdeProcessor:
+    """Make the serde of these settings. Raises what `read_settings` raises, and ValueError for a recipe that depends on
+    positions where the server does not publish them."""
+    codecs, adapter = read_settings(options), _made.__dict__.pop("last", lambda: None)
+    recipe = codecs.served.recipe
+    logger.info("kvq: %s, %.4g bits per element", recipe.name, asymptotic_bits(recipe, codecs.geometry))
+    if torch_device_type == "cpu":
+        _warn_once(
+            "no GPU here; the pages of vLLM on a CPU have another order than LMCache assumes: a recipe by channel or "
+            "an artifact gives wrong results, and any other loses more than stated"
+        )
+    starts = ChunkStarts() if "positions" in recipe.needs else None
+    return AsyncSerdeProcessor(KVQSerializer(codecs, starts), KVQDeserializer(codecs, adapter))
+
+
+def _codec(codecs: ChunkCodecs, tensor: torch.Tensor, key: ObjectKey) -> ChunkCodec:
+    """Return the codec of this worker's chunks; a key's rank holds the number of workers, and that of this one."""
+    ranks, rank = key.kv_rank >> 24 & 0xFF, key.kv_rank >> 16 & 0xFF
+    return codecs.codec(tuple(tensor.shape), tensor.dtype, rank, ranks or None)
+
+
+def _warn_once(text: str) -> None:
+    """Warn once of texts that differ by numbers alone: LMCache repeats its own line for each task that fails."""
+    kind = re.sub(r"\d+", "", text)
+    if kind not in _warned:
+        _warned.add(kind)
+        logger.warning("kvq: %s", text)
+
+
+def _tensor(memory: MemoryObj) -> torch.Tensor:
+    count = len(memory.get_shapes())
+    tensor = memory.tensor if count == 1 else None
+    if tensor is None:
+        raise ValueError(f"a chunk of {count} tensors, as of layers of several kinds; kvq keeps chunks of one")
+    return tensor
+
+
+if NAME not in get_registered_serde_types():
+    register_serde_factory(NAME, build)

@@ -1,0 +1,190 @@
+"""Turn an LMCache chunk, keys and values of all layers of some tokens, into bytes and back.
+
+    | "kvqchunk" 8 | version 4 | number of the first block 4 | bytes of each block's file 4 · N | files of blocks |
+
+A chunk is consecutive blocks of a prefix, each as the file that a `PrefixStore` keeps (`prefix/block_file.py`), with
+the same codecs, exact sinks and checks. A block's `previous` is a sha256 of the recipe, fit and shape, of the chunk's
+key and of the block's number. So a chunk that was changed, moved to another key, or written by another recipe, artifact
+or shape is an ArtifactError, and is not decoded.
+
+The number of a block is its place in the text. A recipe that depends on positions, since RoPE is undone or rotates a
+mean, is given it (`prefix/lmcache.py`), and keeps the text's first tokens exact. Other recipes encode each chunk as if
+it were the first, without sinks. All chunks of a shape are padded to the same number of bytes.
+
+LMCache has keys and values of all layers in one of these layouts, which are read and written in place:
+
+    [2, L, T, C]                   keys and values apart
+    [L, T, 2C] or [1, L, T, 2C]    fused, as vLLM has them: each head's key, then its value; the first where the engine
+                                   moves chunks, the second where LMCache's server does
+
+Source: `compute_kv_layout` and `get_kernel_group_shape_dtype` of LMCache 0.5.6.
+
+N = blocks of a chunk · T tokens of a chunk · X bytes.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.errors import ArtifactError, named
+from kvq_runtime.geometry import Geometry, attending
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.prefix import chain
+from kvq_runtime.prefix.block_codec import BlockCodec
+from kvq_runtime.prefix.block_file import BlockFormat, Link
+from kvq_runtime.prefix.store import check_recipe
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.vllm import served_recipe
+from kvq_runtime.vllm.served_recipe import ServedRecipe, shard_of
+
+_MAGIC = b"kvqchunk" + (1).to_bytes(4, "little")
+
+
+class ChunkCodec:
+    """Encode and decode chunks of one shape, in any layout. Raises ValueError for a shape that cannot be kept."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        geometry: Geometry,
+        tensors: Mapping[str, Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        rotary: Rotary | None = None,
+    ):
+        tokens, block = shape[-2], recipe.window.block
+        self._apart = (2, geometry.layers, tokens, geometry.width)
+        self._fused = (geometry.layers, tokens, 2 * geometry.width)
+        if tuple(shape) not in (self._apart, self._fused, (1, *self._fused)):
+            raise ValueError(f"a chunk of shape {list(shape)}; without pipeline parallelism a worker has {geometry}")
+        if tokens % block:
+            raise ValueError(
+                f"{recipe.name} encodes blocks of {block} tokens, and a chunk has {tokens}; "
+                f"give LMCache's server a --chunk-size that {block} divides"
+            )
+        if "positions" not in recipe.needs:
+            recipe = recipe.with_exact(sinks=0)
+        self.recipe, self.geometry, self.dtype = recipe, geometry, dtype
+        self.codec, self.format = BlockCodec(recipe, geometry, tensors, rotary), BlockFormat(recipe, geometry, dtype)
+        self._root = chain.json_digest(self.format.describe("", chain.tensors_digest(tensors)))
+        self._count = tokens // block
+        self._header = len(_MAGIC) + 4 * (1 + self._count)
+        self.bytes = self._header + sum(map(self.format.file_bytes, self._links(b"", 0)))  # a text's first have sinks
+
+    def _links(self, key: bytes, first: int) -> list[Link]:
+        """Return the places of a chunk's blocks in a text."""
+        numbers = range(first, first + self._count)
+        return [Link(sha256(f"{self._root} {n} ".encode() + key).hexdigest(), n, ()) for n in numbers]
+
+    def encode(self, chunk: Tensor, key: bytes, out_X: Tensor, start: int = 0) -> None:
+        """Write a chunk into uint8 memory on the CPU, `bytes` of it.
+
+        start   its first token's place in the text, where the recipe depends on positions
+        Raises ValueError for NaN or infinity.
+        """
+        first, rest = divmod(start, self.recipe.window.block)
+        if rest:
+            raise ValueError(f"start={start}; {self.recipe.name} encodes blocks of {self.recipe.window.block} tokens")
+        rows = enumerate(zip(*self._by_head(chunk).flatten(3), strict=True))
+        blocks = self.codec.encode(first, dict(rows))
+        if len(blocks) < self._count:
+            raise ValueError("NaN or infinity among the keys or values; nothing is kept of the chunk")
+        links = self._links(key, first)
+        files = [self.format.to_bytes(block, link) for block, link in zip(blocks, links, strict=True)]
+        numbers = [number.to_bytes(4, "little") for number in (first, *map(len, files))]
+        data = bytearray().join([_MAGIC, *numbers, *files])
+        out_X[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        out_X[len(data) :] = 0
+
+    def decode(self, data_X: Tensor, key: bytes, out: Tensor) -> None:
+        """Read a chunk from uint8 memory on the CPU, which may be longer. Raises ArtifactError unless it is this one.
+
+        `out` holds no chunk after an error.
+        """
+        data, blocks, end = data_X.contiguous().view(-1).numpy().data, [], self._header
+        if len(data) < end or data[: len(_MAGIC)] != _MAGIC:
+            raise ArtifactError("header: this is no chunk of kvq's, or one of another version; it is computed again")
+        words = data[len(_MAGIC) : end]
+        first, *sizes = (int.from_bytes(words[at : at + 4], "little") for at in range(0, len(words), 4))
+        for link, size in zip(self._links(key, first), sizes, strict=True):
+            start, end = end, end + size
+            if end > len(data):
+                raise ArtifactError(f"size: {len(data)} bytes of a chunk that takes {end} or more; it was cut off")
+            blocks.append(self.format.from_bytes(bytes(data[start:end]), link))
+        out_2LTHD = self._by_head(out)
+        for layer, *pair in self.codec.decode(blocks, start=first * self.recipe.window.block):
+            for role, x_THD in enumerate(pair):
+                if not bool(x_THD.float().abs().amax().isfinite()):  # a large scale overflows, above all in float16
+                    raise ArtifactError(f"finite: layer {layer} decodes to NaN or infinity; it is computed again")
+                out_2LTHD[role, layer] = x_THD
+
+    def _by_head(self, chunk: Tensor) -> Tensor:
+        """Return a view of a chunk in any layout, [2, L, T, H, D]."""
+        size = self.geometry.head_size
+        if chunk.shape == self._apart:
+            return chunk.unflatten(-1, (-1, size))
+        return chunk.view(self._fused).unflatten(-1, (-1, 2, size)).movedim(-2, 0)
+
+
+class ChunkCodecs:
+    """The codecs of chunks by shape, dtype and worker, of one recipe and model; threads may share them.
+
+    geometry   of the whole model
+    rotary     its rotation, where the recipe depends on positions
+    """
+
+    def __init__(self, served: ServedRecipe, geometry: Geometry, rotary: Rotary | None = None):
+        self.served, self.geometry, self.rotary = served, geometry, rotary
+        self._lock = threading.Lock()
+        self._codecs: dict[tuple, ChunkCodec] = {}
+
+    def codec(self, shape: Sequence[int], dtype: torch.dtype, rank: int = 0, ranks: int | None = None) -> ChunkCodec:
+        """Return the codec of a worker's chunks. Raises ValueError for chunks that the recipe cannot keep.
+
+        rank, ranks   the worker's number and the number of workers; None: it follows from the chunk's channels
+        """
+        key = (*shape, dtype, rank, ranks)
+        with self._lock:
+            if key not in self._codecs:
+                recipe, whole = self.served.recipe, self.geometry
+                width = shape[-1] if len(shape) == 4 and shape[0] == 2 else shape[-1] // 2
+                shard = shard_of(whole, rank, ranks or max(1, whole.width // max(1, width)))
+                tensors = shard.tensors(recipe, whole, self.served.tensors) if recipe.fitted else {}
+                rotary = replace(self.rotary, dtype=dtype) if self.rotary else None
+                self._codecs[key] = ChunkCodec(recipe, shard.geometry(whole), tensors, shape, dtype, rotary)
+            return self._codecs[key]
+
+
+@named('serde "kvq"')
+def read_settings(settings: Mapping[str, Any]) -> ChunkCodecs:
+    """Load and check what the serde's settings name. Raises ValueError, ArtifactError, OSError or RuntimeError.
+
+    cache      recipe, artifact or lock file: `kvq_runtime/vllm/served_recipe.py`
+    model      folder, or id on a Hub, of the served model; at least its config.json is on this machine
+    revision   of a model on a Hub
+    """
+    if not {"cache", "model"} <= set(settings) <= {"cache", "model", "revision"}:
+        raise ValueError(f"settings {', '.join(sorted(settings))}; give cache and model, and revision if wanted")
+    for name, value in settings.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name}={value!r:.80}; give text")
+    model, revision = settings["model"], settings.get("revision")
+    served, config = served_recipe.read(settings["cache"]), served_recipe.model_config(model, revision)
+    geometry, rotary = served_recipe.match(served, config, model, revision), None
+    check_recipe(served.recipe.check(geometry))
+    if len(attending(config)) < config["num_hidden_layers"]:
+        raise ValueError(
+            f"layers of {model} slide or recur, and LMCache does not say which layers a chunk holds; use a model "
+            "whose layers all attend to all tokens"
+        )
+    if "positions" in served.recipe.needs:
+        from kvq_runtime.hf.model import rotary_of_folder  # with transformers, which other recipes do without
+
+        rotary = rotary_of_folder(served_recipe.model_folder(model, revision) or Path(model), torch.bfloat16)
+    return ChunkCodecs(served, geometry, rotary)

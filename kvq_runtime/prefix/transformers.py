@@ -1,0 +1,151 @@
+"""Keep the prefixes of a loaded model's prompts, and go on from them: `prefix/store.py` for transformers."""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_runtime.artifact import recipe_text
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.errors import check_type
+from kvq_runtime.hf.attention import KVQLayer
+from kvq_runtime.hf.cache import KVQCache
+from kvq_runtime.hf.model import decoder_of, frequencies, geometry_of, held, rotary_module
+from kvq_runtime.ops import rope
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.prefix import block_codec, chain
+from kvq_runtime.prefix.store import PrefixBlocks, check_recipe
+from kvq_runtime.recipe import Recipe
+from kvq_runtime.registry.resolve import load_artifact
+
+PLACEHOLDER = "(image|video|audio)_token_(id|index)"  # in a configuration
+
+
+class PrefixStore:
+    """Encoded prefixes of prompts in a folder, from which a model goes on without computing them again.
+
+        store = PrefixStore("prefixes", "qwen2.5-7b-aqua-2bit", model, budget="20GB")
+        cache = store.load(input_ids)    # empty the first time; later, and after a restart, what is kept
+        output = model.generate(input_ids, cache=cache, max_new_tokens=100)
+        store.put(cache, output[0])
+
+    Whole blocks of 128 tokens are kept, packed as the cache holds them, and shared between prompts that begin alike.
+    docs/prefix.md has the guarantees.
+
+    path     a folder, which processes may share
+    recipe   an Artifact, a Recipe, or text: the name of a recipe, or a reference to an artifact
+    model    the loaded model
+    budget   bytes in the folder: a number, or text such as "20GB"; the least recently used blocks go first
+    salt     of a tenant: blocks that are put under one are found under no other
+
+    Raises ValueError for a recipe whose blocks cannot be kept (fitted to the prompt, dependent on arrival, choosing
+    tokens), and for a model with layers that do not attend to all tokens, or whose RoPE varies with length;
+    ArtifactError for an artifact of another model, and for a folder that others can write to; OSError if the disk
+    refuses.
+    """
+
+    def __init__(
+        self, path: str | Path, recipe: str | Artifact | Recipe, model: Any, budget: str | int = "20GB", salt: str = ""
+    ):
+        source: Any = recipe
+        if isinstance(recipe, str):
+            source = recipe_text.read(recipe) if recipe_text.written(recipe) else load_artifact(recipe)
+        self._artifact = source if isinstance(source, Artifact) else None
+        source = source.recipe if isinstance(source, Artifact) else source
+        self.recipe = check_type("recipe", source, Recipe, "an Artifact, a Recipe, or the name of one")
+        check_recipe(self.recipe)
+        self.model = model
+        others = [n for n, layer in enumerate(self._empty().layers) if not isinstance(layer, KVQLayer)]
+        if others:
+            raise ValueError(
+                f"layers {others} of {type(model).__name__} do not attend to all tokens: their state at the end of a "
+                "prefix is not kept, so that nothing could go on from it"
+            )
+        config = model.config.get_text_config(decoder=True).to_dict()
+        kind = rope.settings(config).get("rope_type")
+        if kind in rope.VARYING_TYPES:
+            raise ValueError(f"rope_type={kind} rotates keys by the length of the whole text; no prefix of it is kept")
+        self._digest = weights_digest(model)
+        self._blocks = PrefixBlocks(
+            path, self.recipe, geometry_of(model), self._artifact.tensors if self._artifact else None,
+            model=self._digest, dtype=model.dtype, rotary=_rotary(model, self.recipe), budget=budget,
+        ).of_tenant(salt)  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"PrefixStore({self.recipe.name}, {self._blocks.folder.root})"
+
+    def load(self, input_ids: Tensor | Iterable[int]) -> KVQCache:
+        """Return a cache with the kept blocks that a prompt, [T] or [1, T], begins with.
+
+        The newest tokens, as many as the recipe's window keeps exact and at least one, are left to the model. With
+        nothing kept the cache is empty. A damaged block is a miss, and a warning in the log.
+        """
+        cache, token_T = self._empty(), chain.token_row(input_ids)
+        blocks = self._blocks.load(self._text(token_T), len(token_T) - max(1, self.recipe.window.recent))
+        if blocks:
+            block_codec.fill(cache.blocks, blocks, self.model.device)
+            for layer in cache.layers:
+                setattr(layer, "is_initialized", True)  # noqa: B010  # not every class of transformers' declares it
+        return cache
+
+    def put(self, cache: KVQCache, tokens: Tensor | Iterable[int], row: int = 0) -> int:
+        """Keep the whole blocks of a cache; return how many tokens are kept now.
+
+        tokens   in the cache, [T] or [1, T], without padding; one more, as `generate` returns, does no harm
+        row      of the batch
+        Raises ValueError for a cache of another recipe, and OSError if the disk refuses; what was kept stays.
+        """
+        check_type("cache", cache, KVQCache, "a KVQCache, as `load` returns it")
+        if cache.blocks.recipe != self.recipe or cache.blocks.geometry != geometry_of(self.model):
+            raise ValueError(f"the cache is of {cache.blocks.recipe.name}, the store of {self.recipe.name}")
+        return self._blocks.put_cache(self._text(tokens), cache.blocks, row)
+
+    def _empty(self) -> KVQCache:
+        if self._artifact is not None:
+            return KVQCache.from_artifact(self._artifact, self.model)
+        return KVQCache(self.recipe, self.model)
+
+    def _text(self, tokens: Tensor | Iterable[int]) -> Tensor:
+        """Return the tokens [T] before the first image or sound: keys and values follow from those and the model.
+
+        Raises ValueError if the model has changed.
+        """
+        token_T = chain.token_row(tokens)
+        if weights_digest(self.model) != self._digest:
+            raise ValueError(
+                "the model's weights, or its adapters in use, have changed since this PrefixStore was made; change "
+                "them back, or make another PrefixStore"
+            )
+        config = vars(self.model.config)
+        ids = [value for name, value in config.items() if re.fullmatch(PLACEHOLDER, name) and isinstance(value, int)]
+        placeholders = torch.isin(token_T, torch.tensor(ids, dtype=torch.int64)).nonzero()
+        return token_T[: int(placeholders[0])] if len(placeholders) else token_T
+
+
+@torch.no_grad()
+def weights_digest(model: Any) -> str:
+    """Digest a loaded model: configuration, samples of weights and saved buffers, PEFT's active adapters."""
+    adapters = [
+        (name, sorted(module.active_adapters), getattr(module, "disable_adapters", None))
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "active_adapters", None), (list, tuple))
+    ]
+    return chain.model_digest(model.config.get_text_config(decoder=True).to_dict(), _weights(model), str(adapters))
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor):
+            yield name, held(model, name, tensor)
+
+
+def _rotary(model: Any, recipe: Recipe) -> Rotary | None:
+    """Return the model's rotation, where a recipe needs it; making a cache has checked that there is one."""
+    if "positions" not in recipe.needs:
+        return None
+    rotation = frequencies(rotary_module(decoder_of(model)))
+    assert rotation is not None
+    return Rotary(rotation[0].float(), rotation[1], model.dtype)

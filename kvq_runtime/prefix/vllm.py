@@ -1,0 +1,199 @@
+"""Keep vLLM's prefixes encoded in a folder, and load them from there: a KV connector.
+
+vLLM's own cache stays as it is, in 16 bits. Prefixes that have left it, or were computed by another server or before a
+restart, come from the folder. Every layer of a prefix is available here, with its positions, so recipes that predict
+across layers or encode keys before RoPE are kept, too. `prefix/vllm_requests.py` plans in the scheduler's process, and
+loads and keeps in each worker.
+
+    --kv-transfer-config '{"kv_connector": "KVQConnector", "kv_connector_module_path": "kvq_runtime.prefix.vllm",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"path": "/var/prefixes", "recipe": "qwen2.5-7b-aqua-2bit@production"}}'
+
+Loads are asynchronous: a request waits while it is loaded. If a block turns out damaged, it is computed from there on.
+Pinned to vLLM 0.32 and 0.33, which call this interface experimental.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.hf.model import rotary_of_config
+from kvq_runtime.ops.constant import own_defaults
+from kvq_runtime.prefix.vllm_requests import (
+    PrefixScheduler,
+    PrefixWorker,
+    ServedModel,
+    Transfers,
+    open_stores,
+)
+from kvq_runtime.vllm import page, plugin
+from kvq_runtime.vllm.page import Rows
+
+logger = init_logger("vllm.kvq")
+
+
+@dataclass
+class Metadata(Transfers, KVConnectorMetadata):
+    """A step's transfers, as vLLM hands them to workers."""
+
+
+class KVQConnector(KVConnectorBase_V1):
+    """Loads and keeps prefixes; its options are those of `vllm_requests.open_stores`."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        super().__init__(vllm_config, role, kv_cache_config)
+        _check_engine(vllm_config, kv_cache_config)
+        options = self._kv_transfer_config.kv_connector_extra_config
+        self._page = vllm_config.cache_config.block_size
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        rank = vllm_config.parallel_config.rank % ranks if role is KVConnectorRole.WORKER else None
+        with own_defaults():
+            self._stores = open_stores(options, _served_model(vllm_config), ranks, rank)
+        self._worker: PrefixWorker | None = None
+        recipe = self._stores[0].format.recipe
+        self._scheduler = PrefixScheduler(self._stores, self._page, recipe.window.recent)
+        if rank is None:
+            logger.info("kvq: prefixes are kept in %s as %s", options["path"], recipe.name)
+
+    # ---- in the scheduler's process
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a block that is not kept is a miss later
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        count = self._scheduler.matched(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        cached = scheduler_output.scheduled_cached_reqs
+        before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        before |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        scheduled = scheduler_output.num_scheduled_tokens.items()
+        computed = {name: (before[name], before[name] + n) for name, n in scheduled if name in before}
+        step = self._scheduler.transfers(computed, self._pages_of)
+        return Metadata(step.loads, step.keeps)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler.finished(request.request_id)
+        return False, None
+
+    def _pages_of(self, request: str) -> Sequence[int]:
+        assert self._kv_cache_manager is not None
+        return self._kv_cache_manager.get_block_ids(request)[0]
+
+    # ---- in a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        modules = self._vllm_config.compilation_config.static_forward_context
+        names = sorted(kv_caches, key=extract_layer_index)
+        store = self._stores[0]
+        count = store.format.geometry.layers
+        if [extract_layer_index(name) for name in names] != list(range(count)):
+            raise ValueError(
+                f"KVQConnector: vLLM has caches of {len(names)} layers ({', '.join(names[:3])}, ...), the model "
+                f"{count}; models whose layers share caches, and draft models, are not kept"
+            )
+        orders, layers = {}, []
+        for name in names:
+            module, cache = modules[name], kv_caches[name]
+            kind = type(module.impl), cache.shape, cache.stride(), cache.dtype
+            if kind not in orders:
+                orders[kind] = _page_order(module, cache, store.format.geometry)
+            layers.append(Rows(cache, orders[kind], self._page // cache.shape[2]))
+        self._worker = PrefixWorker(store, layers, self._page)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.step(self._transfers.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request that is being loaded is in no step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: `wait_for_save` has all layers."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            for transfer in self._transfers.keeps:
+                self._worker.keep(transfer)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._worker.take_loaded() if self._worker is not None else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed() if self._worker is not None else set()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def _transfers(self) -> Transfers:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Metadata)
+        return metadata
+
+
+def _served_model(config: VllmConfig) -> ServedModel:
+    model, decoder = config.model_config, config.model_config.hf_text_config
+    rotary = partial(rotary_of_config, decoder, model.dtype)
+    return ServedModel(decoder.to_dict(), model.model, model.revision, model.dtype, model.quantization, rotary)
+
+
+def _page_order(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:
+    """Return the order in which a layer's attention stores the elements of a page."""
+    try:
+        with torch.inference_mode():
+            write = partial(module.impl.do_kv_cache_update, module)
+            return page.places_of(cache, geometry.kv_heads, geometry.head_size, write)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"KVQConnector cannot read the cache of {type(module.impl).__name__}: {error}; "
+            "choose another --attention-backend"
+        ) from None
+
+
+def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:
+    """Raise ValueError for a server whose prefixes cannot be kept."""
+    parallel, transfer, speculative = config.parallel_config, config.kv_transfer_config, config.speculative_config
+    assert transfer is not None
+    why = None
+    if plugin.asked() is not None:
+        why = f"{plugin.VARIABLE} is set: vLLM's pages hold packed codes, not 16-bit rows; unset it"
+    elif transfer.kv_load_failure_policy != "recompute":
+        why = 'a damaged block has to be computed: add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
+    elif transfer.kv_role != "kv_both":
+        why = f'kv_role is "{transfer.kv_role}"; use "kv_both"'
+    elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        why = "a worker has to hold all layers and tokens of its heads; drop pipeline and context parallelism"
+    elif speculative is not None and speculative.method != "ngram":
+        why = f"layers of a draft model are not kept (speculative method {speculative.method}); use ngram"
+    elif config.cache_config.cache_dtype != "auto":
+        why = f"vLLM's cache has to be in the model's dtype; drop --kv-cache-dtype {config.cache_config.cache_dtype}"
+    elif len(caches.kv_cache_groups) != 1 or not _attends_to_all(caches.kv_cache_groups[0].kv_cache_spec):
+        why = "some layers of the model do not attend to all tokens; their state is not kept"
+    if why is not None:
+        raise ValueError(f"KVQConnector: {why}")
+
+
+def _attends_to_all(spec: Any) -> bool:
+    return type(spec) is FullAttentionSpec and spec.sliding_window is None

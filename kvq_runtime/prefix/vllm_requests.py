@@ -1,0 +1,316 @@
+"""Plan and carry out loads and writes of prefixes for vLLM's requests: no import of vllm here.
+
+`PrefixScheduler` runs in the scheduler's process, and decides which tokens of a request are loaded, and which whole
+blocks of computed tokens are kept. `PrefixWorker` decodes blocks into a worker's pages, one load a step, and encodes
+pages into blocks: it copies tokens out of their pages when the step has been computed, and a thread encodes and writes
+them. Blocks are not kept while `PENDING` bytes of copies wait.
+"""
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvq_runtime.errors import ArtifactError, named
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.prefix import chain
+from kvq_runtime.prefix.store import PrefixBlocks, check_recipe
+from kvq_runtime.vllm import served_recipe
+from kvq_runtime.vllm.served_recipe import Shard, shard_of
+
+PENDING = 1 << 30  # bytes of 16-bit keys and values that may wait to be encoded, in each worker
+CLOSING = 10.0  # seconds in which a worker that stops writes pending copies
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model of a server.
+
+    config         of its decoder;   name, revision   as vLLM was given them
+    quantization   of its weights at load time
+    rotary         makes its rotation from its configuration; raises ValueError for an unsupported one
+    """
+
+    config: Mapping[str, Any]
+    name: str
+    revision: str | None
+    dtype: torch.dtype
+    quantization: str | None
+    rotary: Callable[[], Rotary]
+
+
+def open_stores(
+    options: Mapping[str, Any], model: ServedModel, ranks: int, rank: int | None = None
+) -> list[PrefixBlocks]:
+    """Open the store of a worker's shard; without a rank, those of all shards.
+
+    options   path: folder of the prefixes, shared by workers and servers; recipe: its name, or a reference to an
+              artifact, as for KVQ_CACHE; budget: bytes of the folder, "20GB" by default
+    ranks     workers of tensor parallelism
+    Raises ValueError or ArtifactError for a recipe that cannot be kept or is not of this model, OSError if the disk
+    refuses, each with the reference.
+    """
+    if not {"path", "recipe"} <= set(options) <= {"path", "recipe", "budget"}:
+        given = ", ".join(sorted(options)) or "nothing"
+        raise ValueError(f"kv_connector_extra_config has {given}; give path and recipe, and budget if wanted")
+    with named(f"KVQConnector, recipe {options['recipe']}"):
+        served = served_recipe.read(str(options["recipe"]))
+        recipe = served.recipe
+        check_recipe(recipe)
+        whole = served_recipe.match(served, model.config, model.name, model.revision)
+        folder = served_recipe.model_folder(model.name, model.revision)
+        if folder is None:
+            raise ArtifactError(f"the files of {model.name} are not on this machine; give its folder as the model")
+        digest = chain.model_digest(model.config, chain.folder_weights(folder), model.quantization or "")
+        rotary = model.rotary() if "positions" in recipe.needs else None
+        shard = shard_of(whole, rank or 0, ranks)
+        shards = [shard] if rank is not None else [Shard(part, shard.parts) for part in range(shard.parts)]
+        return [
+            PrefixBlocks(
+                options["path"], recipe, shard.geometry(whole),
+                shard.tensors(recipe, whole, served.tensors) if recipe.fitted else {},
+                model=f"{digest} {shard.part}/{shard.parts}", dtype=model.dtype, rotary=rotary,
+                budget=options.get("budget", "20GB"),
+            )
+            for shard in shards
+        ]  # fmt: skip
+
+
+# ---- in the scheduler's process --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Load or keep tokens `start` to `stop` of a request's text.
+
+    tokens   the text's first `stop` token ids
+    salt     of the request's tenant, or empty
+    pages    of the engine, that hold tokens `start` to `stop`
+    """
+
+    request: str
+    salt: str
+    tokens: tuple[int, ...]
+    start: int
+    stop: int
+    pages: tuple[int, ...]
+
+
+@dataclass
+class Transfers:
+    """The transfers of a step: loads, which later steps may carry out, and tokens to keep once they are computed."""
+
+    loads: list[Transfer] = field(default_factory=list)
+    keeps: list[Transfer] = field(default_factory=list)
+
+
+class PrefixScheduler:
+    """Plans the transfers of vLLM's requests.
+
+    A request is loaded at most once, so that one whose load failed is computed. Drafts of speculative decoding are not
+    kept: their tokens are unknown until they are accepted.
+
+    stores   one for each shard of the model
+    page     tokens of one of the engine's pages; divides a block
+    recent   newest tokens that are computed, to be exact
+    """
+
+    def __init__(self, stores: Sequence[PrefixBlocks], page: int, recent: int):
+        self.stores, self.page, self.recent = stores, page, recent
+        self.block = stores[0].block
+        self._requests: dict[str, Any] = {}  # that have pages
+        self._matched: dict[str, int] = {}  # by request that waits for pages, the end of its kept prefix
+        self._loads: dict[str, tuple[int, int]] = {}  # begun since the last step: first token, end
+        self._loaded = set[str]()
+        self._kept: dict[str, int] = {}  # by request, the end of the tokens that were kept
+
+    def matched(self, request: Any, computed: int) -> int:
+        """Return how many tokens can be loaded beyond `computed`. An engine asks again while there is no room."""
+        name = request.request_id
+        skips = getattr(request, "skip_reading_prefix_cache", False)
+        if name in self._loaded or skips or not _is_plain(request):
+            return 0
+        if name not in self._matched:
+            tokens = list(request.all_token_ids)
+            tokens = tokens[: max(0, len(tokens) - max(1, self.recent))]
+            salt = request.cache_salt or ""
+            self._matched[name] = min(store.of_tenant(salt).longest(tokens) for store in self.stores)
+        return max(0, self._matched[name] - computed)
+
+    def allocated(self, request: Any, external: int) -> None:
+        """Note that the request has pages, and that `external` tokens are to be loaded."""
+        name = request.request_id
+        self._requests[name] = request
+        stop = self._matched.pop(name, 0)
+        if external:
+            self._loads[name] = stop - external, stop
+            self._loaded.add(name)
+
+    def transfers(self, computed: Mapping[str, tuple[int, int]], pages_of: Callable[[str], Sequence[int]]) -> Transfers:
+        """Return the transfers that this step begins.
+
+        computed   by scheduled request, how many of its tokens are computed before and after the step
+        """
+        step = Transfers()
+        for name, (first, stop) in self._loads.items():
+            start = first // self.page * self.page  # tokens of a page are written together
+            step.loads.append(self._transfer(name, start, stop, pages_of))
+        self._loads.clear()
+        for name, (before, after) in computed.items():
+            request = self._requests.get(name)
+            if request is None or not _is_plain(request):
+                continue
+            start = before // self.block * self.block
+            start = min(start, self._kept.get(name, start))
+            stop = max(start, min(after, len(request.all_token_ids)) // self.block * self.block)
+            if stop > start:
+                step.keeps.append(self._transfer(name, start, stop, pages_of))
+            self._kept[name] = stop
+        return step
+
+    def finished(self, name: str) -> None:
+        """Forget a request."""
+        for known in (self._requests, self._matched, self._loads, self._kept):
+            known.pop(name, None)
+        self._loaded.discard(name)
+
+    def _transfer(self, name: str, start: int, stop: int, pages_of: Callable[[str], Sequence[int]]) -> Transfer:
+        request = self._requests[name]
+        pages = tuple(pages_of(name)[start // self.page : stop // self.page])
+        return Transfer(name, request.cache_salt or "", tuple(request.all_token_ids[:stop]), start, stop, pages)
+
+
+def _is_plain(request: Any) -> bool:
+    """Return whether a request's keys and values follow from tokens, tenant and model alone."""
+    return (
+        request.prompt_token_ids is not None
+        and not request.mm_features
+        and request.prompt_embeds is None
+        and getattr(request, "prompt_is_token_ids", None) is None
+        and request.lora_request is None
+    )
+
+
+# ---- in a worker -----------------------------------------------------------------------------------------------------
+
+
+class PrefixWorker:
+    """One worker's pages and kept prefixes.
+
+    layers   of the store, in order: their pages, `vllm/page.py`
+    page     tokens of one of the engine's pages; divides a block
+    """
+
+    def __init__(self, store: PrefixBlocks, layers: Sequence[Any], page: int):
+        if store.block % page:
+            raise ValueError(
+                f"pages of {page} tokens do not divide {store.format.recipe.name}'s blocks of {store.block}; give "
+                f"--block-size {store.block}, or a divisor of it"
+            )
+        self.store, self.layers, self.page = store, layers, page
+        self._loads: deque[Transfer] = deque()
+        self._loaded: set[str] = set()
+        self._failed: set[int] = set()
+        # tokens, salt, keys and values on the host and their first token, names of their blocks
+        self._copies: queue.Queue[tuple[Transfer, list, list, int, list[str]] | None] = queue.Queue()
+        self._pending: dict[str, None] = {}  # names of blocks that are not written yet
+        width = store.format.geometry.width
+        self._block_bytes = 2 * len(layers) * store.block * width * store.format.dtype.itemsize
+        self._thread: threading.Thread | None = None
+
+    @torch.inference_mode()
+    def step(self, loads: Iterable[Transfer]) -> None:
+        """Queue loads, and decode the oldest into its pages."""
+        self._loads.extend(loads)
+        if not self._loads:
+            return
+        load = self._loads.popleft()
+        try:
+            stop = self._load(load)
+        except (ValueError, RuntimeError) as error:  # of this request alone: it is computed
+            _log.warning("a kept prefix cannot be decoded, and is computed: %s", error)
+            stop = load.start
+        self._failed.update(load.pages[(stop - load.start) // self.page :])
+        self._loaded.add(load.request)
+
+    def _load(self, load: Transfer) -> int:
+        """Load blocks into pages; return the token up to which they were found."""
+        store = self.store.of_tenant(load.salt)
+        first = load.start // store.block * store.block
+        blocks = store.load(load.tokens, load.stop, first)
+        stop = first + len(blocks) * store.block
+        if stop <= load.start:
+            return load.start
+        pages, span = load.pages[: (stop - load.start) // self.page], slice(load.start - first, stop - first)
+        decoded = store.codec.decode(blocks, self.layers[0].device, first)
+        for layer, (_, k_THD, v_THD) in zip(self.layers, decoded, strict=True):
+            layer.write(pages, k_THD[span], v_THD[span])
+        return stop
+
+    def take_loaded(self) -> set[str]:
+        """Return the requests whose loads have ended since the last call, whole or not."""
+        loaded, self._loaded = self._loaded, set()
+        return loaded
+
+    def take_failed(self) -> set[int]:
+        """Return the engine's pages that were to be loaded and are not."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    @torch.inference_mode()
+    def keep(self, text: Transfer) -> None:
+        """Copy the blocks that are not kept out of their pages, to be encoded; pages may be reused at once."""
+        store, block = self.store.of_tenant(text.salt), self.store.block
+        names, first = store.names(text.tokens), text.start // block
+        store.folder.touch(names[:first])  # in use, though vLLM's own cache may have them
+        while first < len(names) and self._has(names[first]):
+            first += 1
+        if first and not self._has(names[first - 1]):
+            return  # without the block before, it could not be found
+        room = max(0, PENDING // self._block_bytes - len(self._pending))
+        if room < len(names) - first:
+            _log.warning("%d tokens of prefixes are not kept: too many wait", (len(names) - first - room) * block)
+        names = names[first : first + room]
+        if not names:
+            return
+        start, stop = first * block, (first + len(names)) * block
+        pages = text.pages[(start - text.start) // self.page : (stop - text.start) // self.page]
+        rows = ((k_TC.cpu(), v_TC.cpu()) for k_TC, v_TC in (layer.read(pages) for layer in self.layers))
+        keys, values = zip(*rows, strict=True)
+        self._pending.update(dict.fromkeys(names))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write, name="kvq-prefixes", daemon=True)
+            self._thread.start()
+        self._copies.put((text, [*keys], [*values], start, names))
+
+    def _has(self, name: str) -> bool:
+        return name in self._pending or self.store.folder.has(name)
+
+    @torch.inference_mode()
+    def _write(self) -> None:
+        device, failing = self.layers[0].device, False
+        while (copy := self._copies.get()) is not None:
+            text, keys, values, start, names = copy
+            try:
+                store = self.store.of_tenant(text.salt)
+                store.put(text.tokens, [x.to(device) for x in keys], [x.to(device) for x in values], start)
+                failing = False
+            except (OSError, ValueError, RuntimeError) as error:
+                if not failing:
+                    _log.warning("blocks of a prefix are not kept: %s (logged once until one is kept)", error)
+                failing = True
+            for name in names:
+                self._pending.pop(name, None)
+
+    def close(self, seconds: float = CLOSING) -> None:
+        """Write pending copies, for at most `seconds` seconds."""
+        if self._thread is not None:
+            self._copies.put(None)
+            self._thread.join(seconds)
+            self._thread = None

@@ -1,0 +1,153 @@
+"""A folder of prefixes that processes share: its owner, its budget, its writers."""
+
+import os
+import shutil
+import stat
+
+import forked
+import pytest
+import torch
+from feeding import GEOMETRY
+from kept_blocks import decoded, files, ids, rows, store
+
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.prefix.folder import SLACK, Folder, all_blocks, parse_bytes
+
+
+def test_files_are_the_user_s_alone(tmp_path):
+    old = os.umask(0)
+    try:
+        store(tmp_path / "new" / "root").put(ids(16), *rows(16))
+    finally:
+        os.umask(old)
+    for path in (tmp_path / "new" / "root").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(ArtifactError, match="chmod go-w"):
+        store(shared)
+    (tmp_path / "link").symlink_to(tmp_path / "new" / "root")
+    with pytest.raises(ArtifactError, match="a link"):
+        store(tmp_path / "link")
+
+
+def test_the_budget_holds_and_the_oldest_goes_first(tmp_path):
+    kept, (keys, values) = store(tmp_path / "size"), rows(32)
+    kept.put(ids(32), keys, values)
+    two = sum(block.size for block in all_blocks(tmp_path / "size"))
+    kept = store(tmp_path / "root", budget=2 * two + 100)
+    texts = [ids(32, first=first) for first in (1, 2, 3)]
+    kept.put(texts[0], keys, values)
+    kept.put(texts[1], keys, values)
+    assert [kept.longest(text) for text in texts] == [32, 32, 0]
+    kept.load(texts[0])  # used: the other one is older now
+    kept.put(texts[2], keys, values)
+    assert [kept.longest(text) for text in texts] == [32, 0, 32]
+    newest = [block.path.stem for block in all_blocks(tmp_path / "root")][-2:]
+    assert newest == kept.names(texts[2])[::-1]  # ends of prefixes go before their beginnings
+    long = store(tmp_path / "long", budget=4 * kept.format.largest)
+    assert long.put(ids(96), *rows(96)) == long.longest(ids(96)) == 64  # the blocks that surely fit
+    with pytest.raises(ValueError, match="one block of rtn-2bit"):
+        store(tmp_path, budget=100)
+
+
+def test_one_process_keeps_a_folder_within_its_budget(tmp_path):
+    """At every moment, also where a sixteenth of the budget is several files and the folder is nearly full."""
+    folder, sizes = Folder(tmp_path, {}, "0" * 64, 1600), []
+    for number in range(60):
+        folder.put(f"{number:064x}", bytes(30))
+        sizes.append(sum(block.size for block in all_blocks(tmp_path)))
+    assert max(sizes) <= 1600 and sizes[-1] > 1600 - 1600 // SLACK - 30
+
+
+def test_nothing_is_removed_through_a_link(tmp_path):
+    """Somebody's model is not a set of blocks, whatever leads to it."""
+    root, model = tmp_path / "root", tmp_path / "model"
+    kept = store(root)
+    kept.put(ids(16), *rows(16))
+    model.mkdir()
+    theirs = [model / f"{'b' * 64}.safetensors", model / "model.safetensors"]
+    for path in theirs:
+        path.write_bytes(b"{}" * 100)
+    (root / ("a" * 64)).symlink_to(model)
+    (root / ("c" * 64)).mkdir()
+    (root / ("c" * 64) / f"{'d' * 64}.safetensors").symlink_to(model / "model.safetensors")
+    assert [block.path for block in all_blocks(root)] == files(kept.folder.blocks)
+    small = store(root, budget=kept.format.largest)
+    small.put(ids(16, first=2), *rows(16))  # which makes room
+    assert small.longest(ids(16)) == 0 and all(path.exists() for path in theirs)
+
+
+def test_drafts_of_dead_processes_are_removed(tmp_path):
+    drafts = store(tmp_path).folder.drafts
+    dead = forked.process(forked.leave_draft, drafts)
+    dead.start()
+    dead.join()
+    (theirs := drafts / f".{dead.pid}-{'a' * 16}.tmp").write_bytes(b"half")  # another machine's, too young
+    assert len([*drafts.iterdir()]) == 2
+    store(tmp_path)
+    assert [*drafts.iterdir()] == [theirs]
+
+
+@pytest.mark.parametrize("text, size", [("20GB", 20 * 10**9), ("1.5 MiB", 3 << 19), (7, 7)])
+def test_a_budget_in_words(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "20", "-1GB", "20 parsecs", 0, True])
+def test_what_is_no_budget_is_refused(text):
+    with pytest.raises(ValueError, match="budget"):
+        parse_bytes(text)
+
+
+def test_writers_of_one_prefix_and_readers(tmp_path):
+    """Processes put the same and their own prefixes while others load and evict: every block that is found is whole."""
+    keys, values = rows(64)
+    budget = 20 * store(tmp_path).format.largest
+
+    def work(seed: int) -> int:
+        kept, found = store(tmp_path, budget=budget), 0
+        for turn in range(8):
+            tokens = [*ids(32), *ids(32, first=10 * seed + turn)]
+            kept.put(tokens, keys, values)
+            blocks = kept.load(tokens)
+            for k, _ in decoded(kept, blocks).values() if blocks else ():
+                assert bool(torch.isfinite(k).all())
+                found += 1
+        assert found >= GEOMETRY.layers, "nothing that was put was ever found"
+        return 0
+
+    children = [forked.process(work, seed) for seed in (1, 2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+    assert [child.exitcode for child in children] == [0, 0]
+    assert not [*tmp_path.rglob("*.tmp")]
+    assert sum(block.size for block in all_blocks(tmp_path)) <= budget + 2 * budget // SLACK
+
+
+def test_a_disk_that_refuses_in_the_middle_leaves_what_was_kept(tmp_path, monkeypatch):
+    kept, (keys, values) = store(tmp_path), rows(100)
+    monkeypatch.setenv("KVQ_FAULT", "replace.drafted:3:full")
+    with pytest.raises(OSError, match="No space left"):
+        kept.put(ids(100), keys, values)
+    assert kept.longest(ids(100)) == 32 and not [*tmp_path.rglob("*.tmp")]
+    monkeypatch.delenv("KVQ_FAULT")
+    assert kept.put(ids(100), keys, values) == 96 == 16 * len(kept.load(ids(100)))
+
+
+def test_a_folder_that_is_removed_is_made_again(tmp_path, caplog):
+    kept, (keys, values) = store(tmp_path / "root"), rows(32)
+    kept.put(ids(32), keys, values)
+    shutil.rmtree(tmp_path / "root")
+    assert kept.longest(ids(32)) == 0 and not kept.load(ids(32))
+    assert kept.put(ids(32), keys, values) == 32 == 16 * len(kept.load(ids(32)))
+    assert caplog.text.count("is made again") == 1 and store(tmp_path / "root").longest(ids(32)) == 32
+    shutil.rmtree(tmp_path / "root")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root").chmod(0o777)  # somebody else's
+    with pytest.raises(OSError, match="others can write to it"):
+        kept.put(ids(32), keys, values)
+    assert not [*(tmp_path / "root").iterdir()]

@@ -1,0 +1,251 @@
+"""Chunks as LMCache hands them out, without LMCache: a prefix's blocks, the recipe's bytes, no damaged ones."""
+
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+
+import feeding
+import fitted
+import mutate
+import pytest
+import torch
+from kept_blocks import FEW, decoded, ids, recipe_of, rows, store
+from torch import Tensor
+
+from kvq_runtime.artifact import artifact, fingerprint
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.geometry import Geometry
+from kvq_runtime.prefix.lmcache_chunk import ChunkCodec, ChunkCodecs, read_settings
+from kvq_runtime.recipe import preset
+from kvq_runtime.vllm.served_recipe import ServedRecipe, model_config, projections
+
+SIZE, TOKENS, KEY = feeding.GEOMETRY, 64, b"a chunk"
+FRAME = 700  # bytes of a block's file beside its fields, at most
+
+
+def chunk_codec(name: str, shape=None, seed: int = 0, dtype=torch.bfloat16) -> ChunkCodec:
+    recipe = recipe_of(name)
+    shape = shape or (2, SIZE.layers, TOKENS, SIZE.width)
+    return ChunkCodec(recipe, SIZE, fitted.tensors(recipe, SIZE, seed), shape, dtype, feeding.rotary())
+
+
+def a_chunk(codec: ChunkCodec) -> Tensor:
+    return torch.randn(codec._apart, generator=torch.Generator().manual_seed(0)).to(codec.dtype)
+
+
+def encoded(codec: ChunkCodec, chunk: Tensor, key: bytes = KEY, start: int = 0) -> Tensor:
+    data = torch.zeros(codec.bytes, dtype=torch.uint8)
+    codec.encode(chunk, key, data, start)
+    return data
+
+
+@pytest.mark.parametrize("name", ["exact", "rtn-2bit", "lloyd-3bit", "higgs-2bit", "kivi-2bit", "aqua-2bit"])
+def test_a_chunk_is_what_a_prefix_has_there(name: str, tmp_path: Path):
+    """In the bytes that the recipe states, and headers; one that depends on positions is told where a chunk begins."""
+    kept, size = store(tmp_path, name), 2 * store(tmp_path, name).block
+    kept.put(ids(2 * size), *rows(2 * size))
+    chunks = torch.stack([torch.stack(one) for one in rows(2 * size)]).flatten(3).split(size, 2)
+    codec, placed = chunk_codec(name, chunks[0].shape), "positions" in kept.format.recipe.needs
+    for number, chunk in enumerate(chunks):
+        start, out = number * size, torch.empty_like(chunk)
+        data = encoded(codec, chunk.contiguous(), start=start if placed else 0)
+        codec.decode(data, KEY, out)
+        whole = decoded(kept, kept.load(ids(2 * size), start + size, start), start)
+        sinks = 0 if placed or start else kept.format.recipe.window.sinks  # encoded like all others
+        for layer, pair in whole.items():
+            for role, x_THD in enumerate(pair):
+                assert torch.equal(out[role, layer][sinks:], x_THD.flatten(1)[sinks:]), (number, layer, role)
+    packed = sum(block.numel() * block.itemsize for pair in kept.load(ids(size))[0].fields.values() for part in pair
+                 for block in part.values())  # fmt: skip
+    exact = 0 if not placed else kept.format.recipe.window.sinks * 2 * SIZE.layers * SIZE.width * 2
+    assert 2 * packed + exact < len(data) < 2 * (packed + FRAME) + exact
+    if placed:
+        with pytest.raises(ValueError, match=f"start=1; {name} encodes blocks of {kept.block} tokens"):
+            encoded(codec, chunks[0].contiguous(), start=1)
+
+
+def test_chunks_are_told_from_all_others():
+    """Whatever is changed, cut, moved to another key, or written otherwise is an error."""
+    codec = chunk_codec("aqua-2bit")
+    chunk = a_chunk(codec)
+    data, out = encoded(codec, chunk), torch.empty_like(chunk)
+    for place in [*range(0, 100, 3), len(data) // 2]:
+        damaged = data.clone()
+        damaged[place] ^= 1 << place % 8
+        with pytest.raises(ArtifactError, match=r"^(header|size|chain|tokens|tensors|content): "):
+            codec.decode(damaged, KEY, out)
+    with pytest.raises(ArtifactError, match="size: .* cut off"):
+        codec.decode(data[: len(data) // 2], KEY, out)
+    with pytest.raises(ArtifactError, match="header: this is no chunk"):
+        codec.decode(data[:9], KEY, out)
+    with pytest.raises(ArtifactError, match="chain: "):
+        codec.decode(data, b"another chunk", out)
+    for other in (chunk_codec("aqua-2bit", seed=1), chunk_codec("aqua-3bit")):
+        with pytest.raises(ArtifactError, match="(chain|size): "):
+            other.decode(torch.cat([data, data]), KEY, out)
+    codec.decode(data, KEY, out)
+    found = torch.empty_like(chunk)
+    codec.decode(torch.cat([data.new_zeros(3), data, data])[3:], KEY, found)  # wherever in memory, whatever follows
+    assert torch.equal(found, out)
+
+
+def altered(codec: ChunkCodec, data: Tensor, alter) -> Tensor:
+    """A chunk whose last block was altered, with its digest made again, as whoever may write to a tier can."""
+    words = data[12 : codec._header].numpy().tobytes()
+    sizes = [int.from_bytes(words[at : at + 4], "little") for at in range(4, len(words), 4)]
+    start, raw, link = codec._header + sum(sizes[:-1]), bytearray(data.numpy().tobytes()), codec._links(KEY, 0)[-1]
+    block = codec.format.from_bytes(bytes(raw[start : start + sizes[-1]]), link)
+    alter(block)
+    raw[start : start + sizes[-1]] = codec.format.to_bytes(block, link)
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("value", "message"), [
+    (math.nan, r"finite: packed\.float16 has NaN"), (65504.0, f"finite: layer {SIZE.layers - 1} decodes to NaN"),
+])  # fmt: skip
+def test_a_chunk_with_a_scale_that_is_not_finite_or_overflows_is_not_decoded(value: float, message: str):
+    codec = chunk_codec("rtn-2bit", dtype=torch.float16)
+    chunk = a_chunk(codec)
+
+    def alter(block) -> None:
+        for scale in block.fields[SIZE.layers - 1][1].values():
+            if scale.is_floating_point():
+                scale.fill_(value)
+
+    with pytest.raises(ArtifactError, match=message):
+        codec.decode(altered(codec, encoded(codec, chunk), alter), KEY, torch.empty_like(chunk))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_no_mutant_of_a_chunk_decodes_to_what_is_not_finite(dtype):
+    """300 changes of bytes, half with the digests made again: refused, the same, or finite numbers."""
+    codecs = [chunk_codec(name, dtype=dtype) for name in FEW]
+    chunks = [encoded(codec, a_chunk(codec)) for codec in codecs]
+    counts = Counter()
+    for number in range(300):
+        draw = random.Random(number)
+        place = draw.randrange(len(codecs))
+        codec, good = codecs[place], chunks[place]
+
+        def alter(block, draw=draw) -> None:
+            fields = block.fields[draw.randrange(2)][draw.randrange(2)]
+            bytes_X = fields[draw.choice(sorted(fields))].view(-1).view(torch.uint8)
+            start = draw.randrange(len(bytes_X))
+            fill = draw.choice((b"\x00\x7c", b"\xff\x7b", b"\x80\x7f", b"\xff", draw.randbytes(8))) * 400
+            stop = min(len(bytes_X), start + draw.choice((1, 8, 400)))
+            bytes_X[start:stop] = torch.frombuffer(bytearray(fill[: stop - start]), dtype=torch.uint8)
+
+        if number % 2:
+            data = altered(codec, good, alter)
+        else:
+            data = mutate.some_bytes(good.numpy().tobytes(), chunks[place - 1].numpy().tobytes(), draw)
+            data = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+        out = torch.zeros(codec._apart, dtype=dtype)
+        try:
+            codec.decode(data, KEY, out)
+        except ArtifactError:
+            counts["refused"] += 1
+            continue
+        same = torch.equal(data[: len(good)], good)
+        counts["same" if same else "decoded"] += 1
+        assert same or number % 2, "bytes were changed, and the digest did not tell"
+        assert bool(out.isfinite().all()), f"{number}: {codec.recipe.name}"
+    assert counts["refused"] > 100 and counts["decoded"] > 50
+
+
+def test_what_cannot_be_kept_is_refused():
+    codec = chunk_codec("rtn-2bit")
+    chunk = a_chunk(codec)
+    chunk[1, 1, 5, 3] = math.nan
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        encoded(codec, chunk)
+    with pytest.raises(ValueError, match="--chunk-size that 16 divides"):
+        chunk_codec("rtn-2bit", (2, SIZE.layers, 50, SIZE.width))
+    for dtype in (torch.uint8, torch.float8_e4m3fn, torch.float64):  # an fp8 cache is uint8 in vLLM
+        with pytest.raises(ValueError, match="bfloat16, float16, float32 are kept: .* not in fp8"):
+            chunk_codec("exact", dtype=dtype)
+
+
+def codecs_of(name: str, whole: Geometry) -> ChunkCodecs:
+    recipe, probes = feeding.small(preset(name), whole), dict[str, Tensor]()
+    print_of = fingerprint.Fingerprint(whole, {"rope_type": "default", "rope_theta": 1e4}, False, probes)
+    made = Artifact(recipe, print_of, fitted.tensors(recipe, whole), {}, {}) if recipe.fitted else None
+    return ChunkCodecs(ServedRecipe(name, recipe, made), whole, feeding.rotary(whole))
+
+
+def fuse(chunk: Tensor, size: int) -> Tensor:
+    """Keys and values apart as vLLM has them, each head's key before its value."""
+    heads = chunk.unflatten(-1, (-1, size))
+    return torch.stack([torch.cat(list(heads[:, :, :, h]), -1) for h in range(heads.shape[3])], 2).flatten(2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_worker_keeps_its_heads_in_every_layout(ranks: int):
+    """What ranks decode, side by side, is what one worker would; fused or apart, the bytes are the same."""
+    whole = Geometry(2, 4, 32)
+    codecs = codecs_of("mean-higgs-head-2bit-post", whole)
+    chunk, shape = torch.randn(2, 2, TOKENS, whole.width), (2, 2, TOKENS, whole.width // ranks)
+    wanted, one = torch.empty_like(chunk), codecs.codec(chunk.shape, torch.float32)
+    one.decode(encoded(one, chunk), KEY, wanted)
+    parts = []
+    for rank, part in enumerate(chunk.chunk(ranks, -1)):
+        apart, own = torch.empty(shape), codecs.codec(shape, torch.float32, rank, ranks)
+        data = encoded(own, part.contiguous())
+        own.decode(data, KEY, apart)
+        parts.append(apart)
+        for rows_LTW in (fuse(part, 32), fuse(part, 32)[None]):
+            codec, out = codecs.codec(rows_LTW.shape, torch.float32, rank, ranks), torch.empty_like(rows_LTW)
+            assert torch.equal(encoded(codec, rows_LTW), data)
+            codec.decode(data, KEY, out)
+            assert torch.equal(out.view(rows_LTW.shape[-3:]), fuse(apart, 32))
+    torch.testing.assert_close(torch.cat(parts, -1), wanted)
+    if ranks == 2:
+        first, other = (codecs.codec(shape, torch.float32, rank, 2) for rank in (0, 1))
+        with pytest.raises(ArtifactError, match="chain: "):
+            other.decode(encoded(first, chunk[..., : whole.width // 2].contiguous()), KEY, parts[0])
+
+
+def test_chunks_of_other_shapes_are_refused():
+    """Of some layers, as under pipeline parallelism, of other heads, and of no keys and values."""
+    whole = Geometry(4, 2, 32)
+    codecs = codecs_of("rtn-2bit", whole)
+    for shape in [(2, 2, TOKENS, 64), (2, TOKENS, 128), (2, 4, TOKENS, 96), (2, 8, TOKENS, 64), (3, 4, TOKENS, 64),
+                  (4, TOKENS * 64), (2, 1, 4, TOKENS, 64), (4, TOKENS, 96), (1, 4, TOKENS, 576)]:  # fmt: skip
+        with pytest.raises(ValueError, match="a chunk of shape|workers cannot share"):
+            codecs.codec(shape, torch.bfloat16)
+    for shape in [(4, TOKENS, 64), (1, 4, TOKENS, 64), (2, 4, TOKENS, 32)]:  # half the heads
+        with pytest.raises(ValueError, match="a chunk of shape"):
+            codecs.codec(shape, torch.bfloat16, 0, 1)
+        assert codecs.codec(shape, torch.bfloat16, 1, 2).geometry == Geometry(4, 1, 32)
+
+
+def test_settings_are_checked_before_anything_is_served(demo_model: Path, tmp_path: Path):
+    demo = str(demo_model)
+    assert read_settings({"cache": "lloyd-3bit", "model": demo}).geometry == Geometry(6, 2, 64)
+    rotary = read_settings({"cache": "exact-pre", "model": demo}).rotary
+    assert rotary is not None and len(rotary.frequencies_K) == 32
+    config, recipe, path = model_config(demo, None), preset("aqua-2bit"), str(tmp_path / "mine.safetensors")
+    ours = fingerprint.from_config(config, projections(demo_model))
+    artifact.save(Artifact(recipe, ours, fitted.tensors(recipe, ours.geometry), {}, {}), path)
+    assert read_settings({"cache": path, "model": demo}).served.recipe.name == "aqua-2bit"
+    other = {"rope_theta": 5e5, "rope_parameters": None}
+    sliding = {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"] * 3,
+               "sliding_window": 64}  # fmt: skip
+    for name, change in (("other", other), ("sliding", sliding)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(dict(config) | change))
+    for given, message in [
+        ({"model": demo}, "give cache and model"), ({"cache": "lloyd-3bit", "model": demo, "workers": 2}, "give cache"),
+        ({"cache": 3, "model": demo}, "cache=3; give text"), ({"cache": "no-such-name", "model": demo}, "no-such-name"),
+        ({"cache": "aqua-2bit", "model": demo}, "fitted"), ({"cache": "h2o", "model": demo}, "arrive"),
+        ({"cache": "lloyd-3bit", "model": "no/such"}, "no config.json of no/such"),
+        ({"cache": path, "model": str(tmp_path / "other")}, "rope is .* in the model"),
+        ({"cache": "lloyd-3bit", "model": str(tmp_path / "sliding")}, "slide or recur"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message) as refused:
+            read_settings(given)
+        assert str(refused.value).startswith('serde "kvq": ')

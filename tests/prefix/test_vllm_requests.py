@@ -1,0 +1,333 @@
+"""vLLM's connector without vLLM: what one server keeps another loads, and nothing damaged reaches a page."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from feeding import GEOMETRY
+from kept_blocks import EACH, decoded, files, store
+from tiny_artifact import tiny
+from torch import Tensor
+
+from kvq_runtime.artifact import artifact
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.hf.model import rotary_of_folder
+from kvq_runtime.prefix import vllm_requests
+from kvq_runtime.prefix.store import PrefixBlocks
+from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, ServedModel, Transfer, open_stores
+from kvq_runtime.vllm.page import Rows, places_of
+
+PAGE, KERNEL, BLOCK = 8, 4, 16  # tokens of an engine's page, of a cache's, and of rtn-2bit's and aqua-2bit's blocks
+COUNT = 5 * BLOCK + 3
+ROWS = torch.randn(2, GEOMETRY.layers, 6 * 32, GEOMETRY.kv_heads, GEOMETRY.head_size).bfloat16()
+
+
+# ---- the scheduler
+
+
+def request(count: int, name: str = "a", **other: Any) -> SimpleNamespace:
+    """As vLLM has it."""
+    tokens = list(range(count))
+    given = {"request_id": name, "all_token_ids": tokens, "prompt_token_ids": tokens, "cache_salt": None}
+    return SimpleNamespace(
+        **given | {"mm_features": [], "prompt_embeds": None, "prompt_is_token_ids": None, "lora_request": None} | other
+    )
+
+
+def pages(name: str) -> list[int]:
+    return [*range(100, 140)]
+
+
+def spans(transfers: list[Transfer]) -> list[tuple[int, int]]:
+    return [(one.start, one.stop) for one in transfers]
+
+
+def fill(kept: PrefixBlocks, count: int, salt: str = "") -> None:
+    kept.of_tenant(salt).put(range(count), [*ROWS[0, :, :count]], [*ROWS[1, :, :count]])
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> PrefixScheduler:
+    """Of a folder with four blocks."""
+    kept = store(tmp_path)
+    fill(kept, 64)
+    return PrefixScheduler([kept], PAGE, 0)
+
+
+def test_whole_blocks_that_all_workers_have_are_loaded_but_not_the_newest_tokens(tmp_path):
+    stores = [store(tmp_path, model="0"), store(tmp_path, model="1")]
+    fill(stores[0], 5 * BLOCK)
+    fill(stores[1], 3 * BLOCK)
+    long, exact = request(100), request(3 * BLOCK)
+    assert PrefixScheduler(stores, PAGE, 0).matched(long, 0) == 3 * BLOCK
+    assert PrefixScheduler(stores, PAGE, 0).matched(long, 2 * PAGE) == 3 * BLOCK - 2 * PAGE
+    assert PrefixScheduler(stores, PAGE, 0).matched(exact, 0) == 2 * BLOCK  # one token has to be computed
+    assert PrefixScheduler(stores[:1], PAGE, 30).matched(long, 0) == 4 * BLOCK
+    assert PrefixScheduler(stores, PAGE, 0).matched(long, 4 * BLOCK) == 0
+
+
+def test_a_transfer_has_the_pages_of_its_tokens(scheduler):
+    one = request(70)
+    assert scheduler.matched(one, PAGE) == 64 - PAGE == scheduler.matched(one, PAGE)  # asked again, without room
+    scheduler.allocated(one, 64 - PAGE)
+    (load,) = scheduler.transfers({}, pages).loads
+    assert spans([load]) == [(PAGE, 64)] and load.tokens == tuple(range(64))
+    assert load.pages == tuple(range(101, 108)) and scheduler.transfers({}, pages).loads == []
+    assert scheduler.matched(one, 0) == 0  # a load that failed is not tried again
+    scheduler.allocated(one, 0)  # the load has ended
+    one.all_token_ids.extend([7] * 12)
+    (keep,) = scheduler.transfers({"a": (64, 82)}, pages).keeps  # decoded blocks are not encoded again
+    assert spans([keep]) == [(64, 80)] and keep.pages == (108, 109)
+
+
+def test_blocks_are_kept_once_they_are_computed_and_their_tokens_known(scheduler):
+    one = request(40)
+    scheduler.allocated(one, 0)
+    assert spans(scheduler.transfers({"a": (0, 31)}, pages).keeps) == [(0, 16)]
+    assert scheduler.transfers({"a": (16, 31)}, pages).keeps == []
+    assert spans(scheduler.transfers({"a": (31, 64)}, pages).keeps) == [(16, 32)]  # of drafts 24 may be refused
+    one.all_token_ids.extend([7] * 24)
+    assert spans(scheduler.transfers({"a": (64, 65)}, pages).keeps) == [(32, 64)]
+    assert spans(scheduler.transfers({"a": (20, 64)}, pages).keeps) == [(16, 64)]  # computed again after a failure
+    scheduler.finished("a")
+    assert scheduler.transfers({"a": (0, 100)}, pages).keeps == []
+
+
+@pytest.mark.parametrize("other", [
+    {"mm_features": ["an image"]}, {"prompt_embeds": torch.zeros(1)}, {"lora_request": "an adapter"},
+    {"prompt_token_ids": None}, {"prompt_is_token_ids": [True]}, {"skip_reading_prefix_cache": True},
+    {"cache_salt": "another"},
+])  # fmt: skip
+def test_what_tokens_alone_do_not_decide_is_neither_loaded_nor_kept(scheduler, other):
+    one = request(70, **other)
+    assert scheduler.matched(one, 0) == 0
+    scheduler.allocated(one, 0)
+    keeps = scheduler.transfers({"a": (0, 70)}, pages).keeps
+    assert spans(keeps) == ([(0, 64)] if {"cache_salt", "skip_reading_prefix_cache"} & other.keys() else [])
+    assert all(keep.salt == (other.get("cache_salt") or "") for keep in keeps)
+
+
+# ---- a worker
+
+
+def put(k_THD: Tensor, v_THD: Tensor, cache_BHNC: Tensor, slots_T: Tensor) -> None:
+    """A backend whose keys lie backwards."""
+    cache_BHNC[slots_T // KERNEL, :, slots_T % KERNEL] = torch.cat([k_THD.flip(-1), v_THD], -1)
+
+
+class Engine:
+    """Caches of all layers, and requests in pages of no order."""
+
+    def __init__(self, path: Path, name: str = "aqua-2bit"):
+        self.store = store(path, name)
+        shape = (64, GEOMETRY.kv_heads, KERNEL, 2 * GEOMETRY.head_size)
+        self.caches = [torch.full(shape, 9.0, dtype=torch.bfloat16) for _ in range(GEOMETRY.layers)]
+        places = places_of(self.caches[0], GEOMETRY.kv_heads, GEOMETRY.head_size, put)
+        self.worker = PrefixWorker(self.store, [Rows(x, places, PAGE // KERNEL) for x in self.caches], PAGE)
+        self.free = torch.randperm(31).add(1).tolist()
+
+    def pages(self, tokens: int) -> tuple[int, ...]:
+        return tuple(self.free.pop() for _ in range(-(-tokens // PAGE)))
+
+    def slots(self, pages: tuple[int, ...], start: int, stop: int) -> Tensor:
+        place = torch.arange(start, stop)
+        return torch.tensor(pages)[place // PAGE] * PAGE + place % PAGE
+
+    def rows(self, pages: tuple[int, ...], layer: int, start: int, stop: int) -> Tensor:
+        """Keys and values [2, T, H, D] of a request's tokens, out of its pages."""
+        slots = self.slots(pages, start, stop)
+        k, v = self.caches[layer][slots // KERNEL, :, slots % KERNEL].chunk(2, -1)
+        return torch.stack([k.flip(-1), v])
+
+    def keep(self, stop: int, start: int = 0, salt: str = "", rows: Tensor = ROWS) -> None:
+        """A request whose keys and values the model has put into pages, which are used again at once."""
+        pages = self.pages(stop)
+        for layer, cache in enumerate(self.caches):
+            put(*rows[:, layer, :stop], cache, self.slots(pages, 0, stop))
+        self.worker.keep(Transfer("a", salt, tuple(range(stop)), start, stop, pages[start // PAGE :]))
+        for cache in self.caches:
+            cache.fill_(9.0)
+        self.free += pages
+        self.worker.close()
+
+    def load(self, stop: int, start: int = 0, salt: str = "") -> tuple[int, ...]:
+        """Load into new pages; the pages of the whole text."""
+        pages = self.pages(stop)
+        self.worker.step([Transfer("b", salt, tuple(range(stop)), start, stop, pages[start // PAGE :])])
+        assert self.worker.take_loaded() == {"b"}
+        return pages
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_what_one_engine_keeps_another_loads(name: str, tmp_path):
+    """Into other pages; before RoPE, and predicted from the layer below; from the middle of a block on."""
+    one, other = Engine(tmp_path, name), Engine(tmp_path, name)
+    stop = 3 * one.store.block
+    one.keep(stop)
+    pages = other.load(stop)
+    assert not other.worker.take_failed()
+    for layer, pair in decoded(one.store, one.store.load(range(stop))).items():
+        found, expected = other.rows(pages, layer, 0, stop), torch.stack(pair)
+        assert torch.equal(found, expected)
+        rounding = (expected.float() - ROWS[:, layer, :stop].float()).norm() / expected.float().norm()
+        assert (rounding == 0) == name.startswith("exact") or name == "exact-pre"
+    start = one.store.block + PAGE
+    untouched, pages = [cache.clone() for cache in other.caches], other.load(2 * one.store.block, start)
+    kept = torch.ones(64, dtype=torch.bool)
+    for page in pages[start // PAGE :]:
+        kept[2 * page : 2 * page + 2] = False
+    for layer, pair in decoded(one.store, one.store.load(range(2 * one.store.block))).items():
+        expected = torch.stack(pair)[:, start:].float()
+        found = other.rows(pages, layer, start, 2 * one.store.block).float()
+        assert (found - expected).norm() < 0.02 * expected.norm()  # products of other lengths, rounded to bfloat16
+        assert torch.equal(other.caches[layer][kept], untouched[layer][kept])
+
+
+@pytest.mark.parametrize("damage", ["changed", "torn", "gone", "foreign"])
+def test_a_damaged_block_fails_its_pages_and_those_behind(damage: str, tmp_path, caplog):
+    """Nothing of it is written into a page, and the others are loaded; computed, it is kept again."""
+    one, other = Engine(tmp_path), Engine(tmp_path)
+    one.keep(64)
+    names = one.store.names(range(64))
+    third, data = one.store.folder.path(names[2]), one.store.folder.path(names[2]).read_bytes()
+    if damage == "gone":
+        third.unlink()
+    else:
+        foreign = one.store.folder.path(names[1]).read_bytes()
+        third.write_bytes({"changed": data[:-1] + b"\x01", "torn": data[:-9], "foreign": foreign}[damage])
+    pages = other.load(64)
+    assert other.worker.take_failed() == set(pages[4:])
+    for layer, pair in decoded(one.store, one.store.load(range(32))).items():
+        assert torch.allclose(other.rows(pages, layer, 0, 32), torch.stack(pair), atol=0.05, rtol=0.05)
+        assert bool((other.rows(pages, layer, 32, 64)[1] == 9).all())
+    assert ("damaged, and removed" in caplog.text) == (damage != "gone")
+    other.keep(64)
+    assert third.read_bytes() == data and len(one.store.load(range(64))) == 4
+
+
+def test_blocks_are_kept_as_they_are_finished(tmp_path):
+    """The same bytes as at once; a block whose beginning is not kept is not kept either."""
+    parts, whole = Engine(tmp_path / "a"), Engine(tmp_path / "b")
+    parts.keep(48, start=32)
+    assert parts.store.longest(range(48)) == 0
+    for start, stop in ((0, 32), (32, 48), (48, 80)):
+        parts.keep(stop, start)
+        assert parts.store.longest(range(COUNT)) == stop
+    whole.keep(80)
+    assert [x.read_bytes() for x in files(tmp_path / "a")] == [x.read_bytes() for x in files(tmp_path / "b")]
+
+
+def test_what_cannot_be_kept_costs_its_blocks_and_no_step(tmp_path, monkeypatch, caplog):
+    """Too many copies that wait, a disk that is full, numbers that are not finite, a folder that cannot be opened."""
+    engine, block = Engine(tmp_path), 2 * GEOMETRY.layers * BLOCK * GEOMETRY.width * 2
+    with monkeypatch.context() as patched:
+        patched.setattr(vllm_requests, "PENDING", 2 * block + 1)
+        engine.keep(64)
+    assert engine.store.longest(range(64)) == 32 and "32 tokens of prefixes are not kept" in caplog.text
+    with monkeypatch.context() as patched:
+        patched.setenv("KVQ_FAULT", "draft.opened:1:full")
+        engine.keep(64)
+    assert engine.store.longest(range(64)) == 32 and "No space left" in caplog.text
+    broken = ROWS.clone()
+    broken[0, 1, 50] = torch.nan
+    engine.keep(64, rows=broken)
+    assert engine.store.longest(range(64)) == 48 and "NaN" in caplog.text
+    with closed(tmp_path):
+        engine.keep(64)
+        assert engine.load(32) and engine.worker.take_failed() and engine.store.longest(range(64)) == 0
+    engine.keep(64)
+    assert 16 * len(engine.store.load(range(64))) == 64
+
+
+@contextmanager
+def closed(folder: Path) -> Iterator[None]:
+    """Let this process not look into a folder, be it root's."""
+    root = os.geteuid() == 0
+    os.seteuid(65534) if root else folder.chmod(0)
+    try:
+        yield
+    finally:
+        os.seteuid(0) if root else folder.chmod(0o700)
+
+
+def test_tenants_do_not_find_each_others(tmp_path):
+    engine = Engine(tmp_path)
+    engine.keep(32, salt="a")
+    pages = engine.load(32, salt="b")
+    assert engine.worker.take_failed() == set(pages)
+    engine.load(32, salt="a")
+    assert not engine.worker.take_failed()
+
+
+def test_pages_that_do_not_divide_a_block_are_refused(tmp_path):
+    engine = Engine(tmp_path)
+    with pytest.raises(ValueError, match="give --block-size 16"):
+        PrefixWorker(engine.store, engine.worker.layers, 12)
+
+
+# ---- stores of a served model
+
+
+@pytest.fixture
+def served(demo_model: Path) -> ServedModel:
+    config = json.loads((demo_model / "config.json").read_text())
+    rotary = partial(rotary_of_folder, demo_model, torch.bfloat16)
+    return ServedModel(config, str(demo_model), None, torch.bfloat16, None, rotary)
+
+
+def roots(stores: list[PrefixBlocks]) -> list[str]:
+    return [one.root for one in stores]
+
+
+def test_a_worker_has_its_shard_and_a_scheduler_all(served: ServedModel, tmp_path: Path):
+    """Shards share nothing but the folder, and as many servers as wanted find the same ones."""
+    options = {"path": str(tmp_path), "recipe": "exact-pre"}
+    whole, both = open_stores(options, served, 1), open_stores(options, served, 2)
+    assert [one.format.geometry.kv_heads for one in (*whole, *both)] == [2, 1, 1]
+    assert len({*roots(whole), *roots(both)}) == 3 and whole[0].codec.rotary is not None
+    for rank in (0, 1):
+        assert roots(open_stores(options, served, 2, rank)) == roots(both)[rank : rank + 1]
+    assert roots(open_stores(options, served, 4, 3)) == roots(both)[1:]  # two workers have the same head
+
+
+def test_other_weights_and_configurations_find_nothing(served: ServedModel, tmp_path: Path):
+    options = {"path": str(tmp_path / "kept"), "recipe": "rtn-2bit", "budget": "1GB"}
+    first = roots(open_stores(options, served, 1))
+    shutil.copytree(served.name, tmp_path / "model")
+    moved = replace(served, name=str(tmp_path / "model"))
+    assert roots(open_stores(options, moved, 1)) == first  # the same files elsewhere are the same model
+    weights = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
+    last = sorted(weights)[-1]
+    safetensors.torch.save_file(weights | {last: weights[last] * 1.01}, tmp_path / "model" / "model.safetensors")
+    others = [moved, replace(served, quantization="fp8"), replace(served, dtype=torch.float32),
+              replace(served, config=dict(served.config) | {"rms_norm_eps": 0.1})]  # fmt: skip
+    assert len({*first, *(root for one in others for root in roots(open_stores(options, one, 1)))}) == 5
+
+
+def test_options_recipes_and_models_that_cannot_be_kept_are_refused(served: ServedModel, tmp_path: Path):
+    artifact.save(tiny(), tmp_path / "tiny.safetensors")
+    for given, message in [
+        ({"path": "x"}, "has path; give path and recipe"), ({"path": "x", "recipe": "exact", "salt": "s"}, "has path"),
+        ({"recipe": "exact", "budget": "much"}, "budget='much'"), ({"recipe": "aqua-2bit"}, "has to be fitted"),
+        ({"recipe": "subkv-2bit"}, "arrive"), ({"recipe": "no-such-recipe"}, "no-such-recipe"),
+        ({"recipe": str(tmp_path / "tiny.safetensors")}, "fingerprint"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            open_stores({"path": str(tmp_path / "kept")} | given if "recipe" in given else given, served, 1)
+    options, empty = {"path": str(tmp_path / "kept"), "recipe": "exact"}, tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ArtifactError, match="KVQConnector, recipe exact: .* no safetensors files"):
+        open_stores(options, replace(served, name=str(empty)), 1)
+    (empty / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{not json at all")
+    with pytest.raises(ArtifactError, match="no safetensors file"):
+        open_stores(options, replace(served, name=str(empty)), 1)
