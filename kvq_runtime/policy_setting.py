@@ -13,19 +13,16 @@ from typing import Any, ClassVar
 import torch
 
 from kvq_runtime.geometry import Geometry, Role, Window
-from kvq_runtime.stages.kinds import by_kind
-
-POLICY_SLOTS = ("window", "select", "online")  # keys of a recipe's JSON under which it has one policy at most
+from kvq_runtime.stages.kinds import classes_in
 
 
 @dataclass(frozen=True)
 class PolicySetting(ABC):
     """A policy's settings in a recipe.
 
-    kind               its name in JSON, unique in its slot
-    slot               the key of a recipe's JSON under which it stands: "window" (how long tokens stay exact), "select"
-                       (which are held, or read) or "online" (what is fitted in the cache), of each of which a recipe
-                       has at most one; "policies": any other, in a list
+    kind               its name in JSON, unique among policies
+    slot               the choice that it makes, of which a recipe has one policy at most: "window" (how long tokens
+                       stay exact), "select" (which are held, or read), "online" (what the cache fits), or its own
     arrival_dependent  whether blocks depend on how tokens arrive
     fits_prompt        whether it fits the recipe's stages to each row's own tokens, in place of a calibration
     chooses_by_query   whether queries choose what is read: under another attention than ours, all tokens are read
@@ -36,7 +33,7 @@ class PolicySetting(ABC):
     """
 
     kind: ClassVar[str]
-    slot: ClassVar[str] = "policies"
+    slot: ClassVar[str]
     arrival_dependent: ClassVar[bool] = False
     fits_prompt: ClassVar[bool] = False
     chooses_by_query: ClassVar[bool] = False
@@ -81,6 +78,7 @@ class PolicySetting(ABC):
 
 
 @cache
-def policy_kinds() -> dict[str, dict[str, type]]:
-    """The settings of all policies there are, those of one method alone beside its recipes: slot → kind → class."""
-    return by_kind(("kvq_runtime.policies", "kvq_runtime.recipes"), PolicySetting, (*POLICY_SLOTS, "policies"))
+def policy_kinds() -> dict[str, type]:
+    """The settings of all policies there are, those of one method alone beside its recipes: kind → class."""
+    found = classes_in(("kvq_runtime.policies", "kvq_runtime.recipes"), PolicySetting)
+    return {cls.kind: cls for cls in found}

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from kvq_runtime.errors import NotFound, check_type
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
-from kvq_runtime.policy_setting import POLICY_SLOTS, PolicySetting, policy_kinds
-from kvq_runtime.stages.kinds import check_keys, kinds, named_settings, stage_from, stage_json
+from kvq_runtime.policy_setting import PolicySetting, policy_kinds
+from kvq_runtime.stages.kinds import check_keys, kinds, stage_from, stage_json
 from kvq_runtime.stages.stage import SLOTS, Scheme, Site, Stage
 
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
@@ -177,68 +177,51 @@ class Recipe:
 
     def _check_policies(self) -> None:
         if not all(isinstance(policy, PolicySetting) for policy in self.policies):
-            names = sorted(kind for classes in policy_kinds().values() for kind in classes)
-            raise ValueError(f"{self.name}: policies={self.policies!r}; use some of {names}")
-        slots = [policy.slot for policy in self.policies if policy.slot in POLICY_SLOTS]
-        if len(set(slots)) < len(slots):
-            raise ValueError(f"{self.name}: two policies for one choice, {slots}; keep one of them")
+            raise ValueError(f"{self.name}: policies={self.policies!r}; use some of {sorted(policy_kinds())}")
+        slots = [policy.slot for policy in self.policies]
+        if len({*slots}) < len(slots):
+            both = " and ".join(policy.kind for policy in self.policies)
+            raise ValueError(f"{self.name}: two policies for one choice, {both}; set one of them to none")
         for policy in self.policies:
             _asked(self.name, policy.check, self, None)
 
     def to_json(self) -> dict:
         """The recipe as JSON; `from_json` gives back an equal one."""
-
-        def schemes(pair: tuple[Scheme, Scheme]) -> dict:
-            return {role: _scheme_json(scheme, self.window) for role, scheme in zip(ROLES, pair, strict=True)}
-
-        layers = {str(layer): schemes(pair) for layer, pair in sorted(self.layers.items())}
-        stated = {"name": self.name, "position": self.position, **schemes((self.key, self.value)), "layers": layers}
-        policies: dict[str, Any] = {}  # none: not named, as in older files
-        for policy in self.policies:
-            if policy.slot in POLICY_SLOTS:
-                policies[policy.slot] = stage_json(policy)
-            else:
-                policies.setdefault("policies", []).append(stage_json(policy))
-        return stated | {"summary": self.summary} | policies
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "position": self.position,
+            "window": dataclasses.asdict(self.window),
+            **_pair_json(self.key, self.value),
+            "layers": {str(layer): _pair_json(*pair) for layer, pair in sorted(self.layers.items())},
+            "policies": [stage_json(policy) for policy in self.policies],
+        }
 
     @staticmethod
     def from_json(stated: Any) -> "Recipe":
-        """Read a recipe; unknown keys, kinds and types, and more than one window, are refused with a ValueError."""
-        optional = {"layers", "summary", "policies", *POLICY_SLOTS}
-        check_keys(stated, {"name", "position", "key", "value"} | optional, "recipe", optional)
+        """Read a recipe. ValueError: a key, kind or type that is unknown, or what cannot be."""
+        optional = {"summary", "position", "window", "layers", "policies"}
+        check_keys(stated, {"name", *ROLES} | optional, "recipe", optional)
         for name in ("name", "position", "summary"):
             if not isinstance(stated.get(name, ""), str):
                 raise ValueError(f"recipe: {name} must be text, not {stated[name]!r}")
-        layers = stated.get("layers", {})
+        layers, window, policies = stated.get("layers", {}), stated.get("window", {}), stated.get("policies", [])
         if not isinstance(layers, dict) or any(layer not in map(str, range(1 << 12)) for layer in layers):
             raise ValueError("recipe: layers must be an object whose names are layer numbers")
         for layer in layers.values():
-            check_keys(layer, {"key", "value"}, "recipe layer")
-        pairs = [
-            tuple(_scheme_from(pair[role]) for role in ROLES)
-            for pair in ({r: stated[r] for r in ROLES}, *layers.values())
-        ]
-        windows = list(dict.fromkeys(window for pair in pairs for _, window in pair))
-        if len(windows) > 1:
-            raise ValueError(
-                f"recipe {stated['name']}: more than one window, {windows[0]} and {windows[1]}; "
-                "give keys and values of all layers the same sinks, recent and block"
-            )
-        (key, _), (value, _) = pairs[0]
-        others = stated.get("policies", [])
-        if not isinstance(others, list):
-            raise ValueError(f"recipe: policies must be a list, not {others!r:.200}")
-        asked = [(slot, stated[slot]) for slot in POLICY_SLOTS if stated.get(slot) is not None]
-        asked += [("policies", other) for other in others]
+            check_keys(layer, {*ROLES}, "recipe layer")
+        check_keys(window, {*WINDOW}, "recipe window", {*WINDOW})
+        if not isinstance(policies, list):
+            raise ValueError(f"recipe: policies must be a list, not {policies!r:.200}")
         return Recipe(
             name=stated["name"],
-            position=stated["position"],
-            key=key,
-            value=value,
-            layers={int(n): (pair[0][0], pair[1][0]) for n, pair in zip(layers, pairs[1:], strict=True)},
+            position=stated.get("position", "post"),
+            key=_scheme_from(stated["key"]),
+            value=_scheme_from(stated["value"]),
+            layers={int(n): (_scheme_from(pair["key"]), _scheme_from(pair["value"])) for n, pair in layers.items()},
             summary=stated.get("summary", ""),
-            window=windows[0],
-            policies=tuple(stage_from(slot, one, policy_kinds()[slot]) for slot, one in asked),
+            window=Window(**window),
+            policies=tuple(stage_from("policies", policy, policy_kinds()) for policy in policies),
         ).check()
 
 
@@ -269,21 +252,21 @@ def _asked(where: str, check: Callable[..., None], *arguments: Any) -> None:
 WINDOW = tuple(setting.name for setting in dataclasses.fields(Window))
 
 
-def _scheme_json(scheme: Scheme, window: Window) -> dict:
-    """A scheme as JSON, in schema 1 with its window."""
-    parts = {
-        name: stage_json(part) if isinstance(part, Stage) else part for name, part in named_settings(scheme).items()
-    }
-    return parts | dataclasses.asdict(window)
+def _pair_json(key: Scheme, value: Scheme) -> dict:
+    return {role: _scheme_json(scheme) for role, scheme in zip(ROLES, (key, value), strict=True)}
 
 
-def _scheme_from(stated: Any) -> tuple[Scheme, Window]:
-    """Read a scheme and its window; unknown keys, kinds and types are refused with a ValueError."""
-    names = {setting.name for setting in dataclasses.fields(Scheme)}
-    check_keys(stated, {*names, *WINDOW}, "scheme", optional={*names, *WINDOW} - {"quantize"})
-    stages = {stage: stage_from(stage, stated.get(stage), known) for stage, known in kinds().items()}
-    settings = {name: value for name, value in stated.items() if name in names}
-    return Scheme(**settings | stages), Window(**{name: value for name, value in stated.items() if name in WINDOW})
+def _scheme_json(scheme: Scheme) -> dict:
+    stages = {slot: getattr(scheme, slot) for slot in SLOTS}
+    return {"axis": scheme.axis} | {slot: None if s is None else stage_json(s) for slot, s in stages.items()}
+
+
+def _scheme_from(stated: Any) -> Scheme:
+    """Read a scheme. ValueError: a key, kind or type that is unknown."""
+    names = {"axis", *SLOTS}
+    check_keys(stated, names, "scheme", optional=names - {"quantize"})
+    stages = {slot: stage_from(slot, stated.get(slot), known) for slot, known in kinds().items()}
+    return Scheme(**stages, axis=stated.get("axis", "token"))
 
 
 @dataclass(frozen=True)

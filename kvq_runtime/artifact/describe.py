@@ -14,6 +14,7 @@ from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.store.memory import asymptotic_bits
 
 REFERENCE_MODEL = MODELS["qwen2.5-7b"]
+SHOWN = ("bits", "dim", "size", "group", "range", "scale", "levels")  # settings of a quantizer that are always stated
 
 
 def artifact_record(artifact: Artifact) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def stages(scheme: Scheme) -> str:
         settings = {
             field.name: getattr(stage, field.name)
             for field in dataclasses.fields(stage)
-            if getattr(stage, field.name) != field.default or (stage is scheme.quantize and not field.kw_only)
+            if getattr(stage, field.name) != field.default or (stage is scheme.quantize and field.name in SHOWN)
         }
         inside = " ".join(f"{name}={value}" for name, value in settings.items())
         parts.append(f"{stage.kind}({inside})" if inside else stage.kind)

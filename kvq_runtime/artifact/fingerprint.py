@@ -52,23 +52,20 @@ class Fingerprint:
 
     def to_json(self) -> dict:
         """Everything but the probes, which are tensors of the artifact."""
-        found = {
+        return {
             "geometry": self.geometry.shape,
             "rope": dict(self.rope),
             "qk_norm": self.qk_norm,
             "quantized": self.quantized,
+            "attending": None if self.attending is None else list(self.attending),
+            "sliding": asdict(self.sliding),
         }
-        if self.attending is not None:
-            found["attending"] = list(self.attending)
-            found["sliding"] = asdict(self.sliding)
-        return found
 
 
 def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
     """Read what `to_json` wrote; raises ArtifactError for anything else."""
-    some = {"attending", "sliding"} & set(fields) if isinstance(fields, dict) else set()
-    some = {"attending", "sliding"} if some else some
-    strict_json.keys(fields, {"geometry", "rope", "qk_norm", "quantized"} | some, "fingerprint")
+    names = {"geometry", "rope", "qk_norm", "quantized", "attending", "sliding"}
+    strict_json.keys(fields, names, "fingerprint")
     shape = strict_json.keys(fields["geometry"], {"layers", "kv_heads", "head_size"}, "fingerprint: geometry")
     if any(type(fields[name]) is not bool for name in ("qk_norm", "quantized")) or not isinstance(fields["rope"], dict):
         raise ArtifactError("fingerprint: qk_norm and quantized must be true or false, rope an object")
@@ -76,20 +73,18 @@ def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
         geometry = Geometry(**shape)
     except ValueError as error:
         raise ArtifactError(f"fingerprint: {error}") from None
-    found = Fingerprint(geometry, fields["rope"], fields["qk_norm"], probes, fields["quantized"])
-    return replace(found, **_hybrid(fields, geometry.layers)) if some else found
-
-
-def _hybrid(fields: Any, count: int) -> dict[str, Any]:
-    """The layers of the model that attend to all tokens, None for all, and the bytes of those that slide."""
     others = strict_json.keys(fields["sliding"], SLIDING, "fingerprint: sliding")
-    if any(type(one) is not int or not 0 <= one < 1 << 28 for one in others.values()):
+    if any(type(number) is not int or not 0 <= number < 1 << 28 for number in others.values()):
         raise ArtifactError(f"fingerprint: {', '.join(sorted(SLIDING))} of sliding must be whole numbers of at least 0")
     layers = fields["attending"]
-    whole = isinstance(layers, list) and len(layers) == count and all(type(one) is int for one in layers)
-    if not whole or layers[0] < 0 or layers != sorted(set(layers)):
-        raise ArtifactError(f"fingerprint: attending={layers!r:.80}; {count} layers in ascending order are needed")
-    return {"attending": tuple(layers), "sliding": Sliding(**others)}
+    if layers is not None:
+        whole = isinstance(layers, list) and len(layers) == geometry.layers and {*map(type, layers)} == {int}
+        if not whole or layers[0] < 0 or layers != sorted(set(layers)):
+            needed = f"{geometry.layers} layers in ascending order are needed, or null"
+            raise ArtifactError(f"fingerprint: attending={layers!r:.80}; {needed}")
+    attending = None if layers is None else tuple(layers)
+    shown = fields["rope"], fields["qk_norm"], probes, fields["quantized"]
+    return Fingerprint(geometry, *shown, attending, Sliding(**others))
 
 
 def specs(geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -168,10 +163,14 @@ def mismatches(stored: Fingerprint, model: Fingerprint) -> list[str]:
     """Return the differences apart from the weights, a clause each, with both values."""
     ours, theirs = stored.to_json(), model.to_json()
     return [
-        f"{name} is {theirs.get(name, 'all')} in the model, {ours.get(name, 'all')} in the artifact"
+        f"{name} is {_shown(theirs[name])} in the model, {_shown(ours[name])} in the artifact"
         for name in ("geometry", "attending", "sliding", "rope", "qk_norm")
-        if ours.get(name) != theirs.get(name)
+        if ours[name] != theirs[name]
     ]
+
+
+def _shown(value: Any) -> Any:
+    return "all" if value is None else value
 
 
 def distances(stored: Fingerprint, model: Fingerprint) -> dict[str, float]:

@@ -1,10 +1,10 @@
-"""Read a recipe as it is written on a command line, and name it after what makes it differ from a preset.
+"""Read a recipe as it is written on a command line, and name it after what was changed.
 
     squat-2bit                                    a recipe that comes with kvq
     squat-2bit+key.feedback.rank=60+window.recent=32      the same with other settings; each begins with +
     my.json, my.json+key.quantize.bits=3          a file: `Recipe.to_json`, or what `kvq recipes NAME --json` prints
 
-A setting is a path and a value, of the dataclass field's type:
+A setting is a path in the recipe's JSON, and a value of the dataclass field's type:
 
     position=pre                                  window.recent=32 (sinks, recent, block)
     key.axis=channel                              key.quantize.bits=3, value.predict.ridge=0.01
@@ -14,27 +14,33 @@ A setting is a path and a value, of the dataclass field's type:
     policies.heavy=on, policies.heavy.share=0.5   a choice about tokens; none drops it
     name=mine                                     a name of one's own
 
-Settings hold in any order: what cannot be is refused once all are set. A recipe that differs from the preset it is made
-of has another name, `squat-2bit-key.feedback.rank-60`: the settings in which they differ, in one order, however it came
-to differ. Where that is no name, a part of a digest stands for the settings.
+Settings hold in any order: what cannot be is refused once all are set. A changed recipe is named after its settings,
+`squat-2bit-key.feedback.rank-60`. Where that is no name, a part of a digest stands for them.
 """
 
+import dataclasses
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kvq_runtime.artifact import recipe_tree
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.recipe import Recipe, is_preset, preset
+from kvq_runtime.geometry import ROLES
+from kvq_runtime.policy_setting import policy_kinds
+from kvq_runtime.recipe import WINDOW, Recipe, is_preset, preset
+from kvq_runtime.stages.kinds import fits_type, kinds
+from kvq_runtime.stages.stage import SLOTS, setting_types
 
 SUFFIX = ".json"
 LARGEST = 1 << 20  # bytes of a file
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # with a model's name before it, the name of an artifact
 SETTING = re.compile(r"\+(?=[a-z0-9_.]+=)")
+Tree = dict[str, Any]
 
 
 def read(text: str, changes: Sequence[str] = ()) -> Recipe:
@@ -67,21 +73,52 @@ def distinct(recipes: Iterable[Recipe]) -> list[Recipe]:
 
 
 def changed(recipe: Recipe, changes: Sequence[str] = ()) -> Recipe:
-    """The recipe with other settings, `PATH=VALUE` each, under a name that says how it differs from the preset whose
-    name it has, or, if none has it, from itself."""
-    tree, name = recipe_tree.tree_of(recipe), recipe.name
+    """The recipe with other settings, `PATH=VALUE` each, under a name that states those that change something."""
+    tree, name, stated = recipe.to_json(), "", []
     for path, text in _ordered(changes):
+        before = json.dumps(tree)
         if path == "name":
             name = text
-        else:
-            recipe_tree.put(tree, path, text)
+            continue
+        _put(tree, path, text)
+        stated += [(path, text)] if json.dumps(tree) != before else []
     try:
-        found = Recipe.from_json(recipe_tree.recipe_json(tree, recipe))
+        found = Recipe.from_json(tree)
     except ValueError as error:
         said = str(error).removeprefix(f"{recipe.name}: ")
         raise ValueError(f"{'+'.join([recipe.name, *changes])}: {said}") from None
-    derived = _derived(found, preset(recipe.name) if is_preset(recipe.name) else recipe)
-    return derived if name == recipe.name else _own(derived, name)
+    plain = found.key, found.value
+    layers = {layer: pair for layer, pair in found.layers.items() if layer in recipe.layers or pair != plain}
+    found = replace(found, layers=layers)
+    if found != recipe:
+        summary = f"{recipe.name} with {' '.join(f'{path}={text}' for path, text in stated)}"
+        found = replace(found, summary=summary, name=_derived_name(found, stated))
+    return _named(found, name or found.name) if found.name != recipe.name or name else recipe
+
+
+def settings(recipe: Recipe) -> dict[str, str]:
+    """Every setting of a recipe, as it is written: {path: value}."""
+    return {path: _text(value) for path, value in _walked(recipe.to_json())}
+
+
+def _walked(tree: Tree) -> Iterator[tuple[str, Any]]:
+    yield "position", tree["position"]
+    yield from ((f"window.{name}", value) for name, value in tree["window"].items())
+    for place, pair in [("", tree), *((f"layers.{layer}.", pair) for layer, pair in tree["layers"].items())]:
+        for role in ROLES:
+            yield f"{place}{role}.axis", pair[role]["axis"]
+            for slot in SLOTS:
+                yield from _stage_settings(f"{place}{role}.{slot}", pair[role][slot])
+    for policy in tree["policies"]:
+        yield from _stage_settings(f"policies.{policy['kind']}", policy | {"kind": "on"})
+
+
+def _stage_settings(path: str, stage: Tree | None) -> Iterator[tuple[str, Any]]:
+    yield path, (stage or {"kind": "none"})["kind"]
+    yield from ((f"{path}.{name}", value) for name, value in (stage or {}).items() if name != "kind")
+
+
+# ---- setting a path --------------------------------------------------------------------------------------------------
 
 
 def _ordered(changes: Sequence[str]) -> list[tuple[str, str]]:
@@ -95,21 +132,104 @@ def _ordered(changes: Sequence[str]) -> list[tuple[str, str]]:
             )
         if pairs.setdefault(path, text) != text:
             raise ValueError(f"{path} is set to {pairs[path]} and to {text}; set it once")
-    return sorted(pairs.items(), key=lambda pair: _rank(pair[0]))
+    return sorted(pairs.items(), key=lambda pair: (*_rank(pair[0]), pair[0]))
 
 
 def _rank(path: str) -> tuple[bool, int, bool]:
     return path.startswith("layers."), path.count("."), not path.startswith("all.")
 
 
-def differences(recipe: Recipe, origin: Recipe) -> dict[str, str]:
-    """The settings that make one recipe of another: {path: value}, in the order of `to_json`."""
-    return dict(recipe_tree.differences(recipe_tree.tree_of(recipe), recipe_tree.tree_of(origin)))
+def _put(tree: Tree, path: str, text: str) -> None:
+    """Set what a path means to what a text means."""
+    match path.split("."):
+        case ["position"]:
+            tree["position"] = text
+        case ["window", name] if name in WINDOW:
+            tree["window"][name] = _value(path, text, int, 32)
+        case ["policies", kind, *rest] if len(rest) < 2:
+            _put_policy(tree["policies"], path, kind, rest, text)
+        case ["layers", number, role, *rest] if number.isdecimal() and role in ROLES:
+            pair = tree["layers"].setdefault(str(int(number)), json.loads(json.dumps({r: tree[r] for r in ROLES})))
+            _put_scheme(pair[role], path, rest, text)
+        case ["all", *rest]:
+            schemes = [pair[role] for pair in (tree, *tree["layers"].values()) for role in ROLES]
+            for scheme in [scheme for scheme in schemes if _has(scheme, rest)] or schemes[:1]:
+                _put_scheme(scheme, path, rest, text)
+        case [role, *rest] if role in ROLES:
+            _put_scheme(tree[role], path, rest, text)
+        case _:
+            places = "position, window.recent, key.STAGE, value.STAGE, all.STAGE, layers.N.key.STAGE, policies.KIND"
+            raise ValueError(f"{path}: no such setting; use name, {places}, or a setting of a stage or policy")
 
 
-def settings(recipe: Recipe) -> dict[str, str]:
-    """Every setting of a recipe, as it is written: {path: value}."""
-    return dict(recipe_tree.paths(recipe_tree.tree_of(recipe)))
+def _has(scheme: Tree, rest: list[str]) -> bool:
+    """True if a scheme has what a path names below it; a stage may be put anywhere."""
+    if len(rest) < 2:
+        return True
+    stage = scheme.get(rest[0])
+    return stage is not None and rest[1] in setting_types(kinds()[rest[0]][stage["kind"]])
+
+
+def _put_scheme(scheme: Tree, path: str, rest: list[str], text: str) -> None:
+    match rest:
+        case ["axis"]:
+            scheme["axis"] = text
+        case [slot] if slot in SLOTS:
+            known = [*sorted(kinds()[slot]), *(["none"] if slot != "quantize" else [])]
+            if text not in known:
+                raise ValueError(f"{path}={text}; use one of {', '.join(known)}")
+            scheme[slot] = None if text == "none" else {"kind": text}
+        case [slot, name] if slot in SLOTS:
+            if scheme[slot] is None:
+                place = path.rpartition(".")[0]
+                known = ", ".join(sorted(kinds()[slot]))
+                raise ValueError(f"{path}: there is no {place} here: first {place}=KIND, one of {known}")
+            _put_setting(scheme[slot], kinds()[slot][scheme[slot]["kind"]], path, name, text)
+        case _:
+            raise ValueError(f"{path}: no such setting; a scheme has axis, {', '.join(SLOTS)}")
+
+
+def _put_policy(policies: list[Tree], path: str, kind: str, rest: list[str], text: str) -> None:
+    cls, stated = policy_kinds().get(kind), next((policy for policy in policies if policy["kind"] == kind), None)
+    if cls is None:
+        raise ValueError(f"{path}: no such setting; policies has {', '.join(sorted(policy_kinds()))}")
+    if rest:
+        if stated is None:
+            raise ValueError(f"{path}: there is no policies.{kind} here: first policies.{kind}=on")
+        _put_setting(stated, cls, path, rest[0], text)
+    elif text not in ("on", "none"):
+        raise ValueError(f"{path}={text}; use on or none")
+    elif text == "on" and stated is None:
+        policies.append({"kind": kind})
+    elif text == "none" and stated is not None:
+        policies.remove(stated)
+
+
+def _put_setting(stated: Tree, cls: Any, path: str, name: str, text: str) -> None:
+    types = setting_types(cls)
+    if name not in types:
+        raise ValueError(f"{path}: no such setting; {cls.kind} has {', '.join(types) or 'none'}")
+    default = next(field.default for field in dataclasses.fields(cls) if field.name == name)
+    stated[name] = _value(path, text, types[name], default)
+
+
+def _value(path: str, text: str, expected: Any, like: Any) -> Any:
+    """Parse a text as a value of this type; the choices of a Literal are the stage's to check."""
+    candidates: list[Any] = []
+    for form in (text, f"[{text}]"):  # 8,4,2 is a list without brackets
+        with suppress(ArtifactError):
+            candidates.append(strict_json.loads(form, path))
+    for value in [*candidates, *([None] if text == "none" else []), text]:
+        if fits_type(value, expected):
+            return float(value) if expected is float else value
+    raise ValueError(f"{path}={text}; use a value like {_text(list(like) if isinstance(like, tuple) else like)}")
+
+
+def _text(value: Any) -> str:
+    """A value as it is written: what `_value` reads."""
+    if isinstance(value, list):
+        return ",".join(map(_text, value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # ---- files and names -------------------------------------------------------------------------------------------------
@@ -119,53 +239,28 @@ def _from_file(path: Path) -> Recipe:
     """The recipe in a file, under the name that it has there. ValueError for a file that holds none."""
     try:
         stated = strict_json.loads(files.read(path, LARGEST), str(path))
-        beside = {}
-        if isinstance(stated, dict) and isinstance(stated.get("settings"), dict):
-            beside, stated = stated, stated["settings"]
+        if isinstance(stated, Mapping) and "settings" in stated:
+            stated = stated["settings"]
         recipe = Recipe.from_json(stated)
-        _agree(beside, recipe)
+        return _named(recipe, recipe.name)
     except NotFound:
         raise
     except (ArtifactError, ValueError) as error:
         raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
-    return recipe if is_preset(recipe.name) else _own(recipe, recipe.name)
 
 
-def _agree(beside: Mapping[str, Any], recipe: Recipe) -> None:
-    """ValueError where what `kvq recipes NAME --json` prints beside the settings was changed, which sets nothing."""
-    if not beside:
-        return
-    from kvq_runtime.artifact import describe
-
-    row = describe.recipe_row(recipe, describe.REFERENCE_MODEL)
-    for field in ("position", "bits", "keys", "values", "layers", "window"):
-        if beside.get(field, row[field]) != row[field]:
-            given = f"{field} is {beside[field]!r:.80} beside settings that mean {row[field]!r:.80}"
-            raise ValueError(f"{given}; change what is under settings, and leave {field} out")
-
-
-def _own(recipe: Recipe, name: str) -> Recipe:
-    """The recipe under a name of its own."""
+def _named(recipe: Recipe, name: str) -> Recipe:
+    """The recipe under this name, which must not be that of another preset."""
     if not NAME.fullmatch(name):
         raise ValueError(f"name {name!r:.120}; use 1 to 64 of a-z 0-9 . _ -, the first a letter or digit")
-    known = preset(name) if is_preset(name) else None
-    if name == "auto" or (known is not None and known != replace(recipe, name=name)):
+    if name == "auto" or (is_preset(name) and preset(name) != replace(recipe, name=name)):
         raise ValueError(f"name={name}; that is another recipe, which comes with kvq: use a name that none of its has")
     return replace(recipe, name=name)
 
 
-def _derived(recipe: Recipe, origin: Recipe) -> Recipe:
-    """The recipe, renamed after its differences from the recipe that it is made of."""
-    changes = differences(recipe, origin)
-    if not changes:
-        return origin
-    plain = (recipe.key, recipe.value)  # named are the layers that the origin names, and others only if they differ
-    layers = {n: recipe.at(n) for n in {*recipe.layers, *origin.layers} if n in origin.layers or recipe.at(n) != plain}
-    recipe = replace(recipe, layers=layers)
-    parts = [re.sub(r"[,+]", "_", f"-{path}-{value}") for path, value in changes.items()]
-    name = "".join([origin.name, *parts])
-    if not NAME.fullmatch(name):
-        stated = recipe.to_json() | {"name": origin.name, "summary": ""}
-        name = f"{origin.name:.53}-{sha256(strict_json.dumps(stated).encode()).hexdigest()[:10]}"
-    settings = " ".join(f"{path}={value}" for path, value in changes.items())
-    return _own(replace(recipe, summary=f"{origin.name} with {settings}"), name)
+def _derived_name(recipe: Recipe, stated: Sequence[tuple[str, str]]) -> str:
+    name = "".join([recipe.name, *(re.sub(r"[,+]", "_", f"-{path}-{text}") for path, text in stated)])
+    if NAME.fullmatch(name):
+        return name
+    described = recipe.to_json() | {"summary": ""}
+    return f"{recipe.name:.53}-{sha256(strict_json.dumps(described).encode()).hexdigest()[:10]}"

@@ -55,12 +55,9 @@ FAMILY = Family(
     papers={"AQUA-KV": "Shutova et al., 2025, arXiv 2501.19392"},
     golden=(
         "aqua-2bit",
-        "aqua-1bit",
-        "aqua-2bit-first-16bit",
         "aqua-2bit+key.predict=low_rank+value.predict=low_rank+name=aqua-2bit-rrr",
         "aqua-2bit+key.predict=mlp+value.predict=mlp+name=aqua-2bit-mlp",
         "aqua-2bit+all.predict.storage=gptq4+name=aqua-2bit-gptq",
-        "aqua-2bit+position=post+name=aqua-2bit-post",
         "aqua-2bit+key.axis=channel+value.axis=channel+name=aqua-2bit-channel",
         "aqua-2bit+all.predict.below=1,2+name=aqua-2bit-below-1-2",
     ),

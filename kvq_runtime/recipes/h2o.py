@@ -23,7 +23,7 @@ theirs may be dropped at any step; positions are the tokens' own.
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -47,7 +47,6 @@ class HeavyHitters(Evicting):
     papers: ClassVar[tuple[str, ...]] = ("2306.14048",)
     neutral: ClassVar[Mapping[str, Any]] = {"share": 1.0, "recent": 0.0}
     share: float = 0.2
-    _: KW_ONLY  # younger than the file format
     recent: float = 0.0
 
     def __post_init__(self):

@@ -61,7 +61,6 @@ FAMILY = Family(
         "squat-2bit",
         "squat-pre-2bit-paper+key.feedback.blocks=4+key.feedback.lam=5e-4+key.feedback.rank=60"
         "+name=squat-pre-2bit-llama3",
-        "higgs-head-2bit+all.quantize.group=16+key.feedback=query_orthogonal+name=squat-hadamard-2bit",
     ),
     compared=("squat-2bit", "squat-2bit-paper", "squat-online-2bit", "squat-pre-2bit"),
 )

@@ -20,31 +20,27 @@ from kvq_runtime.stages.stage import SLOTS, Stage, setting_types
 @cache
 def kinds() -> dict[str, dict[str, type]]:
     """The classes of all stages: slot → kind → class, in alphabetical order of files."""
-    return by_kind(("kvq_runtime.stages",), Stage, SLOTS)
-
-
-def by_kind(packages: Sequence[str], base: type, slots: Sequence[str]) -> dict[str, dict[str, type]]:
-    """The classes in the files of packages that are derived from `base` and have a kind: slot → kind → class."""
-    found: dict[str, dict[str, type]] = {slot: {} for slot in slots}
-    files = [f"{one}.{file.name}" for one in packages for file in pkgutil.iter_modules(import_module(one).__path__)]
-    for module in map(import_module, files):
-        own: list[Any] = [cls for cls in vars(module).values() if getattr(cls, "__module__", "") == module.__name__]
-        for cls in own:
-            if isinstance(cls, type) and issubclass(cls, base) and not isabstract(cls) and "kind" in vars(cls):
-                found[cls.slot][cls.kind] = cls
+    found: dict[str, dict[str, type]] = {slot: {} for slot in SLOTS}
+    for cls in classes_in(("kvq_runtime.stages",), Stage):
+        found[cls.slot][cls.kind] = cls
     return found
 
 
-def named_settings(part: Any) -> dict[str, Any]:
-    """The settings of a stage, policy or scheme that its JSON names: younger ones only where they are not default."""
-    fields = dataclasses.fields(part)
-    names = [f.name for f in fields if not (f.kw_only and getattr(part, f.name) == f.default)]
-    return {name: getattr(part, name) for name in names}
+def classes_in(packages: Sequence[str], base: type) -> list[Any]:
+    """The classes in the files of packages that are derived from `base` and have a kind of their own."""
+    names = [f"{one}.{file.name}" for one in packages for file in pkgutil.iter_modules(import_module(one).__path__)]
+    return [
+        cls
+        for module in map(import_module, names)
+        for cls in vars(module).values()
+        if isinstance(cls, type) and issubclass(cls, base) and cls.__module__ == module.__name__
+        if "kind" in vars(cls) and not isabstract(cls)
+    ]
 
 
 def stage_json(stage: Any) -> dict:
-    """A stage as JSON: its kind and its settings."""
-    return {"kind": stage.kind} | json.loads(json.dumps(named_settings(stage)))
+    """A stage or policy as JSON: its kind and its settings."""
+    return json.loads(json.dumps({"kind": stage.kind} | dataclasses.asdict(stage)))
 
 
 def stage_from(name: str, stated: Any, known: Mapping[str, type]) -> Any:

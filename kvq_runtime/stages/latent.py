@@ -1,7 +1,7 @@
 """Round latent channels, those of a basis, each in as many bits as it is worth: SVDq's and aqua-fisher's quantizer."""
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -62,7 +62,6 @@ class Mixed(Quantizer):
     counts: tuple[int, ...] = ()
     target: float = 0.0
     codebook: Literal["gaussian", "uniform", "block", "trellis"] = "gaussian"
-    _: KW_ONLY  # younger than the file format
     gain: int = 0
     shared: bool = False
     weighed: bool = False

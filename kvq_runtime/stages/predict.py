@@ -19,7 +19,7 @@ and has no layers that slide over a window: no prediction goes through these, an
 that attends to all tokens.
 """
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -64,7 +64,6 @@ class Neighbours(Predictor):
     storage: Literal["bf16", "gptq4"] = "bf16"
     fit: Literal["decoded", "clean"] = "decoded"
     ridge: float = 1e-3
-    _: KW_ONLY  # younger than the file format
     both: bool = False
 
     def __post_init__(self):
@@ -164,7 +163,6 @@ class MLP(Neighbours):
 
     kind: ClassVar[str] = "mlp"
     norm: Literal["layer", "none"] = "layer"
-    _: KW_ONLY
     hidden: Literal["inputs", "width"] = "inputs"
     tokens: Literal["sample", "all"] = "sample"
 

@@ -1,7 +1,7 @@
 """Rotate a token's channels before rounding, so that every channel is close to Gaussian with the same variance."""
 
 from abc import abstractmethod
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -138,7 +138,6 @@ class Weighted(Basis):
               over a scale of each channel, √M_cc, without which a loud one would widen the steps of all
     """
 
-    _: KW_ONLY  # younger than the file format
     storage: Storage = "bf16"
 
     @property

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -48,9 +48,6 @@ def setting_types(cls: Any) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Stage(ABC):
     """One part of a quantizer.
-
-    Settings that are younger than the file format follow `_: KW_ONLY`: JSON does not name them at their defaults, which
-    mean what was before.
 
     kind    its name in JSON, unique among the stages of its slot
     slot    the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
@@ -312,8 +309,8 @@ class Scheme:
     quantize: Quantizer
     predict: Predictor | None = None
     rotate: Rotation | None = None
-    feedback: Feedback | None = field(default=None, kw_only=True)  # younger than the file format
-    correct: Correction | None = field(default=None, kw_only=True)
+    feedback: Feedback | None = None
+    correct: Correction | None = None
     axis: Axis = "token"
 
     @property

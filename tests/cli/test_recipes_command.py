@@ -43,7 +43,7 @@ def test_one_recipe_is_shown_with_its_settings_and_a_family_is_listed(as_json, k
     changed = as_json("recipes", "aqua-2bit", "--set", "window.recent=32")["settings"]
     (tmp_path / "mine.json").write_text(json.dumps({"settings": changed}))
     assert as_json("recipes", str(tmp_path / "mine.json"))["settings"] == changed
-    assert changed["name"] == "aqua-2bit-window.recent-32" and changed["key"]["recent"] == 32
+    assert changed["name"] == "aqua-2bit-window.recent-32" and changed["window"]["recent"] == 32
     code, _, err = kvq("recipes", "aqua-2bit", "--set", "window.last=32")
     assert code == 2 and "window.last: no such setting; window has sinks, recent, block" in err
     family = {one.name for one in recipe.families()["aqua_fisher"]}

@@ -284,10 +284,11 @@ def test_shares_that_cannot_be(share):
 def test_settings_survive_json_and_are_left_out_where_there_are_none():
     for recipe in (preset("aqua-h2o-2bit"), EXACT):
         assert Recipe.from_json(recipe.to_json()) == recipe
-        assert recipe.to_json()["select"] == {"kind": "heavy", "share": recipe.policy("select").share}
-    assert "select" not in preset("aqua-2bit").to_json()
-    with pytest.raises(ValueError, match="select=.*use an object with a kind"):
-        Recipe.from_json(EXACT.to_json() | {"select": {"kind": "light"}})
+        assert recipe.to_json()["policies"] == [
+            {"kind": "heavy", "share": recipe.policy("select").share, "recent": recipe.policy("select").recent}
+        ]
+    with pytest.raises(ValueError, match="policies=.*use an object with a kind"):
+        Recipe.from_json(EXACT.to_json() | {"policies": [{"kind": "light"}]})
 
 
 def test_the_papers_halves():

@@ -273,8 +273,7 @@ def test_the_fit_of_every_row_is_billed():
 def test_a_recipe_says_what_is_fitted_online():
     for recipe in ONLINE.values():
         assert Recipe.from_json(recipe.to_json()) == recipe
-        assert recipe.to_json()["online"] == {"kind": "first_tokens", "fit_tokens": "prompt"}
-    assert "online" not in preset("squat-2bit").to_json()
+        assert recipe.to_json()["policies"] == [{"kind": "first_tokens", "fit_tokens": "prompt"}]
     assert short("squat-online-2bit", 64) == Recipe.from_json(short("squat-online-2bit", 64).to_json())
     with pytest.raises(ValueError, match="fit_tokens"):
         PromptFit(0)

@@ -144,5 +144,4 @@ def test_where_layers_are_predicted_from_layers_one_decides_for_all():
         replace(recipe, policies=(DynamicWindow(per="layer"),)).check()
     with pytest.raises(ValueError, match='per=\'row\'; use "cache" or "layer"'):
         DynamicWindow(per="row")  # type: ignore[arg-type]
-    assert "per" not in preset("subkv-2bit").to_json()["window"]
-    assert preset("subkv-2bit-by-layer").to_json()["window"] == {"kind": "dynamic", "blocks": 3, "per": "layer"}
+    assert preset("subkv-2bit-by-layer").to_json()["policies"] == [{"kind": "dynamic", "blocks": 3, "per": "layer"}]
