@@ -146,6 +146,8 @@ def _put(tree: Tree, path: str, text: str) -> None:
             tree["position"] = text
         case ["window", name] if name in WINDOW:
             tree["window"][name] = _value(path, text, int, 32)
+        case ["window", *_]:
+            raise ValueError(f"{path}: no such setting; window has {', '.join(WINDOW)}")
         case ["policies", kind, *rest] if len(rest) < 2:
             _put_policy(tree["policies"], path, kind, rest, text)
         case ["layers", number, role, *rest] if number.isdecimal() and role in ROLES:
