@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.shared import Fitted
-from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix.block_file import Block
 from kvq_runtime.recipe import Recipe
@@ -76,20 +76,12 @@ class BlockCodec:
 
     def _finite_blocks(self, first: int, rows: LayerRows) -> int:
         """Count the blocks before the first with NaN or infinity."""
-        size, width = self.recipe.window.block, self.geometry.width
-        count = finite = max(1, len(rows[0][0]) // size)
-        for layer in range(self.geometry.layers):
-            for role, x_TC in zip(ROLES, rows[layer], strict=True):
-                if x_TC.shape != (count * size, width):
-                    raise ValueError(
-                        f"layer {layer}: {role}s of shape {list(x_TC.shape)}; blocks are [{count * size}, {width}]"
-                    )
-                finite_T = x_TC[: finite * size].float().abs().amax(1).isfinite()  # ten times as fast as `isfinite`
-                if not bool(finite_T.all()):
-                    finite = int(finite_T.int().argmin()) // size
-                if not finite:
-                    raise ValueError(f"layer {layer}, block {first}: NaN or infinity in the {role}s; it is not kept")
-        return finite
+        rows_TC = [x_TC for layer in range(self.geometry.layers) for x_TC in rows[layer]]
+        finite_T = torch.stack([x_TC.float().abs().amax(1) for x_TC in rows_TC]).amax(0).isfinite()
+        count = int(finite_T.unflatten(0, (-1, self.recipe.window.block)).all(1).int().cumprod(0).sum())
+        if not count:
+            raise ValueError(f"block {first}: NaN or infinity in the keys or values; it is not kept")
+        return count
 
 
 def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str) -> None:

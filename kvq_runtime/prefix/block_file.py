@@ -34,7 +34,7 @@ from kvq_runtime.store.storage import Slab
 
 FORMAT = 1  # of names, folders and files
 SINKS = "sinks"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}  # of keys and values
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of keys and values
 _TENSOR_NAMES = re.compile(r"packed\.[a-z0-9]+|sinks")
 
 
@@ -69,11 +69,7 @@ class _Field(NamedTuple):
     role: int
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -89,11 +85,9 @@ class BlockFormat:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES.values():
-            raise ValueError(
-                f"keys and values of {_dtype_name(self.dtype)}; {', '.join(DTYPES)} are kept: run the model in one of "
-                "these, its cache not in fp8"
-            )
+        if self.dtype not in DTYPES:
+            kept = ", ".join(map(_dtype_name, DTYPES))
+            raise ValueError(f"keys and values of {_dtype_name(self.dtype)}; {kept} are kept: run the model in these")
 
     def describe(self, model: str, fit: str) -> dict[str, Any]:
         """Return everything that decides how tokens become bytes, as JSON.
@@ -112,22 +106,22 @@ class BlockFormat:
         return min(max(window.sinks - number * window.block, 0), window.block)
 
     @cached_property
-    def _packed(self) -> dict[str, list[_Field]]:
-        """The fields by the name of their tensor."""
-        packed: dict[str, list[_Field]] = {}
+    def _packed(self) -> dict[torch.dtype, list[_Field]]:
+        packed: dict[torch.dtype, list[_Field]] = {}
         for layer in range(self.geometry.layers):
             for role in (0, 1):
                 scheme = self.recipe.scheme(layer, ROLES[role])
                 specs = scheme.fields(self.recipe.window.block, self.geometry, self.dtype)
                 for name, (shape, dtype) in specs.items():
-                    fields = packed.setdefault(f"packed.{_dtype_name(dtype)}", [])
-                    fields.append(_Field(layer, role, name, tuple(shape), dtype))
+                    field = _Field(layer, role, name, tuple(shape), math.prod(shape))
+                    packed.setdefault(dtype, []).append(field)
         return packed
 
     def specs(self, number: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return {name: (shape, dtype)} of every tensor in the file of block `number`."""
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            name: ((sum(field.numel for field in fields),), fields[0].dtype) for name, fields in self._packed.items()
+            _packed_name(dtype): ((sum(field.numel for field in fields),), dtype)
+            for dtype, fields in self._packed.items()
         }
         shape = (2, self.geometry.layers, self.sinks(number), self.geometry.width)
         return specs | ({SINKS: (shape, self.dtype)} if shape[2] else {})
@@ -143,8 +137,12 @@ class BlockFormat:
         return self.file_bytes(Link("0" * 64, 0, ((1 << 31) - 1,) * self.recipe.window.block)) + 16
 
     def to_bytes(self, block: Block, link: Link) -> bytes:
-        """Return the file of a block. Raises ValueError for fields of another shape or dtype."""
-        tensors = {name: torch.cat([_part(block, field) for field in fields]) for name, fields in self._packed.items()}
+        """Return the file of a block."""
+        tensors = {}
+        for dtype, fields in self._packed.items():
+            parts = [block.fields[layer][role][name] for layer, role, name, _, _ in fields]
+            assert all(x.dtype == dtype and x.shape == field.shape for x, field in zip(parts, fields, strict=True))
+            tensors[_packed_name(dtype)] = torch.cat([x.detach().cpu().flatten() for x in parts])
         if self.sinks(link.number):
             tensors[SINKS] = block.sinks_2LSC.detach().to("cpu", self.dtype).contiguous()
         return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(link.to_json(_content(link, tensors)))})
@@ -171,21 +169,12 @@ class BlockFormat:
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise ArtifactError(f"finite: {name} has NaN or infinity")
         fields: dict[int, tuple[Slab, Slab]] = {layer: ({}, {}) for layer in range(self.geometry.layers)}
-        for name, packed in self._packed.items():
-            for field, x in zip(packed, tensors[name].split([field.numel for field in packed]), strict=True):
+        for dtype, packed in self._packed.items():
+            parts = tensors[_packed_name(dtype)].split([field.numel for field in packed])
+            for field, x in zip(packed, parts, strict=True):
                 fields[field.layer][field.role][field.name] = x.view(field.shape)
         no_sinks = torch.empty(2, self.geometry.layers, 0, self.geometry.width, dtype=self.dtype)
         return Block(fields, tensors.get(SINKS, no_sinks))
-
-
-def _part(block: Block, field: _Field) -> Tensor:
-    part = block.fields[field.layer][field.role][field.name].detach().cpu()
-    if tuple(part.shape) != field.shape or part.dtype != field.dtype:
-        raise ValueError(
-            f"{ROLES[field.role]}.{field.layer}.{field.name}: {_dtype_name(part.dtype)} {list(part.shape)}; the recipe "
-            f"stores {_dtype_name(field.dtype)} {list(field.shape)}"
-        )
-    return part.flatten()
 
 
 def _content(link: Link, tensors: Mapping[str, Tensor]) -> str:
@@ -194,6 +183,10 @@ def _content(link: Link, tensors: Mapping[str, Tensor]) -> str:
         hashed.update(f"\0{name}\0".encode())
         hashed.update(tensors[name].view(-1).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
+
+
+def _packed_name(dtype: torch.dtype) -> str:
+    return f"packed.{_dtype_name(dtype)}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -8,7 +8,7 @@ Prompts share the blocks that they begin with. A name finds a block; the tokens 
 right one. A model is identified by its configuration and a sample of each weight.
 """
 
-import sys
+import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
@@ -55,10 +55,8 @@ def block_names(root: str, tokens_T: Tensor, block: int) -> list[str]:
     """Return the names of all whole blocks of a row."""
     names, previous = list[str](), root
     for start in range(0, len(tokens_T) // block * block, block):
-        ids = array("I", tokens_T[start : start + block].tolist())  # 4 bytes each
-        if sys.byteorder == "big":
-            ids.byteswap()
-        previous = sha256(b"kvq prefix block\0" + bytes.fromhex(previous) + ids.tobytes()).hexdigest()
+        ids = array("I", tokens_T[start : start + block].tolist()).tobytes()  # 4 bytes each
+        previous = sha256(b"kvq prefix block\0" + bytes.fromhex(previous) + ids).hexdigest()
         names.append(previous)
     return names
 
@@ -85,7 +83,7 @@ def model_digest(config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]
     more   whatever else decides keys and values, such as a quantization at load time
     """
     relevant = {name: value for name, value in config.items() if name not in _IRRELEVANT}
-    digest = sha256(f"{json_digest(_plain(relevant))}\0{more}".encode())
+    digest = sha256(f"{json.dumps(relevant, sort_keys=True, default=repr)}\0{more}".encode())
     for name, tensor in sorted(weights, key=lambda pair: pair[0]):
         flat = tensor.detach().reshape(-1)
         places = torch.arange(SAMPLES, device=flat.device) * flat.numel() // SAMPLES
@@ -99,10 +97,7 @@ def folder_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor), mapped from disk, of a folder's safetensors files. Raises ArtifactError if it has none."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise ArtifactError(
-            f"{folder} has no safetensors files, by whose weights the prefixes of models are told apart; save the "
-            "model as safetensors"
-        )
+        raise ArtifactError(f"{folder} has no safetensors files, by which models are told apart; save the model so")
     for path in paths:
         try:
             with safetensors.safe_open(path, "pt") as file:
@@ -115,11 +110,3 @@ def folder_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _update(digest: Any, name: str, tensor: Tensor, elements: Tensor) -> None:
     digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
     digest.update(elements.view(torch.uint8).numpy().data)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, str)) else repr(value)

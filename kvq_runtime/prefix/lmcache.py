@@ -4,14 +4,10 @@
      "adapter_params": {"type": "fs", "base_path": "/cache"},
      "serde": {"type": "kvq", "cache": "lloyd-3bit", "model": "Qwen/Qwen2.5-7B"}}
 
-The plugin is the way to import a module before LMCache looks up an adapter's serde by name. The adapter is LMCache's
-own of files, with two differences. LMCache keeps what it has under a key, so a chunk that cannot be read is removed:
-the next request writes it again. And LMCache stores the chunks of several requests as one task, which ends at the first
-that fails, so a chunk that cannot be kept is empty and skipped.
-
-A serde is not told where in its text a chunk begins. LMCache's server publishes it on its event bus before a chunk is
-written: for every prompt that is looked up and, where the server moves chunks itself, for each stored chunk, by the
-first worker, which may come after another.
+The plugin is the way to import a module before LMCache looks up an adapter's serde by name. A serde does not know where
+in its text a chunk begins. LMCache's server publishes it on its event bus before a chunk is written: for every prompt
+that is looked up and, where the server moves chunks itself, for each stored chunk, by the first worker, which may come
+after another.
 
 Pinned to LMCache 0.5.6.
 """
@@ -20,8 +16,8 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import torch
 from lmcache import torch_device_type  # type: ignore[attr-defined]
@@ -50,11 +46,16 @@ MAX_STARTS = 1 << 16  # chunks whose places are remembered
 DELAY, PATIENCE = 0.05, 1.0  # seconds that the event bus, and the first worker, may be late
 logger = init_logger("lmcache.kvq")
 _warned: set[str] = set()
-_made = threading.local()  # `last`: the adapter whose serde LMCache makes next, in the same thread
 
 
 class Adapter(FSL2Adapter):
-    """LMCache's adapter of files, with its own parameters; it skips empty objects."""
+    """LMCache's adapter of files, by its own parameters.
+
+    LMCache stores the chunks of several requests as one task, which ends at the first that fails. So a chunk that
+    cannot be kept is empty, and skipped here.
+    """
+
+    made: ClassVar[weakref.WeakSet["Adapter"]] = weakref.WeakSet()
 
     def __init__(self, adapter_params: dict[str, Any], l1_memory_desc: Any = None):
         if adapter_params.get("type") != "fs":
@@ -62,7 +63,7 @@ class Adapter(FSL2Adapter):
         config: Any = get_l2_adapter_config_class("fs").from_dict(adapter_params)
         config.persist_config = PersistConfig(bool(adapter_params.get("persist_enabled", True)))
         super().__init__(config)
-        _made.last = weakref.ref(self)
+        Adapter.made.add(self)
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         kept = [(key, memory) for key, memory in zip(keys, objects, strict=True) if memory.get_size()]
@@ -119,12 +120,11 @@ class KVQSerializer(Serializer):
         self.codecs, self.starts = codecs, starts
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        room = _tensor(dst).view(-1)
+        assert src.tensor is not None and dst.tensor is not None
         try:
-            chunk = _tensor(src)
             start = 0 if self.starts is None else self.starts.start(key.chunk_hash)
-            codec = _codec(self.codecs, chunk, key)
-            codec.encode(chunk, key_bytes(key), room[: codec.bytes], start)
+            codec = _codec(self.codecs, src.tensor, key)
+            codec.encode(src.tensor, key_bytes(key), dst.tensor.view(-1)[: codec.bytes], start)
             return codec.bytes
         except ValueError as error:
             _warn_once(f"{error}; such chunks are not kept")
@@ -144,18 +144,18 @@ class KVQSerializer(Serializer):
 class KVQDeserializer(Deserializer):
     """Bytes into chunks; LMCache takes an error for a miss of all chunks of the request.
 
-    adapter   deletes bytes that cannot be read
+    LMCache keeps what it has under a key, so bytes that cannot be read are deleted: the next request writes them again.
     """
 
-    def __init__(self, codecs: ChunkCodecs, adapter: Callable[[], Adapter | None]):
-        self.codecs, self.adapter = codecs, adapter
+    def __init__(self, codecs: ChunkCodecs):
+        self.codecs = codecs
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
-        out = _tensor(dst)
+        assert src.tensor is not None and dst.tensor is not None
         try:
-            _codec(self.codecs, out, key).decode(_tensor(src), key_bytes(key), out)
+            _codec(self.codecs, dst.tensor, key).decode(src.tensor, key_bytes(key), dst.tensor)
         except ArtifactError as error:
-            if (adapter := self.adapter()) is not None:
+            for adapter in Adapter.made:
                 adapter.delete([key])
             raise ArtifactError(f"chunk {key.chunk_hash.hex()} of {key.model_name}: {error}") from error
 
@@ -169,7 +169,7 @@ def key_bytes(key: ObjectKey) -> bytes:
 def build(options: dict[str, object]) -> SerdeProcessor:
     """Make the serde of these settings. Raises what `read_settings` raises, and ValueError for a recipe that depends on
     positions where the server does not publish them."""
-    codecs, adapter = read_settings(options), _made.__dict__.pop("last", lambda: None)
+    codecs = read_settings(options)
     recipe = codecs.served.recipe
     logger.info("kvq: %s, %.4g bits per element", recipe.name, asymptotic_bits(recipe, codecs.geometry))
     if torch_device_type == "cpu":
@@ -178,7 +178,7 @@ def build(options: dict[str, object]) -> SerdeProcessor:
             "an artifact gives wrong results, and any other loses more than stated"
         )
     starts = ChunkStarts() if "positions" in recipe.needs else None
-    return AsyncSerdeProcessor(KVQSerializer(codecs, starts), KVQDeserializer(codecs, adapter))
+    return AsyncSerdeProcessor(KVQSerializer(codecs, starts), KVQDeserializer(codecs))
 
 
 def _codec(codecs: ChunkCodecs, tensor: torch.Tensor, key: ObjectKey) -> ChunkCodec:
@@ -193,14 +193,6 @@ def _warn_once(text: str) -> None:
     if kind not in _warned:
         _warned.add(kind)
         logger.warning("kvq: %s", text)
-
-
-def _tensor(memory: MemoryObj) -> torch.Tensor:
-    count = len(memory.get_shapes())
-    tensor = memory.tensor if count == 1 else None
-    if tensor is None:
-        raise ValueError(f"a chunk of {count} tensors, as of layers of several kinds; kvq keeps chunks of one")
-    return tensor
 
 
 if NAME not in get_registered_serde_types():

@@ -1,6 +1,6 @@
 """Turn an LMCache chunk, keys and values of all layers of some tokens, into bytes and back.
 
-    | "kvqchunk" 8 | version 4 | number of the first block 4 | bytes of each block's file 4 · N | files of blocks |
+    | "kvqchunk" 8 | version 4 | number of the first block 4 | files of N blocks |
 
 A chunk is consecutive blocks of a prefix, each as the file that a `PrefixStore` keeps (`prefix/block_file.py`), with
 the same codecs, exact sinks and checks. A block's `previous` is a sha256 of the recipe, fit and shape, of the chunk's
@@ -26,6 +26,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,16 @@ class ChunkCodec:
         self.codec, self.format = BlockCodec(recipe, geometry, tensors, rotary), BlockFormat(recipe, geometry, dtype)
         self._root = chain.json_digest(self.format.describe("", chain.tensors_digest(tensors)))
         self._count = tokens // block
-        self._header = len(_MAGIC) + 4 * (1 + self._count)
-        self.bytes = self._header + sum(map(self.format.file_bytes, self._links(b"", 0)))  # a text's first have sinks
+        self.bytes = self._ends(self._links(b"", 0))[-1]  # a text's first blocks have sinks
 
     def _links(self, key: bytes, first: int) -> list[Link]:
         """Return the places of a chunk's blocks in a text."""
         numbers = range(first, first + self._count)
         return [Link(sha256(f"{self._root} {n} ".encode() + key).hexdigest(), n, ()) for n in numbers]
+
+    def _ends(self, links: Sequence[Link]) -> list[int]:
+        """Return the end of the header, and of each block's file, in bytes."""
+        return [*accumulate((self.format.file_bytes(link) for link in links), initial=len(_MAGIC) + 4)]
 
     def encode(self, chunk: Tensor, key: bytes, out_X: Tensor, start: int = 0) -> None:
         """Write a chunk into uint8 memory on the CPU, `bytes` of it.
@@ -95,10 +99,9 @@ class ChunkCodec:
         blocks = self.codec.encode(first, dict(rows))
         if len(blocks) < self._count:
             raise ValueError("NaN or infinity among the keys or values; nothing is kept of the chunk")
-        links = self._links(key, first)
-        files = [self.format.to_bytes(block, link) for block, link in zip(blocks, links, strict=True)]
-        numbers = [number.to_bytes(4, "little") for number in (first, *map(len, files))]
-        data = bytearray().join([_MAGIC, *numbers, *files])
+        places = zip(blocks, self._links(key, first), strict=True)
+        files = [self.format.to_bytes(block, link) for block, link in places]
+        data = bytearray().join([_MAGIC, first.to_bytes(4, "little"), *files])
         out_X[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
         out_X[len(data) :] = 0
 
@@ -107,16 +110,13 @@ class ChunkCodec:
 
         `out` holds no chunk after an error.
         """
-        data, blocks, end = data_X.contiguous().view(-1).numpy().data, [], self._header
-        if len(data) < end or data[: len(_MAGIC)] != _MAGIC:
-            raise ArtifactError("header: this is no chunk of kvq's, or one of another version; it is computed again")
-        words = data[len(_MAGIC) : end]
-        first, *sizes = (int.from_bytes(words[at : at + 4], "little") for at in range(0, len(words), 4))
-        for link, size in zip(self._links(key, first), sizes, strict=True):
-            start, end = end, end + size
-            if end > len(data):
-                raise ArtifactError(f"size: {len(data)} bytes of a chunk that takes {end} or more; it was cut off")
-            blocks.append(self.format.from_bytes(bytes(data[start:end]), link))
+        data = bytes(data_X.contiguous().view(-1).numpy().data[: self.bytes])
+        first = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 4], "little")
+        links = self._links(key, first)
+        spans = [slice(*pair) for pair in pairwise(self._ends(links))]
+        if data[: len(_MAGIC)] != _MAGIC or len(data) < spans[-1].stop:
+            raise ArtifactError("header: this is no chunk of kvq's, or one of another version, or it was cut off")
+        blocks = [self.format.from_bytes(data[span], link) for span, link in zip(spans, links, strict=True)]
         out_2LTHD = self._by_head(out)
         for layer, *pair in self.codec.decode(blocks, start=first * self.recipe.window.block):
             for role, x_THD in enumerate(pair):

@@ -92,11 +92,7 @@ class PrefixBlocks:
         start    a multiple of `block`; nothing is kept unless all blocks before it are
         Blocks that are kept are not encoded again. OSError: the disk refused; the blocks before are kept.
         """
-        if start % self.block:
-            raise ValueError(f"start={start}; give rows from a multiple of {self.block} on")
-        layers = self.format.geometry.layers
-        if not len(keys) == len(values) == layers:
-            raise ValueError(f"rows of {len(keys)} and {len(values)} layers; the store holds {layers}")
+        assert start % self.block == 0 and len(keys) == len(values) == self.format.geometry.layers
         pairs = [(k.flatten(1), v.flatten(1)) for k, v in zip(keys, values, strict=True)]
         self._check_dtype(pairs[0][1].dtype)
         stop = start + min(len(x) for pair in pairs for x in pair)
@@ -136,8 +132,7 @@ class PrefixBlocks:
 
         A damaged block, and all after it, are missing; it is removed, with a warning in the log.
         """
-        if start % self.block:
-            raise ValueError(f"start={start}; blocks begin at multiples of {self.block}")
+        assert start % self.block == 0
         token_T = chain.token_row(tokens)
         token_T = token_T if limit is None else token_T[: max(0, limit)]
         names, first, blocks = self.names(token_T), start // self.block, list[Block]()

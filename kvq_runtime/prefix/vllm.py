@@ -2,8 +2,7 @@
 
 vLLM's own cache stays as it is, in 16 bits. Prefixes that have left it, or were computed by another server or before a
 restart, come from the folder. Every layer of a prefix is available here, with its positions, so recipes that predict
-across layers or encode keys before RoPE are kept, too. `prefix/vllm_requests.py` plans in the scheduler's process, and
-loads and keeps in each worker.
+across layers or encode keys before RoPE are kept, too (`prefix/vllm_requests.py`).
 
     --kv-transfer-config '{"kv_connector": "KVQConnector", "kv_connector_module_path": "kvq_runtime.prefix.vllm",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -32,15 +31,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
-from kvq_runtime.prefix.vllm_requests import (
-    PrefixScheduler,
-    PrefixWorker,
-    ServedModel,
-    Transfers,
-    open_stores,
-)
+from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, Transfer, open_stores
 from kvq_runtime.vllm import page, plugin
 from kvq_runtime.vllm.page import Rows
 
@@ -48,8 +40,11 @@ logger = init_logger("vllm.kvq")
 
 
 @dataclass
-class Metadata(Transfers, KVConnectorMetadata):
+class Metadata(KVConnectorMetadata):
     """A step's transfers, as vLLM hands them to workers."""
+
+    loads: list[Transfer]
+    keeps: list[Transfer]
 
 
 class KVQConnector(KVConnectorBase_V1):
@@ -63,7 +58,7 @@ class KVQConnector(KVConnectorBase_V1):
         ranks = vllm_config.parallel_config.tensor_parallel_size
         rank = vllm_config.parallel_config.rank % ranks if role is KVConnectorRole.WORKER else None
         with own_defaults():
-            self._stores = open_stores(options, _served_model(vllm_config), ranks, rank)
+            self._stores = open_stores(options, vllm_config.model_config, ranks, rank)
         self._worker: PrefixWorker | None = None
         recipe = self._stores[0].format.recipe
         self._scheduler = PrefixScheduler(self._stores, self._page, recipe.window.recent)
@@ -89,8 +84,7 @@ class KVQConnector(KVConnectorBase_V1):
         before |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         scheduled = scheduler_output.num_scheduled_tokens.items()
         computed = {name: (before[name], before[name] + n) for name, n in scheduled if name in before}
-        step = self._scheduler.transfers(computed, self._pages_of)
-        return Metadata(step.loads, step.keeps)
+        return Metadata(*self._scheduler.transfers(computed, self._pages_of))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler.finished(request.request_id)
@@ -147,16 +141,10 @@ class KVQConnector(KVConnectorBase_V1):
             self._worker.close()
 
     @property
-    def _transfers(self) -> Transfers:
+    def _transfers(self) -> Metadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Metadata)
         return metadata
-
-
-def _served_model(config: VllmConfig) -> ServedModel:
-    model, decoder = config.model_config, config.model_config.hf_text_config
-    rotary = partial(rotary_of_config, decoder, model.dtype)
-    return ServedModel(decoder.to_dict(), model.model, model.revision, model.dtype, model.quantization, rotary)
 
 
 def _page_order(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:
@@ -175,8 +163,8 @@ def _page_order(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:
 def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:
     """Raise ValueError for a server whose prefixes cannot be kept."""
     parallel, transfer, speculative = config.parallel_config, config.kv_transfer_config, config.speculative_config
+    specs, why = [group.kv_cache_spec for group in caches.kv_cache_groups], None
     assert transfer is not None
-    why = None
     if plugin.asked() is not None:
         why = f"{plugin.VARIABLE} is set: vLLM's pages hold packed codes, not 16-bit rows; unset it"
     elif transfer.kv_load_failure_policy != "recompute":
@@ -189,11 +177,7 @@ def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:
         why = f"layers of a draft model are not kept (speculative method {speculative.method}); use ngram"
     elif config.cache_config.cache_dtype != "auto":
         why = f"vLLM's cache has to be in the model's dtype; drop --kv-cache-dtype {config.cache_config.cache_dtype}"
-    elif len(caches.kv_cache_groups) != 1 or not _attends_to_all(caches.kv_cache_groups[0].kv_cache_spec):
+    elif len(specs) != 1 or type(specs[0]) is not FullAttentionSpec or specs[0].sliding_window is not None:
         why = "some layers of the model do not attend to all tokens; their state is not kept"
     if why is not None:
         raise ValueError(f"KVQConnector: {why}")
-
-
-def _attends_to_all(spec: Any) -> bool:
-    return type(spec) is FullAttentionSpec and spec.sliding_window is None

@@ -11,13 +11,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvq_runtime.errors import ArtifactError, named
-from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain
 from kvq_runtime.prefix.store import PrefixBlocks, check_recipe
 from kvq_runtime.vllm import served_recipe
@@ -28,30 +27,12 @@ CLOSING = 10.0  # seconds in which a worker that stops writes pending copies
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """The model of a server.
-
-    config         of its decoder;   name, revision   as vLLM was given them
-    quantization   of its weights at load time
-    rotary         makes its rotation from its configuration; raises ValueError for an unsupported one
-    """
-
-    config: Mapping[str, Any]
-    name: str
-    revision: str | None
-    dtype: torch.dtype
-    quantization: str | None
-    rotary: Callable[[], Rotary]
-
-
-def open_stores(
-    options: Mapping[str, Any], model: ServedModel, ranks: int, rank: int | None = None
-) -> list[PrefixBlocks]:
+def open_stores(options: Mapping[str, Any], model: Any, ranks: int, rank: int | None = None) -> list[PrefixBlocks]:
     """Open the store of a worker's shard; without a rank, those of all shards.
 
     options   path: folder of the prefixes, shared by workers and servers; recipe: its name, or a reference to an
               artifact, as for KVQ_CACHE; budget: bytes of the folder, "20GB" by default
+    model     vLLM's ModelConfig
     ranks     workers of tensor parallelism
     Raises ValueError or ArtifactError for a recipe that cannot be kept or is not of this model, OSError if the disk
     refuses, each with the reference.
@@ -61,14 +42,18 @@ def open_stores(
         raise ValueError(f"kv_connector_extra_config has {given}; give path and recipe, and budget if wanted")
     with named(f"KVQConnector, recipe {options['recipe']}"):
         served = served_recipe.read(str(options["recipe"]))
-        recipe = served.recipe
+        recipe, config = served.recipe, model.hf_text_config.to_dict()
         check_recipe(recipe)
-        whole = served_recipe.match(served, model.config, model.name, model.revision)
-        folder = served_recipe.model_folder(model.name, model.revision)
+        whole = served_recipe.match(served, config, model.model, model.revision)
+        folder = served_recipe.model_folder(model.model, model.revision)
         if folder is None:
-            raise ArtifactError(f"the files of {model.name} are not on this machine; give its folder as the model")
-        digest = chain.model_digest(model.config, chain.folder_weights(folder), model.quantization or "")
-        rotary = model.rotary() if "positions" in recipe.needs else None
+            raise ArtifactError(f"the files of {model.model} are not on this machine; give its folder as the model")
+        digest = chain.model_digest(config, chain.folder_weights(folder), model.quantization or "")
+        rotary = None
+        if "positions" in recipe.needs:
+            from kvq_runtime.hf.model import rotary_of_config  # with transformers
+
+            rotary = rotary_of_config(model.hf_text_config, model.dtype)
         shard = shard_of(whole, rank or 0, ranks)
         shards = [shard] if rank is not None else [Shard(part, shard.parts) for part in range(shard.parts)]
         return [
@@ -100,14 +85,6 @@ class Transfer:
     start: int
     stop: int
     pages: tuple[int, ...]
-
-
-@dataclass
-class Transfers:
-    """The transfers of a step: loads, which later steps may carry out, and tokens to keep once they are computed."""
-
-    loads: list[Transfer] = field(default_factory=list)
-    keeps: list[Transfer] = field(default_factory=list)
 
 
 class PrefixScheduler:
@@ -152,15 +129,17 @@ class PrefixScheduler:
             self._loads[name] = stop - external, stop
             self._loaded.add(name)
 
-    def transfers(self, computed: Mapping[str, tuple[int, int]], pages_of: Callable[[str], Sequence[int]]) -> Transfers:
-        """Return the transfers that this step begins.
+    def transfers(
+        self, computed: Mapping[str, tuple[int, int]], pages_of: Callable[[str], Sequence[int]]
+    ) -> tuple[list[Transfer], list[Transfer]]:
+        """Return the loads that this step begins, and the tokens to keep when it has been computed.
 
         computed   by scheduled request, how many of its tokens are computed before and after the step
         """
-        step = Transfers()
+        loads, keeps = list[Transfer](), list[Transfer]()
         for name, (first, stop) in self._loads.items():
             start = first // self.page * self.page  # tokens of a page are written together
-            step.loads.append(self._transfer(name, start, stop, pages_of))
+            loads.append(self._transfer(name, start, stop, pages_of))
         self._loads.clear()
         for name, (before, after) in computed.items():
             request = self._requests.get(name)
@@ -170,9 +149,9 @@ class PrefixScheduler:
             start = min(start, self._kept.get(name, start))
             stop = max(start, min(after, len(request.all_token_ids)) // self.block * self.block)
             if stop > start:
-                step.keeps.append(self._transfer(name, start, stop, pages_of))
+                keeps.append(self._transfer(name, start, stop, pages_of))
             self._kept[name] = stop
-        return step
+        return loads, keeps
 
     def finished(self, name: str) -> None:
         """Forget a request."""

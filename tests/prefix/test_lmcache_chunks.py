@@ -75,16 +75,15 @@ def test_chunks_are_told_from_all_others():
     for place in [*range(0, 100, 3), len(data) // 2]:
         damaged = data.clone()
         damaged[place] ^= 1 << place % 8
-        with pytest.raises(ArtifactError, match=r"^(header|size|chain|tokens|tensors|content): "):
+        with pytest.raises(ArtifactError, match=r"^(header|chain|tokens|tensors|content): "):
             codec.decode(damaged, KEY, out)
-    with pytest.raises(ArtifactError, match="size: .* cut off"):
-        codec.decode(data[: len(data) // 2], KEY, out)
-    with pytest.raises(ArtifactError, match="header: this is no chunk"):
-        codec.decode(data[:9], KEY, out)
+    for count in (9, len(data) // 2):
+        with pytest.raises(ArtifactError, match="header: this is no chunk"):
+            codec.decode(data[:count], KEY, out)
     with pytest.raises(ArtifactError, match="chain: "):
         codec.decode(data, b"another chunk", out)
     for other in (chunk_codec("aqua-2bit", seed=1), chunk_codec("aqua-3bit")):
-        with pytest.raises(ArtifactError, match="(chain|size): "):
+        with pytest.raises(ArtifactError, match="(chain|header): "):
             other.decode(torch.cat([data, data]), KEY, out)
     codec.decode(data, KEY, out)
     found = torch.empty_like(chunk)
@@ -94,12 +93,11 @@ def test_chunks_are_told_from_all_others():
 
 def altered(codec: ChunkCodec, data: Tensor, alter) -> Tensor:
     """A chunk whose last block was altered, with its digest made again, as whoever may write to a tier can."""
-    words = data[12 : codec._header].numpy().tobytes()
-    sizes = [int.from_bytes(words[at : at + 4], "little") for at in range(4, len(words), 4)]
-    start, raw, link = codec._header + sum(sizes[:-1]), bytearray(data.numpy().tobytes()), codec._links(KEY, 0)[-1]
-    block = codec.format.from_bytes(bytes(raw[start : start + sizes[-1]]), link)
+    links, raw = codec._links(KEY, 0), bytearray(data.numpy().tobytes())
+    span = slice(*codec._ends(links)[-2:])
+    block = codec.format.from_bytes(bytes(raw[span]), links[-1])
     alter(block)
-    raw[start : start + sizes[-1]] = codec.format.to_bytes(block, link)
+    raw[span] = codec.format.to_bytes(block, links[-1])
     return torch.frombuffer(raw, dtype=torch.uint8)
 
 
@@ -166,7 +164,7 @@ def test_what_cannot_be_kept_is_refused():
     with pytest.raises(ValueError, match="--chunk-size that 16 divides"):
         chunk_codec("rtn-2bit", (2, SIZE.layers, 50, SIZE.width))
     for dtype in (torch.uint8, torch.float8_e4m3fn, torch.float64):  # an fp8 cache is uint8 in vLLM
-        with pytest.raises(ValueError, match="bfloat16, float16, float32 are kept: .* not in fp8"):
+        with pytest.raises(ValueError, match="bfloat16, float16, float32 are kept"):
             chunk_codec("exact", dtype=dtype)
 
 

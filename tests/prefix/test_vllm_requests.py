@@ -1,12 +1,9 @@
 """vLLM's connector without vLLM: what one server keeps another loads, and nothing damaged reaches a page."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +15,13 @@ from feeding import GEOMETRY
 from kept_blocks import EACH, decoded, files, store
 from tiny_artifact import tiny
 from torch import Tensor
+from transformers import AutoConfig
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.hf.model import rotary_of_folder
 from kvq_runtime.prefix import vllm_requests
 from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, ServedModel, Transfer, open_stores
+from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, Transfer, open_stores
 from kvq_runtime.vllm.page import Rows, places_of
 
 PAGE, KERNEL, BLOCK = 8, 4, 16  # tokens of an engine's page, of a cache's, and of rtn-2bit's and aqua-2bit's blocks
@@ -80,27 +77,27 @@ def test_a_transfer_has_the_pages_of_its_tokens(scheduler):
     one = request(70)
     assert scheduler.matched(one, PAGE) == 64 - PAGE == scheduler.matched(one, PAGE)  # asked again, without room
     scheduler.allocated(one, 64 - PAGE)
-    (load,) = scheduler.transfers({}, pages).loads
+    (load,) = scheduler.transfers({}, pages)[0]
     assert spans([load]) == [(PAGE, 64)] and load.tokens == tuple(range(64))
-    assert load.pages == tuple(range(101, 108)) and scheduler.transfers({}, pages).loads == []
+    assert load.pages == tuple(range(101, 108)) and scheduler.transfers({}, pages)[0] == []
     assert scheduler.matched(one, 0) == 0  # a load that failed is not tried again
     scheduler.allocated(one, 0)  # the load has ended
     one.all_token_ids.extend([7] * 12)
-    (keep,) = scheduler.transfers({"a": (64, 82)}, pages).keeps  # decoded blocks are not encoded again
+    (keep,) = scheduler.transfers({"a": (64, 82)}, pages)[1]  # decoded blocks are not encoded again
     assert spans([keep]) == [(64, 80)] and keep.pages == (108, 109)
 
 
 def test_blocks_are_kept_once_they_are_computed_and_their_tokens_known(scheduler):
     one = request(40)
     scheduler.allocated(one, 0)
-    assert spans(scheduler.transfers({"a": (0, 31)}, pages).keeps) == [(0, 16)]
-    assert scheduler.transfers({"a": (16, 31)}, pages).keeps == []
-    assert spans(scheduler.transfers({"a": (31, 64)}, pages).keeps) == [(16, 32)]  # of drafts 24 may be refused
+    assert spans(scheduler.transfers({"a": (0, 31)}, pages)[1]) == [(0, 16)]
+    assert scheduler.transfers({"a": (16, 31)}, pages)[1] == []
+    assert spans(scheduler.transfers({"a": (31, 64)}, pages)[1]) == [(16, 32)]  # of drafts 24 may be refused
     one.all_token_ids.extend([7] * 24)
-    assert spans(scheduler.transfers({"a": (64, 65)}, pages).keeps) == [(32, 64)]
-    assert spans(scheduler.transfers({"a": (20, 64)}, pages).keeps) == [(16, 64)]  # computed again after a failure
+    assert spans(scheduler.transfers({"a": (64, 65)}, pages)[1]) == [(32, 64)]
+    assert spans(scheduler.transfers({"a": (20, 64)}, pages)[1]) == [(16, 64)]  # computed again after a failure
     scheduler.finished("a")
-    assert scheduler.transfers({"a": (0, 100)}, pages).keeps == []
+    assert scheduler.transfers({"a": (0, 100)}, pages)[1] == []
 
 
 @pytest.mark.parametrize("other", [
@@ -112,7 +109,7 @@ def test_what_tokens_alone_do_not_decide_is_neither_loaded_nor_kept(scheduler, o
     one = request(70, **other)
     assert scheduler.matched(one, 0) == 0
     scheduler.allocated(one, 0)
-    keeps = scheduler.transfers({"a": (0, 70)}, pages).keeps
+    keeps = scheduler.transfers({"a": (0, 70)}, pages)[1]
     assert spans(keeps) == ([(0, 64)] if {"cache_salt", "skip_reading_prefix_cache"} & other.keys() else [])
     assert all(keep.salt == (other.get("cache_salt") or "") for keep in keeps)
 
@@ -279,42 +276,49 @@ def test_pages_that_do_not_divide_a_block_are_refused(tmp_path):
 
 
 @pytest.fixture
-def served(demo_model: Path) -> ServedModel:
-    config = json.loads((demo_model / "config.json").read_text())
-    rotary = partial(rotary_of_folder, demo_model, torch.bfloat16)
-    return ServedModel(config, str(demo_model), None, torch.bfloat16, None, rotary)
+def served(demo_model: Path) -> dict[str, Any]:
+    """As vLLM's ModelConfig has it."""
+    config = AutoConfig.from_pretrained(demo_model)
+    return {"hf_text_config": config, "model": str(demo_model), "revision": None, "dtype": torch.bfloat16,
+            "quantization": None}  # fmt: skip
+
+
+def opened(options: dict, model: dict[str, Any], *ranks: int) -> list[PrefixBlocks]:
+    return open_stores(options, SimpleNamespace(**model), *ranks)
 
 
 def roots(stores: list[PrefixBlocks]) -> list[str]:
     return [one.root for one in stores]
 
 
-def test_a_worker_has_its_shard_and_a_scheduler_all(served: ServedModel, tmp_path: Path):
+def test_a_worker_has_its_shard_and_a_scheduler_all(served: dict, tmp_path: Path):
     """Shards share nothing but the folder, and as many servers as wanted find the same ones."""
     options = {"path": str(tmp_path), "recipe": "exact-pre"}
-    whole, both = open_stores(options, served, 1), open_stores(options, served, 2)
+    whole, both = opened(options, served, 1), opened(options, served, 2)
     assert [one.format.geometry.kv_heads for one in (*whole, *both)] == [2, 1, 1]
     assert len({*roots(whole), *roots(both)}) == 3 and whole[0].codec.rotary is not None
     for rank in (0, 1):
-        assert roots(open_stores(options, served, 2, rank)) == roots(both)[rank : rank + 1]
-    assert roots(open_stores(options, served, 4, 3)) == roots(both)[1:]  # two workers have the same head
+        assert roots(opened(options, served, 2, rank)) == roots(both)[rank : rank + 1]
+    assert roots(opened(options, served, 4, 3)) == roots(both)[1:]  # two workers have the same head
 
 
-def test_other_weights_and_configurations_find_nothing(served: ServedModel, tmp_path: Path):
+def test_other_weights_and_configurations_find_nothing(served: dict, tmp_path: Path):
     options = {"path": str(tmp_path / "kept"), "recipe": "rtn-2bit", "budget": "1GB"}
-    first = roots(open_stores(options, served, 1))
-    shutil.copytree(served.name, tmp_path / "model")
-    moved = replace(served, name=str(tmp_path / "model"))
-    assert roots(open_stores(options, moved, 1)) == first  # the same files elsewhere are the same model
+    first = roots(opened(options, served, 1))
+    shutil.copytree(served["model"], tmp_path / "model")
+    moved = served | {"model": str(tmp_path / "model")}
+    assert roots(opened(options, moved, 1)) == first  # the same files elsewhere are the same model
     weights = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
     last = sorted(weights)[-1]
     safetensors.torch.save_file(weights | {last: weights[last] * 1.01}, tmp_path / "model" / "model.safetensors")
-    others = [moved, replace(served, quantization="fp8"), replace(served, dtype=torch.float32),
-              replace(served, config=dict(served.config) | {"rms_norm_eps": 0.1})]  # fmt: skip
-    assert len({*first, *(root for one in others for root in roots(open_stores(options, one, 1)))}) == 5
+    config = AutoConfig.from_pretrained(served["model"], rms_norm_eps=0.1)
+    others = [moved, *(served | change for change in (
+        {"quantization": "fp8"}, {"dtype": torch.float32}, {"hf_text_config": config}
+    ))]  # fmt: skip
+    assert len({*first, *(root for one in others for root in roots(opened(options, one, 1)))}) == 5
 
 
-def test_options_recipes_and_models_that_cannot_be_kept_are_refused(served: ServedModel, tmp_path: Path):
+def test_options_recipes_and_models_that_cannot_be_kept_are_refused(served: dict, tmp_path: Path):
     artifact.save(tiny(), tmp_path / "tiny.safetensors")
     for given, message in [
         ({"path": "x"}, "has path; give path and recipe"), ({"path": "x", "recipe": "exact", "salt": "s"}, "has path"),
@@ -323,11 +327,11 @@ def test_options_recipes_and_models_that_cannot_be_kept_are_refused(served: Serv
         ({"recipe": str(tmp_path / "tiny.safetensors")}, "fingerprint"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            open_stores({"path": str(tmp_path / "kept")} | given if "recipe" in given else given, served, 1)
+            opened({"path": str(tmp_path / "kept")} | given if "recipe" in given else given, served, 1)
     options, empty = {"path": str(tmp_path / "kept"), "recipe": "exact"}, tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ArtifactError, match="KVQConnector, recipe exact: .* no safetensors files"):
-        open_stores(options, replace(served, name=str(empty)), 1)
+        opened(options, served | {"model": str(empty)}, 1)
     (empty / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{not json at all")
     with pytest.raises(ArtifactError, match="no safetensors file"):
-        open_stores(options, replace(served, name=str(empty)), 1)
+        opened(options, served | {"model": str(empty)}, 1)
