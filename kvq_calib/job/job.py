@@ -1,9 +1,9 @@
 """A calibration as a user asks for it, from the command line, a flow or a script: settings in five groups.
 
-run(Job(What("demo")))      all of it: calibrate, evaluate, publish (`job/run.py`)
-work = prepare(job)         step by step: the model found, the plan complete; once for all that follows
-preflight(job, work)        (`job/prepare.py`)
-complete(job, work)         = begin, `run/calibrate.py`, evaluate, publish
+run(Job(What("demo")))      calibrate, evaluate, publish (`job/run.py`)
+work = prepare(job)         step by step: find the model, complete the plan (`job/prepare.py`)
+preflight(job, work)        check what would stop the run
+complete(job, work)         begin, `run/calibrate.py`, evaluate, publish
 """
 
 from collections import ChainMap
@@ -24,7 +24,7 @@ class What:
     model      a catalog name, a folder or a Hub id; `revision` of a Hub model
     recipes    names, files, either with settings: what `recipe_text.read` takes; or "auto"
     bits       of "auto": an artifact for each
-    engine     "vllm": artifacts that it can serve from its pages; "auto" then chooses among such settings
+    engine     "vllm": artifacts that it serves from its pages; "auto" then chooses among such settings
     """
 
     model: str
@@ -36,14 +36,13 @@ class What:
 
 @dataclass(frozen=True)
 class Text:
-    """The text that is fitted to; None means the model's default.
+    """The text to fit to; None means the model's default.
 
     samples, held_out   sequences in all, and how many of them only measure the fit; `seq_len` tokens each
-    transfer            of "auto" for an engine: a text of another kind, on whose fit part settings are
-                        measured as well; None: an embedded one; "none": none
+    transfer            of "auto" for an engine: a text of another kind to measure settings on too; None: an embedded
+                        one; "none": none
     seed                of the choice of sequences
-    gradient_tokens     of recipes in the metric of gradients: tokens of each corpus that these are of, at least;
-                        None: 4,096
+    gradient_tokens     of recipes that take gradients: tokens of each corpus, at least; None: 4,096
     """
 
     corpus: str | None = None
@@ -60,12 +59,11 @@ class Machine:
     """The machine that computes.
 
     dtype      of the forward pass; None: the model's
-    threads    of a process; None: all cores of this machine, or each worker's share of them. A part of the plan
-    workers    processes that share the chunks (`workers.py`); None: this one does all; with the same threads the bytes
-               are the same
-    run        where the run's files go; by default under $KVQ_HOME/runs
-    checkpoint_every   seconds between two checkpoints of activations that are held in memory, where there is room; 0:
-               they are files, and each layer is a checkpoint. None: five minutes
+    threads    of a process, part of the plan; None: all cores of this machine, or each worker's share of them
+    workers    processes that share the chunks (`workers.py`); None: this one. Equal threads make equal bytes
+    run        folder of the run's files; None: under $KVQ_HOME/runs
+    checkpoint_every   seconds between two checkpoints of activations in memory; 0: activations are files, and each
+               layer is a checkpoint; None: five minutes
     """
 
     device: str = "cpu"
@@ -78,14 +76,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The measurements before artifacts are published, and the bounds.
+    """The measurements before artifacts are published, and their bounds.
 
-    evaluate       whether they are measured on held-out text
-    eval_windows   of it; None: few, for a small part of the run
-    baselines      measured beside: recipes that need no fit, or artifacts
-    also           texts of other kinds to measure on too (`text/corpus.py`); bounds are not judged on them. None: the
-                   model's; ("none",): none
-    max_...        what an artifact may cost at the most, else it is not published
+    evaluate       whether to measure on held-out text, in `eval_windows`; None: few, for a small part of the run
+    baselines      recipes that need no fit, or artifacts, to measure too
+    also           texts of other kinds to measure on too (`text/corpus.py`), without bounds; None: the model's;
+                   ("none",): none
+    max_...        bounds; an artifact that exceeds one is not published
     """
 
     evaluate: bool = True
@@ -106,10 +103,11 @@ class Evaluation:
 class Publication:
     """The destination of artifacts.
 
-    publish    whether they go to `registry`: file:///folder or hf://org; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
-    push       another registry, hf://org, that they go to as well; it gives them numbers of its own
-    name       of the artifact; by default MODEL-RECIPE
-    version    its number; by default the next one
+    publish    whether to publish to `registry`: file:///folder or hf://org; None: $KVQ_REGISTRY, else
+               $KVQ_HOME/registry
+    push       another registry, hf://org, which numbers versions by itself
+    name       of the artifact; None: MODEL-RECIPE
+    version    its number; None: the next one
     """
 
     publish: bool = True
@@ -120,14 +118,14 @@ class Publication:
 
     @property
     def targets(self) -> list[Registry]:
-        """The registries that the artifacts go to."""
+        """The registries to publish to."""
         urls = [*([self.registry] if self.publish else []), *([self.push] if self.push else [])]
         return [registry.open_registry(url) for url in urls]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One calibration as asked for. No two groups have a setting of the same name."""
+    """One calibration. No two groups have a setting of the same name."""
 
     what: What
     text: Text = Text()
@@ -137,7 +135,7 @@ class Job:
 
     @classmethod
     def from_settings(cls, **settings: Any) -> Self:
-        """A Job from all groups' settings by name, as JSON or a flow's parameters hold them: lists become tuples."""
+        """Make a Job from the settings of all groups by name, as JSON holds them; lists become tuples."""
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
         groups: dict[str, Any] = {}
         for group in fields(cls):
@@ -154,16 +152,16 @@ class Job:
         return dict(ChainMap(*asdict(self).values()))
 
     def with_settings(self, **changed: Any) -> Self:
-        """This job with some settings changed."""
+        """Return this job with some settings changed."""
         return self.from_settings(**self.settings | changed)
 
     def beside(self, files: ModelFiles) -> tuple[str, ...]:
-        """The texts of other kinds to measure on."""
+        """Return the texts of other kinds to measure on."""
         also = self.evaluation.also
         return files.entry.beside(self.text.corpus) if also is None else also
 
     def artifact_name(self, files: ModelFiles, recipe: str) -> str:
-        """The name to publish under."""
+        """Return the name to publish under."""
         name = self.publication.name
         if name is not None and len(self.what.recipes) + max(0, len(self.what.bits) - 1) > 1:
             raise ValueError("--name names one artifact; leave it out with several recipes")

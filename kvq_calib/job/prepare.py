@@ -29,25 +29,23 @@ from kvq_runtime.registry.hub.client import publishing
 from kvq_runtime.registry.reference import check_version, home
 from kvq_runtime.vllm import plugin
 
-ENGINES = ("vllm",)
 PLAIN = "higgs-2bit"  # it needs no fit, and suits every model
 
 
 def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = None) -> Run:
     """Find the model, complete the plan and name the run folder.
 
-    files   of the model, where it was found already: `models.look_up`, for a plan without its weights
+    files   of the model, if it was found already: by `models.look_up`, for a plan without its weights
     """
     what, text, machine = job.what, job.text, job.machine
-    automatic = [asked for asked in what.recipes if asked == budget.AUTOMATIC]
-    if bool(automatic) != bool(what.bits):
+    if (budget.AUTOMATIC in what.recipes) != bool(what.bits):
         raise ValueError(
             f"recipes {list(what.recipes)}, bits {list(what.bits)}: --bits says what --recipe auto may cost; "
             "give both, as in --recipe auto --bits 2.1, or neither"
         )
-    if what.engine not in (None, *ENGINES):
-        raise ValueError(f"--for {what.engine}; use {' or '.join(ENGINES)}, or leave it out")
-    recipes = [recipe_text.read(asked) for asked in what.recipes if asked != budget.AUTOMATIC]
+    if what.engine not in (None, "vllm"):
+        raise ValueError(f"--for {what.engine}; use vllm, or leave it out")
+    recipes = [recipe_text.read(text) for text in what.recipes if text != budget.AUTOMATIC]
     files = files or models.resolve(what.model, what.revision)  # which may be a long download
     for recipe in recipes if what.engine else ():
         plugin.check_recipe(recipe, files.geometry)
@@ -70,38 +68,39 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
 
 
 def _activations(machine: Machine, plan: Plan, files: ModelFiles) -> InFiles:
-    """On the device, else in host memory, where half of what is free has room for two layers' of them; in files where
-    workers exchange them."""
+    """Choose where activations are held: on the device, else in host memory, if two layers' fit into half of what is
+    free; else in files, as with workers, which exchange them.
+    """
     every = EVERY if machine.checkpoint_every is None else machine.checkpoint_every
     if every <= 0 or machine.workers is not None:
         return InFiles()
     needs = plan.needs(files)
-    held, at_work = 2 * needs["held"], needs["layer"] + needs["chunk"]
+    held, computing = 2 * needs["held"], needs["layer"] + needs["chunk"]
     on_gpu = plan.device.startswith("cuda")
-    if on_gpu and held + at_work <= torch.cuda.mem_get_info(plan.device)[0] // 2:
+    if on_gpu and held + computing <= torch.cuda.mem_get_info(plan.device)[0] // 2:
         return InMemory(every, plan.device)
-    fits = held + (0 if on_gpu else at_work) <= psutil.virtual_memory().available // 2
+    fits = held + (0 if on_gpu else computing) <= psutil.virtual_memory().available // 2
     return InMemory(every, copies=Copies(plan.device) if on_gpu else None) if fits else InFiles()
 
 
 def _transfer(text: Text, files: ModelFiles) -> str | None:
-    """The text of another kind that settings are measured on."""
+    """Return the text of another kind on which settings are measured."""
     if text.transfer == corpus.NONE:
         return None
-    return text.transfer or next((one for one in files.entry.beside(text.corpus) if one in EMBEDDED), None)
+    return text.transfer or next((name for name in files.entry.beside(text.corpus) if name in EMBEDDED), None)
 
 
 def not_alone(job: Job, work: Run) -> Job:
-    """The job with plain HIGGS of 2 bits beside one recipe: one figure alone shows little."""
+    """Return the job with plain HIGGS of 2 bits as the baseline of a single recipe: one figure alone shows little."""
     alone = job.evaluation.evaluate and not job.evaluation.baselines and len(work.plan.recipes) < 2
     return job.with_settings(baselines=(PLAIN,)) if alone else job
 
 
 @publishing()
 def preflight(job: Job, work: Run) -> list[str]:
-    """Check before hours of work what would stop them at their end; returns notes.
+    """Check before hours of work what would stop them at their end; return notes.
 
-    Raises ValueError for invalid settings, RuntimeError for a machine that cannot do it.
+    Raises ValueError for invalid settings, RuntimeError for a machine that is too small.
     """
     notes = [*_check_settings(job, work), *_check_machine(job, work)]
     for target in job.publication.targets:
@@ -112,7 +111,7 @@ def preflight(job: Job, work: Run) -> list[str]:
 
 
 def _check_settings(job: Job, work: Run) -> Iterator[str]:
-    """Names, bounds and baselines; yields notes."""
+    """Check names, bounds and baselines; yield notes."""
     files, plan, evaluation = work.files, work.plan, job.evaluation
     length = min(plan.seq_len, files.context)
     for recipe in plan.recipes:
@@ -125,9 +124,8 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
     for recipe in plan.recipes if evaluation.bounds.given else ():
         if not encodes(recipe, length):
             raise ValueError(
-                f"a bound on {recipe.name} could not be judged: in windows of {length} tokens, as long as the "
-                f"sequences, no block of {recipe.window.block} is encoded; use a longer --seq-len, or leave out the "
-                "bounds"
+                f"bounds of {recipe.name}: windows of {length} tokens, as long as the sequences, encode no block of "
+                f"{recipe.window.block}; use a longer --seq-len, or leave out the bounds"
             )
     names = [recipe.name for recipe in plan.recipes]
     if files.local:
@@ -141,68 +139,49 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
 
 
 def _check_machine(job: Job, work: Run) -> Iterator[str]:
-    """Arithmetic, cores, disk and memory; yields notes."""
-    files, plan, folder, workers = work.files, work.plan, work.folder, job.machine.workers or 1
-    if files.dtype == torch.bfloat16 and plan.dtype == "float32" and (said := product.without_bfloat16(plan.device)):
-        yield said
-    together, here = plan.threads * workers, cores()
-    if together > here and "RAY_ADDRESS" not in os.environ:
-        yield (
-            f"{together} threads, {plan.threads} in each of {workers} processes, wait for each other on {here} cores; "
-            "leave out --threads"
-        )
+    """Check cores, disk and memory; yield notes."""
+    files, plan, workers = work.files, work.plan, job.machine.workers or 1
+    if files.dtype == torch.bfloat16 and plan.dtype == "float32" and (note := product.without_bfloat16(plan.device)):
+        yield note
+    threads = plan.threads * workers
+    if threads > cores() and "RAY_ADDRESS" not in os.environ:
+        yield f"{threads} threads in {workers} processes exceed {cores()} cores; leave out --threads"
     needs = plan.needs(files)
-    _writable(folder)
-    free = shutil.disk_usage(_existing(folder)).free
+    folder = next(path for path in (work.folder.absolute(), *work.folder.absolute().parents) if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise RuntimeError(f"{folder}: nothing can be written there; name another folder: --run DIR, or $KVQ_HOME")
+    free, memory = shutil.disk_usage(folder).free, free_on(plan.device)
     if free < needs["disk"]:
-        raise RuntimeError(f"the run needs {needs['disk'] / 1e9:.1f} GB in {folder}, and {free / 1e9:.1f} GB are free")
-    memory = free_on(plan.device)
-    if memory < needs["layer"] + needs["chunk"]:
-        asked = (needs["layer"] + needs["chunk"]) / 1e9
         raise RuntimeError(
-            f"a layer and a chunk need {asked:.1f} GB on {plan.device}, and {memory / 1e9:.1f} GB are free"
+            f"the run needs {needs['disk'] / 1e9:.1f} GB in {work.folder}, and {free / 1e9:.1f} GB are free"
+        )
+    if memory < needs["layer"] + needs["chunk"]:
+        both = (needs["layer"] + needs["chunk"]) / 1e9
+        raise RuntimeError(
+            f"a layer and a chunk need {both:.1f} GB on {plan.device}, and {memory / 1e9:.1f} GB are free"
         )
     if job.evaluation.evaluate and not record.fits(files, plan.device):
         whole = record.whole_bytes(files, plan.device) / 1e9
         yield (
-            f"the whole model takes {whole:.1f} GB, and {memory / 1e9:.1f} GB are free on {plan.device}: evaluation "
-            "runs it one layer at a time, by full encode alone"
+            f"the model takes {whole:.1f} GB, and {memory / 1e9:.1f} GB are free on {plan.device}: evaluation runs it "
+            "one layer at a time, by full encode alone"
         )
 
 
 def rehearse(job: Job, work: Run) -> list[str]:
-    """Choose all texts of a run, as `begin` does, and keep nothing: what a dry run checks beside `preflight`.
+    """Choose all texts of a run, as `begin` does, and keep nothing; texts of the Hub are not downloaded. Return notes.
 
-    Returns notes: texts of the Hub are not downloaded for this. Raises as `corpus.select` does.
+    Raises as `corpus.select` does.
     """
-    plan, files, asked = work.plan, work.files, job.evaluation
-    given = [plan.corpus, *(corpus.others(job.beside(files)).values() if asked.evaluate else ())]
-    remote = [source for source in given if corpus.is_remote(source)]
+    plan, files, evaluation = work.plan, work.files, job.evaluation
+    others = corpus.others(job.beside(files)).values() if evaluation.evaluate else ()
+    remote = [source for source in (plan.corpus, *others) if corpus.is_remote(source)]
     if plan.corpus in remote:
         Encoder(files.path)
     else:
         corpus.select(plan.corpus, files.path, plan.samples, plan.seq_len, plan.seed)
-    if asked.evaluate and plan.corpus not in remote:
-        with tempfile.TemporaryDirectory() as folder:
-            elsewhere = replace(work, folder=Path(folder))
-            held_out.choose(elsewhere, () if remote else job.beside(files), asked.eval_windows)
-    about = "not downloaded for a dry run, so that it is not checked whether there is enough text"
-    return [f"{', '.join(remote)}: {about}"] if remote else []
-
-
-def _writable(folder: Path) -> None:
-    """RuntimeError where nothing can be written to the folder, or made in the nearest one above it."""
-    there = _existing(folder)
-    what = f"nothing can be written in {there}"
-    if not there.is_dir():
-        what = f"{there} is a file"
-    elif not os.statvfs(there).f_blocks:
-        what = f"the file system of {there} has no room for files"
-    elif os.access(there, os.W_OK | os.X_OK):
-        return
-    raise RuntimeError(f"{what}; name another folder for the run: --run DIR, or $KVQ_HOME for all of kvq")
-
-
-def _existing(path: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        if evaluation.evaluate:
+            with tempfile.TemporaryDirectory() as folder:
+                elsewhere = replace(work, folder=Path(folder))
+                held_out.choose(elsewhere, () if remote else job.beside(files), evaluation.eval_windows)
+    return [f"{', '.join(remote)}: not downloaded by a dry run, so not checked for enough text"] if remote else []

@@ -26,6 +26,7 @@ from kvq_runtime.registry.evaluation_records import (
     task_records,
     text_records,
 )
+from kvq_runtime.registry.events import Version
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.resolve import Resolved, accepted, open_registry, resolve, resolve_name
@@ -145,7 +146,7 @@ def _windows(record: TextRecord) -> tuple[Any, ...]:
 def run_pull(args: Namespace) -> int:
     """Copy a version and the files beside it into a folder, checked; --lock pins it, --locked copies the pinned one.
 
-    Files that neither lock nor signature cover stay away, and none is replaced that is of no version of this name.
+    No file is replaced that belongs to no version of this name.
     """
     options.check_output("-o", args.output, folder=True)
     if args.lock and (args.output is None or Path(args.output).absolute() not in Path(args.lock).absolute().parents):
@@ -159,12 +160,8 @@ def run_pull(args: Namespace) -> int:
     signature = policy and accepted(registry, resolved, policy)
     state = registry.existing(resolved.name)
     version = state.get(resolved.version)
-    attachments = {}
-    if _covered(registry, resolved, locked, signature):
-        attachments = registry.attachments(resolved.name, version)
-    elif version.files:
-        text = f"left out: {', '.join(version.files)}; lock file or signature do not cover them; sign or pull again"
-        warnings.warn(text, stacklevel=2)
+    _check_files(registry, resolved, version, locked, signature)
+    attachments = registry.attachments(resolved.name, version)
     data = artifact.read(registry.fetch_verified(resolved.name, version), resolved.sha256, resolved.size)
     folder = Path(args.output or resolved.name)
     contents = {reference.ARTIFACT_FILE: data} | attachments
@@ -227,7 +224,7 @@ def run_sign(args: Namespace) -> int:
     """Sign a version, and store the signature in its registry."""
     registry, name, version = target(args, "sign")
     key, password = Path(args.key), os.environ.get("KVQ_KEY_PASSWORD")
-    data = lock.sign(name, version.version, version.sha256, key, password, version.beside)
+    data = lock.sign(name, version.version, version.sha256, version.beside, key, password)
     digest = registry.add_record("signatures", version.sha256, data, name)
     record = {"name": name, "version": version.version, "sha256": version.sha256, "signature": digest}
     print_record(record, args.json)
@@ -257,27 +254,24 @@ def _policy(args: Namespace) -> dict[str, Any] | None:
     return None
 
 
-def _covered(registry: Registry, resolved: Resolved, locked: Lock | None, signature: Mapping[str, Any] | None) -> bool:
-    """Return True if lock and signature, where given, cover the files beside a version, so that these may be written.
+def _check_files(
+    registry: Registry, resolved: Resolved, version: Version, locked: Lock | None, signature: Mapping[str, Any] | None
+) -> None:
+    """Raise ArtifactError if a lock file or a signature covers other files beside a version than the registry has.
 
     locked      the lock file that pins what to pull
     signature   the signature that the policy demands
-    Raises ArtifactError if they cover other files.
     """
-    stated = [] if locked is None or (locked.policy and locked.policy["follow"]) else [locked.files]
-    if locked is not None and locked.policy is not None:
-        followed = locked.policy["follow"]
-        given = accepted(registry, resolved, locked.policy) if followed else locked.signature or {}
-        stated.append(given.get("files", ""))
-    if signature is not None:
-        stated.append(signature.get("files", ""))
-    version = registry.existing(resolved.name).get(resolved.version)
-    if any(digest not in ("", version.beside) for digest in stated):
+    stated = [] if signature is None else [signature["files"]]
+    if locked is not None and locked.policy is not None and locked.policy["follow"]:
+        stated.append(accepted(registry, resolved, locked.policy)["files"])
+    elif locked is not None:
+        stated += [locked.files, *([locked.signature["files"]] if locked.signature else [])]
+    if any(digest != version.beside for digest in stated):
         raise ArtifactError(
             f"files: {resolved.registry} has other files beside {resolved.name} {resolved.version} than lock file or "
             "signature say; nothing was written, ask its publisher"
         )
-    return "" not in stated
 
 
 def _check_signature(resolved: Resolved, lock_file: str | None, key: str) -> None:

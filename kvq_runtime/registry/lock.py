@@ -6,9 +6,9 @@ A lock file is one JSON object with the fields of `Lock`, one a line, so that a 
 optional ones are left out if they are empty. White space is of no meaning: files of one line are read as well.
 
 The signed statement is {"name", "version", "sha256", "files"}, the last the digest of the files beside the artifact
-(`events.Version.beside`; older signatures have none, and do not cover them). A signature of the bytes alone would hold
-under another name, or of an old version offered as a new one. It is a sigstore bundle made by `model_signing` with an
-elliptic-curve key (PEM), without certificates, transparency log or service. A registry keeps it as a record:
+(`events.Version.beside`). A signature of the bytes alone would hold under another name, or of an old version offered as
+a new one. It is a sigstore bundle made by `model_signing` with an elliptic-curve key (PEM), without certificates,
+transparency log or service. A registry keeps it as a record:
 
     signatures/<sha256>/<sha256 of file>.json      {"name", "version", "sha256", "files", "bundle"}
 
@@ -29,8 +29,8 @@ from kvq_runtime.registry.reference import check_commit, check_name, check_sha25
 
 LIMIT = 1 << 16  # bytes
 _POLICY = {"key", "lowest", "follow"}
-_SIGNATURE = {"name", "version", "sha256", "bundle"}
-_OPTIONAL = {"commit", "policy", "signature", "files"}
+_SIGNATURE = {"name", "version", "sha256", "files", "bundle"}
+_OPTIONAL = {"commit", "policy", "signature"}
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Lock:
 
     reference   as the user wrote it
     registry    its address
+    files       the digest of the files beside it, as `events.Version.beside`
     commit      of a Hub, in which the registry was read; else ""
     policy      demands on the file beside its digest, and whether the reference is followed
     signature   the signature that the policy accepted, so that a pinned file is checked offline
-    files       the digest of the files beside it, as `events.Version.beside`; "" in locks that pin none
     """
 
     reference: str
@@ -51,10 +51,10 @@ class Lock:
     version: str
     sha256: str
     size: int
+    files: str
     commit: str = ""
     policy: Mapping[str, Any] | None = None
     signature: Mapping[str, Any] | None = None
-    files: str = ""
 
 
 def write_lock(path: Path, lock: Lock) -> None:
@@ -89,8 +89,7 @@ def _check(lock: Lock) -> None:
         raise ValueError("size must be a whole number, reference and registry text")
     if lock.commit != "":
         check_commit(lock.commit)
-    if lock.files != "":
-        check_sha256(lock.files)
+    check_sha256(lock.files)
     if lock.policy is None:
         return
     strict_json.keys(lock.policy, _POLICY, "policy")
@@ -105,7 +104,7 @@ def _check(lock: Lock) -> None:
 # ---- signatures ------------------------------------------------------------------------------------------------------
 
 
-def sign(name: str, version: str, sha256: str, key: Path, password: str | None = None, files: str = "") -> bytes:
+def sign(name: str, version: str, sha256: str, files: str, key: Path, password: str | None = None) -> bytes:
     """The signature record of a version.
 
     files      the digest of the files beside it
@@ -114,7 +113,7 @@ def sign(name: str, version: str, sha256: str, key: Path, password: str | None =
     Raises ValueError if the file is no elliptic-curve private key, RuntimeError without the extra `sign`.
     """
     signing, _ = _library()
-    stated = {"name": name, "version": version, "sha256": sha256} | ({"files": files} if files else {})
+    stated = {"name": name, "version": version, "sha256": sha256, "files": files}
     with TemporaryDirectory() as folder:
         statement, bundle_path = _write_statement(Path(folder), stated), Path(folder) / "bundle.json"
         try:
@@ -154,7 +153,7 @@ def find_signature(records: Iterable[bytes], name: str, version: str, sha256: st
 
 def read_signature(data: bytes) -> dict[str, Any]:
     """Parse a signature record from a registry; raises ArtifactError if it is malformed."""
-    return strict_json.keys(strict_json.loads(data, "signature", depth=32), _SIGNATURE, "signature", {"files"})
+    return strict_json.keys(strict_json.loads(data, "signature", depth=32), _SIGNATURE, "signature")
 
 
 def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key: str) -> None:

@@ -59,7 +59,7 @@ def test_a_lock_file_pins_it(fitted, tmp_path: Path):
     """By the name of the lock file alone; a file that was changed since is refused."""
     path, _ = fitted
     data = path.read_bytes()
-    lock = Lock(str(path), "", "mine", "1.0.0", artifact.hash_of(data).hexdigest(), len(data))
+    lock = Lock(str(path), "", "mine", "1.0.0", artifact.hash_of(data).hexdigest(), len(data), "b" * 64)
     write_lock(tmp_path / "production.lock", lock)
     assert plugin.load(str(tmp_path / "production.lock")).recipe.name == "mean-lloyd-3bit-post"
     plugin.load.cache_clear()

@@ -128,7 +128,7 @@ def reseal(store: LocalRegistry, mutant: bytes, tmp_path: Path) -> Path:
     first = store.events_folder(NAME) / "00000001.json"
     first.write_bytes(events.Event(1, NAME, "2026-01-31T12:00:00Z", change).to_bytes())
     lock = tmp_path / "kvq.lock"
-    write_lock(lock, Lock(NAME, store.url, NAME, "1.0.0", digest, len(mutant)))
+    write_lock(lock, Lock(NAME, store.url, NAME, "1.0.0", digest, len(mutant), "b" * 64))
     return lock
 
 

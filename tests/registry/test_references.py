@@ -86,7 +86,7 @@ def test_a_lock_pins_what_the_reference_meant(store, tmp_path):
     three(store)
     found = resolve.resolve(NAME, store.url)
     lock = tmp_path / "kvq.lock"
-    write_lock(lock, Lock(NAME, store.url, NAME, found.version, found.sha256, found.size))
+    write_lock(lock, Lock(NAME, store.url, NAME, found.version, found.sha256, found.size, "b" * 64))
     store.promote(NAME, "1.0.0")
     assert resolve.resolve(NAME, store.url).version == "1.0.0"
     pinned = resolve.resolve(NAME, lock=lock)  # the registry is the lock's, too
@@ -107,7 +107,7 @@ def test_a_registry_that_has_the_locked_bytes_under_another_number_is_refused(st
     """Who deploys 1.0.2 must not get what the registry calls 1.0.0, the same bytes or not."""
     first = store.publish(NAME, tiny.data())
     lock = tmp_path / "kvq.lock"
-    write_lock(lock, Lock(NAME, store.url, NAME, "1.0.2", first.sha256, first.size))
+    write_lock(lock, Lock(NAME, store.url, NAME, "1.0.2", first.sha256, first.size, "b" * 64))
     with pytest.raises(ArtifactError, match=f"{lock} pins version 1.0.2, but the registry has these bytes as 1.0.0"):
         resolve.resolve(NAME, lock=lock)
     copy = tmp_path / "kvq.safetensors"  # a file has no number
@@ -115,7 +115,8 @@ def test_a_registry_that_has_the_locked_bytes_under_another_number_is_refused(st
     assert resolve.resolve(copy, lock=lock).sha256 == first.sha256
 
 
-LOCK = {"reference": NAME, "registry": "file:///x", "name": NAME, "version": "1.0.0", "sha256": "a" * 64, "size": 1}
+LOCK = {"reference": NAME, "registry": "file:///x", "name": NAME, "version": "1.0.0", "sha256": "a" * 64, "size": 1,
+        "files": "b" * 64}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,13 @@ def test_sign_and_verify(store, kvq, tmp_path):
 
 def test_keys_of_other_kinds_are_refused_by_name(tmp_path):
     right = (NAME, "1.0.0", "a" * 64)
-    record = read_signature(sign(*right, keys(tmp_path, "mine")[0]))
+    record = read_signature(sign(*right, "b" * 64, keys(tmp_path, "mine")[0]))
     for made in (rsa.generate_private_key(65537, 2048), ed25519.Ed25519PrivateKey.generate()):
         (private := tmp_path / "other.pem").write_bytes(
             made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         )
         with pytest.raises(ValueError, match="no elliptic-curve private key in PEM"):
-            sign(*right, private)
+            sign(*right, "b" * 64, private)
         public = made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
         with pytest.raises(ValueError, match="no elliptic-curve public key in PEM; docs"):
             verify(record, *right, public)
@@ -85,7 +85,7 @@ def test_keys_of_other_kinds_are_refused_by_name(tmp_path):
 def test_a_signature_is_of_nothing_else(tmp_path):
     private, public = keys(tmp_path, "mine")
     right = (NAME, "1.0.0", "a" * 64)
-    record = read_signature(sign(*right, private))
+    record = read_signature(sign(*right, "b" * 64, private))
     verify(record, *right, public.read_text())
     for wrong in (("other", "1.0.0", "a" * 64), (NAME, "1.0.1", "a" * 64), (NAME, "1.0.0", "b" * 64)):
         with pytest.raises(ArtifactError, match="signature: is of"):
@@ -99,7 +99,7 @@ def test_a_signature_is_of_nothing_else(tmp_path):
 def test_junk_beside_an_artifact_is_no_signature(junk, tmp_path):
     private, public = keys(tmp_path, "mine")
     right = (NAME, "1.0.0", "a" * 64)
-    good = sign(*right, private)
+    good = sign(*right, "b" * 64, private)
     if junk is None:
         junk = strict_json.dumps(read_signature(good) | {"bundle": {"mediaType": "x"}}).encode()
     with pytest.raises(ArtifactError, match="has no valid signature"):
@@ -194,20 +194,20 @@ except RuntimeError as error:
 
 
 def test_locks_without_a_policy_are_as_they_were(tmp_path):
-    lock = Lock(NAME, "file:///x", NAME, "1.0.0", "a" * 64, 1)
+    lock = Lock(NAME, "file:///x", NAME, "1.0.0", "a" * 64, 1, "b" * 64)
     write_lock(tmp_path / "kvq.lock", lock)
     written = json.loads((tmp_path / "kvq.lock").read_text())
-    assert set(written) == {"reference", "registry", "name", "version", "sha256", "size"}
+    assert set(written) == {"reference", "registry", "name", "version", "sha256", "size", "files"}
     assert read_lock(tmp_path / "kvq.lock") == lock
 
 
 def test_an_encrypted_key_signs_with_its_password_alone(tmp_path):
     private, public = keys(tmp_path, "closed", "right")
-    record = sign(NAME, "1.0.0", "0" * 64, private, "right")
+    record = sign(NAME, "1.0.0", "0" * 64, "b" * 64, private, "right")
     verify(read_signature(record), NAME, "1.0.0", "0" * 64, public.read_text())
     with pytest.raises(ValueError, match="is encrypted: set KVQ_KEY_PASSWORD"):
-        sign(NAME, "1.0.0", "0" * 64, private)
+        sign(NAME, "1.0.0", "0" * 64, "b" * 64, private)
     with pytest.raises(ValueError, match="that KVQ_KEY_PASSWORD opens"):
-        sign(NAME, "1.0.0", "0" * 64, private, "wrong")
+        sign(NAME, "1.0.0", "0" * 64, "b" * 64, private, "wrong")
     with pytest.raises(ValueError, match="is not encrypted: unset KVQ_KEY_PASSWORD"):
-        sign(NAME, "1.0.0", "0" * 64, keys(tmp_path, "open")[0], "right")
+        sign(NAME, "1.0.0", "0" * 64, "b" * 64, keys(tmp_path, "open")[0], "right")

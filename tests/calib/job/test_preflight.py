@@ -86,9 +86,7 @@ def test_more_threads_than_cores_are_said(job, machine, monkeypatch):
     machine()
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     given = job.with_settings(threads=2, workers=3)
-    assert preflight(given, prepare(given)) == [
-        "6 threads, 2 in each of 3 processes, wait for each other on 4 cores; leave out --threads"
-    ]
+    assert preflight(given, prepare(given)) == ["6 threads in 3 processes exceed 4 cores; leave out --threads"]
     assert preflight(given.with_settings(workers=2), prepare(given)) == []
 
 
@@ -134,6 +132,14 @@ def test_the_command_refuses_before_it_writes(free, says, job, machine, capsys):
     assert cli.main([*given, "--run", job.machine.run, "--no-eval"]) == 1
     captured = capsys.readouterr()
     assert says in captured.err and not captured.out and not Path(job.machine.run).parent.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_a_run(job, machine, tmp_path):
+    machine()
+    (tmp_path / "file").write_text("")
+    blocked = job.with_settings(run=str(tmp_path / "file" / "run"))
+    with pytest.raises(RuntimeError, match=rf"{tmp_path}/file: nothing can be written there; .*--run DIR"):
+        preflight(blocked, prepare(blocked))
 
 
 def test_a_processor_without_bfloat16_takes_float32_and_says_so_once(job, monkeypatch):
