@@ -79,11 +79,6 @@ class Case:
         """Bytes that attention in 16 bits reads."""
         return 4 * self.batch * self.tokens * self.model.geometry.width
 
-    def products(self) -> int:
-        """Multiplications and additions on the tensor cores, the tile of queries padded to 8 columns."""
-        rows = max(8, 1 << (self.model.q_heads // self.model.kv_heads - 1).bit_length())
-        return 4 * self.batch * self.tokens * self.model.geometry.width * rows
-
 
 def cases(models: list[str], recipes: list[str], lengths: list[int], batches: list[int]) -> Iterator[Case]:
     """Every case that fits: model by model, shape by shape, all recipes of a shape together."""
@@ -112,7 +107,7 @@ def layouts(recipe: Recipe, geometry: Geometry, position: str = "") -> tuple[Any
 
 
 def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The decode step over random codes: a function of the query (and launch settings, and the number of splits)."""
+    """The decode step over random codes: a function of the query."""
     attention = dispatch.kernels("attend.launch")
     geometry, recipe = case.model.geometry, case.schemes()
     schemes, alive = [], []
@@ -133,18 +128,16 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
     exact = attention.Exact(*window, *(x[:, :sinks].clone() for x in window))
     lengths = torch.tensor([case.blocks, 0, tokens, 0], dtype=torch.int32, device=device)
     starts = torch.zeros(case.batch, dtype=torch.int32, device=device)
-    cuts, rope = {}, None
+    rope = None
     if "positions" in recipe.needs:
         speed = 10_000.0 ** (-torch.arange(geometry.head_size // 2, device=device) * 2 / geometry.head_size)
         rope = attention.RopeTables.of(speed, 1.0, 128, case.blocks + 1, starts, recipe.position)
 
-    def step(q: Tensor, how: Any = None, splits: int | None = None) -> tuple[Tensor, Tensor]:
+    def step(q: Tensor) -> tuple[Tensor, Tensor]:
         assert alive
         given = (q, schemes[0], schemes[1], exact, lengths, starts)
-        if splits is None and how not in cuts:
-            cuts[how] = attention.choose_splits(*given, MAX_TOKENS // recipe.window.block, rope, how)
-        scale = case.model.head_size**-0.5
-        return attention.attend(*given, scale, splits or cuts[how], rope, how)
+        splits = attention.choose_splits(*given, MAX_TOKENS // recipe.window.block, rope)
+        return attention.attend(*given, case.model.head_size**-0.5, splits, rope)
 
     return step
 

@@ -5,13 +5,12 @@ and no cache line that has yet to be written back. Then the device spins while t
 events, so that the launch is over when the first event is. Every call is timed so, ours and what it is compared with.
 """
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import quantiles
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ SCRATCH = 256 << 20  # bytes, more than any GPU's last-level cache; four times t
 REPEATS = 30  # samples
 SPIN = 200_000  # cycles, about 0.1 ms: several times what queueing a graph takes
 LONGEST = 64 * SPIN
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,22 +70,6 @@ class Rates:
         }  # fmt: skip
 
 
-class Deadline:
-    """So many seconds from now."""
-
-    def __init__(self, seconds: float):
-        self.end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds, at least 0."""
-        return max(0.0, self.end - time.monotonic())
-
-    def part(self, share: float) -> "Deadline":
-        """A share of what is left."""
-        return Deadline(share * self.left)
-
-
 @lru_cache(maxsize=1)
 def scratch() -> Tensor:
     """The memory that `evict` writes, kept."""
@@ -114,20 +96,14 @@ def unsynchronized() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def captured(call: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-    """The call as a CUDA graph: its result, which every replay writes, and what replays it."""
+def timed(call: Callable[[], Any], repeats: int = REPEATS) -> Timing:
+    """Time a call as one captured graph; two calls before warm it."""
+    call()
+    with unsynchronized():
+        call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = call()
-    return out, graph.replay
-
-
-def timed(call: Callable[[], Any], repeats: int = REPEATS, graph: bool = True) -> Timing:
-    """Time a call, which has to be warm after two: as one captured graph, or launched as it is."""
-    call()
-    with unsynchronized() if graph else nullcontext():
         call()
-    run = captured(call)[1] if graph else call
     good: list[float] = []
     late: list[float] = []
     spin = SPIN
@@ -136,7 +112,7 @@ def timed(call: Callable[[], Any], repeats: int = REPEATS, graph: bool = True) -
         evict()
         torch.cuda._sleep(spin)
         begin.record()
-        run()
+        graph.replay()
         end.record()
         waited = begin.query()  # the spin was over before all was queued
         end.synchronize()

@@ -37,17 +37,10 @@ SPILLED = 400  # bytes of stack a lane, at most
 WIDE = {"attend higgs-head-2bit d256": 2048, "attend lloyd-3bit d256": 2048}  # tables in registers, twice the channels
 ARCHS = (80, 90, 100)
 FAMILIES = (
-    *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-2bit+all.quantize.bits=3", "kivi-4bit"),
-    *("squat-pre-2bit", "squat-pre-2bit+all.quantize.bits=3", "squat-pre-2bit+all.quantize.bits=4"),
-    *("rtn-2bit", "rtn-2bit+all.quantize.bits=3", "rtn-4bit", "rtn-8bit", "rtn-4bit+all.quantize.range=absmax"),
-    *("quarot-head-2bit", "quarot-head-4bit", "higgs-head-2bit", "turboquant-3bit"),
-    *("lloyd-2bit", "lloyd-2bit+all.quantize=even", "lloyd-3bit", "lloyd-4bit"),
-    "mean-higgs-head-2bit-post",
-    "mean-lloyd-3bit-post",
-    *(f"mean-lloyd-3bit-post+all.quantize.bits={bits}" for bits in (2, 4)),
-    "polar-paper",
-    "polar-paper+all.quantize.radius=log8",
-    "polar-3bit",
+    *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-4bit", "squat-pre-2bit"),
+    *("rtn-2bit", "rtn-4bit", "rtn-8bit", "quarot-head-2bit", "quarot-head-4bit"),
+    *("lloyd-2bit", "lloyd-3bit", "lloyd-4bit", "higgs-head-2bit"),
+    *("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post", "polar-paper", "polar-3bit"),
 )
 PAGES = ("kivi-2bit-g128", "kivi-2bit", "quarot-head-2bit")  # over a serving engine's pages as well
 
@@ -75,8 +68,7 @@ def attends(
         rope = None
         if position == "pre" or recipe.key.predict is not None:
             rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, recipe.window.block, 8, starts, position)
-        how = launch.default(*read)
-        launch.attend(q, *schemes, exact, lengths, starts, size**-0.5, splits, rope, how)
+        launch.attend(q, *schemes, exact, lengths, starts, size**-0.5, splits, rope)
 
     return call
 
@@ -105,8 +97,7 @@ def attends_pages(recipe: Recipe):
         if recipe.position == "pre" or recipe.key.predict is not None:
             starts = torch.zeros(batch, dtype=torch.int32)
             rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, tokens, 8, starts, recipe.position)
-        how = launch.default(*read)
-        launch.attend(q, *schemes, exact, lengths, None, size**-0.5, splits, rope, how)
+        launch.attend(q, *schemes, exact, lengths, None, size**-0.5, splits, rope)
 
     return call
 
@@ -137,7 +128,6 @@ def _ops() -> dict[str, Callable[[], Any]]:
     tokens, counts = torch.zeros(2, 64, 1, 1024, dtype=torch.bfloat16).unbind(0), torch.zeros(4, dtype=torch.int32)
     lines, parts, rows = ENOUGH, EXACT.value + 4, SHARED_ROWS
     part, level = torch.zeros(lines, parts, rows, 128), torch.zeros(lines, rows, parts)
-    angles = [polar.points_on(x.device, level, bits, "unit") for level, bits in enumerate((4, 2, 2, 2), start=1)]
     return {
         "pack 3": lambda: pack.pack(c, 3),
         "unpack 3": lambda: pack.unpack(c, 3, 128),
@@ -147,12 +137,10 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "encode rtn 4 rotated": lambda: rtn.encode(x, 4, "minmax", signed),
         "encode grid 2 256 rotated": lambda: grid.encode(x, 2, 256, signed),
         "encode lloyd 3 matrix": lambda: lloyd.encode(x, 3, "norm", matrix),
-        "encode polar": lambda: polar.angles(x, (4, 2, 2, 2)),
-        "encode polar packed": lambda: polar.encode(x, (4, 2, 2, 2), matrix),
-        "encode polar fitted": lambda: polar.angles(x, (4, 2), [torch.zeros(15), torch.zeros(3)]),
+        "encode polar": lambda: polar.encode(x, (4, 2, 2, 2), matrix),
+        "encode polar fitted": lambda: polar.encode(x, (4, 2), None, [torch.zeros(15), torch.zeros(3)]),
         "order codes": lambda: fragment.arrange(c.view(2, 4, 64, 128), fragment.order(2, 64, 128), "tokens"),
         "decode rtn": lambda: rtn.decode(c, s, s, 2),
-        "decode polar": lambda: polar.decode([c[..., : 128 >> i] for i in range(1, 5)], s[..., None], angles),
         "encode latent": lambda: latent.encode_gaussian(z, torch.ones(64), 4),
         "decode latent": lambda: latent.decode_uniform(z, torch.ones(64), torch.ones(64), 4),
         "try gains": lambda: latent.errors_with_gains(z, torch.ones(64), 4, torch.ones(8)),

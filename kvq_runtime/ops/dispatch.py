@@ -4,7 +4,7 @@ A CUDA tensor goes to the kernel where triton can be imported, anything else to 
 that every kernel is tested against. `kernels` is imported when the first kernel is needed.
 """
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from importlib import import_module
@@ -57,17 +57,13 @@ def kernel(name: str) -> Callable[..., Any]:
 @cache
 def kernels(module: str) -> ModuleType:
     """A module of kernels, imported when the first is needed."""
-    found = import_module(f"kvq_runtime.kernels.{module}")
-    import_module("kvq_runtime.kernels.keys").settle()
-    return found
+    return import_module(f"kvq_runtime.kernels.{module}")
 
 
-def paired(name: str, widths: Container[int] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def paired(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare that a torch op has a kernel, "module.name" of kernels/encode/, of the same arguments and results.
 
-    A tensor, or several, comes first.
-
-    widths   of the last axis of the first that the kernel is taken for, tests aside; None: all
+    The first argument is a tensor, whose device decides.
     """
 
     def pair(body: Callable[P, R]) -> Callable[P, R]:
@@ -75,10 +71,8 @@ def paired(name: str, widths: Container[int] | None = None) -> Callable[[Callabl
 
         @wraps(body)
         def op(*args: P.args, **settings: P.kwargs) -> R:
-            given: Any = args[0]
-            first = given if isinstance(given, torch.Tensor) else given[0]
-            taken = runs_kernel(first) and (bool(_forced) or widths is None or first.shape[-1] in widths)
-            return kernel(name)(*args, **settings) if taken else body(*args, **settings)
+            x: Any = args[0]
+            return (kernel(name) if runs_kernel(x) else body)(*args, **settings)
 
         return op
 

@@ -21,15 +21,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import MATRIX_SIZES
 from kvq_runtime.ops import dispatch, lloyd
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import pack
 from kvq_runtime.ops.rotation import Rotation, rotate
 
 Points = Literal["unit", "mean"]
-# widths of vectors whose kernels are taken: of 80, 96 and 256 two that decode disagreed on an H100, of 64 and 128 not
-COMPARED = MATRIX_SIZES
 
 
 @constant(64)
@@ -77,7 +74,7 @@ def points(level: int, bits: int, kind: Points) -> Tensor:
     return torch.stack([lloyd.cell_means(places, mass, moment) for moment in moments], 1)
 
 
-@dispatch.paired("polar.encode", COMPARED)
+@dispatch.paired("polar.encode")
 def encode(
     x: Tensor, bits: Sequence[int], rotation: Rotation = None, boundaries: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -92,7 +89,6 @@ def encode(
     return pack_levels(codes, bits), (radii / 2 ** (len(bits) / 2)).half()
 
 
-@dispatch.paired("polar.angles", COMPARED)
 def angles(x: Tensor, bits: Sequence[int], boundaries: Sequence[Tensor] | None = None) -> tuple[list[Tensor], Tensor]:
     """The cells of the angles of float32 [..., K]: codes uint8 [..., K/2^l] of each level l, radii [..., K/2^L].
 
@@ -152,7 +148,6 @@ def runs(size: int, bits: tuple[int, ...]) -> list[tuple[int, list[int]]]:
     return [(wide, [size >> level for level, _ in run]) for wide, run in levels]
 
 
-@dispatch.paired("polar.decode", [width // 2 for width in COMPARED])
 def decode(codes: Sequence[Tensor], radii: Tensor, points: Sequence[Tensor]) -> Tensor:
     """Decode unpacked codes [..., K/2^l] of each level l, and radii [..., K/2^L], to float32 [..., K].
 

@@ -61,7 +61,7 @@ class DeviceIndex:
 
     counts       int32 [4]: blocks, the window's first place in its buffer, its tokens, and what `append` counts
                  with; a row of a tensor of all layers
-    tables       of keys and of values, the addresses of their slabs: see kernels/attend/block_table.py
+    tables       of keys and of values, the addresses of their slabs: see kernels/attend/arguments.py
     sinks_2BSC   a copy of the exact first tokens, keys and values
     window_2BTC  where sinks and window are, but for a prompt that has no room there; None before they first are
     orders       how the codes of keys and of values lie in slabs, for its kernel; None: as they are encoded

@@ -1,15 +1,12 @@
 """The GPU benchmark's cases, bytes and settings, on a machine that has none; the rest of it where there is a GPU."""
 
 import json
-from itertools import product
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from transformers import LlamaConfig
-
-from benchmarks import cases, clock, generation, gpu, measure, report
+from benchmarks import cases, clock, gpu
 from kvq_runtime.kernels.attend.launch import layout
 from kvq_runtime.recipe import preset
 
@@ -60,45 +57,6 @@ def test_a_step_runs_as_it_is_timed(name):
     assert out.shape == q.shape and bool(torch.isfinite(out).all()) and bool(torch.isfinite(level).all())
 
 
-SMALL = LlamaConfig(
-    hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=64, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=1024,
-)  # fmt: skip
-GIVEN = ["--models", "small", "--recipes", "kivi-2bit-g128", "--prompt", "400", "--new", "3", "--device", "cpu"]
-
-
-@pytest.fixture
-def generated(tmp_path, monkeypatch):
-    """What a call of benchmarks.generation with a small model adds to its results."""
-    monkeypatch.setattr(generation, "CONFIGS", {"small": SMALL})
-    out = tmp_path / "found.jsonl"
-
-    def run(*given: str) -> list[dict]:
-        before = len(list(report.read(out)))
-        assert generation.main([*GIVEN, "--out", str(out), *given]) == 0
-        return list(report.read(out))[before:]
-
-    return run
-
-
-def test_generation_measures_every_cache(generated):
-    rows = generated("--batches", "2,1")
-    names = ["kivi-2bit-g128", "static", "static unmasked", "dynamic"]
-    assert [(row["batch"], row["cache"]) for row in rows] == list(product([2, 1], names))
-    assert all(0 < row["low_ms"] <= row["ms_per_step"] <= row["high_ms"] <= row["worst_ms"] for row in rows)
-    of = {(row["cache"], row["batch"]): row for row in rows}
-    token = 2 * 2 * 2 * 32  # bytes of a row: layers, keys and values, bfloat16, width
-    assert of["dynamic", 2]["cache_bytes"] == 2 * (403 + generation.WARM) * token
-    assert of["static", 2]["cache_bytes"] == 2 * (403 + generation.SPARE) * token
-    assert of["kivi-2bit-g128", 2]["cache_bytes"] > of["kivi-2bit-g128", 1]["cache_bytes"]
-
-
-def small_model(attention: str):
-    model = generation.random_model("small", "cpu").float()
-    model.set_attn_implementation(attention)
-    return model
-
-
 @pytest.mark.gpu
 def test_a_step_is_one_graph():
     case = cases.Case(cases.MODELS[0], "kivi-2bit-g128", 4096, 1)
@@ -111,4 +69,4 @@ def test_a_step_is_one_graph():
     out.zero_()
     graph.replay()
     assert torch.equal(out, wanted)
-    assert measure.Attention(clock.Rates(1e12, 1e12, 1e14, 1.0)).measure(case)["microseconds"] > 0
+    assert gpu.Attention(clock.Rates(1e12, 1e12, 1e14, 1.0)).measure(case)["microseconds"] > 0

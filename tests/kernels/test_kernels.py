@@ -125,52 +125,6 @@ def test_lloyd(shape, bits):
     assert error(found[1], wanted[1]) <= HALF
 
 
-@pytest.mark.parametrize("bits, width", [((4, 2, 2, 2), 80), ((4, 2, 2, 2), 128), ((5, *[3] * 5), 64), ((3, 2, 1), 8)])
-@pytest.mark.parametrize("kind", ["unit", "mean"])
-def test_polar(bits, width, kind):
-    (found, radii), (wanted, lengths) = both(polar.angles, normal(3, 2, width), bits)
-    assert error(radii, lengths) <= FLOAT32
-    assert all(differing(a, b) <= CODES for a, b in zip(found, wanted, strict=True))
-    points = [polar.points_on(torch.device(DEVICE), level, wide, kind) for level, wide in enumerate(bits, start=1)]
-    got, want = both(polar.decode, wanted, lengths, points)
-    assert error(got[0], want[0]) <= FLOAT32
-
-
-@pytest.mark.parametrize("width, taken", [(64, True), (128, True), (80, False), (96, False), (256, False)])
-def test_angles_of_few_widths_are_taken_by_kernels(width, taken, monkeypatch):
-    """Those whose compiled kernels agreed on a GPU."""
-    called = []
-    monkeypatch.setattr(dispatch, "runs_kernel", lambda x: True)
-    own = dispatch.OPS  # of what a body calls besides
-
-    def kernel(name: str):
-        return (lambda *given: called.append(name)) if name.startswith("polar.") else own[name]
-
-    monkeypatch.setattr(dispatch, "kernel", kernel)
-    codes, radii = [torch.zeros(2, width // 2, dtype=torch.uint8)], torch.ones(2, width // 2)
-    for op, given in (
-        (polar.encode, (torch.ones(2, width), (4,))), (polar.angles, (torch.ones(2, width), (4,))),
-        (polar.decode, (codes, radii, [polar.points_on(torch.device("cpu"), 1, 4, "unit")])),
-    ):  # fmt: skip
-        op(*given)
-    assert called == (["polar.encode", "polar.angles", "polar.decode"] if taken else [])
-
-
-@pytest.mark.parametrize("bits, width", [((4, 2, 2, 2), 80), ((6, 4, 1), 128), ((2, 1), 8)])
-def test_polar_with_other_boundaries(bits, width):
-    """Rising ones anywhere in the range; at level 1 on both sides of half the circle."""
-    drawn = torch.Generator().manual_seed(4)
-    cuts = [
-        (torch.rand(2**wide - 1, generator=drawn) * (2 if level else 0.5) * torch.pi).sort().values.to(DEVICE)
-        for wide, level in zip(bits, [True] + [False] * (len(bits) - 1), strict=True)
-    ]
-    (found, radii), (wanted, lengths) = both(polar.angles, normal(3, 2, width), bits, cuts)
-    assert error(radii, lengths) <= FLOAT32
-    assert [level.shape[-1] for level in found] == [width >> n for n in range(1, len(bits) + 1)]
-    assert all(differing(a, b) <= CODES for a, b in zip(found, wanted, strict=True))
-    assert len(wanted[0].unique()) > 2
-
-
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_latent(bits):
     z, deviation = normal(2, 6, 40), normal(6, seed=1).abs()
@@ -306,7 +260,7 @@ def test_no_rows(op, settings):
 TESTED = [
     *(pack.pack, pack.unpack, rotation.hadamard, rtn.encode, rtn.decode, grid.encode, lloyd.encode),
     lloyd.encode_even,
-    *(polar.encode, polar.angles, polar.decode, feedback.follow, fragment.arrange),
+    *(polar.encode, feedback.follow, fragment.arrange),
     *(latent.encode_gaussian, latent.decode_gaussian, latent.encode_uniform, latent.decode_uniform),
     latent.errors_with_gains,
     *(trellis.best_path, gptq.round_group, storage.append),

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from traffic import Traffic, counted
 
 from kvq_runtime.geometry import ROLES, Geometry
-from kvq_runtime.kernels.attend.block_table import Pages
+from kvq_runtime.kernels.attend.arguments import Pages
 from kvq_runtime.ops import dispatch, rope
 from kvq_runtime.recipe import preset
 from kvq_runtime.vllm import attend, page

@@ -1,32 +1,30 @@
-"""A tile of tokens that the attention kernel reads is what the stage decodes, whatever the widths, levels and radii."""
+"""A tile of tokens that the attention kernel reads is what the stage decodes, for any head and levels."""
 
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 import pytest
 import torch
 from parity import DEVICE, error
-from tiers import each_once, some
 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.kernels.attend import read_polar
-from kvq_runtime.kernels.attend.launch import Launch, Layout, block_table, constants, layout
+from kvq_runtime.kernels.attend import polar
+from kvq_runtime.kernels.attend.launch import Layout, block_table, constants, layout
 from kvq_runtime.recipe import Scheme
 from kvq_runtime.stages.polar import Polar, PolarFitted
 
 TOLERANCE = 1.5e-3  # products of float16
 TOKENS = 24
-BITS = ((4, 2), (5, 3), (3, 2, 2, 1), (6, 4, 3, 2), (4, 4), (2, 1))  # of levels 1, 2, ...
 
 
 @triton.jit
 def _read(p_table, p_lookup, p_out, p_scale, i_h, L: tl.constexpr, S: tl.constexpr):
-    o_t, o_c = tl.arange(0, L.N), tl.arange(0, S.P)
+    o_t, o_c = tl.arange(0, 32), tl.arange(0, S.P)
     m_t = o_t < L.T
-    b_tiles, b_numbers = read_polar.polar_pairs(p_table, p_lookup, 0, 1, i_h, o_t, m_t, L, S)
+    b_tiles, b_numbers = polar.read_angles(p_table, p_lookup, 0, 1, i_h, o_t, m_t, L, S)
     for slot in tl.static_range(tl.constexpr(S.SLOTS)):
         p = p_out + o_t[:, None] * L.D + slot * S.COLUMNS + o_c[None, :]
         tl.store(p, b_tiles[slot].to(tl.float32), mask=m_t[:, None] & (o_c < S.COLUMNS)[None, :])
@@ -47,7 +45,7 @@ def read(made: Layout, fields: dict[str, torch.Tensor], geometry: Geometry) -> t
     """The second of two batch rows, one block, as the kernel reads it: [T, H, D]."""
     parts = {name: x.view(2, 1, TOKENS, *x.shape[1:]).to(DEVICE) for name, x in fields.items()}
     addresses = block_table([parts], made.names, 1, torch.device(DEVICE))
-    layer = constants(made, made, 0, Launch(tile=32))[0]
+    layer = constants(made, made, 0)[0]
     found = []
     for head in range(geometry.kv_heads):
         out = torch.full((TOKENS, geometry.head_size), float("nan"), device=DEVICE)
@@ -67,14 +65,14 @@ def check(stage: Polar, size: int, tensors: dict[str, torch.Tensor] | None = Non
     assert error(read(made, fields, geometry), wanted.view(TOKENS, 3, size)) < TOLERANCE
 
 
-@pytest.mark.parametrize("bits, levels, radius", each_once(BITS, [0, 4], ["fp16", "log8"]))
-def test_widths(bits, levels, radius):
-    check(Polar(bits, levels, radius=radius, points="mean"), 32)
+@pytest.mark.parametrize("size, levels", [(16, 4), (32, 0), (32, 2), (64, 4)])
+def test_sizes_and_levels(size, levels):
+    check(Polar(levels=levels, points="mean" if levels else "unit"), size)
 
 
-@pytest.mark.parametrize("size", some([16, 32, 64, 128], 64))
-def test_sizes(size):
-    check(Polar(), size)
+@pytest.mark.parametrize("stage", [Polar((3, 2)), Polar((4, 4)), Polar(radius="log8"), Polar(group="all")], ids=str)
+def test_stages_that_no_kernel_reads(stage):
+    assert layout(Scheme(stage), TOKENS, Geometry(1, 2, 64), "key") is None
 
 
 @pytest.mark.parametrize("size", [80, 96, 256])
@@ -82,27 +80,11 @@ def test_heads_that_no_kernel_reads(size):
     assert layout(Scheme(Polar()), TOKENS, Geometry(1, 3, size), "key") is None
 
 
-@pytest.mark.parametrize("bits", some([(4, 2), (5, 3), (3, 2, 2, 1)], (3, 2, 2, 1)))
-def test_every_level_of_a_head(bits):
-    check(Polar(bits, 0), 128)
-
-
-@pytest.mark.parametrize("levels, size", [(1, 16), (2, 16), (3, 32)])
-def test_few_levels(levels, size):
-    check(Polar((4,), levels), size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", some([(4, 2), (5, 3), (2, 4)], (5, 3)))
-def test_fitted_codebooks(bits):
-    stage = PolarFitted(bits, levels=4)
-    geometry = Geometry(1, 3, 64)
+def test_a_fitted_codebook():
+    stage = PolarFitted((4, 2), levels=4)
+    geometry = Geometry(1, 3, 32)
     counts = [2**wide for wide in stage.sizes(geometry.width, geometry)[1]]
     drawn = torch.Generator().manual_seed(1)
-    check(stage, 64, {"points": torch.rand(sum(counts), 2, generator=drawn) + 0.2})
-
-
-def test_layouts_of_fitted_codebooks_that_are_not_at_hand():
-    scheme, geometry = Scheme(PolarFitted()), Geometry(1, 3, 64)
-    made = layout(scheme, TOKENS, geometry, "key")
+    check(stage, 32, {"points": torch.rand(sum(counts), 2, generator=drawn) + 0.2})
+    made = layout(Scheme(stage), TOKENS, geometry, "key")  # before the codebook is at hand
     assert made is not None and made.lookup is None

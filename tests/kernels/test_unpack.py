@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kvq_runtime.kernels.attend import fragment, read_polar, words
+from kvq_runtime.kernels.attend import fragment, polar
 from kvq_runtime.ops.fragment import order
 
 
@@ -109,7 +109,7 @@ COUNT = 1024
 @triton.jit
 def _lookup(p_table, p_which, p_out):
     o = tl.arange(0, 1024)
-    b_x = words.lookup_bytes(tl.load(p_table + o), tl.load(p_which + o).to(tl.uint32))
+    b_x = polar.lookup_bytes(tl.load(p_table + o), tl.load(p_which + o).to(tl.uint32))
     tl.store(p_out + o, b_x.to(tl.int32))
 
 
@@ -117,14 +117,14 @@ def _lookup(p_table, p_which, p_out):
 def _select(p_first, p_second, p_out, NIBBLES: tl.constexpr):
     o = tl.arange(0, 1024)
     b_first, b_second = tl.load(p_first + o).to(tl.uint32), tl.load(p_second + o).to(tl.uint32)
-    tl.store(p_out + o, words.select_bytes(b_first, b_second, NIBBLES).to(tl.int32))
+    tl.store(p_out + o, polar.select_bytes(b_first, b_second, NIBBLES).to(tl.int32))
 
 
 @triton.jit
 def _multiply(p_first, p_second, p_out):
     o = tl.arange(0, 1024)
     b_first, b_second = tl.load(p_first + o).to(tl.uint32), tl.load(p_second + o).to(tl.uint32)
-    tl.store(p_out + o, words.multiply_half2(b_first, b_second).to(tl.int32))
+    tl.store(p_out + o, polar.multiply_half2(b_first, b_second).to(tl.int32))
 
 
 def drawn(seed: int) -> torch.Tensor:
@@ -146,25 +146,25 @@ def held(tensor: torch.Tensor) -> np.ndarray:
 def test_bytes_are_picked():
     low, high, which = drawn(0), drawn(1), drawn(2) & 0x7777
     table = (high.long() << 32) | (low.long() & 0xFFFFFFFF)
-    wanted = followed(words.PRMT.value, [held(low), held(high), held(which)], 1)[0]
+    wanted = followed(polar.PRMT.value, [held(low), held(high), held(which)], 1)[0]
     assert (run(_lookup, table, which) == wanted).all()
 
 
 @pytest.mark.parametrize("nibbles", [0x5410, 0x5140, 0x7362, 0xBA98, 0x20, 0x3210, 0xFEDC, 0x0653])
 def test_bytes_are_mixed(nibbles):
     one, two = drawn(3), drawn(4)
-    wanted = followed(words._prmt.fn(nibbles), [held(one), held(two)], 1)[0]
+    wanted = followed(polar._prmt.fn(nibbles), [held(one), held(two)], 1)[0]
     assert (run(_select, one, two, nibbles) == wanted).all()
 
 
 def test_products_of_pairs():
     one, two = (torch.randn(2 * COUNT, generator=torch.Generator().manual_seed(seed)).half() for seed in (5, 6))
     one, two = (x.view(torch.int32).to(DEVICE) for x in (one, two))
-    wanted = followed(words.MUL_HALF2.value, [held(one), held(two)], 1)[0]
+    wanted = followed(polar.MUL_HALF2.value, [held(one), held(two)], 1)[0]
     assert (run(_multiply, one, two) == wanted).all()
 
 
 def test_what_waits_for_a_value_does_not_change_with_it():
     values = torch.randn(2 * COUNT, generator=torch.Generator().manual_seed(7)).half().view(torch.int32)
-    found = followed(read_polar.AFTER.value, [held(values)], 1)[0]
+    found = followed(polar.AFTER.value, [held(values)], 1)[0]
     assert not found.any()

@@ -34,9 +34,9 @@ def kivi(bits: int, position: str = "post", block: int = 16) -> Recipe:
     return Recipe(name, key, value, position, window=Window(2, 8, block))  # type: ignore[arg-type]
 
 
-def centred(position: str, roles: str = "key value") -> Recipe:
+def centred(roles: str) -> Recipe:
     """KIVI with the mean removed of one side or both."""
-    made = kivi(2, position)
+    made = kivi(2)
     schemes = {role: replace(getattr(made, role), predict=Mean()) for role in roles.split()}
     return replace(made, name=f"mean-{made.name}-{roles.replace(' ', '-')}", **schemes)
 
@@ -53,7 +53,7 @@ FAMILIES = {
 }
 MEANS = {
     **{name: RECIPES[name] for name in ("mean-higgs-head-2bit-post",)},
-    **{one.name: one for one in (centred("post"), centred("pre"), centred("post", "value"), centred("post", "key"))},
+    **{one.name: one for one in (centred("key value"), centred("value"), centred("key"))},
 }
 FAMILIES |= MEANS
 PADDED = torch.tensor([21, 0])

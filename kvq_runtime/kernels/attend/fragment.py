@@ -20,13 +20,13 @@ register of the operand holds. How codes of a width are stored (`STORED`) and lo
 
 Source: the instruction PRMT, PTX ISA 9.7.9. Sign and magnitude: codebooks of ops/lloyd.py are odd.
 
-Letters beside those of settings.py: I groups of 16 channels of a run · S tiles of tokens of a sub-block.
+Letters beside those of arguments.py: I groups of 16 channels of a run · S tiles of tokens of a sub-block.
 """
 
 import triton
 import triton.language as tl
 
-from kvq_runtime.kernels.attend.settings import COMPILED
+from kvq_runtime.kernels.attend.arguments import COMPILED
 
 PAIRED = tl.constexpr("0x3120")  # the two containers' bytes, those of the same codes side by side
 # two channels of a pair, of two float16 each: $0, $1 = rotated (x - 1) step + low, see scores_of_pairs
@@ -122,13 +122,19 @@ def operand(b_words, TILE: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
             _assembly(R.PLANES, TILE), "=r" + ",r" * len(b_planes), b_planes, dtype=tl.float16, is_pure=True, pack=2
         )
     else:
-        b_code = b_planes[0].to(tl.int32) * 0
-        for number in tl.static_range(len(R.PLANES)):
-            WIDTH: tl.constexpr = R.PLANES[number].WIDTH
-            b_bits = (b_planes[number].to(tl.int32) & 0xFFFF) >> (WIDTH * (R.PLANES[number].SLOT + TILE))
-            b_code |= (b_bits & ((1 << WIDTH) - 1)) << R.PLANES[number].UP
-        b_x = (1.0 + b_code.to(tl.float32) / weight(R.PLANES, TILE)).to(tl.float16)
+        b_x = (1.0 + _codes(b_planes, TILE, R).to(tl.float32) / weight(R.PLANES, TILE)).to(tl.float16)
     return b_x
+
+
+@triton.jit
+def _codes(b_planes, TILE: tl.constexpr, R: tl.constexpr):
+    """In the interpreter, the codes of one tile of tokens and a run of channels: int32 [I, 256]."""
+    b_code = b_planes[0].to(tl.int32) * 0
+    for number in tl.static_range(len(R.PLANES)):
+        WIDTH: tl.constexpr = R.PLANES[number].WIDTH
+        b_bits = (b_planes[number].to(tl.int32) & 0xFFFF) >> (WIDTH * (R.PLANES[number].SLOT + TILE))
+        b_code |= (b_bits & ((1 << WIDTH) - 1)) << R.PLANES[number].UP
+    return b_code
 
 
 @triton.jit
@@ -191,19 +197,15 @@ def frequencies(S: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def pairs_of_lanes(S: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr, APART: tl.constexpr):
-    """Return the places of a run's left and right channels in lanes: int32 [2 · I, 64 = (8 g, 4 t, 2 h)].
-
-    EACH    from one group of 16 channels to the next
-    APART   from a left channel to its right one
-    """
+def pairs_of_lanes(S: tl.constexpr, RUN: tl.constexpr):
+    """Return the places of a run's left and right channels in lanes: int32 [2 · I, 64 = (8 g, 4 t, 2 h)]."""
     R: tl.constexpr = S.RUNS[RUN]
     FIRST: tl.constexpr = R.FIRST
     STEP: tl.constexpr = R.STEP
     COUNT: tl.constexpr = R.COUNT
     o_r, o_c = tl.arange(0, 2 * COUNT)[:, None], tl.arange(0, 64)[None, :]
     o_f = o_c // 2 % 4 * 2 + o_c % 2  # written as o_c % 8, Triton would give a lane all eight
-    return (FIRST + o_r // 2 * STEP) * EACH + o_r % 2 * APART + o_f
+    return (FIRST + o_r // 2 * STEP) * 16 + o_r % 2 * 8 + o_f
 
 
 @triton.jit
@@ -282,11 +284,7 @@ def _looked_up(b_planes, TILE: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr)
             dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        b_code = b_planes[0].to(tl.int32) * 0
-        for number in tl.static_range(len(R.PLANES)):
-            WIDTH: tl.constexpr = R.PLANES[number].WIDTH
-            b_bits = (b_planes[number].to(tl.int32) & 0xFFFF) >> (WIDTH * (R.PLANES[number].SLOT + TILE))
-            b_code |= (b_bits & ((1 << WIDTH) - 1)) << R.PLANES[number].UP
+        b_code = _codes(b_planes, TILE, R)
         b_x = tl.zeros(b_code.shape, tl.int32)
         for code in tl.static_range(len(S.TABLES[PART])):
             b_x = tl.where(b_code == code, S.TABLES[PART][code], b_x)

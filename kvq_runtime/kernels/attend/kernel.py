@@ -18,8 +18,16 @@ splits as there are, up to the last of CLASSES; where they are few a program is 
 thousands of programs. Each of CHUNK places sums up every CHUNK-th split by its own largest level so far; places are
 added up at the end, once. Splits that no block came to are neither written nor read.
 
+How blocks are read is a SCAN: a jit function with the loop over the blocks of a split, in rounded.py or polar.py. Its
+arguments are those of the kernel, and
+
+    i_first, i_last   the split's blocks: scalars, i_first up to but without i_last
+    i_b, i_h          batch row and KV head
+    start             the row's first slot that is neither padding nor a sink
+    part              Part of queries.py: where it writes its mean and sum
+
 Names, in all files of this folder: p_ pointers · b_ tiles (blocks of numbers in registers) · i_ indices · o_ offsets
-along a dimension · m_ masks of them · capitals, what is known at compile time: see settings.py.
+along a dimension · m_ masks of them · capitals, what is known at compile time: see arguments.py.
 """
 
 import triton
@@ -27,9 +35,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq_runtime.kernels.attend import queries
+from kvq_runtime.kernels.attend.arguments import COMPILED
 from kvq_runtime.kernels.attend.layout import padded
 from kvq_runtime.kernels.attend.queries import Part, Query, load_query
-from kvq_runtime.kernels.attend.settings import COMPILED
 from kvq_runtime.kernels.encode.tile import FUSED, on
 
 EXACT = tl.constexpr(4)  # splits of the window
@@ -47,13 +55,12 @@ ENOUGH = 132  # programs that are left then, at least: the multiprocessors of an
 def attend(
     p_q, p_rotation, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, p_k_window, p_v_window, p_k_sinks,
     p_v_sinks, window_stride, p_starts, p_lengths, p_part, p_lse, rows, tokens, splits,
-    L: tl.constexpr, SCAN: tl.constexpr, READ_KEYS: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr,
-    VS: tl.constexpr, XS: tl.constexpr,
+    L: tl.constexpr, SCAN: tl.constexpr, SCORES: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, XS: tl.constexpr,
 ):  # fmt: skip
     """Write each split's mean of the values and the log2 of its Σ 2^s; `merge` merges them.
 
     p_q              queries [B, Hq, tokens, D]
-    p_rotation       of the keys, float16 [D, D], of host.Encoded, which rotates the queries too; or None
+    p_rotation       of the keys, float16 [D, D], of launch.Encoded, which rotates the queries too; or None
     scale            of the scores, times log2 e
     p_rope           RopePointers, or None
     p_keys, p_values                  block tables, int64; or Pages
@@ -72,10 +79,8 @@ def attend(
     p_part, p_lse    float32 [B · H, EXACT + splits, rows, D] and [B · H, rows, EXACT + splits]
     rows, tokens     query heads of a KV head times query tokens; the latter alone
     splits           parts that the blocks are cut into
-    SCAN             the loop over a split's blocks: rounded.py, per_token.py
-    READ_KEYS        scores keys, in rounded.py; reads a tile of them, in per_token.py
-    READ_VALUES      reads a tile of values, in per_token.py
-    XS               TileSettings of exact tokens
+    SCORES           scores keys, in rounded.py; None where SCAN needs no such function
+    KS, VS           settings of keys and values, for SCAN; XS TileSettings of exact tokens
     """
     first = tl.program_id(0) * L.M
     i_bh = tl.program_id(1).to(tl.int64)
@@ -101,7 +106,7 @@ def attend(
         if i_first < i_last:
             SCAN(
                 Query(p_q, p_rotation, rows, first), q_exact, scale, p_rope, p_keys, p_values, p_key_lookup,
-                p_value_lookup, i_first, i_last, i_b, i_h, start + L.SINKS, part, L, READ_KEYS, KS, READ_VALUES, VS,
+                p_value_lookup, i_first, i_last, i_b, i_h, start + L.SINKS, part, L, SCORES, KS, VS,
             )  # fmt: skip
 
 
@@ -127,7 +132,7 @@ def _exact(
     # products in the model's own dtype; the interpreter has none in bfloat16
     DTYPE: tl.constexpr = p_k_window.dtype.element_ty if COMPILED else tl.float32
     b_q = load_query(q, 1.0, i_b * L.H + i_h, o_d, m_d, L).to(DTYPE)
-    b_top, b_total, b_sums = queries.empty(N, L, S)
+    b_state = queries.empty(N, L, S)
     o_hd = i_h * L.D + o_d
     if L.SINKS > 0:
         for i in range(0, L.SINKS if i_split == 0 else 0, N):
@@ -138,11 +143,7 @@ def _exact(
             else:
                 m_t = (o_t < L.SINKS) & (start + o_t < encoded)
                 o_x = (i_b * L.SINKS + o_t)[:, None] * (L.H * L.D) + o_hd[None, :]
-            b_k = tl.load(p_k_sinks + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
-            b_v = tl.load(p_v_sinks + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
-            b_s = queries.capped(tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale, L)
-            b_s = tl.where(m_t[:, None], b_s, float("-inf"))
-            b_top, b_total, b_sums = queries.add(b_top, b_total, b_sums, b_s, (b_v.to(DTYPE),), ())
+            b_state = _tile(b_state, b_q, scale, p_k_sinks, p_v_sinks, o_x, m_t, m_d, m_t[:, None], L)
     place, count = tl.load(p_lengths + 1), tl.load(p_lengths + 2)
     o_latest = count - tokens + (q.first + tl.arange(0, L.M)) % tokens  # in the window, of each query token
     each = tl.cdiv(count, EXACT)
@@ -155,12 +156,18 @@ def _exact(
         else:
             m_t = (o_t < last) & (encoded + o_t >= start)
             o_x = i_b * window_stride + (place + o_t)[:, None].to(tl.int64) * (L.H * L.D) + o_hd[None, :]
-        b_k = tl.load(p_k_window + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
-        b_v = tl.load(p_v_window + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0)
-        b_s = queries.capped(tl.dot(b_k.to(DTYPE), b_q, input_precision="ieee") * scale, L)
-        b_s = tl.where(m_t[:, None] & (o_t[:, None] <= o_latest[None, :]), b_s, float("-inf"))
-        b_top, b_total, b_sums = queries.add(b_top, b_total, b_sums, b_s, (b_v.to(DTYPE),), ())
-    return b_top, b_total, b_sums
+        m_seen = m_t[:, None] & (o_t[:, None] <= o_latest[None, :])
+        b_state = _tile(b_state, b_q, scale, p_k_window, p_v_window, o_x, m_t, m_d, m_seen, L)
+    return b_state
+
+
+@triton.jit
+def _tile(b_state, b_q, scale, p_k, p_v, o_x, m_t, m_d, m_seen, L: tl.constexpr):
+    """The state after a tile of exact tokens at o_x [N, P], of which each query sees m_seen [N, M]."""
+    b_k = tl.load(p_k + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0).to(b_q.dtype)
+    b_v = tl.load(p_v + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0).to(b_q.dtype)
+    b_s = queries.capped(tl.dot(b_k, b_q, input_precision="ieee") * scale, L)
+    return queries.add(b_state, tl.where(m_seen, b_s, float("-inf")), (b_v,), ())
 
 
 def merge_parts(

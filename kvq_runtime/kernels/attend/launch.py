@@ -1,9 +1,8 @@
 """Launch decode attention over a layer's packed blocks, sinks and window: the kernel and its merge.
 
-A layer's blocks are cut into as
-many splits as fill the device, by how many programs a multiprocessor runs at once.
+A layer's blocks are cut into as many splits as fill the device, by the programs that a multiprocessor runs at once.
 
-`__all__` is what attention/fused.py and the store call; all of it is imported late, for it imports triton.
+`__all__` is what attention/fused.py and vllm/page.py call; all of it is imported late, for it imports triton.
 
 Nothing here asks the device anything: lengths and starts are tensors on it, slabs are reached through a block table,
 the number of splits is fixed; so that a decode step can be captured as one graph.
@@ -15,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.kernels.attend.block_table import Pages, block_table
+from kvq_runtime.kernels.attend.arguments import LayerSettings, Pages, RoundedSettings, block_table
 from kvq_runtime.kernels.attend.kernel import EXACT, merge_parts
 from kvq_runtime.kernels.attend.kernel import attend as attend_kernel
-from kvq_runtime.kernels.attend.layout import Layout, layout, tile
+from kvq_runtime.kernels.attend.layout import Layout, layout, padded, tile
 from kvq_runtime.kernels.attend.queries import LOG2E
 from kvq_runtime.kernels.attend.rope import RopeTables
-from kvq_runtime.kernels.attend.settings import LayerSettings
 from kvq_runtime.kernels.encode.tile import FUSED, on
 
 __all__ = [
@@ -32,21 +30,7 @@ COLUMNS = 8  # of a tile of queries
 ROWS = 64  # query heads of a KV head, times query tokens, at most
 TOKENS = 8  # of a query, that any number of heads may have
 LINES = 65535  # KV heads of all rows of a batch: an axis of the grid
-REGISTERS = 65536  # of a multiprocessor; ptxas would rather spill than take more than its own guess
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Launch settings of a kernel.
-
-    tile        tokens of a tile of angles
-    warps       of a program
-    registers   of a thread, at most: fewer leave room for more programs
-    """
-
-    tile: int = 64
-    warps: int = 2
-    registers: int = 255
+ANGLES = 128  # tokens of a tile of angles
 
 
 @dataclass(frozen=True)
@@ -97,12 +81,11 @@ def attend(
     scale: float,
     splits: int,
     rope: RopeTables | None = None,
-    launch: Launch | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The attention of query tokens that are the last of the window: out [B, Hq, Tq, D] and log2 Σ 2^s [B, Hq, Tq].
 
-    Queries that one tile has no room for are several, which read the blocks again.
+    Queries of more than one tile read the blocks once a tile.
 
     lengths    int32 [3]: encoded blocks, the window's first place in its buffer, its tokens; of pages [B, 4], of each
                row its encoded pages, its row of the windows, its tokens there, its row of the sinks or -1
@@ -129,12 +112,81 @@ def attend(
     part_lse = torch.empty(lines, rows, parts, dtype=torch.float32, device=q_BHTD.device)
     out, lse = torch.empty_like(q_BHTD), part_lse.new_empty(batch, q_heads, tokens)
     arguments, options = _launched(
-        q_BHTD, keys, values, exact, lengths, starts_B, scale, splits, rope, launch, part, part_lse, cap
+        q_BHTD, keys, values, exact, lengths, starts_B, scale, splits, rope, cap, part, part_lse
     )
     with on(q_BHTD):
         attend_kernel[(_tiles(rows), lines, parts)](*arguments, **options)
     merge_parts(part, part_lse, values.rotation, values.mean, lengths, out, lse)
     return out, lse
+
+
+def takes(lines: int, ratio: int, tokens: int) -> bool:
+    """True if the kernel takes `tokens` query tokens: every tile of them reads the blocks again.
+
+    lines   batch rows times KV heads
+    ratio   query heads of a KV head
+    """
+    return lines <= LINES and (tokens <= TOKENS or ratio * tokens <= ROWS)
+
+
+def _tiles(rows: int) -> int:
+    """Count the tiles of a KV head's query rows: a larger tile would leave no registers."""
+    return -(-rows // COLUMNS)
+
+
+def _launched(
+    q_BHTD: Tensor,
+    keys: Encoded,
+    values: Encoded,
+    exact: Exact,
+    lengths: Tensor,
+    starts_B: Tensor | None,
+    scale: float,
+    splits: int,
+    rope: RopeTables | None,
+    cap: float | None,
+    part: Any,
+    part_lse: Any,
+) -> tuple[tuple, dict[str, Any]]:
+    """The kernel's arguments, and the options of its launch."""
+    q_heads, tokens = q_BHTD.shape[1:3]
+    ratio = q_heads // keys.layout.geometry.kv_heads
+    pointers, paged = None if rope is None else rope.pointers(keys.mean), int(isinstance(keys.addresses, Pages))
+    arguments = (
+        q_BHTD, keys.rotation, scale * LOG2E.value, pointers, keys.addresses, values.addresses, keys.lookup,
+        values.lookup, *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse, ratio * tokens, tokens,
+        splits, *constants(keys.layout, values.layout, exact.k_sinks.shape[1], paged, cap),
+    )  # fmt: skip
+    warps, registers = resources(keys.layout, values.layout)
+    return arguments, {"num_warps": warps, "num_stages": 1, "maxnreg": registers} | FUSED
+
+
+def constants(keys: Layout, values: Layout, sinks: int, paged: int = 0, cap: float | None = None) -> tuple:
+    """The compile-time arguments of the kernel, in its order."""
+    heads, size = keys.geometry.kv_heads, keys.geometry.head_size
+    bound, angles = LOG2E.value * (cap or 0.0), min(ANGLES, padded(keys.block))
+    layer = LayerSettings(heads, size, keys.block, COLUMNS, angles, sinks, paged, bound)
+    return layer, keys.scan, keys.scores, keys.settings, values.settings, tile(1, size)
+
+
+def resources(keys: Layout, values: Layout) -> tuple[int, int]:
+    """(warps of a program, registers of a thread): the fastest of those tried on an H200, or at most 3.6% slower.
+
+    A program of ordered codes is one warp, so that nothing waits at a barrier. With 168 registers a scheduler has three
+    warps, with more two; where steps are many, heads wide, codes of two planes or looked up, what spills then costs
+    more than the third warp gives.
+    """
+    both = keys.settings, values.settings
+    if not all(isinstance(settings, RoundedSettings) for settings in both):
+        return 2, 255
+    few = all(settings.GROUPS == 1 and settings.BITS in (1, 2, 4) for settings in both)
+    few = few and all(settings.BITS == 1 or not settings.TABLES for settings in both)
+    few = few and min(keys.block, 128) <= keys.settings.GROUP
+    plain = not keys.settings.PAIRS and not keys.mean and keys.geometry.head_size <= 128
+    return 1, 168 if few and plain else 255
+
+
+# ---- splits
 
 
 def choose_splits(
@@ -146,7 +198,6 @@ def choose_splits(
     starts_B: Tensor | None,
     blocks: int,
     rope: RopeTables | None = None,
-    launch: Launch | None = None,
     cap: float | None = None,
 ) -> int:
     """Return the number of parts that `attend`, with the same arguments, should cut the blocks into (`count_splits`).
@@ -160,99 +211,19 @@ def choose_splits(
     lines = batch * heads * _tiles(q_heads // heads * tokens)
     if not q_BHTD.is_cuda:
         return count_splits(lines, blocks, 4, 3)
-    given = (q_BHTD, keys, values, exact, lengths, starts_B, 1.0, 1, rope, launch)
+    arguments, options = _launched(
+        q_BHTD, keys, values, exact, lengths, starts_B, 1.0, 1, rope, cap, torch.float32, torch.float32
+    )
     limits = torch.cuda.get_device_properties(q_BHTD.device)
     with on(q_BHTD):
-        resident = _resident(*_launched(*given, torch.float32, torch.float32, cap), limits)
+        compiled = attend_kernel.warmup(*arguments, grid=(1,), **options)
+        compiled._init_handles()  # the driver counts registers when it loads a kernel
+    resident = resident_programs(compiled.n_regs, compiled.metadata.shared, options["num_warps"], limits)
     return count_splits(lines, blocks, limits.multi_processor_count, resident)
 
 
-def _tiles(rows: int) -> int:
-    """Count the tiles that the query rows of a KV head take: a tile of more would leave no registers."""
-    return -(-rows // COLUMNS)
-
-
-def _resident(arguments: tuple, options: dict[str, Any], limits: Any) -> int:
-    """Return how many programs of the kernel a multiprocessor of the current device runs at once."""
-    compiled = attend_kernel.warmup(*arguments, grid=(1,), **options)
-    compiled._init_handles()  # the driver counts registers when it loads a kernel
-    return resident_programs(compiled.n_regs, compiled.metadata.shared, options["num_warps"], limits)
-
-
-def _launched(
-    q_BHTD: Tensor,
-    keys: Encoded,
-    values: Encoded,
-    exact: Exact,
-    lengths: Tensor,
-    starts_B: Tensor | None,
-    scale: float,
-    splits: int,
-    rope: RopeTables | None,
-    launch: Launch | None,
-    part: Any,
-    part_lse: Any,
-    cap: float | None,
-) -> tuple[tuple, dict[str, Any]]:
-    """The kernel's arguments, and the options of its launch."""
-    q_heads, tokens = q_BHTD.shape[1:3]
-    ratio = q_heads // keys.layout.geometry.kv_heads
-    launch = launch or (default(keys.layout, values.layout) if q_BHTD.is_cuda else Launch())
-    pointers, paged = None if rope is None else rope.pointers(keys.mean), int(isinstance(keys.addresses, Pages))
-    arguments = (
-        q_BHTD, keys.rotation, scale * LOG2E.value, pointers, keys.addresses, values.addresses, keys.lookup,
-        values.lookup, *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse, ratio * tokens, tokens,
-        splits,
-        *constants(keys.layout, values.layout, exact.k_sinks.shape[1], launch, paged, cap),
-    )  # fmt: skip
-    most = min(launch.registers, REGISTERS // (32 * launch.warps))
-    return arguments, {"num_warps": launch.warps, "num_stages": 1, "maxnreg": most} | FUSED
-
-
-def constants(
-    keys: Layout, values: Layout, sinks: int, launch: Launch, paged: int = 0, cap: float | None = None
-) -> tuple:
-    """The compile-time arguments of the kernel, in its order."""
-    heads, size = keys.geometry.kv_heads, keys.geometry.head_size
-    bound = LOG2E.value * (cap or 0.0)
-    layer = LayerSettings(heads, size, keys.block, COLUMNS, launch.tile, sinks, paged, bound)
-    return layer, keys.scan, keys.read, keys.settings, values.read, values.settings, tile(1, size)
-
-
-# ---- settings, and splits
-
-
-def takes(lines: int, ratio: int, tokens: int) -> bool:
-    """True if the kernel takes `tokens` query tokens: every tile of them reads the blocks again.
-
-    lines   batch rows times KV heads
-    ratio   query heads of a KV head
-    """
-    return lines <= LINES and (tokens <= TOKENS or ratio * tokens <= ROWS)
-
-
-def default(keys: Layout, values: Layout) -> Launch:
-    """Return settings with few spills; the fastest of those tried on an H200, or at most 3.6% slower."""
-    if keys.rounded:
-        return _rounded(keys, values)
-    return Launch(tile=64 if 3 in (keys.bits, values.bits) else 128)  # three bits are two planes: more registers
-
-
-def _rounded(keys: Layout, values: Layout) -> Launch:
-    """The default where codes are rounded: one warp, so that nothing waits at a barrier.
-
-    With 168 registers a scheduler has three warps, with more two; where steps are many, heads wide, codes of two planes
-    or looked up, what spills then costs more than the third warp gives.
-    """
-    few = all(scheme.settings.GROUPS == 1 and scheme.bits in (1, 2, 4) for scheme in (keys, values))
-    few = few and all(scheme.bits == 1 or not scheme.settings.TABLES for scheme in (keys, values))
-    few = few and min(keys.block, 128) <= keys.settings.GROUP
-    plain = not keys.pre_rope and not keys.mean and keys.geometry.head_size <= 128
-    return Launch(warps=1, registers=168 if few and plain else 255)
-
-
 def count_splits(lines: int, blocks: int, multiprocessors: int, resident: int) -> int:
-    """Into how many parts to cut the blocks at most: what the device runs at once, or fewer where blocks are fewer.
+    """Count the parts to cut the blocks into: the programs that the device runs at once, or fewer of few blocks.
 
     Splits are equally long (kernel.py), so that a second round would begin when the first one ends: it would read
     lengths and queries again, and leave more partial results to merge. It is rounded down: a few programs more would

@@ -23,10 +23,10 @@ ROTATED = tl.constexpr(64)  # channels that a product of the rotation takes at a
 
 
 class Query(NamedTuple):
-    """The queries' argument of the scans.
+    """Argument of the scans: the queries.
 
     pointer    to [B, H, rows, D], any float dtype
-    rotation   to float16 [D, D], of host.Encoded: q · (read · rotation) = (rotation · q) · read; or None
+    rotation   to float16 [D, D], of launch.Encoded: q · (read · rotation) = (rotation · q) · read; or None
     rows       query heads of a KV head, times query tokens: row r is head r // tokens, token r % tokens
     first      row that is the first of this program's tile
     """
@@ -71,7 +71,7 @@ def capped(b_s, L: tl.constexpr):
 
 
 class Part(NamedTuple):
-    """The place of a program's results.
+    """Where a program writes its results.
 
     mean, lse       pointers to float32 [lines, parts, rows, D] and [lines, rows, parts]
     line, number    which of the lines and parts; parts, how many
@@ -99,8 +99,12 @@ def empty(N: tl.constexpr, L: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def add(b_top, b_total, b_sums, b_s, b_tiles, b_numbers):
-    """The state after a tile of tokens: scores b_s [N, M], -inf where masked; values as a reader gives them."""
+def add(b_state, b_s, b_tiles, b_numbers):
+    """The state after a tile of tokens: scores b_s [N, M], -inf where masked; values b_tiles, [N, P] of each slot.
+
+    b_numbers   the scale of each token [N], or ()
+    """
+    b_top, b_total, b_sums = b_state
     b_level = b_s
     if len(b_numbers) > 0:
         b_level = b_s + exponent(b_numbers[0])[:, None]

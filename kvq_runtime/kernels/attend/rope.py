@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvq_runtime.kernels.attend.arguments import COMPILED
 from kvq_runtime.kernels.attend.queries import load_query
-from kvq_runtime.kernels.attend.settings import COMPILED
 from kvq_runtime.ops.fragment import EDGE
 
 CHUNK = tl.constexpr(32)  # frequencies that a product takes at a time: more would lie in registers

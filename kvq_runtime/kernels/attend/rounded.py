@@ -26,16 +26,16 @@ import triton
 import triton.language as tl
 
 from kvq_runtime.kernels.attend import fragment, rope
-from kvq_runtime.kernels.attend.block_table import CODES, LOW, SCALE, field_of
+from kvq_runtime.kernels.attend.arguments import CODES, LOW, SCALE, field_of
 from kvq_runtime.kernels.attend.queries import capped, exponent, load_query
 
 
 @triton.jit
 def scan(
     q, q_exact, scale, p_rope, p_keys, p_values, p_key_lookup, p_value_lookup, i_first, i_last, i_b, i_h, start,
-    part, L: tl.constexpr, SCORES: tl.constexpr, KS: tl.constexpr, READ_VALUES: tl.constexpr, VS: tl.constexpr,
+    part, L: tl.constexpr, SCORES: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr,
 ):  # fmt: skip
-    """A scan, see per_token.py. SCORES is a function of this file: how keys are scored."""
+    """The loop over the blocks of a split, see kernel.py. SCORES is a function of this file, which scores keys."""
     M: tl.constexpr = L.M
     TILES: tl.constexpr = max(KS.TILES, VS.TILES)  # of a turn: whole sub-blocks of both
     SUBS: tl.constexpr = L.T // (16 * TILES)
@@ -59,8 +59,8 @@ def scan(
     i_first = tl.maximum(i_first, start // L.T)
     for i in tl.range(i_first * SUBS, i_last * SUBS, disable_licm=True):
         i_block, i_sub = i // SUBS, i & (SUBS - 1)
-        p_k = field_of(p_keys, i_block, i_b, CODES, 2 + KS.HAS_LOW, L.H * KS.SUBS * KS.BYTES, tl.uint8, L)
-        p_v = field_of(p_values, i_block, i_b, CODES, 2 + VS.HAS_LOW, L.H * VS.SUBS * VS.BYTES, tl.uint8, L)
+        p_k = field_of(p_keys, i_block, i_b, CODES, KS.FIELDS, L.H * KS.SUBS * KS.BYTES, tl.uint8, L)
+        p_v = field_of(p_values, i_block, i_b, CODES, VS.FIELDS, L.H * VS.SUBS * VS.BYTES, tl.uint8, L)
         b_k = ()
         for one in tl.static_range(KEYS):
             b_k = b_k + (fragment.load_words(p_k + (i_h * KS.SUBS + i_sub * KEYS + one) * KS.BYTES, KS),)
@@ -101,7 +101,7 @@ def scan(
                     b_u = (b_w * b_step[:, None]).to(tl.float16)
                 else:
                     weight = fragment.weight(VS.RUNS[run].PLANES, tile % VS.TILES)
-                    b_low = _low(b_lows, VS.RUNS[run].GROUP * TILES + tile, b_step, VS)
+                    b_low = b_lows[VS.RUNS[run].GROUP * TILES + tile].to(tl.float32)
                     b_u = (b_w * (b_step * weight)[:, None]).to(tl.float16)
                     if _rest(VS.RUNS, run) == len(b_left):
                         b_one = tl.dot(tl.full((16, 16), -1 / 16, tl.float16), b_u, b_rest[len(b_left)])
@@ -133,10 +133,8 @@ def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
     M: tl.constexpr = L.M
     NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
     TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
-    FIELDS: tl.constexpr = 2 + S.HAS_LOW
-    LAST: tl.constexpr = 1 + S.HAS_LOW
-    p_step = field_of(p_keys, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16, L)
-    p_low = field_of(p_keys, i_block, i_b, LAST, FIELDS, NUMBERS, tl.float16, L)  # the step where none is
+    p_step = field_of(p_keys, i_block, i_b, SCALE, S.FIELDS, NUMBERS, tl.float16, L)
+    p_low = field_of(p_keys, i_block, i_b, LOW, S.FIELDS, NUMBERS, tl.float16, L)
     b_steps = ()
     b_lows = ()
     for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):  # at once: none waits for another
@@ -144,20 +142,15 @@ def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
         for run in tl.static_range(len(S.RUNS)):
             o_d = fragment.channels(S, run)
             b_steps = b_steps + (tl.load(p_step + o_group + o_d),)
-            if S.HAS_LOW == 1:
-                b_lows = b_lows + (tl.load(p_low + o_group + o_d),)
+            b_lows = b_lows + (tl.load(p_low + o_group + o_d),)
     b_s = ()
     for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):
         b_scaled = ()
         b_ones = ()
         b_base = tl.zeros((16, M), tl.float32)
         for run in tl.static_range(len(S.RUNS)):
-            b_step = b_steps[first // TOGETHER * len(S.RUNS) + run]
-            if S.HAS_LOW == 1:
-                b_low = b_lows[first // TOGETHER * len(S.RUNS) + run]
-            else:
-                b_low = (b_step.to(tl.float32) * (-((1 << S.BITS) - 1) / 2)).to(tl.float16)
-            b_times = b_q[run] * b_step[:, None]
+            b_low = b_lows[first // TOGETHER * len(S.RUNS) + run]
+            b_times = b_q[run] * b_steps[first // TOGETHER * len(S.RUNS) + run][:, None]
             b_scaled = b_scaled + (b_times,)
             b_ones = b_ones + (tl.dot(fragment.ones(S, run), b_times),)
             b_base = tl.dot(fragment.ones(S, run), b_q[run] * b_low[:, None], b_base)
@@ -178,20 +171,16 @@ def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
 def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
     """As `per_channel`, of keys before RoPE: decoded in the tile, and rotated as if the block began at position 0.
 
-    The query, left and right channels of each run in turn, is rotated back by the block's first position. A mean that
-    was removed joins the lows. Steps and lows are loaded a run and group ahead: all of a sub-block would lie in
-    registers.
+    The query, left and right channels of each run in turn, is rotated back by the block's first position. Steps and
+    lows are loaded a run and group ahead: all of a sub-block would lie in registers.
     """
     M: tl.constexpr = L.M
     NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
     TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
-    FIELDS: tl.constexpr = 2 + S.HAS_LOW
-    LAST: tl.constexpr = 1 + S.HAS_LOW
-    p_step = field_of(p_keys, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16, L)
-    p_low = field_of(p_keys, i_block, i_b, LAST, FIELDS, NUMBERS, tl.float16, L)  # the step where none is
-    p_mean = None if p_rope.mean is None else p_rope.mean + (i_h + rope.zero(i_block)) * L.D
+    p_step = field_of(p_keys, i_block, i_b, SCALE, S.FIELDS, NUMBERS, tl.float16, L)
+    p_low = field_of(p_keys, i_block, i_b, LOW, S.FIELDS, NUMBERS, tl.float16, L)
     o_first = (i_h * (L.T // S.GROUP) + i_sub * S.TILES * 16 // S.GROUP) * L.D
-    b_next = _numbers_of_pairs(p_step + o_first, p_low + o_first, p_mean, L, S, 0)
+    b_next = _numbers_of_pairs(p_step + o_first, p_low + o_first, S, 0)
     p_angles = p_rope.block + rope.zero(i_block)
     b_turned = ()
     for run in tl.static_range(len(S.RUNS)):
@@ -202,10 +191,11 @@ def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
     for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):
         b_group = (tl.zeros((16, M), tl.float32),) * TOGETHER
         for run in tl.static_range(len(S.RUNS)):
-            b_steps, b_lows = _steps_of_pairs(b_next, S, run)
+            b_steps = fragment.halves_of_pairs(b_next[0], S, run)
+            b_lows = fragment.halves_of_pairs(b_next[1], S, run)
             o_group = o_first + (first // TOGETHER + (run + 1) // len(S.RUNS)) * L.D
             if (run + 1) % len(S.RUNS) > 0 or first + TOGETHER < S.TILES:
-                b_next = _numbers_of_pairs(p_step + o_group, p_low + o_group, p_mean, L, S, (run + 1) % len(S.RUNS))
+                b_next = _numbers_of_pairs(p_step + o_group, p_low + o_group, S, (run + 1) % len(S.RUNS))
             b_more = ()
             for tile in tl.static_range(TOGETHER):
                 b_weight = tl.full((1, 1, 1, 1), fragment.weight(S.RUNS[run].PLANES, first + tile), tl.float16)
@@ -222,24 +212,10 @@ def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
 
 
 @triton.jit
-def _numbers_of_pairs(p_step, p_low, p_mean, L: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
-    """Steps, lows and means of a run's channels, of the last two what there is: see `fragment.pairs_of_lanes`."""
-    o_c = fragment.pairs_of_lanes(S, RUN, 16, 8)
-    b_numbers = (tl.load(p_step + o_c),)
-    if S.HAS_LOW == 1:
-        b_numbers = b_numbers + (tl.load(p_low + o_c),)
-    if p_mean is not None:
-        b_numbers = b_numbers + (tl.load(p_mean + fragment.pairs_of_lanes(S, RUN, 8, L.D // 2)),)
-    return b_numbers
-
-
-@triton.jit
-def _steps_of_pairs(b_numbers, S: tl.constexpr, RUN: tl.constexpr):
-    """Steps, and lows plus what was removed, float16: of left and right channels each."""
-    b_low = _low(b_numbers, 1, b_numbers[0].to(tl.float32), S)
-    if len(b_numbers) > 1 + S.HAS_LOW:
-        b_low += b_numbers[1 + S.HAS_LOW]
-    return fragment.halves_of_pairs(b_numbers[0], S, RUN), fragment.halves_of_pairs(b_low.to(tl.float16), S, RUN)
+def _numbers_of_pairs(p_step, p_low, S: tl.constexpr, RUN: tl.constexpr):
+    """Steps and lows of a run's channels: see `fragment.pairs_of_lanes`."""
+    o_c = fragment.pairs_of_lanes(S, RUN)
+    return tl.load(p_step + o_c), tl.load(p_low + o_c)
 
 
 @triton.jit
@@ -278,7 +254,7 @@ def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexp
             b_step = b_steps[group * S.TILES + tile].to(tl.float32)
             b_sum += b_parts[group] * b_step[:, None]
             if len(S.TABLES) == 0:
-                b_sum += _low(b_lows, group * S.TILES + tile, b_step, S)[:, None] * b_whole[group][None, :]
+                b_sum += b_lows[group * S.TILES + tile].to(tl.float32)[:, None] * b_whole[group][None, :]
         b_s = b_s + (b_sum,)
     return b_s
 
@@ -287,27 +263,20 @@ def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexp
 def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr, TILES: tl.constexpr):
     """Steps and lows of the tokens of TILES tiles, the i_sub-th group of them: float16 [16], by group and tile.
 
-    No lows where they follow from steps.
+    No lows where codes have tables.
     """
     NUMBERS: tl.constexpr = L.H * S.GROUPS * L.T * 2
-    FIELDS: tl.constexpr = 2 + S.HAS_LOW
     o_t = i_h * S.GROUPS * L.T + i_sub * (16 * TILES) + tl.arange(0, 16)
-    p_step = field_of(p_table, i_block, i_b, SCALE, FIELDS, NUMBERS, tl.float16, L) + o_t
+    p_step = field_of(p_table, i_block, i_b, SCALE, S.FIELDS, NUMBERS, tl.float16, L) + o_t
     b_steps = ()
     b_lows = ()
     for number in tl.static_range(tl.constexpr(S.GROUPS) * TILES):
         b_steps = b_steps + (tl.load(p_step + number // TILES * L.T + number % TILES * 16),)
-    if S.HAS_LOW == 1:
-        p_low = field_of(p_table, i_block, i_b, LOW, FIELDS, NUMBERS, tl.float16, L) + o_t
+    if len(S.TABLES) == 0:
+        p_low = field_of(p_table, i_block, i_b, LOW, S.FIELDS, NUMBERS, tl.float16, L) + o_t
         for number in tl.static_range(tl.constexpr(S.GROUPS) * TILES):
             b_lows = b_lows + (tl.load(p_low + number // TILES * L.T + number % TILES * 16),)
     return b_steps, b_lows
-
-
-@triton.jit
-def _low(b_lows, NUMBER: tl.constexpr, b_step, S: tl.constexpr):
-    """The low end beside a step, float32 [16]."""
-    return b_lows[NUMBER].to(tl.float32) if S.HAS_LOW == 1 else b_step * (-((1 << S.BITS) - 1) / 2)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Split vectors into radii and angles, level by level in registers, and put them together again; see ops/polar.py.
+"""Split vectors into radii and angles, level by level in registers, in one launch; see ops/polar.py.
 
 BITS holds the width of every level in three bits each, the first level lowest. P is a power of two, as K padded.
 """
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.encode.tile import FUSED, Rows, load_rows, on, programs, rotated, stream_bytes
+from kvq_runtime.kernels.encode.tile import Rows, load_rows, on, rotated, stream_bytes
 from kvq_runtime.ops import polar
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import packed_size
@@ -21,34 +21,18 @@ from kvq_runtime.ops.rotation import Rotation
 def encode(
     x: Tensor, bits: Sequence[int], rotation: Rotation = None, boundaries: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    size = sum(packed_size(sum(counts), wide) for wide, counts in polar.runs(x.shape[-1], tuple(bits)))
-    return _launch(x, bits, rotation, boundaries, size)[1:]
-
-
-def angles(x: Tensor, bits: Sequence[int], boundaries: Sequence[Tensor] | None = None) -> tuple[list[Tensor], Tensor]:
-    codes, _, radii = _launch(x, bits, None, boundaries, 0)
-    return list(codes.split([x.shape[-1] >> level for level in range(1, len(bits) + 1)], -1)), radii
-
-
-def _launch(
-    x: Tensor, bits: Sequence[int], rotation: Rotation, boundaries: Sequence[Tensor] | None, size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode [..., K]: codes uint8 [..., K - K/2^L], level after level, those packed to `size` bytes, and the radii.
-
-    Radii are lengths, float32 [..., K/2^L]; beside packed codes root mean squares, float16.
-    """
     rows, count, shape, levels = Rows.of(x, rotation), x.shape[-1], x.shape[:-1], len(bits)
-    codes = torch.empty(*shape, count - (count >> levels), dtype=torch.uint8, device=x.device)
+    size = sum(packed_size(sum(counts), wide) for wide, counts in polar.runs(count, tuple(bits)))
+    codes = torch.empty(*shape, count - (count >> levels), dtype=torch.uint8, device=x.device)  # before packing
     packed = torch.empty(*shape, size, dtype=torch.uint8, device=x.device)
-    kind = torch.float16 if size else torch.float32
-    radii = torch.empty(*shape, count >> levels, dtype=kind, device=x.device)
+    radii = torch.empty(*shape, count >> levels, dtype=torch.float16, device=x.device)
     if rows.count:
         with on(x):
             _encode[rows.grid](
                 rows.x, codes, packed, radii, *rows.rotation, _lines(bits, boundaries, x.device), *rows.layout,
                 levels, widths(bits), boundaries is not None, size, *rows.sizes, **rows.options,
             )  # fmt: skip
-    return codes, packed, radii
+    return packed, radii
 
 
 def widths(bits: Sequence[int]) -> int:
@@ -81,7 +65,11 @@ def _encode(
     LEVELS: tl.constexpr, BITS: tl.constexpr, FITTED: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
     P: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [ROWS, P] of elements, halved level by level to [ROWS, P >> LEVELS] of radii; SIZE 0: not packed."""
+    """Tiles [ROWS, P] of elements, halved level by level to [ROWS, P >> LEVELS] of radii.
+
+    p_codes    unpacked, of one level after another, uint8 [n, K - K/2^L]; p_packed uint8 [n, SIZE]
+    p_radii    as root mean squares, float16 [n, K/2^L]
+    """
     b_x, i_row, _ = load_rows(p_x, n, second, third, s0, s1, s2, s3, K, P, ROWS)
     b_x = rotated(b_x, p_signs, p_matrix, RUN, LOG)
     m_row, o_row = (i_row < n)[:, None], i_row.to(tl.int64)[:, None]
@@ -98,11 +86,10 @@ def _encode(
         tl.store(p_codes + o_code, b_code.to(tl.uint8), mask=m_row & (i_angle < (K >> (level + 1))))
         b_x = tl.sqrt(b_a * b_a + b_b * b_b)
     i_radius = tl.arange(0, P >> LEVELS)[None, :]
-    if SIZE > 0:
-        b_x = (b_x * 2 ** (-LEVELS / 2)).to(tl.float16)
-        tl.debug_barrier()  # what is packed was stored by other threads
-        _pack(p_codes + o_row * (K - (K >> LEVELS)), p_packed + o_row * SIZE, m_row, LEVELS, BITS, K)
+    b_x = (b_x * 2 ** (-LEVELS / 2)).to(tl.float16)
     tl.store(p_radii + o_row * (K >> LEVELS) + i_radius, b_x, mask=m_row & (i_radius < (K >> LEVELS)))
+    tl.debug_barrier()  # the codes to pack were stored by other threads
+    _pack(p_codes + o_row * (K - (K >> LEVELS)), p_packed + o_row * SIZE, m_row, LEVELS, BITS, K)
 
 
 @triton.jit
@@ -174,48 +161,3 @@ def _pack_run(
             first += length
     tl.store(p_packed + i_byte, b_byte.to(tl.uint8), mask=m_row & (i_byte < first))
     return p_packed + first
-
-
-def decode(codes: Sequence[Tensor], radii: Tensor, points: Sequence[Tensor]) -> Tensor:
-    size, levels = radii.shape[-1] << len(points), len(points)
-    out = torch.empty(*radii.shape[:-1], size, dtype=torch.float32, device=radii.device)
-    padded = triton.next_power_of_2(radii.shape[-1]) << levels
-    rows, grid = programs(out.numel() // size, padded)
-    if out.numel():
-        with on(out):
-            _decode[grid](
-                torch.cat(list(codes), -1), radii.contiguous(), table(points), out, out.numel() // size,
-                levels, size, padded, rows, **FUSED,
-            )  # fmt: skip
-    return out
-
-
-def table(points: Sequence[Tensor]) -> Tensor:
-    """(cos, sin) that every code decodes to, of every level, float32 [levels, 2, 64]."""
-    return torch.stack([torch.nn.functional.pad(level.float().mT, (0, 64 - len(level))) for level in points])
-
-
-@triton.jit
-def _decode(
-    p_codes, p_radii, p_points, p_out, n,
-    LEVELS: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Tiles [ROWS, P >> LEVELS] of radii, doubled level by level to [ROWS, P] of elements."""
-    i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    m_row, o_row = (i_row < n)[:, None], i_row[:, None]
-    i_k = tl.arange(0, P >> LEVELS)[None, :]
-    b_x = tl.load(p_radii + o_row * (K >> LEVELS) + i_k, mask=m_row & (i_k < (K >> LEVELS)), other=0.0).to(tl.float32)
-    for up in tl.static_range(LEVELS):
-        b_x = _doubled(b_x, p_codes + o_row * (K - (K >> LEVELS)), m_row, p_points, LEVELS - 1 - up, K, P)
-    i_k = tl.arange(0, P)[None, :]
-    tl.store(p_out + o_row * K + i_k, b_x, mask=m_row & (i_k < K))
-
-
-@triton.jit
-def _doubled(b_x, p_codes, m_row, p_points, LEVEL: tl.constexpr, K: tl.constexpr, P: tl.constexpr):
-    """Lengths of one level [ROWS, P >> LEVEL] from those of the level above, b_x [ROWS, P >> (LEVEL + 1)]."""
-    i_angle = tl.arange(0, P >> (LEVEL + 1))[None, :]
-    m_angle = m_row & (i_angle < (K >> (LEVEL + 1)))
-    b_code = tl.load(p_codes + (K - (K >> LEVEL)) + i_angle, mask=m_angle, other=0).to(tl.int32)
-    p_level = p_points + LEVEL * 128
-    return tl.interleave(b_x * tl.load(p_level + b_code), b_x * tl.load(p_level + 64 + b_code))
