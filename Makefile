@@ -8,7 +8,7 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check -c constrai
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help env real-model gemma3-270m demo demo-real test test-all chaos check oldest-triton oldest-transformers engines test-engines test-lmcache test-lm-eval format bench bench-gpu flows-up flows-down wheel clean
+.PHONY: help env real-model gemma3-270m demo demo-real test test-all chaos check oldest-triton oldest-transformers engines test-engines test-lmcache test-lm-eval format bench bench-gpu flows-up wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -143,11 +143,8 @@ bench: $(VENV)/.bench ## time caches on a CPU; BENCH_ARGS=... of kvq bench
 bench-gpu: env ## measure the kernels where there is a GPU; BENCH_ARGS=..., without one BENCH_ARGS=--dry-run
 	env -u TRITON_INTERPRET PYTHONPATH=. $(RUN) -m benchmarks.gpu $(BENCH_ARGS)
 
-flows-up: env ## start a Prefect server and a worker here, deploy flows.yaml; FLOWS_PORT=4200 WEBHOOK=https://...
-	$(RUN) -m pipelines.service up $(if $(FLOWS_PORT),--port $(FLOWS_PORT)) $(if $(WEBHOOK),--webhook "$(WEBHOOK)")
-
-flows-down: env ## stop what flows-up started, and nothing else
-	$(RUN) -m pipelines.service down
+flows-up: env ## run a Prefect server and a worker here with flows.yaml, until Ctrl-C; FLOWS_PORT=4200 WEBHOOK=https://...
+	$(RUN) -m pipelines.service $(if $(FLOWS_PORT),--port $(FLOWS_PORT)) $(if $(WEBHOOK),--webhook "$(WEBHOOK)")
 
 wheel: env ## build sdist and wheel into dist/
 	$(RUN) -m build --no-isolation --outdir dist .

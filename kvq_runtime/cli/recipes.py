@@ -10,10 +10,9 @@ from kvq_runtime.artifact import describe, recipe_text
 from kvq_runtime.attention import fused
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
-from kvq_runtime.errors import ArtifactError, NotFound, counted
+from kvq_runtime.errors import NotFound, counted
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, Geometry, Sliding
 from kvq_runtime.recipe import Recipe, families, is_preset, preset
-from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -87,7 +86,7 @@ class Model(NamedTuple):
 
 def run_bytes(args: Namespace) -> int:
     """Print the bits per element and GiB of each recipe on each model, beside 16 bit."""
-    recipes = recipe_text.distinct(map(_recipe, recipe_text.with_settings(args.recipes, args.set)))
+    recipes = recipe_text.distinct(map(recipe_text.read, recipe_text.with_settings(args.recipes, args.set)))
     models = list(map(_model, args.model or ["qwen2.5-7b"]))
     tokens = args.tokens or [8192, 32768, 131072]
     print_table([row for model in models for row in _rows(model, recipes, tokens, args)], args.json)
@@ -97,17 +96,6 @@ def run_bytes(args: Namespace) -> int:
             if (sliding := model.sliding).layers:
                 print(SLIDES.format(sliding.layers, sliding.window, model.name))
     return 0
-
-
-def _recipe(text: str) -> Recipe:
-    """Read the recipe of a name or file, else of the artifact that the text refers to."""
-    try:
-        return recipe_text.read(text)
-    except NotFound as error:
-        try:
-            return load_artifact(text).recipe
-        except (ArtifactError, ValueError):
-            raise error from None
 
 
 def _model(text: str) -> Model:

@@ -23,7 +23,6 @@ from kvq_runtime.registry.evaluation_records import (
     Record,
     TextRecord,
     readable,
-    task_records,
     text_records,
 )
 from kvq_runtime.registry.events import Version
@@ -53,7 +52,7 @@ def run_show(args: Namespace) -> int:
         return 0
     print(printable("; ".join([lead[0], f"{record['recipe']['bits']:.3g} bits", *lead[1:]])) + "\n")
     print_record(describe.brief(record), json=False)
-    tables = {"evaluations (--json has all of each)": losses(records), "tasks": _tasks(records)}
+    tables = {"evaluations (--json has all, and tasks)": losses(records)}
     for title, rows in (tables | describe.tables(record)).items():
         if rows:
             print(f"\n{title}")
@@ -85,18 +84,6 @@ def losses(records: Sequence[Record]) -> list[dict[str, Any]]:
                 row |= {"protocol": SPOKEN[protocol], "perplexity": figures.perplexity}
                 row |= {"vs 16 bit": percent(figures.relative), "KL": figures.kl}
                 rows.append(row | {"top-1": None if figures.top1 is None else f"{figures.top1:.2%}"})
-    return rows
-
-
-def _tasks(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return a row for each task: its figures by metric, and the number of texts."""
-    rows = []
-    for record in task_records(records):
-        for protocol, part in record.result.protocols.items():
-            for name, task in part.tasks.items():
-                figures = [f"{metric} {one.value:.4g}" for metric, one in task.figures.items() if one.value is not None]
-                row = {"task": name, "protocol": protocol, "figures": ", ".join(figures) or task.reason}
-                rows.append(row | {"texts": task.texts})
     return rows
 
 

@@ -5,13 +5,11 @@ import re
 import time
 
 import pytest
-import tiny_artifact as tiny
 
 from kvq_runtime import recipe
 from kvq_runtime.artifact import describe, recipe_text
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.recipe import preset
-from kvq_runtime.registry.resolve import open_registry
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
           "hidden_size": 4096}  # fmt: skip
@@ -67,8 +65,6 @@ def test_bytes_of_models_that_are_not_there(kvq, as_json, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for model in (str(tmp_path), str(tmp_path / "config.json"), "32x8x128"):
         assert as_json("bytes", "aqua-2bit", "--model", model, "--tokens", "131072")[1]["bytes"] == rows[2]["bytes"]
-    open_registry().publish("tiny-2bit", tiny.data(0))
-    assert [row["recipe"] for row in as_json("bytes", "tiny-2bit", "--model", "28x4x128")] == ["16 bit", "tiny"]
 
 
 def test_layers_that_slide_hold_their_window(as_json, tmp_path):

@@ -3,7 +3,6 @@
 Their periods, 36 hours and 90 seconds, are shortened; all else is as it is deployed.
 """
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -24,17 +23,16 @@ SLEEPER = "import time; from prefect import flow; flow(name='sleeper')(lambda: t
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
     """A server as `make flows-up` starts it: its address, and the environment of its clients."""
-    from kvq_calib.flow import server as flow_server
     from pipelines import service
 
     folder = tmp_path_factory.mktemp("flows")
     (folder / "auth").write_text("kvq:secret")
     with free_port() as port, (folder / "server.log").open("w") as log:
         url, environment = f"http://127.0.0.1:{port}/api", service.server_environment(folder, port)
-        command = [sys.executable, *service.server_command(port)]
+        command = [sys.executable, "-m", "prefect", *service.server_command(port)]
         running = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            assert flow_server.wait(url, lambda: running.poll() is None), (folder / "server.log").read_text()
+            service.wait(url, running)
             yield url, service.client_environment(folder, url)
         finally:
             running.terminate()
@@ -49,13 +47,12 @@ def server(started):
     of later flows wait for one that is gone, until the process ends.
     """
     from prefect.events.worker import EventsWorker
-
-    from kvq_calib.flow import flow
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     url, environment = started
     EventsWorker.drain_all(timeout=PATIENCE)
     secret = environment["PREFECT_API_AUTH_STRING"]
-    with flow.temporary_settings({flow.PREFECT_API_URL: url, flow.PREFECT_API_AUTH_STRING: secret}):
+    with temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: secret}):
         yield environment
         EventsWorker.drain_all(timeout=PATIENCE)
 
@@ -67,63 +64,28 @@ def ends(name: str, state) -> str:
     return f"prefect.flow-run.{flow(name=name)(lambda: state)(return_state=True).state_details.flow_run_id}"
 
 
-POST = {"Content-Type": "text/plain"}  # what a page may send without asking first
-REFUSED = {  # {whose request: (its headers, the status)}
-    "a page": (POST | {"Origin": "https://evil.example"}, 401),
-    "a page that guesses": (POST | {"Origin": "https://evil.example", "Authorization": "Basic a3ZxOmE="}, 401),
-    "no page": ({}, 401),
-    "a name that was pointed here": ({"Host": "evil.example"}, 400),
-    "that name with the secret": ({"Host": "evil.example", "Authorization": "the secret"}, 400),
-}
-
-
-@pytest.mark.parametrize("headers, status", REFUSED.values(), ids=REFUSED)
-def test_who_does_not_know_the_secret_makes_nothing(headers, status, server):
+def test_a_page_in_a_browser_gets_nothing_without_the_secret(server):
     """A flow is the first half of a deployment, and a deployment's steps run commands."""
     from base64 import b64encode
 
     import httpx
 
     url, secret = server["PREFECT_API_URL"], server["PREFECT_API_AUTH_STRING"]
-    known = {"Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
-    given = {**headers, **(known if headers.get("Authorization") == "the secret" else {})}
+    evil, own = "https://evil.example", url.removesuffix("/api").replace("127.0.0.1", "localhost")
     with httpx.Client(trust_env=False) as client:
-        made = lambda: client.post(f"{url}/flows/filter", headers=known, json={}).json()  # noqa: E731
-        before = made()
-        answer = client.post(f"{url}/flows/", headers=given, content='{"name": "from-a-page"}')
-        assert answer.status_code == status and "access-control-allow-origin" not in answer.headers
-        assert client.post(f"{url}/flows/filter", headers=given, content="{}").status_code == status
-        assert made() == before
+        for more in ({}, {"Origin": evil}, {"Host": "evil.example"}, {"Authorization": "Basic a3ZxOmE="}):
+            headers = {"Content-Type": "text/plain"} | more  # what a page may send without asking first
+            answer = client.post(f"{url}/flows/", headers=headers, content='{"name": "from-a-page"}')
+            assert answer.status_code == 401 and "access-control-allow-origin" not in answer.headers
+        known = {"Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
         assert client.post(f"{url}/flows/", headers=known, json={"name": "ours"}).is_success
-
-
-@pytest.mark.parametrize("origin, allowed", [("https://evil.example", False), ("null", False), ("own", True)])
-def test_a_page_of_another_origin_may_not_ask_what_its_browser_would_ask_first(origin, allowed, server):
-    import httpx
-
-    url = server["PREFECT_API_URL"]
-    own = url.removesuffix("/api").replace("127.0.0.1", "localhost")
-    asked = {"Origin": own if origin == "own" else origin, "Access-Control-Request-Method": "POST"}
-    asked["Access-Control-Request-Headers"] = "authorization,content-type"
-    with httpx.Client(trust_env=False) as client:
-        answer = client.options(f"{url}/deployments/", headers=asked)
-    assert answer.is_success == allowed
-    assert answer.headers.get("access-control-allow-origin") == (own if allowed else None)
-
-
-def test_a_socket_is_closed_to_who_does_not_know_the_secret(server):
-    from prefect.events.clients import get_events_subscriber
-    from prefect.settings import temporary_settings
-
-    from kvq_calib.flow import flow
-
-    async def listen() -> None:
-        async with get_events_subscriber():
-            pass
-
-    asyncio.run(listen())
-    with temporary_settings({flow.PREFECT_API_AUTH_STRING: "kvq:wrong"}), pytest.raises(Exception, match="authenticat"):
-        asyncio.run(listen())
+        assert {one["name"] for one in client.post(f"{url}/flows/filter", headers=known, json={}).json()} == {"ours"}
+        for origin, allowed in ((evil, False), ("null", False), (own, True)):
+            headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            answer = client.options(f"{url}/deployments/", headers=headers)
+            assert (
+                answer.is_success == allowed and (answer.headers.get("access-control-allow-origin") == own) == allowed
+            )
 
 
 def test_failed_gates_and_drift_are_told_and_nothing_else(server):
@@ -142,31 +104,6 @@ def test_failed_gates_and_drift_are_told_and_nothing_else(server):
     first, second = sorted(heard)
     assert first.startswith("kvq, drift ") and first.endswith(': demo@1.0.0 has drifted. "KL" 2')
     assert second.startswith("kvq, kvq-calibrate ") and second.endswith(": demo was not published")
-
-
-def test_an_event_that_the_server_evaluates_again_is_told_once(server):
-    """As it does where evaluating one failed midway; here the second is of the same moment."""
-    from prefect.client.orchestration import get_client
-    from prefect.events import Event
-    from prefect.events.filters import EventFilter, EventNameFilter, EventResourceFilter
-    from prefect.states import Failed
-
-    from kvq_calib.flow.flow import GATE_FAILED
-    from pipelines import automations
-    from pipelines.flows import DRIFTED
-
-    named = EventNameFilter(name=[f"prefect.flow-run.{GATE_FAILED}"])
-    with listening() as (address, heard), get_client(sync_client=True) as client:
-        automations.define(address)
-        run = EventResourceFilter(id=[ends("kvq-calibrate", Failed(name=GATE_FAILED, message="told once"))])
-        until(lambda: heard)
-        (told,) = until(lambda: client.read_events(EventFilter(event=named, resource=run), limit=2).events)
-        again = [Event(**told.model_dump(include={"occurred", "event", "resource", "related"})) for _ in range(2)]
-        answer = client._client.post("/events", json=[one.model_dump(mode="json") for one in again])
-        assert answer.is_success
-        ends("drift", Failed(name=DRIFTED, message="evaluated after these"))
-        until(lambda: any("evaluated after" in one for one in heard))
-    assert len(heard) == 2, heard
 
 
 def test_silence_is_told_and_a_success_is_no_silence(server):

@@ -3,6 +3,9 @@
 import json
 import os
 import shlex
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -15,7 +18,7 @@ import patience
 import psutil
 import pytest
 import tiny
-from patience import held, lives
+from patience import PATIENCE, held, lives
 from webhook import free_port, listening
 
 from kvq_runtime.registry import resolve as registry
@@ -38,29 +41,17 @@ def deployments(model: Path, folder: Path) -> Path:
     import yaml
 
     given = yaml.safe_load((ROOT / "flows.yaml").read_text())
-    small = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "eval_windows": 2, "also": ["none"],
+    settings = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "eval_windows": 2, "also": ["none"],
              "checkpoint_every": 0}  # fmt: skip
     nightly = next(one for one in given["deployments"] if one["name"] == "nightly")
     asked = next(one for one in given["deployments"] if one["name"] == "on-demand")
     soon = (datetime.now(UTC) + timedelta(seconds=1)).isoformat()
-    nightly["parameters"] = {"models": [str(model)], **small}
+    nightly["parameters"] = {"models": [str(model)], "settings": settings}
     nightly["schedules"] = [{"interval": 10, "anchor_date": soon, "timezone": "Europe/Berlin", "slug": "soon"}]
-    asked["parameters"] = {"model": str(model), "seed": 1, "max_kl": 1e-12, **small}
+    asked["parameters"] = {"model": str(model), "settings": {**settings, "seed": 1, "max_kl": 1e-12}}
     path = folder / "flows.yaml"
     path.write_text(yaml.safe_dump(given))
     return path
-
-
-def test_no_path_and_every_policy_in_flows_yaml():
-    import yaml
-
-    given = yaml.safe_load((ROOT / "flows.yaml").read_text())
-    assert not [line for line in (ROOT / "flows.yaml").read_text().splitlines() if ": /" in line or '"/' in line]
-    assert {one["name"] for one in given["deployments"]} == {"on-demand", "nightly", "drift"}
-    for one in given["deployments"]:
-        assert one["concurrency_limit"]["collision_strategy"] in ("ENQUEUE", "CANCEL_NEW")
-        assert all(schedule["timezone"] for schedule in one.get("schedules", []))
-        assert (ROOT / one["entrypoint"].partition(":")[0]).is_file()
 
 
 def test_the_page_starts_a_deployment_that_there_is():
@@ -81,9 +72,7 @@ def test_the_page_starts_a_deployment_that_there_is():
 
 def test_runs_are_killed_resumed_cancelled_and_completed_and_a_failed_gate_told(tmp_path, monkeypatch, hook):
     from prefect.client.orchestration import get_client
-
-    from kvq_calib.flow import flow
-    from pipelines import service
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     address, heard = hook
     model = tmp_path / "tiny-model"
@@ -94,21 +83,24 @@ def test_runs_are_killed_resumed_cancelled_and_completed_and_a_failed_gate_told(
                  "SERVER_SERVICES_SCHEDULER_MAX_RUNS"):  # fmt: skip
         monkeypatch.setenv(f"PREFECT_{name}", "2")
     monkeypatch.setenv("HF_TOKEN", CANARY)
-    runs, flows, started = tmp_path / "kvq-home" / "runs", tmp_path / "kvq-home" / "flows", []
+    runs, flows = tmp_path / "kvq-home" / "runs", tmp_path / "kvq-home" / "flows"
     hold = tmp_path / "hold"  # names the layer that is not finished
     hold.write_text("layer-0003")
     (tmp_path / "sitecustomize.py").write_text(held(hold, f"name.endswith(open({str(hold)!r}).read())"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with free_port() as port:
+        command = [sys.executable, "-m", "pipelines.service", "--port", str(port), "--webhook", address]
+        command += ["--file", str(deployments(model, tmp_path))]
+        service = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert service.stdout and "shows the flows" in service.stdout.readline()
     try:
-        with free_port() as port:
-            url = service.up(port, deployments(model, tmp_path), address)
-        started = family(flows)
+        started = family(service)
         assert len(started) >= 2
         assert flows.stat().st_mode & 0o777 == 0o700
         assert {(flows / name).stat().st_mode & 0o777 for name in ("auth", "hf-token")} == {0o600}
         assert (flows / "hf-token").read_text() == CANARY
-        known = {flow.PREFECT_API_URL: url, flow.PREFECT_API_AUTH_STRING: (flows / "auth").read_text()}
-        with flow.temporary_settings(known), get_client(sync_client=True) as client:
+        known = {PREFECT_API_URL: f"http://127.0.0.1:{port}/api", PREFECT_API_AUTH_STRING: (flows / "auth").read_text()}
+        with temporary_settings(known), get_client(sync_client=True) as client:
             defined = {one.name: one for one in client.read_automations()}
             assert len(defined) == 4
             assert defined["kvq: no success for 36 hours"].trigger.within == timedelta(hours=36)
@@ -125,26 +117,24 @@ def test_runs_are_killed_resumed_cancelled_and_completed_and_a_failed_gate_told(
             until(lambda: fitted(client).keys() == {f"layer-{n}-0" for n in range(6)})
             assert fitted(client)["layer-0-0"] == fitted(client)["layer-2-0"] == 1
             assert registry.resolve("tiny-model-aqua-2bit").version == "1.0.0"
-            assert not states(client, "kvq-calibrate", "Running")
+            until(lambda: not states(client, "kvq-calibrate", "Running"))
             asked = client.read_deployment_by_name("on-demand/on-demand")
             client.create_flow_run_from_deployment(asked.id)
             until(lambda: heard)
             (failed,) = states(client, "kvq-calibrate", "GateFailed")
             assert failed.state.message in heard[0] and "was not published. KL" in heard[0]
             assert list(registry.open_registry().state("tiny-model-aqua-2bit").versions) == ["1.0.0"]
-            started += family(flows)
+            started += family(service)
     finally:
-        stopped = service.down()
-    assert stopped == ["worker", "server"]
+        service.send_signal(signal.SIGINT)
+        assert service.wait(PATIENCE) == 0
     assert not [one for one in started if lives(one)]
     assert not (flows / "auth").exists() and not (flows / "hf-token").exists()
-    assert service.down() == []
 
 
-def family(folder: Path) -> list[psutil.Process]:
-    """What the service started, and their children; none of them has the token in its environment."""
-    found = [psutil.Process(json.loads(record.read_text())["pid"]) for record in folder.glob("*.json")]
-    found += [child for one in found for child in one.children(recursive=True)]
+def family(service: subprocess.Popen) -> list[psutil.Process]:
+    """Return what the service started, and their children; none of them has the token in its environment."""
+    found = psutil.Process(service.pid).children(recursive=True)
     assert not [one for one in found if CANARY in one.environ().values()]
     return found
 

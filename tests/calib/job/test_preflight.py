@@ -8,17 +8,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import tiny
-import torch
 
-from kvq_calib.bench import rounds
-from kvq_calib.cli import calibrate as cli
 from kvq_calib.evaluate import held_out
 from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
 from kvq_calib.job.prepare import preflight, prepare
 from kvq_calib.model import find
 from kvq_calib.run import plan as plans
 from kvq_runtime.errors import NotFound
-from kvq_runtime.ops import product
 from kvq_runtime.recipe import preset
 
 PLENTY = 1 << 50
@@ -125,38 +121,9 @@ def test_what_gradients_keep_is_counted(job, monkeypatch):
     assert found - less == 256 * (64 + 2 * 32) * 4 * 2 + read
 
 
-@pytest.mark.parametrize("free, says", [({"disk": 1}, "the run needs"), ({"memory": 1}, "a layer and a chunk need")])
-def test_the_command_refuses_before_it_writes(free, says, job, machine, capsys):
-    machine(**free)
-    given = ["--model", job.what.model, "--corpus", job.text.corpus, "--samples", "4", "--seq-len", "128"]
-    assert cli.main([*given, "--run", job.machine.run, "--no-eval"]) == 1
-    captured = capsys.readouterr()
-    assert says in captured.err and not captured.out and not Path(job.machine.run).parent.exists()
-
-
 def test_a_folder_that_cannot_be_written_is_named_before_a_run(job, machine, tmp_path):
     machine()
     (tmp_path / "file").write_text("")
     blocked = job.with_settings(run=str(tmp_path / "file" / "run"))
     with pytest.raises(RuntimeError, match=rf"{tmp_path}/file: nothing can be written there; .*--run DIR"):
         preflight(blocked, prepare(blocked))
-
-
-def test_a_processor_without_bfloat16_takes_float32_and_says_so_once(job, monkeypatch):
-    """Weights of a calibration, and of a benchmark, whatever they are stored in; with the instructions neither."""
-    work = prepare(job)
-    stored = replace(work, plan=replace(work.plan, dtype="float32"))
-    monkeypatch.setattr(type(work.files), "dtype", torch.bfloat16)
-    said = {}
-    for has in (True, False):
-        monkeypatch.setattr(product, "multiplies_bfloat16", lambda has=has: has)
-        said[has] = [note for note in preflight(job, stored) if "bfloat16" in note]
-        expected = torch.bfloat16 if has else torch.float32
-        assert (
-            rounds.dtype_of(stored.files) == expected
-            and rounds.dtype_of(stored.files, None, "cuda:0") == torch.bfloat16
-        )
-        assert rounds.dtype_of(stored.files, "float16") == torch.float16
-    assert said[True] == [] and said[False] == [
-        "this processor has no bfloat16 instructions: the model's products are made in float32"
-    ]
