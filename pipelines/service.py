@@ -8,7 +8,7 @@ known by its id and the moment it began, so that an id that the system has reuse
 from the system's start, since clocks are set.
 
     auth        what every request to the server must know: made when it is started, passed to worker and commands
-    hf-token    $HF_TOKEN, which the worker does not have: see `publishing` of kvq_runtime/registry/hub/client.py
+    hf-token    $HF_TOKEN, which the worker does not have: see kvq_runtime/registry/hub_api.py
 """
 
 import argparse
@@ -23,7 +23,7 @@ from filelock import FileLock
 
 from kvq_calib.flow import server as flow_server
 from kvq_runtime.disk import files
-from kvq_runtime.registry.hub.client import TOKEN_FILE, TOKENS
+from kvq_runtime.registry.hub_api import TOKEN_FILE, TOKENS
 from kvq_runtime.registry.reference import home
 
 ROOT = Path(__file__).parents[1]
