@@ -6,7 +6,7 @@
     output = model.generate(**inputs, cache=cache)
     print(cache.memory_report())
 
-    artifact = load_artifact("my-org/qwen2.5-7b-aqua-2bit", revision="v1.2.0")    # without transformers
+    artifact = load_artifact("my-org/qwen2.5-7b-aqua-2bit@1.2.0")    # without transformers
     preset("higgs-2bit")                                                          # a recipe that needs no artifact
 
 Importing KVQCache registers the attention "kvq" with transformers; `import kvq_runtime` alone imports neither torch nor

@@ -36,6 +36,10 @@ class Conflict(ArtifactError):
     """Another change came first, or a change contradicts the present state."""
 
 
+class Unanswered(RuntimeError):
+    """A Hub or a network failed, and whether a request was carried out is unknown."""
+
+
 def spoken(error: BaseException) -> str:
     """Say an error in words: of what the system refuses the path, what it is and what to do, without its number."""
     if not isinstance(error, OSError) or error.errno is None or not error.strerror:  # a library's, in words already

@@ -13,7 +13,6 @@ from kvq_calib.flow.flow import calibrated, failed
 from kvq_calib.job.job import Job
 from kvq_calib.model import catalog
 from kvq_runtime.cli.table import percent
-from kvq_runtime.registry.hub.client import publishing
 from kvq_runtime.registry.rating import Bounds, Refused
 from kvq_runtime.registry.reference import PRODUCTION
 
@@ -79,7 +78,7 @@ def nightly(
     return failed("; ".join(reasons)) if reasons else rows
 
 
-check = task(name="measure", cache_policy=NO_CACHE, persist_result=False)(publishing()(held_out.check_drift))
+check = task(name="measure", cache_policy=NO_CACHE, persist_result=False)(held_out.check_drift)
 
 
 @flow(name="drift", flow_run_name="{model}", persist_result=False)

@@ -215,4 +215,5 @@ def _link(place: Place) -> str:
 
     version = reference.parse(place.reference)
     assert isinstance(version, reference.Reference), "what is published on a Hub has a reference"
-    return f"{constants.ENDPOINT}/{reference.kind_and_root(place.registry)[1]}/{version.name}/tree/v{version.value}"
+    repository = f"{reference.kind_and_root(place.registry)[1]}/{version.name}"
+    return f"{constants.ENDPOINT}/{repository}/tree/main/versions/{version.value}"

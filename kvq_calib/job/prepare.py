@@ -25,7 +25,6 @@ from kvq_calib.text.documents import EMBEDDED
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.ops import product
-from kvq_runtime.registry.hub.client import publishing
 from kvq_runtime.registry.reference import check_version, home
 from kvq_runtime.vllm import plugin
 
@@ -96,7 +95,6 @@ def not_alone(job: Job, work: Run) -> Job:
     return job.with_settings(baselines=(PLAIN,)) if alone else job
 
 
-@publishing()
 def preflight(job: Job, work: Run) -> list[str]:
     """Check before hours of work what would stop them at their end; return notes.
 

@@ -23,7 +23,6 @@ from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.disk import files as disk
 from kvq_runtime.registry import card, rating
 from kvq_runtime.registry.evaluation_records import TextRecord, parse
-from kvq_runtime.registry.hub.client import publishing
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -80,7 +79,6 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
     return records
 
 
-@publishing()
 def publish(
     job: Job, work: Run, fitted: Mapping[str, Artifact], records: Sequence[Mapping[str, Any]] = ()
 ) -> list[Published]:

@@ -29,7 +29,7 @@ OK, FAILED = "ok", "failed"
 def checked(registry: Registry, name: str, version: Version) -> tuple[list[dict[str, Any]], Artifact | None]:
     """Load the version's file with every check: a row on it, and the artifact if it passed."""
     try:
-        made = artifact.load(registry.fetch_verified(name, version), version.sha256, version.size)
+        made = artifact.load(registry.fetch(name, version), version.sha256, version.size)
     except (ArtifactError, NotFound) as error:
         return [_row("file", FAILED, str(error))], None
     return [_row("file", OK, "all checks of kvq verify passed")], made

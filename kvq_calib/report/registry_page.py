@@ -48,18 +48,10 @@ def _versions(registry: Registry, state: State, now: datetime) -> Iterator[dict[
         row |= {"size": version.size, "sha256": version.sha256, "yanked": version.yanked}
         row |= {"production": version.version == production, "newest": newest is not None and version == newest}
         row |= {"aliases": aliases(state, version)}
-        row |= _about(registry, state.name, version)
+        row |= {field: version.about[field] for field in ("recipe", "model", "corpus")} | {"damage": None}
         row |= _loss(registry, state.name, version, row["corpus"])
         rows.append(row | {"needs": _needs(row)})
     yield from reversed(rows)
-
-
-def _about(registry: Registry, name: str, version: Version) -> dict[str, Any]:
-    try:
-        about = registry.about(name, version)
-        return {field: about[field] for field in ("recipe", "model", "corpus")} | {"damage": None}
-    except UNREADABLE as error:
-        return dict.fromkeys(("recipe", "model", "corpus")) | {"damage": str(error)}
 
 
 def _loss(registry: Registry, name: str, version: Version, fitted: str | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def _list_row(registry: Registry, state: State) -> dict[str, Any]:
     row |= {"versions": len(state.versions)}
     if newest is None:
         return row | {"recipe": "(every version is yanked)"}
-    about = registry.about(state.name, newest)
+    about = newest.about
     return row | {"recipe": about["recipe"], "model": about["model"], "published": newest.at}
 
 
@@ -98,7 +98,7 @@ def run_yank(args: Namespace) -> int:
 def run_copy(args: Namespace) -> int:
     """Copy one version, or all of a name, to another registry."""
     from kvq_runtime.registry.copy import copy_version
-    from kvq_runtime.registry.hub.registry import HubRegistry
+    from kvq_runtime.registry.hub import HubRegistry
 
     parsed = reference.parse(args.reference)
     if not isinstance(parsed, Reference):
@@ -144,11 +144,11 @@ def run_gc(args: Namespace) -> int:
 
 
 def run_doctor(args: Namespace) -> int:
-    """Print everything that is wrong with the registry; return 1 if any of it is a fault."""
+    """Print everything that is wrong with the registry; return 1 if there is a fault."""
     registry = _registry(args)
     findings = registry.examine()
     if findings or args.json:
         print_table([dataclasses.asdict(finding) for finding in findings], args.json)
     else:
         print(f"nothing is wrong with {registry.url}: {counted(len(registry.names()), 'name')}")
-    return int(any(finding.level == "fault" for finding in findings))
+    return int(bool(findings))

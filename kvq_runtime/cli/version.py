@@ -149,7 +149,7 @@ def run_pull(args: Namespace) -> int:
     version = state.get(resolved.version)
     _check_files(registry, resolved, version, locked, signature)
     attachments = registry.attachments(resolved.name, version)
-    data = artifact.read(registry.fetch_verified(resolved.name, version), resolved.sha256, resolved.size)
+    data = artifact.read(registry.fetch(resolved.name, version), resolved.sha256, resolved.size)
     folder = Path(args.output or resolved.name)
     contents = {reference.ARTIFACT_FILE: data} | attachments
     published = {entry["sha256"] for one in state.versions.values() for entry in one.files.values()}
@@ -160,7 +160,7 @@ def run_pull(args: Namespace) -> int:
     for name, content in contents.items():
         files.save(folder / name, content)
     if args.lock:
-        fields = {name: getattr(resolved, name) for name in ("name", "version", "sha256", "size", "commit")}
+        fields = {name: getattr(resolved, name) for name in ("name", "version", "sha256", "size")}
         demanded = {"policy": policy, "signature": signature, "files": version.beside}
         lock.write_lock(Path(args.lock), Lock(args.reference, resolved.registry, **fields, **demanded))
     paths = [str(folder / name) for name in contents]
@@ -179,9 +179,8 @@ def _may_replace(path: Path, published: set[str]) -> bool:
 
 
 def _fields(resolved: Resolved) -> dict[str, Any]:
-    """Return a resolved reference as fields; the commit only if it has one."""
-    record = dataclasses.asdict(resolved) | {"path": str(resolved.path)}
-    return record if resolved.commit else {name: value for name, value in record.items() if name != "commit"}
+    """Return a resolved reference as fields."""
+    return dataclasses.asdict(resolved) | {"path": str(resolved.path)}
 
 
 def run_verify(args: Namespace) -> int:

@@ -133,30 +133,17 @@ class KVQCache(Announced, Cache):
         registry: str | Path | None = None,
         lock: str | Path | None = None,
         allow_other_weights: bool = False,
-        *,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        token: str | bool | None = None,
-        local_files_only: bool = False,
     ) -> "KVQCache":
         """Make a cache from an artifact: a folder, "org/name" of a Hub, or "name", "name@1.2.0", "name@production".
 
         registry             a folder, "file:///folder" or "hf://org"; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
         lock                 a lock file that pins version and sha256
         allow_other_weights  load an artifact that was calibrated on other weights of the same shape
-        revision             a version, its tag, an alias, or a commit of a Hub: what may stand after @
-        cache_dir            where files of a Hub are kept; None: where huggingface_hub keeps them
-        token                of a Hub; None: that of huggingface_hub
-        local_files_only     make no request: use what the cache has
-        All but the third are as for `load_artifact`, which says what each may be. Caches of one artifact share its
-        tensors, however many there are: keep one, or what `load_artifact` returns, and the next reads no file.
+        Reference, registry and lock are those of `load_artifact`. Caches of one artifact share its tensors, however
+        many there are: keep one, or what `load_artifact` returns, and the next reads no file.
         Raises ArtifactError if the file differs from the registry's record or the lock, or belongs to another model.
         """
-        artifact = load_artifact(
-            reference, registry, lock, revision=revision, cache_dir=cache_dir, token=token,
-            local_files_only=local_files_only,
-        )  # fmt: skip
-        return cls.from_artifact(artifact, model, allow_other_weights)
+        return cls.from_artifact(load_artifact(reference, registry, lock), model, allow_other_weights)
 
     @classmethod
     def from_artifact(cls, artifact: Artifact, model: PreTrainedModel, allow_other_weights: bool = False) -> "KVQCache":

@@ -11,8 +11,7 @@ from kvq_runtime.errors import Conflict
 from kvq_runtime.registry import card
 from kvq_runtime.registry.evaluation_records import readable
 from kvq_runtime.registry.events import State, Version
-from kvq_runtime.registry.hub.client import Access, using
-from kvq_runtime.registry.hub.registry import HubRegistry
+from kvq_runtime.registry.hub import HubRegistry
 from kvq_runtime.registry.reference import HUB, Reference, parse
 from kvq_runtime.registry.registry import Kind, Registry
 
@@ -20,7 +19,7 @@ from kvq_runtime.registry.registry import Kind, Registry
 def copy_version(
     source: Registry, name: str, version: Version, target: Registry, dry_run: bool = False
 ) -> dict[str, Any]:
-    """Copy one version under its number, with its records and yank; return what was done as a row.
+    """Copy one version under its number, with its records and yank; return the outcome as a row.
 
     dry_run   write nothing, and return what would be done
     Raises Conflict if the target has other bytes under this number, or these bytes under another one; ArtifactError if
@@ -35,10 +34,8 @@ def copy_version(
     if dry_run:
         target.check_writable()
         return row | {"result": "would be published" if there is None else "is there already"}
-    if there is not None:
-        target.finish(name, version)
-    else:
-        data = artifact.read(source.fetch_verified(name, version), version.sha256, version.size)
+    if there is None:
+        data = artifact.read(source.fetch(name, version), version.sha256, version.size)
         attachments = source.attachments(name, version)
         if "README.md" in attachments:
             text = card.addressed(attachments["README.md"].decode(), target.url, name, version.version)
@@ -46,7 +43,7 @@ def copy_version(
         target.publish(name, data, version.version, attachments)
     kinds: tuple[Kind, ...] = ("evaluations", "signatures")
     for kind in kinds:
-        known = [data for _, data in target.records(kind, version.sha256, name)]
+        known = {data for _, data in target.records(kind, version.sha256, name)}
         for _, data in source.records(kind, version.sha256, name):
             if data not in known:
                 target.add_record(kind, version.sha256, data, name)
@@ -55,34 +52,24 @@ def copy_version(
     return row | {"result": "published" if there is None else "was there already"}
 
 
-def push_to_hub(
-    made: Artifact,
-    repo_id: str,
-    *,
-    version: str | None = None,
-    private: bool | None = None,
-    token: str | bool | None = None,
-) -> str:
+def push_to_hub(made: Artifact, repo_id: str, *, version: str | None = None, private: bool | None = None) -> str:
     """Publish an artifact as a version of "org/name", with a card and kvq_config.json; returns "org/name@1.2.0".
 
     made      what `load_artifact` returned
-    repo_id   a model repository, which is made if there is none; one that holds other things is refused
+    repo_id   a model repository, created if it does not exist; one with foreign content is rejected
     version   its number; None is the next
-    private   whether a repository that is made is private; None is the Hub's default
-    token     of the Hub; None is that of huggingface_hub
+    private   whether a created repository is private; None is the Hub's default
     The same bytes are published once: their version is returned again. No alias is moved: `kvq promote` does that.
-    Raises ValueError for other text, Conflict for a number that is taken or a repository that is used otherwise,
+    Raises ValueError for another repo_id, Conflict for a number that is taken or a repository with foreign content,
     PermissionError or RuntimeError if the Hub refuses or does not answer.
     """
     target = parse(repo_id)
     if not isinstance(target, Reference) or target.by != "default" or not target.registry.startswith(HUB):
         raise ValueError(f"push_to_hub to {repo_id!r:.160}; use ORG/NAME, as in my-org/qwen2.5-7b-aqua-2bit")
     org, data = target.registry.removeprefix(HUB), artifact.to_bytes(made)
-    place = f"{org}/{target.name}"
-    files = folder.beside(made, data, f"{HUB}{place}")
-    with using(Access(token)):
-        published = HubRegistry(org, private).publish(target.name, data, version, files)
-    return f"{place}@{published.version}"
+    attachments = folder.beside(made, data, f"{HUB}{org}/{target.name}")
+    published = HubRegistry(org, private).publish(target.name, data, version, attachments)
+    return f"{org}/{target.name}@{published.version}"
 
 
 def _check_number(state: State, version: Version, url: str) -> None:

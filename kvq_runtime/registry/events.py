@@ -1,25 +1,23 @@
-"""Record changes of a name as events, and fold the events into its state: versions, aliases, history.
+"""Record the changes of a name as events, and fold them into its state: versions, aliases and history.
 
-There is no other state.
-
-An event is one JSON file, numbered from 1 without gaps:
+An event is one JSON object, numbered from 1 without gaps:
 
     {"schema": 1, "number": 3, "name": "...", "at": "2026-01-31T12:00:00Z", "kind": "promote", ...}
 
-    publish    version, sha256, size, files {name: {sha256, size}}
+    publish    version, sha256, size, files {name: {sha256, size}}, about {recipe, model, revision, corpus, ...}
     promote    alias, version
-    rollback   alias, version      the version the alias goes back to
+    rollback   alias, version      the version that the alias goes back to
     yank       version, reason
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from hashlib import sha256 as hash_of
 from typing import Any, ClassVar
 
+from kvq_runtime.artifact import header
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import reference
@@ -27,23 +25,25 @@ from kvq_runtime.registry import reference
 SCHEMA = 1
 MAX_SIZE = 1 << 36  # bytes of an artifact
 MAX_FILE = 1 << 26  # bytes of a file beside it
+ABOUT = ("recipe", "model", "revision", "corpus", "corpus_digest")  # fields of `header.summary`
 _AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
 
 @dataclass(frozen=True)
 class Publish:
-    """A new version: digest and size of the artifact, and of its attachments (`files`)."""
+    """Publish a version: digest and size of its artifact and attachments (`files`), and its summary (`about`)."""
 
     kind: ClassVar[str] = "publish"
     version: str
     sha256: str
     size: int
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    about: Mapping[str, str | None] = field(default_factory=lambda: dict.fromkeys(ABOUT))
 
 
 @dataclass(frozen=True)
 class Promote:
-    """An alias moves to a version."""
+    """Move an alias to a version."""
 
     kind: ClassVar[str] = "promote"
     alias: str
@@ -52,7 +52,7 @@ class Promote:
 
 @dataclass(frozen=True)
 class Rollback:
-    """An alias moves back to the version it had before."""
+    """Move an alias back to the version it had before."""
 
     kind: ClassVar[str] = "rollback"
     alias: str
@@ -61,7 +61,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Yank:
-    """A version is withdrawn: from now on it is chosen only by number or digest."""
+    """Withdraw a version: from then on it is chosen only by number or digest."""
 
     kind: ClassVar[str] = "yank"
     version: str
@@ -74,7 +74,7 @@ KINDS: dict[str, type] = {kind.kind: kind for kind in (Publish, Promote, Rollbac
 
 @dataclass(frozen=True)
 class Event:
-    """A change of one name, with its number, from 1, and its time `at` (UTC, as in 2026-01-31T12:00:00Z)."""
+    """A change of one name, with its number, from 1, and its UTC time `at`."""
 
     number: int
     name: str
@@ -82,12 +82,12 @@ class Event:
     change: Change
 
     def to_json(self) -> dict[str, Any]:
-        """The event as JSON."""
+        """Return the event as JSON."""
         head = {"schema": SCHEMA, "number": self.number, "name": self.name, "at": self.at, "kind": self.change.kind}
         return head | asdict(self.change)
 
     def to_bytes(self) -> bytes:
-        """The event's file."""
+        """Serialize the event."""
         return strict_json.record(self.to_json())
 
 
@@ -97,7 +97,7 @@ def from_bytes(data: bytes, number: int, name: str) -> Event:
 
 
 def from_json(fields: Any, number: int, name: str) -> Event:
-    """`from_bytes` for JSON that is already parsed."""
+    """Read an event from parsed JSON, as `from_bytes`."""
     if not isinstance(fields, dict) or type(fields.get("schema")) is not int or fields["schema"] != SCHEMA:
         raise ArtifactError(f"event: expected schema 1, got {fields!r:.80}; a newer kvq may have written it")
     kind = KINDS.get(fields["kind"]) if isinstance(fields.get("kind"), str) else None
@@ -111,54 +111,59 @@ def from_json(fields: Any, number: int, name: str) -> Event:
     return Event(number, name, fields["at"], kind(**{key: fields[key] for key in names}))
 
 
-def check_count(what: str, count: Any, most: int) -> None:
-    """Raise ValueError, beginning with `what`, unless this is a whole number from 0 to `most`."""
-    if type(count) is not int or not 0 <= count <= most:
-        raise ValueError(f"{what} {count!r:.80}; use a whole number from 0 to {most}")
+def now() -> str:
+    """Return the present time as events state it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def check_files(files: Any) -> None:
-    """Raise ValueError unless this is what an event may state of the files beside an artifact."""
+    """Raise ValueError unless this is a valid `files` field."""
     if not isinstance(files, dict) or len(files) > 64:
         raise ValueError("files must be an object of at most 64 names")
     for name, entry in files.items():
         reference.check_file(name)
-        strict_json.keys(entry, {"sha256", "size"}, f"files: {name}")
-        reference.check_sha256(entry["sha256"])
-        check_count("size", entry["size"], MAX_FILE)
+        strict_json.keys(entry, {"sha256", "size"}, f"files: {name}", checks=_FILE_CHECKS)
 
 
-def now() -> str:
-    """The time, as events state it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def check_reason(reason: Any) -> None:
+    """Raise ValueError unless a reason is one printable line of 1 to 500 characters."""
+    if not isinstance(reason, str) or not reason.strip() or len(reason) > 500 or not reason.isprintable():
+        raise ValueError(f"reason {reason!r:.80}; use one line of 1 to 500 characters")
 
 
-def check_at(at: Any) -> None:
-    """Raise ValueError unless this is a time as events state it."""
+def _check_size(size: Any, most: int) -> None:
+    if type(size) is not int or not 0 <= size <= most:
+        raise ValueError(f"size {size!r:.80}; use a whole number from 0 to {most}")
+
+
+def _check_at(at: Any) -> None:
     if not isinstance(at, str) or not _AT.fullmatch(at):
         raise ValueError(f"at {at!r:.80}; use a UTC time, as in 2026-01-31T12:00:00Z")
 
 
-def check_line(what: str, text: Any, most: int = 500) -> None:
-    """Raise ValueError, beginning with `what`, unless a text is one printable line that is not blank."""
-    if not isinstance(text, str) or not text.strip() or len(text) > most or not text.isprintable():
-        raise ValueError(f"{what} {text!r:.80}; use one line of 1 to {most} characters")
+def _check_about(about: Any) -> None:
+    header.check_summary(strict_json.keys(about, set(ABOUT), "about"))
 
 
+_FILE_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "sha256": reference.check_sha256,
+    "size": lambda size: _check_size(size, MAX_FILE),
+}
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "version": reference.check_version,
     "alias": reference.check_alias,
     "sha256": reference.check_sha256,
-    "size": lambda size: check_count("size", size, MAX_SIZE),
+    "size": lambda size: _check_size(size, MAX_SIZE),
     "files": check_files,
-    "reason": lambda reason: check_line("reason", reason),
-    "at": check_at,
+    "about": _check_about,
+    "reason": check_reason,
+    "at": _check_at,
 }
 
 
 @dataclass(frozen=True)
 class Version:
-    """A published version: digest and size of its artifact and attachments (`files`), and when it was published (`at`).
+    """A published version, with the fields of its publish event and its time.
 
     yanked   the reason if it was withdrawn, else None
     """
@@ -167,145 +172,105 @@ class Version:
     sha256: str
     size: int
     files: Mapping[str, Mapping[str, Any]]
+    about: Mapping[str, str | None]
     at: str
     yanked: str | None = None
 
-    @classmethod
-    def of(cls, change: Publish, at: str) -> "Version":
-        """The version that a publish at this time makes."""
-        return cls(change.version, change.sha256, change.size, change.files, at)
-
     @property
     def content(self) -> dict[str, tuple[str, int]]:
-        """{name: (digest, size)} of the artifact and of the files beside it."""
-        beside = {name: (entry["sha256"], entry["size"]) for name, entry in self.files.items()}
-        return {reference.ARTIFACT_FILE: (self.sha256, self.size)} | beside
+        """{name: (digest, size)} of the artifact and its attachments."""
+        attachments = {name: (entry["sha256"], entry["size"]) for name, entry in self.files.items()}
+        return {reference.ARTIFACT_FILE: (self.sha256, self.size)} | attachments
 
     @property
     def beside(self) -> str:
-        """A digest of the files beside the artifact, without the card, which a copy gets anew."""
+        """A digest of the attachments without the card, which `kvq copy` adapts."""
         files = {name: dict(entry) for name, entry in self.files.items() if name != "README.md"}
         return hash_of(strict_json.dumps(files).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass
 class State:
-    """Versions, aliases and history of a name after its events.
+    """The state of a name after its events.
 
-    versions   {number: version}, in the order of publishing
+    versions   {number: version}, in the order of publication
     aliases    {alias: the versions it pointed to, the present one last}
+    commit     the commit of a Hub in which it was read, else ""
     """
 
     name: str
-    versions: Mapping[str, Version] = field(default_factory=dict)
-    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    events: tuple[Event, ...] = ()
+    versions: dict[str, Version] = field(default_factory=dict)
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    commit: str = ""
 
     def at(self, alias: str) -> str | None:
-        """The version an alias points to; None if there is no such alias."""
+        """Return the version that an alias points to; None if there is no such alias."""
         return self.aliases[alias][-1] if alias in self.aliases else None
 
     def get(self, version: str) -> Version:
-        """A version by number; NotFound names the versions there are."""
-        return _get(self.name, version, self.versions)
+        """Return a version by number; NotFound lists the versions."""
+        if version not in self.versions:
+            raise NotFound(f"{self.name} has no version {version}; it has {', '.join(self.versions) or 'none'}")
+        return self.versions[version]
 
     def newest(self) -> Version | None:
-        """The highest version that is not yanked."""
+        """Return the highest version that is not yanked."""
         candidates = [version for version in self.versions.values() if version.yanked is None]
         return max(candidates, key=lambda version: reference.order(version.version), default=None)
 
     def with_digest(self, sha256: str) -> Version | None:
-        """The version whose artifact has this digest; None if there is none."""
+        """Return the version whose artifact has this digest."""
         return next((version for version in self.versions.values() if version.sha256 == sha256), None)
 
     def before(self, alias: str) -> str:
-        """The target of a rollback: the last version the alias pointed to before its present one that is not yanked."""
-        history = self.aliases.get(alias, ())
-        return history[_before(self.name, alias, history, self.versions)]
+        """Return the target of a rollback: the alias' last earlier version that is not yanked."""
+        return self.aliases.get(alias, [])[self._before(alias)]
 
-    def apply(self, event: Event) -> "State":
-        """The state after one more event; raises Conflict or NotFound if it contradicts the events before it."""
-        fold = Fold(self)
-        fold.add(event)
-        return fold.state()
-
-
-class Fold:
-    """A state that events are added to, in time proportional to their number: nothing is copied for each of them."""
-
-    def __init__(self, state: State):
-        self._name, self._versions, self._events = state.name, dict(state.versions), list(state.events)
-        self._histories = {alias: list(history) for alias, history in state.aliases.items()}
-        self._pointing = Counter(history[-1] for history in self._histories.values())  # aliases at each version
-
-    def state(self) -> State:
-        """The state after the events so far."""
-        histories = {alias: tuple(history) for alias, history in self._histories.items()}
-        return State(self._name, dict(self._versions), histories, tuple(self._events))
+    def _before(self, alias: str) -> int:
+        history = self.aliases.get(alias, [])
+        for index in reversed(range(len(history) - 1)):
+            if history[index] != history[-1] and self.versions[history[index]].yanked is None:
+                return index
+        raise NotFound(f"{self.name}@{alias} has no earlier version to go back to; promote a version instead")
 
     def add(self, event: Event) -> None:
-        """Add an event; raises Conflict or NotFound, and adds nothing, if it contradicts the events before it."""
+        """Apply an event; raises Conflict or NotFound, and changes nothing, if it contradicts the earlier ones."""
         change = event.change
         if isinstance(change, Publish):
-            self._publish(change, event.at)
+            if change.version in self.versions:
+                raise Conflict(f"{self.name} {change.version} is published with other bytes; a version never changes")
+            fields = change.version, change.sha256, change.size, change.files, change.about
+            self.versions[change.version] = Version(*fields, event.at)
         elif isinstance(change, Yank):
             self._yank(change)
         elif isinstance(change, Promote):
-            self._promote(change)
+            yanked = self.get(change.version).yanked
+            if yanked is not None:
+                raise Conflict(f"{self.name} {change.version} is yanked ({yanked})")
+            self.aliases.setdefault(change.alias, []).append(change.version)
         else:
-            self._roll_back(change)
-        self._events.append(event)
-
-    def _publish(self, change: Publish, at: str) -> None:
-        if change.version in self._versions:
-            raise Conflict(f"{self._name} {change.version} is published with other bytes; a version never changes")
-        self._versions[change.version] = Version.of(change, at)
+            index = self._before(change.alias)
+            history = self.aliases[change.alias]
+            if change.version != history[index]:
+                raise Conflict(f"{self.name}@{change.alias} goes back to {history[index]}, not to {change.version}")
+            del history[index + 1 :]
+        self.events.append(event)
 
     def _yank(self, change: Yank) -> None:
-        version = _get(self._name, change.version, self._versions)
-        if self._pointing[change.version]:
-            pointing = ", ".join(alias for alias, history in self._histories.items() if history[-1] == change.version)
-            raise Conflict(f"{self._name} {change.version} is {pointing}; promote another version first, or roll back")
+        version = self.get(change.version)
+        aliases = [alias for alias, history in self.aliases.items() if history[-1] == change.version]
+        if aliases:
+            text = f"{self.name} {change.version} is {', '.join(aliases)}"
+            raise Conflict(f"{text}; promote another version first, or roll back")
         if version.yanked is not None:
-            raise Conflict(f"{self._name} {change.version} is yanked already ({version.yanked})")
-        self._versions[change.version] = replace(version, yanked=change.reason)
-
-    def _promote(self, change: Promote) -> None:
-        yanked = _get(self._name, change.version, self._versions).yanked
-        if yanked is not None:
-            raise Conflict(f"{self._name} {change.version} is yanked ({yanked})")
-        history = self._histories.setdefault(change.alias, [])
-        self._pointing.subtract(history[-1:])
-        history.append(change.version)
-        self._pointing[change.version] += 1
-
-    def _roll_back(self, change: Rollback) -> None:
-        history = self._histories.get(change.alias, [])
-        index = _before(self._name, change.alias, history, self._versions)
-        if change.version != history[index]:
-            raise Conflict(f"{self._name}@{change.alias} goes back to {history[index]}, not to {change.version}")
-        self._pointing.subtract(history[-1:])
-        del history[index + 1 :]
-        self._pointing[change.version] += 1
-
-
-def _get(name: str, version: str, versions: Mapping[str, Version]) -> Version:
-    if version not in versions:
-        raise NotFound(f"{name} has no version {version}; it has {', '.join(versions) or 'none'}")
-    return versions[version]
-
-
-def _before(name: str, alias: str, history: Sequence[str], versions: Mapping[str, Version]) -> int:
-    """Return the index in an alias' history of the version to go back to; NotFound if there is none."""
-    for index in reversed(range(len(history) - 1)):
-        if history[index] != history[-1] and versions[history[index]].yanked is None:
-            return index
-    raise NotFound(f"{name}@{alias} has no earlier version to go back to; promote a version instead")
+            raise Conflict(f"{self.name} {change.version} is yanked already ({version.yanked})")
+        self.versions[change.version] = replace(version, yanked=change.reason)
 
 
 def fold(name: str, events: Iterable[Event]) -> State:
-    """The state of a name after these events, in order."""
-    made = Fold(State(name))
+    """Return the state of a name after these events, in order."""
+    state = State(name)
     for event in events:
-        made.add(event)
-    return made.state()
+        state.add(event)
+    return state

@@ -49,7 +49,7 @@ def rate_records(records: Iterable[Record], fitted: str | None = None) -> Rating
 def rate_version(registry: Any, name: str, version: Any) -> Rating:
     """Rate a version by the evaluation records of its registry."""
     records = readable(registry.evaluations(version.sha256, name))
-    return rate_records(records, registry.about(name, version).get("corpus"))
+    return rate_records(records, version.about.get("corpus"))
 
 
 def main_record(records: Iterable[Record], fitted: str | None = None) -> TextRecord | None:

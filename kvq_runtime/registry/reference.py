@@ -1,8 +1,7 @@
-"""Parse and check what users write: names, versions, aliases, references and registry addresses.
+"""Parse and check names, versions, aliases, references and registry addresses.
 
     reference   name · name@1.2.0 · name@production · name@sha256:<64 hex digits> · path/to/file.safetensors
                 hf://org/name@..., or org/name@...: the same, in the registry hf://org
-    revision    1.2.0 · v1.2.0 · production · main · a commit of a Hub: what stands after @, as an argument of its own
     registry    file:///path, a folder, or hf://org: an organization or user of a Hugging Face Hub
 
 Every name is checked here before it becomes part of a path.
@@ -21,9 +20,11 @@ from kvq_runtime.errors import check_type
 SUFFIX = ".safetensors"
 PRODUCTION = "production"
 FOLDER, HUB = "file://", "hf://"  # kinds of registries
+GRACE = 24 * 3600.0  # seconds: `kvq gc` leaves younger files alone, since a publish may be about to name them
+FILES = ("README.md", "kvq_config.json")  # attachments, beside pictures
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
-_ALIAS = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_ALIAS = re.compile(r"(?!sha256$)[a-z][a-z0-9-]{0,31}")
 _ORG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _WORD = re.compile(r"[\w-]+")  # no folder as people write them, with a slash or a dot
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -31,24 +32,30 @@ _DIGEST_LIKE = re.compile(r"[0-9][0-9a-fA-F]{7,}|[0-9a-fA-F]{33,}|SHA256:.*")  #
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NOT_ON_A_HUB = re.compile(r"--|\.\.|[-.]$|\.git$|\.ipynb$")
 _SECRET = re.compile(r"(?<=//)[^/\s]*@|\bhf_[A-Za-z0-9]{8,}")
-GRACE = 24 * 3600.0  # seconds: `kvq gc` leaves younger files alone, since a publish may be about to name them
-FILES = ("README.md", "kvq_config.json")  # that may stand beside an artifact, and pictures
-_PICTURE = re.compile(r"[a-z0-9][a-z0-9._-]{0,91}\.(png|svg)")
+_FILE = re.compile(rf"{'|'.join(map(re.escape, FILES))}|[a-z0-9][a-z0-9._-]{{0,91}}\.(png|svg)")
+
+
+def _check(pattern: re.Pattern[str], text: Any, what: str, use: str) -> str:
+    if not isinstance(text, str) or not pattern.fullmatch(text):
+        raise ValueError(f"{what} {text!r:.120}; use {use}")
+    return text
 
 
 def is_name(name: str) -> bool:
-    """True if an artifact may have this name."""
-    return _is(_NAME, name) and not name.endswith(SUFFIX)
+    """Return True for a valid name of an artifact."""
+    return bool(_NAME.fullmatch(name)) and not name.endswith(SUFFIX)
 
 
 def check_name(name: str) -> str:
-    """The name of an artifact, if it is valid; else a ValueError."""
-    use = f"1 to 96 of a-z 0-9 . _ -, the first a letter or digit, not ending in {SUFFIX}"
-    return _checked(name, is_name(name), "name", use)
+    """Return a valid name of an artifact; raise ValueError for another."""
+    if not isinstance(name, str) or not is_name(name):
+        use = f"1 to 96 of a-z 0-9 . _ -, the first a letter or digit, not ending in {SUFFIX}"
+        raise ValueError(f"name {name!r:.120}; use {use}")
+    return name
 
 
 def check_hub_name(name: str) -> str:
-    """The name of an artifact, if a Hub accepts it as the name of a repository, too; else a ValueError."""
+    """Return a name that a Hub accepts as the name of a repository, too; raise ValueError for another."""
     if _NOT_ON_A_HUB.search(check_name(name)):
         raise ValueError(
             f"name {name!r}: a Hub refuses -- and .. in it, and - . .git .ipynb at its end; use another name"
@@ -56,59 +63,45 @@ def check_hub_name(name: str) -> str:
     return name
 
 
-def _checked(text: Any, valid: bool, what: str, use: str) -> str:
-    if not valid:
-        raise ValueError(f"{what} {text!r:.120}; use {use}")
-    return text
-
-
-def _is(pattern: re.Pattern[str], text: Any) -> bool:
-    return isinstance(text, str) and bool(pattern.fullmatch(text))
-
-
 def check_version(version: str) -> str:
-    """The version, if it is valid; else a ValueError."""
-    return _checked(version, _is(_VERSION, version), "version", "three numbers, as in 1.2.0")
+    """Return a valid version; raise ValueError for another."""
+    return _check(_VERSION, version, "version", "three numbers, as in 1.2.0")
 
 
 def check_alias(alias: str) -> str:
-    """The alias, if it is valid; else a ValueError."""
-    valid = _is(_ALIAS, alias) and alias != "sha256"
-    return _checked(alias, valid, "alias", "1 to 32 of a-z 0-9 -, the first a letter, as in production")
+    """Return a valid alias; raise ValueError for another."""
+    return _check(_ALIAS, alias, "alias", "1 to 32 of a-z 0-9 -, the first a letter, as in production")
 
 
 def is_sha256(text: Any) -> bool:
-    """True if a value is a digest as kvq writes it."""
-    return _is(_SHA256, text)
+    """Return True for a digest as kvq writes it."""
+    return isinstance(text, str) and bool(_SHA256.fullmatch(text))
 
 
 def check_sha256(sha256: str) -> str:
-    """The digest, if it is valid; else a ValueError."""
+    """Return a valid digest; raise ValueError for another."""
     given = f", not {len(sha256)} characters" if isinstance(sha256, str) else ""
-    use = f"64 digits of 0-9 a-f{given}; kvq history NAME prints those of its versions"
-    return _checked(sha256, is_sha256(sha256), "sha256", use)
+    return _check(_SHA256, sha256, "sha256", f"64 digits of 0-9 a-f{given}; kvq history NAME prints its versions' own")
 
 
 def check_commit(commit: Any) -> str:
-    """The commit of a Hub, if it is valid; else a ValueError."""
-    return _checked(commit, _is(_COMMIT, commit), "commit", "40 digits of 0-9 a-f")
+    """Return a valid commit of a Hub; raise ValueError for another."""
+    return _check(_COMMIT, commit, "commit", "40 digits of 0-9 a-f")
 
 
 def check_file(file: str) -> str:
-    """The name of an attachment, if it is valid; else a ValueError."""
-    use = f"{', '.join(FILES)}, or a picture.png or .svg of a-z 0-9 . _ -"
-    return _checked(file, file in FILES or _is(_PICTURE, file), "file name", use)
+    """Return a valid name of an attachment; raise ValueError for another."""
+    return _check(_FILE, file, "file name", f"{', '.join(FILES)}, or a picture.png or .svg of a-z 0-9 . _ -")
 
 
 def check_org(org: str) -> str:
-    """The organization or user of a Hub, if it is valid; else a ValueError."""
-    use = "1 to 96 of A-Z a-z 0-9 . _ -, as in hf://my-org"
-    _checked(without_secrets(org), _is(_ORG, org), "organization", use)
+    """Return a valid organization or user of a Hub; raise ValueError for another."""
+    _check(_ORG, without_secrets(org), "organization", "1 to 96 of A-Z a-z 0-9 . _ -, as in hf://my-org")
     return org
 
 
 def order(version: str) -> tuple[int, ...]:
-    """Sort key of a version: its numbers."""
+    """Return a version's numbers, by which versions are sorted."""
     return tuple(int(part) for part in version.split("."))
 
 
@@ -116,20 +109,19 @@ def order(version: str) -> tuple[int, ...]:
 class Reference:
     """A name and how to choose among its versions.
 
-    by         "default": production, else the newest version; else by version, alias or sha256; "commit": default as
-               the registry was at a commit of its Hub
-    value      the version, alias, digest or commit; "" by default
+    by         "default": production, else the newest version; else by version, alias or sha256
+    value      the version, alias or digest; "" by default
     registry   hf://org if the reference begins with it, else ""
     """
 
     name: str
-    by: Literal["default", "version", "alias", "sha256", "commit"] = "default"
+    by: Literal["default", "version", "alias", "sha256"] = "default"
     value: str = ""
     registry: str = ""
 
 
 def parse(text: str | Path) -> Reference | Path:
-    """A reference, or the path of a .safetensors file; ValueError for any other text."""
+    """Parse a reference, or the path of a .safetensors file; raise ValueError for any other text."""
     check_type("reference", text, (str, Path), "the name of an artifact, or a path")
     if isinstance(text, str) and text.startswith(HUB):
         org, _, rest = text.removeprefix(HUB).partition("/")
@@ -144,22 +136,19 @@ def parse(text: str | Path) -> Reference | Path:
         raise ValueError(f"reference {text!r:.160}: the address of a folder; give it as the registry, and here a name")
     name, at, value = text.partition("@")
     org, slash, rest = name.partition("/")
-    if slash:
-        if not _ORG.fullmatch(org) or not is_name(rest):
-            found = "there is no such folder"
-            if Path(text).is_file():
-                found = f"a file, but no {SUFFIX}"
-            elif Path(text).is_dir():
-                found = f"a folder without {ARTIFACT_FILE}"
-            raise ValueError(
-                f"name {name!r:.120}: {found}; use the path of a folder that holds {ARTIFACT_FILE}, of a {SUFFIX} "
-                "file, or ORG/NAME of a Hub"
-            )
-        return replace(_among_versions(rest, at, value), registry=f"{HUB}{org}")
-    return _among_versions(check_name(name), at, value)
+    if not slash:
+        return _parse_version(check_name(name), at, value)
+    if not _ORG.fullmatch(org) or not is_name(rest):
+        there = f"a folder without {ARTIFACT_FILE}" if Path(text).is_dir() else "there is no such folder"
+        raise ValueError(
+            f"name {name!r:.120}: {f'a file, but no {SUFFIX}' if Path(text).is_file() else there}; use the path of a "
+            f"folder that holds {ARTIFACT_FILE}, of a {SUFFIX} file, or ORG/NAME of a Hub"
+        )
+    return replace(_parse_version(rest, at, value), registry=f"{HUB}{org}")
 
 
-def _among_versions(name: str, at: str, value: str) -> Reference:
+def _parse_version(name: str, at: str, value: str) -> Reference:
+    """Parse what follows the @ of a reference."""
     if not at:
         return Reference(name)
     if value.startswith("sha256:"):
@@ -173,61 +162,34 @@ def _among_versions(name: str, at: str, value: str) -> Reference:
     return Reference(name, "alias", check_alias(value))
 
 
-def at_revision(reference: Reference, revision: str | None) -> Reference:
-    """The reference with what stands after @ as an argument of its own, as in Hugging Face libraries.
-
-    revision   None or "main": unchanged; a version, also as its tag v1.2.0; an alias; 40 hex digits: a commit of a Hub
-    Raises ValueError if the reference has an @ of its own, or for text that is none of these.
-    """
-    if revision is None or revision == "main":
-        return reference
-    if reference.by != "default":
-        raise ValueError(f"revision={revision!r:.80}, but {reference.name}@{reference.value} has one: drop one of them")
-    if _COMMIT.fullmatch(revision):
-        return replace(reference, by="commit", value=revision)
-    number = revision.removeprefix("v")
-    if _VERSION.fullmatch(number):
-        return replace(reference, by="version", value=number)
-    return replace(reference, by="alias", value=check_alias(revision))
-
-
 def home() -> Path:
-    """The folder of registry, runs and flows: $KVQ_HOME, else ~/.kvq."""
+    """Return the folder of registry, runs, flows and cache: $KVQ_HOME, else ~/.kvq."""
     return Path(os.environ.get("KVQ_HOME") or Path.home() / ".kvq")
 
 
 def registry_url(url: str | Path | None = None) -> str:
-    """The address of the registry in use: `url`, else $KVQ_REGISTRY, else $KVQ_HOME/registry, else ~/.kvq/registry."""
+    """Return the address of the registry in use: `url`, else $KVQ_REGISTRY, else $KVQ_HOME/registry."""
     return str(url or os.environ.get("KVQ_REGISTRY") or (home() / "registry").absolute().as_uri())
 
 
 def without_secrets(text: str) -> str:
-    """A text as messages may quote it: without a user and password, or a token of the Hub, that stand in it."""
+    """Return a text without user, password or a token of the Hub, as messages may quote it."""
     return _SECRET.sub("***", text)
 
 
 def kind_and_root(url: str) -> tuple[str, str]:
-    """Split a registry's address: its kind, FOLDER or HUB, and the rest; ValueError if it is none.
+    """Split a registry's address into FOLDER or HUB, and the path or organization; raise ValueError for another.
 
-    The rest is a path, an organization. A single word that is no folder yet is
-    refused: it may be the name of an organization.
+    A single word that is no folder yet is rejected: it may be the name of an organization.
     """
-    kind = HUB if url.startswith(HUB) else FOLDER
-    root = url.removeprefix(kind).rstrip("/")
-    if kind == HUB:
-        check_org(root)
-    return kind, str(_folder(url)) if kind == FOLDER else root
-
-
-def _folder(url: str) -> Path:
+    if url.startswith(HUB):
+        return HUB, check_org(url.removeprefix(HUB).rstrip("/"))
     parts = urlsplit(url)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
-        return Path(unquote(parts.path))
+        return FOLDER, unquote(parts.path).rstrip("/") or "/"
     if _WORD.fullmatch(url) and not Path(url).exists():
         raise ValueError(f"registry {url}; use hf://{url} for that organization of the Hub, ./{url} for a new folder")
     if "://" not in url:
-        return Path(url).absolute()
-    text = (
-        "use file:///folder, with three slashes, a folder or hf://org; a token belongs in `hf auth login` or HF_TOKEN"
-    )
+        return FOLDER, str(Path(url).absolute())
+    text = "use file:///folder, a folder or hf://org; a token belongs in `hf auth login` or HF_TOKEN"
     raise ValueError(f"registry {without_secrets(url)}; {text}")

@@ -91,11 +91,11 @@ def test_a_push_is_a_version_that_loads_from_everywhere(hub, monkeypatch, tmp_pa
     assert push_to_hub(made, REPO) == f"{REPO}@1.0.0" == push_to_hub(made, f"hf://{REPO}")
     assert push_to_hub(tiny.tiny(1), REPO) == f"{REPO}@1.0.1"
     clear(monkeypatch, tmp_path)
-    assert artifact.to_bytes(load_artifact(REPO, revision="v1.0.0")) == tiny.data()
-    tree = hub.repos[REPO].at("main").tree
-    text = hub.content(hub.repos[REPO], tree["README.md"]).decode()
+    assert artifact.to_bytes(load_artifact(f"{REPO}@1.0.0")) == tiny.data()
+    tree = hub.repos[REPO].files
+    text = tree["README.md"].decode()
     assert front(text)["kvq"]["bits"] > 2 and f'from_pretrained("hf://{REPO}"' in text
-    config = json.loads(hub.content(hub.repos[REPO], tree["versions/1.0.1/kvq_config.json"]))
+    config = json.loads(tree["versions/1.0.1/kvq_config.json"])
     assert config["sha256"] == sha256(tiny.data(1)).hexdigest()
     with pytest.raises(Conflict, match=r"1\.0\.0 is published with other bytes"):
         push_to_hub(tiny.tiny(2), REPO, version="1.0.0")

@@ -16,7 +16,7 @@ from hub_server import Hub
 from lean import BLOCKED
 from patience import PATIENCE
 
-from kvq_runtime.registry.hub.registry import HubRegistry
+from kvq_runtime.registry.hub import HubRegistry
 
 ROOT = Path(__file__).parents[2]
 NAME = "demo-aqua-2bit"

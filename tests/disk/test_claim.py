@@ -5,14 +5,10 @@ Several processes follow each other on one disk, which loses at a power cut what
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-from traced import Disk, run
+from chaos import Disk, run
 
 from kvq_runtime.disk import files
-
-NO_HUB: Any = SimpleNamespace(rest=lambda: None, requests=[])
 
 
 def claim(folder: Path, number: int) -> int:
@@ -31,8 +27,8 @@ def folders(root: Path) -> Path:
 def test_a_name_left_by_a_dead_process_is_lasting_before_the_next_name(tmp_path):
     """Else a power cut could take the first event of two and leave the second."""
     folder = folders(tmp_path)
-    died = run(lambda folder: claim(folder, 1), folder, NO_HUB, fault="claim.linked:1")
-    after = run(lambda folder: claim(folder, 2), folder, NO_HUB)
+    died = run(lambda folder: claim(folder, 1), folder, fault="claim.linked:1")
+    after = run(lambda folder: claim(folder, 2), folder)
     assert (died.code, after.code) == (-9, 0)
     assert sorted(os.listdir(folder / "events")) == ["1.json", "2.json"]
     Disk().play(died.steps + after.steps)
@@ -58,7 +54,7 @@ def test_a_name_that_a_rival_took_and_died_with_is_lasting_when_the_loser_knows(
         files.fault_point = rival  # in a child of the test
         return claim(folder, 1)
 
-    lost = run(overtaken, folder, NO_HUB)
+    lost = run(overtaken, folder)
     assert lost.code == 3, lost.output
     assert ["link", f"{folder}/tmp/.2-0000000000000000.tmp", f"{folder}/events/1.json"] in lost.steps
     # of two attempts to link, the loser's changed nothing

@@ -1,85 +1,400 @@
-"""A registry on a Hub: whole versions or none, however many publish at once, and aliases that move."""
+"""A registry on a Hub: never half a version, whatever the network does; usable offline; its access rules told."""
 
-import gc
-import multiprocessing
+import logging
+import socket
+import traceback
+import warnings
 from hashlib import sha256
 
+import huggingface_hub
 import pytest
 import tiny_artifact as tiny
-from hub_client import CARD, NAME, REPO, clear, tidy
+from hub_client import CARD, NAME, REPO, TOKEN, asked, clear, whole_versions
+from hub_server import Handler, Hub
 from huggingface_hub import HfApi
 
 from kvq_runtime.artifact import artifact
-from kvq_runtime.errors import Conflict
-from kvq_runtime.registry import resolve
-from kvq_runtime.registry.hub.registry import HubRegistry
+from kvq_runtime.disk import files
+from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+from kvq_runtime.registry import hub_api, hub_files, resolve
+from kvq_runtime.registry.hub import HubRegistry
+from kvq_runtime.registry.local import LocalRegistry
+
+URL = f"hf://{REPO}"
 
 
 @pytest.fixture
 def store(hub) -> HubRegistry:
-    return resolve.open_registry("hf://org")
-
-
-# ---- publish and load
+    return HubRegistry("org")
 
 
 def test_a_published_artifact_comes_back_on_another_machine(hub, store, monkeypatch, tmp_path):
     data = tiny.data()
     version = store.publish(NAME, data, attachments=CARD)
-    assert (version.version, version.sha256) == ("1.0.0", sha256(data).hexdigest())
-    assert tidy(hub) == ["1.0.0"] and store.names() == [NAME]
-    assert len(hub.repos[REPO].log("main")) == 2  # the Hub's own first commit, and one for all of it
-    assert hub.repos[REPO].tags == {"v1.0.0": hub.repos[REPO].branches["main"]}
-    card = hub.content(hub.repos[REPO], hub.repos[REPO].at("main").tree["README.md"])
-    assert b"![e](versions/1.0.0/error.png)" in card
+    assert whole_versions(hub) == ["1.0.0"] and store.names() == [NAME]
+    assert len(hub.repos[REPO].log) == 2  # the Hub's own first commit, and one for all of it
+    assert b"![e](versions/1.0.0/error.png)" in hub.repos[REPO].files["README.md"]
     clear(monkeypatch, tmp_path)
-    fresh = HubRegistry("org")
-    found = resolve.resolve(f"hf://org/{NAME}")
+    found = resolve.resolve(URL)
     assert (found.version, found.registry) == ("1.0.0", "hf://org") and found.path.read_bytes() == data
-    assert found.commit == hub.repos[REPO].branches["main"]
-    assert artifact.to_bytes(resolve.load_artifact(f"hf://org/{NAME}@1.0.0")) == data
-    assert fresh.attachments(NAME, fresh.state(NAME).versions["1.0.0"]) == CARD
-    assert fresh.about(NAME, version) == {
-        "recipe": "tiny", "model": "tiny-model", "revision": "main", "corpus": "a" * 64, "corpus_digest": None,
-    }  # fmt: skip
+    assert HubRegistry("org").attachments(NAME, version) == CARD
+    found.path.chmod(0o644)
+    found.path.write_bytes(data[:-1] + b"?")  # damaged in the cache: received again
+    assert artifact.to_bytes(resolve.load_artifact(f"{REPO}@1.0.0")) == data
 
 
-def _publish(seed: int) -> tuple[str, str]:
-    beside = {"README.md": b"---\ntags: [kvq]\n---\n# card %d" % seed}
-    version = HubRegistry("org").publish(NAME, tiny.data(seed), attachments=beside)
-    return version.version, version.sha256
+# ---- faults: never half a version, and the same command again succeeds with the same digest
+
+UPLOADS = {
+    "429": ("POST .*/commit/", "status", {"status": 429, "Retry_After": "1"}),
+    "500": ("POST .*/commit/", "status", {"status": 500}),
+    "503 of the batch": ("POST .*objects/batch", "status", {"status": 503}),
+    "reset in mid-upload": ("PUT /lfs", "reset", {}),
+    "lost answer of a commit": ("POST .*/commit/", "lost", {}),
+    "lost answer of a new repository": ("POST /api/repos/create", "lost", {}),
+}
 
 
-@pytest.mark.parametrize("seeds, count", [(range(8), 8), ([0] * 8, 1)], ids=["distinct", "identical"])
-def test_eight_processes_publish_at_once(seeds, count, hub, store):
-    with multiprocessing.get_context("fork").Pool(8, gc.freeze) as pool:
-        published = pool.map(_publish, seeds, chunksize=1)
-        pool.close()
-        pool.join()  # each ends by itself; one that waits for a lock does not end by a signal
-    state = store.state(NAME)
-    assert len(set(published)) == len(state.versions) == len(state.events) == count == len(tidy(hub))
-    assert {(v.version, v.sha256) for v in state.versions.values()} == set(published)
-    assert len(hub.repos[REPO].log("main")) == 1 + count
-    assert set(hub.repos[REPO].tags) == {f"v{version}" for version in state.versions}
-    assert store.examine() == []
+@pytest.mark.parametrize("times", [1, 1000])
+@pytest.mark.parametrize("pattern, kind, more", UPLOADS.values(), ids=UPLOADS)
+def test_a_publish_lives_through_a_fault_or_leaves_what_was(pattern, kind, more, times, hub, store):
+    if "create" not in pattern:
+        store.publish(NAME, tiny.data(0))
+    hub.faults.add(pattern, kind, times, **more)
+    try:
+        store.publish(NAME, tiny.data(1), attachments=CARD)
+    except RuntimeError as error:
+        assert times > 1 and "the Hub" in str(error)
+    assert hub.faults.happened
+    hub.faults = type(hub.faults)()
+    version = store.publish(NAME, tiny.data(1), attachments=CARD)
+    assert version.sha256 == sha256(tiny.data(1)).hexdigest()
+    assert whole_versions(hub) == (["1.0.0"] if "create" in pattern else ["1.0.0", "1.0.1"])
 
 
-# ---- aliases
+@pytest.mark.parametrize("kind", ["reset", "short", "flip", "status"])
+@pytest.mark.parametrize("pattern", ["GET /lfs", "GET .*/kvq.json"])
+def test_a_load_lives_through_a_fault_and_keeps_nothing_wrong(kind, pattern, hub, store, monkeypatch, tmp_path):
+    store.publish(NAME, tiny.data())
+    clear(monkeypatch, tmp_path)
+    hub.faults.add(pattern, kind, times=1000, status=503)
+    with pytest.raises((ArtifactError, RuntimeError), match="the Hub sent|no answer from the Hub"):
+        resolve.load_artifact(URL)
+    hub.faults = type(hub.faults)()
+    hub.faults.add(pattern, kind, status=503)
+    assert artifact.to_bytes(resolve.load_artifact(URL)) == tiny.data()
+    assert len(hub.faults.happened) == 1
 
 
-def test_a_promote_that_any_change_overtakes_stops_and_asks(hub, store, monkeypatch):
+def test_a_lost_answer_of_an_alias_is_looked_up(hub, store):
     for seed in range(2):
         store.publish(NAME, tiny.data(seed))
-    real, raced = HfApi.create_commit, []
+    store.promote(NAME, "1.0.0")
+    for action, wanted in ((lambda: store.promote(NAME, "1.0.1"), "1.0.1"), (lambda: store.rollback(NAME), "1.0.0")):
+        commits = len(hub.repos[REPO].log)
+        hub.faults.add("POST .*/commit/", "lost")
+        assert action().at("production") == wanted
+        assert len(hub.repos[REPO].log) == commits + 1
 
-    def overtaken(self, *given, **more):
-        if not raced:
-            raced.append(1)
-            HubRegistry("org").publish(NAME, tiny.data(7))
-        return real(self, *given, **more)
+
+def test_a_stale_head_makes_no_second_version_and_undoes_no_promote(hub, store, monkeypatch):
+    """The Hub's answers lag behind its commits: the commit that was read is no parent any more."""
+    left, info = [0], Handler.info
+
+    def lagging(self, body, id):
+        repo = self._repo(id)
+        newest = [repo.log.pop()] if left[0] else []
+        left[0] = max(0, left[0] - 1)
+        info(self, body, id)
+        repo.log.extend(newest)
+
+    monkeypatch.setattr(Handler, "info", lagging)
+    for seed in range(2):
+        store.publish(NAME, tiny.data(seed))
+    left[0] = 3
+    hub.faults.add("POST .*/commit/", "lost")
+    assert store.publish(NAME, tiny.data(2)).version == "1.0.2"
+    assert whole_versions(hub) == ["1.0.0", "1.0.1", "1.0.2"] and len(hub.repos[REPO].log) == 4
+    store.promote(NAME, "1.0.0")
+    left[0] = 2
+    with pytest.raises(Conflict, match="expected none"):
+        store.promote(NAME, "1.0.1")
+    assert store.state(NAME).at("production") == "1.0.0"
+
+
+def test_a_rollback_that_is_overtaken_undoes_nobodys_promote(hub, store, monkeypatch):
+    for seed in range(3):
+        store.publish(NAME, tiny.data(seed))
+    for version in ("1.0.0", "1.0.1"):
+        store.promote(NAME, version)
+    real, came = HfApi.create_commit, []
+
+    def overtaken(*given, **more):
+        if not came:
+            came.append(1)
+            HubRegistry("org").promote(NAME, "1.0.2")
+        return real(*given, **more)
 
     monkeypatch.setattr(HfApi, "create_commit", overtaken)
-    with pytest.raises(Conflict, match="somebody changed tiny-2bit first"):
-        store.promote(NAME, "1.0.1")
-    assert store.state(NAME).at("production") is None
-    assert store.promote(NAME, "1.0.1").at("production") == "1.0.1"
+    with pytest.raises(Conflict, match=r"points to 1\.0\.2, expected 1\.0\.1"):
+        store.rollback(NAME)
+    assert came and store.state(NAME).at("production") == "1.0.2"
+
+
+@pytest.mark.parametrize("wait, tries", [("60", hub_api.TRIES), ("61", 1)])
+@pytest.mark.parametrize("pattern", ["GET /api/models/org/", "POST .*/commit/"])
+def test_a_hub_that_asks_for_more_than_a_minute_is_not_waited_for(pattern, wait, tries, hub, store):
+    store.publish(NAME, tiny.data())
+    hub.faults.add(pattern, "status", times=1000, status=429, Retry_After=wait)
+    with pytest.raises(RuntimeError, match=r"the Hub limits the rate of requests \(429\)"):
+        store.yank(NAME, "1.0.0", "bad")
+    assert len(hub.faults.happened) == tries
+
+
+# ---- offline, and a Hub that is gone
+
+
+def test_a_warm_load_asks_once_for_an_alias_and_nothing_with_a_lock_or_offline(hub, store, tmp_path, monkeypatch, kvq):
+    store.publish(NAME, tiny.data(), attachments=CARD)
+    store.promote(NAME, "1.0.0")
+    lock = tmp_path / "kvq.lock"
+    assert kvq("pull", URL, "-o", tmp_path / "out", "--lock", lock)[0] == 0
+    hub.requests.clear()
+    resolve.load_artifact(URL, lock=lock)
+    assert asked(hub) == []
+    resolve.load_artifact(f"{URL}@production")
+    assert len(asked(hub)) == 1
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for given in ("", "@production", "@1.0.0"):
+        assert resolve.resolve(f"{URL}{given}").version == "1.0.0"
+    assert store.evaluations(store.state(NAME).get("1.0.0").sha256, NAME) == []
+    clear(monkeypatch, tmp_path)
+    with pytest.raises(RuntimeError, match="offline.*kvq pull once while online"):
+        resolve.load_artifact(URL, lock=lock)
+    with pytest.raises(RuntimeError, match="offline"):
+        store.names()
+    assert len(asked(hub)) == 1
+
+
+def test_a_hub_that_is_gone_is_a_warning_where_the_cache_knows(hub, store, monkeypatch, tmp_path):
+    store.publish(NAME, tiny.data())
+    hub.faults.add("GET /api/models", "status", times=1000, status=503)
+    with pytest.warns(UserWarning, match="as of its last answer"):
+        assert resolve.resolve(URL).version == "1.0.0"
+    with pytest.raises(RuntimeError, match="no answer from the Hub"):
+        store.promote(NAME, "1.0.0", expect="none")
+    clear(monkeypatch, tmp_path)
+    with pytest.raises(RuntimeError, match="no answer from the Hub"):
+        resolve.resolve(URL)
+
+
+def test_a_hub_that_takes_a_request_and_says_nothing_is_given_up(hub, store, monkeypatch):
+    """huggingface_hub itself would wait for ever."""
+    monkeypatch.setattr(hub_api, "SILENCE", 0.1)
+    huggingface_hub.close_session()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(64)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(RuntimeError, match="no answer from the Hub at .* after 5 tries|took too long"):
+            store.publish(NAME, tiny.data())
+
+
+@pytest.mark.parametrize("number, tries", [(socket.EAI_NONAME, 1), (socket.EAI_AGAIN, hub_api.TRIES)])
+def test_an_unknown_host_is_asked_for_once(monkeypatch, number, tries):
+    asked = []
+
+    def action():
+        asked.append(1)
+        raise ConnectionError("no") from socket.gaierror(number, "not known")
+
+    monkeypatch.setattr(hub_api.time, "sleep", lambda seconds: None)
+    with pytest.raises(RuntimeError, match="no host of this name" if tries == 1 else "after 5 tries"):
+        hub_api.retried("org/name", action)
+    assert len(asked) == tries
+
+
+def test_a_cache_that_cannot_be_written_forgets_and_drafts_of_the_dead_go(hub, store, monkeypatch, tmp_path):
+    store.publish(NAME, tiny.data())
+    clear(monkeypatch, tmp_path)
+    monkeypatch.setattr(files, "save", lambda *given: (_ for _ in ()).throw(OSError("full")))
+    assert resolve.resolve(URL).version == "1.0.0" and hub_files.load_head("org", NAME) is None
+    blobs = tmp_path / "another-home" / "hub" / "blobs"
+    (dead := blobs / f".999999999-{files._here()}{'0' * 16}.tmp").write_bytes(b"half")
+    store.publish(NAME, tiny.data(1))
+    resolve.resolve(f"{URL}@1.0.1")
+    assert not dead.exists() and len(list(blobs.iterdir())) == 2
+
+
+# ---- edited by hand
+
+
+def edit(hub: Hub, **changes: bytes | None) -> None:
+    changed = {name.replace("__", "/").replace("_dot_", "."): data for name, data in changes.items()}
+    edited = hub.repos[REPO].files | changed
+    hub.repos[REPO].add("by hand", {path: data for path, data in edited.items() if data is not None})
+
+
+def test_an_index_that_was_edited_by_hand_is_refused(hub, store):
+    for seed in range(2):
+        store.publish(NAME, tiny.data(seed))
+    index = hub.repos[REPO].files["kvq.json"]
+    edits = {
+        "invalid JSON": b'{"schema":1',
+        "expected the events of": index.replace(b'],"name":"tiny-2bit"', b'],"name":"x"'),
+        "file name": index.replace(b'"files":{}', b'"files":{"../../x":{"sha256":"%s","size":1}}' % (b"a" * 64)),
+        "expected .*, got": index.replace(b'"number":2', b'"number":3'),
+    }
+    for message, data in edits.items():
+        assert data != index
+        edit(hub, kvq_dot_json=data)
+        for action in (lambda: resolve.resolve(URL), lambda: store.publish(NAME, tiny.data(5))):
+            with pytest.raises(ArtifactError, match=f"{REPO} at .*kvq.json: .*{message}"):
+                action()
+    assert [finding.path for finding in store.examine()] == [URL]
+
+
+def test_a_repository_of_something_else_is_left_alone(hub, store):
+    HfApi(endpoint=hub.url).create_repo(REPO)
+    edit(hub, README_dot_md=b"---\nlicense: mit\n---\n")
+    store.publish(NAME, tiny.data())
+    edit(hub, kvq_dot_json=None)  # its numbers would be used again
+    commits = len(hub.repos[REPO].log)
+    with pytest.raises(Conflict, match="has no kvq.json, but versions/1.0.0/kvq.safetensors"):
+        store.publish(NAME, tiny.data(1))
+    with pytest.raises(NotFound, match="has no kvq.json"):
+        resolve.resolve(URL)
+    assert len(hub.repos[REPO].log) == commits
+
+
+def test_a_file_that_was_replaced_by_hand_is_refused_and_found(hub, store, monkeypatch, tmp_path):
+    store.publish(NAME, tiny.data(0))
+    hub.repos[REPO].add("by hand", hub.repos[REPO].files | {"versions/1.0.0/kvq.safetensors": tiny.data(1)})
+    clear(monkeypatch, tmp_path)
+    with pytest.raises(ArtifactError, match="sha256: the Hub sent .* twice; .*nothing was kept"):
+        resolve.resolve(URL)
+    assert "the Hub sent" in store.examine()[0].what
+
+
+# ---- access
+
+
+def test_private_gated_missing(hub, monkeypatch, tmp_path):
+    store = HubRegistry("org", private=True)
+    store.publish(NAME, tiny.data())
+    assert hub.repos[REPO].private and store.names() == [NAME]
+    clear(monkeypatch, tmp_path)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(NotFound, match="does not exist, or is private.*hf auth login"):
+        resolve.resolve(URL)
+    assert store.names() == []
+    (tmp_path / "token").write_text(f"{TOKEN}\n")  # what `make flows-up` keeps
+    monkeypatch.setenv(hub_api.TOKEN_FILE, str(tmp_path / "token"))
+    assert store.names() == [NAME] and hub_api.token() == TOKEN
+    monkeypatch.delenv(hub_api.TOKEN_FILE)
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    assert resolve.resolve(URL).version == "1.0.0"
+    with pytest.raises(PermissionError, match="the token may not do this"):
+        store.publish(NAME, tiny.data(1))
+    clear(monkeypatch, tmp_path / "third")
+    hub.repos[REPO].private, hub.repos[REPO].gated = False, True
+    with pytest.raises(PermissionError, match=f"is gated: accept its terms at {hub.url}/{REPO}"):
+        resolve.resolve(URL)
+    hub.allowed.add("reader")
+    assert resolve.resolve(URL).version == "1.0.0" and whole_versions(hub) == ["1.0.0"]
+
+
+def test_a_dry_run_asks_who_may_write(hub, store, kvq, monkeypatch):
+    LocalRegistry(resolve.open_registry().root).publish(NAME, tiny.data())  # type: ignore[union-attr]
+    copy = ("copy", f"{NAME}@1.0.0")
+    assert kvq(*copy, "hf://org", "--dry-run")[0] == 0 and not hub.repos
+    assert "me is not a member of it" in kvq(*copy, "hf://elsewhere", "--dry-run")[2]
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    assert "the token is read-only" in kvq(*copy, "hf://org", "--dry-run")[2]
+    monkeypatch.delenv("HF_TOKEN")
+    assert "no token to write with" in kvq(*copy, "hf://org", "--dry-run")[2]
+
+
+@pytest.mark.parametrize("name", ["a--b", "a..b", "name-", "x.git", "x.ipynb"])
+def test_a_name_that_a_hub_refuses_makes_no_request(name, hub, store):
+    """The client's own rule is an independent judge of which names those are."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    if not name.endswith(".ipynb"):  # the server's rule, not the client's
+        with pytest.raises(HFValidationError):
+            validate_repo_id(f"org/{name}")
+    with pytest.raises(ValueError, match=f"name '{name}': a Hub refuses"):
+        store.publish(name, tiny.data())
+    assert hub.requests == []
+
+
+# ---- the token
+
+
+def test_the_token_is_seen_by_the_hub_alone(hub, store, monkeypatch, tmp_path, caplog, capsys):
+    """A canary: in no log, error, artifact or file, and at no other origin, even where the server says it back."""
+    caplog.set_level(logging.DEBUG)
+    store.publish(NAME, tiny.data(), attachments=CARD)
+    clear(monkeypatch, tmp_path)
+    resolve.load_artifact(URL)
+    assert TOKEN not in caplog.text
+    del hub.users[TOKEN]  # from here on the server repeats the token in its errors
+    for action in (lambda: store.publish(NAME, tiny.data(1)), lambda: store.names(), lambda: store.state(NAME)):
+        with pytest.raises(PermissionError) as error:
+            action()
+        assert TOKEN not in "".join(traceback.format_exception(error.value))
+    # the HTTP library's own trace of what a server sends is the one place that is not ours to clean
+    assert not any(TOKEN in entry.getMessage() for entry in caplog.records if not entry.name.startswith("httpcore"))
+    assert TOKEN not in "".join(capsys.readouterr())
+    assert any(TOKEN in (request.authorization or "") for request in hub.requests)
+    assert not any(request.authorization for request in hub.requests if request.origin != "hub")
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert written and not any(TOKEN.encode() in path.read_bytes() for path in written)
+    assert not any(TOKEN.encode() in data for data in hub.repos[REPO].files.values())
+
+
+ACTIONS = {  # {action: (the request that is refused, how)}
+    "list names": ("GET /api/models$", lambda store: store.names()),
+    "read": ("GET /api/models/org/", lambda store: store.current_state(NAME)),
+    "publish": ("POST .*/commit/", lambda store: store.publish(NAME, tiny.data(1))),
+    "upload": ("POST .*objects/batch", lambda store: store.publish(NAME, tiny.data(1))),
+    "add a record": ("POST .*/commit/", lambda store: store.add_record("evaluations", "0" * 64, b"{}", NAME)),
+    "ask whose token it is": ("GET /api/whoami", lambda store: store.check_writable()),
+}
+
+
+@pytest.mark.parametrize("status, kind", [(403, PermissionError), (500, RuntimeError)])
+@pytest.mark.parametrize("pattern, action", ACTIONS.values(), ids=ACTIONS)
+def test_a_refusal_that_repeats_the_token_is_quoted_without_it(pattern, action, status, kind, hub, store, caplog):
+    caplog.set_level(logging.DEBUG, "kvq_runtime")
+    store.publish(NAME, tiny.data())
+    hub.faults.add(pattern, "status", times=1000, status=status)
+    with pytest.raises(kind) as error:
+        action(store)
+    told = "".join(traceback.format_exception(error.value))
+    assert "an injected fault, for Bearer <token>" in told  # the server's words are quoted, so it could have been there
+    assert TOKEN not in told and TOKEN not in caplog.text
+
+
+@pytest.mark.parametrize("address", [f"https://me:{TOKEN}@huggingface.co/org", f"hf://me:{TOKEN}@org/name@1.0.0",
+                                     f"https://huggingface.co/org?token={TOKEN}", f"n@{TOKEN}"])  # fmt: skip
+def test_a_token_in_an_address_or_reference_is_not_repeated(address, kvq, tmp_path, hub, monkeypatch):
+    for given in (("copy", f"{NAME}@1.0.0", address), ("show", address), ("history", address)):
+        code, out, error = kvq(*given, "--registry", tmp_path.as_uri())
+        assert code != 0 and TOKEN not in out + error
+    monkeypatch.setenv("HF_ENDPOINT", hub.url.replace("//", f"//me:{TOKEN}@"))
+    hub.faults.add("GET /api/models/", "status", 5, status=404)
+    code, _, error = kvq("show", URL)
+    assert code and error and TOKEN not in error
+
+
+def test_the_endpoint_is_read_at_each_call(hub, store, monkeypatch, tmp_path):
+    store.publish(NAME, tiny.data())
+    with Hub() as other, warnings.catch_warnings():
+        other.users = hub.users
+        monkeypatch.setenv("HF_ENDPOINT", other.url)
+        clear(monkeypatch, tmp_path)
+        with pytest.raises(NotFound, match=other.url):
+            resolve.resolve(URL)
+        store.publish(NAME, tiny.data(3))
+        assert set(other.repos) == {REPO}

@@ -1,0 +1,308 @@
+"""A registry in a folder: durable in order, collected without loss, and every damage found."""
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import tiny_artifact as tiny
+from hub_client import CARD
+from local_store import NAME, event_files, three
+
+from kvq_runtime.artifact import artifact
+from kvq_runtime.cli import main as cli
+from kvq_runtime.disk import files, strict_json
+from kvq_runtime.errors import ArtifactError, Conflict
+from kvq_runtime.registry import events, resolve
+from kvq_runtime.registry.copy import copy_version
+from kvq_runtime.registry.local import LocalRegistry
+from kvq_runtime.registry.lock import Lock, write_lock
+
+
+@pytest.fixture
+def store(tmp_path) -> LocalRegistry:
+    return LocalRegistry(tmp_path / "registry")
+
+
+def age(path: Path, hours: float = 48) -> Path:
+    past = time.time() - hours * 3600
+    os.utime(path, (past, past))
+    return path
+
+
+# ---- order of writing
+
+
+def test_a_file_and_its_folder_are_synced_before_anything_relies_on_them(store, monkeypatch):
+    """Record every step of a publish: data synced → named → folder synced, and all blobs before the event."""
+    steps, real = [], {name: getattr(os, name) for name in ("fsync", "link", "replace")}
+
+    def named(kind):
+        return lambda a, b: (steps.append((kind, str(a), str(b))), real[kind](a, b))[1]
+
+    def synced(descriptor):
+        steps.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        real["fsync"](descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "link", named("link"))
+    monkeypatch.setattr(os, "replace", named("replace"))
+    version = store.publish(NAME, tiny.data(), attachments={"README.md": b"card"})
+    moves = [i for i, step in enumerate(steps) if step[0] != "fsync"]
+    assert [steps[i][0] for i in moves] == ["replace", "replace", "link"]
+    for i in moves:
+        _, draft, target = steps[i]
+        assert steps[i - 1] == ("fsync", draft)
+        assert steps[i + 1] == ("fsync", str(Path(target).parent))
+        assert stat.S_IMODE(Path(target).stat().st_mode) == 0o444
+    assert steps[moves[-1]][2].endswith("events/00000001.json")
+    synced = {step[1] for step in steps[: moves[-1]] if step[0] == "fsync"}
+    assert {str(store.root), str(store.root / "names"), str(store.events_folder(NAME).parent)} <= synced
+    assert store.blob(version.files["README.md"]["sha256"]).read_bytes() == b"card"
+    assert not list((store.root / "tmp").iterdir())
+
+
+def push(source: LocalRegistry, target: LocalRegistry) -> None:
+    for version in source.state(NAME).versions.values():
+        copy_version(source, NAME, version, target)
+
+
+WRITERS = {
+    "kvq copy": lambda source, target: cli.main(["copy", NAME, target.url, "--registry", source.url]),
+    "publish, promote, roll back": lambda source, target: (
+        three(target),
+        [target.promote(NAME, version) for version in ("1.0.0", "1.0.1")],
+        target.rollback(NAME),
+    ),
+    "gc beside what is named": lambda source, target: (
+        push(source, target), [target.put_blob(data) for data in (b"nobody", b"names these")], target.collect(grace=0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.* is yanked:UserWarning")
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_reader_finds_it_whole_at_every_point(write, store, tmp_path, monkeypatch, capsys):
+    """The writer stands still at each of its fault points, one between any two of its steps, and is read there."""
+    data, target, seen = [tiny.data(seed) for seed in range(3)], LocalRegistry(tmp_path / "target"), []
+    three(store)
+    store.promote(NAME, "1.0.1")
+    store.yank(NAME, "1.0.0", "bad")
+
+    def read() -> list[str]:
+        reader, found = LocalRegistry(target.root), []
+        for name in reader.names():
+            state = reader.state(name)
+            assert [event.number for event in state.events] == list(range(1, len(state.events) + 1))
+            for version in state.versions.values():
+                assert reader.fetch(name, version).read_bytes() in data
+            found += [*state.versions, *(f"{alias} {state.at(alias)}" for alias in state.aliases)]
+        return found
+
+    def point(name: str) -> None:
+        now = read()
+        lost = [one for one in (seen[-1] if seen else []) if one not in now and "production" not in one]
+        assert not lost, f"at {name}"
+        seen.append(now)
+
+    monkeypatch.setattr(files, "fault_point", point)
+    write(store, target)
+    monkeypatch.undo()
+    assert len(seen) > 30 and seen[0] == [] and len({tuple(now) for now in seen}) >= 4
+    assert set(seen[-1]) <= set(read())
+
+
+# ---- garbage
+
+
+def test_gc_removes_only_what_is_old_and_unnamed(store):
+    store.publish(NAME, tiny.data(), attachments={"README.md": b"card"})
+    named = [age(path) for path in sorted((store.root / "blobs" / "sha256").iterdir())]
+    orphan, young = store.blob(store.put_blob(b"orphan")), store.blob(store.put_blob(b"young"))
+    torn, foreign = store.root / "tmp" / ".1-2.tmp", store.root / "blobs" / "sha256" / "notes.txt"
+    torn.write_bytes(b"half")
+    foreign.write_bytes(b"mine")
+    link = foreign.with_name("c" * 64)
+    link.symlink_to(foreign)
+    age(orphan), age(torn), age(foreign)
+    assert store.collect(dry_run=True) == [str(torn), str(orphan)]
+    assert torn.exists() and orphan.exists()
+    assert store.collect() == [str(torn), str(orphan)]
+    assert all(path.exists() for path in [*named, young, foreign, link]) and not torn.exists() and not orphan.exists()
+    assert store.collect(grace=0) == [str(young)]
+    resolve.load_artifact(NAME, store.url)
+
+
+@pytest.mark.parametrize("linked", ["blobs", "blobs/sha256", "tmp"])
+def test_gc_removes_nothing_through_a_link(linked, store, tmp_path, kvq):
+    store.publish(NAME, tiny.data())
+    theirs = tmp_path / "theirs"
+    (theirs / "sha256").mkdir(parents=True)
+    mine = [theirs / name for name in ("a" * 64, ".1-2.tmp", "sha256/" + "a" * 64)]
+    for path in mine:
+        path.write_bytes(b"")
+        age(path)
+    folder = store.root / linked
+    folder.rename(folder.with_name("moved"))
+    folder.symlink_to(theirs)
+    code, _, error = kvq("gc", "--registry", store.url, "--grace", "0s")
+    assert code == 1 and f"{folder}: a link" in error
+    assert all(path.exists() for path in mine)
+
+
+def test_gc_gives_a_blob_back_that_was_named_or_became_young_meanwhile(store, monkeypatch):
+    data = tiny.data(1)
+    orphan = age(store.blob(store.put_blob(data)))
+    remove, change = LocalRegistry._remove, events.Publish("1.0.0", orphan.name, len(data))
+
+    def rival(self, path, before):
+        store.put_blob(data)  # a publish writes the blob again, and no event names it yet
+        return remove(self, path, before)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalRegistry, "_remove", rival)
+        assert store.collect() == [] and orphan.read_bytes() == data
+    age(orphan)
+    with monkeypatch.context() as patched:
+        named = lambda *given: (store.change(NAME, lambda _: change), remove(*given))[1]  # noqa: E731
+        patched.setattr(LocalRegistry, "_remove", named)
+        assert store.collect() == []
+    assert artifact.to_bytes(resolve.load_artifact(NAME, store.url)) == data
+    orphan.rename(age(orphan).parents[2] / "tmp" / f".{orphan.name}.tmp")  # a gc that was killed
+    store.collect()
+    assert orphan.read_bytes() == data and not list((store.root / "tmp").iterdir())
+
+
+def test_a_publish_that_stalls_beyond_the_grace_writes_again_what_gc_took(store, monkeypatch):
+    """Its blobs are old when gc looks, and no event names them: after the event they are there again."""
+    data, taken = tiny.data(), []
+
+    def point(name: str) -> None:
+        if name == "publish.blob" and len(blobs := list(store.root.glob("blobs/sha256/*"))) == 2:
+            for path in blobs:
+                age(path)
+            taken.extend(store.collect())
+
+    monkeypatch.setattr(files, "fault_point", point)
+    version = store.publish(NAME, data, attachments={"README.md": b"# card"})
+    assert len(taken) == 2
+    assert store.attachments(NAME, version) == {"README.md": b"# card"} and store.examine() == []
+
+
+# ---- damage
+
+
+def test_doctor_finds_every_damage_and_says_what_to_do(store, kvq):
+    three(store)
+    version = store.publish("card", tiny.data(5), attachments=CARD)
+    store.add_record("signatures", version.sha256, b"{}\n")
+    assert store.examine() == []
+    blobs = {version.version: store.blob(version.sha256) for version in store.state(NAME).versions.values()}
+    blobs["1.0.0"].unlink()
+    card, (record,) = store.blob(version.files["README.md"]["sha256"]), store.root.glob("signatures/*/*")
+    for path in (blobs["1.0.1"], card, record):
+        path.chmod(0o644)
+        path.write_bytes(b"rot")
+    found = [(finding.path.rpartition("/")[2], finding.what, finding.advice) for finding in store.examine()]
+    assert [name for name, _, _ in found] == ["card@1.0.0", "card@1.0.0", f"{NAME}@1.0.0", f"{NAME}@1.0.1"]
+    for (_, what, advice), path in zip(found, (card, record, blobs["1.0.0"], blobs["1.0.1"]), strict=True):
+        assert str(path) in what and advice
+    code, out, _ = kvq("doctor", "--registry", store.url)
+    assert code == 1 and str(record) in out
+    blobs["1.0.2"].chmod(0)
+    assert os.getuid() == 0 or "give access to it" in store.examine()[-1].advice
+
+
+@pytest.mark.parametrize("place", ["names/gone", "names/gone/events", "names"])
+def test_a_link_that_leads_nowhere_is_told(place, store, tmp_path, kvq):
+    """A share that is not mounted is no empty registry."""
+    version = store.publish(NAME, tiny.data())
+    path = store.root / place
+    if place == "names":
+        path.rename(tmp_path / "moved")
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(tmp_path / "not-mounted")
+    code, out, error = kvq("list", "--registry", store.url)
+    assert code == 1 and "a link that leads nowhere" in out + error
+    for action in (lambda: store.collect(0), lambda: store.publish("gone", tiny.data(1))):
+        with pytest.raises(ArtifactError, match="leads nowhere"):
+            action()
+    assert store.blob(version.sha256).exists()
+
+
+def test_records_that_changed_or_moved_are_refused(store):
+    first, other = (store.publish(NAME, tiny.data(seed)).sha256 for seed in range(2))
+    about = {"corpus": "c" * 64, "protocol": {}, "environment": {}, "result": {"perplexity": 12.5}}
+    digest = store.add_evaluation({"artifact": first, **about})
+    path = store.root / "evaluations" / first / f"{digest}.json"
+    moved = store.root / "evaluations" / other / path.name
+    moved.parent.mkdir()
+    path.rename(moved)
+    with pytest.raises(ArtifactError, match=f"{moved}: evaluation: is about .*, but stored with another artifact"):
+        store.evaluations(other)
+    moved.rename(path)
+    path.chmod(0o644)
+    path.write_text(path.read_text().replace("12.5", "1.25"))
+    with pytest.raises(ArtifactError, match=f"{path}: sha256: not that of its name"):
+        store.evaluations(first)
+
+
+def test_registry_and_lock_resealed_to_a_mutant_do_not_help_it(store, tmp_path):
+    good = tiny.data()
+    about, entries, _ = tiny.parts(good)
+    head = strict_json.dumps({"__metadata__": {"kvq": strict_json.dumps(about)}, **entries}).encode()
+    name = f'"{tiny.WEIGHT}"'.encode()
+    mutants = {
+        "header: .*truncated": good[:-1],
+        "content: ": good[:-1] + bytes([good[-1] ^ 1]),
+        "tensors: foreign": tiny.resealed({"layers.0.key.predict.spy": tiny.tiny().tensors[tiny.WEIGHT]}),
+        "finite: ": tiny.resealed({tiny.WEIGHT: tiny.tiny().tensors[tiny.WEIGHT] / 0}),
+        "schema: ": tiny.resealed(schema=99),
+        "header: tensor name '../../x'": tiny.with_header(head.replace(name, b'"../../x"'), tiny.parts(good)[2]),
+        "header: 1073741824 bytes long": (1 << 30).to_bytes(8, "little") + good[8:],
+    }
+    for number, (message, mutant) in enumerate(mutants.items()):
+        digest, lock = store.put_blob(mutant), tmp_path / "kvq.lock"
+        change = events.Publish(f"1.0.{number}", digest, len(mutant))
+        store.change(NAME, lambda state, change=change: change)
+        write_lock(lock, Lock(NAME, store.url, NAME, change.version, digest, len(mutant), "b" * 64))
+        for given in ({}, {"lock": lock}):
+            with pytest.raises(ArtifactError, match=message):
+                resolve.load_artifact(NAME, store.url, **given)
+
+
+def test_a_damaged_blob_is_refused_and_mended_by_publishing_it_again(store):
+    data = tiny.data()
+    path = store.blob(store.publish(NAME, data).sha256)
+    path.chmod(0o644)
+    path.write_bytes(tiny.data(1))
+    with pytest.raises(ArtifactError, match="give one, --artifact-version"):
+        store.publish(NAME, tiny.data(2))
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ArtifactError, match="symbolic link"):
+        resolve.load_artifact(NAME, store.url)
+    assert store.publish(NAME, data).version == "1.0.0"
+    assert artifact.to_bytes(resolve.load_artifact(NAME, store.url)) == data
+
+
+@pytest.mark.parametrize("step", ["change", "_claim"], ids=["look", "claim"])
+def test_a_rollback_that_is_overtaken_undoes_nobodys_promote(step, store, monkeypatch):
+    """The rival promotes after the alias was looked at, and after the rollback was decided."""
+    three(store)
+    for version in ("1.0.0", "1.0.1"):
+        store.promote(NAME, version)
+    real, came = getattr(LocalRegistry, step), []
+
+    def overtaken(*given, **more):
+        if not came:
+            came.append(1)
+            store.promote(NAME, "1.0.2")
+        return real(*given, **more)
+
+    monkeypatch.setattr(LocalRegistry, step, overtaken)
+    with pytest.raises(Conflict, match=r"points to 1\.0\.2, expected 1\.0\.1: somebody moved it"):
+        store.rollback(NAME)
+    assert came and store.state(NAME).at("production") == "1.0.2" and len(event_files(store)) == 6
+    assert store.rollback(NAME).at("production") == "1.0.1"

@@ -1,0 +1,250 @@
+"""A lock pins one file and what stands beside it; a signature is of one name, version and digest, by one key."""
+
+import json
+
+import pytest
+import tiny_artifact as tiny
+from hub_client import asked, hub_for
+from local_store import NAME
+
+from kvq_runtime.artifact import artifact
+from kvq_runtime.disk import files, strict_json
+from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.registry import resolve
+from kvq_runtime.registry.local import LocalRegistry
+from kvq_runtime.registry.lock import Lock, find_signature, read_lock, read_signature, sign, verify, write_lock
+
+pytest.importorskip("model_signing")
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from key_pair import keys
+
+CARD = {"README.md": b"# card\n", "error.png": b"png"}
+BESIDE = "b" * 64  # a digest of files beside an artifact
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> LocalRegistry:
+    """The default registry, with three versions."""
+    store = LocalRegistry(tmp_path / "registry")
+    monkeypatch.setenv("KVQ_REGISTRY", store.url)
+    for seed in range(3):
+        store.publish(NAME, tiny.data(seed), attachments=CARD)
+    return store
+
+
+# ---- locks
+
+
+def test_a_lock_pins_what_the_reference_meant(store, tmp_path):
+    found, lock = resolve.resolve(NAME, store.url), tmp_path / "kvq.lock"
+    write_lock(lock, Lock(NAME, store.url, NAME, found.version, found.sha256, found.size, BESIDE))
+    assert set(json.loads(lock.read_text())) == {"reference", "registry", "name", "version", "sha256", "size", "files"}
+    store.promote(NAME, "1.0.0")
+    pinned = resolve.resolve(NAME, lock=lock)  # the registry is the lock's, too
+    assert (pinned.version, pinned.sha256, pinned.chosen_because) == ("1.0.2", found.sha256, f"pinned by {lock}")
+    with pytest.raises(ArtifactError, match=f"lock: .* pins {NAME}, not {NAME}@1.0.0"):
+        resolve.resolve(f"{NAME}@1.0.0", store.url, lock)
+    copy = tmp_path / "kvq.safetensors"
+    copy.write_bytes(tiny.data(2))
+    resolve.load_artifact(copy, lock=lock)
+    copy.write_bytes(tiny.data(1))
+    with pytest.raises(ArtifactError, match=r"lock: .*kvq\.safetensors has sha256 .* pins"):
+        resolve.load_artifact(copy, lock=lock)
+    with pytest.raises(NotFound, match=r"no such file; kvq pull REFERENCE --lock"):
+        resolve.resolve(NAME, lock=tmp_path / "none.lock")
+    write_lock(lock, Lock(NAME, store.url, NAME, "1.0.1", found.sha256, found.size, BESIDE))
+    with pytest.raises(ArtifactError, match=f"{lock} pins version 1.0.1, but the registry has these bytes as 1.0.2"):
+        resolve.resolve(NAME, lock=lock)
+
+
+LOCK = {"reference": NAME, "registry": "file:///x", "name": NAME, "version": "1.0.0", "sha256": "a" * 64, "size": 1}
+LOCK["files"] = BESIDE
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [({"name": "../x"}, "name '../x'"), ({"sha256": "../" + "a" * 61}, "sha256 '../"), ({"size": "1"}, "size must be"),
+     ({"version": "latest"}, "version 'latest'"), ({"command": "rm"}, r"unknown keys \['command'\]"),
+     ({"policy": {"key": 1}}, "missing keys")],
+)  # fmt: skip
+def test_a_strange_lock_is_refused(change, message, tmp_path):
+    path = tmp_path / "kvq.lock"
+    path.write_text(strict_json.dumps(LOCK | change))
+    with pytest.raises(ArtifactError, match=f"lock: {path}: .*{message}"):
+        read_lock(path)
+
+
+def edited(store: LocalRegistry, change) -> None:
+    """Let the last event name other files, as whoever may write to a registry can."""
+    path = store.events_folder(NAME) / "00000003.json"
+    event = json.loads(path.read_text())
+    change(event["files"])
+    path.chmod(0o644)
+    path.write_text(strict_json.dumps(event) + "\n")
+
+
+def one_more(store: LocalRegistry):
+    return lambda files: files.update({"more.png": {"sha256": store.put_blob(b"theirs\n"), "size": 7}})
+
+
+def test_a_lock_pins_what_stands_beside_the_artifact(store, kvq, tmp_path):
+    lock, mirror = tmp_path / "kvq.lock", (tmp_path / "mirror").as_uri()
+    assert kvq("pull", NAME, "-o", tmp_path / "out", "--lock", lock)[0] == 0
+    assert kvq("copy", NAME, mirror)[0] == 0  # its card is another
+    assert kvq("pull", NAME, "-o", tmp_path / "same", "--locked", lock, "--registry", mirror)[0] == 0
+    assert sorted(path.name for path in (tmp_path / "same").iterdir()) == sorted([*CARD, "kvq.safetensors"])
+    edited(store, one_more(store))
+    code, _, error = kvq("pull", NAME, "-o", tmp_path / "late", "--locked", lock)
+    assert code == 1 and "has other files beside" in error and not (tmp_path / "late").exists()
+
+
+def test_a_pull_replaces_only_what_is_of_the_same_name(store, kvq, tmp_path):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "README.md").write_bytes(b"mine\n")
+    (tmp_path / "elsewhere").write_bytes(b"mine too\n")
+    (project / "error.png").symlink_to(tmp_path / "elsewhere")
+    code, _, error = kvq("pull", NAME, "-o", project)
+    assert code == 1 and "README.md, error.png: not of" in error and "--force" in error
+    assert (project / "README.md").read_bytes() == b"mine\n" and not (project / "kvq.safetensors").exists()
+    assert kvq("pull", NAME, "-o", project, "--force")[0] == 0
+    assert {name: (project / name).read_bytes() for name in CARD} == CARD
+    assert (tmp_path / "elsewhere").read_bytes() == b"mine too\n"
+
+
+def test_the_lock_is_written_last_and_tells_of_a_file_that_is_newer(store, tmp_path, kvq, monkeypatch):
+    out, lock = tmp_path / "out", tmp_path / "kvq.lock"
+    given = ("pull", NAME, "-o", out, "--lock", lock)
+    assert kvq(*given)[0] == 0
+    before, saved = lock.read_bytes(), files.save
+    store.publish(NAME, tiny.data(3))
+
+    def stop(path, data) -> None:
+        if path == lock:
+            raise OSError("no power")
+        saved(path, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "save", stop)
+        assert kvq(*given)[0] == 1
+    file = out / "kvq.safetensors"
+    assert file.read_bytes() == tiny.data(3) and lock.read_bytes() == before
+    with pytest.raises(ArtifactError, match=f"interrupted leaves the new file beside .* pull again with --lock {lock}"):
+        resolve.load_artifact(file, lock=lock)
+    assert kvq("pull", NAME, "-o", out, "--locked", lock)[0] == 0
+    assert artifact.to_bytes(resolve.load_artifact(file, lock=lock)) == tiny.data(2)
+
+
+# ---- signatures
+
+
+def test_sign_and_verify(store, kvq, tmp_path):
+    (mine, public), (_, other) = keys(tmp_path, "mine"), keys(tmp_path, "other")
+    code, _, error = kvq("verify", f"{NAME}@1.0.0", "--key", public)
+    assert code == 1 and "has no valid signature" in error and "there is no signature" in error
+    assert kvq("sign", f"{NAME}@1.0.0", "--key", mine)[0] == 0
+    assert kvq("verify", f"{NAME}@1.0.0", "--key", public)[0] == 0
+    code, _, error = kvq("verify", f"{NAME}@1.0.0", "--key", other)
+    assert code == 1 and "does not match the provided public key" in error
+    assert kvq("verify", f"{NAME}@1.0.1", "--key", public)[0] == 1
+    assert kvq("sign", NAME, "--key", mine)[0] == 2  # which version?
+    mirror = (tmp_path / "mirror").as_uri()
+    assert kvq("copy", f"{NAME}@1.0.0", mirror)[0] == 0  # with its signature
+    assert kvq("verify", f"{NAME}@1.0.0", "--registry", mirror, "--key", public)[0] == 0
+
+
+def test_keys_of_other_kinds_and_passwords_are_refused_by_name(tmp_path):
+    right = (NAME, "1.0.0", "a" * 64)
+    private, public = keys(tmp_path, "closed", "right")
+    record = read_signature(sign(*right, BESIDE, private, "right"))
+    verify(record, *right, public.read_text())
+    for password, key in ((None, private), ("right", keys(tmp_path, "open")[0])):
+        with pytest.raises(ValueError, match="set KVQ_KEY_PASSWORD if and only if the key is encrypted"):
+            sign(*right, BESIDE, key, password)
+    with pytest.raises(ValueError, match="not opened by KVQ_KEY_PASSWORD"):
+        sign(*right, BESIDE, private, "wrong")
+    made = rsa.generate_private_key(65537, 2048)
+    (other := tmp_path / "other.pem").write_bytes(made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with pytest.raises(ValueError, match="no elliptic-curve private key in PEM"):
+        sign(*right, BESIDE, other)
+    text = made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
+    with pytest.raises(ValueError, match="no elliptic-curve public key in PEM; docs"):
+        verify(record, *right, text)
+
+
+def test_a_signature_is_of_nothing_else(tmp_path):
+    private, public = keys(tmp_path, "mine")
+    right = (NAME, "1.0.0", "a" * 64)
+    good = sign(*right, BESIDE, private)
+    record = read_signature(good)
+    for wrong in (("other", "1.0.0", "a" * 64), (NAME, "1.0.1", "a" * 64), (NAME, "1.0.0", "b" * 64)):
+        renamed = record | dict(zip(("name", "version", "sha256"), wrong, strict=True))
+        for given in (record, renamed):
+            with pytest.raises(ArtifactError, match="signature: "):
+                verify(given, *wrong, public.read_text())
+    for junk in (b"", b"[]", b'{"name":1}', strict_json.dumps(record | {"bundle": {"mediaType": "x"}}).encode()):
+        with pytest.raises(ArtifactError, match="has no valid signature"):
+            find_signature([junk], *right, public.read_text())
+        assert find_signature([junk, good], *right, public.read_text()) == record
+
+
+def test_a_lock_that_pins_holds_its_signature(store, kvq, tmp_path, monkeypatch):
+    (mine, public), (_, other) = keys(tmp_path, "mine"), keys(tmp_path, "other")
+    lock, given = tmp_path / "kvq.lock", (f"{NAME}@1.0.1", "-o", tmp_path / "out", "--key", public)
+    code, _, error = kvq("pull", *given, "--lock", lock)
+    assert code == 1 and "kvq sign" in error and not lock.exists() and not (tmp_path / "out").exists()
+    kvq("sign", f"{NAME}@1.0.1", "--key", mine)
+    assert kvq("pull", *given, "--lock", lock)[0] == 0
+    resolve.load_artifact(tmp_path / "out" / "kvq.safetensors", lock=lock)
+    assert kvq("verify", tmp_path / "out" / "kvq.safetensors", "--lock", lock, "--key", public)[0] == 0
+    kept = json.loads(lock.read_text())
+    for change, message in (
+        ({"policy": kept["policy"] | {"key": other.read_text()}}, "has no valid signature"),
+        ({"policy": kept["policy"] | {"lowest": "1.0.2"}}, "older than 1.0.2"),
+        ({"signature": None}, "has no valid signature"),
+        ({"version": "1.0.2"}, "has no valid signature"),
+    ):
+        lock.write_text(json.dumps(kept | change))
+        with pytest.raises(ArtifactError, match=message):
+            resolve.resolve(f"{NAME}@1.0.1", lock=lock)
+
+
+@pytest.mark.parametrize("follow", [(), ("--follow",)], ids=["pinned", "followed"])
+def test_a_signature_covers_what_stands_beside_the_artifact(follow, store, kvq, tmp_path):
+    mine, public = keys(tmp_path, "mine")
+    kvq("sign", f"{NAME}@1.0.2", "--key", mine)
+    lock = tmp_path / "kvq.lock"
+    assert kvq("pull", NAME, "-o", tmp_path / "out", "--lock", lock, "--key", public, *follow)[0] == 0
+    assert kvq("pull", NAME, "-o", tmp_path / "same", "--locked", lock)[0] == 0
+    assert (tmp_path / "same" / "error.png").exists()
+    edited(store, one_more(store))
+    for given in (("--locked", lock), ("--lock", tmp_path / "new.lock", "--key", public)):
+        code, _, error = kvq("pull", NAME, "-o", tmp_path / "late", *given)
+        assert code == 1 and "has other files beside" in error and not (tmp_path / "late").exists()
+
+
+def test_a_lock_that_follows_an_alias_takes_only_what_is_signed_and_not_older(kvq, tmp_path, monkeypatch):
+    mine, public = keys(tmp_path, "mine")
+    with hub_for(monkeypatch, tmp_path) as hub:
+        store = resolve.open_registry("hf://org")
+        lock, alias = tmp_path / "kvq.lock", f"hf://org/{NAME}@production"
+        for seed in range(3):
+            store.publish(NAME, tiny.data(seed))
+        for version in ("1.0.0", "1.0.1"):
+            kvq("sign", f"hf://org/{NAME}@{version}", "--key", mine)
+        store.promote(NAME, "1.0.1")
+        demand = ("--key", public, "--lowest", "1.0.1", "--follow")
+        assert kvq("pull", alias, "-o", tmp_path / "out", "--lock", lock, *demand)[0] == 0
+        found = resolve.resolve(alias, lock=lock)
+        assert found.version == "1.0.1" and "signed, as the lock file demands" in found.chosen_because
+        with monkeypatch.context() as offline:
+            offline.setenv("HF_HUB_OFFLINE", "1")
+            hub.requests.clear()
+            assert resolve.resolve(alias, lock=lock).version == "1.0.1" and asked(hub) == []
+        store.promote(NAME, "1.0.2")
+        with pytest.raises(ArtifactError, match=r"signature: tiny-2bit 1\.0\.2"):
+            resolve.load_artifact(alias, lock=lock)
+        store.promote(NAME, "1.0.0")  # signed, but old: what a stolen registry could serve
+        with pytest.raises(ArtifactError, match=r"policy: tiny-2bit 1\.0\.0 is older than 1\.0\.1"):
+            resolve.load_artifact(alias, lock=lock)
