@@ -135,9 +135,9 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
 
     def step(q: Tensor) -> tuple[Tensor, Tensor]:
         assert alive
-        given = (q, schemes[0], schemes[1], exact, lengths, starts)
-        splits = attention.choose_splits(*given, MAX_TOKENS // recipe.window.block, rope)
-        return attention.attend(*given, case.model.head_size**-0.5, splits, rope)
+        keys, values = schemes
+        splits = attention.choose_splits(q, keys, values, MAX_TOKENS // recipe.window.block)
+        return attention.attend(q, keys, values, exact, lengths, starts, case.model.head_size**-0.5, splits, rope)
 
     return step
 

@@ -215,7 +215,7 @@ class Fused(Path):
         given = (q_BHTD, keys, values, exact, index.counts, self.padding.starts_B)
         shape = layer, len(q_BHTD), q_BHTD.shape[2]
         if shape not in self._splits:
-            self._splits[shape] = host.choose_splits(*given, self.max_tokens // store.window.block, rope, cap)
+            self._splits[shape] = host.choose_splits(q_BHTD, keys, values, self.max_tokens // store.window.block)
         return Attended(*host.attend(*given, scale, self._splits[shape], rope, cap))
 
     def takes(self, query: Query) -> bool:

@@ -214,7 +214,7 @@ class PageReader:
         given = (q_BHTD, keys, values, exact, lengths_B4, None)
         kind = (keys.layout.settings, values.layout.settings, len(q_BHTD), q_BHTD.shape[2], table.shape[1])
         if kind not in self.shared.splits:
-            self.shared.splits[kind] = host.choose_splits(*given, table.shape[1], rope)
+            self.shared.splits[kind] = host.choose_splits(q_BHTD, keys, values, table.shape[1])
         return host.attend(*given, scale, self.shared.splits[kind], rope)[0]
 
 

@@ -163,7 +163,7 @@ def test_paths(shape, bits, monkeypatch):
     """The same ones, bit by bit; of several launches, too."""
     values = trellis.table(bits).to(DEVICE, torch.float32)
     rms = normal(*shape[:2], seed=1).exp()
-    monkeypatch.setattr(dispatch.kernels("encode.path"), "DROPPED", 1 << 14)
+    monkeypatch.setattr(dispatch.kernels("encode.latent"), "DROPPED", 1 << 14)
     found, wanted = both(trellis.best_path, normal(*shape), rms, values, bits)
     assert found[0].dtype == wanted[0].dtype and torch.equal(found[0], wanted[0])
 

@@ -3,73 +3,70 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fused_driver import FAMILIES, Driver, with_kernels  # noqa: F401
 
 pytest.importorskip("triton")
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels.attend import launch
-from kvq_runtime.kernels.attend.launch import count_splits, resident_programs
+from kvq_runtime.kernels.attend.launch import Encoded, choose_splits, layout, resident_programs
+from kvq_runtime.recipe import preset
 
 H200 = SimpleNamespace(
-    multi_processor_count=132, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=233472,
-    max_threads_per_multi_processor=2048,
-)  # fmt: skip
+    multi_processor_count=132, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=233472
+)
+A100 = SimpleNamespace(
+    multi_processor_count=108, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=167936
+)
+
+
+def layouts(name: str, size: int = 128) -> list:
+    recipe, geometry = preset(name), Geometry(1, 8, size)
+    return [layout(recipe.scheme(0, role), recipe.window.block, geometry, role) for role in ("key", "value")]
 
 
 @pytest.mark.parametrize(
-    "registers, shared, warps, programs",
+    "name, size, device, programs",
     [
-        (255, 18432, 1, 8),  # 256 of 65536 / 32
-        (168, 0, 1, 12),
-        (197, 18432, 2, 5),  # 200, in eights
-        (64, 100_000, 4, 2),  # two of 101024 bytes in 233472
-        (32, 1024, 1, 32),  # as many as there ever are
-        (32, 0, 16, 4),  # 2048 threads
-        (255, 0, 16, 1),
+        ("rtn-2bit", 128, H200, 12),  # 168 registers of 65536 / 32
+        ("rtn-2bit", 128, A100, 8),  # 19 KiB each of 164
+        ("kivi-2bit", 128, H200, 8),  # 256 registers
+        ("lloyd-3bit", 256, H200, 6),  # 37 KiB each of 228
+        ("polar-3bit", 128, H200, 4),  # two warps
     ],
 )
-def test_programs_of_a_multiprocessor(registers, shared, warps, programs):
-    assert resident_programs(registers, shared, warps, H200) == programs
+def test_programs_of_a_multiprocessor(name, size, device, programs):
+    keys, values = layouts(name, size)
+    assert resident_programs(keys, values, device) == programs
 
 
-@pytest.mark.parametrize("lines", [1, 4, 8, 20, 64, 100, 512, 1056, 2112, 9000])
-@pytest.mark.parametrize("programs", [1, 5, 8, 12])
-def test_splits_fill_the_device_and_need_no_second_round(lines, programs):
-    cut, places = count_splits(lines, 1 << 20, 132, programs), 132 * programs
+@pytest.mark.parametrize("batch", [1, 4, 8, 64, 2112])
+def test_splits_fill_the_device_and_need_no_second_round(batch, monkeypatch):
+    keys, values = (Encoded(one, torch.empty(0)) for one in layouts("rtn-2bit"))
+    q = SimpleNamespace(shape=(batch, 32, 1, 128), is_cuda=True, device=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    cut, lines, places = choose_splits(q, keys, values, 1 << 20), 8 * batch, 132 * 12  # type: ignore[arg-type]
     assert cut == 1 or lines * cut <= places < lines * (cut + 1)
-    assert count_splits(lines, 3, 132, programs) <= 3
-
-
-def test_one_row_is_cut_into_more_than_128():
-    assert count_splits(8, 1024, 132, 8) == 132
+    assert choose_splits(q, keys, values, 3) <= 3  # type: ignore[arg-type]
 
 
 def test_a_cache_chooses_once_by_the_room_that_it_has(monkeypatch):
     """So that a step that was recorded stays the step that is taken, however many tokens have come."""
-    asked, cut, choose, attend = [], [], launch.choose_splits, launch.attend
+    asked, cut = [], []
 
-    def chosen(*given):
-        asked.append(given[6])
-        return choose(*given)
+    def chosen(q, keys, values, blocks):
+        asked.append(blocks)
+        return 3
 
     def attended(*given):
         cut.append(given[7])
-        return attend(*given)
+        return given[0], given[0][..., 0]
 
     monkeypatch.setattr(launch, "choose_splits", chosen)
     monkeypatch.setattr(launch, "attend", attended)
     driver = Driver(FAMILIES["rtn-2bit"])
     driver.step(58, expected=False)
-    before = driver.cache.layers[0].blocks
-    for count in (1, 3, 1, 3, 1):
+    for count in (1, 3, 1, 3):
         driver.step(count, expected=False)
-    block = FAMILIES["rtn-2bit"].window.block
-    assert asked == [256 // block] * 2  # for one query token, and for three
-    assert len(cut) == 5 and len({*cut[::2]}) == 1
-    assert driver.cache.layers[0].blocks > before
-
-
-@pytest.mark.gpu
-def test_the_compiled_kernel_is_asked():
-    driver = Driver(FAMILIES["rtn-2bit"])
-    driver.step(58, expected=False)
-    driver.check()
+    assert asked == [256 // FAMILIES["rtn-2bit"].window.block] * 2  # for one query token, and for three
+    assert cut == [3] * 4

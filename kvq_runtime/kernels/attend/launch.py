@@ -31,6 +31,7 @@ ROWS = 64  # query heads of a KV head, times query tokens, at most
 TOKENS = 8  # of a query, that any number of heads may have
 LINES = 65535  # KV heads of all rows of a batch: an axis of the grid
 ANGLES = 128  # tokens of a tile of angles
+SHARED = 144  # bytes of shared memory a warp and channel, as compiled for sm_90
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,15 @@ def attend(
     part = torch.empty(lines, parts, rows, size, dtype=torch.float32, device=q_BHTD.device)
     part_lse = torch.empty(lines, rows, parts, dtype=torch.float32, device=q_BHTD.device)
     out, lse = torch.empty_like(q_BHTD), part_lse.new_empty(batch, q_heads, tokens)
-    arguments, options = _launched(
-        q_BHTD, keys, values, exact, lengths, starts_B, scale, splits, rope, cap, part, part_lse
-    )
+    pointers = None if rope is None else rope.pointers(keys.mean)
+    warps, registers = resources(keys.layout, values.layout)
     with on(q_BHTD):
-        attend_kernel[(_tiles(rows), lines, parts)](*arguments, **options)
+        attend_kernel[(_tiles(rows), lines, parts)](
+            q_BHTD, keys.rotation, scale * LOG2E.value, pointers, keys.addresses, values.addresses, keys.lookup,
+            values.lookup, *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse, rows, tokens, splits,
+            *constants(keys, values, exact.k_sinks.shape[1], cap),
+            num_warps=warps, num_stages=1, maxnreg=registers, **FUSED,
+        )  # fmt: skip
     merge_parts(part, part_lse, values.rotation, values.mean, lengths, out, lse)
     return out, lse
 
@@ -134,39 +139,14 @@ def _tiles(rows: int) -> int:
     return -(-rows // COLUMNS)
 
 
-def _launched(
-    q_BHTD: Tensor,
-    keys: Encoded,
-    values: Encoded,
-    exact: Exact,
-    lengths: Tensor,
-    starts_B: Tensor | None,
-    scale: float,
-    splits: int,
-    rope: RopeTables | None,
-    cap: float | None,
-    part: Any,
-    part_lse: Any,
-) -> tuple[tuple, dict[str, Any]]:
-    """The kernel's arguments, and the options of its launch."""
-    q_heads, tokens = q_BHTD.shape[1:3]
-    ratio = q_heads // keys.layout.geometry.kv_heads
-    pointers, paged = None if rope is None else rope.pointers(keys.mean), int(isinstance(keys.addresses, Pages))
-    arguments = (
-        q_BHTD, keys.rotation, scale * LOG2E.value, pointers, keys.addresses, values.addresses, keys.lookup,
-        values.lookup, *exact, exact.k_window.stride(0), starts_B, lengths, part, part_lse, ratio * tokens, tokens,
-        splits, *constants(keys.layout, values.layout, exact.k_sinks.shape[1], paged, cap),
-    )  # fmt: skip
-    warps, registers = resources(keys.layout, values.layout)
-    return arguments, {"num_warps": warps, "num_stages": 1, "maxnreg": registers} | FUSED
-
-
-def constants(keys: Layout, values: Layout, sinks: int, paged: int = 0, cap: float | None = None) -> tuple:
+def constants(keys: Encoded, values: Encoded, sinks: int, cap: float | None = None) -> tuple:
     """The compile-time arguments of the kernel, in its order."""
-    heads, size = keys.geometry.kv_heads, keys.geometry.head_size
-    bound, angles = LOG2E.value * (cap or 0.0), min(ANGLES, padded(keys.block))
-    layer = LayerSettings(heads, size, keys.block, COLUMNS, angles, sinks, paged, bound)
-    return layer, keys.scan, keys.scores, keys.settings, values.settings, tile(1, size)
+    layout = keys.layout
+    heads, size = layout.geometry.kv_heads, layout.geometry.head_size
+    bound, angles = LOG2E.value * (cap or 0.0), min(ANGLES, padded(layout.block))
+    paged = int(isinstance(keys.addresses, Pages))
+    layer = LayerSettings(heads, size, layout.block, COLUMNS, angles, sinks, paged, bound)
+    return layer, layout.scan, layout.scores, layout.settings, values.layout.settings, tile(1, size)
 
 
 def resources(keys: Layout, values: Layout) -> tuple[int, int]:
@@ -186,65 +166,34 @@ def resources(keys: Layout, values: Layout) -> tuple[int, int]:
     return 1, 168 if few and plain else 255
 
 
-# ---- splits
+def choose_splits(q_BHTD: Tensor, keys: Encoded, values: Encoded, blocks: int) -> int:
+    """Return the number of parts that `attend` should cut the blocks of these queries into.
 
-
-def choose_splits(
-    q_BHTD: Tensor,
-    keys: Encoded,
-    values: Encoded,
-    exact: Exact,
-    lengths: Tensor,
-    starts_B: Tensor | None,
-    blocks: int,
-    rope: RopeTables | None = None,
-    cap: float | None = None,
-) -> int:
-    """Return the number of parts that `attend`, with the same arguments, should cut the blocks into (`count_splits`).
-
-    Compiles the kernel, if it has not been yet. On a CPU, where there is nothing to fill, a few.
+    It is what the device runs at once, or fewer where blocks are fewer. Splits are equally long (kernel.py), so that a
+    second round would begin when the first one ends: it would read lengths and queries again, and leave more partial
+    results to merge. Nothing here depends on how many tokens there are, so that a recorded step stays right as they
+    become more. On a CPU, where there is nothing to fill, a few.
 
     blocks   that there is room for
     """
     batch, q_heads, tokens, _ = q_BHTD.shape
     heads = keys.layout.geometry.kv_heads
     lines = batch * heads * _tiles(q_heads // heads * tokens)
-    if not q_BHTD.is_cuda:
-        return count_splits(lines, blocks, 4, 3)
-    arguments, options = _launched(
-        q_BHTD, keys, values, exact, lengths, starts_B, 1.0, 1, rope, cap, torch.float32, torch.float32
-    )
-    limits = torch.cuda.get_device_properties(q_BHTD.device)
-    with on(q_BHTD):
-        compiled = attend_kernel.warmup(*arguments, grid=(1,), **options)
-        compiled._init_handles()  # the driver counts registers when it loads a kernel
-    resident = resident_programs(compiled.n_regs, compiled.metadata.shared, options["num_warps"], limits)
-    return count_splits(lines, blocks, limits.multi_processor_count, resident)
+    programs = 12
+    if q_BHTD.is_cuda:
+        limits = torch.cuda.get_device_properties(q_BHTD.device)
+        programs = limits.multi_processor_count * resident_programs(keys.layout, values.layout, limits)
+    return max(1, min(blocks, programs // max(1, lines)))
 
 
-def count_splits(lines: int, blocks: int, multiprocessors: int, resident: int) -> int:
-    """Count the parts to cut the blocks into: the programs that the device runs at once, or fewer of few blocks.
+def resident_programs(keys: Layout, values: Layout, limits: Any) -> int:
+    """Return how many programs of the kernel a multiprocessor runs at once, by registers and shared memory.
 
-    Splits are equally long (kernel.py), so that a second round would begin when the first one ends: it would read
-    lengths and queries again, and leave more partial results to merge. It is rounded down: a few programs more would
-    take a round of their own. Nothing here depends on how many tokens there are, so that a recorded step stays right as
-    they become more.
+    Registers are taken to be all that a program may have, allocated to warps in eights.
 
-    lines      batch rows times KV heads
-    blocks     that there is room for
-    resident   programs that a multiprocessor runs at once, see `resident_programs`
+    limits   of the device, as torch.cuda.get_device_properties has them
     """
-    return max(1, min(blocks, multiprocessors * resident // max(1, lines)))
-
-
-def resident_programs(registers: int, shared: int, warps: int, limits: Any) -> int:
-    """Return how many programs of a compiled kernel a multiprocessor runs at once.
-
-    registers   of a thread, allocated to warps in eights
-    shared      bytes of a program, to which the system adds a KiB
-    limits      of the device, as torch.cuda.get_device_properties has them
-    """
+    warps, registers = resources(keys, values)
+    shared = SHARED * warps * padded(keys.geometry.head_size) + 1024  # the system adds a KiB
     by_registers = limits.regs_per_multiprocessor // (-(-registers // 8) * 8 * 32 * warps)
-    by_shared = limits.shared_memory_per_multiprocessor // (shared + 1024)
-    by_threads = limits.max_threads_per_multi_processor // (32 * warps)
-    return max(1, min(by_registers, by_shared, by_threads, 32))
+    return max(1, min(by_registers, limits.shared_memory_per_multiprocessor // shared))

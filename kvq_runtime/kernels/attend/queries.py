@@ -132,15 +132,20 @@ def exponent(b_x):
 @triton.jit
 def store(b_state, part, L: tl.constexpr, S: tl.constexpr):
     """Write a split's mean of the values and log2 Σ 2^s, of no token 0 and -inf."""
-    b_top, b_total, b_sums = b_state[0], tl.sum(b_state[1], 0), b_state[2]
-    o_m = part.first + tl.arange(0, L.M)
-    m_m = (o_m < part.rows)[None, :]
-    b_share = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total, 1.0), 0.0)
+    b_share, p_mean, m_m = store_level(b_state[0], b_state[1], part, L)
     o_c = tl.arange(0, S.P)[:, None]
-    p = part.mean + ((part.line * part.parts + part.number) * part.rows + o_m)[None, :] * L.D + o_c
     for slot in tl.static_range(tl.constexpr(S.SLOTS)):
-        b_mean = b_sums[slot] * b_share[None, :]
         o_d = slot * S.COLUMNS + o_c
-        tl.store(p + slot * S.COLUMNS, b_mean, mask=m_m & (o_c < S.COLUMNS) & (o_d < L.D))
-    b_lse = tl.where(b_total > 0, b_top + tl.log2(tl.where(b_total > 0, b_total, 1.0)), float("-inf"))
+        tl.store(p_mean + o_d, b_state[2][slot] * b_share, mask=m_m & (o_c < S.COLUMNS) & (o_d < L.D))
+
+
+@triton.jit
+def store_level(b_top, b_total, part, L: tl.constexpr):
+    """Write log2 Σ 2^s of a split; return 1 / Σ 2^s, where its mean is, and which rows there are: [1, M] each."""
+    b_sum = tl.sum(b_total, 0)
+    b_some = tl.where(b_sum > 0, b_sum, 1.0)
+    o_m = part.first + tl.arange(0, L.M)
+    b_lse = tl.where(b_sum > 0, b_top + tl.log2(b_some), float("-inf"))
     tl.store(part.lse + (part.line * part.rows + o_m) * part.parts + part.number, b_lse, mask=o_m < part.rows)
+    p_mean = part.mean + ((part.line * part.parts + part.number) * part.rows + o_m)[None, :] * L.D
+    return tl.where(b_sum > 0, 1 / b_some, 0.0)[None, :], p_mean, (o_m < part.rows)[None, :]

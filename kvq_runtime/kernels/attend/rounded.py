@@ -27,7 +27,7 @@ import triton.language as tl
 
 from kvq_runtime.kernels.attend import fragment, rope
 from kvq_runtime.kernels.attend.arguments import CODES, LOW, SCALE, field_of
-from kvq_runtime.kernels.attend.queries import capped, exponent, load_query
+from kvq_runtime.kernels.attend.queries import capped, exponent, load_query, store_level
 
 
 @triton.jit
@@ -300,15 +300,9 @@ def _added(b_tiles, PLACE: tl.constexpr, b_more):
 @triton.jit
 def _store(b_state, part, L: tl.constexpr, S: tl.constexpr):
     """Write a split's mean of the values, and log2 Σ 2^s, of no token 0 and -inf."""
-    b_top, b_total = b_state[0], tl.sum(b_state[1], 0)
-    o_m = part.first + tl.arange(0, L.M)
-    b_share = tl.where(b_total > 0, 1 / tl.where(b_total > 0, b_total, 1.0), 0.0)
-    p = part.mean + ((part.line * part.parts + part.number) * part.rows + o_m)[None, :] * L.D
+    b_share, p_mean, m_m = store_level(b_state[0], b_state[1], part, L)
     for run in tl.static_range(len(S.RUNS)):
         b_mean = b_state[3][run]
         if len(S.TABLES) == 0:
             b_mean += tl.sum(b_state[2][_rest(S.RUNS, run)], 0)[None, :]
-        b_mean = b_mean * b_share[None, :]
-        tl.store(p + fragment.channels(S, run)[:, None], b_mean, mask=(o_m < part.rows)[None, :])
-    b_lse = tl.where(b_total > 0, b_top + tl.log2(tl.where(b_total > 0, b_total, 1.0)), float("-inf"))
-    tl.store(part.lse + (part.line * part.rows + o_m) * part.parts + part.number, b_lse, mask=o_m < part.rows)
+        tl.store(p_mean + fragment.channels(S, run)[:, None], b_mean * b_share, mask=m_m)
