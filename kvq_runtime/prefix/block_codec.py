@@ -8,6 +8,7 @@ Shapes: T tokens of blocks · C all heads of a token · S sinks among the tokens
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -62,15 +63,12 @@ class BlockCodec:
             yield layer, k_BTC[0].unflatten(-1, heads), v_BTC[0].unflatten(-1, heads)
             cache.decoder.forget(layer, layer == self.geometry.layers - 1)
 
-    def _cache(
-        self, start: int, stop: int, device: torch.device | str, dtype: torch.dtype = torch.bfloat16
-    ) -> BlockCache:
+    def _cache(self, start: int, stop: int, device: torch.device | str, dtype: torch.dtype = torch.bfloat16):
         """Make an empty cache for tokens `start` to `stop` of a text."""
-        recipe = self.recipe.with_exact(sinks=max(0, self.recipe.window.sinks - start), recent=0)
+        recipe, rotary = self.recipe.with_exact(sinks=max(0, self.recipe.window.sinks - start), recent=0), self.rotary
         cache = BlockCache(recipe, self.geometry, self.tensors, dtype=dtype)
-        rotary = None
-        if self.rotary is not None:
-            rotary = Rotary(self.rotary.frequencies_K.to(device), self.rotary.scaling, self.rotary.dtype)
+        if rotary is not None:
+            rotary = replace(rotary, frequencies_K=rotary.frequencies_K.to(device))
         cache.positions.announce(None, torch.arange(start, stop, device=device)[None] if start else None, rotary)
         return cache
 
@@ -86,12 +84,11 @@ class BlockCodec:
 
 def fill(cache: BlockCache, blocks: Sequence[Block], device: torch.device | str) -> None:
     """Put a text's first blocks into an empty cache, as one row."""
-    layers, fields = range(cache.geometry.layers), dict[int, tuple[Slab, Slab]]()
-    for layer in layers:
+    fields, sinks = dict[int, tuple[Slab, Slab]](), dict[int, Tensor]()
+    for layer in range(cache.geometry.layers):
         keys, values = (_stacked([block.fields[layer][role] for block in blocks], device) for role in (0, 1))
         fields[layer] = keys, values
-    sinks_2LSC = torch.cat([block.sinks_2LSC for block in blocks], 2).to(device)
-    sinks = {layer: sinks_2LSC[:, layer][:, None] for layer in layers}
+        sinks[layer] = torch.cat([block.sinks_2LSC[:, layer] for block in blocks], 1)[:, None].to(device)
     cache.adopt(len(blocks), fields, sinks)
 
 
@@ -105,15 +102,6 @@ def encoded_block(cache: BlockCache, number: int, row: int = 0) -> Block:
             for name, field in cache.layers[layer].fields(role, number, number + 1).items():
                 fields[layer][role][name] = field[row, 0].cpu()
     return Block(fields, sinks_2LSC[:, :, number * size : (number + 1) * size].cpu())
-
-
-def window_rows(cache: BlockCache, number: int, end: int, row: int) -> LayerRows:
-    """Return exact keys and values [T, C] of blocks `number` to `end`, which are still in the window."""
-    size = cache.recipe.window.block
-    return {
-        layer: tuple(store.window_2BTC[:, row, number * size - store.encoded : end * size - store.encoded])
-        for layer, store in sorted(cache.layers.items())
-    }  # type: ignore[return-value]
 
 
 def _stacked(parts: list[Slab], device: torch.device | str) -> Slab:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -29,6 +29,7 @@ from kvq_runtime.artifact import header
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.prefix import chain
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.storage import Slab
 
@@ -62,16 +63,6 @@ class Block:
     sinks_2LSC: Tensor
 
 
-class _Field(NamedTuple):
-    """A field of one layer's keys (role 0) or values (role 1)."""
-
-    layer: int
-    role: int
-    name: str
-    shape: tuple[int, ...]
-    numel: int
-
-
 @dataclass(frozen=True)
 class BlockFormat:
     """The contents of a block's file.
@@ -86,19 +77,20 @@ class BlockFormat:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            kept = ", ".join(map(_dtype_name, DTYPES))
-            raise ValueError(f"keys and values of {_dtype_name(self.dtype)}; {kept} are kept: run the model in these")
+            kept = ", ".join(map(_name, DTYPES))
+            raise ValueError(f"keys and values of {_name(self.dtype)}; {kept} are kept: run the model in these")
 
-    def describe(self, model: str, fit: str) -> dict[str, Any]:
-        """Return everything that decides how tokens become bytes, as JSON.
+    def digest(self, model: str, tensors: Mapping[str, Tensor]) -> str:
+        """Return the sha256 of everything that decides how tokens become bytes.
 
-        model   text that differs between models whose keys and values differ
-        fit     digest of the recipe's fitted tensors
+        model     text that differs between models whose keys and values differ
+        tensors   of the recipe's fit
         """
-        return {
-            "format": FORMAT, "model": model, "recipe": self.recipe.to_json(), "fit": fit,
-            "geometry": self.geometry.shape, "dtype": _dtype_name(self.dtype),
+        description = {
+            "format": FORMAT, "model": model, "recipe": self.recipe.to_json(), "geometry": self.geometry.shape,
+            "dtype": _name(self.dtype), "fit": chain.tensors_digest(tensors),
         }  # fmt: skip
+        return sha256(strict_json.dumps(description).encode()).hexdigest()
 
     def sinks(self, number: int) -> int:
         """Return how many tokens of block `number` are sinks."""
@@ -106,21 +98,21 @@ class BlockFormat:
         return min(max(window.sinks - number * window.block, 0), window.block)
 
     @cached_property
-    def _packed(self) -> dict[torch.dtype, list[_Field]]:
-        packed: dict[torch.dtype, list[_Field]] = {}
+    def _packed(self) -> dict[torch.dtype, list[tuple[int, int, str, tuple[int, ...]]]]:
+        """Layer, role (0 for keys, 1 for values), name and shape of each field, by dtype."""
+        packed: dict[torch.dtype, list[tuple[int, int, str, tuple[int, ...]]]] = {}
         for layer in range(self.geometry.layers):
             for role in (0, 1):
                 scheme = self.recipe.scheme(layer, ROLES[role])
                 specs = scheme.fields(self.recipe.window.block, self.geometry, self.dtype)
                 for name, (shape, dtype) in specs.items():
-                    field = _Field(layer, role, name, tuple(shape), math.prod(shape))
-                    packed.setdefault(dtype, []).append(field)
+                    packed.setdefault(dtype, []).append((layer, role, name, tuple(shape)))
         return packed
 
     def specs(self, number: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return {name: (shape, dtype)} of every tensor in the file of block `number`."""
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            _packed_name(dtype): ((sum(field.numel for field in fields),), dtype)
+            f"packed.{_name(dtype)}": ((sum(math.prod(shape) for *_, shape in fields),), dtype)
             for dtype, fields in self._packed.items()
         }
         shape = (2, self.geometry.layers, self.sinks(number), self.geometry.width)
@@ -140,9 +132,9 @@ class BlockFormat:
         """Return the file of a block."""
         tensors = {}
         for dtype, fields in self._packed.items():
-            parts = [block.fields[layer][role][name] for layer, role, name, _, _ in fields]
-            assert all(x.dtype == dtype and x.shape == field.shape for x, field in zip(parts, fields, strict=True))
-            tensors[_packed_name(dtype)] = torch.cat([x.detach().cpu().flatten() for x in parts])
+            parts = [block.fields[layer][role][name] for layer, role, name, _ in fields]
+            assert all(x.dtype == dtype and x.shape == shape for x, (*_, shape) in zip(parts, fields, strict=True))
+            tensors[f"packed.{_name(dtype)}"] = torch.cat([x.detach().cpu().flatten() for x in parts])
         if self.sinks(link.number):
             tensors[SINKS] = block.sinks_2LSC.detach().to("cpu", self.dtype).contiguous()
         return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(link.to_json(_content(link, tensors)))})
@@ -170,9 +162,9 @@ class BlockFormat:
                 raise ArtifactError(f"finite: {name} has NaN or infinity")
         fields: dict[int, tuple[Slab, Slab]] = {layer: ({}, {}) for layer in range(self.geometry.layers)}
         for dtype, packed in self._packed.items():
-            parts = tensors[_packed_name(dtype)].split([field.numel for field in packed])
-            for field, x in zip(packed, parts, strict=True):
-                fields[field.layer][field.role][field.name] = x.view(field.shape)
+            parts = tensors[f"packed.{_name(dtype)}"].split([math.prod(shape) for *_, shape in packed])
+            for (layer, role, name, shape), x in zip(packed, parts, strict=True):
+                fields[layer][role][name] = x.view(shape)
         no_sinks = torch.empty(2, self.geometry.layers, 0, self.geometry.width, dtype=self.dtype)
         return Block(fields, tensors.get(SINKS, no_sinks))
 
@@ -185,9 +177,5 @@ def _content(link: Link, tensors: Mapping[str, Tensor]) -> str:
     return hashed.hexdigest()
 
 
-def _packed_name(dtype: torch.dtype) -> str:
-    return f"packed.{_dtype_name(dtype)}"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

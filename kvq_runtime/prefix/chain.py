@@ -19,7 +19,6 @@ import safetensors
 import torch
 from torch import Tensor
 
-from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, check_type
 
 MAX_TOKEN = (1 << 31) - 1
@@ -59,14 +58,6 @@ def block_names(root: str, tokens_T: Tensor, block: int) -> list[str]:
         previous = sha256(b"kvq prefix block\0" + bytes.fromhex(previous) + ids).hexdigest()
         names.append(previous)
     return names
-
-
-# ---- digests of models and fits --------------------------------------------------------------------------------------
-
-
-def json_digest(value: Any) -> str:
-    """Return the sha256 of a JSON value."""
-    return sha256(strict_json.dumps(value).encode()).hexdigest()
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -2,8 +2,7 @@
 
 Processes share a folder, and one budget for all of it.
 
-    ROOT/{set}/about.json              the description of a set of blocks; {set} is its sha256
-    ROOT/{set}/{name}.safetensors      one block
+    ROOT/{set}/{name}.safetensors      one block; {set} is a sha256 of everything that decides how tokens become bytes
     ROOT/{set}/tmp/                    drafts, on the file system of the blocks
 
 A block is written as a draft and renamed (disk/files.py): a reader sees a whole file or none, and the later of two
@@ -20,10 +19,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kvq_runtime.disk import files, strict_json
-from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.disk import files
+from kvq_runtime.errors import ArtifactError
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -45,7 +44,7 @@ def parse_bytes(size: str | int, name: str = "budget=") -> int:
     return count
 
 
-class BlockPath(NamedTuple):
+class StoredBlock(NamedTuple):
     """A block on disk: time of last use in seconds since the epoch, size in bytes, path."""
 
     used: float
@@ -56,12 +55,11 @@ class BlockPath(NamedTuple):
 class Folder:
     """The blocks of one set in a shared folder.
 
-    description   of the set, as JSON;   digest   its sha256, the set's name
-    budget        bytes of all blocks of all sets in the folder
+    digest   the set's name;   budget   bytes of all sets
     """
 
-    def __init__(self, root: Path, description: dict[str, Any], digest: str, budget: int):
-        self.root, self.budget, self._description = root, budget, description
+    def __init__(self, root: Path, digest: str, budget: int):
+        self.root, self.budget = root, budget
         self.blocks, self.drafts = root / digest, root / digest / "tmp"
         self._make()
         self._room = 0  # bytes that may be written before the folder is looked at again
@@ -75,25 +73,15 @@ class Folder:
             _check_owner(folder)
             if folder != self.root and stat.S_IMODE(folder.lstat().st_mode) != 0o700:
                 folder.chmod(0o700)
-        if not (self.blocks / "about.json").exists():
-            text = strict_json.dumps(self._description)
-            files.replace(self.blocks / "about.json", text.encode(), self.drafts, 0o600)
         files.sync(self.blocks)  # a process may have died between naming a block and this
 
     def path(self, name: str) -> Path:
-        """Return the path of the block of this name, which may not exist."""
+        """Return the path of the block of this name."""
         return self.blocks / f"{name}{SUFFIX}"
 
     def has(self, name: str) -> bool:
-        """Return whether there is a block of this name; it is not checked."""
+        """Return whether there is a block of this name, unchecked."""
         return os.path.isfile(self.path(name))  # unlike `Path.is_file`, False where a folder cannot be looked into
-
-    def get(self, name: str, limit: int) -> bytes | None:
-        """Return a block's bytes; None if there is none. ArtifactError for more than `limit` bytes, or no file."""
-        try:
-            return files.read(self.path(name), limit)
-        except NotFound:
-            return None
 
     def put(self, name: str, data: bytes) -> None:
         """Keep a block, replacing one of this name. Raises OSError if the disk refuses."""
@@ -103,10 +91,7 @@ class Folder:
         try:
             files.replace(self.path(name), data, self.drafts, 0o600)
         except FileNotFoundError:
-            try:
-                self._make()
-            except ArtifactError as error:
-                raise PermissionError(str(error)) from None
+            self._make()
             _log.warning("%s was removed, and is made again", self.blocks)
             files.replace(self.path(name), data, self.drafts, 0o600)
 
@@ -116,11 +101,6 @@ class Folder:
         for number, name in enumerate(names):
             with suppress(OSError):
                 os.utime(self.path(name), ns=(now, now - 1000 * number))
-
-    def drop(self, name: str) -> None:
-        """Remove a block; one that cannot be removed will be found damaged again."""
-        with suppress(OSError):
-            self.path(name).unlink()
 
     def _make_room(self, needed: int) -> None:
         """Evict until `needed` bytes fit, and allow this process a share of the rest before it looks again."""
@@ -136,14 +116,14 @@ class Folder:
         self._room = max(needed, min(free, needed + self.budget // SLACK))
 
 
-def all_blocks(root: Path) -> list[BlockPath]:
+def all_blocks(root: Path) -> list[StoredBlock]:
     """Return every block of every set, the least recently used first; links and folders are none."""
     blocks = []
     for path in root.glob(f"{_DIGEST}/{_DIGEST}{SUFFIX}"):
         with suppress(FileNotFoundError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and not path.parent.is_symlink():
-                blocks.append(BlockPath(status.st_mtime, status.st_size, path))
+                blocks.append(StoredBlock(status.st_mtime, status.st_size, path))
     return sorted(blocks)
 
 

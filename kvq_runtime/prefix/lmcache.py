@@ -1,13 +1,9 @@
 """Bring the serde `kvq` into LMCache: its server imports this module for an adapter of the type "plugin".
 
-    {"type": "plugin", "module_path": "kvq_runtime.prefix.lmcache", "class_name": "Adapter",
-     "adapter_params": {"type": "fs", "base_path": "/cache"},
-     "serde": {"type": "kvq", "cache": "lloyd-3bit", "model": "Qwen/Qwen2.5-7B"}}
-
-The plugin is the way to import a module before LMCache looks up an adapter's serde by name. A serde does not know where
-in its text a chunk begins. LMCache's server publishes it on its event bus before a chunk is written: for every prompt
-that is looked up and, where the server moves chunks itself, for each stored chunk, by the first worker, which may come
-after another.
+A plugin (docs/prefix.md has the command) is imported before LMCache looks up the adapter's serde by name. A serde does
+not know where in its text a chunk begins. LMCache's server publishes it on its event bus before a chunk is written: for
+every prompt that is looked up and, where the server moves chunks itself, for each stored chunk, by the first worker,
+which may come after another.
 
 Pinned to LMCache 0.5.6.
 """
@@ -16,7 +12,6 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -79,11 +74,11 @@ class ChunkStarts:
         bus = get_event_bus()
         if not bus.enabled:
             raise ValueError(
-                'serde "kvq": the recipe depends on where chunks begin, which LMCache\'s server publishes on its event '
-                "bus; start it without --disable-observability"
+                'serde "kvq": the recipe depends on where chunks begin, which the server publishes on its event bus; '
+                "start it without --disable-observability"
             )
-        bus.subscribe(EventType.MP_TOKENS, self._stored)
-        bus.subscribe(EventType.MP_LOOKUP, self._looked_up)
+        bus.subscribe(EventType.MP_TOKENS, self._add)
+        bus.subscribe(EventType.MP_LOOKUP, self._add)
 
     def start(self, chunk_hash: bytes) -> int:
         """Return the place of a chunk's first token. Raises ValueError for an unknown chunk."""
@@ -92,17 +87,14 @@ class ChunkStarts:
                 raise ValueError("a chunk of which LMCache does not say where it begins")
             return self._starts[chunk_hash]
 
-    def _stored(self, event: Event) -> None:
-        self._patience = PATIENCE
-        self._add(zip(event.metadata["chunk_hashes"], event.metadata["token_offsets"], strict=True))
-
-    def _looked_up(self, event: Event) -> None:
-        hashes, size = event.metadata["chunk_hashes"], event.metadata["chunk_size"]
-        self._add((chunk_hash, number * size) for number, chunk_hash in enumerate(hashes))
-
-    def _add(self, starts: Iterable[tuple[bytes, int]]) -> None:
+    def _add(self, event: Event) -> None:
+        hashes, starts = event.metadata["chunk_hashes"], event.metadata.get("token_offsets")
+        if starts is None:  # of a prompt that is looked up
+            starts = [number * event.metadata["chunk_size"] for number in range(len(hashes))]
+        else:
+            self._patience = PATIENCE
         with self._added:
-            for chunk_hash, start in starts:
+            for chunk_hash, start in zip(hashes, starts, strict=True):
                 self._starts.pop(chunk_hash, None)
                 self._starts[chunk_hash] = start  # the newest
             while len(self._starts) > MAX_STARTS:
@@ -132,13 +124,12 @@ class KVQSerializer(Serializer):
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
         """Return the bytes of a chunk; of a refused one its own: LMCache reports errors of `serialize` alone."""
-        shapes, dtypes = layout_desc.shapes, layout_desc.dtypes
+        (shape,), (dtype,) = layout_desc.shapes, layout_desc.dtypes  # several only of layers of several kinds
         try:
-            if len(shapes) == 1:
-                return self.codecs.codec(tuple(shapes[0]), dtypes[0]).bytes
+            return self.codecs.codec(tuple(shape), dtype).bytes
         except ValueError as error:
             _warn_once(f"{error}; such chunks are not kept")
-        return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+            return shape.numel() * dtype.itemsize
 
 
 class KVQDeserializer(Deserializer):
@@ -173,10 +164,7 @@ def build(options: dict[str, object]) -> SerdeProcessor:
     recipe = codecs.served.recipe
     logger.info("kvq: %s, %.4g bits per element", recipe.name, asymptotic_bits(recipe, codecs.geometry))
     if torch_device_type == "cpu":
-        _warn_once(
-            "no GPU here; the pages of vLLM on a CPU have another order than LMCache assumes: a recipe by channel or "
-            "an artifact gives wrong results, and any other loses more than stated"
-        )
+        _warn_once("no GPU here; LMCache misreads the pages of vLLM on a CPU, and results are wrong (docs/prefix.md)")
     starts = ChunkStarts() if "positions" in recipe.needs else None
     return AsyncSerdeProcessor(KVQSerializer(codecs, starts), KVQDeserializer(codecs))
 

@@ -7,9 +7,9 @@ the same codecs, exact sinks and checks. A block's `previous` is a sha256 of the
 key and of the block's number. So a chunk that was changed, moved to another key, or written by another recipe, artifact
 or shape is an ArtifactError, and is not decoded.
 
-The number of a block is its place in the text. A recipe that depends on positions, since RoPE is undone or rotates a
-mean, is given it (`prefix/lmcache.py`), and keeps the text's first tokens exact. Other recipes encode each chunk as if
-it were the first, without sinks. All chunks of a shape are padded to the same number of bytes.
+A recipe that depends on positions, since RoPE is undone or rotates a mean, is told the number of the first block
+(`prefix/lmcache.py`), and keeps the text's first tokens exact. Other recipes encode each chunk as if it were the first,
+without sinks. All chunks of a shape are padded to the same number of bytes.
 
 LMCache has keys and values of all layers in one of these layouts, which are read and written in place:
 
@@ -22,9 +22,9 @@ Source: `compute_kv_layout` and `get_kernel_group_shape_dtype` of LMCache 0.5.6.
 N = blocks of a chunk · T tokens of a chunk · X bytes.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -36,7 +36,6 @@ from torch import Tensor
 from kvq_runtime.errors import ArtifactError, named
 from kvq_runtime.geometry import Geometry, attending
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import chain
 from kvq_runtime.prefix.block_codec import BlockCodec
 from kvq_runtime.prefix.block_file import BlockFormat, Link
 from kvq_runtime.prefix.store import check_recipe
@@ -73,7 +72,7 @@ class ChunkCodec:
             recipe = recipe.with_exact(sinks=0)
         self.recipe, self.geometry, self.dtype = recipe, geometry, dtype
         self.codec, self.format = BlockCodec(recipe, geometry, tensors, rotary), BlockFormat(recipe, geometry, dtype)
-        self._root = chain.json_digest(self.format.describe("", chain.tensors_digest(tensors)))
+        self._root = self.format.digest("", tensors)
         self._count = tokens // block
         self.bytes = self._ends(self._links(b"", 0))[-1]  # a text's first blocks have sinks
 
@@ -93,14 +92,11 @@ class ChunkCodec:
         Raises ValueError for NaN or infinity.
         """
         first, rest = divmod(start, self.recipe.window.block)
-        if rest:
-            raise ValueError(f"start={start}; {self.recipe.name} encodes blocks of {self.recipe.window.block} tokens")
-        rows = enumerate(zip(*self._by_head(chunk).flatten(3), strict=True))
-        blocks = self.codec.encode(first, dict(rows))
+        assert rest == 0
+        blocks = self.codec.encode(first, dict(enumerate(zip(*self._by_head(chunk).flatten(3), strict=True))))
         if len(blocks) < self._count:
             raise ValueError("NaN or infinity among the keys or values; nothing is kept of the chunk")
-        places = zip(blocks, self._links(key, first), strict=True)
-        files = [self.format.to_bytes(block, link) for block, link in places]
+        files = map(self.format.to_bytes, blocks, self._links(key, first))
         data = bytearray().join([_MAGIC, first.to_bytes(4, "little"), *files])
         out_X[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
         out_X[len(data) :] = 0
@@ -133,7 +129,7 @@ class ChunkCodec:
 
 
 class ChunkCodecs:
-    """The codecs of chunks by shape, dtype and worker, of one recipe and model; threads may share them.
+    """The codecs of chunks by shape, dtype and worker, of one recipe and model.
 
     geometry   of the whole model
     rotary     its rotation, where the recipe depends on positions
@@ -141,24 +137,19 @@ class ChunkCodecs:
 
     def __init__(self, served: ServedRecipe, geometry: Geometry, rotary: Rotary | None = None):
         self.served, self.geometry, self.rotary = served, geometry, rotary
-        self._lock = threading.Lock()
-        self._codecs: dict[tuple, ChunkCodec] = {}
+        self.codec = cache(self._codec)
 
-    def codec(self, shape: Sequence[int], dtype: torch.dtype, rank: int = 0, ranks: int | None = None) -> ChunkCodec:
+    def _codec(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int = 0, ranks: int | None = None) -> ChunkCodec:
         """Return the codec of a worker's chunks. Raises ValueError for chunks that the recipe cannot keep.
 
         rank, ranks   the worker's number and the number of workers; None: it follows from the chunk's channels
         """
-        key = (*shape, dtype, rank, ranks)
-        with self._lock:
-            if key not in self._codecs:
-                recipe, whole = self.served.recipe, self.geometry
-                width = shape[-1] if len(shape) == 4 and shape[0] == 2 else shape[-1] // 2
-                shard = shard_of(whole, rank, ranks or max(1, whole.width // max(1, width)))
-                tensors = shard.tensors(recipe, whole, self.served.tensors) if recipe.fitted else {}
-                rotary = replace(self.rotary, dtype=dtype) if self.rotary else None
-                self._codecs[key] = ChunkCodec(recipe, shard.geometry(whole), tensors, shape, dtype, rotary)
-            return self._codecs[key]
+        recipe, whole = self.served.recipe, self.geometry
+        width = shape[-1] if len(shape) == 4 and shape[0] == 2 else shape[-1] // 2
+        shard = shard_of(whole, rank, ranks or max(1, whole.width // max(1, width)))
+        tensors = shard.tensors(recipe, whole, self.served.tensors) if recipe.fitted else {}
+        rotary = replace(self.rotary, dtype=dtype) if self.rotary else None
+        return ChunkCodec(recipe, shard.geometry(whole), tensors, shape, dtype, rotary)
 
 
 @named('serde "kvq"')
@@ -179,10 +170,7 @@ def read_settings(settings: Mapping[str, Any]) -> ChunkCodecs:
     geometry, rotary = served_recipe.match(served, config, model, revision), None
     check_recipe(served.recipe.check(geometry))
     if len(attending(config)) < config["num_hidden_layers"]:
-        raise ValueError(
-            f"layers of {model} slide or recur, and LMCache does not say which layers a chunk holds; use a model "
-            "whose layers all attend to all tokens"
-        )
+        raise ValueError(f"layers of {model} slide or recur, and LMCache does not say which layers a chunk holds")
     if "positions" in served.recipe.needs:
         from kvq_runtime.hf.model import rotary_of_folder  # with transformers, which other recipes do without
 

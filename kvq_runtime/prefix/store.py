@@ -7,23 +7,26 @@ Knows nothing of transformers: `prefix/transformers.py` is this for a loaded mod
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.errors import ArtifactError
+from kvq_runtime.disk import files
+from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.prefix import block_codec, chain
-from kvq_runtime.prefix.block_codec import BlockCodec
+from kvq_runtime.prefix import chain
+from kvq_runtime.prefix.block_codec import BlockCodec, encoded_block
 from kvq_runtime.prefix.block_file import Block, BlockFormat, Link
 from kvq_runtime.prefix.folder import Folder, parse_bytes
 from kvq_runtime.recipe import Recipe
 
-TOGETHER = 32  # blocks that are encoded as one run
+Tokens = Tensor | Iterable[int]  # ids of one row, [T] or [1, T]
 _log = logging.getLogger(__name__)
 
 
@@ -58,9 +61,8 @@ class PrefixBlocks:
         budget_bytes = parse_bytes(budget)
         if self.format.largest > budget_bytes:
             raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.largest} bytes")
-        description = self.format.describe(model, chain.tensors_digest(tensors or {}))
-        self.root = chain.json_digest(description)
-        self.folder = Folder(Path(path).expanduser(), description, self.root, budget_bytes)
+        self.root = self.format.digest(model, tensors or {})
+        self.folder = Folder(Path(path).expanduser(), self.root, budget_bytes)
 
     def of_tenant(self, salt: str) -> "PrefixBlocks":
         """Return the store of a tenant: other chains in the same folder. Without a salt it is this one."""
@@ -75,17 +77,15 @@ class PrefixBlocks:
         """Tokens of a block."""
         return self.format.recipe.window.block
 
-    def names(self, tokens: Tensor | Iterable[int]) -> list[str]:
+    def names(self, tokens: Tokens) -> list[str]:
         """Return the names of the whole blocks of a text."""
         return chain.block_names(self.root, chain.token_row(tokens), self.block)
 
-    def longest(self, tokens: Tensor | Iterable[int]) -> int:
+    def longest(self, tokens: Tokens) -> int:
         """Return how many of these tokens, from the first on, are kept; their blocks are not read, so not checked."""
-        return self._present(self.names(tokens)) * self.block
+        return self.block * sum(1 for _ in takewhile(self.folder.has, self.names(tokens)))
 
-    def put(
-        self, tokens: Tensor | Iterable[int], keys: Sequence[Tensor], values: Sequence[Tensor], start: int = 0
-    ) -> int:
+    def put(self, tokens: Tokens, keys: Sequence[Tensor], values: Sequence[Tensor], start: int = 0) -> int:
         """Keep the whole blocks of a prefix; return how many of its tokens are kept now.
 
         keys     of each layer, after RoPE, [T, H, D] or [T, C], of tokens `start` to start + T;   values   likewise
@@ -103,31 +103,23 @@ class PrefixBlocks:
 
         return self._keep(chain.token_row(tokens)[:stop], encode, start // self.block)
 
-    def put_cache(self, tokens: Tensor | Iterable[int], cache: BlockCache, row: int = 0) -> int:
-        """Keep one row of a cache, its encoded blocks as they are; whole blocks of the exact window are encoded.
+    def put_cache(self, tokens: Tokens, cache: BlockCache, row: int = 0) -> int:
+        """Keep the encoded blocks of one row of a cache, as they are.
 
         Raises ValueError for a cache with padding, or with positions that do not count from 0.
         """
         positions = cache.positions
         if positions.real_BT is not None or positions.elsewhere or positions.dropped:
             raise ValueError(
-                "the cache has padded or dropped slots, or positions that do not count from 0; keep rows one by one, "
-                "without padding"
+                "the cache has padded slots, or positions that do not count from 0; keep prompts one by one, unpadded"
             )
-        token_T = chain.token_row(tokens)[: cache.length]
-        if not len(token_T):
+        if not cache.layers:
             return 0
-        self._check_dtype(next(iter(cache.layers.values())).buffer_2BTC.dtype)
-        blocks = min(store.blocks for store in cache.layers.values())
+        self._check_dtype(cache.layers[0].buffer_2BTC.dtype)
+        token_T = chain.token_row(tokens)[: min(store.encoded for store in cache.layers.values())]
+        return self._keep(token_T, lambda first, end: [encoded_block(cache, n, row) for n in range(first, end)])
 
-        def encode(number: int, end: int) -> list[Block]:
-            if number < blocks:
-                return [block_codec.encoded_block(cache, n, row) for n in range(number, min(end, blocks))]
-            return self.codec.encode(number, block_codec.window_rows(cache, number, end, row))
-
-        return self._keep(token_T, encode)
-
-    def load(self, tokens: Tensor | Iterable[int], limit: int | None = None, start: int = 0) -> list[Block]:
+    def load(self, tokens: Tokens, limit: int | None = None, start: int = 0) -> list[Block]:
         """Return the kept blocks of these tokens from token `start` on, checked: of the first `limit` tokens at most.
 
         A damaged block, and all after it, are missing; it is removed, with a warning in the log.
@@ -146,36 +138,32 @@ class PrefixBlocks:
 
     def _read(self, name: str, link: Link) -> Block | None:
         """Read a block; None if it is missing, unreadable or damaged, which is logged."""
+        path = self.folder.path(name)
         try:
-            data = self.folder.get(name, self.format.largest)
-            return None if data is None else self.format.from_bytes(data, link)
+            return self.format.from_bytes(files.read(path, self.format.largest), link)
+        except NotFound:
+            pass
         except ArtifactError as error:
-            _log.warning("block %d of a kept prefix is damaged, and removed: %s: %s", link.number, name, error)
-            self.folder.drop(name)
+            _log.warning("block %d of a kept prefix is damaged, and removed: %s: %s", link.number, path, error)
+            with suppress(OSError):  # it will be found damaged again
+                path.unlink()
         except OSError as error:
             _log.warning("block %d of a kept prefix cannot be read: %s", link.number, error)
         return None
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
         if dtype != self.format.dtype:
-            raise ValueError(
-                f"keys and values are {dtype}, the store's {self.format.dtype}; make a store of their dtype, or do not "
-                "run the model under autocast"
-            )
-
-    def _present(self, names: Sequence[str]) -> int:
-        """Count the blocks, from the first on, that are in the folder."""
-        return next((number for number, name in enumerate(names) if not self.folder.has(name)), len(names))
+            raise ValueError(f"keys and values are {dtype}, the store's {self.format.dtype}; do not use autocast")
 
     def _keep(self, token_T: Tensor, encode: Callable[[int, int], list[Block]], first: int = 0) -> int:
         """Write the missing blocks from block `first` on, in order; return how many tokens are kept.
 
-        encode   returns the blocks of a run, or some of its first
+        encode   returns blocks `number` to `end`, or some of the first
         """
         names = self.names(token_T)[: max(1, self.folder.budget // self.format.largest)]
-        number = self._present(names)
+        number = sum(1 for _ in takewhile(self.folder.has, names))
         while first <= number < len(names):
-            for block in encode(number, min(len(names), number + TOGETHER)):
+            for block in encode(number, len(names)):
                 data = self.format.to_bytes(block, self._link(names, token_T, number))
                 self.folder.put(names[number], data)
                 number += 1
@@ -189,13 +177,9 @@ class PrefixBlocks:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise ValueError for a recipe whose blocks mean nothing in another cache."""
-    if recipe.fits_prompt:
-        why = "is fitted to each prompt; use the calibrated recipe"
-    elif recipe.arrival_dependent:
-        why = "chooses tokens by how they arrive, so that equal tokens do not have equal blocks; use one that does not"
-    elif recipe.policies:
-        kinds = " and ".join(policy.kind for policy in recipe.policies)
-        why = f"reads what {kinds} stores beside a block, which is not kept; use the recipe without it"
-    else:
-        return
-    raise ValueError(f"{recipe.name} {why}")
+    if recipe.policies:
+        kinds = ", ".join(policy.kind for policy in recipe.policies)
+        raise ValueError(
+            f"{recipe.name} is fitted to each prompt, or chooses tokens as they arrive ({kinds}): equal tokens do not "
+            "have equal blocks; use a recipe without that"
+        )

@@ -1,7 +1,7 @@
 """Keep the prefixes of a loaded model's prompts, and go on from them: `prefix/store.py` for transformers."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,7 @@ class PrefixStore:
         output = model.generate(input_ids, cache=cache, max_new_tokens=100)
         store.put(cache, output[0])
 
-    Whole blocks of 128 tokens are kept, packed as the cache holds them, and shared between prompts that begin alike.
-    docs/prefix.md has the guarantees.
+    Whole blocks of 128 tokens are kept, packed as the cache holds them: docs/prefix.md.
 
     path     a folder, which processes may share
     recipe   an Artifact, a Recipe, or text: the name of a recipe, or a reference to an artifact
@@ -41,10 +40,8 @@ class PrefixStore:
     budget   bytes in the folder: a number, or text such as "20GB"; the least recently used blocks go first
     salt     of a tenant: blocks that are put under one are found under no other
 
-    Raises ValueError for a recipe whose blocks cannot be kept (fitted to the prompt, dependent on arrival, choosing
-    tokens), and for a model with layers that do not attend to all tokens, or whose RoPE varies with length;
-    ArtifactError for an artifact of another model, and for a folder that others can write to; OSError if the disk
-    refuses.
+    Raises ValueError for a recipe or a model that cannot be kept, ArtifactError for an artifact of another model or a
+    folder that others can write to, and OSError if the disk refuses.
     """
 
     def __init__(
@@ -60,10 +57,7 @@ class PrefixStore:
         self.model = model
         others = [n for n, layer in enumerate(self._empty().layers) if not isinstance(layer, KVQLayer)]
         if others:
-            raise ValueError(
-                f"layers {others} of {type(model).__name__} do not attend to all tokens: their state at the end of a "
-                "prefix is not kept, so that nothing could go on from it"
-            )
+            raise ValueError(f"layers {others} of {type(model).__name__} do not attend to all tokens; none is kept")
         config = model.config.get_text_config(decoder=True).to_dict()
         kind = rope.settings(config).get("rope_type")
         if kind in rope.VARYING_TYPES:
@@ -73,9 +67,6 @@ class PrefixStore:
             path, self.recipe, geometry_of(model), self._artifact.tensors if self._artifact else None,
             model=self._digest, dtype=model.dtype, rotary=_rotary(model, self.recipe), budget=budget,
         ).of_tenant(salt)  # fmt: skip
-
-    def __repr__(self) -> str:
-        return f"PrefixStore({self.recipe.name}, {self._blocks.folder.root})"
 
     def load(self, input_ids: Tensor | Iterable[int]) -> KVQCache:
         """Return a cache with the kept blocks that a prompt, [T] or [1, T], begins with.
@@ -92,7 +83,7 @@ class PrefixStore:
         return cache
 
     def put(self, cache: KVQCache, tokens: Tensor | Iterable[int], row: int = 0) -> int:
-        """Keep the whole blocks of a cache; return how many tokens are kept now.
+        """Keep the encoded blocks of a cache; return how many tokens are kept now.
 
         tokens   in the cache, [T] or [1, T], without padding; one more, as `generate` returns, does no harm
         row      of the batch
@@ -116,8 +107,7 @@ class PrefixStore:
         token_T = chain.token_row(tokens)
         if weights_digest(self.model) != self._digest:
             raise ValueError(
-                "the model's weights, or its adapters in use, have changed since this PrefixStore was made; change "
-                "them back, or make another PrefixStore"
+                "the model's weights, or its adapters in use, have changed since; make another PrefixStore for them"
             )
         config = vars(self.model.config)
         ids = [value for name, value in config.items() if re.fullmatch(PLACEHOLDER, name) and isinstance(value, int)]
@@ -133,13 +123,8 @@ def weights_digest(model: Any) -> str:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "active_adapters", None), (list, tuple))
     ]
-    return chain.model_digest(model.config.get_text_config(decoder=True).to_dict(), _weights(model), str(adapters))
-
-
-def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor):
-            yield name, held(model, name, tensor)
+    weights = ((name, held(model, name, x)) for name, x in model.state_dict().items() if isinstance(x, Tensor))
+    return chain.model_digest(model.config.get_text_config(decoder=True).to_dict(), weights, str(adapters))
 
 
 def _rotary(model: Any, recipe: Recipe) -> Rotary | None:

@@ -4,10 +4,6 @@ vLLM's own cache stays as it is, in 16 bits. Prefixes that have left it, or were
 restart, come from the folder. Every layer of a prefix is available here, with its positions, so recipes that predict
 across layers or encode keys before RoPE are kept, too (`prefix/vllm_requests.py`).
 
-    --kv-transfer-config '{"kv_connector": "KVQConnector", "kv_connector_module_path": "kvq_runtime.prefix.vllm",
-        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"path": "/var/prefixes", "recipe": "qwen2.5-7b-aqua-2bit@production"}}'
-
 Loads are asynchronous: a request waits while it is loaded. If a block turns out damaged, it is computed from there on.
 Pinned to vLLM 0.32 and 0.33, which call this interface experimental.
 """
@@ -30,7 +26,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, Transfer, open_stores
 from kvq_runtime.vllm import page, plugin
@@ -99,21 +94,19 @@ class KVQConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         modules = self._vllm_config.compilation_config.static_forward_context
         names = sorted(kv_caches, key=extract_layer_index)
-        store = self._stores[0]
-        count = store.format.geometry.layers
-        if [extract_layer_index(name) for name in names] != list(range(count)):
-            raise ValueError(
-                f"KVQConnector: vLLM has caches of {len(names)} layers ({', '.join(names[:3])}, ...), the model "
-                f"{count}; models whose layers share caches, and draft models, are not kept"
-            )
+        geometry = self._stores[0].format.geometry
+        if [extract_layer_index(name) for name in names] != list(range(geometry.layers)):
+            raise ValueError(f"KVQConnector: vLLM has caches of layers {', '.join(names)}; the model has {geometry}")
         orders, layers = {}, []
         for name in names:
             module, cache = modules[name], kv_caches[name]
             kind = type(module.impl), cache.shape, cache.stride(), cache.dtype
             if kind not in orders:
-                orders[kind] = _page_order(module, cache, store.format.geometry)
+                write = partial(module.impl.do_kv_cache_update, module)
+                with torch.inference_mode():
+                    orders[kind] = page.places_of(cache, geometry.kv_heads, geometry.head_size, write)
             layers.append(Rows(cache, orders[kind], self._page // cache.shape[2]))
-        self._worker = PrefixWorker(store, layers, self._page)
+        self._worker = PrefixWorker(self._stores[0], layers, self._page)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -147,19 +140,6 @@ class KVQConnector(KVConnectorBase_V1):
         return metadata
 
 
-def _page_order(module: Any, cache: Tensor, geometry: Geometry) -> Tensor:
-    """Return the order in which a layer's attention stores the elements of a page."""
-    try:
-        with torch.inference_mode():
-            write = partial(module.impl.do_kv_cache_update, module)
-            return page.places_of(cache, geometry.kv_heads, geometry.head_size, write)
-    except (ValueError, AttributeError) as error:
-        raise ValueError(
-            f"KVQConnector cannot read the cache of {type(module.impl).__name__}: {error}; "
-            "choose another --attention-backend"
-        ) from None
-
-
 def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:
     """Raise ValueError for a server whose prefixes cannot be kept."""
     parallel, transfer, speculative = config.parallel_config, config.kv_transfer_config, config.speculative_config
@@ -169,8 +149,6 @@ def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:
         why = f"{plugin.VARIABLE} is set: vLLM's pages hold packed codes, not 16-bit rows; unset it"
     elif transfer.kv_load_failure_policy != "recompute":
         why = 'a damaged block has to be computed: add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
-    elif transfer.kv_role != "kv_both":
-        why = f'kv_role is "{transfer.kv_role}"; use "kv_both"'
     elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         why = "a worker has to hold all layers and tokens of its heads; drop pipeline and context parallelism"
     elif speculative is not None and speculative.method != "ngram":

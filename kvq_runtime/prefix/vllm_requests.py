@@ -7,10 +7,9 @@ them. Blocks are not kept while `PENDING` bytes of copies wait.
 """
 
 import logging
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,19 +22,16 @@ from kvq_runtime.vllm import served_recipe
 from kvq_runtime.vllm.served_recipe import Shard, shard_of
 
 PENDING = 1 << 30  # bytes of 16-bit keys and values that may wait to be encoded, in each worker
-CLOSING = 10.0  # seconds in which a worker that stops writes pending copies
 _log = logging.getLogger(__name__)
 
 
 def open_stores(options: Mapping[str, Any], model: Any, ranks: int, rank: int | None = None) -> list[PrefixBlocks]:
     """Open the store of a worker's shard; without a rank, those of all shards.
 
-    options   path: folder of the prefixes, shared by workers and servers; recipe: its name, or a reference to an
-              artifact, as for KVQ_CACHE; budget: bytes of the folder, "20GB" by default
+    options   path: folder of the prefixes; recipe: a name or reference, as for KVQ_CACHE; budget: bytes of the folder
     model     vLLM's ModelConfig
     ranks     workers of tensor parallelism
-    Raises ValueError or ArtifactError for a recipe that cannot be kept or is not of this model, OSError if the disk
-    refuses, each with the reference.
+    Raises ValueError or ArtifactError for a recipe that cannot be kept or is not of this model.
     """
     if not {"path", "recipe"} <= set(options) <= {"path", "recipe", "budget"}:
         given = ", ".join(sorted(options)) or "nothing"
@@ -65,9 +61,6 @@ def open_stores(options: Mapping[str, Any], model: Any, ranks: int, rank: int | 
             )
             for shard in shards
         ]  # fmt: skip
-
-
-# ---- in the scheduler's process --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,10 +95,10 @@ class PrefixScheduler:
         self.stores, self.page, self.recent = stores, page, recent
         self.block = stores[0].block
         self._requests: dict[str, Any] = {}  # that have pages
-        self._matched: dict[str, int] = {}  # by request that waits for pages, the end of its kept prefix
-        self._loads: dict[str, tuple[int, int]] = {}  # begun since the last step: first token, end
-        self._loaded = set[str]()
-        self._kept: dict[str, int] = {}  # by request, the end of the tokens that were kept
+        self._matched: dict[str, int] = {}  # of requests that wait for pages: the end of the kept prefix
+        self._loads: dict[str, tuple[int, int]] = {}  # that begin with the next step: first token, end
+        self._loaded: dict[str, bool] = {}
+        self._kept: dict[str, int] = {}  # the end of the tokens to keep, so far
 
     def matched(self, request: Any, computed: int) -> int:
         """Return how many tokens can be loaded beyond `computed`. An engine asks again while there is no room."""
@@ -127,7 +120,7 @@ class PrefixScheduler:
         stop = self._matched.pop(name, 0)
         if external:
             self._loads[name] = stop - external, stop
-            self._loaded.add(name)
+            self._loaded[name] = True
 
     def transfers(
         self, computed: Mapping[str, tuple[int, int]], pages_of: Callable[[str], Sequence[int]]
@@ -155,9 +148,8 @@ class PrefixScheduler:
 
     def finished(self, name: str) -> None:
         """Forget a request."""
-        for known in (self._requests, self._matched, self._loads, self._kept):
+        for known in (self._requests, self._matched, self._loads, self._loaded, self._kept):
             known.pop(name, None)
-        self._loaded.discard(name)
 
     def _transfer(self, name: str, start: int, stop: int, pages_of: Callable[[str], Sequence[int]]) -> Transfer:
         request = self._requests[name]
@@ -174,9 +166,6 @@ def _is_plain(request: Any) -> bool:
         and getattr(request, "prompt_is_token_ids", None) is None
         and request.lora_request is None
     )
-
-
-# ---- in a worker -----------------------------------------------------------------------------------------------------
 
 
 class PrefixWorker:
@@ -196,12 +185,11 @@ class PrefixWorker:
         self._loads: deque[Transfer] = deque()
         self._loaded: set[str] = set()
         self._failed: set[int] = set()
-        # tokens, salt, keys and values on the host and their first token, names of their blocks
-        self._copies: queue.Queue[tuple[Transfer, list, list, int, list[str]] | None] = queue.Queue()
+        self._writer = ThreadPoolExecutor(1, "kvq-prefixes")
         self._pending: dict[str, None] = {}  # names of blocks that are not written yet
+        self._refusal = ""  # the last reason why blocks were not kept
         width = store.format.geometry.width
         self._block_bytes = 2 * len(layers) * store.block * width * store.format.dtype.itemsize
-        self._thread: threading.Thread | None = None
 
     @torch.inference_mode()
     def step(self, loads: Iterable[Transfer]) -> None:
@@ -252,44 +240,34 @@ class PrefixWorker:
             first += 1
         if first and not self._has(names[first - 1]):
             return  # without the block before, it could not be found
-        room = max(0, PENDING // self._block_bytes - len(self._pending))
-        if room < len(names) - first:
-            _log.warning("%d tokens of prefixes are not kept: too many wait", (len(names) - first - room) * block)
-        names = names[first : first + room]
-        if not names:
+        last = min(len(names), first + max(0, PENDING // self._block_bytes - len(self._pending)))
+        if last < len(names):
+            _log.warning("%d tokens of prefixes are not kept: too many wait", (len(names) - last) * block)
+        if not (names := names[first:last]):
             return
         start, stop = first * block, (first + len(names)) * block
         pages = text.pages[(start - text.start) // self.page : (stop - text.start) // self.page]
         rows = ((k_TC.cpu(), v_TC.cpu()) for k_TC, v_TC in (layer.read(pages) for layer in self.layers))
         keys, values = zip(*rows, strict=True)
         self._pending.update(dict.fromkeys(names))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write, name="kvq-prefixes", daemon=True)
-            self._thread.start()
-        self._copies.put((text, [*keys], [*values], start, names))
+        self._writer.submit(self._write, text, names, keys, values, start)
 
     def _has(self, name: str) -> bool:
         return name in self._pending or self.store.folder.has(name)
 
     @torch.inference_mode()
-    def _write(self) -> None:
-        device, failing = self.layers[0].device, False
-        while (copy := self._copies.get()) is not None:
-            text, keys, values, start, names = copy
-            try:
-                store = self.store.of_tenant(text.salt)
-                store.put(text.tokens, [x.to(device) for x in keys], [x.to(device) for x in values], start)
-                failing = False
-            except (OSError, ValueError, RuntimeError) as error:
-                if not failing:
-                    _log.warning("blocks of a prefix are not kept: %s (logged once until one is kept)", error)
-                failing = True
-            for name in names:
-                self._pending.pop(name, None)
+    def _write(self, text: Transfer, names: list[str], keys: tuple, values: tuple, start: int) -> None:
+        device = self.layers[0].device
+        try:
+            store = self.store.of_tenant(text.salt)
+            store.put(text.tokens, [x.to(device) for x in keys], [x.to(device) for x in values], start)
+        except (OSError, ValueError, RuntimeError) as error:
+            if str(error) != self._refusal:
+                _log.warning("blocks of a prefix are not kept: %s", error)
+            self._refusal = str(error)
+        for name in names:
+            self._pending.pop(name, None)
 
-    def close(self, seconds: float = CLOSING) -> None:
-        """Write pending copies, for at most `seconds` seconds."""
-        if self._thread is not None:
-            self._copies.put(None)
-            self._thread.join(seconds)
-            self._thread = None
+    def close(self) -> None:
+        """Write pending copies."""
+        self._writer.shutdown()

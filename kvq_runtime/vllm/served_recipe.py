@@ -1,10 +1,7 @@
 """Read the recipe or artifact that an engine serves, compare it with the model, and cut a worker's shard of it.
 
-lloyd-3bit                        a recipe that needs no artifact, with settings if wanted (+key.bits=4)
-qwen2.5-7b-mean-lloyd-3bit-post@production  an artifact of the registry $KVQ_REGISTRY
-hf://my-org/my-artifact@1.2.0     of a Hub
-artifacts/mine.safetensors        a file, or a folder with kvq.safetensors
-production.lock                   the version in a lock file; its name ends in .lock or .lock.json
+A reference is a recipe's name, with settings if wanted (`lloyd-3bit+key.bits=4`), a reference to an artifact, or a lock
+file, whose name ends in .lock or .lock.json.
 
 Each tensor of a fit has at most one dimension that grows with the number of KV heads; a worker of tensor parallelism
 takes its run of it. Recipes with a rotation or a group of rounding across heads are refused there.
@@ -32,7 +29,6 @@ from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.lock import read_lock
 from kvq_runtime.registry.resolve import load_artifact
 
-LOCKS = (".lock", ".lock.json")
 # of a decoder, not of a vision tower whose layers may have the same names
 _PROJECTION = re.compile(
     r"(model\.|language_model\.model\.|model\.language_model\.|model\.text_model\.)?"
@@ -55,15 +51,13 @@ class ServedRecipe:
 
 def read(reference: str) -> ServedRecipe:
     """Read a reference. Raises as `load_artifact` does, and ValueError for a recipe that has to be fitted."""
-    if reference.endswith(LOCKS):
-        artifact = load_artifact(read_lock(reference).reference, lock=reference)
-    elif recipe_text.written(reference):
+    lock = reference if reference.endswith((".lock", ".lock.json")) else None
+    if lock is None and recipe_text.written(reference):
         recipe = recipe_text.read(reference)
         if recipe.fitted:
             raise ValueError(f"{recipe.name} has to be fitted to a model: kvq-calibrate --recipe {recipe.name}")
         return ServedRecipe(reference, recipe, None)
-    else:
-        artifact = load_artifact(reference)
+    artifact = load_artifact(read_lock(lock).reference if lock else reference, lock=lock)
     return ServedRecipe(reference, artifact.recipe, artifact)
 
 
@@ -83,10 +77,7 @@ def model_config(model: str, revision: str | None) -> Mapping[str, Any]:
     """Return config.json of the model's decoder. Raises NotFound if it is not on this machine."""
     folder = model_folder(model, revision)
     if folder is None or not (folder / "config.json").is_file():
-        raise NotFound(
-            f"no config.json of {model} on this machine; fetch it (hf download {model} config.json), or name a folder "
-            "that has it"
-        )
+        raise NotFound(f"no config.json of {model} on this machine; fetch it: hf download {model} config.json")
     config = json_object(folder / "config.json")
     return config.get("text_config", config)
 
@@ -116,9 +107,6 @@ def projections(folder: Path | None) -> Callable[[int, str], Tensor | None]:
     return weight
 
 
-# ---- tensor parallelism ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Shard:
     """A worker's shard of the model's KV heads: `part` of `parts` equal runs."""
@@ -135,14 +123,13 @@ class Shard:
         if self.parts == 1:
             return tensors
         _check_heads_apart(recipe, whole)
-        shapes, own = codec.all_specs(recipe, whole), codec.all_specs(recipe, self.geometry(whole))
-        return {name: self._run(tensors[name], shapes[name][0], own[name][0]) for name in own}
-
-    def _run(self, tensor: Tensor, whole: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
-        for dim, (count, part) in enumerate(zip(whole, own, strict=True)):
-            if count != part:
-                return tensor.narrow(dim, self.part * part, part).contiguous()
-        return tensor
+        shard = dict[str, Tensor]()
+        for name, (shape, _) in codec.all_specs(recipe, self.geometry(whole)).items():
+            x = tensors[name]
+            for dim, size in enumerate(shape):  # all but one are the same
+                x = x.narrow(dim, self.part * size, size) if size != x.shape[dim] else x
+            shard[name] = x.contiguous()
+        return shard
 
 
 def shard_of(geometry: Geometry, rank: int, ranks: int) -> Shard:
@@ -150,24 +137,19 @@ def shard_of(geometry: Geometry, rank: int, ranks: int) -> Shard:
     parts = min(ranks, geometry.kv_heads)
     if geometry.kv_heads % parts or ranks % parts:
         raise ValueError(
-            f"{ranks} workers cannot share {geometry.kv_heads} KV heads evenly; choose a "
-            f"divisor of {geometry.kv_heads} for --tensor-parallel-size"
+            f"{ranks} workers cannot share {geometry.kv_heads} KV heads evenly; give --tensor-parallel-size a divisor"
         )
     return Shard(rank * parts // ranks, parts)
 
 
 def _check_heads_apart(recipe: Recipe, geometry: Geometry) -> None:
-    size = geometry.head_size
-    if recipe.cross_layer:
-        raise ValueError(
-            f"{recipe.name} predicts each head from all heads of the layer below, which a worker does not have; use "
-            "--tensor-parallel-size 1, or a recipe without prediction"
-        )
+    joined = recipe.cross_layer
     for scheme in recipe.schemes:
         group = scheme.quantize.group_size(geometry.width, geometry)
         rotated = scheme.rotate.size(geometry.width, geometry) if scheme.rotate is not None else 1
-        if (group is not None and size % group) or size % rotated:
-            raise ValueError(
-                f"{recipe.name} rotates or rounds several KV heads together, so that workers cannot have them apart; "
-                'use a recipe per head (group "head"), or --tensor-parallel-size 1'
-            )
+        joined |= bool(group is not None and geometry.head_size % group) or bool(geometry.head_size % rotated)
+    if joined:
+        raise ValueError(
+            f"{recipe.name} predicts, rotates or rounds several KV heads together, which workers have apart; use a "
+            'recipe per head (group "head"), or --tensor-parallel-size 1'
+        )

@@ -165,7 +165,7 @@ def test_two_workers_keep_and_load_the_heads_that_they_have(text, tmp_path):
 
 
 @pytest.mark.parametrize(("recipe", "policy", "message"), [
-    ("subkv-2bit", "recompute", "KVQConnector, recipe subkv-2bit: subkv-2bit chooses tokens by how they arrive"),
+    ("subkv-2bit", "recompute", "KVQConnector, recipe subkv-2bit: subkv-2bit is fitted to each prompt, or chooses"),
     ("exact", "fail", '"kv_load_failure_policy": "recompute"'),
     (str(ROOT / "artifacts" / "golden" / "v1" / "aqua-2bit.safetensors"), "recompute", ".safetensors: fingerprint: "),
 ])  # fmt: skip

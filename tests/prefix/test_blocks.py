@@ -38,9 +38,8 @@ def test_blocks_are_those_of_a_cache(name, tmp_path):
             assert torch.equal(ours.flatten(1)[:encoded], theirs)
         assert torch.equal(pair[0][:sinks], keys[layer][:sinks])
         assert pair[0].shape == (5 * kept.block, GEOMETRY.kv_heads, GEOMETRY.head_size)
-    # a cache is kept as it is: its blocks, and the whole blocks of its window
-    assert store(tmp_path / "b", name).put_cache(tokens, cache) == kept.longest(tokens) == 5 * kept.block
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert store(tmp_path / "b", name).put_cache(tokens, cache) == encoded  # as they are
+    assert contents(tmp_path / "b").items() <= contents(tmp_path / "a").items()
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -107,7 +106,7 @@ def test_sinks_longer_than_a_block_stay_exact(tmp_path):
 
 @pytest.mark.parametrize("name", ["subkv-2bit", "h2o", "squat-online-2bit"])
 def test_recipes_whose_blocks_mean_nothing_elsewhere_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} .*; use "):
+    with pytest.raises(ValueError, match=f"{name} is fitted to each prompt, or .*; use a"):
         check_recipe(preset(name))
 
 
@@ -156,7 +155,6 @@ def test_another_model_dtype_recipe_fit_or_tenant_finds_nothing(tmp_path, change
     opened().put(ids(32), keys, values)
     assert opened().longest(ids(32)) == 32 and opened(**change).longest(ids(32)) == 0
     assert opened("").longest(ids(32)) == 0 and opened().of_tenant("a").longest(ids(32)) == 0
-    assert "salt" not in "".join(path.read_text() for path in tmp_path.rglob("about.json"))
 
 
 def test_tokens_are_compared_and_not_their_hash_alone(tmp_path, monkeypatch, caplog):

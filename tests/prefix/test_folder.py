@@ -54,7 +54,7 @@ def test_the_budget_holds_and_the_oldest_goes_first(tmp_path):
 
 def test_one_process_keeps_a_folder_within_its_budget(tmp_path):
     """At every moment, also where a sixteenth of the budget is several files and the folder is nearly full."""
-    folder, sizes = Folder(tmp_path, {}, "0" * 64, 1600), []
+    folder, sizes = Folder(tmp_path, "0" * 64, 1600), []
     for number in range(60):
         folder.put(f"{number:064x}", bytes(30))
         sizes.append(sum(block.size for block in all_blocks(tmp_path)))
@@ -148,6 +148,6 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path, caplog):
     shutil.rmtree(tmp_path / "root")
     (tmp_path / "root").mkdir()
     (tmp_path / "root").chmod(0o777)  # somebody else's
-    with pytest.raises(OSError, match="others can write to it"):
+    with pytest.raises(ArtifactError, match="others can write to it"):
         kept.put(ids(32), keys, values)
     assert not [*(tmp_path / "root").iterdir()]

@@ -48,7 +48,6 @@ def test_an_exact_prefix_gives_the_same_answer_after_a_restart(tmp_path, model):
     longer = torch.cat([expected, prompt(1, 20, seed=1)], 1)  # the next turn finds prompt and answer
     assert again.load(longer).get_seq_length() == 80
     assert torch.equal(answer(again, longer), model.generate(longer, **NEW))
-    assert repr(again) == f"PrefixStore(exact, {tmp_path})"
 
 
 @pytest.mark.parametrize("name", ["aqua-2bit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kivi-2bit",))])
@@ -91,7 +90,7 @@ def test_beams_keep_the_prompt(tmp_path, model):
     store, ids = PrefixStore(tmp_path, recipe_of("exact", model), model), prompt(1, 50)
     expected, cache = model.generate(ids, num_beams=3, **NEW), store.load(ids)
     assert torch.equal(model.generate(ids, num_beams=3, **{CACHE: cache}, **NEW), expected)
-    assert store.put(cache, ids) == 48
+    assert store.put(cache, ids) == 32
     cache = store.load(ids)
     cache.batch_repeat_interleave(3)
     assert torch.equal(model.generate(ids, num_beams=3, **{CACHE: cache}, **NEW), expected)
@@ -172,7 +171,7 @@ def test_positions_that_do_not_count_from_0_are_refused(name, tmp_path):
     cache.crop(-90)
     with torch.no_grad():
         model(ids, position_ids=places, **{CACHE: cache})
-    assert store.put(cache, ids) == 80
+    assert store.put(cache, ids) == 64
 
 
 def test_models_recipes_and_caches_that_cannot_be_kept_are_refused(tmp_path, model):
@@ -183,7 +182,7 @@ def test_models_recipes_and_caches_that_cannot_be_kept_are_refused(tmp_path, mod
     config = MistralConfig(**model.config.to_dict() | {"sliding_window": 16, "model_type": "mistral"})
     with pytest.raises(ValueError, match="attend"):
         PrefixStore(tmp_path, "exact", MistralForCausalLM(config))
-    with pytest.raises(ValueError, match="arrive"):
+    with pytest.raises(ValueError, match="as they arrive"):
         PrefixStore(tmp_path, "subkv-2bit", model)
     with pytest.raises(TypeError, match="salt is of type int; give a text"):
         PrefixStore(tmp_path, "exact", model, salt=5)  # type: ignore[arg-type]

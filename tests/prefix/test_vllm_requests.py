@@ -155,7 +155,7 @@ class Engine:
         for cache in self.caches:
             cache.fill_(9.0)
         self.free += pages
-        self.worker.close()
+        self.worker._writer.submit(lambda: None).result()  # all that waits is written
 
     def load(self, stop: int, start: int = 0, salt: str = "") -> tuple[int, ...]:
         """Load into new pages; the pages of the whole text."""
@@ -323,7 +323,7 @@ def test_options_recipes_and_models_that_cannot_be_kept_are_refused(served: dict
     for given, message in [
         ({"path": "x"}, "has path; give path and recipe"), ({"path": "x", "recipe": "exact", "salt": "s"}, "has path"),
         ({"recipe": "exact", "budget": "much"}, "budget='much'"), ({"recipe": "aqua-2bit"}, "has to be fitted"),
-        ({"recipe": "subkv-2bit"}, "arrive"), ({"recipe": "no-such-recipe"}, "no-such-recipe"),
+        ({"recipe": "subkv-2bit"}, "as they arrive"), ({"recipe": "no-such-recipe"}, "no-such-recipe"),
         ({"recipe": str(tmp_path / "tiny.safetensors")}, "fingerprint"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
