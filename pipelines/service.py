@@ -42,7 +42,8 @@ def main() -> int:
     folder, running = home() / "flows", list[subprocess.Popen]()
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         return _serve(args, folder, running)
     except KeyboardInterrupt:

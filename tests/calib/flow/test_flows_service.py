@@ -126,8 +126,9 @@ def test_runs_are_killed_resumed_cancelled_and_completed_and_a_failed_gate_told(
             assert list(registry.open_registry().state("tiny-model-aqua-2bit").versions) == ["1.0.0"]
             started += family(service)
     finally:
-        service.send_signal(signal.SIGINT)
+        service.send_signal(signal.SIGTERM)
         assert service.wait(PATIENCE) == 0
+        service.stdout.close()
     assert not [one for one in started if lives(one)]
     assert not (flows / "auth").exists() and not (flows / "hf-token").exists()
 
