@@ -137,7 +137,7 @@ format: env ## let ruff format and fix
 	$(VENV)/bin/ruff check --fix .
 
 bench: $(VENV)/.bench ## time caches on a CPU; BENCH_ARGS=... of kvq bench
-	$(VENV)/bin/kvq bench rtn-2bit higgs-2bit aqua-2bit --model demo --context 512,1024,2048,4096 --tokens 128 \
+	$(VENV)/bin/kvq bench rtn-2bit higgs-2bit --model demo --context 512,1024,2048,4096 --tokens 128 \
 	    --dtype float32 --device cpu --beside quanto-2bit,hqq-2bit $(BENCH_ARGS)
 
 bench-gpu: env ## measure the kernels where there is a GPU; BENCH_ARGS=..., without one BENCH_ARGS=--dry-run

@@ -29,15 +29,15 @@ Recipes that need a fit are fitted in one pass over the model, and are not publi
 stopped, and repeats no measurement."""
 BENCH = """\
 examples
-    kvq bench aqua-2bit rtn-4bit --model qwen2.5-7b --context 4096,16384 --batch 1,8 --device cuda
-    kvq bench kivi-2bit --model ./my-model --beside quanto-2bit,hqq-2bit --memory 80GB --json
+    kvq bench my-aqua-2bit rtn-4bit --model qwen2.5-7b --context 4096,16384 --batch 1,8 --device cuda
+    kvq bench kivi-2bit --model ./my-model --beside quanto-2bit,hqq-2bit --tokens 128 --json
 
-Every cache reads the same random prompts and generates with model.generate, in turns. A recipe that needs a fit, and
-has no artifact, takes part with random tensors: neither time nor bytes depend on them."""
+Every cache reads the same random prompts and generates with model.generate, in turns. A step that encodes a block takes
+longer: --tokens 128 includes one. A CPU predicts nothing about a GPU."""
 REPORT = """\
 examples
-    kvq report qwen2.5-7b-aqua-2bit@1.2.0 --compare compare.json --open    with the frontier of kvq compare --output
-    kvq report --registry --out pages                                      all versions of your registry, in a folder"""
+    kvq report qwen2.5-7b-aqua-2bit@1.2.0 --open    a version, shown in a browser
+    kvq report --registry --out pages               all versions of your registry, in a folder"""
 
 
 def add(subparsers: Any) -> None:
@@ -87,7 +87,7 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     add("--samples", type=count, metavar="N", default=5, help="texts of each length and depth (default: 5)")
     add("--limit", type=count, metavar="N", help="examples of each of lm-eval's tasks (default: all)")
     add("--include-path", metavar="DIR", help="a folder of task files beside lm-eval's own")
-    add("--chat", action="store_true", help="apply the model's chat template")
+    add("--chat", action="store_true", help="apply the model's chat template to lm-eval's tasks")
 
 
 def _add_compare(command: argparse.ArgumentParser) -> None:
@@ -108,22 +108,20 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     add("subjects", metavar="REF|RECIPE", nargs="+", help="references, .safetensors files, recipes")
     add_settings(command, "of every recipe named")
     _add_machine(command, "as stored; bfloat16 where that has 32 bits")
-    add("--context", type=counts, metavar="L,L", help="tokens of a prompt (default: 1024,4096 if the model takes them)")
+    add("--context", type=counts, metavar="L,L", default=(1024,), help="tokens of a prompt (default: 1024)")
     add("--batch", type=counts, metavar="B,B", default=(1,), help="rows (default: 1)")
     add("--tokens", type=count, metavar="N", default=32, help="timed in a row and round (default: 32)")
     add("--rounds", type=count, metavar="N", default=3, help="turns of each cache (default: 3)")
-    text = "transformers' quantized caches, or none (default: quanto-2bit,quanto-4bit,hqq-2bit,hqq-4bit,fp8)"
-    add("--beside", metavar="NAME,NAME", help=text)
-    add("--memory", metavar="SIZE", help="memory for weights and rows, as in 80GB (default: the device's own)")
+    text = "transformers' quantized caches: quanto-2bit, quanto-4bit, hqq-2bit, hqq-4bit (default: none)"
+    add("--beside", metavar="NAME,NAME", default="none", help=text)
     add_registry(command)
 
 
 def _add_report(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("reference", metavar="REF", nargs="?", help="a reference, a .safetensors file, or a folder with one")
+    add("reference", metavar="REF", nargs="?", help="NAME, NAME@VERSION, NAME@ALIAS or NAME@sha256:HEX")
     text = "file:///folder or hf://org (default: yours); without REF the page is of all its versions"
     add("--registry", metavar="URL", nargs="?", const="", help=text)
-    add("--compare", metavar="FILE", help="records of the same model, of kvq compare --output")
     text = "the page (default: NAME-vVERSION.html or registry.html here); of a registry also a folder, for all pages"
     add("--out", metavar="FILE", help=text)
     add("--open", action="store_true", help="show it in a browser")
@@ -148,7 +146,6 @@ def _add_protocol(command: argparse.ArgumentParser) -> None:
     add("--sinks", type=int, metavar="N", help="exact first tokens (default: each recipe's own)")
     text = "in use: exact newest tokens (default: each recipe's own); tokens of an unfinished block stay exact too"
     add("--recent", type=int, metavar="N", help=text)
-    add("--block", type=count, metavar="N", help="tokens encoded together (default: each recipe's own)")
     text = "run the model one layer at a time, by full encode (so it is if the model does not fit into memory)"
     add("--by-layer", action="store_true", help=text)
     add("--layers", action="store_true", help="measure errors by layer too, on 4 windows")

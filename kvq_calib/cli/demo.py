@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     print("\n2. Load the published artifact, and go on writing a held-out text, with it and in 16 bit.")
     _generate(files, done[0].reference)
     path.write_text(json.dumps({"published": [made.record() for made in done], "records": found}, indent=1) + "\n")
-    path.with_suffix(".png").write_bytes(plots.perplexity_by_bits(records))
+    path.with_suffix(".png").write_bytes(plots.png(plots.cost_by_bits(records)))
     print(f"\nRecords are in {path}, their picture in {path.with_suffix('.png')}. As a page: "
           f"KVQ_HOME={shlex.quote(os.environ['KVQ_HOME'])} kvq report {done[0].name} --open")  # fmt: skip
     print(f"More text, in several times the time: make {'demo' if args.model == 'demo' else 'demo-real'} "

@@ -9,7 +9,7 @@ from typing import Any
 from kvq_calib.evaluate import held_out
 from kvq_calib.evaluate.record import fits, whole_bytes
 from kvq_calib.job.job import Job
-from kvq_calib.report import published
+from kvq_calib.report import published, tables
 from kvq_calib.report.published import Published
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
@@ -79,12 +79,11 @@ def show(
         pairs = zip(done, ratings, strict=True)
         print_table([made.record() | {"verdict": asdict(rated)} | more for made, rated in pairs], json=True)
         return
-    rows = [row for made in done for row in made.rows()]
-    rows += [row for one in beside for row in published.baseline_rows(one)]
-    first = published.reference_row(records)
-    print_table([dict.fromkeys(rows[0]) | first, *rows] if first else rows, json=False)
+    print_table([made.row() for made in done], json=False)
     if records:
-        print("\nvs 16 bit: perplexity over that of the 16-bit model, less 1. KL: from it, nats per token.")
+        print()
+        print_table(tables.table(records), json=False)
+        print("".join(f"\n{note}" for note in tables.notes(records)))
     for made, rated in zip(done, ratings, strict=True):
         if made.layers:
             print(f"\n{made.recipe}: bits per element by layer")
@@ -99,7 +98,6 @@ def _paragraph(made: Published, rated: Rating, caution: str | None) -> list[str]
         return f"  {what:14} {text}"
 
     lines = [made.name, line("VERDICT", f"{rated.word.upper()}: {rated.why}")]
-    lines += [line("on " + text, loss) for text, loss in published.lines(made.measured).items()]
     lines += [line("CAUTION", caution)] if caution else []
     for place in made.places:
         known = "" if place.new else " (these bytes were there already)"

@@ -1,7 +1,6 @@
 """Run `kvq eval`, `compare`, `bench` and `report`. Imported when one of them runs: `kvq list` must not wait for it."""
 
 import json
-import sys
 import webbrowser
 from argparse import Namespace
 from collections.abc import Sequence
@@ -23,33 +22,24 @@ from kvq_calib.job import prepare, run
 from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.report import plots, registry_page, tables, timings, version_page
-from kvq_calib.run.device import memory_of, usable
+from kvq_calib.report import pages, plots, tables
+from kvq_calib.run.device import usable
+from kvq_calib.run.plan import environment
 from kvq_calib.tasks import needles
 from kvq_calib.text import corpus
-from kvq_runtime.artifact import artifact, recipe_text
+from kvq_runtime.artifact import recipe_text
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.options import check_exists, check_output
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import extra
 from kvq_runtime.ops import product
-from kvq_runtime.prefix.folder import parse_bytes
 from kvq_runtime.registry import reference
-from kvq_runtime.registry.evaluation_records import (
-    PROTOCOLS,
-    Record,
-    TasksRecord,
-    TextRecord,
-    parse,
-    readable,
-    text_records,
-)
+from kvq_runtime.registry.evaluation_records import PROTOCOLS, Record, TasksRecord, TextRecord, parse
 from kvq_runtime.registry.resolve import choose as choose_version
-from kvq_runtime.registry.resolve import open_registry, resolve
+from kvq_runtime.registry.resolve import open_registry
 
 R = TypeVar("R", bound=Record)
-LIMIT = 1 << 28  # bytes of a file of records
 
 
 def evaluate(args: Namespace) -> int:
@@ -68,11 +58,11 @@ def evaluate(args: Namespace) -> int:
     shown = _named(subjects, records, TextRecord)
     if args.plots:
         disk.make_folder(Path(args.plots))
-        Path(args.plots, "error-by-layer.png").write_bytes(plots.error_by_layer(shown))
-        Path(args.plots, "perplexity-by-bits.png").write_bytes(plots.perplexity_by_bits(shown))
+        for name, picture in plots.pictures(shown).items():
+            Path(args.plots, name).write_bytes(picture)
     if not _give(args, records):
         print_table(tables.table(shown), False)
-        print("".join(f"\n{note}" for note in tables.about_texts(shown)))
+        print("".join(f"\n{note}" for note in tables.notes(shown)))
         if args.layers:
             print()
             print_table([{"recipe": one.name, **row} for one in shown for row in one.result.layers], False)
@@ -110,10 +100,7 @@ def _tasks(args: Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> i
             "--plots, --layers, --by-layer and --protocol full are of text, which --tasks does not measure"
         )
     protocol = _protocol(args)
-    subjects, ledger = (
-        [protocol.subject(one, files.geometry) for one in subjects],
-        Ledger(reference.home() / "evaluated"),
-    )
+    subjects, ledger = [protocol.subject(one) for one in subjects], Ledger(reference.home() / "evaluated")
     named = args.tasks.split(",")
     own = [task for task in named if task in needles.TASKS]
     foreign = [task for task in named if task not in own]
@@ -124,7 +111,7 @@ def _tasks(args: Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> i
     if own:
         lengths = args.lengths or [length for length in tasks.LENGTHS if length <= files.context]
         haystack = tasks.haystack(args.corpus or "demo")
-        settings = tuple(lengths), tuple(args.depths), args.samples, args.seed, args.chat
+        settings = tuple(lengths), tuple(args.depths), args.samples, args.seed
         plan = tasks.Plan(tuple(own), haystack, *settings)
         with measuring(tasks.work(plan, len(subjects)), args.quiet) as progress:
             groups.append(tasks.evaluate(files, subjects, plan, *device, progress, ledger))
@@ -168,7 +155,7 @@ def compare(args: Namespace) -> int:
         with closing(Bar(work.plan, args.quiet)) as bar:
             subjects |= {subject.name: subject for subject in run.fit(replace(work, listener=bar))}
     protocol = _protocol(args)
-    uneven = sorted({block for one in subjects.values() if length % (block := args.block or one.recipe.window.block)})
+    uneven = sorted({block for one in subjects.values() if length % (block := one.recipe.window.block)})
     if uneven and args.protocol != "in-use":
         blocks = " and ".join(map(str, uneven))
         say("kvq", f"windows of {length} tokens: the last stay exact in a full encode; use a multiple of {blocks}")
@@ -178,44 +165,33 @@ def compare(args: Namespace) -> int:
         )
     records = tables.by_bits([parse(one, TextRecord) for one in measured])
     if args.plot:
-        Path(args.plot).write_bytes(plots.perplexity_by_bits(records))
+        Path(args.plot).write_bytes(plots.png(plots.cost_by_bits(records)))
     if not _give(args, [one.raw for one in records]):
-        print_table(tables.narrow(records), False)
+        print_table(tables.table(records), False)
         print("".join(f"\n{note}" for note in tables.notes(records)))
     return 0
 
 
 def bench(args: Namespace) -> int:
-    """Run `kvq bench`: print what was measured, also when it is interrupted."""
+    """Run `kvq bench`."""
     files, device = models.resolve(args.model), _device(args.device)
-    asked = rounds.Plan(batches=args.batch, tokens=args.tokens, rounds=args.rounds, seed=args.seed)
-    fitting = tuple(length for length in rounds.CONTEXTS if asked.longest(length) <= files.context)
-    plan = replace(asked, contexts=args.context or fitting or rounds.CONTEXTS[:1]).check(files)
-    memory = parse_bytes(args.memory, "--memory ") if args.memory else memory_of(device)
-    ours = contenders.ours(recipe_text.with_settings(args.subjects, args.set), files, args.registry)
-    names = ",".join(contenders.BESIDE) if args.beside is None else args.beside
-    stock = [contenders.quantized(name) for name in ([] if names == "none" else names.split(","))]
-    dtype, interrupted = rounds.dtype_of(files, args.dtype, device), None
+    plan = rounds.Plan(args.context, args.batch, args.tokens, args.rounds, args.seed).check(files)
+    dtype = rounds.dtype_of(files, args.dtype, device)
     if args.dtype is None and (note := product.without_bfloat16(device)):
         say("kvq bench", note)
-    every = [contenders.plain(dtype), *stock, *ours]
+    stock = [contenders.quantized(name) for name in args.beside.split(",") if name != "none"]
+    ours = contenders.compressed(recipe_text.with_settings(args.subjects, args.set), files, args.registry)
+    every = [contenders.uncompressed(dtype), *stock, *ours]
     with measuring(rounds.work(len(every), plan), args.quiet) as progress:
-        model = rounds.load(files, device, dtype)
-        about, done = rounds.about(files, model, every, plan), list[rounds.Round]()
-        try:
-            rounds.measure(model, every, plan, done, progress)
-        except KeyboardInterrupt:
-            interrupted = KeyboardInterrupt("interrupted; finished rounds are above")
-    figures = timings.figures(done, every, about["weights_bytes"], memory)
+        rows = rounds.measure(rounds.load(files, device, dtype), every, plan, progress)
     if args.json:
-        print(json.dumps({"about": about | {"memory_bytes": memory}, "rows": figures}, indent=2))
-    elif figures:
-        print_table(timings.rows(figures, memory), False)
-        print("".join(f"\n{note}" for note in timings.notes(figures, about, memory)))
-    if interrupted is not None:
-        raise interrupted
-    if failed := timings.failed(figures):
-        raise RuntimeError(f"not measured: {'; '.join(failed)}")
+        used = environment(device, str(dtype).removeprefix("torch."), torch.get_num_threads())
+        print(json.dumps({"model": files.about, "environment": used, "rows": rows}, indent=2))
+    else:
+        print_table(rows, False)
+    names = {one.name for one in ours}
+    if failed := [f"{row['cache']}: {row['error']}" for row in rows if "error" in row and row["cache"] in names]:
+        raise RuntimeError(f"not measured: {'; '.join(dict.fromkeys(failed))}")
     return 0
 
 
@@ -224,7 +200,6 @@ def _protocol(args: Namespace) -> record.Protocol:
     return record.Protocol(
         sinks=args.sinks,
         recent=args.recent,
-        block=args.block,
         prompt=args.prompt,
         protocols=(args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS,
         error_windows=record.ERROR_WINDOWS if args.layers or getattr(args, "plots", None) else 0,
@@ -257,71 +232,38 @@ def _give(args: Namespace, records: Sequence[Any]) -> bool:
 
 def report(args: Namespace) -> int:
     """Run `kvq report`: 0, or 1 for a page of something that a check found damaged."""
-    if args.reference is None:
-        return _registry_report(args)
-    known = _known_of_version(args, _records(args.compare))
-    name = f"{known['name']}-v{known['version']}.html" if known["version"] else f"{known['name']}.html"
-    return _write_page(args, known, version_page.page, Path(args.out or name), version_page.faults(known))
-
-
-def _registry_report(args: Namespace) -> int:
-    """Write the page of a registry; into a folder with the page of every version, linked from its rows."""
-    if args.registry is None or args.compare:
+    if args.reference is None and args.registry is None:
         raise ValueError("nothing is named; give NAME for the page of a version, or --registry for all of them")
-    check_exists(args.registry)
-    registry = open_registry(args.registry or None)
-    known, out = registry_page.of_registry(registry, datetime.now(UTC)), Path(args.out or "registry.html")
-    if args.out and (out.is_dir() or not (out.suffix or out.exists())):
-        disk.make_folder(out)
-        for row in known["versions"]:
-            row["page"] = f"{row['name']}-v{row['version']}.html"
-            version = version_page.of_version(registry, row["name"], row["version"])
-            disk.save(out / row["page"], version_page.page(version).encode())
-        out /= "index.html"
-    damaged = [f"{one['name']}: {one['reason']}" for one in known["faults"]]
-    damaged += [f"{row['name']} {row['version']}: {row['damage']}" for row in known["versions"] if row["damage"]]
-    return _write_page(args, known, registry_page.page, out, damaged)
-
-
-def _known_of_version(args: Namespace, compared: list[TextRecord]) -> dict[str, Any]:
-    folder = Path(args.reference)
-    given = folder if folder.is_dir() else reference.parse(args.reference)
-    if isinstance(given, Path):
-        resolved = resolve(args.reference, args.registry or None)
-        made = artifact.load(resolved.path, resolved.sha256, resolved.size)
-        return version_page.of_file(made, resolved.name, resolved.sha256, resolved.size, compared)
-    registry = open_registry(given.registry or args.registry or None)
-    version, _ = choose_version(registry.existing(given.name), given)
-    return version_page.of_version(registry, given.name, version.version, compared)
-
-
-def _records(file: str | None) -> list[TextRecord]:
-    """Read the records that `kvq compare --output` or `kvq eval --output` wrote; raise ValueError for other JSON."""
-    if file is None:
-        return []
-    try:
-        given = json.loads(disk.read(Path(file), LIMIT))
-    except ValueError as error:
-        raise ValueError(f"--compare {file}: {error}; give what kvq compare --output wrote") from None
-    given = [given] if isinstance(given, dict) else given  # the record that lies beside an artifact
-    records = text_records(readable(given)) if isinstance(given, list) else None
-    if records is None or len(records) < len(given):
-        raise ValueError(f"--compare {file}: no list of records; give what kvq compare --output wrote")
-    return records
-
-
-def _write_page(args: Namespace, known: dict[str, Any], page: Any, path: Path, damaged: list[str]) -> int:
-    """Print the data, or write the page and print its path."""
-    if args.json:
-        print(json.dumps(known, indent=2, default=str))
-    if args.out or args.open or not args.json:
-        check_output("--out", path)
-        data = page(known).encode()
-        path.write_bytes(data)
-        if not args.json:
-            print_record({"page": str(path), "bytes": len(data)}, json=False)
-        if args.open and not webbrowser.open(path.absolute().as_uri()):
-            print(f"kvq: no browser was found; open {path}", file=sys.stderr)
-    for fault in damaged:
+    path, (page, faults) = _index(args) if args.reference is None else _version(args)
+    check_output("--out", path)
+    path.write_bytes(page.encode())
+    print_record({"page": str(path), "bytes": len(page.encode())}, json=args.json)
+    if args.open and not webbrowser.open(path.absolute().as_uri()):
+        say("kvq", f"no browser was found; open {path}")
+    for fault in faults:
         say("kvq", fault)
-    return int(bool(damaged))
+    return int(bool(faults))
+
+
+def _index(args: Namespace) -> tuple[Path, pages.Page]:
+    """Write the index; into a folder --out together with the pages of all versions."""
+    check_exists(args.registry)
+    registry, out = open_registry(args.registry or None), Path(args.out or "registry.html")
+    if out.suffix or (out.exists() and not out.is_dir()):
+        return out, pages.of_registry(registry, datetime.now(UTC))
+    disk.make_folder(out)
+    for name in registry.names():
+        for version in registry.state(name).versions:
+            disk.save(out / pages.file_name(name, version), pages.of_version(registry, name, version)[0].encode())
+    return out / "index.html", pages.of_registry(registry, datetime.now(UTC), linked=True)
+
+
+def _version(args: Namespace) -> tuple[Path, pages.Page]:
+    """Write the page of the version that the reference means."""
+    given = reference.parse(args.reference)
+    if not isinstance(given, reference.Reference):
+        raise ValueError(f"{args.reference} is a file; give the NAME of an artifact in a registry, or use kvq show")
+    registry = open_registry(given.registry or args.registry or None)
+    version = choose_version(registry.existing(given.name), given)[0].version
+    out = Path(args.out or pages.file_name(given.name, version))
+    return out, pages.of_version(registry, given.name, version)

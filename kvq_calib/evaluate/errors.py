@@ -7,13 +7,9 @@ blocks, keys and values of the layer below as decoded, which is what the cache d
                                1 is what storing nothing but the mean would give
     key_explained, ...         1 - Σ|x - f(below)|² / Σ|x - μ|²        the share that the prediction alone gives; none
                                for a recipe that predicts nothing
-    attention_error            ‖softmax(q K̂ᵀ) V̂ - softmax(q Kᵀ) V‖² / ‖softmax(q Kᵀ) V‖², each query reading what the
-                               cache gives it in use: sinks and the recent window exact, in steps as for perplexity; a
-                               dynamic window at its shortest
-                               (a recipe fitted online is fitted to the tokens that it would be in use); none for
-                               recipes that hold or read a part of the tokens, which this does not choose, and of
-                               models that hide their queries
-    attention_error_encoded    the same, with every token but the sinks encoded: the worst case, of any length
+    attention_error_encoded    ‖softmax(q K̂ᵀ) V̂ - softmax(q Kᵀ) V‖² / ‖softmax(q Kᵀ) V‖², every token but the sinks
+                               encoded; none for recipes that hold or read a part of the tokens
+    a recipe that is fitted online is fitted to `caches.fit_tokens` tokens of each window
 
 Errors of keys and values are over encoded tokens: sinks, and tokens after the last whole block, do not count.
 Attention is causal; its scale is 1/√D.
@@ -25,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.evaluate.perplexity import STEP
+from kvq_calib.evaluate.caches import fit_tokens
 from kvq_calib.fit.statistics import Moments
 from kvq_calib.model import attention
 from kvq_calib.model.attention import AttentionInputs, Pair, apply_rope
@@ -45,19 +41,14 @@ def by_layer(
     stream: Stream,
     tokens_BT: Tensor,
     subjects: Mapping[str, tuple[Recipe, Mapping[str, Tensor]]],
-    step: int = STEP,
     progress: Callable[[int], object] = lambda tokens: None,
-    prompt: int = 0,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Errors of each (recipe, tensors), by name: one dict per layer, with the keys listed above.
+    """Return the errors of each (recipe, tensors), by name: one dict per layer, with the keys listed above.
 
     progress   gets the number of tokens that went through a layer
-    prompt     tokens of the first pass; 0: a step
     """
     geometry = stream.files.geometry
-    works = {
-        name: _Work(*subject, geometry, len(tokens_BT), step, prompt, stream) for name, subject in subjects.items()
-    }
+    works = {name: _Work(*subject, geometry, len(tokens_BT), stream.device) for name, subject in subjects.items()}
     hidden = [stream.embed(row[None]).cpu() for row in tokens_BT]
     tables = stream.rope(tokens_BT.shape[1])
     for layer in range(geometry.layers):
@@ -78,14 +69,13 @@ def by_layer(
 
 
 class _Work:
-    """One recipe: its codecs, what it decoded in the layers below, and the sums of the layer at work."""
+    """One recipe: its codecs, the decoded keys and values of layers below, and the sums of the layer at work."""
 
-    def __init__(self, recipe: Recipe, tensors: Mapping[str, Tensor], geometry: Geometry, chunks: int, step: int,
-                 prompt: int, stream: Stream):  # fmt: skip
-        self.recipe, self.geometry, self.device = recipe, geometry, stream.device
-        self.step, self.prompt = step, prompt
-        pairs = shared.build(recipe, geometry, tensors)
-        self.codecs = [(keys.to(stream.device), values.to(stream.device)) for keys, values in pairs]
+    def __init__(
+        self, recipe: Recipe, tensors: Mapping[str, Tensor], geometry: Geometry, chunks: int, device: torch.device
+    ):
+        self.recipe, self.geometry, self.device = recipe, geometry, device
+        self.codecs = [(keys.to(device), values.to(device)) for keys, values in shared.build(recipe, geometry, tensors)]
         self.depth = max((max(codec.below, default=0) for pair in self.codecs for codec in pair), default=0)
         self.below: list[list[Pair]] = [[] for _ in range(chunks)]  # nearest layer first
         self.rows: list[dict[str, Any]] = []
@@ -108,23 +98,15 @@ class _Work:
             k_hat = apply_rope(k_hat, chunk.rope, self.geometry.kv_heads)
         if exact_NTC is None:
             return
-        tokens, decoded = exact_NTC.shape[1], (k_hat, v_hat)
-        in_use = attention.tiles_in_use(self.recipe.window, tokens, self.step, self.prompt)
-        for name, tiles in {"attention": in_use, "attention_encoded": attention.tiles(tokens, tokens)}.items():
-            out = attention.attend(chunk, (chunk.k, chunk.v), decoded, tiles, self.geometry.head_size)
-            self._add(f"{name}/error", (out - exact_NTC).square())
+        tiles = attention.tiles(exact_NTC.shape[1], exact_NTC.shape[1])
+        out = attention.attend(chunk, (chunk.k, chunk.v), (k_hat, v_hat), tiles, self.geometry.head_size)
+        self._add("attention/error", (out - exact_NTC).square())
         self._add("attention/energy", exact_NTC.square())
 
     def _fitted(self, layer: int, chunk: AttentionInputs) -> tuple[Codec, Codec]:
-        """The codecs of a recipe that is fitted online, on the tokens that the cache would take: one row a chunk."""
-        recipe, geometry, tokens = self.recipe, self.geometry, chunk.k.shape[1]
-        first = recipe.window.recent + recipe.window.block
-        online: Any = recipe.policy("online")
-        count = online.fit_tokens
-        if count == "prompt":  # the pass in which a block is due, whole
-            passes = attention.passes(max(tokens, first), self.step, self.prompt)
-            count = next(count for one in passes if (count := one.stop) >= first)
-        count = min(count, tokens)
+        """Return the codecs of a recipe that is fitted online, fitted to one row."""
+        recipe, geometry, sinks = self.recipe, self.geometry, self.recipe.window.sinks
+        count = fit_tokens(recipe, chunk.k.shape[1]) or 0
 
         def queries(which: Queries) -> Tensor:
             assert chunk.q is not None, "a fit to queries that are hidden"
@@ -134,13 +116,13 @@ class _Work:
         def codec_of(role: Role, x_NTC: Tensor) -> Codec:
             if not recipe.fits(recipe.scheme(layer, role)):
                 return self.codecs[layer][ROLES.index(role)]
-            tokens = slice(min(recipe.window.sinks, count - 1), count)
-            return fit_row(recipe, layer, role, geometry, x_NTC[0, tokens].float(), queries)
+            x_TC = x_NTC[0, min(sinks, count - 1) : count].float()
+            return fit_row(recipe, layer, role, geometry, x_TC, queries)
 
         return codec_of("key", chunk.k if recipe.position == "post" else chunk.k_pre), codec_of("value", chunk.v)
 
     def _side(self, codec: Codec, chunk: AttentionInputs, x_NTC: Tensor, keys: Tensor | None, below) -> Pair:
-        """The decoded, centred blocks [N·blocks, block, C], and the whole sequence with them in it [N, T, C]."""
+        """Return the decoded, centred blocks [N·blocks, block, C], and the whole sequence with them in it [N, T, C]."""
         window, role = self.recipe.window, codec.role
         whole = x_NTC.shape[1] // window.block * window.block
         if whole == 0:
@@ -174,8 +156,7 @@ class _Work:
             variance = found.count * float(found.variance_C.sum()) if found else 0.0
             row[f"{role}_error"] = self.sums.get(f"{role}/error", 0.0) / variance if variance else 0.0
             row[f"{role}_explained"] = 1 - residual / variance if variance and residual is not None else None
-        for name, sums in (("attention_error", "attention"), ("attention_error_encoded", "attention_encoded")):
-            energy = self.sums.get("attention/energy") if self.recipe.policy("select") is None else None
-            row[name] = None if energy is None else self.sums[f"{sums}/error"] / energy
+        energy = self.sums.get("attention/energy") if self.recipe.policy("select") is None else None
+        row["attention_error_encoded"] = None if energy is None else self.sums["attention/error"] / energy
         self.rows.append(row)
         self._clear()

@@ -1,4 +1,4 @@
-"""The subject of an evaluation: a fitted artifact, or a recipe that needs no calibration; and what its cache costs."""
+"""Find the subject of an evaluation, a fitted artifact or an unfitted recipe, and compute the size of its cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class Subject:
     """A recipe with its tensors, to be evaluated.
 
     name       as the user gave it
-    sha256     of the artifact; None for a recipe that needs none
+    sha256     of the artifact; None for an unfitted recipe
     published  whether a registry holds it, and so keeps its records
-    bounds     of the errors of blocks; None: they are not known
+    bounds     of the errors of blocks; None: unknown
     """
 
     name: str
@@ -40,76 +40,74 @@ class Subject:
 
     @staticmethod
     def of(artifact: Artifact, sha256: str, name: str | None = None, published: bool = True) -> "Subject":
-        """An artifact at hand."""
+        """Make a subject of a loaded artifact."""
         name, bounds = name or artifact.recipe.name, bounds_in(artifact.fit)
         return Subject(name, artifact.recipe, artifact.tensors, sha256, published, bounds)
 
     @property
     def identity(self) -> list[Any]:
-        """All that its measurements depend on, whatever it is called: JSON."""
+        """All that its measurements depend on, as JSON; its name is not."""
         return [self.sha256, self.recipe.to_json()]
 
 
 def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subject:
-    """A recipe that needs no calibration, as `recipe_text.read` takes it; else an artifact: a reference or a path.
+    """Find an unfitted recipe, as `recipe_text.read` takes it, or an artifact by its reference or path.
 
-    Raises NotFound for what is in no registry, a recipe to be fitted among it; ArtifactError for another model's.
+    Raises NotFound for a fitted recipe without an artifact and for an unknown reference, ArtifactError for the artifact
+    of another model.
     """
     known = recipe_text.read(given) if recipe_text.written(given) else None
     if known is not None and not known.fitted:
         return Subject(known.name, known, {})
     try:
-        found = registry.resolve_name(given if known is None else known.name, registry_url)
+        resolved = registry.resolve_name(given if known is None else known.name, registry_url)
     except registry.NotFound as error:
         if known is None:
             raise
         text = f"recipe {known.name} has fitted stages, and no artifact has that name: {error}"
         raise registry.NotFound(text) from None
-    artifact = load(found.path, found.sha256, found.size)
+    artifact = load(resolved.path, resolved.sha256, resolved.size)
     fingerprint.check_match(artifact.fingerprint, files.fingerprint())
-    return Subject.of(artifact, found.sha256, given, published=bool(found.version))
+    return Subject.of(artifact, resolved.sha256, given, published=bool(resolved.version))
 
 
 def keep(subject: Subject, record: Mapping[str, Any], registry_url: str | None = None) -> None:
-    """Store what was measured in the registry that holds the artifact; of another subject, nothing."""
+    """Store a record in the registry that holds the artifact; do nothing for any other subject."""
     if not subject.published:
         return
-    kept = reference.parse(subject.name)
-    assert isinstance(kept, reference.Reference), "what a registry holds was asked for by a reference"
-    registry.open_registry(kept.registry or registry_url).add_evaluation(record, kept.name)
-
-
-def compared() -> list[str]:
-    """The names of the recipes that `kvq compare` takes of each family: those of its `FAMILY`."""
-    return [name for family in families().values() for name in family.compared]
+    name = reference.parse(subject.name)
+    assert isinstance(name, reference.Reference), "an artifact of a registry is named by a reference"
+    registry.open_registry(name.registry or registry_url).add_evaluation(record, name.name)
 
 
 def choose(asked: Sequence[str], files: ModelFiles) -> tuple[list[Recipe], list[str]]:
-    """The recipes to compare, and why others are not among them.
+    """Return the recipes to compare, and why others are left out.
 
-    asked   texts as `recipe_text.read` takes them, each of which must suit the model; ["all"]; or nothing: `compared`
+    asked   texts as `recipe_text.read` takes them, each of which must suit the model; ["all"]; or nothing: those
+            that each family compares
     """
 
     def suited(recipe: Recipe) -> Recipe:
         return plan.check(recipe.check(files.geometry), files)
 
-    known = presets()
     if asked and list(asked) != ["all"]:
         return recipe_text.distinct(suited(recipe_text.read(text)) for text in asked), []
-    found, notes = [], []
-    for name in known if asked else compared():
+    known = presets()
+    default = [name for family in families().values() for name in family.compared]
+    chosen, notes = [], []
+    for name in known if asked else default:
         try:
-            found.append(suited(known[name]))
+            chosen.append(suited(known[name]))
         except ValueError as error:
             notes.append(f"{name} is left out: {error}")
-    return found, notes
+    return chosen, notes
 
 
 def costs(recipe: Recipe, geometry: Geometry, sliding: Sliding, length: int) -> dict[str, Any]:
-    """Bits per element: asymptotic, and of caches that hold `length` and 4096 tokens; bytes of the latter.
+    """Compute bits per element: asymptotic, and of caches that hold `length` and 4096 tokens; bytes of the latter.
 
-    Every byte that a cache holds counts, computed from shapes, layers that slide over a window included. A dynamic
-    window is billed at its longest.
+    Every byte that a cache holds counts, computed from shapes, sliding layers included. A dynamic window is billed at
+    its longest.
     """
     sizes = Sizes(recipe, geometry, sliding=sliding)
     here, there = sizes.at(length), sizes.at(TOKENS)

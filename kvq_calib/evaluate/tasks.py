@@ -1,8 +1,8 @@
-"""Measure needle tasks through the compressed cache: right answers by task, length and depth.
+"""Ask a model through the compressed cache: needle tasks, answered greedily, and log-likelihoods of continuations.
 
-A text goes into the cache in one pass, which reads exact keys and values, as a prompt does. Its question comes in a
-second pass, and the answer token by token, greedily: they read what the cache gives back. Answers through which nothing
-encoded was read give a reason in place of figures.
+The text of a needle task goes into the cache in one pass, which reads exact keys and values, as a prompt does. Its
+question comes in a second pass, and the answer token by token, greedily: they read the cache. If nothing that was read
+had been encoded, a reason replaces the figures.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvq_calib.evaluate.caches import CountedCache, Reads, attending, nothing
+from kvq_calib.evaluate.caches import attending, encoded_share, in_use
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger, digest_of
 from kvq_calib.evaluate.perplexity import REFERENCE, ROW_TOKENS, mean_and_error
 from kvq_calib.evaluate.record import load_model, of_subject, setting
@@ -27,6 +27,7 @@ from kvq_calib.model.files import ModelFiles
 from kvq_calib.tasks import needles
 from kvq_calib.tasks.needles import STEPS, Haystack
 from kvq_calib.text import corpus, tokenizer
+from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf.model import CACHE
 from kvq_runtime.registry.evaluation_records import IN_USE
 
@@ -37,19 +38,16 @@ LENGTHS = (1024, 4096)
 
 @dataclass(frozen=True)
 class Case:
-    """A text and its question as tokens, and the score of the tokens that answer it."""
+    """A text and its question as tokens, and the score of the answer's tokens."""
 
     context: tuple[int, ...]
-    asked: tuple[int, ...]
+    question: tuple[int, ...]
     score: Callable[[Sequence[int]], float]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The questions of an evaluation: `samples` texts of each task, length and depth.
-
-    chat   text and question are a user's turn, in the model's own form
-    """
+    """The questions of an evaluation: `samples` texts of each task, length and depth."""
 
     tasks: tuple[str, ...]
     haystack: Haystack
@@ -57,20 +55,19 @@ class Plan:
     depths: tuple[float, ...] = DEPTHS
     samples: int = 5
     seed: int = 0
-    chat: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as records have it: of a haystack name and digest."""
-        given = {setting.name: getattr(self, setting.name) for setting in fields(self)}
-        return given | {"haystack": {"name": self.haystack.name, "digest": self.haystack.digest}}
+        """Return the plan as records have it, with name and digest of the haystack."""
+        settings = {setting.name: getattr(self, setting.name) for setting in fields(self)}
+        return settings | {"haystack": {"name": self.haystack.name, "digest": self.haystack.digest}}
 
     def __post_init__(self):
         if not self.tasks or not self.lengths or not self.depths or self.samples < 1:
             raise ValueError(f"{self}; give at least one task, length, depth and text of each")
         for name in ("tasks", "lengths", "depths"):  # a repeated one would count every text twice
-            given = getattr(self, name)
-            if len(set(given)) < len(given):
-                raise ValueError(f"{name}={given}; name each once")
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name}={values}; name each once")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths={self.depths}; use 0 to 1")
 
@@ -90,19 +87,19 @@ def evaluate(
     """
     if max(plan.lengths) > files.context:
         raise ValueError(f"texts of {max(plan.lengths)} tokens; {files.id} was made for at most {files.context}")
-    texts = {(length, task): cases(files, task, length, plan) for length in plan.lengths for task in plan.tasks}
+    cases = {(length, task): make_cases(files, task, length, plan) for length in plan.lengths for task in plan.tasks}
     model = load_model(files, device, dtype)
     used, ledger = setting(files, device, model.dtype, ledger)
     about = {"name": "tasks", "version": 1, "protocols": [IN_USE], "model": files.about} | plan.to_json()
-    digest = digest_of(plan.to_json())  # of all that the texts follow from, but for the tokenizer
-    found = list[dict[str, Any]]()
+    digest = digest_of(plan.to_json())
+    records = list[dict[str, Any]]()
     for subject in (None, *subjects):
         unit = {"plan": plan.to_json(), "tasks": REFERENCE if subject is None else subject.identity}
-        part = _part(model, subject, plan, texts, progress, ledger.within(**unit))
-        if found and "reason" not in part:
-            part["reference"] = found[0]["result"]["protocols"][IN_USE]["tasks"]
-        found.append(of_subject(files, subject, {IN_USE: part}, max(plan.lengths), digest, about, used))
-    return found
+        part = _part(model, subject, plan, cases, progress, ledger.within(**unit))
+        if records and "reason" not in part:
+            part["reference"] = records[0]["result"]["protocols"][IN_USE]["tasks"]
+        records.append(of_subject(files, subject, {IN_USE: part}, max(plan.lengths), digest, about, used))
+    return records
 
 
 def work(plan: Plan, subjects: int) -> int:
@@ -110,129 +107,164 @@ def work(plan: Plan, subjects: int) -> int:
     return len(plan.tasks) * len(plan.depths) * plan.samples * sum(plan.lengths) * (1 + subjects)
 
 
-def cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tuple[float, Case]]:
-    """Return (depth, text) of a task at a length; no two texts of a plan have a seed in common."""
-    found = []
+def make_cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tuple[float, Case]]:
+    """Make (depth, case) of a task at a length; no two texts of a plan share a seed."""
+    cases = []
     for place, depth in enumerate(plan.depths):
         for number in range(plan.samples):
             seed = (plan.seed * len(plan.depths) + place) * plan.samples + number
-            found.append((depth, make(files, task, seed, length, depth, plan.haystack, plan.chat)))
-    return found
+            cases.append((depth, make(files, task, seed, length, depth, plan.haystack)))
+    return cases
 
 
 def _part(
     model: PreTrainedModel, subject: Subject | None, plan: Plan,
-    texts: Mapping[tuple[int, str], Sequence[tuple[float, Case]]], progress: Progress, ledger: Ledger,
+    cases: Mapping[tuple[int, str], Sequence[tuple[float, Case]]], progress: Progress, ledger: Ledger,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the scores of one recipe, or the reason why there are none."""
+    """Return the scores of one recipe, or the reason for having none."""
     scores: dict[str, list[float]] = {task: [] for task in plan.tasks}
     cells: list[dict[str, Any]] = []
     shares: dict[str, float] = {}
-    for (length, task), some in texts.items():
-        kept = ledger.kept(lambda some=some, length=length: _scores(model, subject, some, length),
-                           task=task, length=length)  # fmt: skip
+    for (length, task), some in cases.items():
+        result = ledger.kept(lambda some=some, length=length: _scores(model, subject, some, length),
+                             task=task, length=length)  # fmt: skip
         progress(length * len(some))
-        if "reason" in kept:
-            return {"reason": kept["reason"]}
+        if "reason" in result:
+            return {"reason": result["reason"]}
         for depth in plan.depths:
-            found = [score for (at, _), score in zip(some, kept["scores"], strict=True) if at == depth]
-            scores[task] += found
-            cells.append({"task": task, "length": length, "depth": depth} | summary(found))
-        if kept["decoded"] is not None:
-            shares[str(length)] = min(shares.get(str(length), 1.0), kept["decoded"])
-    tasks = {task: summary(found) for task, found in scores.items()}
+            own = [score for (at, _), score in zip(some, result["scores"], strict=True) if at == depth]
+            scores[task] += own
+            cells.append({"task": task, "length": length, "depth": depth} | summary(own))
+        if result["decoded"] is not None:
+            shares[str(length)] = min(shares.get(str(length), 1.0), result["decoded"])
+    tasks = {task: summary(own) for task, own in scores.items()}
     return {"tasks": tasks, "cells": cells} | ({"decoded": shares} if subject else {})
 
 
 @torch.inference_mode()
 def _scores(
-    model: PreTrainedModel, subject: Subject | None, texts: Sequence[tuple[float, Case]], length: int
+    model: PreTrainedModel, subject: Subject | None, cases: Sequence[tuple[float, Case]], length: int
 ) -> dict[str, Any]:
-    """Return the score of each text of a task and length, and the least share of a text that was decoded."""
-    found, shares, rows = list[float](), list[float](), max(1, ROW_TOKENS // length)
-    for _, group in groupby((case for _, case in texts), key=lambda case: (len(case.context), len(case.asked))):
+    """Return the score of each text of a task and length, and the least share of a text that was encoded."""
+    scores, shares, rows = list[float](), list[float](), max(1, ROW_TOKENS // length)
+    for _, group in groupby((case for _, case in cases), key=lambda case: (len(case.context), len(case.question))):
         alike = list(group)  # of one shape, which go through the model side by side
         for start in range(0, len(alike), rows):
             some = alike[start : start + rows]
             if subject is None:
-                answers = stepped(model, DynamicCache(config=model.config), some)
-            else:
-                cache = CountedCache(subject.recipe, model, subject.tensors)
+                cache: Cache = DynamicCache(config=model.config)
                 answers = stepped(model, cache, some)
-                shares.append(cache.read_share)
+            else:
+                cache = in_use(subject.recipe, model, subject.tensors)
+                answers = stepped(model, cache, some)
+                shares.append(encoded_share(cache))
                 if shares[-1] <= 0:
-                    return {"reason": nothing(subject.recipe, length)}
-            found += [case.score(answer) for case, answer in zip(some, answers, strict=True)]
-    return {"scores": found, "decoded": min(shares, default=None)}
+                    window = subject.recipe.window
+                    return {"reason": f"nothing was encoded: texts of {length} tokens are shorter than {window.recent} "
+                            f"recent tokens and a block of {window.block}, or all sinks; use longer ones"}  # fmt: skip
+            scores += [case.score(answer) for case, answer in zip(some, answers, strict=True)]
+    return {"scores": scores, "decoded": min(shares, default=None)}
 
 
 def summary(scores: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of scores, its standard error over texts (None of one), and how many they are."""
+    """Return the mean of scores, its standard error over texts (None for one), and their number."""
     mean, error = mean_and_error(scores)
     return {"accuracy": mean, "se": error, "texts": len(scores)}
 
 
-def stepped(model: PreTrainedModel, cache: Cache, some: Sequence[Case]) -> list[list[int]]:
-    """Put texts of one shape into a cache, and have their questions answered greedily: the tokens of each answer."""
+def stepped(model: PreTrainedModel, cache: Cache, cases: Sequence[Case]) -> list[list[int]]:
+    """Put texts of one shape into a cache, and answer their questions greedily; return the tokens of each answer."""
 
-    def passed(ids_BT: Tensor) -> Tensor:
+    def forward(ids_BT: Tensor) -> Tensor:
         with attending(model, cache):
             logits = model(ids_BT.to(model.device), **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].argmax(-1, keepdim=True).cpu()
 
-    passed(torch.tensor([case.context for case in some]))
-    if isinstance(cache, CountedCache) and cache.reads is not None:
-        cache.reads = Reads()  # only the reads of question and answer count
-    given = [passed(torch.tensor([case.asked for case in some]))]
+    forward(torch.tensor([case.context for case in cases]))
+    tokens = [forward(torch.tensor([case.question for case in cases]))]
     for _ in range(STEPS - 1):
-        given.append(passed(given[-1]))
-    return torch.cat(given, 1).tolist()
+        tokens.append(forward(tokens[-1]))
+    return torch.cat(tokens, 1).tolist()
 
 
-def make(
-    files: ModelFiles, task: str, seed: int, length: int, depth: float, haystack: Haystack, chat: bool = False
-) -> Case:
+def make(files: ModelFiles, task: str, seed: int, length: int, depth: float, haystack: Haystack) -> Case:
     """Make one text of at most `length` tokens, its answer included."""
-    tokenizer, frame = _tokenizer(files.path), turn(files.path) if chat else ("", "")
-
-    def encode(text: str) -> Any:
-        return tokenizer.encode(text, add_special_tokens=not chat)  # a chat's template has the token that begins a text
-
-    def count(text: str) -> int:
-        return len(encode("".join((frame[0], text, frame[1]))).ids)
-
-    made = needles.longest(task, seed, length, depth, haystack, count)
-    context, begun = frame[0] + made.context, made.begun.lstrip() if chat else made.begun
-    whole = encode(context + made.question + frame[1] + begun)
+    coder = _tokenizer(files.path)
+    prompt = needles.longest(task, seed, length, depth, haystack, lambda text: len(coder.encode(text).ids))
+    whole = coder.encode(prompt.context + prompt.question + prompt.begun)
     # the question begins with the token that its first character is in: the prompt is tokenized as one text
-    cut = next(place for place, (_, end) in enumerate(whole.offsets) if end > len(context))
-    return Case(tuple(whole.ids[:cut]), tuple(whole.ids[cut:]), lambda ids: made.score(tokenizer.decode(list(ids))))
-
-
-@lru_cache(maxsize=4)
-def turn(folder: Path) -> tuple[str, str]:
-    """Return the text that a model's chat template puts before a user's first words, and the text after them.
-
-    Raises ValueError for a model that has no template.
-    """
-    whole, mark = tokenizer.whole(folder), "\x00the user's words\x00"
-    if not whole.chat_template:
-        raise ValueError(f"{folder.name} has no chat template: it is no chat model; leave --chat out")
-    said = whole.apply_chat_template([{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True)
-    before, _, after = str(said).partition(mark)
-    return before, after
+    cut = next(place for place, (_, end) in enumerate(whole.offsets) if end > len(prompt.context))
+    return Case(tuple(whole.ids[:cut]), tuple(whole.ids[cut:]), lambda ids: prompt.score(coder.decode(list(ids))))
 
 
 def haystack(source: str) -> Haystack:
     """Return the documents of a corpus, as `--corpus` takes it, as a haystack."""
-    found = corpus.load(corpus.pin(source))
-    return Haystack.of_texts(found.name, found.digest, found.texts)
+    loaded = corpus.load(corpus.pin(source))
+    return Haystack.of_texts(loaded.name, loaded.digest, loaded.texts)
 
 
 @lru_cache(maxsize=4)
 def _tokenizer(folder: Path) -> Tokenizer:
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"{folder} has no tokenizer.json, which makes texts into tokens; give the folder of a whole model"
-        )
+        raise ValueError(f"{folder} has no tokenizer.json; give the folder of a whole model")
     return tokenizer.load(folder)[0]
+
+
+# ---- continuations ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The last tokens of a row and the one after it.
+
+    row      its number
+    tokens   scored tokens: the row has all of them but the last
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+
+
+@torch.inference_mode()
+def loglikelihoods(
+    model: PreTrainedModel, cache: Cache, rows: Sequence[Sequence[int]], asked: Sequence[Continuation], step: int
+) -> tuple[list[tuple[float, bool]], list[float]]:
+    """Score continuations through a cache.
+
+    Returns, for each continuation, the sum of log q(token), in nats, and whether each token is the likeliest; then, for
+    each row, the share of its tokens that were encoded when its last token was read.
+
+    Context and continuation arrive in steps: in one pass tokens would read exact keys, and the answer to a question of
+    one token would test nothing. Rows begin together and are padded on the right, which the cache knows: so blocks
+    begin where they begin alone, and no row's figures depend on its neighbours but by rounding, or where a policy
+    decides for all rows together.
+
+    rows   token ids of context and continuation without its last token, each of at least one token
+    step   tokens a pass
+    """
+    lengths = [len(row) for row in rows]
+    longest, device = max(lengths), model.device
+    tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    mask_BT = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
+    padded = min(lengths) < longest
+    targets = [torch.tensor(one.tokens, device=device) for one in asked]
+    sums, greedy, shares = [0.0] * len(asked), [True] * len(asked), [0.0] * len(rows)
+    for start in range(0, longest, step):
+        stop = min(start + step, longest)
+        if isinstance(cache, KVQCache):
+            share = encoded_share(cache)
+            shares = [share if start < length <= stop else own for own, length in zip(shares, lengths, strict=True)]
+        with attending(model, cache):
+            mask = mask_BT[:, :stop].long() if padded else None
+            ids_BT = tokens_BT[:, start:stop]
+            logits = model(ids_BT, attention_mask=mask, **{CACHE: cache}, use_cache=True).logits
+        for number, (one, tokens) in enumerate(zip(asked, targets, strict=True)):
+            first = lengths[one.row] - len(tokens)
+            begin, end = max(first, start), min(lengths[one.row], stop)
+            if begin >= end:
+                continue
+            logq = logits[one.row, begin - start : end - start].double().log_softmax(-1)
+            here = tokens[begin - first : end - first]
+            sums[number] += float(logq.gather(-1, here[:, None]).sum())
+            greedy[number] &= bool((logq.argmax(-1) == here).all())
+    return list(zip(sums, greedy, strict=True)), shares

@@ -33,7 +33,7 @@ from prefect.states import Failed  # noqa: E402
 from kvq_calib.job import prepare as preparation  # noqa: E402
 from kvq_calib.job import run as jobs  # noqa: E402
 from kvq_calib.job.job import Job  # noqa: E402
-from kvq_calib.report.published import Place, Published  # noqa: E402
+from kvq_calib.report.published import Published, PublishedAt  # noqa: E402
 from kvq_calib.run import budget  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
 from kvq_calib.run.run import InFiles, Listener, Progress, Run, silent  # noqa: E402
@@ -105,7 +105,7 @@ def evaluate(job: Job, progress: UUID) -> None:
 def publish(job: Job) -> list[Published]:
     """Assemble the artifacts, publish those that keep the bounds, and show them."""
     done = _publish(job)
-    rows = [row | {"not published": "; ".join(made.failed)} for made in done for row in made.rows()]
+    rows = [made.row() | {"not published": "; ".join(made.failed)} for made in done]
     create_table_artifact(rows, key="kvq-artifacts", description=f"Artifacts of {job.what.model}")
     for place in (place for made in done for place in made.places):
         create_link_artifact(_link(place), key="kvq-version", link_text=place.reference)
@@ -207,7 +207,7 @@ class ProgressArtifact:
         update_progress_artifact(self._artifact, 100 * done, f"{self._model}: {text}")
 
 
-def _link(place: Place) -> str:
+def _link(place: PublishedAt) -> str:
     """Return the address of a version: its file, or its page on the Hub."""
     if place.path is not None:
         return Path(place.path).as_uri()

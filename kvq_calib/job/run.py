@@ -12,9 +12,9 @@ from kvq_calib.evaluate import held_out
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
-from kvq_calib.report import card as report
-from kvq_calib.report import plots, sections, tables
-from kvq_calib.report.published import Place, Published
+from kvq_calib.report import card as cards
+from kvq_calib.report import plots, tables
+from kvq_calib.report.published import Published, PublishedAt
 from kvq_calib.run import calibrate, checkpoint
 from kvq_calib.run.run import Executor, Listener, Run, silent
 from kvq_runtime.artifact import artifact
@@ -83,19 +83,18 @@ def publish(
     job: Job, work: Run, fitted: Mapping[str, Artifact], records: Sequence[Mapping[str, Any]] = ()
 ) -> list[Published]:
     """Publish artifacts that keep the bounds, with their records, cards and plots; leave others in the run folder."""
-    targets, license = job.publication.targets, sections.license_of(work.files.path)
+    targets, license = job.publication.targets, cards.license_of(work.files.path)
     pictures, named, done = {}, [], []
     if records:
         parsed = [parse(one, TextRecord) for one in records]
         named = tables.named(parsed, [*fitted, *job.evaluation.baselines])
-        pictures = {"error-by-layer.png": plots.error_by_layer(named)}
-        pictures["perplexity-by-bits.png"] = plots.perplexity_by_bits(named)
+        pictures = plots.pictures(named)
     for number, (recipe, made) in enumerate(fitted.items()):
         name, data, folder = job.artifact_name(work.files, recipe), artifact.to_bytes(made), work.folder
         record = records[number] if records else None
         failed = rating.failed_bounds(named[number], job.evaluation.bounds) if records else []
         shown = [named[number], *named[:number], *named[number + 1 :]] if records else []
-        beside = report.files(made, shown, name, pictures, license)
+        beside = {"README.md": cards.card(made, shown, name, license, list(pictures)).encode()} | pictures
         version = job.publication.version
         places = () if failed else tuple(_publish(target, name, data, version, beside, record) for target in targets)
         left = beside if places else {ARTIFACT_FILE: data} | beside
@@ -120,7 +119,7 @@ def _publish(
     number: str | None,
     beside: Mapping[str, bytes],
     record: Mapping[str, Any] | None,
-) -> Place:
+) -> PublishedAt:
     """Publish to one registry, with a snippet in the card that loads from there."""
     text = card.addressed(beside["README.md"].decode(), target.url, name)
     known = target.current_state(name).with_digest(hashlib.sha256(data).hexdigest())
@@ -130,4 +129,4 @@ def _publish(
     local = target.url.startswith("file:")
     reference = f"{name if local else f'{target.url}/{name}'}@{version.version}"
     path = str(target.fetch(name, version)) if local else None
-    return Place(target.url, reference, path, known is None, version.yanked)
+    return PublishedAt(target.url, reference, path, known is None, version.yanked)

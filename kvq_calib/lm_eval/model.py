@@ -33,16 +33,18 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from kvq_calib.evaluate.caches import WitnessCache, attending
+from kvq_calib.evaluate.caches import attending, encoded_by_layer, in_use
 from kvq_calib.evaluate.ledger import Ledger, digest_of
-from kvq_calib.evaluate.perplexity import REFERENCE, STEP, Continuation, loglikelihoods
+from kvq_calib.evaluate.perplexity import REFERENCE, STEP
 from kvq_calib.evaluate.record import load_model, of_subject, setting
 from kvq_calib.evaluate.subject import Subject, find
+from kvq_calib.evaluate.tasks import Continuation, loglikelihoods
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.run.plan import environment
 from kvq_runtime.errors import NotFound
+from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf.model import CACHE
 from kvq_runtime.registry.evaluation_records import IN_USE
 from kvq_runtime.registry.reference import home
@@ -179,7 +181,7 @@ class CompressedLM(HFLM):
     def _cache(self) -> Cache:
         if self.subject is None:
             return DynamicCache(config=self.model.config)
-        return WitnessCache(self.subject.recipe, self.model, self.subject.tensors)
+        return in_use(self.subject.recipe, self.model, self.subject.tensors)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
@@ -209,9 +211,8 @@ class CompressedLM(HFLM):
         return [answer for answer, _ in found]
 
     def _scored(self, batch: Sequence[Sequence[int]], asked: Sequence[Continuation]) -> dict[str, Any]:
-        cache = self._cache()
-        answers = loglikelihoods(self.model, cache, batch, asked, self.step)
-        return {"answers": answers, "shares": _shares(cache, len(batch))}
+        answers, shares = loglikelihoods(self.model, self._cache(), batch, asked, self.step)
+        return {"answers": answers, "shares": shares}
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         raise NotImplementedError("logits without a cache: kvq answers log-likelihoods in steps")
@@ -228,9 +229,9 @@ class CompressedLM(HFLM):
                 given = {CACHE: cache, **generation_kwargs}
                 tokens = HFLM._model_generate(self, context, max_length, stop, **given)
             made = tokens[:, context.shape[1] :].tolist()
-            # the first token comes of the prompt's own pass; what follows the end of an answer is no part of it
-            passes = [max(0, self._length(row, stop) - 1) for row in made]
-            return {"tokens": tokens.tolist(), "shares": _shares(cache, len(made), passes)}
+            # the first token comes of the prompt's own pass, which reads exact keys and values
+            read = [self._length(row, stop) > 1 for row in made]
+            return {"tokens": tokens.tolist(), "shares": _encoded_shares(cache, mask, read)}
 
         sampled = bool(settings.get("do_sample"))
         kept = generated() if sampled else self._ledger.kept(generated, **asked, settings=settings)
@@ -247,9 +248,16 @@ class CompressedLM(HFLM):
         return min(len(tokens), 1 + bisect_left(range(1, len(tokens) + 1), True, key=ended))
 
 
-def _shares(cache: Cache, rows: int, passes: Sequence[int] | None = None) -> list[float]:
-    """Return the share of each row's reads that were encoded; 0 for a cache of 16 bits."""
-    return cache.shares(rows, passes) if isinstance(cache, WitnessCache) else [0.0] * rows
+def _encoded_shares(cache: Cache, mask: list[list[int]], read: Sequence[bool]) -> list[float]:
+    """Return the share of each prompt's tokens that is encoded in every layer; 0 for prompts that were not read again.
+
+    mask   1 for tokens, 0 for the padding before them
+    """
+    if not isinstance(cache, KVQCache):
+        return [0.0] * len(mask)
+    encoded, dropped = encoded_by_layer(cache)
+    end, sinks = min(encoded.values(), default=0) + dropped, cache.blocks.recipe.window.sinks
+    return [max(0, sum(row[:end]) - sinks) / sum(row) if again else 0.0 for row, again in zip(mask, read, strict=True)]
 
 
 def _batches(rows: Sequence[Any], count: int) -> Iterable[Sequence[Any]]:

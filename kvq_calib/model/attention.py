@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dense, rope
-from kvq_runtime.recipe import Window
 
 Pair = tuple[Tensor, Tensor]
 Tile = tuple[int, int, int]
@@ -94,21 +93,6 @@ def passes(tokens: int, step: int, prompt: int = 0) -> list[range]:
     """The forward passes in which tokens arrive: a prompt if there is one, then steps; the last may be shorter."""
     starts = [*([0] if prompt else []), *range(prompt, tokens, step), tokens]
     return [range(start, stop) for start, stop in pairwise(starts)]
-
-
-def tiles_in_use(window: Window, tokens: int, step: int, prompt: int = 0) -> list[Tile]:
-    """Return what queries read from a cache in which tokens arrive in steps, after a prompt if there is one.
-
-    A step reads the state before its own flush: whole blocks of what had arrived before it, less `recent`.
-    """
-    runs: list[Tile] = []
-    for one in passes(tokens, step, prompt):
-        start, stop = one.start, one.stop
-        decoded = max(0, start - window.recent) // window.block * window.block
-        if runs and runs[-1][2] == decoded and stop - runs[-1][0] <= TILE:
-            start = runs.pop()[0]
-        runs.append((start, stop, decoded))
-    return runs
 
 
 def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile], head_size: int) -> Tensor:

@@ -1,51 +1,36 @@
 """Write the card of an artifact: what it is, where it comes from, what was measured, and how to use it.
 
-Markdown with the front matter of the Hugging Face Hub. Nothing is claimed that is not in the artifact or in a record;
-a figure stands beside the size of the model it was measured on. Its text is `templates/card.md`, tables are in
-`sections.py`.
+Markdown with the front matter of the Hugging Face Hub, from `templates/card.md`. Nothing is claimed that is not in the
+artifact or in a record; a figure stands beside the size of the model it was measured on. A model's
+licence is read from the front matter of its README.md.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
+from huggingface_hub.repocard import metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from kvq_calib.model.catalog import entry
-from kvq_calib.report import plots, sections
-from kvq_calib.report.tables import by_layer, in_bold, markdown_table, size_of
+from kvq_calib.report import tables
+from kvq_calib.report.tables import escaped, markdown_table, size_of
 from kvq_calib.text.documents import SUFFIXES
 from kvq_runtime.artifact import folder
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.recipe import OURS
+from kvq_runtime.artifact.describe import recipe_row
+from kvq_runtime.recipe import OURS, ROLES
 from kvq_runtime.registry import rating
 from kvq_runtime.registry.card import UNMEASURED, eval_results
 from kvq_runtime.registry.evaluation_records import SPOKEN, Record, other_texts, text_records
-from kvq_runtime.store.memory import asymptotic_bits
+from kvq_runtime.store.memory import human
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
+LICENSE = ("license", "license_name", "license_link")  # fields of a model's front matter
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def files(
-    artifact: Artifact,
-    records: Sequence[Record] = (),
-    name: str | None = None,
-    measured: Mapping[str, bytes] = MappingProxyType({}),
-    license: Mapping[str, str] | None = None,
-) -> dict[str, bytes]:
-    """The card, and the plots of what was measured and of what the fit saw, by file name.
-
-    records, name, license   as for `card`
-    measured                 plots of the records
-    """
-    drawn, name = dict(measured), name or artifact.recipe.name
-    if "budget" in artifact.fit:
-        drawn["bits-by-layer.png"] = plots.png(plots.bits_by_layer(by_layer(artifact)))
-    return {"README.md": card(artifact, records, name, license=license, pictures=list(drawn)).encode()} | drawn
 
 
 def card(
@@ -55,24 +40,25 @@ def card(
     license: Mapping[str, str] | None = None,
     pictures: Sequence[str] = (),
 ) -> str:
-    """The text of README.md.
+    """Return the text of README.md.
 
     records   evaluation records; those of other artifacts are shown for comparison
     name      in the registry; None: the recipe's
-    license   of the base model's weights, from which the artifact is derived, if known: see `sections.license_of`
+    license   of the base model's weights, from which the artifact is derived, if known: see `license_of`
     pictures  files beside the card
     """
     name, license, recipe = name or artifact.recipe.name, license or {}, artifact.recipe
-    model, revision = sections.model_of(artifact)
-    measured = text_records(records)
+    model, revision = model_of(artifact)
+    measured, sizes = text_records(records), folder.sizes(artifact)
     parameters = {record.protocol.model.parameters for record in records}
-    sizes, least = sections.sizes(artifact)
     sources = [record.protocol.text.source for record in measured] + other_texts(measured)
     return _template().render(
         front=_front(artifact, name, records, license),
         name=name,
-        verdict=rating.rate(next((one for one in measured if _is_of(artifact, one)), None)),
-        bits=asymptotic_bits(recipe, artifact.fingerprint.geometry),
+        verdict=rating.rate(next((one for one in measured if one.result.recipe == recipe.name), None)),
+        bits=sizes["bits"],
+        least=sizes["smaller_than_16bit_from"],
+        sizes=size_rows(sizes),
         caution=rating.fit_warning(artifact.provenance),
         model=model,
         revision=revision,
@@ -80,13 +66,13 @@ def card(
         source=_source(model, "loader" in artifact.provenance),
         pinned=f', revision="{revision}"' if revision else "",
         ours=recipe.needs & OURS,
-        stages=sections.recipe(artifact),
-        sizes=sizes,
-        least=least,
-        provenance=sections.provenance(artifact, license),
-        layers=sections.fit(artifact),
+        stages=_pairs(recipe_rows(artifact)),
+        provenance=_pairs(provenance(artifact, license)),
+        layers=_fit(artifact),
         budget=artifact.fit.get("budget"),
-        evaluations=sections.evaluations(measured),
+        measured=measured[0].protocol if measured else None,
+        losses=tables.table(measured) if measured else [],
+        notes=tables.notes(measured) if measured else [],
         unmeasured=UNMEASURED,
         gate=measured[0].result.gate if measured else None,
         spoken=SPOKEN,
@@ -99,45 +85,124 @@ def card(
 
 @cache
 def _template() -> Template:
-    """The text around what sections say: Markdown, of which nothing is escaped."""
-    found = Environment(
+    """Load the card's Markdown, in which nothing is escaped."""
+    templates = Environment(
         loader=PackageLoader("kvq_calib.report", "templates"), undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    found.filters |= {one.__name__: one for one in (in_bold, markdown_table, size_of)}
-    return found.get_template("card.md")
-
-
-def _is_of(artifact: Artifact, record: Record) -> bool:
-    return record.result.recipe == artifact.recipe.name
+    templates.filters |= {one.__name__: one for one in (markdown_table, size_of)}
+    return templates.get_template("card.md")
 
 
 def _front(artifact: Artifact, name: str, records: Sequence[Record], license: Mapping[str, str]) -> str:
-    model, _ = sections.model_of(artifact)
-    given: dict[str, Any] = folder.metadata(artifact) | dict(license)
+    model, _ = model_of(artifact)
+    fields: dict[str, Any] = folder.metadata(artifact) | dict(license)
     if _HUB.fullmatch(model):
-        given |= {"base_model": model, "base_model_relation": "quantized"}
-    source = str(sections.corpus_of(artifact).get("source"))
+        fields |= {"base_model": model, "base_model_relation": "quantized"}
+    source = str(corpus_of(artifact).get("source"))
     if (corpus := _HUB.match(source)) and not source.endswith(SUFFIXES):
-        given["datasets"] = [corpus[0]]
-    if results := eval_results([record for record in records if _is_of(artifact, record)]):
-        given |= {"model_name": name, "eval_results": results}
-    return f"---\n{ModelCardData(**given).to_yaml()}\n---"
+        fields["datasets"] = [corpus[0]]
+    if results := eval_results([one for one in records if one.result.recipe == artifact.recipe.name]):
+        fields |= {"model_name": name, "eval_results": results}
+    return f"---\n{ModelCardData(**fields).to_yaml()}\n---"
 
 
 def _source(model: str, images: bool) -> dict[str, Any]:
-    """State where transformers finds a model, in the words of the snippet: extra, classes, and what loads it."""
+    """Return the parts of the snippet that load the model: extra, classes, where it is."""
     classes = ["AutoModelForImageTextToText" if images else "AutoModelForCausalLM", "AutoTokenizer"]
-    found = {"extra": "hf", "classes": classes, "finder": "", "options": "", "load": "model_id"}
-    if model.endswith(".gguf"):
-        found |= {"where": f'gguf_file = "{model}"  # in this folder', "load": '".", gguf_file=gguf_file'}
-        found |= {"options": ", quantization_config=GgufConfig(dequantize=True)", "extra": "gguf"}
-        return found | {"classes": [*classes, "GgufConfig"]}
+    source = {"extra": "hf", "classes": classes, "finder": "", "load": "model_id"}
     if model == "demo":
         finder = "from kvq_calib.model.find import resolve"
-        return found | {"extra": "calib", "finder": finder, "where": 'folder = resolve("demo").path', "load": "folder"}
+        return source | {"extra": "calib", "finder": finder, "where": 'folder = resolve("demo").path', "load": "folder"}
     if _HUB.fullmatch(model):
-        return found | {"where": f'model_id = "{model}"'}
+        return source | {"where": f'model_id = "{model}"'}
     if entry(model).package is not None:
-        return found | {"where": f'model_id = "build/{model}"  # make real-model'}
-    return found | {"where": f'model_id = "{model}"  # the folder of the model'}
+        return source | {"where": f'model_id = "build/{model}"  # make real-model'}
+    return source | {"where": f'model_id = "{model}"  # the folder of the model'}
+
+
+# ---- what the artifact says ------------------------------------------------------------------------------------------
+
+
+def model_of(artifact: Artifact) -> tuple[str, str | None]:
+    """Return (id, revision) of the model that the artifact was fitted to."""
+    given = artifact.provenance.get("model")
+    if isinstance(given, Mapping):
+        return str(given.get("id", "unknown")), given.get("revision")
+    return str(given or "unknown"), artifact.provenance.get("revision")
+
+
+def corpus_of(artifact: Artifact) -> Mapping[str, Any]:
+    """Return the provenance of the text that the artifact was fitted to."""
+    given = artifact.provenance.get("corpus")
+    return given if isinstance(given, Mapping) else {"source": given}
+
+
+def license_of(model: Path) -> dict[str, str]:
+    """Return the licence fields of a model folder's README.md; empty if it has none."""
+    readme = model / "README.md"
+    front = metadata_load(readme) if readme.is_file() else None
+    return {name: str(front[name]) for name in LICENSE if front and front.get(name)}
+
+
+def recipe_rows(artifact: Artifact) -> dict[str, str]:
+    """Describe how keys and values are stored, and at how many bits."""
+    row, shape = recipe_row(artifact.recipe, artifact.fingerprint.geometry), artifact.fingerprint.geometry
+    window, which, sliding = artifact.recipe.window, artifact.fingerprint.attending, artifact.fingerprint.sliding
+    cached = f"{shape.layers} layers, {shape.kv_heads} KV heads of {shape.head_size}"
+    cached += f": those that attend to all tokens, {', '.join(map(str, which))} of the model" if which else ""
+    cached += f"; {sliding.layers} slide over {sliding.window} tokens, in 16 bits" if sliding.layers else ""
+    return {
+        "recipe": f"`{row['name']}`",
+        "keys are encoded": "before RoPE" if row["position"] == "pre" else "after RoPE",
+        "keys": f"`{row['keys']}`",
+        "values": f"`{row['values']}`" if row["values"] != "as keys" else "as keys",
+        "other layers": row["layers"] or "none",
+        "bits per element, asymptotic": f"{row['bits']:.4g}",
+        "exact tokens": f"{window.sinks} sinks, {window.recent} recent at least",
+        "block": f"{window.block} tokens",
+        "cache": cached,
+    }
+
+
+def size_rows(sizes: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return all bytes of a cache of one row at a few lengths, beside 16 bit; `sizes` as of `folder.sizes`."""
+    exact = sizes["bytes_of_16bit"]
+    return [{"tokens": f"{int(tokens):,}", "all bytes": human(size), "16 bit": human(exact[tokens]),
+             "share": f"{size / exact[tokens]:.0%}"} for tokens, size in sizes["bytes"].items()]  # fmt: skip
+
+
+def provenance(artifact: Artifact, license: Mapping[str, str]) -> dict[str, Any]:
+    """Return the model, the text and the machine that the artifact is of."""
+    given, (model, revision), text = artifact.provenance, model_of(artifact), corpus_of(artifact)
+    base = given.get("reused") or {}
+    taken = f"`{base.get('artifact')}`, fitted to `{base.get('model')}`"
+    rows = {"model": f"`{model}`", "revision": revision and f"`{revision}`"}
+    rows |= {"reused": f"{taken}; losses are this model's, errors of the fit that model's" if base else None}
+    rows |= {"weights": given.get("quantization") and f"{given['quantization']}, dequantized"}
+    rows |= {"licence of the model": license.get("license_name") or license.get("license") or "not known here"}
+    rows |= {"corpus": text.get("source"), "corpus digest": _short(text.get("corpus_digest"))}
+    if "samples" in given:
+        rows["sequences"] = f"{given['samples']} of {given.get('seq_len')} tokens, {given.get('held_out', 0)} held out"
+    machine = given.get("environment")
+    if isinstance(machine, Mapping):
+        machine = ", ".join(f"{name} {value}" for name, value in machine.items())
+    rows |= {"seed": given.get("seed"), "environment": machine}
+    rows["fitted tensors"] = human(sum(tensor.nbytes for tensor in artifact.tensors.values()))
+    return {name: value for name, value in rows.items() if value not in (None, "")}
+
+
+def _fit(artifact: Artifact) -> list[dict[str, Any]]:
+    """Return the measurements of the fit itself, a row a layer; with bits if layers differ in them."""
+    rows = tables.by_layer(artifact) if artifact.fit.get("layers") else []
+    if len({row[f"{role}s"] for row in rows for role in ROLES}) == 1:
+        rows = [{name: row[name] for name in row if name not in ("keys", "values")} for row in rows]
+    return rows
+
+
+def _pairs(rows: Mapping[str, Any]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {escaped(value)} |" for key, value in rows.items())])
+
+
+def _short(digest: Any) -> str | None:
+    return f"`{str(digest)[:16]}…`" if digest else None

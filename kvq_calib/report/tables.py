@@ -1,7 +1,6 @@
-"""Lay out as rows what was measured: of recipes, for `kvq eval` and `kvq compare`, and of an artifact's layers; and put
-figures in the same words in every table, card, page and caption, "" where one is not known.
+"""Lay out measurements as rows: recipes for `kvq eval` and `kvq compare`, tasks, the layers of an artifact.
 
-Where a protocol has no figures, its reason stands in their place, never a zero.
+A protocol without figures shows its reason, never a zero.
 """
 
 import math
@@ -16,15 +15,11 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.table import cell, percent
 from kvq_runtime.errors import counted
 from kvq_runtime.recipe import ROLES
+from kvq_runtime.registry import evaluation_records
 from kvq_runtime.registry.evaluation_records import (
-    FULL,
     IN_USE,
     PROTOCOLS,
-    SPOKEN,
     Figures,
-    Model,
-    Part,
-    Record,
     TasksRecord,
     TextRecord,
     Unmeasured,
@@ -34,245 +29,146 @@ from kvq_runtime.registry.evaluation_records import (
 from kvq_runtime.store.memory import scheme_bits
 
 Records = Sequence[TextRecord]
-R = TypeVar("R", bound=Record)
-ERRORS = {FULL: "attention_error_encoded", IN_USE: "attention_error"}  # of a layer, by protocol
+R = TypeVar("R", bound=evaluation_records.Record)
 EXACT = {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}
 
 
-def comparison(records: Records) -> list[dict[str, Any]]:
-    """The rows that `kvq compare` prints: one a recipe, the protocols side by side; the 16-bit model first.
-
-    "decoded" is the share of attention's weight that lay on decoded tokens, "attention" the error of its output, where
-    errors by layer were measured.
-    """
-    length, names = records[0].protocol.length, _protocols(records)
-    by_layer = any(record.result.layers for record in records)
-    rows = [
-        _bits(one.name, one.result.bits, length)
-        | {"block": one.result.window.get("block")}
-        | _side_by_side(one, names, by_layer)
-        for one in records
-    ]
-    first: dict[str, Any] = dict.fromkeys(rows[0]) | _bits("16 bit", EXACT, length)
-    for text, group in _by_text(records).items():  # its columns are together, whichever record has which
-        for name in _protocols(group):
-            head, one = _head(text, name), reference(group, name)
-            first |= {head: f"{one:.3f}" if one else None, f"{head} KL": None}
-    return [first, *(row | _of_texts(one) for one, row in zip(records, rows, strict=True))]
-
-
-def _side_by_side(record: TextRecord, names: Sequence[str], by_layer: bool) -> dict[str, Any]:
-    """The columns of all protocols, the distance of perplexity first."""
-    row: dict[str, Any] = {}
-    for name in names:
-        found, head = record.figures(name), _head("", name)
-        share = found.decoded.attention if found and found.decoded else None
-        row |= _loss(found, head) | {f"{head} top-1": f"{found.top1:.1%}" if found else None}
-        row[f"{head} decoded"] = None if share is None else f"{share:.0%}"
-        if by_layer:
-            row[f"{head} attention"] = attention_error(record, name) if found else None
-    return row
-
-
-def _of_texts(record: TextRecord) -> dict[str, Any]:
-    """The columns of texts of other kinds."""
-    row: dict[str, Any] = {}
-    for text, other in record.elsewhere().items():
-        for name in other.result.protocols:
-            row |= _loss(other.figures(name), _head(text, name))
-    return row
-
-
-def _head(text: str, protocol: str) -> str:
-    return f"{text} {protocol.replace('-', ' ')}".lstrip()
-
-
-def _loss(found: Figures | None, head: str) -> dict[str, Any]:
-    return {head: relative(found) if found else "none", f"{head} KL": found.kl if found else None}
-
-
-def narrow(records: Records) -> list[dict[str, Any]]:
-    """The columns of `comparison` that decide, in 100 characters: bits, loss and divergence by protocol."""
-    heads = [_head("", name) for name in _protocols(records)]
-    kept = ["recipe", "bits", *(name for head in heads for name in (head, f"{head} KL"))]
-    return [{name: row.get(name) for name in kept} for row in comparison(records)]
-
-
-def elsewhere(records: Records, text: str) -> list[TextRecord]:
-    """The records of a text of another kind."""
-    return [one.elsewhere()[text] for one in records if text in one.result.texts]
-
-
 def table(records: Records) -> list[dict[str, Any]]:
-    """The rows that `kvq eval` prints: one a recipe and protocol, the 16-bit model first, and so for each text."""
-    groups, source = _by_text(records), records[0].protocol.text.source
-    if len(groups) == 1:
-        return by_protocol(records)
-    return [{"text": text or source, **row} for text, group in groups.items() for row in by_protocol(group)]
+    """Return a row a recipe for each text, the 16-bit model first, with a loss and a KL for each protocol.
 
-
-def by_protocol(records: Records) -> list[dict[str, Any]]:
-    """The rows of one text."""
-    length = records[0].protocol.length
-    known = next((one for name in _protocols(records) if (one := reference(records, name))), None)
-    rows = [_bits("16 bit", EXACT, length) | {"protocol": None, "perplexity": known and f"{known:.3f}"}]
-    for record in records:
-        bits, parts = _bits(record.name, record.result.bits, length), record.result.protocols
-        rows += [bits | {"protocol": SPOKEN[name]} | measures(part) for name, part in parts.items()]
+    The row of the 16-bit model has perplexities, other rows the distance from them; "none" stands for a reason that
+    `notes` gives. "in use decoded" is the share of reads in use that were of decoded tokens, "beyond" the share of
+    blocks whose error exceeds the calibration's.
+    """
+    length, several, rows = records[0].protocol.length, bool(other_texts(records)), []
+    for text, group in _by_text(records).items():
+        label = {"text": text or records[0].protocol.text.source} if several else {}
+        added = [label | _bits("16 bit", EXACT, length), *(label | _bits(one.name, one.result.bits, length)
+                                                           for one in group)]  # fmt: skip
+        for protocol in (name for name in PROTOCOLS if any(name in one.result.protocols for one in group)):
+            head, exact = protocol.replace("-", " "), reference(group, protocol)
+            added[0] |= {head: exact and f"{exact:.3f}", f"{head} KL": None}
+            for row, record in zip(added[1:], group, strict=True):
+                row |= _loss(head, record.figures(protocol))
+                if protocol == IN_USE:
+                    row["in use decoded"] = _share_decoded(record.result.protocols.get(protocol))
+        rows += added
     return rows
 
 
-def measures(part: Unmeasured | Figures) -> dict[str, Any]:
-    """The cells of one protocol's figures, or of the reason why there are none."""
-    if isinstance(part, Unmeasured):
-        return dict.fromkeys(("perplexity", "vs 16 bit", "KL", "top-1")) | {"decoded": part.reason}
-    return {
-        "perplexity": f"{part.perplexity:.3f}",
-        "vs 16 bit": relative(part),
-        "KL": part.kl,
-        "top-1": f"{part.top1:.2%}",
-        "decoded": decoded(part),
-    }
+def _loss(head: str, figures: Figures | None) -> dict[str, Any]:
+    row = {head: relative(figures) if figures else "none", f"{head} KL": figures.kl if figures else None}
+    return row if figures is None or figures.beyond is None else row | {f"{head} beyond": f"{figures.beyond:.2%}"}
 
 
-def decoded(part: Part) -> str:
-    """Write the share of what queries read that was decoded."""
-    shares = part.decoded
-    if shares is None:
-        return "not counted: queries are hidden, or choose what they read"
-    gone = f", {shares.unread:.0%} not held" if shares.unread else ""
-    about = "" if part.fitted_on is None else f", fitted to the first {part.fitted_on} tokens"
-    if isinstance(part, Figures) and part.beyond is not None:
-        about += f"; {part.beyond:.2%} of blocks beyond the errors in calibration"
-    return f"{shares.attention:.0%} of attention, {shares.reads:.0%} of reads{gone}{about}"
+def _share_decoded(part: Unmeasured | Figures | None) -> str | None:
+    shares = part and part.decoded
+    return None if not shares or shares.reads is None else f"{shares.reads:.0%}"
 
 
 def notes(records: Records) -> list[str]:
-    """Describe the texts, a sentence each, and why figures are missing: one for each reason, with its recipes."""
-    said: dict[str, dict[str, None]] = {}  # the recipes in their order, each once
-    for group in _by_text(records).values():
-        for record in group:
-            for reason in record.reasons():
-                said.setdefault(reason, {})[record.name] = None
-    return [*about_texts(records), *(f"{', '.join(names)}: {reason}." for reason, names in said.items())]
-
-
-def about_texts(records: Records) -> list[str]:
-    """Describe the texts that were measured on: a sentence each."""
-    return [about_text(group[0].protocol, name) for name, group in _by_text(records).items()]
-
-
-def _by_text(records: Records) -> dict[str, Records]:
-    """The records of each text, that of the corpus under ""."""
-    return {"": records} | {text: elsewhere(records, text) for text in other_texts(records)}
+    """Describe the texts, then the reasons for missing figures: a sentence each, with the recipes."""
+    recipes: dict[str, dict[str, None]] = {}  # by reason, in their order, each once
+    for record in (one for group in _by_text(records).values() for one in group):
+        for reason in record.reasons():
+            recipes.setdefault(reason, {})[record.name] = None
+    described = [about_text(group[0].protocol, name) for name, group in _by_text(records).items()]
+    return [*described, *(f"{', '.join(names)}: {reason}." for reason, names in recipes.items())]
 
 
 def about_text(given: Windows, name: str = "") -> str:
-    """Describe windows, and what they share with the text that was fitted on."""
-    text, found = given.text, given.text.overlap
-    known = "" if name in ("", text.source) else f"{name}: "
-    said = f"{known}{counted(given.windows, 'window')} of {counted(given.length, 'token')} of {text.source}"
+    """Describe windows, and their overlap with the text of the fit."""
+    text, overlap = given.text, given.text.overlap
+    label = "" if name in ("", text.source) else f"{name}: "
+    said = f"{label}{counted(given.windows, 'window')} of {counted(given.length, 'token')} of {text.source}"
     said += f", {text.split} part" if text.split else ""
-    if found is None:
-        return f"{said}; what they share with the fit part was not measured."
-    less = f" {found.dropped_documents} documents ({found.dropped_tokens} tokens) that repeat it are left out."
+    if overlap is None:
+        return f"{said}; their overlap with the fit part was not measured."
+    less = f" {overlap.dropped_documents} documents ({overlap.dropped_tokens} tokens) that repeat it are left out."
     return (
-        f"{said}; {found.left:.1%} of their runs of {found.run_bytes} bytes are in the fit part of "
-        f"{' or '.join(found.against)}.{less if found.dropped_documents else ''}"
+        f"{said}; {overlap.left:.1%} of their runs of {overlap.run_bytes} bytes are in the fit part of "
+        f"{' or '.join(overlap.against)}.{less if overlap.dropped_documents else ''}"
     )
 
 
+def _by_text(records: Records) -> dict[str, Records]:
+    """Return the records of each text, the corpus under ""."""
+    beside = {
+        text: [one.elsewhere()[text] for one in records if text in one.result.texts] for text in other_texts(records)
+    }
+    return {"": records} | beside
+
+
 def reference(records: Records, protocol: str) -> float | None:
-    """The perplexity of the 16-bit model under a protocol; None where it was not measured."""
+    """Return the perplexity of the 16-bit model under a protocol, if it was measured."""
     parts = (record.result.protocols.get(protocol) for record in records)
     return next((part.reference_perplexity for part in parts if part and part.reference_perplexity is not None), None)
 
 
-def attention_error(record: TextRecord, protocol: str = IN_USE) -> float | None:
-    """The error of attention's output, mean over layers, as the cache gives it in use or with all tokens but the sinks
-    encoded; None where it is not measured."""
-    rows = record.result.layers
-    errors = [error for row in rows if (error := row[ERRORS[protocol]]) is not None]
-    return sum(errors) / len(errors) if rows and len(errors) == len(rows) else None
-
-
-def _protocols(records: Records) -> list[str]:
-    """Return the protocols that any of the records has."""
-    return [name for name in PROTOCOLS if any(name in record.result.protocols for record in records)]
-
-
 def _bits(name: str, bits: Mapping[str, float], length: int) -> dict[str, Any]:
-    held = {f"at {length}": bits["at_length"], "at 4096": bits["at_4096"]}
-    return {"recipe": name, "bits": bits["asymptotic"], **held}
+    return {"recipe": name, "bits": bits["asymptotic"], f"at {length}": bits.get("at_length"),
+            "at 4096": bits.get("at_4096")}  # fmt: skip
 
 
-def relative(result: Figures) -> str:
-    """The distance of a perplexity from that of 16 bit, with its standard error where there is one."""
-    return spread(percent(result.relative), standard_error(result), ".2%")
+def relative(figures: Figures) -> str:
+    """Write the distance of a perplexity from that of 16 bit, with its standard error."""
+    return spread(percent(figures.relative), standard_errors(figures)[0], ".2%")
 
 
-def standard_error(part: Figures) -> float | None:
-    """The standard error of a relative perplexity over windows; None of fewer than three windows, which give none."""
-    losses = part.windows and part.windows.loss
-    return None if losses is not None and len(losses) < 3 else part.relative_se
-
-
-def kl_error(part: Figures) -> float | None:
-    """The standard error of a divergence; None for fewer than three windows, or where they were not kept."""
-    kls = () if part.windows is None else part.windows.kl
-    return mean_and_error(kls)[1] if len(kls) > 2 else None
+def standard_errors(figures: Figures) -> tuple[float | None, float | None]:
+    """Return the standard errors over windows of relative perplexity and KL; None for fewer than three windows."""
+    kls = () if figures.windows is None else figures.windows.kl
+    return (figures.relative_se, mean_and_error(kls)[1]) if len(kls) > 2 else (None, None)
 
 
 def by_layer(artifact: Artifact) -> list[dict[str, Any]]:
-    """Bits of keys and values in each layer, and what the fit measured there."""
+    """Return bits of keys and values in each layer, and the errors that the fit measured there."""
     names = {"explained_variance": "explained", "relative_error": "error", "attention_error": "attention"}
     rows = []
     for layer, measures in enumerate(artifact.fit["layers"]):
-        found: dict[str, Any] = {"layer": layer}
+        row: dict[str, Any] = {"layer": layer}
         for role in ROLES:
-            found[f"{role}s"] = round(scheme_bits(artifact.recipe, layer, role, artifact.fingerprint.geometry), 4)
+            row[f"{role}s"] = round(scheme_bits(artifact.recipe, layer, role, artifact.fingerprint.geometry), 4)
         for role in ROLES:
             own = measures.get(role) or {}
-            found |= {f"{role}s {short}": own[name] for name, short in names.items() if name in own}
-        rows.append(found)
+            row |= {f"{role}s {short}": own[name] for name, short in names.items() if name in own}
+        rows.append(row)
     return rows
 
 
 def named(records: Sequence[R], references: Sequence[str] = ()) -> list[R]:
-    """The records, the name of each its recipe, if that is the only one of it; else the reference of the request or,
-    without one, recipe and first digits of the artifact's sha256.
+    """Name each record by its recipe if that is unique; else by the reference of the request, or recipe and sha256.
 
     references   one a record, or none at all
     """
     recipes = Counter(record.result.recipe for record in records)
-    found = []
+    renamed = []
     for number, record in enumerate(records):
         name = record.result.recipe
         if recipes[name] > 1:
             name = references[number] if references else f"{name} ({record.artifact[:8]})"
             if name.endswith(".safetensors"):  # the last two parts of its path
                 name = "/".join(PurePath(name).parts[-2:])
-        found.append(replace(record, name=name))
-    return found
+        renamed.append(replace(record, name=name))
+    return renamed
 
 
-def by_bits(records: Sequence[TextRecord]) -> list[TextRecord]:
-    """Records in the order of their asymptotic bits, then of their divergence; those without one last."""
+def by_bits(records: Records) -> list[TextRecord]:
+    """Sort records by asymptotic bits, then divergence; unmeasured ones last."""
 
     def order(one: TextRecord) -> tuple[float, float]:
-        cost = None if one.decisive is None else one.decisive[1].kl
-        return one.result.bits["asymptotic"], math.inf if cost is None else cost
+        kl = None if one.decisive is None else one.decisive[1].kl
+        return one.result.bits["asymptotic"], math.inf if kl is None else kl
 
     return sorted(records, key=order)
 
 
 def tasks(records: Sequence[TasksRecord]) -> list[dict[str, Any]]:
-    """Return a row a recipe and protocol, with each task's figures and their standard errors, a column a metric."""
+    """Return a row a recipe and protocol, with a column a task and metric, standard errors included."""
     rows = []
     for record in records:
         for name, part in record.result.protocols.items():
             row: dict[str, Any] = {"recipe": record.name, "bits": record.result.bits.get("asymptotic", 16.0)}
-            row["protocol"] = SPOKEN[name]
             for answer in record.answers():
                 if answer.protocol == name and answer.reason is None and answer.value is not None:
                     metric = answer.metric.removesuffix(",none")
@@ -287,15 +183,15 @@ def tasks(records: Sequence[TasksRecord]) -> list[dict[str, Any]]:
 
 def task_notes(records: Sequence[TasksRecord]) -> list[str]:
     """Return why tasks have no figures: a line for each recipe and task."""
-    some = ((record.name, answer) for record in records for answer in record.answers())
-    return [f"{name}: {answer.reason}\n" for name, answer in some if answer.task and answer.reason is not None]
+    answers = ((record.name, answer) for record in records for answer in record.answers())
+    return [f"{name}: {answer.reason}\n" for name, answer in answers if answer.task and answer.reason is not None]
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
 def size_of(parameters: int | None) -> str:
-    """4.1M, 7.6B: a number of parameters as text."""
+    """Write a number of parameters: 4.1M, 7.6B."""
     if parameters is None:
         return "unknown"
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
@@ -304,28 +200,13 @@ def size_of(parameters: int | None) -> str:
     return str(parameters)
 
 
-def where(model: Model) -> str:
-    """Model and its size."""
-    return f"{str(model.id).rstrip('/').rpartition('/')[2]} ({size_of(model.parameters)} parameters)"
-
-
-def in_bold(model: Model) -> str:
-    """Model and its size, on a card."""
-    return f"`{model.id}`, **{size_of(model.parameters)} parameters**"
-
-
-def figure(value: float | None, form: str = ".3g") -> str:
-    """A number: three digits that count, or in another form."""
-    return "" if value is None else f"{value:{form}}"
-
-
 def spread(said: str, error: float | None, form: str) -> str:
-    """A figure with its standard error, if that is known."""
+    """Append the standard error to a figure, if it is known."""
     return said if error is None else f"{said} ± {error:{form}}"
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a table, a column for each name that any of them has."""
+    """Write rows as a Markdown table, a column for each name that any of them has."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [names, ["---", *["---:"] * (len(names) - 1)]]
     lines += [[escaped(row.get(name)) for name in names] for row in rows]
@@ -333,5 +214,5 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def escaped(value: Any) -> str:
-    """A cell of a table in Markdown."""
+    """Write a cell of a Markdown table."""
     return cell(value).replace("|", "\\|")

@@ -14,7 +14,7 @@ from generating import generate, kvq
 from models import prompt, random_model
 from transformers import AttentionInterface
 
-from kvq_calib.evaluate.caches import WitnessCache
+from kvq_calib.evaluate.caches import in_use
 from kvq_runtime import KVQCache
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
@@ -110,7 +110,7 @@ def test_the_log_says_once_a_layer_what_attends_and_why(model, caplog):
 def test_the_log_says_once_that_a_step_decodes_all_history_unless_it_does_not(model, caplog, monkeypatch):
     monkeypatch.setattr("kvq_runtime.hf.hooks._slow", set())
     recipe, slow = small(preset("higgs-2bit"), geometry_of(model)), "every step decodes the whole history"
-    generate(model, prompt(1, 60), WitnessCache(recipe, model))  # which decodes each block once
+    generate(model, prompt(1, 60), in_use(recipe, model))  # which decodes each block once
     assert slow not in caplog.text
     for _ in range(2):
         generate(model, prompt(1, 60), KVQCache(recipe, model))

@@ -65,8 +65,8 @@ def _calibrate(folder: Path) -> int:
     text = ["--corpus", str(folder / "model" / "corpus.txt"), "--samples", "4", "--seq-len", "128", "--held-out", "1"]
     where = ["--run", str(folder / "runs" / "one"), "--registry", store(folder).url]
     with pytest.MonkeyPatch.context() as patch:
-        for drawn in ("error_by_layer", "perplexity_by_bits"):  # drawing is half of such a run, and touches no disk
-            patch.setattr(plots, drawn, lambda _: b"png")
+        drawn = dict.fromkeys(("error-by-layer.png", "perplexity-by-bits.png"), b"png")
+        patch.setattr(plots, "pictures", lambda _: drawn)  # drawing is half of such a run, and touches no disk
         patch.setattr(execution, "threading", SimpleNamespace(Thread=AtOnce))
         patch.setattr(prepare, "EVERY", 1e-9)
         return calibrate_cli.main(

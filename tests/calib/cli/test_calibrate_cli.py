@@ -188,7 +188,7 @@ def test_the_flow_makes_and_measures_the_same_as_the_process(model, prepared, mo
     prepared.clear()
     there, spent = flow.run(asked.with_settings(run=str(tmp_path / "there")))
     assert len(prepared) == 1
-    assert [made.rows() for made in there] == [made.rows() for made in here]
+    assert [made.row() for made in there] == [made.row() for made in here]
     assert [made.sha256 for made in there] == [made.sha256 for made in here]
     assert here[0].record()["kl_nats_per_token"] > 0
     assert list(there[0].failed) == here[0].failed != [] and not here[0].places

@@ -1,4 +1,4 @@
-"""kvq compare: every family is there, what is fitted is fitted once, and the plot and table say what was measured."""
+"""kvq compare: every family is there, fitted recipes are fitted once, and a resumed command measures nothing again."""
 
 import argparse
 import json
@@ -12,13 +12,11 @@ import tiny
 from kvq_calib.cli import commands
 from kvq_calib.evaluate import perplexity, record, subject
 from kvq_calib.job import prepare
-from kvq_calib.report import plots, tables
+from kvq_calib.report import plots
 from kvq_calib.run import calibrate as graph
-from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import families, preset, presets
-from kvq_runtime.registry import evaluation_records
-from kvq_runtime.registry.evaluation_records import parse
+from kvq_runtime.registry.evaluation_records import PROTOCOLS, parse
 from kvq_runtime.registry.resolve import open_registry
 
 NAMES = ("higgs-2bit", "mean-higgs-2bit", "aqua-2bit", "exact")
@@ -40,122 +38,76 @@ def run(model: Path, folder: Path, *more: str) -> int:
 
 @pytest.mark.slow
 def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, monkeypatch):
-    layers, references = [], []
-    fit, logits = graph.fit_layer, perplexity.Windows.expected.func
+    layers, scored = [], []
+    fit, score = graph.fit_layer, perplexity._score
 
     def fitted(work, stream, layer):
         layers.append((layer, [recipe.name for recipe in work.plan.recipes]))
         fit(work, stream, layer)
 
-    class Counted(perplexity.Windows):
-        @property
-        def expected(self):
-            if "found" not in self.__dict__:
-                references.append(self)
-                self.found = logits(self)
-            return self.found
-
     monkeypatch.setattr(graph, "fit_layer", fitted)
-    monkeypatch.setattr(perplexity, "Windows", Counted)
-    prepared, once = [], prepare.prepare
-    monkeypatch.setattr(prepare, "prepare", lambda job: prepared.append(job) or once(job))
+    monkeypatch.setattr(perplexity, "_score", lambda *given: scored.append(given[2]) or score(*given))
     plot = tmp_path / "plot.png"
     assert run(model, tmp_path / "run", "--json", "--layers", "--plot", str(plot), "--recipes", *NAMES) == 0
-    assert len(prepared) == 1
     records = json.loads(capsys.readouterr().out)
     assert layers == [(layer, ["mean-higgs-2bit", "aqua-2bit"]) for layer in range(2)]
-    assert len(references) == 2, "one a protocol"
+    assert scored.count(None) == 2, "one reference a protocol"
     assert {one["result"]["recipe"] for one in records} == set(NAMES)
-    for protocol in evaluation_records.PROTOCOLS:
+    for protocol in PROTOCOLS:
         kl = {one["result"]["recipe"]: one["result"]["protocols"][protocol]["kl"] for one in records}
         assert abs(kl["exact"]) < 1e-9 < kl["higgs-2bit"]
     bits = [one["result"]["bits"]["asymptotic"] for one in records]
     assert bits == sorted(bits) and bits[-1] == 16
-    told = [parse(one) for one in records]
-    assert plot.read_bytes() == plots.perplexity_by_bits(told) != plots.perplexity_by_bits(told[:1])
-    assert plots.perplexity_by_bits(told[-1:]), "a cost of nothing has no logarithm"
-    rows = tables.comparison(told)
-    assert rows[0]["recipe"] == "16 bit" and len(rows) == 5
-    for protocol in ("full", "in use"):
-        assert rows[-1][f"{protocol} attention"] < 1e-9 < rows[1][f"{protocol} attention"]
+    assert plot.read_bytes() == plots.png(plots.cost_by_bits([parse(one) for one in records]))
     assert not open_registry().names(), "nothing is published"
-
     # stopped and resumed, or with a recipe more: only what is new is measured
+    count = len(scored)
     assert run(model, tmp_path / "run", "--json", "--layers", "--recipes", *NAMES, "rtn-4bit") == 0
-    again = json.loads(capsys.readouterr().out)
-    assert len(layers) == 2 and len(references) == 4
-    assert [one for one in again if one["result"]["recipe"] != "rtn-4bit"] == records
-    assert run(model, tmp_path / "run", "--layers", "--recipes", *NAMES, "rtn-4bit") == 0
     said = capsys.readouterr()
-    assert len(references) == 4 and "rtn-4bit" in said.out
+    assert len(layers) == 2 and len(scored) == count + 2 and scored.count(None) == 2
+    assert [one for one in json.loads(said.out) if one["result"]["recipe"] != "rtn-4bit"] == records
     assert "the last of them stay exact in a full encode, 72 in blocks of 128" in said.err
 
 
-def test_errors_by_layer_are_measured_where_they_are_asked_for(model, tmp_path, capsys, monkeypatch):
+def test_errors_by_layer_are_measured_where_they_are_asked_for(model, tmp_path, monkeypatch, capsys):
     streams = []
     monkeypatch.setattr(record.errors, "by_layer", lambda *given: streams.append(given) or {})
-    assert (
-        run(model, tmp_path / "run", "--protocol", "full", "--plot", str(tmp_path / "p.png"), "--recipes", *NAMES[:1])
-        == 0
-    )
-    said = capsys.readouterr().out
-    assert not streams and "full KL" in said and "attention" not in said
-    assert run(model, tmp_path / "run", "--protocol", "full", "--layers", "--recipes", *NAMES[:1]) == 0
-    assert len(streams) == 1
-
-
-def test_recipes_from_settings_and_files_are_compared_under_their_own_names(model, tmp_path, capsys):
-    """What is fitted, and what is not: a setting counts in what is measured, and an equal recipe costs the same."""
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps(preset("rtn-4bit").to_json() | {"name": "mine"}))
-    recipes = ["rtn-2bit", "rtn-2bit+key.quantize.bits=4+value.quantize.bits=4", str(file), "mean-higgs-2bit"]
-    words = ["--json", "--recipes", *recipes, "mean-higgs-2bit", "--set", "window.sinks=2"]
-    assert run(model, tmp_path / "run", *words) == 0
-    found = {one["result"]["recipe"]: one["result"] for one in json.loads(capsys.readouterr().out)}
-    changed = recipe_text.read(recipes[1], ["window.sinks=2"]).name
-    assert set(found) == {"rtn-2bit-window.sinks-2", changed, "mine-window.sinks-2", "mean-higgs-2bit-window.sinks-2"}
-    for protocol in evaluation_records.PROTOCOLS:
-        kl = {name: result["protocols"][protocol]["kl"] for name, result in found.items()}
-        assert kl[changed] == kl["mine-window.sinks-2"] < kl["rtn-2bit-window.sinks-2"] / 4
+    for count, more in enumerate(([], ["--layers"])):
+        assert run(model, tmp_path / "run", "--protocol", "full", *more, "--recipes", *NAMES[:1]) == 0
+        assert len(streams) == count and "full KL" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_budgets_and_equal_exact_tokens(model, tmp_path, capsys):
-    words = ["--bits", "2.1", "--sinks", "3", "--recipes", "kivi-2bit", "aqua-2bit", "--json"]
-    assert run(model, tmp_path / "run", *words) == 0
-    found = {one["result"]["recipe"]: one for one in json.loads(capsys.readouterr().out)}
-    assert set(found) == {"auto-2.1bit", "kivi-2bit", "aqua-2bit"}
-    assert 2 < found["auto-2.1bit"]["result"]["bits"]["asymptotic"] <= 2.1
-    assert all(one["protocol"]["sinks"] == 3 and one["protocol"]["recent"] == 0 for one in found.values())
-    assert found["auto-2.1bit"]["artifact"] != found["aqua-2bit"]["artifact"]
+def test_recipes_from_settings_and_files_and_budgets(model, tmp_path, capsys):
+    """A setting counts in what is measured, and an equal recipe costs the same; sinks are the same for all."""
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(preset("rtn-4bit").to_json() | {"name": "mine"}))
+    recipes = ["rtn-2bit", "rtn-2bit+key.quantize.bits=4+value.quantize.bits=4", str(file)]
+    assert run(model, tmp_path / "run", "--json", "--bits", "2.1", "--sinks", "3", "--recipes", *recipes) == 0
+    records = json.loads(capsys.readouterr().out)
+    two, changed, mine, auto = sorted(records, key=lambda one: ("auto" in one["result"]["recipe"],
+                                                                "mine" in one["result"]["recipe"],
+                                                                len(one["result"]["recipe"])))  # fmt: skip
+    for protocol in PROTOCOLS:
+        kl = [one["result"]["protocols"][protocol]["kl"] for one in (two, changed, mine)]
+        assert kl[1] == kl[2] < kl[0] / 4
+    assert auto["result"]["recipe"] == "auto-2.1bit" and 2 < auto["result"]["bits"]["asymptotic"] <= 2.1
+    assert all(one["protocol"]["sinks"] == 3 and one["protocol"]["recent"] == 0 for one in records)
 
 
-@pytest.mark.parametrize(
-    "words, fitted",
-    [
-        (["--recipes", "kivi-2bit", "aqua-2bit", "--bits", "0.4"], ("aqua-2bit", "auto")),
-        (["--recipes", "auto", "--bits", "0.4", "0.8"], ("auto",)),
-        (["--recipes", "auto"], ("auto",)),  # which is then refused: it says no bits
-    ],
-)
-def test_what_chooses_bits_is_named_like_a_recipe(model, tmp_path, monkeypatch, words, fitted):
-    jobs = []
-
+def test_a_budget_is_named_like_a_recipe(model, tmp_path, monkeypatch):
     def stopped(job):
-        jobs.append(job)
-        raise RuntimeError("far enough")
+        raise RuntimeError(" ".join(job.what.recipes))
 
     monkeypatch.setattr(prepare, "prepare", stopped)
-    with pytest.raises(RuntimeError, match="far enough"):
-        run(model, tmp_path, *words)
-    assert jobs[0].what.recipes == fitted
+    with pytest.raises(RuntimeError, match="aqua-2bit auto"):
+        run(model, tmp_path, "--recipes", "kivi-2bit", "aqua-2bit", "--bits", "0.4")
 
 
-def shaped(*shape: int, **more: Any) -> Any:
+def shaped(*shape: int) -> Any:
     """What is asked of a model by which recipes suit it."""
-    plain = {"id": "a model", "rope_refusal": None, "joined": None, "shares": False, "hidden_queries": None}
-    plain |= {"attending": range(shape[0]), "architecture": "LlamaForCausalLM"}
-    return SimpleNamespace(geometry=Geometry(*shape), **plain | more)
+    plain = {"id": "a model", "rope_refusal": None, "attending": range(shape[0]), "architecture": "LlamaForCausalLM"}
+    return SimpleNamespace(geometry=Geometry(*shape), **plain)
 
 
 def test_every_family_is_represented_by_default():
@@ -165,12 +117,10 @@ def test_every_family_is_represented_by_default():
         assert set(family.compared) <= set(family.presets), name
 
 
-def test_what_does_not_suit_a_model_is_left_out_with_a_reason_or_refused_by_name():
+def test_unsuited_recipes_are_left_out_with_a_reason_or_refused_by_name():
     small = shaped(5, 4, 8)
-    found, notes = subject.choose(["all"], small)
-    assert found and all(recipe.check(small.geometry) is recipe for recipe in found)
-    assert len(found) + len(notes) == len(presets())
-    assert any(note.startswith("aqua-2bit-quanto is left out: ") for note in notes)
+    chosen, notes = subject.choose(["all"], small)
+    assert chosen and len(chosen) + len(notes) == len(presets())
     with pytest.raises(ValueError, match="no recipe 'aqua-9bit'"):
         subject.choose(["aqua-9bit"], small)
     for note in notes:

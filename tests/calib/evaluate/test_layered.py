@@ -24,8 +24,8 @@ from kvq_runtime.cli import main as cli
 from kvq_runtime.recipe import preset
 
 LENGTH = 300  # two blocks of 128, and a rest
-# one rounded by token, by channel, before RoPE, fitted to the prompt, two predicted, one with a policy of its own
-NAMES = ("higgs-2bit", "kivi-2bit", "exact-pre", "polar-online", "aqua-2bit", "aqua-fisher-1bit", "squat-2bit", "h2o")
+# rounded by channel, before RoPE, fitted to the prompt, two predicted, one with a policy of its own
+NAMES = ("kivi-2bit", "exact-pre", "polar-online", "aqua-2bit", "squat-2bit", "h2o")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,7 @@ def test_it_is_the_whole_models_full_encode(small):
 KINDS = ["qwen3_moe", "smollm3", "granite", "phi3", "gemma3_text", "olmo3", "gpt_oss", "gemma2", "qwen3_5"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_other_architectures(kind: str, tmp_path: Path):
     """Experts, layers without RoPE, that slide or recur, multipliers, learned sinks, caps, text beside images."""
@@ -90,9 +91,6 @@ def test_of_other_architectures(kind: str, tmp_path: Path):
     ]
     for one, other in zip(*both, strict=True):
         near(figures(one), figures(other))
-    # along greedy text and tasks a cache is billed alike, with the layers that slide
-    (billed,) = (one["result"]["bits"] for one in both[0] if one["result"]["recipe"] == "kivi-2bit")
-    assert record.of_subject(files, subjects[0], {}, LENGTH, "x", {}, {})["result"]["bits"] == billed
 
 
 def test_each_layer_is_read_once_and_what_is_kept_is_not_done_again(small, tmp_path, monkeypatch):
@@ -114,6 +112,7 @@ def test_each_layer_is_read_once_and_what_is_kept_is_not_done_again(small, tmp_p
     assert more[perplexity.REFERENCE] == first[perplexity.REFERENCE] and sum(done) == 9 * small.batch.tokens_BT.numel()
 
 
+@pytest.mark.slow
 def test_it_is_done_where_the_model_does_not_fit(small, tmp_path, monkeypatch, capsys):
     """Without being asked for; `kvq eval` says why there are no figures in use."""
     text = tmp_path / "text.txt"
