@@ -160,8 +160,7 @@ def record(sha256: str, relative: float, digest: str = "d" * 64, windows: int = 
 def test_gc_and_doctor(store, as_json, kvq):
     assert as_json("doctor") == [] and kvq("doctor")[1] == f"nothing is wrong with {store.url}: 1 name\n"
     path = store.blob(store.put_blob(b"orphan"))
-    assert [row["level"] for row in as_json("doctor")] == ["note"]
-    assert as_json("gc") == []
+    assert as_json("doctor") == as_json("gc") == []  # it is harmless, and young
     assert as_json("gc", "--grace", "0s", "--dry-run") == [{"removed": False, "path": f"blobs/sha256/{path.name}"}]
     assert as_json("gc", "--grace", "0s")[0]["removed"] and not path.exists()
     store.blob(resolve.resolve(NAME).sha256).unlink()
