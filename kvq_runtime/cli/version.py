@@ -5,6 +5,7 @@ import os
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvq_runtime.cli import options
 from kvq_runtime.cli.names import target
 from kvq_runtime.cli.table import percent, print_record, print_table, printable
 from kvq_runtime.disk import files, strict_json
+from kvq_runtime.disk.strict_json import flatten
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import lock, rating, reference
 from kvq_runtime.registry.evaluation_records import (
@@ -99,29 +101,33 @@ def run_diff(args: Namespace) -> int:
 
 
 def compare(a: Artifact, b: Artifact, of_a: Sequence[Record], of_b: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return rows {part, name, a, b, change}: evaluations first, then bits, then settings that differ.
+    """Return rows {part, name, a, b}: evaluations first, then bits, then settings that differ.
 
     of_a, of_b   evaluation records; losses are compared on windows that both were measured on
     """
-
-    def row(name: str, before: Any, after: Any, part: str = "evaluation") -> dict[str, Any]:
-        return {"part": part, "name": name, "a": before, "b": after, "change": describe.relative(before, after)}
-
-    rows = [row("verdict", *(rating.rate_records(records).word for records in (of_a, of_b)))]
-    pairs = [
-        (one, other) for one in text_records(of_a) for other in text_records(of_b) if _windows(one) == _windows(other)
-    ]
+    rows: list[tuple[str, str, Any, Any]] = []
+    rows.append(("evaluation", "verdict", *(rating.rate_records(records).word for records in (of_a, of_b))))
+    texts = product(text_records(of_a), text_records(of_b))
+    pairs = [(one, other) for one, other in texts if _windows(one) == _windows(other)]
     if not pairs:
-        rows.append(row("losses", "not on the same windows", "measure: kvq eval A B"))
+        rows.append(("evaluation", "losses", "not on the same windows", "measure: kvq eval A B"))
     for one, other in sorted(pairs, key=lambda pair: -pair[0].protocol.windows * pair[0].protocol.length)[:1]:
         for protocol in PROTOCOLS:
             before, after = one.figures(protocol), other.figures(protocol)
-            if before is not None and after is not None:
-                for name in ("relative", "kl", "top1"):
-                    rows.append(row(f"{SPOKEN[protocol]}: {name}", getattr(before, name), getattr(after, name)))
+            for name in ("relative", "kl", "top1") if before is not None and after is not None else ():
+                text = f"{SPOKEN[protocol]}: {name}"
+                rows.append(("evaluation", text, getattr(before, name), getattr(after, name)))
     bits = [round(asymptotic_bits(made.recipe, made.fingerprint.geometry), 4) for made in (a, b)]
-    rows.append(row("bits per element", *bits, part="size"))
-    return rows + [found for found in describe.diff(a, b) if found["part"] not in ("fit", "tensor")]
+    rows.append(("size", "bits per element", *bits))
+    described = [{"recipe": made.recipe.to_json(), "model": made.fingerprint.to_json(),
+                  "provenance": dict(made.provenance)} for made in (a, b)]  # fmt: skip
+    for part in described[0]:
+        before, after = (flatten(one[part]) for one in described)
+        names = dict.fromkeys([*before, *after])
+        rows += [
+            (part, name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)
+        ]
+    return [dict(zip(("part", "name", "a", "b"), row, strict=True)) for row in rows]
 
 
 def _windows(record: TextRecord) -> tuple[Any, ...]:

@@ -133,11 +133,10 @@ def test_diff_compares_losses_of_the_same_windows_bits_and_settings(store, as_js
     assert rows["evaluation", "verdict"]["a"] == "too lossy"
     losses = rows["evaluation", "full encode: relative"]
     assert (losses["a"], losses["b"]) == (0.22, 0.349)
-    assert losses["change"] == pytest.approx(0.349 / 0.22 - 1)
     other = tmp_path / "other.safetensors"
     other.write_bytes(tiny.data(0, bits=3, environment="cuda"))
     rows = {(row["part"], row["name"]): row for row in as_json("diff", f"{NAME}@1.0.0", other)}
-    assert rows["recipe", "key.quantize.bits"]["change"] == 0.5
+    assert rows["recipe", "key.quantize.bits"]["b"] == 3
     assert rows["provenance", "environment"]["b"] == "cuda" and rows["evaluation", "losses"]
 
 
@@ -161,13 +160,12 @@ def record(sha256: str, relative: float, digest: str = "d" * 64, windows: int = 
 def test_gc_and_doctor(store, as_json, kvq):
     assert as_json("doctor") == [] and kvq("doctor")[1] == f"nothing is wrong with {store.url}: 1 name\n"
     path = store.blob(store.put_blob(b"orphan"))
-    assert [row["level"] for row in as_json("doctor")] == ["note"]
-    assert as_json("gc") == []
+    assert as_json("doctor") == as_json("gc") == []  # it is harmless, and young
     assert as_json("gc", "--grace", "0s", "--dry-run") == [{"removed": False, "path": f"blobs/sha256/{path.name}"}]
     assert as_json("gc", "--grace", "0s")[0]["removed"] and not path.exists()
     store.blob(resolve.resolve(NAME).sha256).unlink()
     code, out, _ = kvq("doctor")
-    assert code == 1 and "blob is missing" in out and "publish the same bytes again" in out
+    assert code == 1 and "no such file" in out and "publish the same bytes again" in out
 
 
 def test_a_registry_of_the_environment_is_checked_where_it_is_read(store, kvq, tmp_path, monkeypatch):
