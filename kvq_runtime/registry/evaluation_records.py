@@ -36,9 +36,6 @@ LARGEST = 1e15  # magnitude of a number; larger ones overflow in plots
 T = TypeVar("T")
 
 
-# ---- protocol --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Model:
     """The measured model."""
@@ -101,9 +98,6 @@ class TextProtocol(Windows, Protocol):
     sinks: int | None = None
     error_windows: int | None = None
     texts: Mapping[str, Windows] = field(default_factory=dict)
-
-
-# ---- result ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -170,17 +164,11 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """What all results share; `bits` per element: asymptotic, at_length, at_4096."""
+class TextResult:
+    """Figures by protocol, bits per element (asymptotic, at_length, at_4096), and errors: a row a layer."""
 
     recipe: str
     bits: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextResult(Result):
-    """Figures by protocol, and errors: a row a layer."""
-
     protocols: Parts
     layers: tuple[Mapping[str, float | None], ...] = ()
     window: Mapping[str, int] = field(default_factory=dict)
@@ -227,17 +215,16 @@ class TaskPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TasksResult(Result):
+class TasksResult:
     """Answers by protocol."""
 
+    recipe: str
+    bits: Mapping[str, float] = field(default_factory=dict)
     protocols: Mapping[str, TaskPart]
 
     def __post_init__(self):
         if not self.protocols.keys() <= SPOKEN.keys():
             raise ValueError(f"answers under {sorted(self.protocols)!r:.80}; allowed: {', '.join(SPOKEN)}")
-
-
-# ---- records ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +239,7 @@ class Record:
     artifact: str = ""
     corpus: str
     protocol: Protocol
-    result: Result
+    result: TextResult | TasksResult
     environment: Any = None
     raw: Any = field(default=None, compare=False, repr=False)
     name: str = ""
@@ -383,15 +370,14 @@ R = TypeVar("R", bound=Record)
 
 
 def parse(record: Any, wanted: type[R] = Record) -> R:
-    """Parse a record's JSON; of an unknown protocol, the common part. Raises ArtifactError for another form or kind."""
+    """Parse a record's JSON; raises ArtifactError for another form, protocol or class."""
     try:
-        name = record["protocol"].get("name", TEXT)
-        kind, given = TextRecord if name == TEXT else TasksRecord if name in TASKS else Record, record
-        if kind is TextRecord:
-            parts = record["result"]["protocols"]
-            ordered = {name: parts[name] for name in PROTOCOLS if name in parts}
-            given = record | {"result": record["result"] | {"protocols": ordered}}
-        parsed = _object(kind, given, "record")
+        name, parts = record["protocol"].get("name", TEXT), record["result"]["protocols"]
+        if name not in (TEXT, *TASKS):
+            raise ValueError(f"protocol {name!r:.80}; a newer kvq may have written it")
+        ordered = {protocol: parts[protocol] for protocol in PROTOCOLS if protocol in parts} if name == TEXT else parts
+        given = record | {"result": record["result"] | {"protocols": ordered}}
+        parsed = _object(TextRecord if name == TEXT else TasksRecord, given, "record")
         if not isinstance(parsed, wanted):
             raise ValueError(f"the protocol is {parsed.protocol.name!r:.80}; {wanted.__name__} has another")
         return replace(parsed, raw=record, name=parsed.result.recipe)

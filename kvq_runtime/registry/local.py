@@ -121,11 +121,6 @@ class LocalRegistry(Registry):
         if not os.access(nearest, os.W_OK):
             raise RuntimeError(f"the registry {self.root} cannot be written to; choose another with --registry")
 
-    def hint(self) -> str:
-        """Return the end of the message about a missing name."""
-        missing = "there is no such folder yet; kvq-calibrate publishes artifacts, and creates it"
-        return super().hint() if self.root.is_dir() else missing
-
     # ---- changing
 
     def write(self, state: State, event: Event, content: Mapping[str, bytes]) -> bool:

@@ -102,11 +102,6 @@ class Registry(ABC):
         """Return a Hub's file from the cache, without a request; its reader checks the digest."""
         return None
 
-    def hint(self) -> str:
-        """Return the end of the message about a missing name."""
-        names = self.names()
-        return f"it has {', '.join(names[:8])}" if names else "it is empty; kvq-calibrate publishes artifacts"
-
     def collect(self, grace: float = GRACE, dry_run: bool = False) -> list[str]:
         """Remove unfinished and unnamed files older than `grace` seconds; return their paths. A Hub has none.
 
@@ -120,7 +115,7 @@ class Registry(ABC):
         """Return the state of a name with events; NotFound for another name."""
         state = self.state(name)
         if not state.events:
-            raise NotFound(f"no artifact {name} in {self.url}; {self.hint()}")
+            raise NotFound(f"no artifact {name} in {self.url}; kvq list --registry {self.url} lists its names")
         return state
 
     def attachments(self, name: str, version: Version) -> dict[str, bytes]:
