@@ -59,7 +59,7 @@ def of_version(registry: Registry, name: str, number: str) -> Page:
     """Write the page of a version. Raises NotFound for a name or version that does not exist."""
     state = registry.existing(name)
     version, faults = state.get(number), []
-    made = _attempt(faults, lambda: artifact.load(registry.fetch_verified(name, version), version.sha256, version.size))
+    made = _attempt(faults, lambda: artifact.load(registry.fetch(name, version), version.sha256, version.size))
     records = _attempt(faults, lambda: readable(registry.evaluations(version.sha256, name))) or []
     _attempt(faults, lambda: registry.attachments(name, version))
     corpus = card.corpus_of(made) if made else {}
@@ -180,15 +180,14 @@ def _rows(registry: Registry, state: State, now: datetime, faults: list[str]) ->
     newest, rows = state.newest(), []
     for version in sorted(state.versions.values(), key=lambda one: order(one.version), reverse=True):
         damage: list[str] = []
-        about = _attempt(damage, lambda version=version: registry.about(state.name, version)) or {}
         evaluations = lambda version=version: readable(registry.evaluations(version.sha256, state.name))  # noqa: E731
         records = _attempt(damage, evaluations) or []
         faults += [f"{state.name} {version.version}: {one}" for one in damage]
         badges = _badges(state, version)
         row = {"name": state.name, "version": version.version, "badges": badges, "size": human(version.size)}
-        row |= {"recipe": about.get("recipe"), "model": about.get("model")}
+        row |= {"recipe": version.about["recipe"], "model": version.about["model"]}
         row["days"] = max(0, (now - datetime.fromisoformat(version.at)).days)
-        main = rating.main_record(records, about.get("corpus"))
+        main = rating.main_record(records, version.about["corpus"])
         served = PRODUCTION in badges or (newest is not None and version == newest)
         rows.append(row | _loss(records, main, damage, served))
     return rows

@@ -21,11 +21,11 @@ from typing import Any
 
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import card, evaluation_records, events, hub_api, hub_files, reference
+from kvq_runtime.registry import card, events, hub_api, hub_files, reference
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub_files import Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE
-from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.registry import MAX_RECORD, Registry
 
 INDEX = "kvq.json"
 MAX_NAMES = 4096
@@ -147,10 +147,10 @@ class HubRegistry(Registry):
         for path in sorted(head.files if head else ()):
             if PurePath(path).parent == PurePath(folder) and reference.is_sha256(PurePath(path).stem):
                 sha256, size = PurePath(path).stem, head.files[path]  # type: ignore[union-attr]
-                if size > evaluation_records.LIMIT:
+                if size > MAX_RECORD:
                     raise ArtifactError(f"{self.repo(name)}/{path}: {size} bytes are too many; delete it")
                 if not hub_api.is_offline() or hub_files.blob(sha256, size):
-                    data = files.read(self._fetch(name, path, sha256, size), evaluation_records.LIMIT)
+                    data = files.read(self._fetch(name, path, sha256, size), MAX_RECORD)
                     yield PurePath(path), data
 
     # ---- changing
