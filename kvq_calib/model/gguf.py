@@ -52,7 +52,7 @@ def converted(path: Path) -> Path:
             draft.mkdir()
             convert(path, draft)
             for file in sorted(draft.iterdir()):
-                files.sync_file(file)
+                files.sync(file)
             draft.rename(final)
             files.sync(final.parent)
     return final

@@ -243,6 +243,6 @@ def _seal(paths: list[Path]) -> dict[str, str]:
     with ThreadPoolExecutor() as pool:
         digests = pool.map(files.digest, paths)
         for path in paths:
-            files.sync_file(path)
+            files.sync(path)
             files.fault_point("layer.sealed")
         return {path.name: digest for path, (digest, _) in zip(paths, digests, strict=True)}

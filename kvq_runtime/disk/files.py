@@ -61,7 +61,7 @@ def opened(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """The content of a regular file; raises ArtifactError if it has more than `limit` bytes."""
+    """Return the content of a regular file; raises ArtifactError if it has more than `limit` bytes."""
     with opened(path) as (file, size):
         if size > limit:
             raise ArtifactError(f"{path}: {size} bytes; at most {limit} are allowed")
@@ -69,27 +69,19 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def json_object(path: Path, limit: int = 1 << 26) -> dict[str, Any]:
-    """The object in a file of JSON, of a model's folder; ArtifactError with its name for anything else."""
-    found = json_value(path, limit)
-    if not isinstance(found, dict):
-        raise ArtifactError(f"{path}: expected an object, got {found!r:.80}; download it again")
-    return found
-
-
-def json_value(path: Path, limit: int = 1 << 26) -> Any:
-    """Read a file of JSON of a model's folder; ArtifactError with its name if it is none.
-
-    limit   the most bytes that it may have; links are followed
-    """
+    """Read the JSON object in a file of a model, following links; raises ArtifactError for anything else."""
     data = read(path.resolve(), limit)
     try:
-        return json.loads(data.decode())
+        value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: invalid JSON: {error}; download it again") from None
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path}: expected an object, got {value!r:.80}; download it again")
+    return value
 
 
 def digest(path: Path) -> tuple[str, int]:
-    """sha256, as hex digits, and size of a regular file."""
+    """Return sha256, as hex digits, and size of a regular file."""
     with opened(path) as (file, _):
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return sha256, file.tell()
@@ -131,35 +123,33 @@ def replace(path: Path, data: bytes, temporary: Path, mode: int = 0o444) -> None
 
 
 def save(path: Path, data: bytes) -> None:
-    """`replace` with the draft beside the file; `orphans` in that folder are removed."""
+    """Write a file as `replace`, with the draft beside it; drafts of dead processes in that folder are removed."""
     for draft in orphans(path.parent):
         draft.unlink(missing_ok=True)
     replace(path, data, path.parent, mode=0o644)
 
 
 def orphans(folder: Path, grace: float = GRACE) -> list[Path]:
-    """Drafts in a folder whose process died here, and those of other machines that are older than `grace` seconds."""
-    drafts = [(path, _DRAFT.fullmatch(path.name)) for path in sorted(folder.glob(".*.tmp"))]
-    return [path for path, written_by in drafts if written_by and _is_orphan(path, written_by[1], written_by[2], grace)]
-
-
-def _is_orphan(path: Path, process: str, machine: str, grace: float) -> bool:
-    if machine == _here():
-        return not _is_alive(int(process))
-    try:
-        return path.lstat().st_mtime <= time.time() - grace
-    except FileNotFoundError:  # it has its name by now
-        return False
+    """List drafts of processes that died on this host, and those of other hosts older than `grace` seconds."""
+    drafts = []
+    for path in sorted(folder.glob(".*.tmp")):
+        name = _DRAFT.fullmatch(path.name)
+        with suppress(FileNotFoundError):  # it has its name by now
+            if name and name[2] == _host():
+                drafts += [] if _is_alive(int(name[1])) else [path]
+            elif name and path.lstat().st_mtime <= time.time() - grace:
+                drafts.append(path)
+    return drafts
 
 
 @cache
-def _here() -> str:
-    """Name, in 8 digits, where the number of a process is its own: this machine since it started, and container."""
+def _host() -> str:
+    """Return 8 digits that identify where a process id is unique: this boot of this machine, and container."""
     try:
-        known = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+        identity = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:
-        known = os.uname().nodename
-    return hashlib.sha256(known.encode()).hexdigest()[:8]
+        identity = os.uname().nodename
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]
 
 
 def _is_alive(process: int) -> bool:
@@ -174,12 +164,9 @@ def _is_alive(process: int) -> bool:
 
 @contextmanager
 def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A new file in a folder, to write and read; removed at the end unless `settle` named it.
-
-    The process and the machine in its name tell `save` whose it is.
-    """
+    """Create a file in a folder, to write and read; it is removed at the end unless `settle` named it."""
     fault_point("draft.begun")
-    path = folder / f".{os.getpid()}-{_here()}{secrets.token_hex(8)}.tmp"
+    path = folder / f".{os.getpid()}-{_host()}{secrets.token_hex(8)}.tmp"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:  # of the folder, which is what somebody named
@@ -198,7 +185,7 @@ def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 def settle(path: Path, file: BinaryIO, name: Path, mode: int = 0o444) -> None:
-    """Give a draft its name, on the same file system, whatever has that name."""
+    """Give a draft its final name on the same file system, replacing a file of that name."""
     _finish(file, mode)
     fault_point("replace.drafted")
     os.replace(path, name)
@@ -228,18 +215,9 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
     fault_point("folder.synced")
 
 
-def sync(folder: Path) -> None:
-    """Fsync a folder: the names in it are durable from then on."""
-    _fsync(folder, os.O_DIRECTORY)
-
-
-def sync_file(path: Path) -> None:
-    """Fsync a file: its bytes are durable from then on."""
-    _fsync(path, os.O_NOFOLLOW)
-
-
-def _fsync(path: Path, flag: int) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
+def sync(path: Path) -> None:
+    """Fsync a folder, so that the names in it are durable, or a file, so that its bytes are."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -247,7 +225,7 @@ def _fsync(path: Path, flag: int) -> None:
 
 
 def fault_point(name: str) -> None:
-    """Pass a point: nothing happens unless $KVQ_FAULT names it.
+    """Do nothing unless $KVQ_FAULT names this point.
 
     KVQ_FAULT=claim.linked:2         kill -9 of this process when it passes the point claim.linked for the second time
     KVQ_FAULT=claim.linked:2:full    an OSError there instead: no space left on device

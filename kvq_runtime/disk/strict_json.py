@@ -20,12 +20,12 @@ _NOT_BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[^"\[\]{}]++', re.DOTA
 
 
 def dumps(value: Any) -> str:
-    """The canonical text of a JSON value; NaN and infinity are a ValueError."""
+    """Return the canonical text of a JSON value; NaN and infinity are a ValueError."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def record(value: Any) -> bytes:
-    """The bytes of a file that holds a JSON value: its canonical text, and the end of the line."""
+    """Return the bytes of a file with a JSON value: its canonical text and a line end."""
     return (dumps(value) + "\n").encode()
 
 
@@ -66,10 +66,10 @@ def keys(
     value: Any, names: Set[str], label: str, optional: Set[str] = frozenset(),
     checks: Mapping[str, Callable[[Any], object]] = {},
 ) -> dict[str, Any]:  # fmt: skip
-    """The value, if it is an object with exactly these keys; else an ArtifactError, beginning with `label`.
+    """Return an object that has exactly these keys; raise ArtifactError, beginning with `label`, for another value.
 
     optional   keys that may be left out
-    checks     what raises a ValueError for a value that the key of this name must not have
+    checks     functions that raise ValueError for an invalid value of the key
     """
     if not isinstance(value, dict):
         raise ArtifactError(f"{label}: expected an object, got {value!r:.80}")
@@ -86,7 +86,7 @@ def keys(
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested objects as one object with dotted keys, {"a": {"b": 1}} → {"a.b": 1}; lists of objects by index.
+    """Flatten nested objects to one with dotted keys, {"a": {"b": 1}} → {"a.b": 1}; lists of objects by index.
 
     A key of more than 96 characters is shortened, else a long one would be copied for each thing below it.
     """

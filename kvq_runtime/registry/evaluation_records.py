@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from hashlib import sha256 as hash_of
 from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -30,13 +29,9 @@ PROTOCOLS = (FULL, IN_USE)
 SPOKEN = {FULL: "full encode", IN_USE: "in use"}
 TEXT, TASKS = "perplexity", ("tasks", "lm-eval")  # names of protocols: predicting text, answering tasks
 FIELDS = {"artifact", "corpus", "protocol", "environment", "result"}
-LIMIT = 1 << 20  # bytes of a file
 LARGEST = 1e15  # magnitude of a number; larger ones overflow in plots
 
 T = TypeVar("T")
-
-
-# ---- protocol --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -103,9 +98,6 @@ class TextProtocol(Windows, Protocol):
     texts: Mapping[str, Windows] = field(default_factory=dict)
 
 
-# ---- result ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Shares:
     """Decoded shares of attention's weight and of reads; `unread` is the share that the cache dropped."""
@@ -170,17 +162,11 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """What all results share; `bits` per element: asymptotic, at_length, at_4096."""
+class TextResult:
+    """Figures by protocol, bits per element (asymptotic, at_length, at_4096), and errors: a row a layer."""
 
     recipe: str
     bits: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextResult(Result):
-    """Figures by protocol, and errors: a row a layer."""
-
     protocols: Parts
     layers: tuple[Mapping[str, float | None], ...] = ()
     window: Mapping[str, int] = field(default_factory=dict)
@@ -203,7 +189,6 @@ class Task:
     reason: str | None = None
     accuracy: float | None = None
     se: float | None = None
-    texts: int | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     @property
@@ -214,30 +199,28 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskPart:
-    """Answers under one protocol, and the 16-bit model's; decoded: shares of reads by length.
+    """Answers under one protocol; decoded: shares of reads by length.
 
     through_the_cache   of lm-eval's tasks: the number of requests, and how many of them read encoded tokens
     """
 
     reason: str | None = None
     tasks: Mapping[str, Task] = field(default_factory=dict)
-    reference: Mapping[str, Task] = field(default_factory=dict)
     decoded: Mapping[str, float] = field(default_factory=dict)
     through_the_cache: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TasksResult(Result):
+class TasksResult:
     """Answers by protocol."""
 
+    recipe: str
+    bits: Mapping[str, float] = field(default_factory=dict)
     protocols: Mapping[str, TaskPart]
 
     def __post_init__(self):
         if not self.protocols.keys() <= SPOKEN.keys():
             raise ValueError(f"answers under {sorted(self.protocols)!r:.80}; allowed: {', '.join(SPOKEN)}")
-
-
-# ---- records ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +235,7 @@ class Record:
     artifact: str = ""
     corpus: str
     protocol: Protocol
-    result: Result
+    result: TextResult | TasksResult
     environment: Any = None
     raw: Any = field(default=None, compare=False, repr=False)
     name: str = ""
@@ -260,15 +243,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Answer:
-    """A metric of a task beside the 16-bit model's, or the reason for its absence; task "": of all tasks."""
+    """A metric of a task, or the reason for its absence; task "": of all tasks."""
 
     protocol: str
     task: str = ""
     metric: str = ""
     value: float | None = None
     se: float | None = None
-    texts: int | None = None
-    reference: float | None = None
     reason: str | None = None
 
 
@@ -287,10 +268,7 @@ class TasksRecord(Record):
             for name, task in part.tasks.items():
                 if task.reason is not None:
                     rows.append(Answer(protocol, name, reason=task.reason))
-                exact = part.reference[name].figures if name in part.reference else {}
-                for metric, figure in task.figures.items():
-                    known = exact[metric].value if metric in exact else None
-                    rows.append(Answer(protocol, name, metric, figure.value, figure.se, task.texts, known))
+                rows += [Answer(protocol, name, metric, one.value, one.se) for metric, one in task.figures.items()]
         return rows
 
 
@@ -340,11 +318,6 @@ def text_records(records: Iterable[Record]) -> list[TextRecord]:
     return [record for record in records if isinstance(record, TextRecord)]
 
 
-def task_records(records: Iterable[Record]) -> list[TasksRecord]:
-    """Select the records of tasks."""
-    return [record for record in records if isinstance(record, TasksRecord)]
-
-
 def other_texts(records: Iterable[TextRecord]) -> list[str]:
     """Return the names of all texts of other kinds."""
     return list(dict.fromkeys(name for record in records for name in record.result.texts))
@@ -359,10 +332,7 @@ def to_bytes(record: Mapping[str, Any]) -> bytes:
 
 
 def from_bytes(data: bytes, path: PurePath) -> dict[str, Any]:
-    """Read a record's JSON, stored at .../artifact's digest/record's digest.json; raises ArtifactError if damaged."""
-    digest = hash_of(data).hexdigest()
-    if path.stem != digest:
-        raise ArtifactError(f"{path}: evaluation: sha256 is {digest}, not that of its name; the file was changed")
+    """Read a record's JSON, stored at .../artifact's digest/record's digest.json; raises ArtifactError if malformed."""
     record = _check(strict_json.loads(data, f"{path}: evaluation"), f"{path}: evaluation")
     if record["artifact"] != path.parent.name:
         raise ArtifactError(f"{path}: evaluation: is about {record['artifact']}, but stored with another artifact")
@@ -383,15 +353,14 @@ R = TypeVar("R", bound=Record)
 
 
 def parse(record: Any, wanted: type[R] = Record) -> R:
-    """Parse a record's JSON; of an unknown protocol, the common part. Raises ArtifactError for another form or kind."""
+    """Parse a record's JSON; raises ArtifactError for another form, protocol or class."""
     try:
-        name = record["protocol"].get("name", TEXT)
-        kind, given = TextRecord if name == TEXT else TasksRecord if name in TASKS else Record, record
-        if kind is TextRecord:
-            parts = record["result"]["protocols"]
-            ordered = {name: parts[name] for name in PROTOCOLS if name in parts}
-            given = record | {"result": record["result"] | {"protocols": ordered}}
-        parsed = _object(kind, given, "record")
+        name, parts = record["protocol"].get("name", TEXT), record["result"]["protocols"]
+        if name not in (TEXT, *TASKS):
+            raise ValueError(f"protocol {name!r:.80}; a newer kvq may have written it")
+        ordered = {protocol: parts[protocol] for protocol in PROTOCOLS if protocol in parts} if name == TEXT else parts
+        given = record | {"result": record["result"] | {"protocols": ordered}}
+        parsed = _object(TextRecord if name == TEXT else TasksRecord, given, "record")
         if not isinstance(parsed, wanted):
             raise ValueError(f"the protocol is {parsed.protocol.name!r:.80}; {wanted.__name__} has another")
         return replace(parsed, raw=record, name=parsed.result.recipe)

@@ -13,7 +13,6 @@ before anything is tried again: the event is in it or it is not.
 
 import random
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -21,12 +20,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from kvq_runtime.disk import files, strict_json
-from kvq_runtime.errors import ArtifactError, Conflict, NotFound, Unanswered
-from kvq_runtime.registry import card, evaluation_records, events, hub_api, hub_files, reference
+from kvq_runtime.errors import ArtifactError, Conflict, NotFound
+from kvq_runtime.registry import card, events, hub_api, hub_files, reference
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub_files import Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE
-from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.registry import MAX_RECORD, Registry
 
 INDEX = "kvq.json"
 MAX_NAMES = 4096
@@ -58,10 +57,6 @@ class HubRegistry(Registry):
         """Return the repository of a name."""
         return f"{self.org}/{self.check_name(name)}"
 
-    def hint(self) -> str:
-        """Return the end of the message about a missing name."""
-        return "its repository has no kvq.json; kvq copy and kvq-calibrate --push publish there"
-
     def check_writable(self) -> None:
         """Raise PermissionError if the token may not write here; fine-grained tokens are not checked."""
         hub_api.check_online(self.url)
@@ -92,18 +87,9 @@ class HubRegistry(Registry):
             return State(name)
 
     def state(self, name: str) -> State:
-        """Return the state at the head of main; offline, or with a warning if the Hub fails, the last known one."""
-        known = hub_files.load_head(self.org, self.check_name(name))
-        if known is not None and hub_api.is_offline():
-            return self._parsed(name, known)
-        try:
-            return self._parsed(name, self._ask(name))
-        except Unanswered as error:
-            if known is None:
-                raise
-            text = "the Hub did not answer; aliases and versions are as of its last answer"
-            warnings.warn(f"{self.repo(name)}: {text} ({hub_api.redacted(error)})", stacklevel=4)
-            return self._parsed(name, known)
+        """Return the state at the head of main; offline, the last known one."""
+        known = hub_files.load_head(self.org, self.check_name(name)) if hub_api.is_offline() else None
+        return self._parsed(name, known or self._ask(name))
 
     def _ask(self, name: str) -> Head:
         """Ask for the head of main, and for kvq.json if the commit is new; NotFound without a repository."""
@@ -161,10 +147,10 @@ class HubRegistry(Registry):
         for path in sorted(head.files if head else ()):
             if PurePath(path).parent == PurePath(folder) and reference.is_sha256(PurePath(path).stem):
                 sha256, size = PurePath(path).stem, head.files[path]  # type: ignore[union-attr]
-                if size > evaluation_records.LIMIT:
+                if size > MAX_RECORD:
                     raise ArtifactError(f"{self.repo(name)}/{path}: {size} bytes are too many; delete it")
                 if not hub_api.is_offline() or hub_files.blob(sha256, size):
-                    data = files.read(self._fetch(name, path, sha256, size), evaluation_records.LIMIT)
+                    data = files.read(self._fetch(name, path, sha256, size), MAX_RECORD)
                     yield PurePath(path), data
 
     # ---- changing

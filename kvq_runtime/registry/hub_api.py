@@ -9,7 +9,6 @@ The address is $HF_ENDPOINT, read at every call. The token is that of the file n
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
@@ -192,10 +191,6 @@ def _is_network(error: BaseException) -> bool:
     return ("httpx", "TransportError") in kinds or isinstance(error, (ConnectionError, TimeoutError))
 
 
-def _is_unknown_host(error: BaseException) -> bool:
-    return any(isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME for cause in _chain(error))
-
-
 def _retry_after(error: BaseException, repeatable: bool) -> float | None:
     """Return the seconds to wait before the same request may succeed; None if it should not be repeated."""
     response = _response(error)
@@ -204,7 +199,7 @@ def _retry_after(error: BaseException, repeatable: bool) -> float | None:
             return float(response.headers.get("Retry-After", 0))
         except ValueError:  # a date
             return 0.0
-    lost = response is None and any(map(_is_network, _chain(error))) and not _is_unknown_host(error)
+    lost = response is None and any(map(_is_network, _chain(error)))
     return 0.0 if repeatable and lost else None
 
 
@@ -231,10 +226,9 @@ def _translated(error: Exception, what: str) -> Exception | None:
         return Conflict(f"{what}: somebody changed it first; retry")
     if status == 429:
         return RuntimeError(f"{what}: the Hub limits the rate of requests (429); retry in some minutes")
-    if _is_unknown_host(error):
-        return RuntimeError(f"{what}: {address()}: no host of this name is found; check the network, or HF_ENDPOINT")
     if status is not None or any(map(_is_network, _chain(error))):
-        return Unanswered(f"{what}: no answer from {hub} after {TRIES} tries: {message}")
+        text = f"{what}: no answer from {hub} after {TRIES} tries: {message}"
+        return Unanswered(f"{text}; check the network, or HF_ENDPOINT")
     if isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
         return RuntimeError(f"{what}: {hub} gave an answer of another form ({message}); check HF_ENDPOINT")
     return None

@@ -24,10 +24,10 @@ from pathlib import Path, PurePath
 
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
-from kvq_runtime.registry import evaluation_records, events, reference
+from kvq_runtime.registry import events, reference
 from kvq_runtime.registry.events import Event, State, Version
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
-from kvq_runtime.registry.registry import Registry
+from kvq_runtime.registry.registry import MAX_RECORD, Registry
 
 BLOBS = "blobs/sha256"
 _EVENT_LIMIT = 1 << 16  # bytes
@@ -111,7 +111,7 @@ class LocalRegistry(Registry):
         for file in self._list(self.root / folder):
             if file.endswith(".json"):
                 path = self.root / folder / file
-                yield path, files.read(path, evaluation_records.LIMIT)
+                yield path, files.read(path, MAX_RECORD)
 
     def check_writable(self) -> None:
         """Raise RuntimeError if the folder or its nearest existing parent is read-only, ArtifactError for a file."""
@@ -120,11 +120,6 @@ class LocalRegistry(Registry):
             raise ArtifactError(f"the registry {self.root}: {nearest} is a file; name a folder, which may be new")
         if not os.access(nearest, os.W_OK):
             raise RuntimeError(f"the registry {self.root} cannot be written to; choose another with --registry")
-
-    def hint(self) -> str:
-        """Return the end of the message about a missing name."""
-        missing = "there is no such folder yet; kvq-calibrate publishes artifacts, and creates it"
-        return super().hint() if self.root.is_dir() else missing
 
     # ---- changing
 

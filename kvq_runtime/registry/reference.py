@@ -28,7 +28,6 @@ _ALIAS = re.compile(r"(?!sha256$)[a-z][a-z0-9-]{0,31}")
 _ORG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _WORD = re.compile(r"[\w-]+")  # no folder as people write them, with a slash or a dot
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_DIGEST_LIKE = re.compile(r"[0-9][0-9a-fA-F]{7,}|[0-9a-fA-F]{33,}|SHA256:.*")  # and no version or alias
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NOT_ON_A_HUB = re.compile(r"--|\.\.|[-.]$|\.git$|\.ipynb$")
 _SECRET = re.compile(r"(?<=//)[^/\s]*@|\bhf_[A-Za-z0-9]{8,}")
@@ -153,10 +152,6 @@ def _parse_version(name: str, at: str, value: str) -> Reference:
         return Reference(name)
     if value.startswith("sha256:"):
         return Reference(name, "sha256", check_sha256(value.removeprefix("sha256:")))
-    if _DIGEST_LIKE.fullmatch(value):
-        raise ValueError(
-            f"{name}@{value:.80}: a digest is written {name}@sha256: and 64 digits of 0-9 a-f, a version {name}@1.2.0"
-        )
     if value[:1].isdigit():
         return Reference(name, "version", check_version(value))
     return Reference(name, "alias", check_alias(value))

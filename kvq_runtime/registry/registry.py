@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound, Unanswered, spoken
-from kvq_runtime.registry import evaluation_records, events, rating, reference
+from kvq_runtime.registry import events, reference
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE, PRODUCTION
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # kvq list and promote must not import torch
 TRIES = 200  # decisions of one change
 UNANSWERED = 4  # writes whose outcome was not learned
 Kind = Literal["evaluations", "signatures"]
+MAX_RECORD = 1 << 20  # bytes of a record
 MAX_RECORDS = 1 << 12  # records of one artifact and kind
 MAX_RECORD_BYTES = 1 << 26  # of all of them
 NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
@@ -102,11 +103,6 @@ class Registry(ABC):
         """Return a Hub's file from the cache, without a request; its reader checks the digest."""
         return None
 
-    def hint(self) -> str:
-        """Return the end of the message about a missing name."""
-        names = self.names()
-        return f"it has {', '.join(names[:8])}" if names else "it is empty; kvq-calibrate publishes artifacts"
-
     def collect(self, grace: float = GRACE, dry_run: bool = False) -> list[str]:
         """Remove unfinished and unnamed files older than `grace` seconds; return their paths. A Hub has none.
 
@@ -120,7 +116,7 @@ class Registry(ABC):
         """Return the state of a name with events; NotFound for another name."""
         state = self.state(name)
         if not state.events:
-            raise NotFound(f"no artifact {name} in {self.url}; {self.hint()}")
+            raise NotFound(f"no artifact {name} in {self.url}; kvq list --registry {self.url} lists its names")
         return state
 
     def attachments(self, name: str, version: Version) -> dict[str, bytes]:
@@ -181,10 +177,14 @@ class Registry(ABC):
 
     def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
         """Store an evaluation record of an artifact; returns the record's digest."""
+        from kvq_runtime.registry import evaluation_records
+
         return self.add_record("evaluations", record["artifact"], evaluation_records.to_bytes(record), name)
 
     def evaluations(self, sha256: str, name: str = "") -> list[dict[str, Any]]:
         """Return every evaluation record of an artifact, ordered by digest."""
+        from kvq_runtime.registry import evaluation_records
+
         records = self.records("evaluations", sha256, name)
         return [evaluation_records.from_bytes(data, path) for path, data in records]
 
@@ -264,6 +264,8 @@ class Registry(ABC):
         Raises NotFound for an unknown name or version, Conflict if the alias has moved, or the version is yanked or too
         lossy.
         """
+        from kvq_runtime.registry import rating
+
         reference.check_version(version)
         reference.check_alias(alias)
         if expect not in (None, "none"):

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound, check_type
 from kvq_runtime.registry.events import State, Version
-from kvq_runtime.registry.hub import HubRegistry
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import Lock, enforce, read_lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE, HUB, PRODUCTION, Reference, kind_and_root, parse, registry_url
@@ -60,7 +59,11 @@ def open_registry(url: str | Path | None = None) -> Registry:
     Nothing is read or created. Raises ValueError for another kind of address.
     """
     kind, root = kind_and_root(registry_url(url))
-    return HubRegistry(root) if kind == HUB else LocalRegistry(root)
+    if kind != HUB:
+        return LocalRegistry(root)
+    from kvq_runtime.registry.hub import HubRegistry
+
+    return HubRegistry(root)
 
 
 def choose(state: State, reference: Reference) -> tuple[Version, str]:

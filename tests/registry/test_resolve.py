@@ -71,7 +71,7 @@ def test_a_reference_that_is_none_is_refused(given):
         reference.parse(given)
 
 
-@pytest.mark.parametrize("given", ["a@sha256:12", f"a@{'a' * 64}", "a@0123abcd", f"a@SHA256:{'0' * 64}"])
+@pytest.mark.parametrize("given", ["a@sha256:12", f"a@sha256:{'A' * 64}"])
 def test_a_digest_that_is_none_is_answered_with_what_one_looks_like(given):
     with pytest.raises(ValueError, match="64 digits of 0-9 a-f"):
         reference.parse(given)
