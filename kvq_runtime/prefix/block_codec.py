@@ -1,8 +1,7 @@
 """Encode blocks of tokens of all layers wherever they stand in a text, and decode consecutive blocks.
 
 A `BlockCache` without a window does the work, so the bytes are those of a cache of the same keys and values. A block
-needs nothing of the blocks before it. Under a recipe that predicts across layers it needs its own tokens of the layers
-below.
+needs nothing of the blocks before it.
 
 Shapes: T tokens of blocks · C all heads of a token · S sinks among the tokens.
 """

@@ -35,8 +35,7 @@ def token_row(tokens: Tensor | Iterable[int]) -> Tensor:
         row = row[0]
     if row.ndim != 1 or (row.numel() and (row.is_floating_point() or row.dtype == torch.bool)):
         raise ValueError(
-            f"tokens of shape {list(row.shape)}, {str(row.dtype).removeprefix('torch.')}; give the ids of one row, "
-            "[T] or [1, T]: a batch row by row, without padding"
+            f"tokens of shape {list(row.shape)}, {row.dtype}; give the ids of one row, [T] or [1, T], without padding"
         )
     row_T = row.detach().to("cpu", torch.int64)
     if row_T.numel() and not 0 <= int(row_T.min()) <= int(row_T.max()) <= MAX_TOKEN:
@@ -77,10 +76,9 @@ def model_digest(config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]
     digest = sha256(f"{json.dumps(relevant, sort_keys=True, default=repr)}\0{more}".encode())
     for name, tensor in sorted(weights, key=lambda pair: pair[0]):
         flat = tensor.detach().reshape(-1)
-        places = torch.arange(SAMPLES, device=flat.device) * flat.numel() // SAMPLES
-        _update(
-            digest, name, tensor, flat.view(torch.uint8).view(-1, flat.itemsize)[places].cpu() if len(flat) else flat
-        )
+        count = min(SAMPLES, len(flat))
+        places = torch.arange(count, device=flat.device) * len(flat) // max(1, count)
+        _update(digest, name, tensor, flat.view(torch.uint8).view(len(flat), flat.itemsize)[places].cpu())
     return digest.hexdigest()
 
 

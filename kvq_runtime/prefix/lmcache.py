@@ -12,6 +12,7 @@ import json
 import re
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from lmcache.v1.distributed.serde import (
     AsyncSerdeProcessor,
     Deserializer,
     SerdeProcessor,
+    SerdeTaskId,
     Serializer,
     get_registered_serde_types,
     register_serde_factory,
@@ -47,7 +49,7 @@ class Adapter(FSL2Adapter):
     """LMCache's adapter of files, by its own parameters.
 
     LMCache stores the chunks of several requests as one task, which ends at the first that fails. So a chunk that
-    cannot be kept is empty, and skipped here.
+    cannot be kept is empty, and is skipped here.
     """
 
     made: ClassVar[weakref.WeakSet["Adapter"]] = weakref.WeakSet()
@@ -133,7 +135,7 @@ class KVQSerializer(Serializer):
 
 
 class KVQDeserializer(Deserializer):
-    """Bytes into chunks; LMCache takes an error for a miss of all chunks of the request.
+    """The bytes of a load into its chunks; LMCache takes an error for a miss of all of them.
 
     LMCache keeps what it has under a key, so bytes that cannot be read are deleted: the next request writes them again.
     """
@@ -141,14 +143,29 @@ class KVQDeserializer(Deserializer):
     def __init__(self, codecs: ChunkCodecs):
         self.codecs = codecs
 
-    def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
-        assert src.tensor is not None and dst.tensor is not None
-        try:
-            _codec(self.codecs, dst.tensor, key).decode(src.tensor, key_bytes(key), dst.tensor)
-        except ArtifactError as error:
+    def deserialize(  # type: ignore[override]
+        self, src: Sequence[MemoryObj], dst: Sequence[MemoryObj], key: Sequence[ObjectKey]
+    ) -> None:
+        faults: dict[ObjectKey, ArtifactError] = {}
+        for data, out, name in zip(src, dst, key, strict=True):
+            assert data.tensor is not None and out.tensor is not None
+            try:
+                _codec(self.codecs, out.tensor, name).decode(data.tensor, key_bytes(name), out.tensor)
+            except ArtifactError as error:
+                faults[name] = error
+        if faults:
             for adapter in Adapter.made:
-                adapter.delete([key])
-            raise ArtifactError(f"chunk {key.chunk_hash.hex()} of {key.model_name}: {error}") from error
+                adapter.delete([*faults])
+            raise ArtifactError(f"{len(faults)} of {len(key)} chunks; the first: {next(iter(faults.values()))}")
+
+
+class Processor(AsyncSerdeProcessor):
+    """LMCache's, with all chunks of a load as one object: a task ends at the first object that fails."""
+
+    def submit_deserialize(
+        self, src_objs: list[MemoryObj], dst_objs: list[MemoryObj], keys: list[ObjectKey]
+    ) -> SerdeTaskId:
+        return super().submit_deserialize([src_objs], [dst_objs], [keys])  # type: ignore[list-item]
 
 
 def key_bytes(key: ObjectKey) -> bytes:
@@ -166,7 +183,7 @@ def build(options: dict[str, object]) -> SerdeProcessor:
     if torch_device_type == "cpu":
         _warn_once("no GPU here; LMCache misreads the pages of vLLM on a CPU, and results are wrong (docs/prefix.md)")
     starts = ChunkStarts() if "positions" in recipe.needs else None
-    return AsyncSerdeProcessor(KVQSerializer(codecs, starts), KVQDeserializer(codecs))
+    return Processor(KVQSerializer(codecs, starts), KVQDeserializer(codecs))
 
 
 def _codec(codecs: ChunkCodecs, tensor: torch.Tensor, key: ObjectKey) -> ChunkCodec:

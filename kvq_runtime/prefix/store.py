@@ -94,14 +94,13 @@ class PrefixBlocks:
         """
         assert start % self.block == 0 and len(keys) == len(values) == self.format.geometry.layers
         pairs = [(k.flatten(1), v.flatten(1)) for k, v in zip(keys, values, strict=True)]
-        self._check_dtype(pairs[0][1].dtype)
         stop = start + min(len(x) for pair in pairs for x in pair)
 
         def encode(number: int, end: int) -> list[Block]:
             span = slice(number * self.block - start, end * self.block - start)
             return self.codec.encode(number, {n: (k[span], v[span]) for n, (k, v) in enumerate(pairs)})
 
-        return self._keep(chain.token_row(tokens)[:stop], encode, start // self.block)
+        return self._keep(chain.token_row(tokens)[:stop], pairs[0][1].dtype, encode, start // self.block)
 
     def put_cache(self, tokens: Tokens, cache: BlockCache, row: int = 0) -> int:
         """Keep the encoded blocks of one row of a cache, as they are.
@@ -115,9 +114,9 @@ class PrefixBlocks:
             )
         if not cache.layers:
             return 0
-        self._check_dtype(cache.layers[0].buffer_2BTC.dtype)
         token_T = chain.token_row(tokens)[: min(store.encoded for store in cache.layers.values())]
-        return self._keep(token_T, lambda first, end: [encoded_block(cache, n, row) for n in range(first, end)])
+        dtype = cache.layers[0].buffer_2BTC.dtype
+        return self._keep(token_T, dtype, lambda first, end: [encoded_block(cache, n, row) for n in range(first, end)])
 
     def load(self, tokens: Tokens, limit: int | None = None, start: int = 0) -> list[Block]:
         """Return the kept blocks of these tokens from token `start` on, checked: of the first `limit` tokens at most.
@@ -151,15 +150,13 @@ class PrefixBlocks:
             _log.warning("block %d of a kept prefix cannot be read: %s", link.number, error)
         return None
 
-    def _check_dtype(self, dtype: torch.dtype) -> None:
-        if dtype != self.format.dtype:
-            raise ValueError(f"keys and values are {dtype}, the store's {self.format.dtype}; do not use autocast")
-
-    def _keep(self, token_T: Tensor, encode: Callable[[int, int], list[Block]], first: int = 0) -> int:
+    def _keep(self, token_T: Tensor, dtype: torch.dtype, encode: Callable[[int, int], list[Block]], first: int = 0):
         """Write the missing blocks from block `first` on, in order; return how many tokens are kept.
 
         encode   returns blocks `number` to `end`, or some of the first
         """
+        if dtype != self.format.dtype:
+            raise ValueError(f"keys and values are {dtype}, the store's {self.format.dtype}; do not use autocast")
         names = self.names(token_T)[: max(1, self.folder.budget // self.format.largest)]
         number = sum(1 for _ in takewhile(self.folder.has, names))
         while first <= number < len(names):

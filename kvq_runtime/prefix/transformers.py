@@ -62,10 +62,14 @@ class PrefixStore:
         kind = rope.settings(config).get("rope_type")
         if kind in rope.VARYING_TYPES:
             raise ValueError(f"rope_type={kind} rotates keys by the length of the whole text; no prefix of it is kept")
+        rotary = None
+        if "positions" in self.recipe.needs:
+            rotation: Any = frequencies(rotary_module(decoder_of(model)))  # a cache was made, so there is one
+            rotary = Rotary(rotation[0].float(), rotation[1], model.dtype)
         self._digest = weights_digest(model)
         self._blocks = PrefixBlocks(
             path, self.recipe, geometry_of(model), self._artifact.tensors if self._artifact else None,
-            model=self._digest, dtype=model.dtype, rotary=_rotary(model, self.recipe), budget=budget,
+            model=self._digest, dtype=model.dtype, rotary=rotary, budget=budget,
         ).of_tenant(salt)  # fmt: skip
 
     def load(self, input_ids: Tensor | Iterable[int]) -> KVQCache:
@@ -125,12 +129,3 @@ def weights_digest(model: Any) -> str:
     ]
     weights = ((name, held(model, name, x)) for name, x in model.state_dict().items() if isinstance(x, Tensor))
     return chain.model_digest(model.config.get_text_config(decoder=True).to_dict(), weights, str(adapters))
-
-
-def _rotary(model: Any, recipe: Recipe) -> Rotary | None:
-    """Return the model's rotation, where a recipe needs it; making a cache has checked that there is one."""
-    if "positions" not in recipe.needs:
-        return None
-    rotation = frequencies(rotary_module(decoder_of(model)))
-    assert rotation is not None
-    return Rotary(rotation[0].float(), rotation[1], model.dtype)

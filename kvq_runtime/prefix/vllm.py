@@ -8,7 +8,6 @@ Loads are asynchronous: a request waits while it is loaded. If a block turns out
 Pinned to vLLM 0.32 and 0.33, which call this interface experimental.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -30,8 +28,6 @@ from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, Transfer, open_stores
 from kvq_runtime.vllm import page, plugin
 from kvq_runtime.vllm.page import Rows
-
-logger = init_logger("vllm.kvq")
 
 
 @dataclass
@@ -55,10 +51,8 @@ class KVQConnector(KVConnectorBase_V1):
         with own_defaults():
             self._stores = open_stores(options, vllm_config.model_config, ranks, rank)
         self._worker: PrefixWorker | None = None
-        recipe = self._stores[0].format.recipe
-        self._scheduler = PrefixScheduler(self._stores, self._page, recipe.window.recent)
-        if rank is None:
-            logger.info("kvq: prefixes are kept in %s as %s", options["path"], recipe.name)
+        recent = self._stores[0].format.recipe.window.recent
+        self._scheduler = PrefixScheduler(self._stores, self._page, recent)
 
     # ---- in the scheduler's process
 
@@ -79,15 +73,12 @@ class KVQConnector(KVConnectorBase_V1):
         before |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         scheduled = scheduler_output.num_scheduled_tokens.items()
         computed = {name: (before[name], before[name] + n) for name, n in scheduled if name in before}
-        return Metadata(*self._scheduler.transfers(computed, self._pages_of))
+        pages: Any = self._kv_cache_manager
+        return Metadata(*self._scheduler.transfers(computed, lambda name: pages.get_block_ids(name)[0]))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler.finished(request.request_id)
         return False, None
-
-    def _pages_of(self, request: str) -> Sequence[int]:
-        assert self._kv_cache_manager is not None
-        return self._kv_cache_manager.get_block_ids(request)[0]
 
     # ---- in a worker
 
@@ -109,8 +100,9 @@ class KVQConnector(KVConnectorBase_V1):
         self._worker = PrefixWorker(self._stores[0], layers, self._page)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
         if self._worker is not None:
-            self._worker.step(self._transfers.loads)
+            self._worker.step(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request that is being loaded is in no step."""
@@ -119,8 +111,9 @@ class KVQConnector(KVConnectorBase_V1):
         """Nothing: `wait_for_save` has all layers."""
 
     def wait_for_save(self) -> None:
+        metadata: Any = self._get_connector_metadata()
         if self._worker is not None:
-            for transfer in self._transfers.keeps:
+            for transfer in metadata.keeps:
                 self._worker.keep(transfer)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -132,12 +125,6 @@ class KVQConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-
-    @property
-    def _transfers(self) -> Metadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Metadata)
-        return metadata
 
 
 def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:

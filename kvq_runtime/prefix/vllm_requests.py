@@ -83,7 +83,7 @@ class Transfer:
 class PrefixScheduler:
     """Plans the transfers of vLLM's requests.
 
-    A request is loaded at most once, so that one whose load failed is computed. Drafts of speculative decoding are not
+    A request is loaded at most once: after a load that failed it is computed. Drafts of speculative decoding are not
     kept: their tokens are unknown until they are accepted.
 
     stores   one for each shard of the model

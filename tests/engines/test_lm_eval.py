@@ -185,32 +185,6 @@ def test_what_was_answered_is_not_answered_again(folder, model, monkeypatch):
         results(folder, lm(model, "rtn-4bit+window.recent=0"), "own_choice")
 
 
-@pytest.mark.parametrize(
-    "task, owner, name, most",
-    [("own_choice", CompressedLM, "_scored", 3), ("own_answer", models_of.HFLM, "_model_generate", 1)],
-)
-def test_a_run_that_was_stopped_goes_on_where_it_was(folder, model, monkeypatch, tmp_path, task, owner, name, most):
-    """With the answers of one that was not stopped."""
-    done, seen, stops = getattr(owner, name), [], most
-
-    def stopping(self, batch, *rest, **more):
-        if len(seen) == stops:
-            raise KeyboardInterrupt
-        seen.extend(tuple(map(int, row)) for row in batch)
-        return done(self, batch, *rest, **more)
-
-    monkeypatch.setattr(owner, name, stopping)
-    with pytest.raises(KeyboardInterrupt):
-        answers(folder, lm(model, NAMES[1]), task)
-    assert len(seen) == most
-    stops = -1
-    found = answers(folder, lm(model, NAMES[1]), task)
-    assert len(seen) == len(set(seen)) >= 3
-    monkeypatch.setattr(owner, name, done)
-    monkeypatch.setenv("KVQ_HOME", str(tmp_path / "another"))
-    assert found == answers(folder, lm(model, NAMES[1]), task)
-
-
 def test_what_it_refuses(folder, model, tmp_path):
     with pytest.raises(TypeError, match="model_args has no recipe"):
         CompressedLM("demo")

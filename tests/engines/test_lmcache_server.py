@@ -1,4 +1,4 @@
-"""LMCache's server, started by the command of docs/serve-lmcache.md; vLLM's connector to it. `make test-lmcache`.
+"""LMCache's server, started by the command of docs/prefix.md; vLLM's connector to it. `make test-lmcache`.
 
 vLLM is in an environment of its own, which `make engines` makes: LMCache is put before it, with what it imports.
 """
@@ -26,22 +26,13 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "artifacts" / "demo-model"
 ENGINES = ROOT / "build" / "engines" / "bin" / "python"
 PATIENCE = 540  # seconds
-BESIDE = (
-    "lmcache",
-    "nvtx",
-    "aiofiles",
-    "blake3",
-    "opentelemetry",
-    "sortedcontainers",
-)  # vLLM's environment has the rest
+BESIDE = ("lmcache", "nvtx", "aiofiles", "blake3", "opentelemetry", "sortedcontainers")  # vLLM's own has the rest
 QUIET = {"LMCACHE_TRACK_USAGE": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def commands() -> tuple[list[str], list[str]]:
     """The words of `lmcache server ...` and of `vllm serve ...` as the page has them."""
-    (block,) = re.findall(
-        r"(?m)^    lmcache server (?:.|\n)*?(?=\n\n)", (ROOT / "docs" / "serve-lmcache.md").read_text()
-    )
+    (block,) = re.findall(r"(?m)^    lmcache server (?:.|\n)*?(?=\n\n)", (ROOT / "docs" / "prefix.md").read_text())
     words = shlex.split(block.replace("\\\n", " "))
     at = words.index("vllm")
     return words[1:at], words[at:]
@@ -141,8 +132,7 @@ def test_vllm_loads_what_lmcache_kept(tmp_path: Path):
 
 def _ask(port: int, tokens: list[int]) -> None:
     body = json.dumps({"model": "demo", "prompt": tokens, "max_tokens": 4, "temperature": 0}).encode()
-    asked = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
-    )
+    url, kind = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
+    asked = urllib.request.Request(url, body, kind)
     with urllib.request.urlopen(asked, timeout=300) as answer:
         assert json.load(answer)["choices"][0]["text"] is not None

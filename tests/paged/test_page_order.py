@@ -29,10 +29,9 @@ def strided(dtype: torch.dtype) -> Tensor:
     return torch.zeros(6, TOKENS, HEADS, 2 * SIZE, dtype=dtype).transpose(1, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("write", "make"), [
-    (plain, strided), (plain, lambda dtype: strided(dtype).contiguous()),
-    (turned, lambda dtype: strided(dtype).contiguous()),
+    (plain, strided), (turned, lambda dtype: strided(dtype).contiguous()),
 ])  # fmt: skip
 def test_rows_come_back_from_where_the_backend_put_them(write, make, dtype):
     """Read what a backend wrote; write what the same backend would; page 0 is as it was."""
