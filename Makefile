@@ -53,9 +53,8 @@ test test-all: export TOKENIZERS_PARALLELISM ?= false
 PYTEST := env -u TRITON_INTERPRET -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest --dist loadgroup --max-worker-restart=0
 
 test: export KVQ_MUTANTS ?= 300
-test: export KVQ_RECIPES ?= 200
 test: env ## run the quick tests, one recipe of each class, on 2 processes; PYTEST_ARGS="-k window"
-	$(PYTEST) -n 2 -m 'not slow and not all_recipes' $(PYTEST_ARGS)
+	$(PYTEST) -n 2 -m 'not slow' $(PYTEST_ARGS)
 
 # For 2 cores: whoever runs the tests of Prefect and of Ray mostly waits.
 test-all: env ## run every test, on 3 processes
@@ -80,7 +79,7 @@ oldest-triton: env ## compare kernels with torch in the interpreter of the oldes
 oldest-transformers: env ## generation, graphs, every architecture and some calibrations with the oldest transformers that pyproject.toml admits
 	@rm -rf build/oldest-transformers
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/oldest-transformers 'huggingface-hub<2' 'transformers==$(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml).*'
-	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/hf -m 'not slow and not all_recipes'
+	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/hf -m 'not slow'
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_recorded_step.py tests/kernels/test_fused.py \
 	    -k 'replays or mask_of_the_moment or models_generate or not_recorded'
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/calib/model/test_decoders.py \

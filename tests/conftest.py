@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import hypothesis
@@ -105,54 +104,20 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
 
 
-ONE_IN = 24
+@pytest.fixture
+def recipe(request: pytest.FixtureRequest):
+    """The recipe of a parameter `recipe` that is a name, with small blocks: see `feeding.every_recipe`."""
+    from feeding import RECIPES
+
+    return RECIPES[request.param]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    text = (
-        "every test of every recipe, and every combination; without it a recipe that another stands for goes through "
-        f"one test in {ONE_IN}, and of combinations each value is there"
-    )
-    parser.addoption("--every-pair", action="store_true", help=text)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only --every-pair runs: most tests of a recipe that another stands for (tests/support/written.py)
-    and most combinations (tests/support/tiers.py).
-
-    A test that takes every recipe has a parameter `recipe` from `feeding.RECIPES`. A recipe that another stands for
-    is marked so, and goes through one in ONE_IN of these tests, its neighbour through the next ones. What is asked for
-    by its name runs.
-    """
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests of a GPU where there is none."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="a GPU is needed: make test-all on a machine that has one"))
-    every = config.getoption("--every-pair") or config.getoption("keyword") or any("::" in one for one in config.args)
-    others = represented()
-    functions: dict[str, int] = {}
-    left_out = [] if every else [item for item in items if item.get_closest_marker("every_pair")]
-    for item in items:
-        place = others.get(id(getattr(item, "callspec", None) and item.callspec.params.get("recipe")))
-        if place is not None:
-            item.add_marker("all_recipes")
-            turn = functions.setdefault(item.nodeid.partition("[")[0], len(functions))
-            if not every and (place + turn) % ONE_IN:
-                left_out.append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        gone = set(left_out)
-        items[:] = [item for item in items if item not in gone]
-
-
-def represented() -> dict[int, int]:
-    """The identities of recipes that others stand for, numbered; none before a test file has imported recipes."""
-    if "feeding" not in sys.modules:
-        return {}
-    from feeding import RECIPES
-    from written import REPRESENTATIVE
-
-    return {id(recipe): place for place, (name, recipe) in enumerate(RECIPES.items()) if name not in REPRESENTATIVE}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -27,12 +27,12 @@ import pytest
 import tiny_artifact as tiny
 import torch
 from patience import PATIENCE
-from written import EVERY
 
 from kvq_runtime.artifact import artifact, fingerprint, header
 from kvq_runtime.codec import codec, shared
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.recipe import presets
 from kvq_runtime.registry import events
 
 MUTANTS = int(os.environ.get("KVQ_MUTANTS", "2600"))  # of each of the four kinds
@@ -49,7 +49,7 @@ FORBIDDEN = re.compile(
 def artifacts() -> list[bytes]:
     """A small one of every fitted recipe, and the tiny one."""
     found = [tiny.data()]
-    for recipe in EVERY.values():
+    for recipe in presets().values():
         try:
             recipe.check(GEOMETRY)
         except ValueError:

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from feeding import GEOMETRY, RECIPES, error, feed_in, make, rotary, tensors, turned
+from feeding import GEOMETRY, RECIPES, error, every_recipe, feed_in, make, rotary, tensors, turned
 from generating import WAYS, generate, kvq, padded, stock
 from models import prompt, random_model
 from torch.nn.functional import scaled_dot_product_attention
-from written import REPRESENTATIVE
 
 from kvq_runtime.attention.path import Query, Reference, newest_weights
 from kvq_runtime.cache import BlockCache
@@ -17,8 +16,6 @@ from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 
 GROUP = 3  # query heads per KV head
-RECIPE = [pytest.param(recipe, 1, id=f"{name}-1") for name, recipe in RECIPES.items()]
-RECIPE += [pytest.param(RECIPES[name], 7, id=f"{name}-7") for name in sorted(REPRESENTATIVE)]
 
 
 def both(recipe, sizes, new: int, real_BT=None, rows=2, cap=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -55,16 +52,16 @@ def both(recipe, sizes, new: int, real_BT=None, rows=2, cap=None) -> list[tuple[
     return found
 
 
-@pytest.mark.parametrize("recipe, new", RECIPE)
+@every_recipe
+@pytest.mark.parametrize("new", [1, 7])
 def test_attention_is_that_over_the_decoded_tokens(recipe, new):
     for out, expected in both(recipe, [recipe.window.block * 2 + recipe.window.recent + 9, 1], new):
         assert error(out, expected) < 6e-3  # sdpa's road rounds rotated keys and values to bfloat16
 
 
-@pytest.mark.parametrize("name", sorted(REPRESENTATIVE))
-def test_capped_scores(name):
+@every_recipe
+def test_capped_scores(recipe):
     """Most scores come near the cap."""
-    recipe = RECIPES[name]
     for out, expected in both(recipe, [recipe.window.block * 2 + recipe.window.recent + 9, 1], 1, cap=1.0):
         assert error(out, expected) < 6e-3
 

@@ -6,12 +6,13 @@ import fitted
 import numpy as np
 import pytest
 import torch
+from feeding import REPRESENTATIVE
 from scipy.linalg import hadamard as walsh
 from torch import Tensor
-from written import EVERY, REPRESENTATIVE
 
 from kvq_calib.fit import predict as fits
 from kvq_calib.fit.statistics import Centred
+from kvq_runtime.artifact import recipe_text
 from kvq_runtime.codec import codec, shared
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
@@ -144,18 +145,11 @@ def test_error_on_gaussian_data_is_the_grids(size, rotate):
     assert relative(x - there_and_back(made, x).float(), x) == pytest.approx(ERRORS[size], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "head_size, name",
-    [
-        (size, name)
-        for size, names in ((64, EVERY), (80, sorted(REPRESENTATIVE)))
-        for name in names
-        if not EVERY[name].fits_prompt
-    ],
-)
+@pytest.mark.parametrize("head_size", [64, 80])
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if "online" not in name])
 def test_bits_are_the_bytes_that_are_held(name, head_size):
     geometry = Geometry(3, 4, head_size)
-    recipe = EVERY[name]
+    recipe = recipe_text.read(name)
     stages = [scheme.quantize for scheme in recipe.schemes if isinstance(scheme.quantize, Polar)]
     if head_size == 80 and any(stage.levels == 0 and stage.group == "head" for stage in stages):
         with pytest.raises(ValueError, match="levels=0 does not fit a vector of 80 elements"):
@@ -297,7 +291,7 @@ def test_a_mean_after_rope_turns_with_the_position():
 def test_an_unpacked_codec_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch):
     """With and without instructions for bfloat16; it holds larger tensors, and its own stays as it was."""
     geometry = Geometry(layers=2, kv_heads=2, head_size=32)
-    recipe = EVERY[name]
+    recipe = recipe_text.read(name)
     tensors = fitted.tensors(recipe, geometry)
     for has in (True, False):
         monkeypatch.setattr(product, "multiplies_bfloat16", lambda has=has: has)

@@ -18,10 +18,7 @@ from kvq_runtime.recipes import subkv
 from kvq_runtime.recipes.subkv import DynamicWindow
 from kvq_runtime.stages.rtn import Rtn
 
-WINDOWS = {name: recipe.policy("window") for name, recipe in RECIPES.items()}
-DYNAMIC = {name: RECIPES[name] for name, window in WINDOWS.items() if window and window.per == "cache"}
-every = pytest.mark.parametrize("recipe", DYNAMIC.values(), ids=DYNAMIC.keys())
-ANY = {name: RECIPES[name] for name, window in WINDOWS.items() if window}  # those of each layer by itself, too
+every = pytest.mark.parametrize("recipe", ["subkv-2bit", "subkv-aqua-2bit"], indirect=True)
 STEPS = [40] + [1] * 50 + [7, 1, 33, 1, 1, 64, 90, 1, 1]
 NAMES = ["subkv-2bit", "subkv-4bit"]
 
@@ -99,7 +96,7 @@ def test_what_cannot_be():
 
 
 def test_update_is_refused_by_name():
-    cache, x = make(DYNAMIC["subkv-2bit"]), tensors(3)
+    cache, x = make(RECIPES["subkv-2bit"]), tensors(3)
     with pytest.raises(RuntimeError, match=r"subkv-2bit needs attention, .* use take\(\), attend\(\) and finish\(\)"):
         cache.update(0, *x[0].unbind(0))
     assert cache.length == 0
@@ -164,7 +161,7 @@ def test_same_calls_same_blocks(recipe):
 
 def test_every_layer_and_row_has_a_say():
     """One row, or the last layer, that attends to the newest token alone outweighs the others, for all."""
-    recipe = DYNAMIC["subkv-2bit"]
+    recipe = RECIPES["subkv-2bit"]
     x = tensors(sum(STEPS))
     last = x[2, 0].flatten(0, 1)
 
@@ -196,7 +193,7 @@ def test_padded_slots_have_no_say(recipe):
     assert decisions(recipe, x, anything, nobody) == alone != found
 
 
-@pytest.mark.parametrize("recipe", ANY.values(), ids=ANY.keys())
+@pytest.mark.parametrize("recipe", ["subkv-2bit", "subkv-2bit-by-layer"], indirect=True)
 def test_an_undone_pass_decides_as_before(recipe):
     """A pass that stops midway, one that is refused for a bad number, one whose layers come one by one."""
     x, wrong = tensors(sum(STEPS)), tensors(sum(STEPS), seed=9)
@@ -248,7 +245,7 @@ def test_reordered_rows_take_their_say_with_them(recipe):
     assert all(torch.equal(found[layer], expected[layer][rows]) for layer in range(3))
 
 
-@pytest.mark.parametrize("recipe", [DYNAMIC["subkv-2bit"]], ids=["subkv-2bit"])
+@pytest.mark.parametrize("recipe", ["subkv-2bit"], indirect=True)
 def test_a_longer_window_is_billed(recipe):
     recent, block = recipe.window.recent, recipe.window.block
     x = tensors(recent + 8 * block)

@@ -7,9 +7,7 @@ import torch
 from feeding import GEOMETRY, error, feed, feed_in, make, read, rotary, same, state, tensors
 from models import prompt, random_model
 from scheme_fit import chunks
-from tiers import some
 from torch import Tensor
-from written import EVERY
 
 from kvq_calib.fit import nuq
 from kvq_calib.fit.scheme import Blocks, SchemeFit
@@ -26,7 +24,6 @@ from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import ROLES, Recipe, preset
 from kvq_runtime.recipes.subkv import DynamicWindow
 
-ONLINE = {name: recipe for name, recipe in EVERY.items() if recipe.fits_prompt}
 # an online recipe, and the same one fitted offline
 PAIRS = {
     "svdq-online-2bit": "svdq-2bit",
@@ -35,13 +32,13 @@ PAIRS = {
     "squat-pre-online-2bit": "squat-pre-2bit",
 }
 FIT = 256
-QUICK = ("polar-online", "squat-online-2bit", "squat-pre-online-2bit", "svdq-online-2bit")
-every_online = pytest.mark.parametrize("name", some(ONLINE, *QUICK))
+ONLINE = ("polar-online", "squat-online-2bit", "squat-pre-online-2bit", "svdq-online-2bit")
+every_online = pytest.mark.parametrize("name", ONLINE)
 
 
 def short(name: str, fit_tokens: int | str = "prompt") -> Recipe:
     """A window of 32, blocks of 32."""
-    recipe = EVERY[name]
+    recipe = preset(name)
     window = replace(recipe.window, recent=32, block=32)
     return replace(recipe, window=window, policies=(PromptFit(fit_tokens),)).check(GEOMETRY)
 
@@ -271,7 +268,7 @@ def test_the_fit_of_every_row_is_billed():
 
 
 def test_a_recipe_says_what_is_fitted_online():
-    for recipe in ONLINE.values():
+    for recipe in map(preset, ONLINE):
         assert Recipe.from_json(recipe.to_json()) == recipe
         assert recipe.to_json()["policies"] == [{"kind": "first_tokens", "fit_tokens": "prompt"}]
     assert short("squat-online-2bit", 64) == Recipe.from_json(short("squat-online-2bit", 64).to_json())

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from feeding import GEOMETRY, RECIPES, feed_in, make, tensors
+from feeding import GEOMETRY, RECIPES, every_recipe, feed_in, make, tensors
 
 from kvq_runtime.codec.codec import Codec
-
-every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 
 def caches(recipe):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from feeding import DTYPE_IDS, DTYPES, GEOMETRY, RECIPES, feed_in, make, tensors
+from feeding import GEOMETRY, RECIPES, every_recipe, feed_in, make, tensors
 from owned_bytes import owned
 
 from kvq_runtime.cache import BlockCache
@@ -13,8 +13,6 @@ from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import preset
 from kvq_runtime.store import memory
 from kvq_runtime.store.decode import Decoder
-
-every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
 
 def bits(cache: BlockCache, dtype: torch.dtype) -> float:
@@ -46,9 +44,10 @@ def test_the_report_is_what_the_cache_owns(recipe):
     assert cache.memory_report().total_bytes == sum(owned(cache).values()) == cache.memory_report().shared_bytes
 
 
-@pytest.mark.parametrize("recipe, dtype", DTYPES, ids=DTYPE_IDS)
-def test_asymptotic_bits_are_what_a_slab_takes(recipe, dtype, monkeypatch):
+@every_recipe
+def test_asymptotic_bits_are_what_a_slab_takes(recipe, monkeypatch):
     """Between two full slabs nothing grows but encoded blocks: their bytes, per element, are the bits promised."""
+    dtype = torch.bfloat16
     slab = 4  # blocks in place of 32, which take the same bits each
     for module in ("store.layer", "store.storage", "policies.shadow_chunks"):
         monkeypatch.setattr(f"kvq_runtime.{module}.SLAB", slab)

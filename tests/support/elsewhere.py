@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from written import EVERY
 
 from kvq_calib.model import find as models
 from kvq_calib.run import calibrate, checkpoint, device, plan
 from kvq_calib.run.run import InMemory, Run
+from kvq_runtime.artifact import recipe_text
 
 backend_registration._setup_privateuseone_for_python_backend("elsewhere")
 NAME = "elsewhere:0"
@@ -116,7 +116,7 @@ def calibrated(model: Path, recipe: str) -> None:
     files = models.resolve(str(model))
     given = {"source": str(model / "corpus.txt"), "samples": 2, "seq_len": 160, "dtype": "float32"}
     with There(), tempfile.TemporaryDirectory() as folder:
-        made = plan.make(files, (EVERY[recipe],), device=NAME, **given)
+        made = plan.make(files, (recipe_text.read(recipe),), device=NAME, **given)
         calibrate.calibrate(Run(made, files, Path(folder), activations=InMemory(device=NAME)))
 
 

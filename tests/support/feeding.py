@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import fitted
+import pytest
 import torch
 from torch import Tensor
-from written import EVERY
 
+from kvq_runtime.artifact.recipe_text import read as read_recipe
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rope import Rotary, rotate
@@ -41,14 +42,32 @@ def whole(recipe: Recipe) -> Recipe:
     return replace(recipe, policies=tuple(replace(policy, **policy.neutral) for policy in recipe.policies))
 
 
-RECIPES = {name: whole(small(recipe)) for name, recipe in EVERY.items()}
+REPRESENTATIVE = (  # one recipe of each combination of stages and policies
+    "exact", "exact-pre", "rtn-2bit", "kivi-2bit", "quarot-2bit", "higgs-2bit", "mean-higgs-2bit",
+    "mean-higgs-head-2bit-post", "lloyd-3bit", "mean-lloyd-3bit-post+all.quantize=even", "turboquant-3bit",
+    "kvquant-3bit", "gear-2bit", "zipcache-2bit", "oscar-2bit", "polar-paper", "polar-paper-fitted+all.rotate=none",
+    "polar-online", "squat-2bit", "squat-pre-2bit-paper", "squat-online-2bit", "svdq-2bit+key.quantize.codebook=block",
+    "svdq-wf-2bit-v4+key.rotate=query_basis+value.quantize=mixed+value.rotate=output_basis", "svdq-online-2bit",
+    "subkv-2bit", "aqua-2bit", "aqua-2bit+position=post", "aqua-2bit+key.axis=channel+value.axis=channel",
+    "aqua-2bit+key.predict=low_rank+value.predict=mlp", "aqua-2bit+all.predict.storage=gptq4+all.predict.below=1,2",
+    "aqua-fisher-1bit", "aqua-h2o-2bit",
+)  # fmt: skip
 
 
-FEW = ("exact", "exact-pre", "higgs-2bit", "aqua-2bit", "aqua-2bit+position=post",
-       "aqua-2bit+key.axis=channel+value.axis=channel")  # fmt: skip
-# every recipe in a model's usual dtype, a few in single precision
-DTYPES = [(recipe, torch.bfloat16) for recipe in RECIPES.values()] + [(RECIPES[name], torch.float32) for name in FEW]
-DTYPE_IDS = [f"{recipe.name}-{str(dtype).removeprefix('torch.')}" for recipe, dtype in DTYPES]
+class Recipes(dict[str, Recipe]):
+    """Recipes as `recipe_text.read` takes them, with small blocks and no choice among tokens; each made when asked."""
+
+    def __missing__(self, name: str) -> Recipe:
+        return self.setdefault(name, whole(small(read_recipe(name))))
+
+
+RECIPES = Recipes()
+SLOW = ("gear-2bit", "polar-online", "squat-online-2bit", "svdq-online-2bit", "aqua-fisher-1bit", "aqua-h2o-2bit")
+every_recipe = pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in REPRESENTATIVE],
+    indirect=True,
+)
 
 
 def rotary(geometry: Geometry = GEOMETRY, scaling: float = 1.0, dtype: torch.dtype = torch.float32) -> Rotary:

@@ -64,7 +64,7 @@ def _tensors(recipe: Recipe, geometry: Geometry, seed: int) -> dict[str, Tensor]
 
 def _is_fitted_here(quantize: Quantizer) -> bool:
     """Whether it is fitted to tokens alone; the bits of latent channels need a basis that fits them."""
-    if not quantize.fitted or quantize.takes_latents:
+    if not quantize.fitted or quantize.takes_latents or quantize.kind == "nuq":  # whose clusters take seconds
         return False
     return fitting.fit_module(quantize, PACKAGES).requests(quantize) == (Residuals(),)
 
@@ -98,6 +98,10 @@ def _one(field: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torc
         return {"deviation": 1.2, "high": 1.2, "low": -1.2}[field] * (1 + 0.05 * x)
     if field.startswith("update_"):  # of feedback: smaller than the error that it follows
         return (0.5 * x / shape[-1] ** 0.5).to(dtype)
+    if field == "points":
+        return torch.linspace(-0.9, 0.9, shape[0])
+    if field == "half":
+        return 2.5 * (1 + 0.05 * x)
     if field == "cell":
         return 0.5 * (1 + 0.05 * x)
     if field == "gain_ends":  # of tokens half and twice as large as others

@@ -1,7 +1,6 @@
 """Every stage that is fitted has a module named as its kind or its file, in a package that fits it."""
 
 import pytest
-from written import EVERY
 
 from kvq_calib.fit.scheme import SchemeFit, way
 from kvq_runtime.fit.fitting import Fitting, fit_module, has_to_be_solved
@@ -19,7 +18,7 @@ def stages(recipe: Recipe) -> list[Stage]:
 
 @pytest.mark.parametrize("fitting, online", [(SchemeFit, False), (Fitting, True)])
 def test_every_fitted_stage_is_found_and_requests_what_can_be_collected(fitting, online):
-    recipes = [recipe for recipe in EVERY.values() if recipe.fits_prompt == online]
+    recipes = [recipe for recipe in presets().values() if recipe.fits_prompt == online]
     fitted = {stage for recipe in recipes for stage in stages(recipe)}
     assert len({stage.kind for stage in fitted}) >= (3 if online else 8)
     for stage in fitted:
