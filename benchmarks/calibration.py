@@ -57,7 +57,7 @@ from kvq_calib.job.prepare import prepare
 from kvq_calib.job.run import complete, run
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.run import budget, calibrate, checkpoint, plan
+from kvq_calib.run import bit_allocation, calibrate, checkpoint, plan
 from kvq_calib.run.device import keep_memory
 from kvq_calib.run.run import InFiles, InMemory, Run
 from kvq_calib.text import corpus
@@ -129,7 +129,7 @@ def time_of(args: argparse.Namespace) -> int:
             plain, layers, unit = Plain(work, args.logits), made.geometry.layers, Spent()
             of_gradients = sum((checkpoint.record(work.folder, -1) or {})["seconds"].values())
             spent = Spent(of_gradients, descent)
-            for part in budget.rounds(work):
+            for part in bit_allocation.rounds(work):
                 stream = calibrate.start(part)
                 for layer in range(layers):
                     spent += Spent.by(calibrate.fit_layer, part, stream, layer)

@@ -146,8 +146,6 @@ def parser() -> argparse.ArgumentParser:
     add("--for", dest="engine", choices=("vllm",), help=text)
     text = ".txt, .jsonl(.gz, .zst), .parquet, or org/name[:config][@revision]; 'A + B' takes as many sequences of each"
     add("--corpus", metavar="FILE|HUB-ID", help=text)
-    text = "with --recipe auto --for: a text of another kind to measure settings on too; or none"
-    add("--transfer", metavar="FILE|HUB-ID", help=text)
     add("--samples", type=int, metavar="N", help="sequences, held-out ones included (default: the model's)")
     add("--seq-len", type=partial(count, least=2), metavar="L", help="tokens per sequence (default: the model's)")
     add("--held-out", type=int, metavar="N", help="sequences that only measure the fit (default: an eighth)")

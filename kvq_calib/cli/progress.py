@@ -62,9 +62,9 @@ class Bar:
     """
 
     def __init__(self, plan: "Plan", quiet: bool = False):
-        from kvq_calib.run import budget
+        from kvq_calib.run import bit_allocation
 
-        self._layers, self._quiet = budget.most_rounds(plan) * plan.geometry.layers, quiet
+        self._layers, self._quiet = bit_allocation.count_rounds(plan) * plan.geometry.layers, quiet
         self._stages = 1 + 2 * len(plan.recipes)
         self._bar: tqdm | None = None
         self._whole, self._at, self._seen = "", (-1, -1), list[str]()

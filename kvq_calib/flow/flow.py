@@ -34,7 +34,7 @@ from kvq_calib.job import prepare as preparation  # noqa: E402
 from kvq_calib.job import run as jobs  # noqa: E402
 from kvq_calib.job.job import Job  # noqa: E402
 from kvq_calib.report.published import Published, PublishedAt  # noqa: E402
-from kvq_calib.run import budget  # noqa: E402
+from kvq_calib.run import bit_allocation  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
 from kvq_calib.run.run import InFiles, Listener, Progress, Run, silent  # noqa: E402
 from kvq_runtime.registry import reference  # noqa: E402
@@ -67,7 +67,7 @@ def _work(job: Job, listener: Listener = silent) -> Run:
 
 def _round(work: Run, number: int) -> Run | None:
     """Return a round of the run, after those before it are finished; None if there is no such round."""
-    return next(islice(budget.rounds(work), number, None), None)
+    return next(islice(bit_allocation.rounds(work), number, None), None)
 
 
 @task(name="prepare", task_run_name="prepare-{number}", cache_policy=NO_CACHE, persist_result=False)
@@ -130,7 +130,7 @@ def calibrate(settings: dict) -> Sequence[Published] | State:
     job = job.with_settings(corpus=work.plan.corpus, revision=work.plan.revision)
     with work.claimed(), _sharing(job, work):
         progress: Any = create_progress_artifact(0.0, "kvq-progress", f"{job.what.model}: preparing")
-        for number in range(budget.most_rounds(work.plan)):
+        for number in range(bit_allocation.count_rounds(work.plan)):
             first = prepare(job, number)
             if first is None:
                 break

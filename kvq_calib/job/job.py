@@ -39,8 +39,6 @@ class Text:
     """The text to fit to; None means the model's default.
 
     samples, held_out   sequences in all, and how many of them only measure the fit; `seq_len` tokens each
-    transfer            of "auto" for an engine: a text of another kind to measure settings on too; None: an embedded
-                        one; "none": none
     seed                of the choice of sequences
     gradient_tokens     of recipes that take gradients: tokens of each corpus, at least; None: 4,096
     """
@@ -49,7 +47,6 @@ class Text:
     samples: int | None = None
     seq_len: int | None = None
     held_out: int | None = None
-    transfer: str | None = None
     seed: int = 0
     gradient_tokens: int | None = None
 

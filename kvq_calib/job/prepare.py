@@ -13,15 +13,14 @@ import torch
 from kvq_calib.evaluate import held_out, record
 from kvq_calib.evaluate.caches import encodes
 from kvq_calib.evaluate.subject import find
-from kvq_calib.job.job import Job, Machine, Text
+from kvq_calib.job.job import Job, Machine
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.run import budget, checkpoint
+from kvq_calib.run import bit_allocation, checkpoint
 from kvq_calib.run.device import cores, free_on
 from kvq_calib.run.plan import Plan, make
-from kvq_calib.run.run import EVERY, Copies, InFiles, InMemory, Listener, Run, silent
+from kvq_calib.run.run import EVERY, InFiles, InMemory, Listener, Run, silent
 from kvq_calib.text import corpus
-from kvq_calib.text.documents import EMBEDDED
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.ops import product
@@ -37,31 +36,26 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
     files   of the model, if it was found already: by `models.look_up`, for a plan without its weights
     """
     what, text, machine = job.what, job.text, job.machine
-    if (budget.AUTOMATIC in what.recipes) != bool(what.bits):
+    if (bit_allocation.AUTOMATIC in what.recipes) != bool(what.bits):
         raise ValueError(
             f"recipes {list(what.recipes)}, bits {list(what.bits)}: --bits says what --recipe auto may cost; "
             "give both, as in --recipe auto --bits 2.1, or neither"
         )
     if what.engine not in (None, "vllm"):
         raise ValueError(f"--for {what.engine}; use vllm, or leave it out")
-    recipes = [recipe_text.read(text) for text in what.recipes if text != budget.AUTOMATIC]
+    recipes = [recipe_text.read(text) for text in what.recipes if text != bit_allocation.AUTOMATIC]
     files = files or models.resolve(what.model, what.revision)  # which may be a long download
     for recipe in recipes if what.engine else ():
         plugin.check_recipe(recipe, files.geometry)
     budgets = {}
     for bits in what.bits:
-        recipes.append((budget.served if what.engine else budget.shared)(bits, files.geometry))
+        automatic_recipe = bit_allocation.auto_vllm_recipe if what.engine else bit_allocation.auto_recipe
+        recipes.append(automatic_recipe(bits, files.geometry))
         if what.engine:
             budgets[recipes[-1].name] = bits
-    if text.transfer not in (None, corpus.NONE) and not budgets:
-        raise ValueError(
-            f"--transfer {text.transfer} is a text to measure settings on, for --recipe auto --for vllm "
-            "with --bits; give these, or leave it out"
-        )
     chosen = (text.corpus, text.samples, text.seq_len, text.seed, text.held_out)
     used = (machine.device, machine.dtype, machine.threads or max(1, cores() // (machine.workers or 1)))
-    transfer = _transfer(text, files) if budgets else None
-    plan = make(files, recipes, *chosen, *used, budgets, transfer, text.gradient_tokens)
+    plan = make(files, recipes, *chosen, *used, budgets, text.gradient_tokens)
     folder = Path(machine.run) if machine.run else home() / "runs" / plan.digest[:16]
     return Run(plan, files, folder, listener, activations=_activations(machine, plan, files))
 
@@ -79,14 +73,7 @@ def _activations(machine: Machine, plan: Plan, files: ModelFiles) -> InFiles:
     if on_gpu and held + computing <= torch.cuda.mem_get_info(plan.device)[0] // 2:
         return InMemory(every, plan.device)
     fits = held + (0 if on_gpu else computing) <= psutil.virtual_memory().available // 2
-    return InMemory(every, copies=Copies(plan.device) if on_gpu else None) if fits else InFiles()
-
-
-def _transfer(text: Text, files: ModelFiles) -> str | None:
-    """Return the text of another kind on which settings are measured."""
-    if text.transfer == corpus.NONE:
-        return None
-    return text.transfer or next((name for name in files.entry.beside(text.corpus) if name in EMBEDDED), None)
+    return InMemory(every) if fits else InFiles()
 
 
 def not_alone(job: Job, work: Run) -> Job:

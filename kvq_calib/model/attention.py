@@ -5,8 +5,7 @@ A tile is a run of queries that read the same: (start, stop, decoded), the last 
 that are not decoded are read as they are. Attention's scale is 1/√D.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -21,8 +20,8 @@ TILE = 512  # queries: what a tile's scores take grows with tile × tokens
 
 
 @dataclass(frozen=True)
-class Projected:
-    """One layer's keys, values and queries of a chunk, before RoPE, all heads side by side.
+class Captured:
+    """One layer's keys, values and queries of a chunk, before RoPE, all heads side by side, and its output.
 
     softmax   what the layer's attention has beside scores
     """
@@ -30,25 +29,8 @@ class Projected:
     k_NTC: Tensor
     v_NTC: Tensor
     q_NTC: Tensor | None
+    h_BTE: Tensor
     softmax: dense.Softmax = dense.PLAIN
-
-
-@dataclass(frozen=True)
-class Captured(Projected):
-    """The same, and what the layer puts out."""
-
-    h_BTE: Tensor = field(kw_only=True)
-
-
-def joined(parts: Sequence[Projected]) -> Projected:
-    """The tensors of all parts' sequences, one part after the other, without what their queries read."""
-    if len(parts) == 1:
-        return parts[0]
-    k, v, q = (
-        [getattr(part, name) for part in parts if getattr(part, name) is not None]
-        for name in ("k_NTC", "v_NTC", "q_NTC")
-    )
-    return Projected(torch.cat(k), torch.cat(v), torch.cat(q) if q else None, parts[0].softmax)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ E = hidden width · V = vocabulary.
 import inspect
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
-from kvq_calib.model.attention import Captured, Projected
+from kvq_calib.model.attention import Captured
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
 from kvq_runtime.families import ATTENTION, FULL, LAYERS, SLIDING
@@ -39,10 +39,6 @@ MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}  
 TILE = 2048  # tokens
 
 
-class Seen(Exception):
-    """Ends a layer's forward pass where attention begins."""
-
-
 def captured(
     module: Any,
     query: Tensor,
@@ -55,8 +51,6 @@ def captured(
     """Attention that notes its inputs in the module's `seen`, if it has one: [B, H, T, D], after RoPE."""
     if module.seen is not None:
         module.seen.update(k=key, v=value, q=query, scale=scaling, softmax=Softmax.of(given))
-        if module.seen.get("alone"):
-            raise Seen
     return dense(module, query, key, value, attention_mask, scaling, **given)
 
 
@@ -235,7 +229,7 @@ class Layer:
     def forward(self, h_BTE: Tensor, queries: bool = False) -> Captured:
         """Run the layer on whole sequences, causally, from position 0."""
         out_BTE = self._run(self._given(h_BTE))
-        return Captured(**vars(self._captured(queries)), h_BTE=out_BTE)
+        return self._captured(out_BTE, queries)
 
     def gradients(self, h_BTE: Tensor, above_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Carry a gradient with respect to the layer's output below it.
@@ -268,21 +262,13 @@ class Layer:
         self._seen.clear()
         return out_BTE
 
-    @torch.no_grad()
-    def project(self, h_BTE: Tensor, queries: bool = False) -> Projected:
-        """Return what `forward` returns beside the output, without attention and MLP, for a last layer."""
-        self._seen["alone"] = True
-        with suppress(Seen):
-            self._run(self._given(h_BTE))
-        return self._captured(queries)
-
     def _run(self, h_BTE: Tensor, **more: Any) -> Tensor:
         for n, module in self._modules.items():
             out = module(h_BTE, **self._stream.arguments(n, *h_BTE.shape[:2]) | more)
             h_BTE = out[0] if isinstance(out, tuple) else out
         return h_BTE
 
-    def _captured(self, queries: bool) -> Projected:
+    def _captured(self, out_BTE: Tensor, queries: bool) -> Captured:
         """The input of attention, keys and queries turned back, queries scaled as if attention's scale were 1/√D."""
         seen = dict(self._seen)
         self._seen.clear()
@@ -292,7 +278,7 @@ class Layer:
             q = seen["q_pre"] if "q_pre" in seen else self._turned_back(seen["q"])
             factor = 1.0 if seen["scale"] is None else seen["scale"] * seen["q"].shape[-1] ** 0.5
             q = q.flatten(2) if math.isclose(factor, 1) else q.flatten(2) * factor
-        return Projected(k, v, q, seen["softmax"])
+        return Captured(k, v, q, out_BTE, seen["softmax"])
 
     def _turned_back(self, x_BHTD: Tensor, back: Any = rope.unrotate) -> Tensor:
         """Keys or queries [B, T, H, D] before RoPE, in their dtype; a gradient is turned back by `rotate`."""

@@ -123,7 +123,7 @@ def standard_errors(figures: Figures) -> tuple[float | None, float | None]:
 
 def by_layer(artifact: Artifact) -> list[dict[str, Any]]:
     """Return bits of keys and values in each layer, and the errors that the fit measured there."""
-    names = {"explained_variance": "explained", "relative_error": "error", "attention_error": "attention"}
+    names = {"explained_variance": "explained", "relative_error": "error", "nats": "nats"}
     rows = []
     for layer, measures in enumerate(artifact.fit["layers"]):
         row: dict[str, Any] = {"layer": layer}

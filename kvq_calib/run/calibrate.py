@@ -7,6 +7,7 @@ a run that was killed goes on at the layer where it was. One pass over the model
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from kvq_calib.fit import rotate
 from kvq_calib.fit.scheme import Asked, Errors, SchemeFit, Source, Sums, summary
 from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QuerySums, deviations
 from kvq_calib.model.streamed import Stream
-from kvq_calib.run import budget, checkpoint, gradients, passes, share
+from kvq_calib.run import bit_allocation, checkpoint, gradients, passes
 from kvq_calib.run.passes import RecipeWork
-from kvq_calib.run.plan import by_gradients, set_arithmetic, takes
+from kvq_calib.run.plan import Plan, divides, is_divided, set_arithmetic, takes
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
@@ -36,12 +37,9 @@ class LayerStatistics:
 
     moments   of keys and of values, by the number of sinks left out
     queries   second moments of the queries to fit on, where a recipe asks for queries; `held`: of the held-out ones
-    energy    mean ‖h‖² of the stream under the layer then, over the tokens to fit on but the sinks, one of which may
-              have a massive activation, as many thousand times the energy of any other
     """
 
     moments: dict[int, tuple[MeanVariance, MeanVariance]]
-    energy: float
     queries: LayerQueries | None = None
     held: LayerQueries | None = None
 
@@ -55,7 +53,7 @@ def calibrate(run: Run) -> dict[str, Artifact]:
 def fit(run: Run) -> dict[str, Artifact]:
     """`calibrate` in a run folder that is claimed already."""
     start(run)  # what a draft begins with
-    for part in budget.rounds(run):
+    for part in bit_allocation.rounds(run):
         stream = start(part)
         for layer in range(first_unfinished(part), part.plan.geometry.layers):
             fit_layer(part, stream, layer)
@@ -79,7 +77,6 @@ def first_unfinished(run: Run) -> int:
     if last < run.plan.geometry.layers - 1:
         run.activations.resume(run.folder)
         checkpoint.verify(run.folder, last)
-        gradients.verify(run, last + 1)
         for layer in range(max(0, last - run.plan.depth + 1), last):
             checkpoint.verify(run.folder, layer, tuple(recipe.name for recipe in run.plan.recipes))
     else:  # it may have been killed before it deleted what no layer reads
@@ -97,15 +94,12 @@ def prepare(run: Run, stream: Stream) -> None:
     if plan.draft:
         return _begin_draft(run)
     batch = corpus.select(plan.corpus, run.files.path, plan.samples, plan.seq_len, plan.seed)
-    tokens_BT, record = batch.tokens_BT, {"corpus": batch.description, "seconds": {}}
-    if plan.transfer is not None:
-        other = corpus.select(plan.transfer, run.files.path, plan.transfer_samples, plan.seq_len, plan.seed)
-        tokens_BT, record = torch.cat([tokens_BT, other.tokens_BT]), record | {"transfer": other.description}
+    record: dict[str, Any] = {"corpus": batch.description, "seconds": {}}
     with checkpoint.whole(checkpoint.folder_of(run.folder, -1), record) as folder:
-        checkpoint.save({"tokens": tokens_BT}, folder / passes.TOKENS)
+        checkpoint.save({"tokens": batch.tokens_BT}, folder / passes.TOKENS)
         if plan.descends:
-            found = gradients.collect(run, stream, batch.tokens_BT, folder, record["seconds"])
-            checkpoint.save(found, folder / gradients.FILE)
+            moments = gradients.collect(run, stream, batch.tokens_BT, folder, record["seconds"])
+            checkpoint.save(moments, folder / gradients.FILE)
 
 
 def _begin_draft(run: Run) -> None:
@@ -122,7 +116,7 @@ def _begin_draft(run: Run) -> None:
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     """Capture one layer, fit every recipe in it, and leave what the next layer reads."""
     plan, started = run.plan, time.perf_counter()
-    record: dict = {name: {} for name in ("fit", "recipes", "attention", "variances", "seconds")}
+    record: dict = {name: {} for name in ("fit", "recipes", "settings", "variances", "seconds")}
     record["layer"] = layer
     with checkpoint.whole(checkpoint.folder_of(run.folder, layer), record) as folder:
         collected = _capture(run, stream, layer, folder, record["seconds"])
@@ -130,19 +124,15 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
         tensors: dict[str, Tensor] = {}
         for recipe in plan.recipes:
             begun = time.perf_counter()
-            given = budget.given(run, recipe, layer)
-            fitted, measures, work = _fit_recipe(run, stream, layer, given, collected, folder)
+            divided = _divided(run, recipe, layer)
+            fitted, measures, work = _fit_recipe(run, stream, layer, divided, collected, folder)
             tensors |= {f"{recipe.name}/{name}": tensor for name, tensor in fitted.items()}
             record["fit"][recipe.name] = measures
-            record["recipes"][recipe.name] = given.with_schemes(layer, *work.schemes).to_json()
+            record["recipes"][recipe.name] = divided.with_schemes(layer, *work.schemes).to_json()
             if plan.draft:
                 record["variances"][recipe.name] = _variances(work, collected)
             if recipe.name in plan.budgets:
-                sources: dict[Role, Source] = {role: _source(work, role, collected.queries) for role in ROLES}
-                errors = budget.attention_errors(work, budget.served_options(plan.geometry), sources)
-                record["attention"][recipe.name] = errors
-                for role in ROLES:
-                    measures[role]["attention_error"] = errors[role][0]
+                record["settings"][recipe.name] = _measured_settings(work, collected)
             record["seconds"][recipe.name] = time.perf_counter() - begun
         checkpoint.save(tensors, folder / "fit.safetensors")
         if not any(passes.clean(scheme) for recipe in plan.recipes for scheme in recipe.schemes):
@@ -160,24 +150,20 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
         for sinks in {recipe.window.sinks for recipe in plan.recipes}
     }
     query_sums = None
-    asked = any(takes(recipe, "capture") for recipe in plan.recipes)
-    if plan.budgets or asked or (plan.draft and not all(map(by_gradients, plan.recipes))):
+    if any(takes(recipe, "capture") for recipe in plan.recipes):
         query_sums = QuerySums(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
-    energy, counted = 0.0, 0
     shared = passes.Capture(run, stream, layer, folder, frozenset(sums), query_sums)
     captured = run.executor(passes.capture, shared, range(len(plan.chunks)))
     for (index, rows), chunk in zip(enumerate(plan.chunks), captured, strict=True):
         seconds["forward"] = seconds.get("forward", 0.0) + chunk.forward
-        if index < plan.fitted_chunks:
-            energy, counted = energy + chunk.energy, counted + len(rows) * (plan.seq_len - max(shared.sinks))
         for sinks, pair in chunk.moments.items():
-            for total, partial in zip(sums[sinks], pair, strict=True):
-                total.merge(index, partial)
-        if query_sums is not None and index < plan.own_chunks:
+            for total, part in zip(sums[sinks], pair, strict=True):
+                total.merge(index, part)
+        if query_sums is not None:
             query_sums.merge(index, chunk.queries, len(rows))
         run.report(layer, "capture", index + 1, len(plan.chunks), len(rows) * plan.seq_len)
     moments = {sinks: (keys.value(), values.value()) for sinks, (keys, values) in sums.items()}
-    return LayerStatistics(moments, energy / counted, *(query_sums.value() if query_sums is not None else ()))
+    return LayerStatistics(moments, *(query_sums.value() if query_sums is not None else ()))
 
 
 def _fit_recipe(
@@ -192,7 +178,7 @@ def _fit_recipe(
     measures: dict = {}
     for role, moments in zip(ROLES, collected.moments[recipe.window.sinks], strict=True):
         fit = SchemeFit(recipe, layer, role, plan.geometry, Statistics(moments.mean_C.float(), seed=plan.seed))
-        fit.known, fit.rows = work.known(role), share.ROWS if plan.draft else 0
+        fit.known, fit.rows = work.known(role), bit_allocation.DRAFT_ROWS if plan.draft else 0
         fit.fit(_source(work, role, collected.queries))
         errors = Errors()
         decoded = run.executor(passes.decode, passes.Pass(work, fit), range(len(plan.chunks)))
@@ -210,27 +196,61 @@ def _fit_recipe(
     return tensors, measures, work
 
 
+def _divided(run: Run, recipe: Recipe, layer: int) -> Recipe:
+    """The recipe with the bits that the draft's variances give each place of it, if they are divided.
+
+    The notes of all layers of the draft are read once, for the first layer; the others read those of the layer below.
+    """
+    if run.plan.draft or not is_divided(recipe):
+        return recipe
+    if layer:
+        return Recipe.from_json((checkpoint.record(run.folder, layer - 1) or {})["recipes"][recipe.name])
+    notes = _notes(run.folder / bit_allocation.DRAFT, run.plan, "variances", recipe.name)
+    return bit_allocation.divided(recipe, run.plan.geometry, notes)
+
+
+def _notes(folder: Path, plan: Plan, kind: str, name: str) -> list[Any]:
+    """Notes of one kind on a recipe, by layer."""
+    return [(checkpoint.record(folder, layer) or {})[kind][name] for layer in range(plan.geometry.layers)]
+
+
 def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
-    """By role, of schemes whose bits are shared out, the latent variances times what errors cost.
+    """By role, of schemes whose bits are divided, the latent variances times what errors cost.
 
     A prediction from I inputs, fitted to n tokens, leaves 1 - I / n as much of them as of others."""
-    run, recipe = work.run, work.recipe
-    roles: list[Role] = [role for role in ROLES if share.shares(recipe.scheme(work.layer, role))]
-    if by_gradients(recipe):
-        cost = {role: float(_gradients(work, role).diagonal(dim1=-2, dim2=-1).mean()) for role in roles}
-    else:
-        assert collected.queries is not None, "bits are shared out by what queries make of errors"
-        weight = run.files.output_projection(work.layer)
-        variance_C = collected.moments[recipe.window.sinks][1].variance_C
-        cost = share.costs(weight, collected.queries, variance_C, collected.energy, run.plan.geometry)
-    found, count = {}, collected.moments[recipe.window.sinks][0].count
+    recipe, geometry, layer = work.recipe, work.run.plan.geometry, work.layer
+    roles: list[Role] = [role for role in ROLES if divides(recipe.scheme(layer, role))]
+    variances, count = {}, collected.moments[recipe.window.sinks][0].count
     for role in roles:
-        inputs = run.plan.geometry.width * recipe.scheme(work.layer, role).inputs(work.layer, role).tokens
+        inputs = geometry.width * recipe.scheme(layer, role).inputs(layer, role).tokens
         left = max(1 - inputs / count, 0.1)
         scheme, seen = work.fits[role].scheme, work.fits[role].statistics
         variances_C, _ = seen.directions(rotate.metric(scheme.rotate))
-        found[role] = (cost[role] / left * variances_C).tolist()
-    return found
+        variances[role] = (_cost(work, role) / left * variances_C).tolist()
+    return variances
+
+
+def _cost(work: RecipeWork, role: Role) -> float:
+    """Twice the nats that a unit of squared error costs, in the mean over channels."""
+    return float(_gradients(work, role).diagonal(dim1=-2, dim2=-1).mean())
+
+
+def _measured_settings(work: RecipeWork, collected: LayerStatistics) -> dict[str, list[dict[str, Any]]]:
+    """By role, the measures of all settings that a budget chooses from; `nats`: what their errors cost."""
+    run, settings, measures = work.run, bit_allocation.vllm_settings(work.run.plan.geometry), {}
+    for role in ROLES:
+        fit, source = work.fits[role], _source(work, role, collected.queries)
+        fits = [fit.with_rounding(scheme, fit.statistics, partial(fit.collect, source)) for scheme in settings]
+        totals = [Errors() for _ in settings]
+        chunks = run.plan.measured_chunks
+        measured = run.executor(passes.measure, passes.Settings(work, fits), chunks)
+        for number, (index, errors) in enumerate(zip(chunks, measured, strict=True), 1):
+            totals = [total + more for total, more in zip(totals, errors, strict=True)]
+            tokens = len(run.plan.chunks[index]) * run.plan.seq_len
+            run.report(work.layer, f"{work.recipe.name} settings", number, len(chunks), tokens)
+        cost = _cost(work, role) / 2
+        measures[role] = [summary(total) | {"nats": cost * float(total.sums[3] / total.sums[4])} for total in totals]
+    return measures
 
 
 def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Source:
@@ -256,27 +276,26 @@ def _gradients(work: RecipeWork, role: Role) -> Tensor:
 
 def artifacts(run: Run) -> dict[str, Artifact]:
     """Put the layers together: an artifact per recipe."""
-    return {recipe.name: _artifact(recipe.name, *budget.settled(run, recipe.name)) for recipe in run.plan.recipes}
+    return {recipe.name: _artifact(run, recipe) for recipe in run.plan.recipes}
 
 
-def _artifact(name: str, run: Run, noted: dict) -> Artifact:
-    plan, tensors, notes = run.plan, {}, []
+def _artifact(run: Run, recipe: Recipe) -> Artifact:
+    plan, tensors, name = run.plan, {}, recipe.name
     for layer in range(plan.geometry.layers):
-        tensors |= checkpoint.load(checkpoint.folder_of(run.folder, layer) / "fit.safetensors")
-        notes.append(checkpoint.record(run.folder, layer) or {})
-    given = plan.to_json()
+        fitted = checkpoint.load(checkpoint.folder_of(run.folder, layer) / "fit.safetensors")
+        tensors |= {n.split("/", 1)[1]: tensor for n, tensor in fitted.items() if n.split("/", 1)[0] == name}
+    found = plan.to_json()
     provenance = {
-        name: given[name] for name in ("model", "revision", "samples", "seq_len", "seed", "held_out", "environment")
+        key: found[key] for key in ("model", "revision", "samples", "seq_len", "seed", "held_out", "environment")
     } | run.files.provenance
     provenance["corpus"] = (checkpoint.record(run.folder, -1) or {})["corpus"]
-    recipe = next(recipe for recipe in plan.recipes if recipe.name == name)
-    return Artifact(
-        recipe=_resolved(recipe, [Recipe.from_json(note["recipes"][name]) for note in notes]),
-        fingerprint=run.files.fingerprint(),
-        tensors={n.split("/", 1)[1]: t for n, t in tensors.items() if n.split("/", 1)[0] == name},
-        provenance=provenance,
-        fit={"layers": [note["fit"][name] for note in notes]} | noted,
-    )
+    fit: dict[str, Any] = {"layers": _notes(run.folder, plan, "fit", name)}
+    recipe = _resolved(recipe, list(map(Recipe.from_json, _notes(run.folder, plan, "recipes", name))))
+    if name in plan.budgets:
+        bits, settings = plan.budgets[name], _notes(run.folder, plan, "settings", name)
+        recipe, fit["layers"] = bit_allocation.chosen(recipe, bits, plan.geometry, settings)
+        fit["budget"] = {"bits": bits}
+    return Artifact(recipe=recipe, fingerprint=run.files.fingerprint(), tensors=tensors, provenance=provenance, fit=fit)
 
 
 def _resolved(recipe: Recipe, found: list[Recipe]) -> Recipe:
@@ -291,7 +310,7 @@ def seconds(run: Run) -> dict[str, float]:
     """Return the seconds of a finished run: "forward" (the model itself), "capture" around it, "gradients" on the way
     down, and each recipe."""
     totals: dict[str, float] = {}
-    for part in budget.rounds(run):
+    for part in bit_allocation.rounds(run):
         for layer in range(-1, run.plan.geometry.layers):
             for stage, spent in (checkpoint.record(part.folder, layer) or {}).get("seconds", {}).items():
                 totals[stage] = totals.get(stage, 0.0) + spent

@@ -1,8 +1,7 @@
 """Keep a run's files so that it can be killed at any moment: a layer's folder appears whole, or not at all.
 
     <run>/plan.json                     the plan, and the numeric environment in it
-    <run>/layer-start/                  the tokens; where gradients were collected, also the hidden states under all
-                                        layers but the first, a file per chunk, until a fit has passed them
+    <run>/layer-start/                  the tokens, and moments of gradients
     <run>/layer-0003/                   hidden states above layer 3, and per recipe its decoded keys and values, a file
                                         per chunk; fit.safetensors, the fitted tensors; done.json, sha256 of every file
     <run>/layer-0004.partial/           the layer at work
@@ -30,9 +29,9 @@ from kvq_calib.run.plan import Plan
 from kvq_runtime.disk import files
 from kvq_runtime.errors import Conflict
 
-# names in a run folder, its own and those of rounds, workers and the evaluation
+# names in a run folder, its own and those of the draft, workers and the evaluation
 _OWN = re.compile(
-    r"lock|plan\.json|evaluation\.json|evaluated|workers|draft|round-\d+|(layer-start|(layer|kept)-\d+)(\.partial)?"
+    r"lock|plan\.json|evaluation\.json|evaluated|workers|draft|(layer-start|(layer|kept)-\d+)(\.partial)?"
 )
 
 
@@ -202,7 +201,7 @@ def _damaged(path: Path, run: Path) -> RuntimeError:
 def thin(run: Path, layer: int, depth: int, last: bool) -> None:
     """Delete what no layer above `layer` reads, `depth` layers down at most: older hidden states, older decoded keys
     and values."""
-    gone = [path for path in folder_of(run, -1).glob("stream-*") if last or path.name < stream_file(layer + 2)]
+    gone = []
     for older in range(-1, layer + 1):
         for path in folder_of(run, older).glob("*-?????.safetensors"):
             if last or is_past(path.name, older, layer, depth):
@@ -217,11 +216,6 @@ def thin(run: Path, layer: int, depth: int, last: bool) -> None:
 def is_past(name: str, older: int, layer: int, depth: int) -> bool:
     """True if no layer above `layer`, which reads `depth` layers down, reads a file of an older layer."""
     return older <= layer - depth or (older < layer and name.startswith("hidden-"))
-
-
-def stream_file(layer: int, index: int | None = None) -> str:
-    """The name under which a chunk's hidden states, under a layer, are kept; without a chunk, how all names begin."""
-    return f"stream-{layer:04d}" + ("" if index is None else f".{index:05d}.safetensors")
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:

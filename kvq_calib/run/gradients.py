@@ -10,8 +10,7 @@ between all of them.
 
 The first sequences of the fit part go up through the layers once, and their gradients down again; one layer is on the
 device at a time, hidden states are files. The way down costs as much as two to three forward passes of these sequences.
-What layers put out, and their keys and values, stay (`known`): neither a draft nor the fit runs a layer on these
-sequences again. All is kept beside the tokens: a run that was killed before that begins it anew.
+The moments are kept beside the tokens: a run that was killed before that begins it anew.
 
 Source: Amari, 1998 (Fisher information and divergence); Theis et al., 2018 (Fisher pruning: one draw for each token).
 Differs: of channels of the cache, not of weights; a second draw in place of the mean of all; nothing between KV heads,
@@ -24,10 +23,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvq_calib.model.attention import Captured
 from kvq_calib.model.streamed import Head, Stream
 from kvq_calib.run import checkpoint
-from kvq_calib.run.plan import Plan, by_gradients
+from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
 from kvq_runtime.geometry import ROLES, Role
 
@@ -45,11 +43,11 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
     """Second moments of the gradients, float64 [H, D, D] each, of every layer and role, by the number of sinks that
     are left out, by name (`name`); and the squared length of each gradient, float32 [sequences, T, H].
 
-    folder    for hidden states; those above each layer stay, with its keys and values
+    folder    for hidden states and gradients on the way
     seconds   to note what the way up and the way down took
     """
-    sinks = sorted({recipe.window.sinks for recipe in run.plan.recipes if by_gradients(recipe)})
-    sums: dict[str, Tensor] = {}
+    sinks = sorted({recipe.window.sinks for recipe in run.plan.recipes})
+    moments: dict[str, Tensor] = {}
     energies: dict[str, list[Tensor]] = {}
     plan, layers, parts = run.plan, run.plan.geometry.layers, chunks(run.plan)
     indices = range(len(parts))
@@ -59,7 +57,8 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
         run.report(-1, "gradients", done, work, len(parts[index]) * plan.seq_len)
 
     def hidden(layer: int, index: int) -> Path:
-        return folder / checkpoint.stream_file(layer, index)
+        """The file of the hidden states under a layer."""
+        return folder / f"stream-{layer:04d}.{index:05d}.safetensors"
 
     def gradient(index: int) -> Path:
         return folder / f"gradient-{index:05d}.safetensors"
@@ -70,9 +69,8 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
     for layer in range(layers):
         module = stream.layer(layer)
         for index in indices:
-            out = module.forward(checkpoint.load(hidden(layer, index))["hidden"])
-            found = {"hidden": out.h_BTE, "key": out.k_NTC, "value": out.v_NTC}
-            checkpoint.save({name: x.cpu() for name, x in found.items()}, hidden(layer + 1, index))
+            out_BTE = module.forward(checkpoint.load(hidden(layer, index))["hidden"]).h_BTE
+            checkpoint.save({"hidden": out_BTE.cpu()}, hidden(layer + 1, index))
             report(layer * len(indices) + index + 1, index)
         del module
     seconds["forward"] = time.perf_counter() - begun
@@ -93,35 +91,16 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
                     part = _moment(g_NTC[:, left_out:], plan.geometry.kv_heads)
                     part /= counted * (g_NTC.shape[1] - left_out)
                     key = name(layer, role, left_out)
-                    sums[key] = sums[key] + part if key in sums else part
+                    moments[key] = moments[key] + part if key in moments else part
             checkpoint.save({"gradient": below.cpu()}, gradient(index))
+            hidden(layer + 1, index).unlink()
             report(work - layer * len(indices) - len(indices) + index + 1, index)
         del module
     for index in indices:
         gradient(index).unlink()
         hidden(0, index).unlink()
     seconds["gradients"] = time.perf_counter() - begun - seconds["forward"]
-    return sums | {key: torch.cat(parts) for key, parts in energies.items()}
-
-
-def known(run: Run, layer: int, index: int, device: torch.device) -> Captured | None:
-    """What a layer makes of as many of a chunk's sequences as gradients are of, without queries; None: of none."""
-    path = checkpoint.folder_of(_kept(run), -1) / checkpoint.stream_file(layer + 1, index)
-    if not path.is_file():
-        return None
-    found = checkpoint.load(path, str(device))
-    return Captured(found["key"], found["value"], None, h_BTE=found["hidden"])
-
-
-def verify(run: Run, layer: int) -> None:
-    """Compare what is known of this layer, and of all that follow, with its digests."""
-    names = tuple(checkpoint.stream_file(n + 1) for n in range(layer, run.plan.geometry.layers))
-    checkpoint.verify(_kept(run), -1, names)
-
-
-def _kept(run: Run) -> Path:
-    """The run folder that this is in: a draft reads that of the run that it is of."""
-    return run.folder.parent if run.plan.draft else run.folder
+    return moments | {key: torch.cat(parts) for key, parts in energies.items()}
 
 
 def name(layer: int, role: Role, sinks: int) -> str:

@@ -6,7 +6,8 @@ order, so that who did which chunk leaves no trace in the bytes.
 """
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -15,9 +16,8 @@ from torch import Tensor
 
 from kvq_calib.fit.scheme import Asked, Blocks, Chunk, Errors, Known, SchemeFit, Sums, blocks, summed
 from kvq_calib.fit.statistics import Moments, QueryMoments, QuerySums
-from kvq_calib.model.attention import Captured, Projected, joined
 from kvq_calib.model.streamed import Layer, Stream
-from kvq_calib.run import checkpoint, gradients
+from kvq_calib.run import checkpoint
 from kvq_calib.run.device import settle
 from kvq_calib.run.run import Run
 from kvq_runtime.codec.codec import Codec, Context
@@ -52,49 +52,37 @@ class Capture:
 
 @dataclass(frozen=True)
 class ChunkStatistics:
-    """Sums over one chunk: moments of keys and values by number of sinks, and of queries, if they are asked for, with
-    Σ‖h‖² of the stream under the layer then, without the most sinks; seconds of the model itself."""
+    """Sums over one chunk.
+
+    moments   of keys and values, by the number of sinks left out
+    queries   None: they were not asked for
+    forward   seconds of the model itself
+    """
 
     moments: dict[int, tuple[Moments, Moments]]
     queries: QueryMoments | None
-    energy: float
     forward: float
 
 
 def capture(shared: Capture, index: int) -> ChunkStatistics:
-    """Run the layer on a chunk, keep its keys and values, and sum their moments.
-
-    Of the first sequences all but queries is known, where gradients were collected, and nothing reads what comes out of
-    the last layer: there it is run no further than its keys and values.
-    """
-    run, folder, asked = shared.run, shared.folder, shared.query_sums is not None
+    """Run the layer on a chunk, keep its keys, values and output, and sum their moments."""
+    run, folder = shared.run, shared.folder
     hidden = under(run, shared.stream, shared.layer, index)
     begun = time.perf_counter()
-    last = shared.layer == run.plan.geometry.layers - 1
-    known = gradients.known(run, shared.layer, index, hidden.device)
-    parts: list[Projected] = [] if known is None else [known]
-    count = sum(len(part.k_NTC) for part in parts)
-    if known is not None and asked:
-        parts = [replace(known, q_NTC=shared.module.project(hidden[:count], asked).q_NTC)]
-    if count < len(hidden):
-        run_layer = shared.module.project if last else shared.module.forward
-        parts.append(run_layer(hidden[count:], asked))
-    captured = joined(parts)
+    captured = shared.module.forward(hidden, shared.query_sums is not None)
     settle(hidden.device)
     spent = time.perf_counter() - begun
-    if not last:
-        above = torch.cat([part.h_BTE for part in parts if isinstance(part, Captured)])
-        run.activations.save({"hidden": above}, folder / file("hidden", index))
+    if shared.layer < run.plan.geometry.layers - 1:
+        run.activations.save({"hidden": captured.h_BTE}, folder / file("hidden", index))
     run.activations.save({"key": captured.k_NTC, "value": captured.v_NTC}, folder / file("capture", index))
     moments = {}
     if index < run.plan.fitted_chunks:
         pair = captured.k_NTC, captured.v_NTC
         moments = {sinks: (_moments(pair[0][:, sinks:]), _moments(pair[1][:, sinks:])) for sinks in shared.sinks}
-    queries, energy = None, 0.0
+    queries = None
     if shared.query_sums is not None and captured.q_NTC is not None:
         queries = shared.query_sums.partial(index, captured.q_NTC)
-        energy = float(hidden[:, max(shared.sinks) :, : run.files.hidden].double().square().sum())
-    return ChunkStatistics(moments, queries, energy, spent)
+    return ChunkStatistics(moments, queries, spent)
 
 
 def under(run: Run, stream: Stream, layer: int, index: int) -> Tensor:
@@ -234,7 +222,7 @@ def decode(shared: Pass, index: int) -> Errors:
     Where they do not, no codes are searched for: a fit reads the moments of errors, and a search takes as long as most
     of the rest."""
     work, codec, plan = shared.work, shared.fit.codec, shared.work.run.plan
-    counts = (plan.held_out == 0 or index >= plan.fitted_chunks) and index < plan.own_chunks
+    counts = plan.held_out == 0 or index >= plan.fitted_chunks
     kept, measured = work.is_read(codec.role), counts and not plan.draft
     if not kept and not measured:
         return Errors()
@@ -246,6 +234,20 @@ def decode(shared: Pass, index: int) -> Errors:
     if kept:
         work.keep(index, codec.role, decoded)
     return shared.fit.errors(data, context, fields, decoded)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The shared state of a pass that decodes with several settings of a recipe's keys, or values."""
+
+    work: RecipeWork
+    fits: Sequence[SchemeFit]
+
+
+def measure(shared: Settings, index: int) -> list[Errors]:
+    """The errors of one chunk, by setting."""
+    data, context = shared.work.data(index, shared.fits[0].codec.role, clean=False)
+    return [fit.errors(data, context, *fit.codec.encode_decode(data.x, context)) for fit in shared.fits]
 
 
 def _centred(codec: Codec, data: Blocks) -> Tensor:

@@ -20,12 +20,12 @@ from kvq_runtime.fit.fitting import requested
 from kvq_runtime.fit.statistics import Statistic
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import product
-from kvq_runtime.recipe import Recipe
+from kvq_runtime.recipe import Recipe, Scheme
 
 CHUNK_TOKENS, GPU_CHUNK_TOKENS = 8192, 32768  # a GPU is at work for less time than its launches take, on fewer
 FITS = 4  # raised with what changes a fit's numbers, or its folder: runs that began before are not gone on with
 BEGINNING = 4096  # tokens of each corpus, of the fit part, that gradients are of
-MEASURED = 4  # chunks of a text that the settings of a budget are measured on
+MEASURED = 4  # chunks that the settings of a budget are measured on
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,8 @@ class Plan:
     samples, held_out   sequences in all, and how many of them only measure the fit
     chunk               sequences per chunk, the unit of work: never a matter of workers or free memory
     dtype, threads      of the forward pass; `environment` has the versions and the device beside them
-    budgets             bits per element of the recipes, by name, whose settings are chosen by layer (`budget.py`)
-    transfer            a text of another kind, on whose fit part settings are measured too; None: none
-    transfer_samples    sequences of it, after all others: nothing is fitted on them
-    draft               whether this is a draft (`share.py`), which begins with what another run has begun with
+    budgets             bits per element of the recipes, by name, whose settings a knapsack chooses
+    draft               whether this is a draft (`bit_allocation.py`), which begins with what another run has begun with
     weights             of a model without a revision, whose name says nothing of it: its digest (`model/find.py`)
     texts               {corpus: sha256} of those that are files here
     gradient_tokens     of each corpus, of the fit part, that gradients are of, and a draft is fitted to: at least so
@@ -60,8 +58,6 @@ class Plan:
     threads: int = 1
     environment: dict = field(default_factory=dict)
     budgets: dict[str, float] = field(default_factory=dict)
-    transfer: str | None = None
-    transfer_samples: int = 0
     draft: bool = False
     weights: str | None = None
     texts: dict[str, str] = field(default_factory=dict)
@@ -78,8 +74,6 @@ class Plan:
             raise ValueError(f"gradient_tokens={self.gradient_tokens}; use at least 1, or leave it out")
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed={self.seed}; use a whole number from 0 to {(1 << 32) - 1}")
-        if self.transfer == self.corpus:
-            raise ValueError(f"transfer={self.transfer} is the corpus itself; give a text of another kind, or none")
         if self.held_out >= self.samples:
             raise ValueError(f"held_out={self.held_out} leaves none of {self.samples} samples to fit on; use fewer")
         for recipe in self.recipes:
@@ -93,20 +87,21 @@ class Plan:
 
     @property
     def chunks(self) -> list[range]:
-        """The sequences of each chunk; a chunk is fitted on, held out, or of the transfer text, as a whole."""
-        fitted, end = self.samples - self.held_out, self.samples + self.transfer_samples
-        parts = (range(0, fitted), range(fitted, self.samples), range(self.samples, end))
+        """The sequences of each chunk; a chunk is fitted on or held out as a whole."""
+        fitted = self.samples - self.held_out
+        parts = (range(0, fitted), range(fitted, self.samples))
         return [part[at : at + self.chunk] for part in parts for at in range(0, len(part), self.chunk)]
-
-    @property
-    def own_chunks(self) -> int:
-        """Return the number of the corpus's chunks; those of the transfer text follow them."""
-        return self.fitted_chunks + math.ceil(self.held_out / self.chunk)
 
     @property
     def fitted_chunks(self) -> int:
         """Return the number of chunks that are fitted on; the rest, if any, are held out."""
         return math.ceil((self.samples - self.held_out) / self.chunk)
+
+    @property
+    def measured_chunks(self) -> range:
+        """The chunks that the settings of a budget are measured on: the first held-out ones, or of all."""
+        first = self.fitted_chunks if self.held_out else 0
+        return range(len(self.chunks))[first : first + MEASURED]
 
     @property
     def tokens(self) -> int:
@@ -118,12 +113,12 @@ class Plan:
         mixture, if there are, and no other."""
         count = math.ceil((self.gradient_tokens or BEGINNING) / self.seq_len) * len(corpus.sources_of(self.corpus))
         count = min(count, self.samples - self.held_out)
-        return replace(self, samples=count, held_out=0, transfer=None, transfer_samples=0)
+        return replace(self, samples=count, held_out=0)
 
     @property
     def descends(self) -> bool:
         """True if a fit needs the model's gradients, which the hidden states of all layers are kept for."""
-        return any(map(by_gradients, self.recipes))
+        return bool(self.budgets) or any(map(by_gradients, self.recipes))
 
     @property
     def depth(self) -> int:
@@ -136,12 +131,7 @@ class Plan:
 
     def to_json(self) -> dict:
         """The plan as JSON: no clock, no host, no path."""
-        given = asdict(self) | {"recipes": [recipe.to_json() for recipe in self.recipes]}
-        # as in older plans
-        unstated = [name for name in ("budgets", "draft", "weights", "texts") if not given[name]]
-        unstated += ["transfer", "transfer_samples"] if self.transfer is None else []
-        unstated += ["gradient_tokens"] if self.gradient_tokens is None else []
-        return {name: value for name, value in given.items() if name not in unstated}
+        return asdict(self) | {"recipes": [recipe.to_json() for recipe in self.recipes]}
 
     @property
     def digest(self) -> str:
@@ -154,22 +144,22 @@ class Plan:
         from kvq_calib.model.streamed import TILE
 
         width, itemsize = self.geometry.width, getattr(torch, self.dtype).itemsize
-        tokens = self.tokens + self.transfer_samples * self.seq_len
         token_rows = min(self.chunk, self.samples) * self.seq_len
         layer = max(files.layer_bytes(i) for i in range(self.geometry.layers)) * itemsize // files.dtype.itemsize
-        hidden = tokens * files.hidden * itemsize
-        decoded = tokens * 2 * width * 2 * len(self.recipes)
+        hidden = self.tokens * files.hidden * itemsize
+        decoded = self.tokens * 2 * width * 2 * len(self.recipes)
         inner, experts = files.config["intermediate_size"], files.config.get("num_experts_per_tok") or 0
         inside = min(token_rows, TILE) * 3 * inner  # an MLP at work
         if experts:  # which see a whole chunk, and are put together from tensors of single ones
             inside, layer = token_rows * experts * (2 * files.hidden + 3 * inner), 2 * layer
         chunk = (token_rows * (6 * files.hidden + 8 * width) + inside) * itemsize
-        known = self.beginning().tokens * (files.hidden + 2 * width) * itemsize * self.geometry.layers
+        held = 2 * hidden + self.tokens * 2 * width * itemsize + (self.depth + 2) * decoded
+        streams = self.beginning().tokens * files.hidden * itemsize * self.geometry.layers
         return {
             "layer": layer,
             "chunk": chunk,
-            "held": (held := 2 * hidden + tokens * 2 * width * itemsize + (self.depth + 2) * decoded),
-            "disk": held + known * self.descends,
+            "held": held,
+            "disk": held + streams * self.descends,
         }
 
 
@@ -187,12 +177,27 @@ def _requested(recipe: Recipe) -> Iterator[Statistic[Any]]:
     return (one for scheme in recipe.schemes for one in requested(scheme, SchemeFit.packages))
 
 
+def divides(scheme: Scheme) -> bool:
+    """True if the scheme's bits are a part of its recipe's."""
+    return getattr(scheme.quantize, "shared", False)
+
+
+def is_divided(recipe: Recipe) -> bool:
+    """True if any bits of the recipe are divided among layers."""
+    return any(map(divides, recipe.schemes))
+
+
 def check(recipe: Recipe, files: ModelFiles) -> Recipe:
-    """The recipe. Raises ValueError if the model's rotation does not allow it."""
+    """Return the recipe. ValueError: the model's rotation, or the metric of its bases, does not allow its fit."""
     if "positions" in recipe.needs and files.rope_refusal:
         raise ValueError(
             f"{recipe.name} undoes RoPE, but of {files.id} {files.rope_refusal}; use a recipe that is fitted after "
             "RoPE and without a mean, or one that needs no fit"
+        )
+    if is_divided(recipe) and not by_gradients(recipe):
+        raise ValueError(
+            f"{recipe.name} divides its bits among layers without bases in the metric of gradients; use those of "
+            "aqua-fisher-2bit, or quantize.shared=false"
         )
     return recipe
 
@@ -248,12 +253,10 @@ def make(
     dtype: str | None = None,
     threads: int = 1,
     budgets: dict[str, float] | None = None,
-    transfer: str | None = None,
     gradient_tokens: int | None = None,
 ) -> Plan:
     """Complete a plan with the model's defaults; a Hub corpus is pinned to a revision here.
 
-    Of the transfer text there are as many sequences as settings are measured on of the corpus.
     Raises ValueError for invalid settings, RuntimeError for a device that is not here or a Hub without answer.
     """
     from kvq_calib.model.streamed import default_dtype
@@ -282,9 +285,7 @@ def make(
         threads=threads,
         environment=environment(device, kind, threads) | {"fits": FITS},
         budgets=budgets or {},
-        transfer=corpus.pin(transfer) if transfer else None,
-        transfer_samples=min(held_out or samples, MEASURED * chunk) if transfer else 0,
         weights=None if files.revision else find.digest(files),
-        texts=corpus.in_files(source or known.corpus) | (corpus.in_files(transfer) if transfer else {}),
+        texts=corpus.in_files(source or known.corpus),
         gradient_tokens=gradient_tokens,
     )

@@ -3,7 +3,7 @@ what holds activations, which layers leave to those above: hidden states, captur
 
     InFiles     in the folder of their layer, which is sealed with them: a killed run goes on at its layer
     InMemory    in this process. Every few minutes, behind the work, what the next layer reads is written; a killed run
-                goes on after the layer of the last such checkpoint. To and from a GPU they are copied beside its work
+                goes on after the layer of the last such checkpoint
 
 A path names them in both; bytes of artifacts are the same. Workers are other processes, and exchange files.
 """
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ class Progress:
 
     layer    from 0; -1: the whole model, whose units are `total` tokens
     tokens   done since the last report; 0: those of one chunk
-    round    of a recipe with a budget (`budget.py`)
+    round    0, or 1 after a draft (`bit_allocation.py`)
     """
 
     layer: int
@@ -94,75 +93,16 @@ class InFiles:
         """Wait for what is being written."""
 
 
-@dataclass(frozen=True)
-class Coming:
-    """A tensor on its way to the device; `arrived` is recorded behind its copy."""
-
-    tensor: Tensor
-    arrived: torch.cuda.Event
-
-    def taken(self) -> Tensor:
-        """The tensor, for work that is launched from now on."""
-        stream = torch.cuda.current_stream(self.tensor.device)
-        stream.wait_event(self.arrived)
-        self.tensor.record_stream(stream)
-        return self.tensor
-
-
-class Copies:
-    """Copies between host memory and a GPU beside its work: page-locked memory, and a stream of its own.
-
-    They are done in the order in which they are asked for. Torch rounds page-locked memory up to a power of two bytes.
-    """
-
-    def __init__(self, device: str | torch.device):
-        self._device = torch.device(device)
-        self._stream = torch.cuda.Stream(self._device)
-
-    def down(self, x: Tensor) -> Tensor:
-        """Begin to copy to the host what the device is at work on, if need be; `settle` waits until it is there."""
-        x = x.contiguous()
-        host = _page_locked(x)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            host.copy_(x, non_blocking=True)
-        x.record_stream(self._stream)
-        return host
-
-    def up(self, host: Tensor) -> Coming:
-        """Begin to copy to the device."""
-        with torch.cuda.stream(self._stream):
-            tensor, arrived = host.to(self._device, non_blocking=True), torch.cuda.Event()
-            arrived.record()
-        return Coming(tensor, arrived)
-
-    def settle(self) -> None:
-        """Wait for all copies: the host may read what came down."""
-        self._stream.synchronize()
-
-
-def _page_locked(x: Tensor) -> Tensor:
-    """Host memory for a tensor, page-locked unless the system allows no more of it: then copies are waited for."""
-    try:
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    except RuntimeError:
-        return torch.empty(x.shape, dtype=x.dtype)
-
-
 class InMemory(InFiles):
     """Keep tensors in host memory, or on a device that has room; write them every `every` seconds, or more where that
     took over SHARE of the time.
 
     An error of the disk is raised at the end of the layer that was at work meanwhile.
-
-    copies   between host memory, where tensors are kept, and the device that is at work: a chunk's tensors are copied
-             while the chunk before is worked on
     """
 
-    def __init__(self, every: float = EVERY, device: str = "cpu", copies: Copies | None = None):
+    def __init__(self, every: float = EVERY, device: str = "cpu"):
         self._held: dict[Path, dict[str, Tensor]] = {}
-        self._coming: dict[tuple[Path, str], Coming] = {}
-        self._every, self._due, self._device, self._copies = every, time.monotonic() + every, device, copies
+        self._every, self._due, self._device = every, time.monotonic() + every, device
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -172,39 +112,23 @@ class InMemory(InFiles):
         return f"memory{'' if self._device == 'cpu' else f' of {self._device}'}, a checkpoint every few minutes"
 
     def save(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        place, own = _place(path), partial(_own, device=self._device)
-        for name in tensors:
-            self._coming.pop((place, name), None)
-        self._held[place] = {
-            name: self._copies.down(x) if self._copies and x.is_cuda else own(x) for name, x in tensors.items()
-        }
+        self._held[_finished(path)] = {name: _copied(tensor, self._device) for name, tensor in tensors.items()}
 
     def load(self, path: Path, device: str = "cpu", names: Sequence[str] = ()) -> dict[str, Tensor]:
-        place = _place(path)
-        held = self._held.get(place)
+        held = self._held.get(_finished(path))
         if held is None:
             return super().load(path, device, names)
-        names = names or tuple(held)
-        if self._copies is None:
-            return {name: held[name].to(device) for name in names}
         if device == "cpu":
-            self._copies.settle()
-            return {name: held[name] for name in names}
-        found = {name: (self._coming.pop((place, name), None) or self._copies.up(held[name])) for name in names}
-        following = _following(place)
-        for name in names:
-            if name in self._held.get(following, ()) and (following, name) not in self._coming:
-                self._coming[following, name] = self._copies.up(self._held[following][name])
-        return {name: coming.taken() for name, coming in found.items()}
+            _wait_for_copies()
+        return {name: held[name].to(device, non_blocking=True) for name in names or held}
 
     def remove(self, path: Path) -> None:
-        if self._held.get(_place(path)) is None:
+        if self._held.pop(_finished(path), None) is None:
             super().remove(path)
-        else:
-            self._drop(_place(path))
 
     def resume(self, run: Path) -> None:
-        self._forget(run)
+        for path in [path for path in self._held if path.parent.parent == run]:
+            del self._held[path]
         for path, kept in checkpoint.kept_files(run).items():
             self.save({name: tensor.clone() for name, tensor in checkpoint.load(kept).items()}, path)
 
@@ -215,12 +139,11 @@ class InMemory(InFiles):
             folder = checkpoint.folder_of(run, older)
             for path in [path for path in self._held if path.parent == folder]:
                 if last or checkpoint.is_past(path.name, older, layer, depth):
-                    self._drop(path)
+                    del self._held[path]
         if last:
             return checkpoint.thin(run, layer, depth, last)
         if time.monotonic() >= self._due and (self._writer is None or not self._writer.is_alive()):
-            if self._copies is not None:
-                self._copies.settle()
+            _wait_for_copies()
             held = {path: tensors for path, tensors in self._held.items() if path.parent.parent == run}
             self._writer = threading.Thread(target=self._write, args=(run, layer, depth, held), daemon=True)
             self._writer.start()
@@ -248,31 +171,29 @@ class InMemory(InFiles):
         ended = time.monotonic()
         self._due = ended + max(self._every, (ended - begun) * (1 / SHARE - 1))
 
-    def _forget(self, run: Path) -> None:
-        for path in [path for path in self._held if path.parent.parent == run]:
-            self._drop(path)
 
-    def _drop(self, place: Path) -> None:
-        for name in self._held.pop(place):
-            self._coming.pop((place, name), None)
-
-
-def _place(path: Path) -> Path:
+def _finished(path: Path) -> Path:
     """The path in the layer's finished folder, whether or not it is finished."""
     return path.parent.with_suffix("") / path.name
 
 
-def _following(place: Path) -> Path:
-    """The path of the next chunk's tensors of the same kind."""
-    kind, _, number = place.stem.rpartition("-")
-    return place.with_name(f"{kind}-{int(number) + 1:05d}{place.suffix}")
-
-
-def _own(tensor: Tensor, device: str) -> Tensor:
-    """The tensor on a device, in memory that holds nothing else."""
+def _copied(tensor: Tensor, device: str) -> Tensor:
+    """The tensor on a device, in memory that holds nothing else; from a GPU to the host beside the GPU's work."""
+    if tensor.is_cuda and device == "cpu":
+        try:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        except RuntimeError:  # the system allows no more page-locked memory: copies are waited for
+            host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return host.copy_(tensor, non_blocking=True)
     moved = tensor.detach().to(device)
     alone = moved.is_contiguous() and moved.untyped_storage().nbytes() == moved.nbytes
     return moved if alone else moved.clone(memory_format=torch.contiguous_format)
+
+
+def _wait_for_copies() -> None:
+    """Wait until the host may read what a GPU has copied to it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from kvq_calib.cli import outcome, progress
 from kvq_calib.cli.progress import Bar, measuring
 from kvq_calib.report.published import Published, PublishedAt
-from kvq_calib.run import budget
+from kvq_calib.run import bit_allocation
 from kvq_calib.run.run import Progress
 from kvq_runtime.registry.evaluation_records import TextRecord, parse
 from kvq_runtime.registry.reference import registry_url
@@ -92,7 +92,7 @@ def test_progress_is_lines_without_a_terminal_and_counts_layers(monkeypatch):
     """Of two rounds of two layers: the second layer of the first begins at a quarter of all."""
     monkeypatch.setattr(sys, "stderr", error := io.StringIO())
     monkeypatch.setattr(progress, "INTERVAL", 0)
-    monkeypatch.setattr(budget, "most_rounds", lambda plan: 2)
+    monkeypatch.setattr(bit_allocation, "count_rounds", lambda plan: 2)
     bar = Bar(SimpleNamespace(recipes=["aqua-2bit"], geometry=SimpleNamespace(layers=2)))  # type: ignore[arg-type]
     for stage, done in (("capture", 1), ("aqua-2bit keys", 1), ("aqua-2bit values", 1), ("aqua-2bit values", 2)):
         bar(Progress(1, 2, stage, done, 2, 100))

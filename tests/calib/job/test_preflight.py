@@ -112,13 +112,13 @@ def test_what_a_run_needs_is_what_its_files_and_weights_take(job):
 
 
 def test_what_gradients_keep_is_counted(job, monkeypatch):
-    """Of each layer the hidden states above it, its keys and its values: 256 tokens, of 384 that the run fits on."""
+    """Of each layer the hidden states above it: 256 tokens, of 384 that the run fits on."""
     monkeypatch.setattr(plans, "BEGINNING", 200)
     work = prepare(job.with_settings(recipes=("aqua-fisher-2bit",)))
     plain = replace(work.plan, recipes=tuple(map(preset, ["aqua-2bit"])))
     found, less = work.plan.needs(work.files)["disk"], plain.needs(work.files)["disk"]
     read = 4 * 128 * 2 * 32 * 2 * (work.plan.depth - plain.depth)  # decoded layers below
-    assert found - less == 256 * (64 + 2 * 32) * 4 * 2 + read
+    assert found - less == 256 * 64 * 4 * 2 + read
 
 
 def test_a_folder_that_cannot_be_written_is_named_before_a_run(job, machine, tmp_path):

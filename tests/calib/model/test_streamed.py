@@ -88,15 +88,6 @@ def test_a_streamed_model_is_the_whole_model(folder: Path):
     torch.testing.assert_close(stream.head()(h), out.logits, atol=1e-4, rtol=1e-4)
 
 
-def test_keys_values_and_queries_are_the_same_without_attention_and_mlp(folder: Path):
-    stream = Stream(models.resolve(folder), dtype=torch.float32)
-    layer, h = stream.layer(1), stream.embed(_tokens())
-    whole, part = layer.forward(h, queries=True), layer.project(h, queries=True)
-    for name in ("k_NTC", "v_NTC", "q_NTC"):
-        assert torch.equal(getattr(whole, name), getattr(part, name)), name
-    assert layer.project(h).q_NTC is None
-
-
 def test_only_one_layer_is_held(tmp_path: Path):
     MODELS["qwen3"]().save_pretrained(tmp_path)
     stream = Stream(models.resolve(tmp_path), dtype=torch.float32)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvq_calib.model import find as models
-from kvq_calib.run import budget, checkpoint
+from kvq_calib.run import checkpoint
 from kvq_calib.run import plan as plans
 from kvq_runtime.recipe import preset
 
@@ -16,19 +16,15 @@ AQUA = preset("aqua-2bit")
 
 
 def made(model, seq_len: int, recipe=AQUA, **settings) -> plans.Plan:
-    (other := model / "other.txt").write_text("another text")
-    texts = {"source": str(model / "corpus.txt"), "transfer": str(other)}
-    return plans.make(models.resolve(str(model)), (recipe,), seq_len=seq_len, **texts, **settings)
+    files = models.resolve(str(model))
+    return plans.make(files, (recipe,), str(model / "corpus.txt"), seq_len=seq_len, **settings)
 
 
-@pytest.mark.parametrize(
-    "held_out, count, own, other", [(20, 8, range(10, 14), range(20, 24)), (3, 3, range(10, 12), range(12, 14))]
-)
-def test_two_texts_are_measured_as_much_of(model, held_out, count, own, other):
-    """Four chunks of two sequences of either, or what is held out, whose last chunk may be shorter."""
+@pytest.mark.parametrize("held_out, expected", [(20, range(10, 14)), (3, range(10, 12)), (0, range(4))])
+def test_settings_are_measured_on_a_few_chunks_that_are_held_out(model, held_out, expected):
+    """Four chunks of two sequences, or what is held out, whose last chunk may be shorter."""
     plan = made(model, 4096, samples=20 + held_out, held_out=held_out)
-    assert plan.chunk == 2 and plan.transfer_samples == count
-    assert budget.texts(plan) == [[*own], [*other]]
+    assert plan.chunk == 2 and plan.measured_chunks == expected
 
 
 def test_sequences_of_sinks_alone_are_refused(model):

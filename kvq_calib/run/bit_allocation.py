@@ -1,0 +1,214 @@
+"""Divide a budget of bits among layers, keys and values, by what errors cost in each place.
+
+`aqua-fisher-*` divides its bits over all latent channels by their variances; `auto` is this recipe with paths that
+weigh tokens, and a budget as its target:
+
+    draft   fit the recipe with its target in every place, to the beginning of the text; note the latent variances λ of
+            each place, times the cost of errors there
+    then    fill all latent channels of all places in one order, and fit with the targets that this gives each
+
+For vLLM (`--for vllm`), whose layers read their own pages alone, `auto` is a recipe after RoPE: the mean removed, and a
+width of the codebook that rounds each head of a token by itself. While a layer is fitted each of these settings decodes
+held-out chunks; then an exact knapsack takes the settings with the least sum of costs within the budget.
+
+Costs are in nats, by the second moments of the model's gradients (`gradients.py`): they compare between layers, and
+between keys and values. That later layers are predicted from what an error is in, they do not count.
+
+Source: Cover and Thomas, 2006, section 10.3.3 (reverse water-filling); Shoham and Gersho, 1988 (allocation among
+arbitrary quantizers by measured error); Kellerer, Pferschy and Pisinger, 2004, chapter 11 (the knapsack).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kvq_calib.fit.latent import water_fill
+from kvq_calib.run.plan import Plan, divides, is_divided
+from kvq_calib.run.run import Run
+from kvq_runtime.geometry import ROLES, Geometry
+from kvq_runtime.recipe import Recipe, Role, Scheme, Window, with_each
+from kvq_runtime.recipes import aqua_fisher, higgs, turboquant
+from kvq_runtime.recipes.aqua_fisher import GAIN
+from kvq_runtime.stages.latent import Mixed
+from kvq_runtime.stages.predict import Mean
+from kvq_runtime.stages.rotate import Hadamard
+from kvq_runtime.stages.rtn import Rtn
+from kvq_runtime.vllm import plugin
+
+AUTOMATIC = "auto"
+GRIDS = ("1bit", "2bit", "3bit", "4bit")
+MEAN = Mean()
+ROUNDED = (4, 8)  # bits of plain rounding among vLLM's settings: where codebooks end
+DRAFT = "draft"  # its folder, in the run's own
+DRAFT_ROWS = 1024  # residuals that a draft is fitted to
+
+
+def auto_recipe(bits: float, geometry: Geometry) -> Recipe:
+    """`aqua-fisher` with paths that weigh tokens and at most `bits` bits per element, averaged over all layers.
+
+    ValueError: no such budget."""
+    low, high = (GAIN + 1) / geometry.width, float(Mixed().bits[0])
+    _check_bits(bits, low, high, "this model")
+    plain = aqua_fisher.aqua_fisher("auto", math.floor(bits * geometry.width + 1e-6) / geometry.width)
+    weighed = with_each(plain, lambda scheme: replace(scheme, quantize=replace(scheme.quantize, weighed=True)))
+    summary = f"bits by layer, by the model's gradients, {bits:g} in all"
+    return replace(weighed, name=f"auto-{bits:g}bit", summary=summary)
+
+
+def auto_vllm_recipe(bits: float, geometry: Geometry) -> Recipe:
+    """The recipe whose settings a budget chooses for vLLM: in every layer the dearest one within the budget.
+
+    ValueError: no such budget."""
+    settings = vllm_settings(geometry)
+    _check_bits(bits, _bits(settings[0], geometry), _bits(settings[-1], geometry), "this model, for vllm,")
+    dearest = [scheme for scheme in settings if _bits(scheme, geometry) <= bits][-1]
+    summary = f"bits by layer, chosen by measured errors, {bits:g} in all, for vllm"
+    return Recipe(f"auto-{bits:g}bit-vllm", dearest, dearest, summary=summary)
+
+
+def _check_bits(bits: float, low: float, high: float, subject: str) -> None:
+    if not low <= bits <= high:
+        raise ValueError(f"--bits {bits:g}; {subject} can have {math.ceil(1e3 * low) / 1e3:g} to {high:.4g}")
+
+
+@lru_cache(maxsize=8)
+def vllm_settings(geometry: Geometry) -> list[Scheme]:
+    """Return the settings for the keys, or values, of a layer that vLLM serves, cheapest first."""
+    schemes = [higgs.scheme(bits, "head", MEAN) for bits in GRIDS]
+    schemes += [turboquant.scheme(bits, predict=MEAN) for bits in turboquant.BITS]
+    schemes += [Scheme(Rtn(bits, "head"), rotate=Hadamard("head"), predict=MEAN) for bits in ROUNDED]
+    served = []
+    for scheme in schemes:
+        with suppress(ValueError):
+            plugin.check_recipe(Recipe("setting", scheme, scheme), geometry)
+            served.append(scheme)
+    return sorted(served, key=lambda scheme: _bits(scheme, geometry))
+
+
+def _bits(scheme: Scheme, geometry: Geometry) -> float:
+    return scheme.bits(Window().block, geometry)
+
+
+def count_rounds(plan: Plan) -> int:
+    """Return the number of passes over the layers: two with a draft, else one."""
+    return 1 + any(map(is_divided, plan.recipes))
+
+
+def rounds(run: Run) -> Iterator[Run]:
+    """The draft of recipes whose bits are divided, if there are any, then the run itself. Finish the first before the
+    second."""
+    count = count_rounds(run.plan)
+    if count > 1:
+        yield replace(run, plan=draft_plan(run.plan), folder=run.folder / DRAFT)
+    yield replace(run, round=count - 1)
+
+
+def draft_plan(plan: Plan) -> Plan:
+    """The plan of the draft: of the recipes that divide bits, to the beginning of the text."""
+    recipes = tuple(map(_drafted, filter(is_divided, plan.recipes)))
+    return replace(plan.beginning(), recipes=recipes, draft=True, budgets={})
+
+
+def _drafted(recipe: Recipe) -> Recipe:
+    """The recipe as it is fitted for its variances alone: without gains to choose or predictors in 4 bits, which cost
+    more to fit than all else, and change what is left by less than bits are divided by."""
+
+    def plain(scheme: Scheme) -> Scheme:
+        if not divides(scheme):
+            return scheme
+        predict = scheme.predict and scheme.predict.in_full()
+        quantize: Any = scheme.quantize
+        quantize = replace(quantize, gain=0, weighed=False)
+        return replace(scheme, quantize=quantize, predict=predict)
+
+    return with_each(recipe, plain)
+
+
+def divided(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, Any]]) -> Recipe:
+    """The recipe with a target of its own in every place, as many bits in all as the targets it had.
+
+    notes   of each layer, by role: latent variances times what errors cost
+    """
+    places: list[tuple[int, Role]] = [
+        (n, role) for n in range(geometry.layers) for role in ROLES if divides(recipe.scheme(n, role))
+    ]
+    stages: list[Any] = [recipe.scheme(layer, role).quantize for layer, role in places]
+    budget = sum(stage.budget(geometry.width) for stage in stages)
+    if len({stage.bits for stage in stages}) > 1:
+        raise ValueError("keys and values that share bits have unlike `bits`; give both the same")
+    each = torch.tensor([stage.distortions() for stage in stages], dtype=torch.float64)
+    distortions = each.repeat_interleave(geometry.width, 0)
+    variances = torch.tensor([notes[layer][role] for layer, role in places], dtype=torch.float64)
+    bits = torch.tensor(water_fill(variances.flatten(), budget, distortions)).view(len(places), -1).sum(1).tolist()
+    for place in range(len(bits)):
+        if bits[place] == 0:  # a scheme stores something
+            bits[bits.index(max(bits))] -= 1
+            bits[place] = 1
+    stages_by_place = {
+        place: replace(stage, target=(own + stage.gain) / geometry.width, shared=False)
+        for place, stage, own in zip(places, stages, bits, strict=True)
+    }
+    for layer in sorted({layer for layer, _ in places}):
+        key, value = (
+            replace(scheme, quantize=stages_by_place.get((layer, role), scheme.quantize))
+            for role, scheme in zip(ROLES, recipe.at(layer), strict=True)
+        )
+        recipe = recipe.with_schemes(layer, key, value)
+    # of which every layer has its own now
+    return replace(recipe, key=_alone(recipe.key), value=_alone(recipe.value))
+
+
+def _alone(scheme: Scheme) -> Scheme:
+    stage: Any = scheme.quantize
+    return replace(scheme, quantize=replace(stage, shared=False)) if divides(scheme) else scheme
+
+
+def chosen(
+    recipe: Recipe, bits: float, geometry: Geometry, notes: Sequence[Mapping[str, Any]]
+) -> tuple[Recipe, list[dict[str, Any]]]:
+    """The recipe with the best of vLLM's settings within a budget, and their measures by layer and role.
+
+    notes   of each layer, by role: the measures of every setting
+    """
+    settings, block = vllm_settings(geometry), recipe.window.block * geometry.width
+    places = [(layer, role) for layer in range(geometry.layers) for role in ROLES]
+    errors = [[measures["nats"] for measures in notes[layer][role]] for layer, role in places]
+    sizes = [round(_bits(scheme, geometry) * block) for scheme in settings]
+    picks = dict(zip(places, choose(sizes, errors, math.floor(bits * block * len(places) + 1e-6)), strict=True))
+    for layer in range(geometry.layers):
+        recipe = recipe.with_schemes(layer, *(settings[picks[layer, role]] for role in ROLES))
+    return recipe, [{role: note[role][picks[layer, role]] for role in ROLES} for layer, note in enumerate(notes)]
+
+
+def choose(costs: Sequence[int], errors: Sequence[Sequence[float]], budget: int) -> list[int]:
+    """The option of each place, so that the errors' sum is least and the costs' sum at most `budget`.
+
+    Exactly, by dynamic programming over what may be spent: what was measured need not fall convexly, or at all.
+
+    costs    of the options, ascending
+    errors   of each place's options. On equal errors the cheaper option is taken
+    """
+    room = budget - costs[0] * len(errors)
+    if room < 0:
+        raise ValueError(f"budget={budget}; the cheapest options cost {costs[0] * len(errors)}: use at least that")
+    spare = [cost - costs[0] for cost in costs]
+    unit = max(1, math.gcd(*spare))
+    best_S = torch.zeros(room // unit + 1, dtype=torch.float64)  # least error of the places so far, by units spent
+    picks = []
+    for error in errors:
+        table_OS = torch.full((len(spare), len(best_S)), torch.inf, dtype=torch.float64)
+        for row_S, cost, one in zip(table_OS, spare, error, strict=True):
+            start = cost // unit
+            row_S[start:] = best_S[: max(0, len(best_S) - start)] + one
+        picks.append(table_OS.argmin(0))
+        best_S = table_OS.amin(0)
+    left, options = len(best_S) - 1, []
+    for pick_S in reversed(picks):
+        options.append(int(pick_S[left]))
+        left -= spare[options[-1]] // unit
+    return options[::-1]
