@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from kvq_runtime.artifact.artifact import Artifact
     from kvq_runtime.artifact.folder import save_pretrained
     from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-    from kvq_runtime.hf import CudaGraphs, KVQCache
+    from kvq_runtime.hf import KVQCache
+    from kvq_runtime.hf.cuda_graphs import CudaGraphs
     from kvq_runtime.prefix.transformers import PrefixStore
     from kvq_runtime.recipe import Recipe, preset, presets
     from kvq_runtime.registry.copy import push_to_hub
@@ -53,7 +54,7 @@ _MODULES = {
     "Artifact": "artifact.artifact",
     "ArtifactError": "errors",
     "Conflict": "errors",
-    "CudaGraphs": "hf",
+    "CudaGraphs": "hf.cuda_graphs",
     "KVQCache": "hf",
     "MemoryReport": "store.memory",
     "NotFound": "errors",

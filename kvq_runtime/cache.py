@@ -32,7 +32,7 @@ from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
 from kvq_runtime.store.positions import Positions
-from kvq_runtime.store.step import Step, undoing
+from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import Slab, storage_bytes
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class BlockCache:
         self.recipe = recipe.check(geometry)
         self.geometry = geometry
         self.codecs = shared.build(recipe, geometry, tensors or {})
-        self._last, self._max_tokens = geometry.layers - 1, max_tokens
+        self._last, self._width, self._max_tokens = geometry.layers - 1, geometry.width, max_tokens
         self.dtype, self.made_for, self.bounds = dtype, made_for, bounds
         self._smaller: dict[tuple[int, torch.dtype], int | None] = {}  # than 16 bit, from so many tokens
         self.warned = False
@@ -116,24 +116,29 @@ class BlockCache:
                 f"{self.recipe.name} needs {' and '.join(sorted(unseen))}, which update() does not see; "
                 "use take(), attend() and finish(), with take_queries() for queries"
             )
-        return self._taken(layer, k_BTC, v_BTC)
-
-    @undoing
-    def _taken(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> Pair:
-        out = (k_BTC, v_BTC) if self.take(layer, k_BTC, v_BTC) else self.decoder.whole(layer)
-        self.finish(layer)
+        try:
+            out = (k_BTC, v_BTC) if self.take(layer, k_BTC, v_BTC) else self.decoder.whole(layer)
+            self.finish(layer)
+        except Exception:
+            self.settle()
+            raise
         return out
 
-    @undoing
     def take(self, layer: int, k_BTC: Tensor, v_BTC: Tensor) -> bool:
         """Take in a layer's new keys (after RoPE) and values, which `finish` encodes; True if they are its first."""
-        store = self._arrive(layer, k_BTC)
-        length = store.length
-        if not dispatch.is_waited_for(k_BTC) and not _finite(k_BTC, v_BTC):
-            self.encoder.watch(layer, torch.stack([k_BTC, v_BTC]), length)
-            self.encoder.refuse_nan()
-        store.append(k_BTC, v_BTC)
-        return length == 0
+        try:
+            store = self._arrive(layer, k_BTC)
+            before, step = store.length, self.step
+            # a sum of products, which a NaN or infinity in either would spoil
+            looked_at = step is not None and step.waits  # when the pass has ended
+            if not looked_at and not math.isfinite(torch.dot(k_BTC.reshape(-1), v_BTC.reshape(-1)).item()):
+                self.encoder.watch(layer, torch.stack([k_BTC, v_BTC]), before)
+                self.encoder.refuse_nan()
+            store.append(k_BTC, v_BTC)
+        except Exception:
+            self.settle()
+            raise
+        return before == 0
 
     def adopt(self, count: int, fields: Mapping[int, tuple[Slab, Slab]], sinks: Mapping[int, Tensor]) -> None:
         """Begin with `count` blocks that were encoded elsewhere, of a text's first tokens; the cache is empty.
@@ -166,29 +171,39 @@ class BlockCache:
         assert softmax.logit_H is None or not weighs(self.recipe), "weights of which a logit takes a share"
         return self.paths.attend(Query(self.layers[layer], q_BHTD, mask, scale, softmax.cap), softmax.logit_H)
 
-    @undoing
     def finish(self, layer: int) -> None:
         """Encode what is due in a layer that `take` extended, and drop what no layer above will read."""
-        step = self.step
-        if not self.policies or self.policies.may_encode(layer):
-            self.encoder.flush(layer)
-        self.layers[layer].trim()
-        self.decoder.forget(layer, layer == self._last)
-        if layer == self._last:
-            self.positions.forget_factors()
-        if step is None:
-            return
-        step.done.add(layer)
-        if len(step.done) == self.geometry.layers and not self.positions.recorded:
-            self.encoder.refuse_nan()
+        try:
+            store, step, last = self.layers[layer], self.step, layer == self._last
+            may = not self.policies or self.policies.may_encode(layer)
+            if may and store.length - store.encoded >= store.recent + store.window.block:
+                self.encoder.flush(layer)
+            store.trim()
+            if last:
+                self.decoder.clear()
+                self.positions.forget_factors()
+            elif self.recipe.cross_layer:
+                self.decoder.forget(layer)
+            if step is not None:
+                step.done.add(layer)
+                if len(step.done) == self.geometry.layers and not self.positions.recorded:
+                    self._end(step)
+        except Exception:
+            self.settle()
+            raise
+
+    def _end(self, step: Step) -> None:
+        """End a forward pass in which all layers are done; nothing of it is undone any more."""
+        self.encoder.refuse_nan()
+        if self.policies:
             for policy in self.policies:
                 policy.end(step)
             self.encoder.refuse_nan()  # a policy may have encoded
             self.positions.forget_factors()
-            step.commit()
-            self.step = None
-            if self.encoder.errors is not None and not self.warned:
-                self._warn(self.encoder.errors)
+        step.commit()
+        self.step = None
+        if self.encoder.errors is not None and not self.warned:
+            self._warn(self.encoder.errors)
 
     def _arrive(self, layer: int, k_BTC: Tensor) -> LayerStore:
         """Begin a forward pass with its first layer; one that stopped midway is undone first."""
@@ -199,7 +214,7 @@ class BlockCache:
             step = None
         if not 0 <= layer <= self._last:
             raise ValueError(f"layer {layer}; the cache was made for layers 0 to {self._last}")
-        if width != self.geometry.width:
+        if width != self._width:
             raise ValueError(f"keys of width {width}; the cache was made for {self.geometry}")
         store = self.layers.get(layer)
         if store is None and self.layers:
@@ -209,10 +224,10 @@ class BlockCache:
                     f"layer {layer} is on {k_BTC.device}, layer {first} on {held.buffer_2BTC.device}; kvq needs all "
                     "layers on one device"
                 )
-        if store is not None and batch != store.rows:
+        if store is not None and batch != store.buffer_2BTC.shape[1]:
             raise ValueError(f"{batch} rows; the cache holds {store.rows}: reset() it, or make one for each batch")
         if step is None and count:
-            step = self.begin(count, batch, k_BTC.device)
+            step = self.begin(count, batch, k_BTC)
         if store is None:
             store = self.layers[layer] = self._store(layer, k_BTC)
             if step is not None:
@@ -225,10 +240,11 @@ class BlockCache:
             step.taken.add(layer)
         return store
 
-    def begin(self, count: int, batch: int, device: torch.device) -> Step:
-        """Begin a forward pass of so many tokens a row."""
+    def begin(self, count: int, batch: int, like: Tensor) -> Step:
+        """Begin a forward pass of so many tokens a row, with keys like these."""
         self.decoder.clear()
-        step = self.step = Step(self.positions.seen, count, batch, device)
+        device = like.device
+        step = self.step = Step(self.positions.seen, count, batch, device, dispatch.is_waited_for(like))
         step.on_undo(self.positions.restore, *self.positions.state)
         if (errors := self.encoder.errors) is not None:
             step.on_undo(errors.restore, errors.blocks, errors.beyond)
@@ -257,6 +273,8 @@ class BlockCache:
         step, self.step = self.step, None
         if step is not None:
             step.undo()
+            for layer in step.taken & self.layers.keys():
+                self.layers[layer].undo()
             self.encoder.forget()
             self.decoder.clear()
 
@@ -325,7 +343,7 @@ class BlockCache:
         others = [self.fused.bytes(), *(policy.bytes() for policy in self.policies)]
         if self.step is not None:
             others.append({"undo": storage_bytes(self.step.tensors)})
-        shared, stores = shared_bytes(chain.from_iterable(self.codecs), self.paths.shared), self.layers.values()
+        shared, stores = shared_bytes(chain.from_iterable(self.codecs), self.fused.shared), self.layers.values()
         dtype = next((store.buffer_2BTC.dtype for store in stores), self.dtype)
         case = max(1, self.rows), dtype
         if case not in self._smaller:
@@ -346,8 +364,3 @@ def _check_rows(rows: Tensor, count: int) -> None:
             f"rows {rows.tolist()!s:.80}, {rows.dtype}; the cache holds {count}: give whole numbers from 0 to "
             f"{count - 1}, int64, one dimension"
         )
-
-
-def _finite(k_BTC: Tensor, v_BTC: Tensor) -> bool:
-    """True if both surely have no NaN or infinity: a sum of their products, which either would spoil, is finite."""
-    return math.isfinite(torch.dot(k_BTC.reshape(-1), v_BTC.reshape(-1)).item())

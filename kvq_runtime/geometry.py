@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from kvq_runtime import settings
-from kvq_runtime.families import FULL, PLAIN, SLIDING, Family, family_of, refusal
+from kvq_runtime.families import SLIDING, attending, layer_types, owners, refusal
 
 Role = Literal["key", "value"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -40,17 +39,17 @@ class Geometry:
                 raise ValueError(f"{field}={given!r}; a geometry needs whole numbers of at least 1")
 
     @staticmethod
-    def from_config(config: Mapping[str, Any]) -> "Geometry":
-        """The shape of a model, from its configuration as in config.json. ValueError if no layer attends to all."""
+    def from_config(config: Mapping[str, Any], layers: Sequence[int] | None = None) -> "Geometry":
+        """The shape of a model, from its configuration as in config.json. ValueError if no layer attends to all.
+
+        layers   those that do, if they are known
+        """
         if (other := next((name for name in OTHERWISE if config.get(name)), None)) is not None:
             raise ValueError(f"{refusal(config)}: {other} says that it caches otherwise than by head")
-        layers = attending(config)
+        layers = attending(config) if layers is None else layers
         if not layers:
-            kinds = config.get("layer_types")
-            told = sorted({f"{kind!s:.40}" for kind in kinds}) if isinstance(kinds, (list, tuple)) else []
-            of = f" alone (their types: {', '.join(told[:4])})" if told else ""
             raise ValueError(
-                f"no layer of this model attends to all tokens{of}: there is nothing that kvq would compress; "
+                "no layer of this model attends to all tokens: there is nothing that kvq would compress; "
                 "docs/models.md lists the families that are served"
             )
         shapes = {_shape(config, layer) for layer in layers}
@@ -96,16 +95,18 @@ def check_group(group: str | int) -> None:
 
 
 def _shape(config: Mapping[str, Any], layer: int, slides: bool = False) -> tuple[int, int]:
-    """KV heads and head size of a layer that attends to all tokens, or slides."""
-    given = config.get("per_layer_config")
-    by_layer = {str(n).lstrip("0"): one for n, one in given.items()} if isinstance(given, Mapping) else {}
-    found = by_layer.get(str(layer).lstrip("0"))
+    """KV heads and head size of a layer that attends to all tokens, or slides.
+
+    Gemma 4 has other heads where all tokens are attended to: `global_head_dim` in its files, and by layer, under
+    numbers that may have leading zeros, once transformers has read them.
+    """
+    by_layer = config.get("per_layer_config") or {}
+    found = next((part for n, part in by_layer.items() if str(n).lstrip("0") == str(layer).lstrip("0")), None)
     own = found if isinstance(found, Mapping) else {}
     kv_heads, size = config.get("num_key_value_heads"), config.get("head_dim")
-    if not slides:  # Gemma 4 has other heads there: by layer, or as its files say it
+    if not slides:
         shared = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
-        kv_heads = shared or kv_heads
-        size = config.get("global_head_dim") or size
+        kv_heads, size = shared or kv_heads, config.get("global_head_dim") or size
     kv_heads, size = own.get("num_key_value_heads") or kv_heads, own.get("head_dim") or size
     heads = config["num_attention_heads"]
     return kv_heads or heads, size or config["hidden_size"] // heads  # in files of Mistral head_dim may be null
@@ -137,66 +138,6 @@ class Sliding:
 NONE_SLIDE = Sliding()
 
 
-def owners(config: Mapping[str, Any]) -> int:
-    """The number of layers, the first ones, that cache keys and values; those above them read what the last of their
-    type has (Gemma 4's E2B and E4B)."""
-    count, shared = config["num_hidden_layers"], config.get("num_kv_shared_layers") or 0
-    if type(count) is not int or type(shared) is not int or not 0 <= shared < max(1, count):
-        given = f"num_hidden_layers={count!r:.60}" + (f", num_kv_shared_layers={shared!r:.60}" if shared else "")
-        raise ValueError(f"{given}; a whole number is needed" + (", and fewer that share" if shared else ""))
-    return count - shared
-
-
-def layer_types(config: Mapping[str, Any]) -> Sequence[str]:
-    """The type of each layer, which config.json may leave to transformers.
-
-    Raises ValueError for settings that no model has.
-    """
-    settings.check(config)
-    owners(config)
-    count, kinds, family = config["num_hidden_layers"], config.get("layer_types"), family_of(config) or PLAIN
-    if isinstance(kinds, (list, tuple)):
-        if len(kinds) < count:
-            raise ValueError(f"layer_types has {len(kinds)} for {count} layers; one each is needed")
-        return kinds
-    if not _windowed(config, family):
-        return [FULL] * count
-    if family.window == "asked":  # above a layer, or, of Qwen 2's experts, every other one below it
-        first = config.get("max_window_layers")
-        first = first if type(first) is int else 0
-        if config.get("model_type") == "qwen2_moe":
-            return [SLIDING if n % 2 == 0 and n < first else FULL for n in range(count)]
-        return [SLIDING if n >= first else FULL for n in range(count)]
-    every = config.get(family.period) if family.period else None
-    every = every if type(every) is int and every > 0 else family.every
-    kinds = [FULL if every > 1 and n % every == every - 1 else family.others for n in range(count)]
-    if family.shared and kinds:
-        kinds[-1] = FULL
-    return kinds
-
-
-def _windowed(config: Mapping[str, Any], family: Family) -> bool:
-    """Whether some layers do not attend to all tokens, where config.json does not say which."""
-    if family.others != SLIDING:
-        return True
-    if family.window == "none" and family is not PLAIN:
-        return False
-    if config.get("sliding_window", 1 if family.every > 1 else None) is None:
-        return False
-    return bool(config.get("use_sliding_window", family.window != "asked"))
-
-
-def attending(config: Mapping[str, Any]) -> Sequence[int]:
-    """The layers that cache all tokens, by their number in the model; the others slide, recur, or read what a layer
-    below them caches.
-
-    config   as in config.json, which may leave out what transformers knows of its type; or with its defaults
-
-    Raises ValueError for settings that no model has.
-    """
-    return [n for n, kind in enumerate(layer_types(config)[: owners(config)]) if kind == FULL]
-
-
 def stretches(config: Mapping[str, Any]) -> list[range]:
     """The model's layers that belong to each of the geometry: those below it as far as the next, last it, and above the
     last one all that follow."""
@@ -204,27 +145,32 @@ def stretches(config: Mapping[str, Any]) -> list[range]:
     return [range(a, b) for a, b in pairwise([0, *ends[:-1], config["num_hidden_layers"]])]
 
 
-def _models() -> dict[str, Geometry]:
-    """Layers, KV heads and head size of models, by kvq's name for them."""
-    shapes = {
-        "demo": {"": (6, 2, 64)},
-        "qwen2.5-": {
-            **{"0.5b": (24, 2, 64), "1.5b": (28, 2, 128), "3b": (36, 2, 128), "7b": (28, 4, 128)},
-            **{"14b": (48, 8, 128), "32b": (64, 8, 128), "72b": (80, 8, 128)},
-        },
-        "qwen3-": {
-            **{"0.6b": (28, 8, 128), "1.7b": (28, 8, 128), "4b": (36, 8, 128), "8b": (36, 8, 128)},
-            **{"14b": (40, 8, 128), "32b": (64, 8, 128)},
-        },
-        "llama-3.1-": {"8b": (32, 8, 128), "70b": (80, 8, 128)},
-        "llama-3.2-": {"1b": (16, 8, 64), "3b": (28, 8, 128)},
-        "mistral-": {"7b-v0.3": (32, 8, 128)},
-        "smollm2-": {"135m": (30, 3, 64)},
-    }
-    return {f"{family}{size}": Geometry(*shape) for family, sizes in shapes.items() for size, shape in sizes.items()}
-
-
-MODELS: dict[str, Geometry] = _models()  # of the catalog of kvq_calib, as their config.json say
+# layers, KV heads and head size of the models of kvq_calib's catalog, by kvq's name, as their config.json say
+MODELS: dict[str, Geometry] = {
+    name: Geometry(*shape)
+    for name, shape in {
+        "demo": (6, 2, 64),
+        "qwen2.5-0.5b": (24, 2, 64),
+        "qwen2.5-1.5b": (28, 2, 128),
+        "qwen2.5-3b": (36, 2, 128),
+        "qwen2.5-7b": (28, 4, 128),
+        "qwen2.5-14b": (48, 8, 128),
+        "qwen2.5-32b": (64, 8, 128),
+        "qwen2.5-72b": (80, 8, 128),
+        "qwen3-0.6b": (28, 8, 128),
+        "qwen3-1.7b": (28, 8, 128),
+        "qwen3-4b": (36, 8, 128),
+        "qwen3-8b": (36, 8, 128),
+        "qwen3-14b": (40, 8, 128),
+        "qwen3-32b": (64, 8, 128),
+        "llama-3.1-8b": (32, 8, 128),
+        "llama-3.1-70b": (80, 8, 128),
+        "llama-3.2-1b": (16, 8, 64),
+        "llama-3.2-3b": (28, 8, 128),
+        "mistral-7b-v0.3": (32, 8, 128),
+        "smollm2-135m": (30, 3, 64),
+    }.items()
+}
 
 
 @dataclass(frozen=True)

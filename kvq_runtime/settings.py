@@ -22,10 +22,11 @@ def check(config: Mapping[str, Any]) -> None:
     given = config.get("per_layer_config")
     if given is not None and (not isinstance(given, Mapping) or len(given) > LAYERS):
         raise ValueError(f"per_layer_config={given!r:.60}; an object of at most {LAYERS} is needed")
-    by_layer = (config.get("per_layer_config") or {}).values()
+    by_layer = (given or {}).values()
     for part in (config, *(one for one in by_layer if isinstance(one, Mapping))):
-        for name, value in part.items():
-            check_number(name, value, SIZES.get(str(name)))
+        for name, among in SIZES.items():
+            if part.get(name) is not None:
+                check_number(name, part[name], among)
 
 
 def check_number(name: Any, value: Any, among: tuple[int, int] | None) -> None:

@@ -23,7 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 from kvq_calib.bench.contenders import Contender
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model.files import ModelFiles
-from kvq_runtime.hf import CudaGraphs, KVQCache
+from kvq_runtime.hf import KVQCache
+from kvq_runtime.hf.cuda_graphs import CudaGraphs
 from kvq_runtime.hf.model import CACHE
 from kvq_runtime.ops import product
 from kvq_runtime.store.storage import storage_bytes

@@ -218,7 +218,6 @@ def answering(cache: FullCache, attention: Mapping[int, Any], calls: Mapping[str
     cache._announce(calls.get("position_ids"), calls.get("position_embeddings"), rotary, NAME)
     try:
         yield cache
-        cache._end()
     finally:
         for n, module in attention.items():
             module.config._attn_implementation = before[n]

@@ -22,8 +22,8 @@ from kvq_calib.model.config import auto_class, transformers_config
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.families import Family, family_of
-from kvq_runtime.geometry import Geometry, Sliding, attending, stretches
+from kvq_runtime.families import Family, attending, family_of
+from kvq_runtime.geometry import Geometry, Sliding, stretches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -26,8 +26,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from kvq_calib.model.attention import Captured
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
-from kvq_runtime.families import ATTENTION, FULL, LAYERS, SLIDING
-from kvq_runtime.geometry import layer_types
+from kvq_runtime.families import ATTENTION, FULL, LAYERS, SLIDING, layer_types
 from kvq_runtime.hf.attention import dense
 from kvq_runtime.hf.model import CACHE, decoder_of, rotary_module
 from kvq_runtime.ops import product, rope

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError, check_type
-from kvq_runtime.geometry import NONE_SLIDE, Geometry, Sliding, attending
+from kvq_runtime.families import attending
+from kvq_runtime.geometry import NONE_SLIDE, Geometry, Sliding
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import ROLES
 

@@ -63,24 +63,6 @@ def layouts(recipe: Recipe, geometry: Geometry, layer: int) -> list[Any]:
     return [kernels().layout(one, recipe.window.block, geometry, role, recipe.position) for one, role in given]
 
 
-def reads(recipe: Recipe, geometry: Geometry) -> str:
-    """Say what a decode step under kvq attention reads on a GPU, and what should bind it; or why no kernel attends.
-
-    The first layer that a kernel refuses speaks for all, as in `KVQCache.refusal`.
-    """
-    layers = {recipe.at(layer): layer for layer in reversed(range(geometry.layers))}
-    for layer in sorted(layers.values()):
-        reason = _reason(recipe, geometry, layer)
-        if reason is not None:
-            return f"decoded blocks, by torch, in layer {layer}: {reason}"
-    found = {layer: layouts(recipe, geometry, layer) for layer in sorted(layers.values())}
-    said = dict.fromkeys(
-        f"{role}s: {one.reads}" for pair in found.values() for role, one in zip(ROLES, pair, strict=True)
-    )
-    same = {text.partition(": ")[2] for text in said}
-    return same.pop() if len(same) == 1 else "; ".join(said)
-
-
 def kernels() -> ModuleType:
     """The kernels' side of this: `__all__` of kernels/attend/launch.py."""
     return dispatch.kernels("attend.launch")
@@ -168,13 +150,6 @@ class Fused(Path):
         """Look at padding and positions again: rows or tokens are others."""
         self.padding.forget()
 
-    def declined(self, query: Query) -> str:
-        """The reason why another path attends."""
-        why, q_BHTD = refusal(self.recipe, self.geometry, query.store.layer), query.q_BHTD
-        if why is None and dispatch.runs_kernel(q_BHTD):
-            return "these queries or their padding are not for it"
-        return why or f"tensors are on {q_BHTD.device.type}, not on CUDA"
-
     def index(self, layer: int, codecs: tuple[Codec, Codec], k_BTC: Tensor) -> DeviceIndex | None:
         """Make the index by which the kernel finds a new layer, for keys like these; None if it reads none."""
         if not dispatch.runs_kernel(k_BTC) or _reason(self.recipe, self.geometry, layer):
@@ -254,12 +229,13 @@ class Fused(Path):
 
     def publish(self, stores: Mapping[int, LayerStore]) -> None:
         """Send the device new counts of all layers in one copy; waits for nothing."""
+        if self._counts_L4 is None:
+            return
         stale = [layer for layer, store in stores.items() if store.index is not None and store.index.stale]
         if not stale:
             return
         for layer in stale:
             self._publish_places(stores[layer], layer)
-        assert self._counts_L4 is not None
         first, last = min(stores), max(stores) + 1
         counts = [_counted(stores.get(layer)) for layer in range(first, last)]
         send(torch.tensor(counts, dtype=torch.int32), self._counts_L4[first:last])

@@ -85,7 +85,7 @@ class LongQuery(Path):
                     s_YNT.unflatten(0, (batch, heads)).masked_fill_(hidden_BNT[:, None], -torch.inf)
                 sums.add(part, s_YNT, v_YTD)
 
-        for run in store.runs():
+        for run in store.runs:
             slots_1T = torch.arange(*store.tokens(run), device=device)[None]
             whole = self.fused.positions.real_BT is None and store.tokens(run)[0] >= store.front  # all queries see all
             seen_BT = None if whole else slots_1T >= first_B1

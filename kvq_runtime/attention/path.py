@@ -15,7 +15,7 @@ Differs: kernels, which cannot see all scores at once, merge parts by their log-
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.dense import capped
 from kvq_runtime.store.decode import Decoder
-from kvq_runtime.store.layer import LayerStore
+from kvq_runtime.store.layer import LayerStore, Run
 
 SCORES = 1 << 25  # scores held at once
 _LEAST = torch.finfo(torch.float32).min
@@ -116,15 +116,19 @@ class Reference(Path):
     def _attend(self, query: Query, slots: range) -> Attended:
         store, q_BHTD, mask, scale, cap = query
         batch, heads, count, size = q_BHTD.shape
-        held, hidden = self._heads, self._hidden(store)
+        held, padded = self._heads, self.positions.real_BT is not None
+        # the first tokens that have no column in their block: all sinks if their place is known
+        hidden = store.front if store.front and store.sizes[0] >= store.front and not padded else 0
         q_YND = (q_BHTD.float() * _factor(scale)).reshape(batch * held, heads // held * count, size)
-        s_YNX = capped(self._scores(store, q_YND, hidden), cap)
+        s_YNX = self._scores(store, q_YND, hidden)
+        if cap is not None:
+            s_YNX = capped(s_YNX, cap)
         by_query = (batch, held, heads // held, count, -1)
-        if mask is not None or self.positions.real_BT is not None or store.front != hidden:
-            s_YNX.view(by_query).masked_fill_(~self._seen(store, mask)[:, :, None], _LEAST)
+        if mask is not None or padded or store.front != hidden:
+            s_YNX.view(by_query).masked_fill_(~self._seen(store, mask, hidden)[:, :, None], _LEAST)
         p_YNX = s_YNX.softmax(-1)
         if self.observer is not None:
-            self.observer(store, self._by_token(store, p_YNX.view(by_query)), slots)
+            self.observer(store, self._by_token(store, p_YNX.view(by_query), hidden), slots)
         level = None
         if self.levels:  # the largest weight is e^(largest score - log Σ e^s)
             level = ((s_YNX.amax(-1) - p_YNX.amax(-1).log()) / math.log(2)).view(q_BHTD.shape[:3])
@@ -132,14 +136,17 @@ class Reference(Path):
 
     def _scores(self, store: LayerStore, q_YND: Tensor, hidden: int) -> Tensor:
         """q · k by column: [Y, N, X]."""
+        exact = torch.bmm(q_YND, store.exact_YTD(0).mT)
         if not store.blocks:
-            return torch.bmm(q_YND, store.exact_YTD(0).mT)
-        reader = store.reader(0)
+            return exact
+        reader, parts = store.codecs[0].packed_reader, list[Tensor]()
         if reader is not None and q_YND.shape[1] <= _PACKED:
-            parts = [reader.scores(q_YND, blocks) for blocks in store.packed(0, hidden)]
+            for blocks in store.packed(0, hidden):
+                parts.append(reader.scores(q_YND, blocks))
         else:
-            parts = [torch.bmm(q_YND, k_YTD.mT) for k_YTD in self._decoded(store, 0, hidden)]
-        return torch.cat([*parts, torch.bmm(q_YND, store.exact_YTD(0).mT)], -1)
+            for run in store.runs:
+                parts.append(torch.bmm(q_YND, self._decoded(store, 0, run, hidden).mT))
+        return torch.cat([*parts, exact], -1)
 
     def _mix(self, store: LayerStore, p_YNX: Tensor, hidden: int) -> Tensor:
         """The sum of values with the weights of their columns: [Y, N, D]."""
@@ -148,28 +155,25 @@ class Reference(Path):
         first, *rest = store.sizes
         sizes = [first - hidden, *rest, p_YNX.shape[2] - store.encoded + hidden]
         *parts, exact = p_YNX.split_with_sizes(sizes, -1)
-        reader = store.reader(1)
+        reader, mixed = store.codecs[1].packed_reader, list[Tensor]()
         if reader is not None and p_YNX.shape[1] <= _PACKED:
-            mixed = [reader.mix(*part) for part in zip(parts, store.packed(1, hidden), strict=True)]
+            for part, blocks in zip(parts, store.packed(1, hidden), strict=True):
+                mixed.append(reader.mix(part, blocks))
         else:
-            mixed = [torch.bmm(*part) for part in zip(parts, self._decoded(store, 1, hidden), strict=True)]
+            for part, run in zip(parts, store.runs, strict=True):
+                mixed.append(torch.bmm(part, self._decoded(store, 1, run, hidden)))
         return torch.baddbmm(sum(mixed[1:], mixed[0]), exact, store.exact_YTD(1))
 
-    def _decoded(self, store: LayerStore, role: int, hidden: int) -> Iterator[Tensor]:
-        """Keys (0) or values (1) that have columns in blocks, slab by slab, [Y, T, D]; good until the next."""
-        for run in store.runs():
-            yield by_head(self.decoder.run(store.layer, role, run)[:, 0 if run[0] else hidden :], self._heads).flatten(
-                0, 1
-            )
+    def _decoded(self, store: LayerStore, role: int, run: Run, hidden: int) -> Tensor:
+        """Keys (0) or values (1) of a slab that have columns, [Y, T, D]; good until the next."""
+        x_BTC = self.decoder.run(store.layer, role, run)[:, 0 if run[0] else hidden :].float()
+        batch, tokens, width = x_BTC.shape
+        x_BTHD = x_BTC.view(batch, tokens, self._heads, width // self._heads)
+        return x_BTHD.transpose(1, 2).flatten(0, 1)
 
-    def _hidden(self, store: LayerStore) -> int:
-        """Count the first tokens that have no column in their block: all sinks if their place is known, else 0."""
-        known = store.front and store.sizes[0] >= store.front and self.positions.real_BT is None
-        return store.front if known else 0
-
-    def _columns(self, store: LayerStore) -> tuple[Tensor, Tensor]:
+    def _columns(self, store: LayerStore, hidden: int) -> tuple[Tensor, Tensor]:
         """Return the token of each column, and False for a column that stands for no token, [B or 1, X] each."""
-        encoded, device, hidden = store.encoded, store.buffer_2BTC.device, self._hidden(store)
+        encoded, device = store.encoded, store.buffer_2BTC.device
         tokens = torch.arange(store.length, device=device)[None]
         seen = torch.ones_like(tokens, dtype=torch.bool)
         if store.front == hidden:
@@ -182,16 +186,16 @@ class Reference(Path):
         held = held & ~((first[:, None] == slots[..., None]) & moved[..., None]).any(1)
         return torch.cat([first, slots.clamp(max=store.length - 1), last], 1), torch.cat([held, moved, exact], 1)
 
-    def _seen(self, store: LayerStore, mask: Tensor | None) -> Tensor:
+    def _seen(self, store: LayerStore, mask: Tensor | None, hidden: int) -> Tensor:
         """Return the columns that each query sees, bool [B or 1, 1, T or 1, X]."""
-        tokens, seen = (x[:, None] for x in self._columns(store))
+        tokens, seen = (x[:, None] for x in self._columns(store, hidden))
         return seen[:, :, None] if mask is None else visible(mask, tokens, seen)
 
-    def _by_token(self, store: LayerStore, p_BHGTX: Tensor) -> Tensor:
+    def _by_token(self, store: LayerStore, p_BHGTX: Tensor, hidden: int) -> Tensor:
         """Weights of columns, by token: [B, H, G, T, all tokens]."""
         if not store.front:
             return p_BHGTX
-        tokens = self._columns(store)[0][:, None, None, None]
+        tokens = self._columns(store, hidden)[0][:, None, None, None]
         p_BHGTT = p_BHGTX.new_zeros(*p_BHGTX.shape[:4], store.length)
         return p_BHGTT.scatter_add_(-1, tokens.expand(p_BHGTX.shape), p_BHGTX)
 

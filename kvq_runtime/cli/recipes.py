@@ -62,7 +62,7 @@ def run_recipes(args: Namespace) -> int:
 def _show_recipe(args: Namespace) -> int:
     recipe = recipe_text.read(args.name, args.set)
     row = describe.recipe_row(recipe, describe.REFERENCE_MODEL)
-    row["decode"] = fused.reads(recipe, describe.REFERENCE_MODEL)
+    row["decode"] = fused.refusal(recipe, describe.REFERENCE_MODEL) or "packed codes, by a kernel"
     if args.json:
         print_record(row | {"settings": recipe.to_json()}, json=True)
         return 0

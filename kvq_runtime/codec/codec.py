@@ -73,8 +73,8 @@ class Codec:
         self._hold(tensors, _CPU)
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
         size = self.scheme.quantize.group_size(self._width, geometry)
-        if self.back is not None and size is not None and isinstance(self.scheme.quantize, ScaledLookup):
-            self._scale_last = self.scheme.axis == "token" and size % self.back.shape[-2] == 0
+        if size is not None and isinstance(self.scheme.quantize, ScaledLookup) and (back := self.back) is not None:
+            self._scale_last = self.scheme.axis == "token" and size % back.shape[-2] == 0
 
     def to(self, device: torch.device) -> "Codec":
         """The codec with every tensor on the device: itself if they are there."""
@@ -110,12 +110,13 @@ class Codec:
 
     @lasting
     def _hold(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self.device = device
-        self.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-        self._own: dict[str, dict[str, Tensor]] = {slot: {} for slot in SLOTS}
-        for name, tensor in self.tensors.items():
+        self.device, self.tensors = device, dict[str, Tensor]()
+        self._own: dict[str, dict[str, Tensor]] = {}
+        for slot in SLOTS:
+            self._own[slot] = {}
+        for name, tensor in tensors.items():
             stage, field = name.split(".", 1)
-            self._own[stage][field] = tensor
+            self.tensors[name] = self._own[stage][field] = tensor.to(device)
         packed = self.scheme.rotate is not None and self.scheme.rotate.packs_matrices
         self._kept = None if packed else self._made(device)
         forward = None if self._kept is None else self._kept[0]
@@ -154,7 +155,7 @@ class Codec:
     @property
     def back(self) -> Tensor | None:
         """The matrix that turns a run of decoded elements, in stored order, back."""
-        return self._matrices[1]
+        return (self._kept or self._made(self.device))[1]
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:
@@ -245,7 +246,7 @@ class Codec:
 
         out   a float32 [N, T, C] to decode into, where nothing is predicted; what is returned may be another tensor
         """
-        predicted = self.predicted(context)
+        predicted = None if self.predictor is None else self.predicted(context)
         x = self.decode_residual(fields, out if predicted is None else None)
         return x if predicted is None else predicted.add_(x.to(torch.bfloat16))
 

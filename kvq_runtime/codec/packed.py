@@ -145,9 +145,9 @@ def packed_reader(scheme: Scheme, geometry: Geometry, back: Tensor | None, devic
     if back is not None and back.ndim == 3:
         return _by_head(codes, geometry, back, device)
     group, back = codes.group, _rotation(codes.order, back)
-    sizes = (group, geometry.head_size, 1 if back is None else len(back))
-    span = max(sizes)
-    if geometry.width % span or any(span % size for size in sizes):
+    head, turned = geometry.head_size, 1 if back is None else len(back)
+    span = max(group, head, turned)
+    if geometry.width % span or span % group or span % head or span % turned:
         return None
     return PackedReader(geometry, codes._replace(order=None), span, _turn(back, span, geometry.head_size, device))
 

@@ -60,6 +60,8 @@ def _pair(recipe: Recipe, layer: int, geometry: Geometry, tensors: Mapping[str, 
         own = {name: tensors[f"layers.{layer}.{role}.{name}"] for name in names}
         return Codec(recipe, layer, role, geometry, own)
 
+    if not tensors:
+        return Codec(recipe, layer, "key", geometry, {}), Codec(recipe, layer, "value", geometry, {})
     return one("key"), one("value")
 
 

@@ -10,6 +10,5 @@ weights are there for recipes that need them. Under any other attention the cach
 
 from kvq_runtime.hf import attention as attention  # registers "kvq"
 from kvq_runtime.hf.cache import KVQCache as KVQCache
-from kvq_runtime.hf.cuda_graphs import CudaGraphs as CudaGraphs
 from kvq_runtime.hf.model import fingerprint_of as fingerprint_of
 from kvq_runtime.hf.model import geometry_of as geometry_of

@@ -14,6 +14,7 @@ from transformers.masking_utils import sdpa_mask
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.ops import dense as whole
 from kvq_runtime.recipe import weighs
+from kvq_runtime.store.step import Step
 
 # What models pass on, and does not change what a query gets: masks have what positions and kinds of tokens say. Only
 # training has dropout.
@@ -33,20 +34,14 @@ EAGER = 'use model.set_attn_implementation("eager"), under which a KVQCache hand
 class Pass:
     """The way in which one forward pass reads the layers.
 
+    begun       whether the model has begun a pass of which no layer has been taken in yet
     announced   whether the model has announced that our own attention will read the next pass
     attended    whether it reads this one: a pass that no model announces (a copy without hooks) is read decoded
-    mixed       whether keys and values are of two dtypes, or autocast is on, which would round what we multiply
     """
 
+    begun: bool = False
     announced: bool = False
     attended: bool = False
-    mixed: bool = False
-
-    def begin(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The first layer of a pass takes up what was announced."""
-        self.attended, self.announced = self.announced, False
-        mixed = key_states.dtype != value_states.dtype
-        self.mixed = mixed or torch.is_autocast_enabled(key_states.device.type)
 
 
 class KVQLayer(CacheLayerMixin):
@@ -68,34 +63,30 @@ class KVQLayer(CacheLayerMixin):
         self.blocks, self.index, self.current, self.decodes = blocks, index, current, decodes
         self.first = True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the store of the layer is made at the first update."""
-
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take in keys and values [B, H, T, D] and return all of them, history decoded.
 
         Under our own attention the new ones are returned, and attention reads the others from this layer.
         """
-        current = self.current
-        if self.index == 0:
-            current.begin(key_states, value_states)
+        device = key_states.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):  # which would round what we multiply
+            with torch.autocast(device, enabled=False):
+                return KVQLayer.update(self, key_states, value_states)
+        current, step = self.current, self.blocks.step
+        if self.index == 0:  # the first layer of a pass takes up what was announced
+            current.attended, current.announced, current.begun = current.announced, False, False
         self.first = self.index not in self.blocks.layers
         if self.first:
             self._check(key_states, value_states)
             self.is_initialized = True
-        if current.mixed:
-            with torch.autocast(key_states.device.type, enabled=False):
-                return self._update(key_states, value_states)
-        return self._update(key_states, value_states)
-
-    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         k_BTC, v_BTC = key_states.transpose(1, 2).flatten(2), value_states.transpose(1, 2).flatten(2)
         if k_BTC.requires_grad or v_BTC.requires_grad:
             k_BTC, v_BTC = k_BTC.detach(), v_BTC.detach()
-        if self.current.mixed:
+        if k_BTC.dtype != v_BTC.dtype:
             k_BTC = k_BTC.to(v_BTC.dtype)
-        if self.current.attended and not self.decodes:
-            self._check_read()
+        if current.attended and not self.decodes:
+            if step is not None and len(step.taken) > len(step.done) and self.index:
+                self._check_read(step)
             self.blocks.take(self.index, k_BTC, v_BTC)
             _newest.set((self, key_states))
             return key_states, value_states
@@ -107,10 +98,9 @@ class KVQLayer(CacheLayerMixin):
             return key_states.contiguous(), value_states.contiguous()
         return key_states, value_states
 
-    def _check_read(self) -> None:
+    def _check_read(self, step: Step) -> None:
         """Refuse a pass in which a layer below has taken in what attention has not been asked for since."""
-        step = self.blocks.step
-        if step is not None and self.index and (unread := step.taken - step.done - {self.index}):
+        if unread := step.taken - step.done - {self.index}:
             self.blocks.settle()
             raise ValueError(
                 f"kvq attention does not know keys and values that a model changes behind a cache, or reads by code of "
@@ -127,19 +117,11 @@ class KVQLayer(CacheLayerMixin):
                     f"{geometry.kv_heads} heads of {geometry.head_size}, and kvq takes layers of one shape alone"
                 )
 
-    def reset(self) -> None:
-        """Nothing to do: `blocks` holds what the layer holds, and is reset, cropped and reordered by the cache."""
+    def _held_by_blocks(self, *_: Any) -> None:
+        """Do nothing: `blocks` holds what the layer holds, and is reset, cropped and reordered by the cache."""
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Nothing to do, as in `reset`."""
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Nothing to do, as in `reset`."""
-
-    batch_select_indices = reorder_cache
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Nothing to do, as in `reset`."""
+    lazy_initialization = reset = crop = reorder_cache = _held_by_blocks  # type: ignore[assignment]
+    batch_select_indices = batch_repeat_interleave = _held_by_blocks  # type: ignore[assignment]
 
     def get_seq_length(self) -> int:
         """Tokens that the layer has seen, held or not, with those of a pass that it has taken in and is under way."""
@@ -201,7 +183,7 @@ def attention(
             raise ValueError(f"kvq attention does not know masks by head, as {type(module).__name__} makes; {EAGER}")
         if attention_mask.is_floating_point():
             attention_mask = _seen(attention_mask)
-    if layer.current.mixed and torch.is_autocast_enabled(value.device.type):
+    if torch.is_autocast_enabled(value.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)
         with torch.autocast(value.device.type, enabled=False):
             return _attend(layer, module, query, key, value, attention_mask, scaling, kwargs)
@@ -215,7 +197,7 @@ def _attend(
     """Answer the queries of what a layer has taken in, and have it encode what is due."""
     blocks, place, count = layer.blocks, layer.index, query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softmax = whole.Softmax.of(given) if given else whole.PLAIN
+    softmax = whole.Softmax.of(given) if "softcap" in given or SINKS in given else whole.PLAIN
     # of a prompt those that policies weigh: the others may attend to the pass's own keys and values, which are exact
     weighed = min(count, blocks.policies.newest) if layer.first else count
     if weighed < count:

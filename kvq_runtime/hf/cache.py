@@ -25,19 +25,15 @@ from kvq_runtime.errors import check_type
 from kvq_runtime.families import Family
 from kvq_runtime.hf import hooks
 from kvq_runtime.hf.attention import KVQLayer, Pass
-from kvq_runtime.hf.hooks import Announced
+from kvq_runtime.hf.hooks import HookedCache, Mask
 from kvq_runtime.hf.model import (
     LISTED,
-    attention_modules,
+    Served,
     check_model,
-    family_of,
     fingerprint_of,
-    geometry_of,
-    rope_refusal,
     settings_of,
 )
 from kvq_runtime.recipe import Recipe, attends, weighs
-from kvq_runtime.registry.resolve import load_artifact
 from kvq_runtime.store.block_errors import Bounds, bounds_in
 from kvq_runtime.store.memory import MemoryReport, human
 from kvq_runtime.store.storage import storage_bytes
@@ -46,7 +42,7 @@ HELD = ("keys", "values", "conv_states", "recurrent_states")  # by transformers'
 STANDARD = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}  # of caches that ours can stand in for
 
 
-class KVQCache(Announced, Cache):
+class KVQCache(HookedCache, Cache):
     """A transformers cache that holds packed codes: one batch of sequences, of one model.
 
         cache = KVQCache.from_pretrained("qwen2.5-7b-aqua-2bit@1.2.0", model=model)
@@ -84,19 +80,18 @@ class KVQCache(Announced, Cache):
         """
         check_type("recipe", recipe, Recipe, "a Recipe, or its name to from_recipe")
         check_model(model)
-        config = model.config.get_text_config(decoder=True)
-        settings, family = settings_of(config), family_of(model)
-        layers: list[Any] = DynamicCache(config=config).layers
-        if family is None:
-            _check_unlisted(model, settings, layers, recipe)
-        geometry, modules = geometry_of(model), attention_modules(model)
+        layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        if families.family_of({"model_type": model.config.model_type}) is None:
+            _check_unlisted(model, layers, recipe)
+        served = Served(model)
+        settings, family, modules = served.settings, served.family, served.attention()
         if [n for n, layer in enumerate(layers) if type(layer) is DynamicLayer] != list(modules):
             raise ValueError(
                 f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
             )
         made_for = settings.get("max_position_embeddings")
-        self.blocks = BlockCache(recipe, geometry, tensors, made_for or 1 << 17, model.dtype, made_for, bounds)
-        if "positions" in recipe.needs and (why := rope_refusal(model)):
+        self.blocks = BlockCache(recipe, served.geometry, tensors, made_for or 1 << 17, model.dtype, made_for, bounds)
+        if "positions" in recipe.needs and (why := served.rope_refusal()):
             raise ValueError(f"{recipe.name} undoes RoPE, but {why}; use a post-RoPE recipe")
         shared = settings.get("num_kv_shared_layers")
         self._pass, self._decodes = Pass(), _decoding(family, shared, model, recipe)
@@ -113,7 +108,7 @@ class KVQCache(Announced, Cache):
         self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         self._stock = [] if self._recurrent else [layer for layer in layers if isinstance(layer, DynamicLayer)]
         self.artifact: Artifact | None = None  # which the cache was made of
-        hooks.hook(model, next(iter(modules.values())), self._recurrent)
+        hooks.hook(model, next(iter(modules.values())))
 
     @classmethod
     def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel) -> "KVQCache":
@@ -143,6 +138,8 @@ class KVQCache(Announced, Cache):
         many there are: keep one, or what `load_artifact` returns, and the next reads no file.
         Raises ArtifactError if the file differs from the registry's record or the lock, or belongs to another model.
         """
+        from kvq_runtime.registry.resolve import load_artifact  # which other caches do without
+
         return cls.from_artifact(load_artifact(reference, registry, lock), model, allow_other_weights)
 
     @classmethod
@@ -190,12 +187,12 @@ class KVQCache(Announced, Cache):
         parts = [part for one in found for part in (one.values() if isinstance(one, dict) else [one])]
         return self.blocks.memory_report().with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
 
-    def _begin(self, attention_mask: Tensor | Mapping[str, Tensor | None] | None) -> None:
+    def _begin(self, attention_mask: Mask) -> None:
         """Start a forward pass: undo one that stopped midway, and keep the padding mask for `_announce`.
 
         Raises RuntimeError where that cannot be undone: of layers with a recurrent state.
         """
-        if self._recurrent and (self.blocks.step is not None or self._open):
+        if self._recurrent and (self.blocks.step is not None or self._pass.begun):
             raise RuntimeError(
                 "a forward pass stopped midway, and has changed the state of recurrent layers, which cannot be had "
                 "back: reset() the cache, and begin again with the whole text"
@@ -212,7 +209,7 @@ class KVQCache(Announced, Cache):
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
-        self._announced, self._open = True, False
+        self._announced, self._pass.begun = True, False
         self.blocks.reset()
         self._each("reset")
 
@@ -297,8 +294,9 @@ class KVQCache(Announced, Cache):
                 getattr(layer, method)(*args)
 
 
-def _check_unlisted(model: PreTrainedModel, settings: Mapping[str, Any], layers: list[Any], recipe: Recipe) -> None:
+def _check_unlisted(model: PreTrainedModel, layers: list[Any], recipe: Recipe) -> None:
     """Refuse a model of no listed family, unless a recipe after RoPE and without a fit can serve its standard cache."""
+    settings = settings_of(model.config.get_text_config(decoder=True))
     refusal = families.refusal({"model_type": model.config.model_type})
     standard = len(layers) == settings["num_hidden_layers"] and {type(layer) for layer in layers} <= STANDARD
     if not standard or DynamicLayer not in map(type, layers) or settings.get("kv_lora_rank"):

@@ -6,9 +6,8 @@ is answered for a KVQCache. Their mask grows by ones alone, so that no step has 
 
 Why not what transformers does there by itself, for a cache that `is_compileable`: it builds a 4-D mask as long as the
 cache for each step, which our kernel does not read and which hides from the cache where padding is; and torch.compile
-traces what the host counts, another number at each step. What is recorded here is what the device is told to do, which
-depends on none of these counts (`hf/recorded.py`): what it was asked for, and what is filled in before each
-replay.
+traces what the host counts, another number at each step. A recorded step depends on none of these counts
+(`hf/recorded.py`).
 """
 
 import logging
@@ -17,12 +16,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from kvq_runtime.hf.cache import KVQCache
-from kvq_runtime.hf.model import CACHE, cache_in, check_model
+from kvq_runtime.hf.model import CACHE, check_model
 from kvq_runtime.hf.recorded import Record, captured, graph, not_yet, refused
 
 _log = logging.getLogger(__name__)
@@ -30,14 +29,10 @@ _log = logging.getLogger(__name__)
 ASKED = ("_valid_auto_compile_criteria", "get_compiled_call")  # what generate asks its model
 FILLED = ("input_ids", "position_ids")  # what is new in each step
 TAKEN = {*FILLED, "attention_mask", CACHE}
-DIRECT = (
-    "the model was called by itself: beam search, assisted decoding, generate with disable_compile and loops of one's "
-    "own do so"
-)
-DRAFTED = "assisted decoding reads several tokens in a pass; a graph is of one"
+SEVERAL = "a pass of several tokens, as of assisted decoding; a graph is of one"
 
 
-class Asked:
+class StepArguments:
     """The arguments of a step beside its token, and its model: a recorded step gives nothing else."""
 
     def __init__(self, model: PreTrainedModel, given: dict[str, Any]):
@@ -55,7 +50,7 @@ class Asked:
         self.model = model.training, [weight.data_ptr() for weight in model.parameters()]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Asked) and vars(self) == vars(other)
+        return isinstance(other, StepArguments) and vars(self) == vars(other)
 
     def refused(self, cache: KVQCache) -> str | None:
         """Return the reason why a step of this kind is never recorded; None: it may be."""
@@ -68,8 +63,6 @@ class Asked:
             return "autocast is on, which keeps weights in another dtype that may be gone at the next step"
         if len(cache.places) < len(cache.layers):
             return "some layers are held by transformers' own classes, whose tensors grow with every token"
-        if cache._recurrent:
-            return "layers are recurrent, whose states a trial of the step would change"
         return cache._decodes or refused(cache.blocks)
 
 
@@ -79,15 +72,15 @@ class RecordedStep:
     Raises RuntimeError where the step cannot be recorded.
     """
 
-    def __init__(self, model: PreTrainedModel, asked: Asked, given: dict[str, Any], record: Record):
-        cache, self.asked = given[CACHE], asked
+    def __init__(self, model: PreTrainedModel, arguments: StepArguments, given: dict[str, Any], record: Record):
+        cache, self.arguments = given[CACHE], arguments
         with torch.inference_mode(False):
             self.inputs = {name: given[name].clone() for name in FILLED}
         self.kind: type[ModelOutput] = ModelOutput
         inputs = self.inputs
 
         def step() -> Tensor:
-            out = model(**inputs, **{CACHE: cache}, **asked.settings)
+            out = model(**inputs, **{CACHE: cache}, **arguments.settings)
             others = [name for name in out if name not in ("logits", CACHE)]
             if others:
                 raise RuntimeError(f"the model gives {' and '.join(others)} beside logits")
@@ -95,10 +88,6 @@ class RecordedStep:
             return out.logits
 
         self.recorded = captured(cache.blocks, step, record)
-
-    def ready(self) -> bool:
-        """True if the step can be replayed in the cache's present state."""
-        return self.recorded.ready()
 
     def take(self, given: dict[str, Any]) -> ModelOutput:
         """Replay it for this token. The logits are the caller's to keep."""
@@ -124,8 +113,9 @@ class CudaGraphs:
 
     Every other step is eager, as without this; `reason` and the log say why: no CUDA device, another attention than
     "kvq", a recipe without a kernel or with a policy that asks the host, layers that transformers holds, padding
-    elsewhere than on the left, autocast, attentions or hidden states in the output, beam search, and of assisted
-    decoding passes of several tokens, before transformers 5.24 all.
+    elsewhere than on the left, autocast, attentions or hidden states in the output, several tokens of assisted
+    decoding. Beam search, prompts in chunks and `disable_compile` do not ask for a compiled step, nor do loops of one's
+    own: these passes are not counted.
 
     replayed   steps that were replays
     recorded   graphs recorded for them
@@ -153,19 +143,15 @@ class CudaGraphs:
         self.eager: Counter[str] = Counter()
         self.reason: str | None = None
         self._steps: WeakKeyDictionary[KVQCache, RecordedStep] = WeakKeyDictionary()
-        self._given = False  # whether generate is about to read a prompt, and will then take steps with our call
-        self._next = self._chunked = False  # whether the call asked for next is ours; whether for parts of a prompt too
-        self._busy = False  # whether our call is under way
+        self._next = False  # whether the call asked for next is ours
         self._stock = [getattr(model, name) for name in ASKED]
         for name, answer in zip(ASKED, (self._may_compile, self._call), strict=True):
             setattr(model, name, answer)
-        self._hook = model.register_forward_pre_hook(self._called, with_kwargs=True)
 
     def close(self) -> None:
         """Let generate take eager steps again, and free the recorded ones."""
         for name in ASKED:
             vars(self.model).pop(name, None)
-        self._hook.remove()
         self._steps.clear()
 
     def __enter__(self) -> "CudaGraphs":
@@ -179,23 +165,13 @@ class CudaGraphs:
         return f"CudaGraphs({'; '.join([counted, *(f'{n} eager: {reason}' for reason, n in self.eager.items())])})"
 
     def _may_compile(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        """Answer generate, before it reads the prompt or a chunk of it."""
-        ours = isinstance(model_kwargs.get(CACHE), KVQCache) and not generation_config.disable_compile
-        self._given = self._next = ours
-        self._chunked = generation_config.prefill_chunk_size is not None
-        return ours or self._stock[0](model_kwargs, generation_config)
+        """Answer generate, before it reads the prompt."""
+        plain = not generation_config.disable_compile and generation_config.prefill_chunk_size is None
+        self._next = plain and isinstance(model_kwargs.get(CACHE), KVQCache)
+        return self._next or self._stock[0](model_kwargs, generation_config)
 
     def _call(self, compile_config: Any) -> Any:
-        return _Steps(self, self._chunked) if self._next else self._stock[1](compile_config)
-
-    def _called(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Hear of a pass; count it if it is not ours, nor a prompt."""
-        cache = cache_in(kwargs)
-        if self._busy or not isinstance(cache, KVQCache):
-            return
-        prompt, self._given = self._given or not cache.get_seq_length(), False
-        if not prompt:
-            self._note(DIRECT)
+        return _Steps(self) if self._next else self._stock[1](compile_config)
 
     def _note(self, reason: str, level: int = logging.WARNING) -> None:
         """Count an eager step, and log the reason once."""
@@ -206,54 +182,39 @@ class CudaGraphs:
 
 
 class _Steps:
-    """The steps of one `generate`.
+    """The steps of one `generate`."""
 
-    chunked   whether it may get parts of a prompt too, in whose masks padding can be anywhere
-    """
-
-    def __init__(self, graphs: CudaGraphs, chunked: bool):
-        self.graphs, self.chunked = graphs, chunked
+    def __init__(self, graphs: CudaGraphs):
+        self.graphs = graphs
         self.refused: str | None = None  # why none of its steps can be recorded
         self.step: RecordedStep | None = None
 
     def __call__(self, **given: Any) -> Any:
-        graphs = self.graphs
-        graphs._given, graphs._busy = False, True
-        try:
-            ids = given.get("input_ids")
-            if ids is None or ids.shape[-1] != 1:
-                if not self.chunked:  # a part of a prompt is no step
-                    graphs._note(DRAFTED)
-                return graphs.model(**given)
-            step, reason = self._find(given)
-            if step is None:
-                graphs._note(reason, logging.DEBUG if self.refused is None else logging.WARNING)
-                return graphs.model(**given)
-            out = step.take(given)
-            graphs.replayed, graphs.reason = graphs.replayed + 1, None
-            return out
-        finally:
-            graphs._busy = False
+        graphs, ids = self.graphs, given.get("input_ids")
+        step, reason = (None, SEVERAL) if ids is None or ids.shape[-1] != 1 else self._find(given)
+        if step is None:
+            graphs._note(reason, logging.DEBUG if self.refused is None else logging.WARNING)
+            return graphs.model(**given)
+        out = step.take(given)
+        graphs.replayed, graphs.reason = graphs.replayed + 1, None
+        return out
 
     def _find(self, given: dict[str, Any]) -> tuple[RecordedStep, str] | tuple[None, str]:
         """The step to replay; or None, and why not."""
-        mask = given.get("attention_mask") if self.chunked else None
-        if mask is not None and not bool(mask[..., -1].all()):
-            self.refused = "the newest token of a part of the prompt is padding"
         if self.refused is not None:
             return None, self.refused
-        if self.step is not None and self.step.ready():
+        if self.step is not None and self.step.recorded.ready():
             return self.step, ""
         graphs, cache = self.graphs, given[CACHE]
-        asked = Asked(graphs.model, given)
+        arguments = StepArguments(graphs.model, given)
         held = graphs._steps.pop(cache, None)
-        if held is None or held.asked != asked or not held.ready():
-            self.refused = asked.refused(cache)
+        if held is None or held.arguments != arguments or not held.recorded.ready():
+            self.refused = arguments.refused(cache)
             soon = None if self.refused else not_yet(cache.blocks)
             if self.refused or soon:
                 return None, self.refused or soon or ""
             try:
-                held = RecordedStep(graphs.model, asked, given, graphs.record)
+                held = RecordedStep(graphs.model, arguments, given, graphs.record)
             except RuntimeError as error:  # what CUDA cannot record: a step of this model that waits for the device
                 self.refused = f"it cannot be recorded: {str(error).partition(chr(10))[0]}"
                 return None, self.refused

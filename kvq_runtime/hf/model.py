@@ -6,27 +6,24 @@ bool or what is added to scores, or [B, all tokens] under flash attention.
 """
 
 import copy
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers import AutoConfig, PreTrainedModel, __version__
 
 from kvq_runtime import families
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family
-from kvq_runtime.geometry import Geometry, attending
+from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family, attending
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
 LISTED = "docs/models.md lists the families that are served"
 # the argument by which models and `generate` take a cache; transformers 5.24 renamed it
-CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"
-CACHES = (CACHE, "past_key_values")
+CACHE = "cache" if tuple(map(int, __version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
@@ -34,7 +31,7 @@ def cache_in(given: Mapping[str, Any]) -> Any:
     return given.get(CACHE) if given.get(CACHE) is not None else given.get("past_key_values")
 
 
-def check_model(model: PreTrainedModel) -> None:
+def check_model(model: Any) -> None:
     """Raise TypeError for an object that is no loaded model, and ValueError for a model that no cache can serve."""
     if not isinstance(model, nn.Module) or not hasattr(model, "get_decoder") or not hasattr(model, "config"):
         raise TypeError(
@@ -46,10 +43,12 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has an encoder and attention across to it; kvq takes decoders alone; {LISTED}")
     if not isinstance(getattr(decoder_of(model), LAYERS, None), nn.ModuleList):
         raise ValueError(f"{name} has no decoder with layers as Llama has; {LISTED}")
-    devices = _devices(model)
-    if len(devices) > 1:
+    layout = getattr(model, "hf_device_map", None) or {}
+    on = {str(torch.device("cuda", place) if isinstance(place, int) else place) for place in layout.values()}
+    computing = sorted(on - {"cpu", "disk"})  # weights that accelerate keeps there compute elsewhere
+    if len(computing) > 1:
         raise ValueError(
-            f"the layers of {name} are on {' and '.join(devices)}; kvq needs them on one device: load the model with "
+            f"the layers of {name} are on {' and '.join(computing)}; kvq needs them on one device: load the model with "
             'device_map={"": 0}'
         )
 
@@ -59,31 +58,12 @@ def decoder_of(model: Any) -> Any:
     return model.get_decoder()
 
 
-def layers_of(decoder: Any) -> Any:
-    """The layers of a decoder."""
-    return getattr(decoder, LAYERS)
-
-
-def family_of(model: PreTrainedModel) -> Family | None:
-    """The family of a loaded model; None if it is not listed."""
-    return families.family_of({"model_type": model.config.model_type})
-
-
 def settings_of(config: Any) -> dict[str, Any]:
     """A decoder's configuration as a dict: a setting of another name in its file has the common name, too."""
     found = config.to_dict()
-    named = {name: found[own] for name, own in config.attribute_map.items() if own in found and name not in found}
+    named = {name: found[other] for name, other in config.attribute_map.items() if other in found and name not in found}
     kinds = getattr(config, "layer_types", None)
     return found | named | ({} if kinds is None else {"layer_types": kinds})
-
-
-def _devices(model: PreTrainedModel) -> list[str]:
-    """Return the devices that layers compute on; weights that accelerate keeps on a CPU or disk compute elsewhere."""
-    layout = getattr(model, "hf_device_map", None)
-    if not layout:
-        return []
-    found = {str(torch.device("cuda", place) if isinstance(place, int) else place) for place in layout.values()}
-    return sorted(found - {"cpu", "disk"}) or ["cpu"]
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:
@@ -91,51 +71,64 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
 
     Raises ValueError if its configuration does not say it, or there are no such layers.
     """
-    config = model.config.get_text_config(decoder=True)
-    try:
-        return Geometry.from_config(settings_of(config))
-    except KeyError as error:
-        raise ValueError(f"{type(config).__name__} does not say {error.args[0]}, as Llama's does; {LISTED}") from None
+    return Served(model).geometry
 
 
-def attention_modules(model: PreTrainedModel) -> dict[int, Any]:
-    """{number of a layer: its attention module} of the layers that attend to all tokens.
+class Served:
+    """A loaded model as a cache reads it.
 
-    Raises ValueError for a layer that a cache cannot hold.
+    family     None: it is not listed         settings   of its decoder
+    geometry   of the layers that attend to all tokens, `layers`, by their numbers in the model
     """
-    name, geometry, layers, found = type(model).__name__, geometry_of(model), layers_of(decoder_of(model)), {}
-    for n in attending(settings_of(model.config.get_text_config(decoder=True))):
-        module = getattr(layers[n], ATTENTION, None) if n < len(layers) else None
-        if not isinstance(module, nn.Module):
-            raise ValueError(f"layer {n} of {name} has no {ATTENTION}, as Llama's has; {LISTED}")
-        if not getattr(module, "is_causal", True):
-            raise ValueError(f"layer {n} of {name} attends in both directions; kvq takes decoders alone; {LISTED}")
-        projections = (getattr(module, one, None) for one in fingerprint.PROJECTIONS.values())
-        keys, values = (getattr(one, "out_features", geometry.width) for one in projections)
-        if (keys, values) != (geometry.width, geometry.width):
-            raise ValueError(
-                f"k_proj and v_proj of layer {n} of {name} are {keys} and {values} wide, not {geometry.kv_heads} "
-                f"heads of {geometry.head_size} as its configuration says; kvq takes layers of one shape alone"
-            )
-        found[n] = module
-    return found
 
+    def __init__(self, model: PreTrainedModel):
+        config = model.config.get_text_config(decoder=True)
+        self.model, self.name, self.decoder = model, type(model).__name__, decoder_of(model)
+        self.kind, self.settings = {"model_type": model.config.model_type}, settings_of(config)
+        self.family: Family | None = families.family_of(self.kind)
+        try:
+            self.layers = attending(self.settings)
+            self.geometry = Geometry.from_config(self.settings, self.layers)
+        except KeyError as error:
+            who = type(config).__name__
+            raise ValueError(f"{who} does not say {error.args[0]}, as Llama's does; {LISTED}") from None
 
-def rope_refusal(model: PreTrainedModel) -> str | None:
-    """Return the reason why the RoPE of a model's compressed layers cannot be undone; None if it can."""
-    family, settings = family_of(model), settings_of(model.config.get_text_config(decoder=True))
-    if family is None:
-        return families.refusal({"model_type": model.config.model_type})
-    kind = rope.settings(settings).get("rope_type", "default")
-    if kind in rope.VARYING_TYPES:
-        return f"rope_type={kind} changes with length"
-    if family.rope == "some layers":
-        turned = settings["no_rope_layers"]
-        if (still := next((n for n in attending(settings) if not turned[n]), None)) is not None:
-            return f"layer {still} ({settings['model_type']}) has no RoPE"
-    if frequencies(rotary_module(decoder_of(model))) is None:
-        return f"{type(decoder_of(model)).__name__} has no rotary_emb with one inv_freq for all compressed layers"
-    return None
+    def attention(self) -> dict[int, Any]:
+        """{number of a layer: its attention module}. Raises ValueError for a layer that a cache cannot hold."""
+        found, stack, width = {}, getattr(self.decoder, LAYERS), self.geometry.width
+        for n in self.layers:
+            module = getattr(stack[n], ATTENTION, None) if n < len(stack) else None
+            if not isinstance(module, nn.Module):
+                raise ValueError(f"layer {n} of {self.name} has no {ATTENTION}, as Llama's has; {LISTED}")
+            if not getattr(module, "is_causal", True):
+                raise ValueError(
+                    f"layer {n} of {self.name} attends in both directions; kvq takes decoders alone; {LISTED}"
+                )
+            keys, values = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
+            widths = getattr(keys, "out_features", width), getattr(values, "out_features", width)
+            if widths != (width, width):
+                raise ValueError(
+                    f"k_proj and v_proj of layer {n} of {self.name} are {widths[0]} and {widths[1]} wide, not "
+                    f"{self.geometry.kv_heads} heads of {self.geometry.head_size} as its configuration says; kvq takes "
+                    "layers of one shape alone"
+                )
+            found[n] = module
+        return found
+
+    def rope_refusal(self) -> str | None:
+        """Return the reason why the RoPE of the compressed layers cannot be undone; None if it can."""
+        if self.family is None:
+            return families.refusal(self.kind)
+        kind = rope.settings(self.settings).get("rope_type", "default")
+        if kind in rope.VARYING_TYPES:
+            return f"rope_type={kind} changes with length"
+        if self.family.rope == "some layers":
+            turned = self.settings["no_rope_layers"]
+            if (still := next((n for n in self.layers if not turned[n]), None)) is not None:
+                return f"layer {still} ({self.settings['model_type']}) has no RoPE"
+        if frequencies(rotary_module(self.decoder)) is None:
+            return f"{type(self.decoder).__name__} has no rotary_emb with one inv_freq for all compressed layers"
+        return None
 
 
 def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
@@ -144,11 +137,10 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
     Raises ValueError for a model of another family than the listed ones, and for one without these projections.
     """
     check_model(model)
-    family = family_of(model)
+    served = Served(model)
+    family, config, attention = served.family, served.settings, served.attention()
     if family is None:
-        raise ValueError(families.refusal({"model_type": model.config.model_type}))
-    config = settings_of(model.config.get_text_config(decoder=True))
-    attention = attention_modules(model)
+        raise ValueError(families.refusal(served.kind))
 
     def weight(layer: int, name: str) -> Tensor:
         own = getattr(attention[layer], family.fused or name, None)
@@ -213,6 +205,8 @@ def rotary_of_config(config: Any, dtype: torch.dtype) -> Rotary:
     kind = settings.get("rope_type", "default")
     if kind not in rope.FIXED_TYPES:
         raise ValueError(f"rope_type={kind}; known without a model are {', '.join(rope.FIXED_TYPES)}")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     config = copy.copy(config)
     config.rope_parameters = settings
     module = LlamaRotaryEmbedding(config)

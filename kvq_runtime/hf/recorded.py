@@ -94,7 +94,7 @@ def advance(cache: BlockCache) -> None:
         for store in stores:
             store.arrived(1)
         return
-    step = cache.begin(1, first.rows, first.buffer_2BTC.device)
+    step = cache.begin(1, first.rows, first.buffer_2BTC)
     for store in stores:
         store.begin(step)
         store.arrived(1)

@@ -62,7 +62,8 @@ class CacheParts:
             store = self.stores[layer]
             self.encoder.encode(layer, store.due if blocks is None else blocks)
             store.trim()
-            self.decoder.forget(layer, layer == self.geometry.layers - 1)
+            self.decoder.forget(layer)
+        self.decoder.clear()
 
 
 class Policy:

@@ -60,7 +60,7 @@ class BlockCodec:
             k_BTC, v_BTC = cache.decoder.whole(layer)
             heads = (self.geometry.kv_heads, self.geometry.head_size)
             yield layer, k_BTC[0].unflatten(-1, heads), v_BTC[0].unflatten(-1, heads)
-            cache.decoder.forget(layer, layer == self.geometry.layers - 1)
+            cache.decoder.forget(layer)
 
     def _cache(self, start: int, stop: int, device: torch.device | str, dtype: torch.dtype = torch.bfloat16):
         """Make an empty cache for tokens `start` to `stop` of a text."""

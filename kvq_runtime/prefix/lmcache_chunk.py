@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.errors import ArtifactError, named
-from kvq_runtime.geometry import Geometry, attending
+from kvq_runtime.families import attending
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix.block_codec import BlockCodec
 from kvq_runtime.prefix.block_file import BlockFormat, Link

@@ -76,7 +76,7 @@ class Rtn(Quantizer):
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
     ) -> Tensor:
         """Decode to float32 [..., rows, width], into `out` if not None."""
-        codes = pack.unpack(fields["codes"], self.bits, self.group_size(width, geometry))
+        codes = pack.unpack(fields["codes"], self.bits, width // fields["codes"].shape[-2])
         room = None if out is None else out.unflatten(-1, codes.shape[-2:])
         x = rtn.decode(codes, fields["step"], fields.get("low"), self.bits, room)
         return x.flatten(-2) if out is None else out

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.geometry import ROLES, Geometry, Role
+from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.layer import LayerStore, Run
@@ -39,16 +39,16 @@ class Decoder:
         self.keep = False
         self._history: dict[int, Pair] = {}
         # by layer, how many layers underneath its predictions read
-        self._reads = [max(max(codec.below, default=0) for codec in pair) for pair in codecs]
+        self._reads = [max(*keys.below, *values.below, 0, 0) for keys, values in codecs]
         self._depth = max(self._reads)
         self._carried: dict[tuple[int, int], Pair] = {}
         self._fresh: dict[tuple[int, int], Pair] = {}
-        self._rooms: dict[Role, Tensor] = {}
+        self._rooms: dict[int, Tensor] = {}
 
     def whole(self, layer: int) -> Pair:
         """Blocks decoded and window in one tensor each."""
         store, out = self.stores[layer], []
-        for role, window_BTC in zip(ROLES, store.window_2BTC, strict=True):
+        for role, window_BTC in enumerate(store.window_2BTC):
             whole = self._room(role, window_BTC, store.length)
             whole[:, store.encoded :] = window_BTC
             out.append(whole)
@@ -56,7 +56,7 @@ class Decoder:
             for whole, history_BTC in zip(out, self._decoded_once(layer), strict=True):
                 whole[:, : store.encoded] = history_BTC
         else:
-            for run in store.runs():
+            for run in store.runs:
                 self._read(layer, run, [whole[:, slice(*store.tokens(run))] for whole in out])
         if store.encoded:
             for role, whole in enumerate(out):
@@ -67,13 +67,13 @@ class Decoder:
     def run(self, layer: int, role: int, run: Run) -> Tensor:
         """Keys, after RoPE, or values of one run of blocks, [B, T, C]; sinks are not put back."""
         store = self.stores[layer]
-        start, stop = store.tokens(run)
         if self.keep:
-            return self._decoded_once(layer)[role][:, start:stop]
-        room = self._room(ROLES[role], store.sinks_2BSC[role], stop - start)
+            return self._decoded_once(layer)[role][:, slice(*store.tokens(run))]
+        room = self._room(role, store.buffer_2BTC[role], (run[1] - run[0]) * store.window.block)
         decoded = self._pair(layer, run)[role] if self.recipe.cross_layer else self._decode(store, role, run, room)
         self._restore(store, role, decoded, run, room)
-        self.count(room)
+        if self._carried or room.nbytes > self.scratch_peak:
+            self.count(room)
         return room
 
     def below(self, layer: int, run: Run) -> list[Pair]:
@@ -116,10 +116,8 @@ class Decoder:
         self.clear()
         return again
 
-    def forget(self, layer: int, last: bool) -> None:
+    def forget(self, layer: int) -> None:
         """Drop what no layer above this one will read in this forward pass."""
-        if last:
-            self.clear()
         for kept in (self._carried, self._fresh):
             for key in [key for key in kept if key[0] <= layer - self._depth]:
                 del kept[key]
@@ -146,7 +144,7 @@ class Decoder:
         """All decoded blocks of a layer, [B, encoded, C] each, sinks not put back; only new ones are decoded."""
         store, block = self.stores[layer], self.stores[layer].window.block
         keys_BTC, values_BTC = self._history.get(layer, (store.window_2BTC[0, :, :0], store.window_2BTC[1, :, :0]))
-        for first, stop in store.runs():
+        for first, stop in store.runs:
             run = max(first, keys_BTC.shape[1] // block), stop
             if run[0] < stop:
                 new_2BTC = keys_BTC.new_empty(2, store.rows, (stop - run[0]) * block, self.geometry.width)
@@ -178,26 +176,28 @@ class Decoder:
     def _decode(self, store: LayerStore, role: int, run: Run, room_BTC: Tensor | None = None) -> Tensor:
         """Decode blocks that are not predicted, into `room` where a single row can lie there as it is."""
         # stored for a packed reader, the ends of groups lie by group: putting them side by side first is cheaper
-        fields = {name: field.flatten(0, 1).contiguous() for name, field in store.fields(role, *run).items()}
+        fields = store.fields(role, *run)
+        for name, field in fields.items():
+            fields[name] = field.flatten(0, 1).contiguous()
         if room_BTC is None or len(room_BTC) != 1 or room_BTC.dtype != torch.float32:
             return store.codecs[role].decode(fields, Context())
         return store.codecs[role].decode(fields, Context(), room_BTC[0].unflatten(0, (-1, store.window.block)))
 
     def _restore(self, store: LayerStore, role: int, x_NTC: Tensor, run: Run, out_BTC: Tensor) -> None:
         """Put back mean and position of decoded, centred blocks [B·n, block, C] into [B, n·block, C]."""
-        codec, geometry, (start, stop) = store.codecs[role], self.geometry, store.tokens(run)
-        is_key = ROLES[role] == "key"
+        codec, is_key = store.codecs[role], ROLES[role] == "key"
         if x_NTC.data_ptr() != out_BTC.data_ptr():
-            out_BTC.copy_(x_NTC.reshape(len(out_BTC), stop - start, geometry.width))
+            out_BTC.copy_(x_NTC.reshape(out_BTC.shape))
         if codec.predictor is not None:
             turning = is_key and self.recipe.position == "post"
-            mean = codec.mean(Context(rope=self.positions.rope(start, stop) if turning else None))
+            mean = codec.mean(Context(rope=self.positions.rope(*store.tokens(run)) if turning else None))
             out_BTC.add_(mean.to(out_BTC.dtype))
         if is_key and self.recipe.position == "pre":
-            tables = self.positions.spread(start, stop, geometry.kv_heads, geometry.head_size, out_BTC.dtype)
-            rope.rotate_rows(out_BTC, *tables, geometry.kv_heads, self.positions.rotary_pairs)
+            heads, size = self.geometry.kv_heads, self.geometry.head_size
+            tables = self.positions.spread(*store.tokens(run), heads, size, out_BTC.dtype)
+            rope.rotate_rows(out_BTC, *tables, heads, self.positions.rotary_pairs)
 
-    def _room(self, role: Role, like: Tensor, length: int) -> Tensor:
+    def _room(self, role: int, like: Tensor, length: int) -> Tensor:
         """Return memory to put a layer's keys, or values, together in; every layer of a forward pass uses the same."""
         shape = (len(like), length, like.shape[-1])
         if role not in self._rooms or self._rooms[role].shape != shape:

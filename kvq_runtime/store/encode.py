@@ -91,10 +91,12 @@ class Encoder:
 
         Waits for the device, once for all layers; not where nothing was watched.
         """
+        if not self._watched and not self._stored:
+            return
         watched, stored = self._watched.copy(), self._stored.copy()
         self.forget()
         peaks = [peak.flatten().float() for *_, peak in [*watched, *stored]]
-        if not peaks or bool(torch.cat(peaks).isfinite().all()):
+        if bool(torch.cat(peaks).isfinite().all()):
             return
         for layer, start, peak_2BT in watched:
             for role, peak_BT in zip(ROLES, peak_2BT, strict=True):

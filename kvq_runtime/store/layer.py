@@ -9,14 +9,13 @@ right before the window, and move with its start, so that what is exact is read 
 The digit in a shape, as in [2, B, T, C], counts keys and values.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.codec.packed import PackedBlocks, PackedReader
+from kvq_runtime.codec.packed import PackedBlocks
 from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.geometry import SLAB, Window
 from kvq_runtime.ops.constant import lasting
@@ -38,6 +37,8 @@ class LayerStore:
     slabs    of keys, of values, and of what policies store beside each block: [B, blocks, ...] a field
     index    where a kernel on the device finds all that; None: no kernel reads this layer
     orders   how codes lie in `slabs`, for a kernel; None: as they were encoded
+    length   all tokens     encoded   those in blocks     runs   the blocks of each slab     sizes   and their tokens
+    front    sinks that are read beside blocks; before there are any, sinks are in the window
     """
 
     @lasting
@@ -59,9 +60,9 @@ class LayerStore:
         self._step: Step | None = None
         self._before = 0  # tokens before that step
         self._saved = True  # whether the step can restore the window that it found
+        self._start = self._stop = window.sinks
         self._count_blocks()
         self._hold(like_BTC.new_zeros(2, len(like_BTC), window.sinks, codecs[0].geometry.width))
-        self._start = self._stop = window.sinks
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is held between two forward passes, without views and the index, which are made again."""
@@ -103,14 +104,9 @@ class LayerStore:
         return (x if x.ndim == 3 else x.flatten(0, 1)).float()
 
     @property
-    def length(self) -> int:
-        """All tokens."""
-        return self.encoded + self._stop - self._start
-
-    @property
     def due(self) -> int:
         """Blocks that the window holds beyond the recent tokens."""
-        return self.beyond(self.recent)
+        return max(0, self._stop - self._start - self.recent) // self.window.block
 
     def beyond(self, recent: int, count: int = 0) -> int:
         """Whole blocks that the window holds beyond `recent` tokens, once `count` more have come."""
@@ -119,14 +115,12 @@ class LayerStore:
     def fields(self, part: int, start: int, stop: int) -> dict[str, Tensor]:
         """The fields of blocks `start` to `stop` of one slab, as they were encoded, [B, blocks, ...]; of keys (0),
         values (1), or EXTRA."""
-        slab, order = self.slabs[part][start // SLAB] if self.slabs[part] else {}, self.orders[part]
-        fields = {name: field[:, start % SLAB : (stop - 1) % SLAB + 1] for name, field in slab.items()}
-        return fields if order is None or not fields else order.collected(fields)
-
-    def runs(self) -> Iterator[Run]:
-        """The blocks of each slab."""
-        for start in range(0, self.blocks, SLAB):
-            yield start, min(start + SLAB, self.blocks)
+        if not self.slabs[part]:
+            return {}
+        fields, order = dict(self.slabs[part][start // SLAB]), self.orders[part]
+        for name, field in fields.items():
+            fields[name] = field[:, start % SLAB : (stop - 1) % SLAB + 1]
+        return fields if order is None else order.collected(fields)
 
     def tokens(self, run: Run) -> Run:
         """(first, last + 1) of the tokens of a run of blocks."""
@@ -140,20 +134,19 @@ class LayerStore:
             return kept
         reader = self.codecs[role].packed_reader
         assert reader is not None
-        parts = [reader.view_blocks(self.fields(role, *run), 0 if run[0] else first) for run in self.runs()]
+        parts = [reader.view_blocks(self.fields(role, *run), 0 if run[0] else first) for run in self.runs]
         self._packed[role] = parts if self.rows == 1 else []
         return parts
-
-    def reader(self, role: int) -> PackedReader | None:
-        """The reader of packed blocks of keys (0) or values (1); None where blocks are decoded."""
-        return self.codecs[role].packed_reader
 
     # ---- one forward pass --------------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
         """Take part in a forward pass, which can be undone."""
         self._step, self._before, self._saved = step, self.length, False
-        step.on_undo(self._truncate, self._before)
+
+    def undo(self) -> None:
+        """Forget the tokens of a pass that is undone; what it made of the window is restored."""
+        self._truncate(self._before)
 
     def append(self, k_BTC: Tensor, v_BTC: Tensor) -> None:
         """Add tokens to the window, and keep those that are sinks beside it."""
@@ -174,13 +167,15 @@ class LayerStore:
                     self._rebuffer(live + count)
             self._keys[:, self._stop : self._stop + count] = k_BTC
             self._values[:, self._stop : self._stop + count] = v_BTC
-            self._changed()
-        self._stop += count
-        self._keep_sinks(k_BTC, v_BTC)
+            if index is not None:
+                index.stale = True
+        first, self._stop, self.length = self.length, self._stop + count, self.length + count
+        if first < self.window.sinks or self.positions.real_BT is not None:
+            self._keep_sinks(k_BTC, v_BTC)
 
     def arrived(self, count: int) -> None:
         """Count tokens that a recorded step has put at the window's end."""
-        self._stop += count
+        self._stop, self.length = self._stop + count, self.length + count
 
     def trim(self) -> None:
         """Give back the room that a long prompt took in the window."""
@@ -201,8 +196,7 @@ class LayerStore:
             index.window_2BTC = home
         home[:, :, : sinks + live] = held.clone() if self.buffer_2BTC is home else held
         self._hold(home)
-        self._start, self._stop = sinks, sinks + live
-        self._changed()
+        self._place(sinks, live)
 
     @lasting
     def add_blocks(self, count: int, keys: Slab, values: Slab, extra: Slab) -> None:
@@ -214,9 +208,9 @@ class LayerStore:
         self._save_window()
         self._take_blocks(count, keys, values, extra)
         sinks_2BSC = self.sinks_2BSC.clone()
-        self._start += count * self.window.block
+        size = count * self.window.block
+        self._place(self._start + size, self._stop - self._start - size)
         self.sinks_2BSC.copy_(sinks_2BSC)
-        self._changed()
 
     @lasting
     def adopt(self, count: int, keys: Slab, values: Slab, sinks_2BSC: Tensor) -> None:
@@ -229,7 +223,7 @@ class LayerStore:
             own, other = ({n: x[:, self.blocks : stop] for n, x in fields.items()} for fields in (keys, values))
             self._take_blocks(stop - self.blocks, own, other, {})
         self.sinks_2BSC[:, :, : sinks_2BSC.shape[2]] = sinks_2BSC
-        self._changed()
+        self._place(self._start, 0)
 
     def _take_blocks(self, count: int, keys: Slab, values: Slab, extra: Slab) -> None:
         for part, fields in enumerate((keys, values, extra)):
@@ -247,8 +241,7 @@ class LayerStore:
         self._save_window()
         kept_2BKC = kept_BK[None, ..., None].expand(2, -1, -1, self.buffer_2BTC.shape[3])
         self._hold(torch.cat([self.sinks_2BSC, self.window_2BTC.gather(2, kept_2BKC)], 2))
-        self._start, self._stop = self.window.sinks, self.window.sinks + kept_BK.shape[1]
-        self._changed()
+        self._place(self.window.sinks, kept_BK.shape[1])
 
     # ---- the past ----------------------------------------------------------------------------------------------
 
@@ -300,7 +293,7 @@ class LayerStore:
             stop = min(sinks, self.length)
             for role, x_BTC in enumerate((k_BTC, v_BTC)):
                 self.sinks_2BSC[role, :, first:stop] = x_BTC[:, : stop - first]
-            self._changed(sinks=True)
+            self._changed_sinks()
             return
         slots, arrived = self.positions.sink_slots(sinks, k_BTC.shape[0], k_BTC.device)
         here = arrived & (slots >= first) & (slots < self.length)
@@ -308,7 +301,11 @@ class LayerStore:
             rows, ranks = here.nonzero(as_tuple=True)
             for role, x_BTC in enumerate((k_BTC, v_BTC)):
                 self.sinks_2BSC[role, rows, ranks] = x_BTC[rows, slots[rows, ranks] - first]
-            self._changed(sinks=True)
+            self._changed_sinks()
+
+    def _changed_sinks(self) -> None:
+        if self.index is not None:
+            self.index.stale = self.index.sinks_stale = True
 
     # ---- how -----------------------------------------------------------------------------------------------------
 
@@ -320,16 +317,18 @@ class LayerStore:
         self._keys, self._values = buffer_2BTC.unbind(0)
         self._by_head = [x[0] if len(x) == 1 else x for x in x_2BHTD]
 
-    def _changed(self, sinks: bool = False) -> None:
-        """Mark that the host has moved something that the device has to know."""
+    def _place(self, start: int, live: int) -> None:
+        """Note where in the buffer the window begins, and how many tokens it holds; the device has to know."""
+        self._start, self._stop, self.length = start, start + live, self.encoded + live
         if self.index is not None:
             self.index.stale = True
-            self.index.sinks_stale |= sinks
 
     def _count_blocks(self) -> None:
-        self.encoded = self.blocks * self.window.block  # tokens in blocks
-        self.front = self.window.sinks if self.blocks else 0  # sinks read beside them; before, they are in the window
-        self.sizes = [(stop - start) * self.window.block for start, stop in self.runs()]  # tokens of each slab
+        self.encoded = self.blocks * self.window.block
+        self.length = self.encoded + self._stop - self._start
+        self.front = self.window.sinks if self.blocks else 0
+        self.runs: list[Run] = [(n, min(n + SLAB, self.blocks)) for n in range(0, self.blocks, SLAB)]
+        self.sizes = [(stop - start) * self.window.block for start, stop in self.runs]
         self._packed: list[list[PackedBlocks]] = [[], []]
 
     @lasting
@@ -339,14 +338,14 @@ class LayerStore:
         buffer = self.buffer_2BTC.new_empty(2, self.rows, sinks + room, self.buffer_2BTC.shape[3])
         buffer[:, :, : sinks + live] = self.buffer_2BTC[:, :, self._start - sinks : self._stop]
         self._hold(buffer)
-        self._start, self._stop = sinks, sinks + live
+        self._place(sinks, live)
 
     def _shift(self, start: int) -> None:
         """Move sinks and window to where the window starts at `start`."""
         sinks, live = self.window.sinks, self._stop - self._start
         held = self.buffer_2BTC[:, :, self._start - sinks : self._stop].clone()  # the two places may overlap
         self.buffer_2BTC[:, :, start - sinks : start + live] = held
-        self._start, self._stop = start, start + live
+        self._place(start, live)
 
     def _save_window(self) -> None:
         """Have the step of this forward pass restore the window that it found, before blocks are made of it."""
@@ -356,16 +355,15 @@ class LayerStore:
             self._saved = True
 
     def _truncate(self, length: int) -> None:
-        self._stop = self._start + length - self.encoded
-        self._changed()
+        self._place(self._start, length - self.encoded)
 
     def _restore(self, blocks: int, window_2BTC: Tensor | None) -> None:
         """Keep `blocks` blocks, and this window after them."""
         self.blocks = blocks
         for slabs in self.slabs:
             del slabs[-(-blocks // SLAB) :]
-        self._count_blocks()
         self._stop = self._start
+        self._count_blocks()
         self._shift(self.window.sinks)
         if self.index is not None:
             self.index.forget_slabs()
@@ -374,4 +372,4 @@ class LayerStore:
             if self._stop + count > self.buffer_2BTC.shape[2]:
                 self._rebuffer(count)
             self.buffer_2BTC[:, :, self._stop : self._stop + count] = window_2BTC
-            self._stop += count
+            self.arrived(count)

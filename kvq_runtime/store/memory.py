@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,10 +27,9 @@ class MemoryReport:
     recipe, batch             name of the recipe; rows
     total_bytes               sequence_bytes + shared_bytes + sliding_bytes
     exact_bytes               bytes of a 16-bit cache of all tokens seen, sliding_bytes included
-    sliding_bytes             of layers that slide over a window, or recur, and of indexers' keys; not in the bits
+    sliding_bytes             of layers that slide over a window, or recur; not in the bits
     tokens, kept              tokens of a row that the model has seen; those that are held, all unless the recipe evicts
     bits_per_element          sequence_bytes, in bits per key or value element of the tokens seen
-    bits_per_kept             sequence_bytes, in bits per key or value element of the tokens held
     all_bits                  total_bytes, in bits per key or value element of the tokens seen
     asymptotic_bits           bits of one more element seen once it is encoded; if the recipe holds a share of the
                               tokens, that share of them
@@ -57,65 +56,42 @@ class MemoryReport:
     smaller_than_16bit_from: int | None
     parts: dict[str, int] = field(default_factory=dict)
     kept: int = 0
-    bits_per_kept: float = 0.0
     dtype: str = "bfloat16"
     positions: int | None = None
     beyond: float | None = None
     sliding_bytes: int = 0
 
     def with_sliding(self, size: int) -> MemoryReport:
-        """The same beside what slides, recurs or indexes: so many bytes in either cache."""
+        """The same beside what slides or recurs: so many bytes in either cache."""
         total, exact = self.total_bytes + size, self.exact_bytes + size
         return replace(self, total_bytes=total, exact_bytes=exact, sliding_bytes=self.sliding_bytes + size)
 
-    def as_dict(self) -> dict:
-        """All fields as plain numbers, text and one dict, for JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
+        start, total, exact = self.smaller_than_16bit_from, self.total_bytes, self.exact_bytes
+        when = "never smaller than 16 bit" if start is None else f"smaller than 16 bit from {start:,} tokens on"
         shared = f"{human(self.shared_bytes)} shared by all caches of the recipe"
-        sliding = (
-            f" · {human(self.sliding_bytes)} of layers that slide or recur, or of indexers"
-            if self.sliding_bytes
-            else ""
-        )
-        if not self.tokens:
-            start = self.smaller_than_16bit_from
-            when = "never smaller than 16 bit" if start is None else f"smaller than 16 bit from {start:,} tokens on"
-            return f"{self.recipe}: empty, {shared}; {when}{self._warning()}"
-        held = "" if self.kept == self.tokens else f", {self.kept:,} of them held,"
-        kinds = ", ".join(f"{kind} {human(size)}" for kind, size in self.parts.items() if size)
-        return (
-            f"{self.recipe}: {self.tokens:,} tokens{held} x {counted(self.batch, 'row')} hold "
-            f"{human(self.total_bytes)}, {self._beside_16bit()}\n"
-            f"  of these {human(self.sequence_bytes)} grow with tokens and rows ({kinds}) · {shared}{sliding} · "
-            f"scratch at most {human(self.scratch_peak)}\n"
-            f"  bits per element: {self.asymptotic_bits:.3f} of one more token · {self.bits_per_element:.3f} without "
-            f"what is shared · {self.all_bits:.3f} with it{self._warning()}"
-        )
-
-    def _warning(self) -> str:
-        """Return lines about the length from which the cache is smaller, and about errors; or ""."""
-        said, start = [], self.smaller_than_16bit_from
+        if self.tokens:
+            held = "" if self.kept == self.tokens else f", {self.kept:,} of them held,"
+            kinds = ", ".join(f"{kind} {human(size)}" for kind, size in self.parts.items() if size)
+            slides = f" · {human(self.sliding_bytes)} of layers that slide or recur" if self.sliding_bytes else ""
+            ratio = f"{exact / total:.1f} times smaller" if total < exact else f"{total / exact:.1f} times LARGER"
+            lines = [
+                f"{self.recipe}: {self.tokens:,} tokens{held} x {counted(self.batch, 'row')} hold {human(total)}, "
+                f"{ratio} than 16 bit ({human(exact)}){'' if total < exact else '; ' + when}",
+                f"of these {human(self.sequence_bytes)} grow with tokens and rows ({kinds}) · {shared}{slides} · "
+                f"scratch at most {human(self.scratch_peak)}",
+                f"bits per element: {self.asymptotic_bits:.3f} of one more token · {self.bits_per_element:.3f} without "
+                f"what is shared · {self.all_bits:.3f} with it",
+            ]
+        else:
+            lines = [f"{self.recipe}: empty, {shared}; {when}"]
         if self.dtype == "float32":
-            said.append("exact tokens are in float32, so that they count twice; a cache of bfloat16 is smaller sooner")
+            lines.append("exact tokens are in float32, and count twice; a cache of bfloat16 is smaller sooner")
         if start is not None and self.positions is not None and start > self.positions:
-            said.append(f"WARNING: smaller from {start:,} tokens on, and the model was made for {self.positions:,}")
+            lines.append(f"WARNING: smaller from {start:,} tokens on, and the model was made for {self.positions:,}")
         if self.beyond is not None:
-            said.append(f"errors of {self.beyond:.2%} of the blocks are beyond 99.9% of those in calibration")
-        return "".join(f"\n  {one}" for one in said)
-
-    def _beside_16bit(self) -> str:
-        """The size beside that of a 16-bit cache of the same tokens, in words."""
-        total, exact, start = self.total_bytes, self.exact_bytes, self.smaller_than_16bit_from
-        ratio = max(total, exact) / max(1, min(total, exact))
-        if ratio < 1.05:
-            return f"about as much as 16 bit ({human(exact)})"
-        if total < exact:
-            return f"{ratio:.1f} times smaller than 16 bit ({human(exact)})"
-        when = "" if start is None or start <= self.tokens else f": smaller from {start:,} tokens on"
-        never = ": never smaller" if start is None else ""
-        return f"{ratio:.1f} times LARGER than 16 bit ({human(exact)}){when}{never}"
+            lines.append(f"errors of {self.beyond:.2%} of the blocks are beyond 99.9% of those in calibration")
+        return "\n  ".join(lines)
 
 
 def report(
@@ -140,8 +116,7 @@ def report(
     for held in (*(layer_bytes(store) for store in stores), {"timeline": slots.bytes()}, *others):
         parts.update(held)
     each = 2 * batch * geometry.width
-    kept_elements = each * sum(store.length for store in stores)
-    elements = kept_elements + each * slots.dropped * len(stores)
+    elements = each * (sum(store.length for store in stores) + slots.dropped * len(stores))
     sequence = sum(parts.values())
     return MemoryReport(
         recipe=recipe.name,
@@ -155,7 +130,6 @@ def report(
         shared_bytes=shared,
         parts=dict(parts),
         kept=slots.length,
-        bits_per_kept=8 * sequence / max(1, kept_elements),
         dtype=str(dtype).removeprefix("torch."),
         **known,
     )

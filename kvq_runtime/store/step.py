@@ -1,27 +1,10 @@
 """Undo a forward pass that fails, or stops midway: the cache is as if it had never been."""
 
 from collections.abc import Callable, Iterator
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def undoing(method: F) -> F:
-    """Have an error that a method of a cache raises undo the forward pass."""
-
-    @wraps(method)
-    def guarded(cache: Any, *args: Any, **settings: Any) -> Any:
-        try:
-            return method(cache, *args, **settings)
-        except Exception:
-            cache.settle()
-            raise
-
-    return cast(F, guarded)
 
 
 class Step:
@@ -32,12 +15,12 @@ class Step:
 
     before   tokens of a row that the cache had seen
     count    tokens that every layer takes in, at least one
-    batch    rows;   device   of the new keys and values
+    batch    rows;   device   of the new keys and values;   waits   whether reading one makes the host wait for it
     taken    layers that have taken in their tokens;   done   those that have also encoded what was due
     """
 
-    def __init__(self, before: int, count: int, batch: int, device: torch.device):
-        self.before, self.count, self.batch, self.device = before, count, batch, device
+    def __init__(self, before: int, count: int, batch: int, device: torch.device, waits: bool = False):
+        self.before, self.count, self.batch, self.device, self.waits = before, count, batch, device, waits
         self.taken: set[int] = set()
         self.done: set[int] = set()
         self.open = True

@@ -37,7 +37,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
 from kvq_runtime.codec import shared
-from kvq_runtime.geometry import Geometry, Role, attending
+from kvq_runtime.families import attending
+from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.hf.model import rotary_of_config
 from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.ops.rope import Rotary

@@ -46,20 +46,6 @@ def test_copies_of_a_cache_go_on_as_it_does(name, attention):
         assert report.parts == wanted.parts and report.shared_bytes == wanted.shared_bytes
 
 
-@pytest.mark.parametrize("made", COPIES)
-def test_copies_are_apart(made):
-    model, ids = random_model("llama", "kvq"), prompt(2, 60)
-    with torch.no_grad():
-        cache, alone = kvq("exact", model), kvq("exact", model)
-        for one in (cache, alone):
-            model(ids[:, :40], past_key_values=one)
-        other = COPIES[made](cache)
-        other.crop(-10)
-        model(ids[:, 10:50], past_key_values=other)
-        expected = model(ids[:, 40:], past_key_values=alone).logits
-        assert torch.equal(model(ids[:, 40:], past_key_values=cache).logits, expected)
-
-
 def test_a_pass_that_stopped_midway_is_not_copied():
     model, ids = random_model("llama"), prompt(2, 60)
 

@@ -23,7 +23,7 @@ from kvq_runtime.recipe import preset, presets
 
 pytest.importorskip("triton")
 from kvq_runtime.attention import long_query
-from kvq_runtime.attention.fused import reads, refusal
+from kvq_runtime.attention.fused import refusal
 from kvq_runtime.attention.path import Query
 from kvq_runtime.hf.model import CACHE
 from kvq_runtime.hf.recorded import captured
@@ -127,32 +127,6 @@ def test_other_recipes_say_so(name, says):
     assert refusal(read("polar-paper-fitted+all.rotate=none"), ONE) is None  # whatever is fitted
     assert refusal(preset("mean-higgs-head-2bit-post"), ONE) is None
     assert "registers" in str(refusal(preset("mean-higgs-head-2bit-post"), replace(ONE, head_size=256)))
-
-
-@pytest.mark.parametrize(
-    "name, says",
-    [
-        ("rtn-2bit", "by arithmetic"),
-        ("lloyd-2bit+all.quantize=even", "there is no kernel for its keys"),
-        ("lloyd-3bit", "codebook in registers"),
-        ("higgs-head-2bit", "codebook in registers"),
-        ("higgs-head-4bit", "there is no kernel for its keys"),
-        ("polar-3bit", "cos and sin in registers"),
-        ("aqua-2bit-quanto+position=post", "by torch, in layer 1: there is no kernel for its keys"),
-        ("polar-online", "by torch, in layer 0: each row has a codec"),
-    ],
-)
-def test_what_a_step_reads_is_said(name, says):
-    geometry = replace(ONE, layers=3, head_size=128)
-    said, recipe = reads(read(name), geometry), read(name)
-    assert says in said
-    assert any(refusal(recipe, geometry, layer) for layer in range(3)) == said.startswith("decoded blocks")
-
-
-def test_keys_and_values_that_are_read_otherwise_are_told_apart():
-    recipe = replace(preset("rtn-2bit"), value=preset("lloyd-4bit").value)
-    keys, values = reads(recipe, ONE).split("; values: ")
-    assert keys.startswith("keys: ") and "arithmetic" in keys and "registers" in values
 
 
 @pytest.mark.parametrize("name", [name for name in presets() if name.startswith("squat-pre-") and "online" not in name])

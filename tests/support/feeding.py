@@ -173,7 +173,7 @@ def state(cache: BlockCache) -> list[dict[str, Tensor]]:
         arrived = cache.positions.sink_slots(sinks_2BSC.shape[2], store.rows, sinks_2BSC.device)[1]
         for role in (0, 1):
             held = {"window": window_2BTC[role].clone(), "sinks": sinks_2BSC[role].where(arrived[..., None], 0.0)}
-            for run in store.runs():
+            for run in store.runs:
                 fields = store.fields(role, *run) | (store.fields(EXTRA, *run) if role == 0 else {})
                 for name, field in fields.items():
                     held[name] = torch.cat([held[name], field], 1) if name in held else field.clone()

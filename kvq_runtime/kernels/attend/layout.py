@@ -56,15 +56,6 @@ class Layout:
         """True if codes are stored as the tensor core reads them: rounded ones, or indices into registers."""
         return self.order is not None
 
-    @property
-    def reads(self) -> str:
-        """What a step reads, and what should bind it."""
-        if isinstance(self.settings, PolarSettings):
-            return "angles by cos and sin in registers; integer instructions or latency bind"
-        if self.settings.TABLES:
-            return "codes in operand order, by a codebook in registers; integer instructions bind"
-        return "codes in operand order, by arithmetic; memory bandwidth or latency binds"
-
 
 def layout(
     scheme: Scheme, block: int, geometry: Geometry, role: Role, position: str = "post", tensors: Tensors = _NOTHING
