@@ -47,12 +47,12 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     assert "--dry-run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["kivi-2bit-g128", "higgs-head-2bit", "squat-pre-2bit", "mean-higgs-head-2bit-post"])
+@pytest.mark.parametrize("name", ["mean-higgs-head-2bit-post"])
 def test_a_step_runs_as_it_is_timed(name):
     small = cases.Model("small", 4, 2, 64)
-    case = cases.Case(small, name, 400, 2, window=16)
+    case = cases.Case(small, name, 272, 1, window=16)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device=device)
+    q = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16, device=device)
     out, level = cases.built(case, device)(q)
     assert out.shape == q.shape and bool(torch.isfinite(out).all()) and bool(torch.isfinite(level).all())
 

@@ -20,7 +20,7 @@ from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rtn import Rtn
 
 TOLERANCE = 4e-3  # float16 operands of the kernel's products, bfloat16 codebooks of the torch path
-ONE = Geometry(layers=1, kv_heads=2, head_size=64)
+ONE = Geometry(layers=1, kv_heads=1, head_size=64)
 RATIO = 2  # query heads of a KV head
 SCALE = ONE.head_size**-0.5
 
@@ -73,7 +73,7 @@ class Driver:
         self.cache = BlockCache(recipe, ONE, fitted.tensors(recipe, ONE) or None, max_tokens=256)
         x = turned(tensors(300, rows, ONE), ONE)
         self.x = x.to(DEVICE, dtype)
-        self.q = torch.randn(rows, 2 * RATIO, 300, ONE.head_size, generator=torch.Generator().manual_seed(3)).to(
+        self.q = torch.randn(rows, RATIO, 300, ONE.head_size, generator=torch.Generator().manual_seed(3)).to(
             DEVICE, dtype
         )
         self.real = None if starts is None else torch.arange(300, device=DEVICE) >= starts.to(DEVICE)[:, None]
