@@ -133,7 +133,6 @@ def test_other_recipes_say_so(name, says):
     "name, says",
     [
         ("rtn-2bit", "by arithmetic"),
-        ("lloyd-2bit+all.quantize=even", "there is no kernel for its keys"),
         ("lloyd-3bit", "codebook in registers"),
         ("higgs-head-2bit", "codebook in registers"),
         ("higgs-head-4bit", "there is no kernel for its keys"),
