@@ -8,10 +8,6 @@
     of keys     an error e of a token's key changes the score of a query by q e, so M = E[q qᵀ] over the query heads
                 that read the KV head, and nothing between KV heads: a query reads one
 
-In 4 bits the dual D is rounded first, against M, which is what its errors cost. To D as it will be decoded belongs the
-basis B = M D (DᵀMD)⁻¹, whose latents are the best that D can make of a token; it is rounded against the second moment
-of the tokens, in channels over √M_cc, in which its rows are alike.
-
 Directions that no output, or no query, sees would make M singular; a thousandth of its mean on the diagonal keeps the
 dual basis finite, of gradients a tenth. M is scaled to a mean of 1 on its diagonal, which changes no choice of bits or
 directions.
@@ -22,14 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.gptq import damped, gptq
 from kvq_calib.fit.scheme import Given, SchemeFit, Source
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import rotate
 from kvq_runtime.fit.fitting import fit_module
 from kvq_runtime.fit.statistics import ResidualMoment, Statistic, Statistics
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import rtn
 from kvq_runtime.stages.rotate import Basis, GradientBasis, OutputBasis, QueryBasis
 from kvq_runtime.stages.stage import Queries, Rotation
 
@@ -95,22 +89,7 @@ def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, di
     variances_C, matrices = statistics.directions(weighed)
     quantize = codec.scheme.quantize
     count = fit_module(quantize, PACKAGES).schedule(quantize, variances_C).stored(len(variances_C))
-    if weighed is not None and stage.packs_matrices:
-        return stage, in_four_bits(matrices["dual"][:, :count], statistics[weighed], statistics[ResidualMoment()])
     return stage, rotate.leading(matrices, count)
-
-
-def in_four_bits(dual_CR: Tensor, metric_CC: Tensor, moment_CC: Tensor) -> dict[str, Tensor]:
-    """The packed dual, and the packed basis that belongs to it as it will be decoded."""
-    dual = gptq(dual_CR, metric_CC)
-    back_CR = rtn.matrix(dual, len(dual_CR)).double()
-    weighed_CR = metric_CC.double() @ back_CR
-    basis_CR = torch.linalg.solve(back_CR.mT @ weighed_CR, weighed_CR, left=False)
-    scale_C = metric_CC.diagonal().sqrt().float()  # as it is stored
-    scaled_CC = moment_CC.double() * torch.outer(scale_C, scale_C)
-    found = {"basis": gptq(basis_CR / scale_C[:, None], damped(scaled_CC, RIDGE)), "dual": dual}
-    packed = {f"{name}_{field}": tensor for name, parts in found.items() for field, tensor in parts.items()}
-    return {"scale": scale_C} | packed
 
 
 def output_metric(weight_EQ: Tensor, geometry: Geometry) -> Tensor:

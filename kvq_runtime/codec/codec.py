@@ -117,9 +117,8 @@ class Codec:
         for name, tensor in tensors.items():
             stage, field = name.split(".", 1)
             self.tensors[name] = self._own[stage][field] = tensor.to(device)
-        packed = self.scheme.rotate is not None and self.scheme.rotate.packs_matrices
-        self._kept = None if packed else self._made(device)
-        forward = None if self._kept is None else self._kept[0]
+        self._kept = self._made(device)
+        forward = self._kept[0]
         # all codecs share a Hadamard's matrix, which is made once a process
         self._forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
         self.packed_reader = None if self.before_rope else packed_reader(self.scheme, self.geometry, self.back, device)

@@ -6,9 +6,8 @@ from the exact density, in float64, when it is first needed.
     sphere    a coordinate of a random unit vector in K dimensions, times √K; density ∝ (1 - z²/K)^((K-3)/2)
 
 which is what every element of a group of K becomes after a random rotation and division by its root mean square.
-Centroids may have to be evenly spaced, as arithmetic reads them (`even`): at 2 bits that costs 1% of the squared error.
 
-Source: Lloyd, 1982; Max, 1960 (section IV: even steps); Zandieh et al., 2025 (TurboQuant), section 3.1.
+Source: Lloyd, 1982; Max, 1960; Zandieh et al., 2025 (TurboQuant), section 3.1.
 """
 
 from collections.abc import Callable
@@ -122,41 +121,15 @@ def _at(place: Tensor, running: Tensor) -> Tensor:
 @constant(64)
 def sphere(size: int, bits: int) -> tuple[Tensor, Tensor]:
     """Boundaries and centroids, float32, for the elements of random vectors of `size` with root mean square 1."""
-    high, density = _density(size, bits)
-    boundaries, centroids = solve(-high, high, density, bits)
-    return boundaries.float(), centroids.float()
-
-
-@constant(64)
-def even(size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """As `sphere`, of evenly spaced centroids ±1/2, ±3/2, ..., which are to be scaled: boundaries are of those steps
-    that have the least squared error when the scale is a least-squares one."""
-    high, density = _density(size, bits)
-    count = 2**bits
-    middles = high * ((torch.arange(CELLS, dtype=torch.float64) + 0.5) * 2 / CELLS - 1)
-    levels = torch.arange(count, dtype=torch.float64) - (count - 1) / 2
-
-    def error(step: float) -> float:
-        codes = (middles / step + count / 2).floor().clamp(0, count - 1).long()
-        chosen = levels[codes]
-        return -float((density * middles * chosen).sum() ** 2 / (density * chosen.square()).sum())
-
-    low, top = 0.0, 2 * high / count
-    for _ in range(60):  # the error has one minimum: a third without it is cut off
-        first, second = low + (top - low) / 3, top - (top - low) / 3
-        low, top = (low, second) if error(first) < error(second) else (first, top)
-    return (low * _between(levels)).float(), levels.float()
-
-
-def _density(size: int, bits: int) -> tuple[float, Tensor]:
-    """(the high end, the density of a coordinate at the middles of CELLS steps from the low end to the high one)."""
     if bits not in BITS:
         raise ValueError(f"bits={bits}; use 1, 2, 3 or 4")
     if size < 4:
         raise ValueError(f"a vector of {size} elements; use at least 4")
     high = min(size**0.5, 12.0)  # the density beyond 12 deviations is nothing
     z = high * ((torch.arange(CELLS, dtype=torch.float64) + 0.5) * 2 / CELLS - 1)
-    return high, ((size - 3) / 2 * torch.log1p(-z.square() / size)).exp()
+    density = ((size - 3) / 2 * torch.log1p(-z.square() / size)).exp()  # at the middles of CELLS steps
+    boundaries, centroids = solve(-high, high, density, bits)
+    return boundaries.float(), centroids.float()
 
 
 @dispatch.paired("groups.encode_lloyd")
@@ -169,17 +142,7 @@ def encode(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) -> tup
     Returns packed codes of 1 to 4 bits, uint8 [..., bytes], and scales float16 [...].
     """
     x = rotate(x, rotation)
-    return _encode(x, bits, scale, *sphere(x.shape[-1], bits))
-
-
-@dispatch.paired("groups.encode_even")
-def encode_even(x: Tensor, bits: int, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
-    """As `encode`, with a least-squares scale, by evenly spaced centroids: the scale is the step between them."""
-    x = rotate(x, rotation)
-    return _encode(x, bits, "least_squares", *even(x.shape[-1], bits))
-
-
-def _encode(x: Tensor, bits: int, scale: Scale, boundaries: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    boundaries, centroids = sphere(x.shape[-1], bits)
     rms = torch.linalg.vector_norm(x, dim=-1).div_(x.shape[-1] ** 0.5)
     unit = x / rms.where(rms > 0, 1.0)[..., None]
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)

@@ -63,16 +63,16 @@ def decode(codes: Tensor, step: Tensor, low: Tensor | None, bits: int, out: Tens
     return x.mul_(step).add_(start)  # addcmul with a broadcast factor is four times slower on a CPU
 
 
-def matrix_specs(inputs: int, outputs: int, prefix: str = "") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def matrix_specs(inputs: int, outputs: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Names, shapes and dtypes of a packed matrix [I, O]."""
     groups = (outputs, -(-inputs // MATRIX_GROUP))
     codes = (*groups, packed_size(min(MATRIX_GROUP, inputs), MATRIX_BITS))
     ends = {name: (groups, torch.float16) for name in ("step", "low")}
-    return {f"{prefix}{name}": spec for name, spec in ({"codes": (codes, torch.uint8)} | ends).items()}
+    return {"codes": (codes, torch.uint8)} | ends
 
 
-def matrix(tensors: Mapping[str, Tensor], inputs: int, prefix: str = "") -> Tensor:
+def matrix(tensors: Mapping[str, Tensor], inputs: int) -> Tensor:
     """The matrix, bfloat16 [I, O]."""
-    codes, step, low = (tensors[f"{prefix}{name}"] for name in ("codes", "step", "low"))
+    codes, step, low = (tensors[name] for name in ("codes", "step", "low"))
     found = decode(unpack(codes, MATRIX_BITS, min(MATRIX_GROUP, inputs)), step, low, MATRIX_BITS)
     return found.flatten(-2)[:, :inputs].to(torch.bfloat16).mT

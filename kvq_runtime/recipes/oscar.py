@@ -1,18 +1,17 @@
 """OSCAR: rotate each head by the eigenvectors of what reads it and a Hadamard, clip, and round per token.
 
-Keys are in the metric of the queries after RoPE, values in that of the attention-weighted values, or of the output
-projection (`+value.rotate.metric=output`).
+Keys are in the metric of the queries after RoPE, values in that of the attention-weighted values.
 
 The largest 4% of a key's magnitudes, and 8% of a value's, are cut, as the authors serve it. A code has 2 and two 16-bit
 numbers for a head: 2.25 bits for heads of 128.
 
 Source: Zhou et al., 2026 (OSCAR, arXiv 2605.17757); thresholds 0.96 and 0.92 of the authors' code.
 Differs: window and sinks are ours, as for every recipe (theirs: 64 sinks, 256 recent tokens). One rotation for each
-cached head: see `stages/metric_rotation.py`.
+cached head: see `stages/oscar.py`.
 """
 
 from kvq_runtime.recipe import Family, Recipe, Scheme
-from kvq_runtime.stages.metric_rotation import Oscar
+from kvq_runtime.stages.oscar import Oscar
 from kvq_runtime.stages.rtn import Clipped
 
 

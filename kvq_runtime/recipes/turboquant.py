@@ -8,10 +8,8 @@ sphere, whatever the data: a scalar codebook and one norm per head suffice. It i
     lloyd-*                 after a signed Hadamard, with the least-squares scale: least squared error
     mean-lloyd-3bit-post    the same with the mean removed, as `mean-higgs-head-2bit-post`; before RoPE: `+position=pre`
 
-`lloyd-2bit+all.quantize=even` has evenly spaced levels: 1% more squared error, and the decode kernel needs no table.
-
 Source: Zandieh et al., 2025 (TurboQuant, arXiv 2504.19874), algorithm 1; the correction as in vLLM's `turboquant_*_nc`
-cache types; even levels: Max, 1960.
+cache types.
 Differs: no residual sketch (see the stage), no extra bits for outlier channels: removing the mean gains more.
 """
 
@@ -63,7 +61,6 @@ FAMILY = Family(
     golden=(
         "turboquant-3bit",
         "lloyd-2bit+all.quantize.bits=1+name=lloyd-1bit",
-        "lloyd-2bit+all.quantize=even+name=lloyd-even-2bit",
         "mean-lloyd-3bit-post+all.quantize.bits=2+position=pre+name=mean-lloyd-2bit",
     ),
     compared=("lloyd-2bit", "lloyd-3bit", "turboquant-3bit"),

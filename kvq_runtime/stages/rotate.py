@@ -9,9 +9,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import rotation as rotations
-from kvq_runtime.ops import rtn
 from kvq_runtime.ops.rotation import SignedHadamard, hadamard_matrix, random_matrix
-from kvq_runtime.ops.rtn import Storage
 from kvq_runtime.stages.stage import Queries, Rotation, Site, Specs, Tensors, check_queries
 
 
@@ -133,32 +131,15 @@ class Weighted(Basis):
     An error e of a token costs e M eᵀ. B = M^½ V and D = M^-½ V, V the eigenvectors of M^½ S M^½, so that the cost of
     an error of ẑ is its square: bits are allocated by what errors cost. B is not orthogonal; both are stored, and
     counted in bits.
-
-    storage   of both: "bf16", or "gptq4": D in 4-bit codes rounded against M; then B, fitted to that D, against S,
-              over a scale of each channel, √M_cc, without which a loud one would widen the steps of all
     """
 
-    storage: Storage = "bf16"
-
-    @property
-    def packs_matrices(self) -> bool:
-        return self.storage != "bf16"
-
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
-        if not tensors:
-            return None
-        if self.storage == "bf16":
-            return tensors["basis"], tensors["dual"].mT
-        basis, dual = (rtn.matrix(tensors, width, f"{name}_") for name in ("basis", "dual"))
-        return (tensors["scale"][:, None] * basis).to(torch.bfloat16), dual.mT
+        return (tensors["basis"], tensors["dual"].mT) if tensors else None
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The fitted basis B, and its dual D, DᵀB = 1."""
-        shape = geometry.width, site.scheme.quantize.stored(geometry.width)
-        if self.storage == "bf16":
-            return {"basis": (shape, torch.bfloat16), "dual": (shape, torch.bfloat16)}
-        scale = {"scale": ((geometry.width,), torch.float32)}
-        return scale | rtn.matrix_specs(*shape, prefix="basis_") | rtn.matrix_specs(*shape, prefix="dual_")
+        basis = super().tensors(site, geometry)
+        return basis | {"dual": basis["basis"]}
 
     def check_prompt_fit(self) -> None:
         raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")

@@ -2,7 +2,6 @@
 
 rtn           between the ends of a group: KIVI's, Quanto's and QuaRot's quantizer
 rtn_clipped   the same after a clip, of each group's largest magnitudes to an order statistic of them
-even          with the step that is best for a sphere's coordinates
 """
 
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, check_group
-from kvq_runtime.ops import lloyd, pack, rtn
+from kvq_runtime.ops import pack, rtn
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
 from kvq_runtime.stages.abilities import PackedCodes
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Scheme, Site, Specs, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Scheme, Specs, Tensors
 
 
 @dataclass(frozen=True)
@@ -134,46 +133,3 @@ class Clipped(Rtn):
         x = rotate(x, rotation)
         reach = x.abs().sort(-1).values[..., int(self.keep * x.shape[-1]), None]
         return rtn.encode(x.clamp(-reach, reach), self.bits, self.range)
-
-
-@dataclass(frozen=True)
-class Even(Rtn):
-    """Round to `bits`, symmetrically, with a step that follows from each group's root mean square; after a rotation.
-
-    bits    1, 2, 3 or 4
-    group   channels per group, at least 4; or "all", "head"
-    range   "absmax": there is no low end
-
-    What lies beyond the outermost levels is cut to them. The stored step is the least-squares one. Read by arithmetic,
-    as rounded codes are, where `lloyd` takes a table; against it the squared error of Gaussian elements is 1% larger at
-    2 bits, 8% at 3 and 21% at 4.
-
-    Source: Max, 1960, section IV.
-    """
-
-    kind: ClassVar[str] = "even"
-    slack: ClassVar[float] = Quantizer.slack
-    papers_in = Quantizer.papers_in
-    group: str | int = "head"
-    range: Literal["minmax", "absmax"] = "absmax"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.bits not in lloyd.BITS:
-            raise ValueError(f"bits={self.bits}; use 1, 2, 3 or 4")
-        if self.range != "absmax":
-            raise ValueError(f'range={self.range!r}; levels are symmetric: use "absmax"')
-
-    def check(self, site: Site) -> None:
-        if site.scheme.axis != "token":
-            raise ValueError('even steps are those of rotated tokens; use axis "token"')
-        super().check(site)
-
-    def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
-        """As of `Rtn`; ValueError: a group is too small."""
-        if (size := self.group_size(width, geometry)) < 4:
-            raise ValueError(f"even: a vector of {size} elements; use at least 4")
-        return super().fields(rows, width, geometry, dtype)
-
-    def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, ...]:
-        return lloyd.encode_even(x, self.bits, rotation)

@@ -155,17 +155,11 @@ class Predictor(Stage):
 class Rotation(Stage):
     """A change of basis before rounding: x → x @ forward, and back after decoding.
 
-    latents          whether it gives latent channels, in the order of what they carry, for a quantizer that takes those
-    packs_matrices   whether its matrices are stored in fewer bytes than they have, so that nobody keeps what `pair`
-                     unpacks
+    latents   whether it gives latent channels, in the order of what they carry, for a quantizer that takes those
     """
 
     slot = "rotate"
     latents: ClassVar[bool] = False
-
-    @property
-    def packs_matrices(self) -> bool:
-        return False
 
     @abstractmethod
     def size(self, width: int, geometry: Geometry) -> int:

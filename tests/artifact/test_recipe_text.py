@@ -189,7 +189,7 @@ def test_a_file_that_is_no_recipe(tmp_path, content, message):
         ("squat-2bit+key.feedback.rank=-1", "squat-2bit.*: rank=-1; use 0 for all directions, or how many"),
         ("squat-2bit+window.block=0", "block=0; use a whole number from 1"),
         ("squat-2bit+key.rotate=x", "key.rotate=x; use one of basis, .*hadamard, .*none"),
-        ("squat-2bit+key.quantize=none", "key.quantize=none; use one of even, exact, "),
+        ("squat-2bit+key.quantize=none", "key.quantize=none; use one of exact, grid, "),
         ("higgs-2bit+key.feedback.rank=1", "there is no key.feedback here: first key.feedback=KIND, one of query_or"),
         ("higgs-2bit+all.quantize.bits=2", "all.quantize.bits: no such setting; grid has dim, size, group"),
         ("svdq-2.25bit-v4", "there are svdq-2bit-v4, .*prints settings: svdq-2bit-v4.PATH=VALUE is another"),

@@ -285,7 +285,7 @@ def test_a_mean_after_rope_turns_with_the_position():
     "name",
     ["aqua-2bit", "aqua-2bit+position=post", "aqua-2bit+key.predict=low_rank+value.predict=low_rank",
      "aqua-2bit+key.predict=mlp+value.predict=mlp+key.predict.norm=none+value.predict.hidden=width"
-     "+value.predict.tokens=all", "aqua-fisher-1bit+all.rotate.storage=gptq4",
+     "+value.predict.tokens=all", "aqua-fisher-1bit",
      "quarot-head-2bit", "svdq-2bit"],
 )  # fmt: skip
 def test_an_unpacked_codec_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch):

@@ -226,7 +226,6 @@ def test_rotated_and_encoded(turn, width):
     ops = [(rtn.encode, (bits, "minmax")) for bits in (1, 2, 3, 4, 8)] + [(rtn.encode, (2, "absmax"))]
     ops += [(grid.encode, (2, 16)), (grid.encode, (8, 256))]
     ops += [(lloyd.encode, (bits, scale)) for bits, scale in ((1, "plain"), (3, "norm"), (4, "least_squares"))]
-    ops += [(lloyd.encode_even, (2,))]
     for op, settings in ops:
         found, wanted = both(op, x, *settings, turn)
         assert found[0].shape == wanted[0].shape
@@ -259,7 +258,6 @@ def test_no_rows(op, settings):
 
 TESTED = [
     *(pack.pack, pack.unpack, rotation.hadamard, rtn.encode, rtn.decode, grid.encode, lloyd.encode),
-    lloyd.encode_even,
     *(polar.encode, feedback.follow, fragment.arrange),
     *(latent.encode_gaussian, latent.decode_gaussian, latent.encode_uniform, latent.decode_uniform),
     latent.errors_with_gains,

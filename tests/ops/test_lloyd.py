@@ -14,7 +14,6 @@ from kvq_runtime.ops import lloyd
 from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.stages.codebook import Lloyd
 from kvq_runtime.stages.rotate import Hadamard, Random
-from kvq_runtime.stages.rtn import Even
 
 # the positive centroids for vectors of 128, the error of a coordinate, and the same for Gaussian numbers
 SPHERE = {1: [0.79944], 2: [0.45243, 1.5051], 3: [0.24432, 0.75306, 1.33625, 2.13114]}
@@ -52,31 +51,6 @@ def test_centroids_are_the_means_of_their_cells(size, bits):
         assert error == pytest.approx(ERRORS[bits], rel=0.001)
     if size == 1024:
         assert error == pytest.approx(GAUSSIAN_ERRORS[bits], rel=0.003)
-
-
-EVEN = {2: (0.9957, 0.1188), 3: (0.5860, 0.03744), 4: (0.3352, 0.01154)}  # Max, 1960, table II: step, error
-
-
-@pytest.mark.parametrize("bits", EVEN)
-def test_even_steps_and_their_errors_are_those_published(bits):
-    """Of Gaussian numbers, and so of long vectors; the least-squares scale follows from each vector."""
-    (step, wanted), (boundaries, centroids) = EVEN[bits], lloyd.even(1024, bits)
-    assert torch.equal(centroids.diff(), torch.ones(2**bits - 1)) and torch.equal(centroids, -centroids.flip(0))
-    torch.testing.assert_close(boundaries.diff(), torch.full((2**bits - 2,), step), atol=0, rtol=2e-3)
-    made, x = one(Even(bits, 1024)), 3 * gaussian(4, 512, 1024)
-    assert relative(x - there_and_back(made, x), x) == pytest.approx(wanted, rel=0.01)
-
-
-def test_one_bit_is_even():
-    x = gaussian(2, 64, 1024)
-    even, free = there_and_back(one(Even(1)), x), there_and_back(one(Lloyd(1, scale="least_squares")), x)
-    torch.testing.assert_close(even, free, atol=0, rtol=2**-10)
-
-
-@pytest.mark.parametrize("settings", [{"bits": 8}, {"range": "minmax"}, {"group": 0}])
-def test_even_steps_refuse_what_they_cannot_be(settings):
-    with pytest.raises(ValueError, match="use"):
-        Even(**settings)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])

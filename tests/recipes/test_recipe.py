@@ -68,11 +68,11 @@ UNKNOWN = [
         "quantize={'kind': 'magic', 'dim': 2, 'size': 16, 'group': 'all'}; use an object with",
     ),
     ("key/quantize/kind", ["grid"], "quantize={'kind': ['grid'], 'dim': 2, 'size': 16, 'group': 'all'}; use an object"),
-    ("key/quantize", None, "aqua-2bit: quantize=None; use one of ['even', 'exact', "),
+    ("key/quantize", None, "aqua-2bit: quantize=None; use one of ['exact', 'grid', "),
     (
         "key/quantize",
         "grid",
-        "quantize='grid'; use an object with a kind of ['even', 'exact', ",
+        "quantize='grid'; use an object with a kind of ['exact', 'grid', ",
     ),
     ("key/quantize/dim", "2", "quantize grid: dim='2'; expected a value like 2"),
     ("key/quantize/dim", 2.5, "quantize grid: dim=2.5; expected a value like 2"),

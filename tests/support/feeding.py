@@ -44,7 +44,7 @@ def whole(recipe: Recipe) -> Recipe:
 
 REPRESENTATIVE = (  # one recipe of each combination of stages and policies
     "exact", "exact-pre", "rtn-2bit", "kivi-2bit", "quarot-2bit", "higgs-2bit", "mean-higgs-2bit",
-    "mean-higgs-head-2bit-post", "lloyd-3bit", "mean-lloyd-3bit-post+all.quantize=even", "turboquant-3bit",
+    "mean-higgs-head-2bit-post", "lloyd-3bit", "mean-lloyd-3bit-post", "turboquant-3bit",
     "kvquant-3bit", "gear-2bit", "zipcache-2bit", "oscar-2bit", "polar-paper", "polar-paper-fitted+all.rotate=none",
     "polar-online", "squat-2bit", "squat-pre-2bit-paper", "squat-online-2bit", "svdq-2bit+key.quantize.codebook=block",
     "svdq-wf-2bit-v4+key.rotate=query_basis+value.quantize=mixed+value.rotate=output_basis", "svdq-online-2bit",

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.gptq import gptq
 from kvq_runtime.codec import codec
 from kvq_runtime.fit import fitting
 from kvq_runtime.fit.statistics import Residuals, Statistics
@@ -49,13 +48,6 @@ def _tensors(recipe: Recipe, geometry: Geometry, seed: int) -> dict[str, Tensor]
     for layer in range(geometry.layers if specs else 0):
         for number, role in enumerate(ROLES):
             scheme = recipe.scheme(layer, role)
-            if scheme.rotate is not None and scheme.rotate.packs_matrices:  # an orthogonal matrix, and its own dual
-                shape = geometry.width, scheme.quantize.stored(geometry.width)
-                found[f"layers.{layer}.{role}.rotate.scale"] = torch.ones(shape[0])
-                square = _one("basis", shape, torch.float64, generator)
-                for field, tensor in gptq(square, torch.eye(shape[0], dtype=torch.float64)).items():
-                    for name in ("basis", "dual"):
-                        found[f"layers.{layer}.{role}.rotate.{name}_{field}"] = tensor.clone()
             if _is_fitted_here(scheme.quantize):
                 fields = _quantizer(replace(scheme, predict=None), geometry, seed + 2 * layer + number)
                 found |= {f"layers.{layer}.{role}.{name}": tensor.clone() for name, tensor in fields.items()}

@@ -28,8 +28,4 @@ def most(codec: Codec) -> float:
     else:
         shape, _ = codec.fields(torch.bfloat16)["codes"]
         expected = gaussian(8 * math.prod(shape) / (codec.block * width))
-    rotate = codec.scheme.rotate
-    matrices = (
-        2 * gaussian(4) ** 2 if rotate is not None and rotate.packs_matrices else 0.0
-    )  # there and back, in 4 bits
-    return min(0.99, quantize.slack * math.sqrt(expected**2 + matrices))
+    return min(0.99, quantize.slack * expected)

@@ -9,8 +9,6 @@ grid     the nearest point of a grid, trying all points, see ops/grid.py. The fi
 One launch rotates, finds ends or scales, rounds and packs.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ from torch import Tensor
 from kvq_runtime.kernels.encode.tile import BLOCK, FUSED, Rows, load_rows, on, pack, rotated, rounded, store_codes
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.grid import points
-from kvq_runtime.ops.lloyd import Scale, even, sphere
+from kvq_runtime.ops.lloyd import Scale, sphere
 from kvq_runtime.ops.pack import packed_size
 from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.ops.rtn import Range
@@ -93,16 +91,6 @@ def _decode(p_codes, p_step, p_low, p_out, n, size, BITS: tl.constexpr, BLOCK: t
 
 
 def encode_lloyd(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
-    return _encode_levels(x, bits, scale, rotation, sphere)
-
-
-def encode_even(x: Tensor, bits: int, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
-    return _encode_levels(x, bits, "least_squares", rotation, even)
-
-
-def _encode_levels(
-    x: Tensor, bits: int, scale: Scale, rotation: Rotation, found: Callable[[int, int], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
     rows = Rows.of(x, rotation)
     stored, size = rows.stored(bits), x.shape[-1]
     codes = torch.empty(*x.shape[:-1], packed_size(size, stored), dtype=torch.uint8, device=x.device)
@@ -110,18 +98,16 @@ def _encode_levels(
     if rows.count:
         with on(x):
             _lloyd[rows.grid](
-                rows.x, codes, scales, *rows.rotation, *_codebook(found, size, bits, x.device), *rows.layout,
+                rows.x, codes, scales, *rows.rotation, *_codebook(size, bits, x.device), *rows.layout,
                 bits, stored, scale, *rows.sizes, **rows.options,
             )  # fmt: skip
     return codes if stored == bits else pack(codes, bits), scales
 
 
 @constant(32)
-def _codebook(
-    found: Callable[[int, int], tuple[Tensor, Tensor]], size: int, bits: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _codebook(size: int, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Boundaries, and centroids rounded to bfloat16 as they are decoded, float32 on the device."""
-    boundaries, centroids = found(size, bits)
+    boundaries, centroids = sphere(size, bits)
     return boundaries.to(device), centroids.to(device).bfloat16().float()
 
 

@@ -1,7 +1,5 @@
 """SVDq's claims about its basis, values in the metric of the output projection, and bits met in total."""
 
-from typing import get_args
-
 import numpy as np
 import pytest
 import torch
@@ -14,10 +12,7 @@ from kvq_calib.fit.statistics import QueryMoments
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec import codec
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.fit.statistics import directions, eigen, eigen_in
-from kvq_runtime.geometry import Role
-from kvq_runtime.ops import pack, rtn
-from kvq_runtime.ops.rtn import Storage
+from kvq_runtime.fit.statistics import eigen, eigen_in
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
@@ -243,58 +238,6 @@ def test_mixed_bits_fill_bytes_with_the_tokens_of_a_block():
     scheme = Scheme(Mixed(), rotate=Basis())
     with pytest.raises(ValueError, match="multiple of 8 tokens"):
         Recipe("r", scheme, scheme, window=Window(block=20)).check(GEOMETRY)
-
-
-# ---- bases in 4 bits
-
-
-def weighted(storage: Storage, role: Role, x_NTC: Tensor, bits: float) -> Codec:
-    """A codec with the weighted basis of keys, or of values."""
-    rotate = QueryBasis(storage=storage) if role == "key" else OutputBasis(storage=storage)
-    metric = {"moment_HDD": moment()} if role == "key" else {"weight_EQ": output_weight()}
-    return fitted(Scheme(Mixed(target=bits), predict=Mean(), rotate=rotate), x_NTC, role, **metric).codec
-
-
-def cost(role: Role, wrong_NTC: Tensor) -> float:
-    return score_errors(wrong_NTC) if role == "key" else float(projected(wrong_NTC, output_weight()).square().sum())
-
-
-@pytest.mark.parametrize("role", ["key", "value"])
-def test_bases_in_four_bits_cost_little_more_and_are_held_packed(role: Role):
-    x, new = low_rank(decay=0.05), low_rank(decay=0.05, seed=1)
-    costs = {}
-    for storage in get_args(Storage):
-        made = weighted(storage, role, x, 1.0)
-        costs[storage] = cost(role, decoded(made, new) - new)
-        held = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in made.shared}
-        stored, matrix = made.scheme.quantize.stored(WIDTH), {"bf16": 2 * WIDTH, "gptq4": WIDTH // 2 + 4}[storage]
-        scales = 4 * WIDTH if storage == "gptq4" else 0
-        assert sum(held.values()) == 4 * WIDTH + 4 * stored + 2 * stored * matrix + scales, "and nothing unpacked"
-    assert costs["bf16"] < costs["gptq4"] < 1.25 * costs["bf16"]
-
-
-@pytest.mark.parametrize("count", [20, WIDTH])
-def test_the_packed_basis_finds_the_latents_that_its_packed_dual_can_use_best(count: int):
-    """By a least-squares solver, in the metric; and its rounding costs less there than rounding to nearest."""
-    random = torch.Generator().manual_seed(2)
-    rows = low_rank(decay=0.05).flatten(0, 1).double()
-    moment_CC, metric = rows.mT @ rows / len(rows), rotate.query_metric(moment())
-    _, matrices = directions(moment_CC, metric)
-    found = rotate.in_four_bits(matrices["dual"][:, :count], metric, moment_CC)
-    pair = QueryBasis(storage="gptq4").pair(WIDTH, GEOMETRY, found)
-    assert pair is not None
-    basis, dual = pair[0].double().numpy(), pair[1].mT.double().numpy()
-    root = np.linalg.cholesky(metric.numpy()).T  # ‖root e‖² is what e costs
-    spread = np.linalg.cholesky(moment_CC.numpy() + 1e-6 * np.eye(WIDTH))
-    tokens = torch.randn(200, WIDTH, generator=random, dtype=torch.float64).numpy() @ spread.T
-    best = np.linalg.lstsq(root @ dual, root @ tokens.T, rcond=None)[0].T
-    wrong = (tokens @ basis - best) @ dual.T @ root.T
-    assert np.square(wrong).sum() < 0.01 * np.square(best @ dual.T @ root.T).sum()
-    exact = np.linalg.lstsq(root @ dual, root, rcond=None)[0].T  # the basis before it was rounded
-    codes, step, low = rtn.encode(torch.from_numpy(exact.T.copy()), 4)  # a group is all channels here
-    nearest = rtn.decode(pack.unpack(codes, 4, WIDTH), step, low, 4).mT.numpy()
-    plain = tokens @ (nearest - exact) @ dual.T @ root.T
-    assert np.square(wrong).sum() < 0.7 * np.square(plain).sum()
 
 
 def test_a_metric_of_few_gradients_is_smoothed():

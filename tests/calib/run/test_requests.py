@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.metric_rotation import AttendedMoment
+from kvq_calib.fit.oscar import AttendedMoment
 from kvq_calib.fit.predict import InputRows, Inputs
 from kvq_calib.fit.rotate import GradientMetric, OutputMetric, QueryMetric, query_metric
 from kvq_calib.model import find as models

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvq_calib.fit import metric_rotation as fit
-from kvq_calib.fit.rotate import OutputMetric
+from kvq_calib.fit import oscar as fit
 from kvq_calib.fit.statistics import Attended
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit.statistics import Queried, QueryMoment, ResidualMoment, Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
-from kvq_runtime.stages.metric_rotation import Oscar
+from kvq_runtime.stages.oscar import Oscar
 from kvq_runtime.stages.rtn import Clipped, Rtn
 
 GEOMETRY = Geometry(layers=1, kv_heads=3, head_size=16)
@@ -63,21 +62,6 @@ def test_heads_of_other_sizes_are_mixed_in_strides():
     assert torch.allclose(mixing.mT @ mixing, torch.eye(12, dtype=torch.float64))
     assert [int(row.nonzero()[:, 0].max() - row.nonzero()[:, 0].min()) for row in mixing] == [9] * 12
     assert (mixing != 0).sum(1).tolist() == [4] * 12
-
-
-def test_every_head_is_fitted_to_its_own_block_of_the_output_metric():
-    """What heads share of a metric, or of second moments, is no part of it: blocks off the diagonal are left out."""
-    metrics, moments = ([moment(16, seed + head) for head in range(3)] for seed in (20, 23))
-    joined = [torch.block_diag(*parts) for parts in (metrics, moments)]
-    for matrix in joined:
-        matrix += 0.3 * (moment(48, 26) * (torch.block_diag(*[torch.ones(16, 16)] * 3) == 0))
-    stats = Statistics(torch.zeros(48), {OutputMetric(): joined[0], ResidualMoment(): joined[1]})
-    plain = Scheme(Rtn(2, "head"))
-    codec = Codec(Recipe("r", plain, plain, window=Window(block=8)), 0, "value", GEOMETRY, {})
-    rotation_HDD = fit.solve(Oscar("output"), stats, codec)[1]["rotation"].double()
-    for head in range(3):
-        weight = (rotation_HDD[head].mT @ metrics[head] @ rotation_HDD[head]).diagonal()
-        assert torch.allclose(weight, metrics[head].trace() / 16 + torch.zeros(16).double(), rtol=1e-4)
 
 
 def test_values_are_weighed_by_what_queries_see_in_their_keys():
@@ -173,7 +157,7 @@ def test_a_clip_cuts_the_largest_and_nothing_else():
 @pytest.mark.parametrize(
     ("scheme", "role", "position", "message"),
     [
-        (Scheme(Rtn(2, "head"), rotate=Oscar("output")), "key", "post", "does not weigh a key"),
+        (Scheme(Rtn(2, "head"), rotate=Oscar("attended")), "key", "post", "does not weigh a key"),
         (Scheme(Rtn(2, "head"), rotate=Oscar()), "key", "pre", "queries weigh keys after RoPE"),
         (Scheme(Rtn(2, "all"), rotate=Oscar()), "key", "post", 'mixes heads of 16; use group="head"'),
         (Scheme(Rtn(2, 8), rotate=Oscar(), axis="channel"), "key", "post", 'use axis "token"'),

@@ -1,10 +1,9 @@
-"""Fit the matrix of every head in the metric of what reads it.
+"""Fit OSCAR's rotation of every head in the metric of what reads it.
 
-    queries    M = E[q qᵀ] over tokens and query heads that read the KV head, after RoPE
-    output     M = Σ WₒᵀWₒ over the query heads that read the KV head (`kvq_calib/fit/rotate.py`)
-    attended   M = Σ_t w_t v_t v_tᵀ / Σ w_t,  w_t = k_tᵀ E[q qᵀ] k_t: what queries see of token t, after RoPE
+    keys     M = E[q qᵀ] over tokens and query heads that read the KV head, after RoPE
+    values   M = Σ_t w_t v_t v_tᵀ / Σ w_t,  w_t = k_tᵀ E[q qᵀ] k_t: what queries see of token t, after RoPE
 
-Source: Zhou et al., 2026 (OSCAR). See `kvq_runtime/stages/metric_rotation.py`.
+Source: Zhou et al., 2026 (OSCAR). See `kvq_runtime/stages/oscar.py`.
 """
 
 from dataclasses import dataclass
@@ -14,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.rotate import OutputMetric
 from kvq_calib.fit.scheme import Chunk, Empty, SchemeFit, Source, Summed
 from kvq_calib.fit.statistics import Attended
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import QueryMoment, Statistic, Statistics, eigen
-from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages.metric_rotation import Metric, MetricRotation
+from kvq_runtime.stages.oscar import Oscar
 
 
 @dataclass(frozen=True)
@@ -37,33 +34,16 @@ class AttendedMoment(Summed[Tensor]):
         sums.update(chunk.keys(), chunk.residual, chunk.data.mask_NT)
 
 
-WEIGHED: dict[Metric, Statistic[Any]] = {
-    "queries": QueryMoment("after"), "output": OutputMetric(), "attended": AttendedMoment()
-}  # fmt: skip
-
-
-def requests(stage: MetricRotation) -> tuple[Statistic[Any], ...]:
+def requests(stage: Oscar) -> tuple[Statistic[Any], ...]:
     """Return the statistics that a fit needs."""
-    return (WEIGHED[stage.metric],)
+    return (QueryMoment("after") if stage.metric == "queries" else AttendedMoment(),)
 
 
-def solve(stage: MetricRotation, statistics: Statistics, codec: Codec) -> tuple[MetricRotation, dict[str, Tensor]]:
-    """The tensors of the stage, float32 [H, D, D] each."""
-    metric_HDD = metric(stage, statistics, codec.geometry)
-    return stage, {"rotation": torch.stack([spectral(one_DD) for one_DD in metric_HDD]).float()}
-
-
-def metric(stage: MetricRotation, statistics: Statistics, geometry: Geometry) -> Tensor:
-    """M of every head, float64 [H, D, D]."""
-    if stage.metric == "queries":
-        return statistics[QueryMoment("after")].moment_HDD.double()
-    return heads(statistics[OutputMetric()], geometry) if stage.metric == "output" else statistics[AttendedMoment()]
-
-
-def heads(matrix_CC: Tensor, geometry: Geometry) -> Tensor:
-    """The blocks on the diagonal, one for each head, float64 [H, D, D]."""
-    size = geometry.head_size
-    return torch.stack([matrix_CC[at : at + size, at : at + size] for at in range(0, len(matrix_CC), size)]).double()
+def solve(stage: Oscar, statistics: Statistics, codec: Codec) -> tuple[Oscar, dict[str, Tensor]]:
+    """The rotation, float32 [H, D, D]."""
+    queries = stage.metric == "queries"
+    metric_HDD = statistics[QueryMoment("after")].moment_HDD.double() if queries else statistics[AttendedMoment()]
+    return stage, {"rotation": torch.stack([spectral(metric_DD) for metric_DD in metric_HDD]).float()}
 
 
 def spectral(metric_DD: Tensor) -> Tensor:
