@@ -5,7 +5,7 @@
 Database, logs and secrets lie in $KVQ_HOME/flows, which its user alone can read. While this runs there are
 
     auth        what every request to the server must carry: made at the start, passed to worker and commands
-    hf-token    $HF_TOKEN, which the worker does not have: see kvq_runtime/registry/hub_api.py
+    hf-token    $HF_TOKEN, which the worker does not have: see kvq_runtime/registry/hub_client.py
 """
 
 import argparse
@@ -22,7 +22,7 @@ import psutil
 
 from kvq_calib.flow import server
 from kvq_runtime.disk import files
-from kvq_runtime.registry.hub_api import TOKEN_FILE, TOKENS
+from kvq_runtime.registry.hub_client import TOKEN_FILE, TOKENS
 from kvq_runtime.registry.reference import home
 
 ROOT = Path(__file__).parents[1]

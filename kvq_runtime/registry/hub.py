@@ -21,9 +21,9 @@ from typing import Any
 
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import card, events, hub_api, hub_files, reference
+from kvq_runtime.registry import card, events, hub_client, reference
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
-from kvq_runtime.registry.hub_files import Head
+from kvq_runtime.registry.hub_client import Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE
 from kvq_runtime.registry.registry import MAX_RECORD, Registry
 
@@ -37,7 +37,7 @@ class HubRegistry(Registry):
 
     org       the organization or user
     private   whether repositories that a publish creates are private; None is the Hub's default
-    Every request may raise NotFound, PermissionError or RuntimeError: see `hub_api.call`.
+    Every request may raise NotFound, PermissionError or RuntimeError: see `hub_client.call`.
     """
 
     def __init__(self, org: str, private: bool | None = None):
@@ -59,10 +59,10 @@ class HubRegistry(Registry):
 
     def check_writable(self) -> None:
         """Raise PermissionError if the token may not write here; fine-grained tokens are not checked."""
-        hub_api.check_online(self.url)
-        if not hub_api.token():
+        hub_client.check_online(self.url)
+        if not hub_client.token():
             raise PermissionError(f"{self.url}: no token to write with: `hf auth login`, or set HF_TOKEN")
-        user = hub_api.call(f"{self.org}/*", lambda api: api.whoami())
+        user = hub_client.call(f"{self.org}/*", lambda api: api.whoami())
         owners = [user.get("name"), *(group.get("name") for group in user.get("orgs", []))]
         if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise PermissionError(f"{self.url}: the token is read-only; create one with write access")
@@ -73,10 +73,10 @@ class HubRegistry(Registry):
 
     def names(self) -> list[str]:
         """List the models of the organization whose card has the tag kvq, as the Hub's search knows them now."""
-        if hub_api.is_offline():
+        if hub_client.is_offline():
             raise RuntimeError(f"{self.url}: offline (HF_HUB_OFFLINE), and only the Hub lists names; name one to show")
         listed = lambda api: islice(api.list_models(author=self.org, filter="kvq"), MAX_NAMES)  # noqa: E731
-        pairs = hub_api.call(f"{self.org}/*", lambda api: [model.id.partition("/") for model in listed(api)])
+        pairs = hub_client.call(f"{self.org}/*", lambda api: [model.id.partition("/") for model in listed(api)])
         return sorted(name for owner, _, name in pairs if owner == self.org and reference.is_name(name))
 
     def current_state(self, name: str) -> State:
@@ -88,18 +88,18 @@ class HubRegistry(Registry):
 
     def state(self, name: str) -> State:
         """Return the state at the head of main; offline, the last known one."""
-        known = hub_files.load_head(self.org, self.check_name(name)) if hub_api.is_offline() else None
+        known = hub_client.load_head(self.org, self.check_name(name)) if hub_client.is_offline() else None
         return self._parsed(name, known or self._ask(name))
 
     def _ask(self, name: str) -> Head:
         """Ask for the head of main, and for kvq.json if the commit is new; NotFound without a repository."""
-        repo, known = self.repo(name), hub_files.load_head(self.org, name)
-        info = hub_api.call(repo, lambda api: _head(api.model_info(repo, files_metadata=True, timeout=hub_api.SILENCE)))
-        head, git_digest = info
+        repo, known = self.repo(name), hub_client.load_head(self.org, name)
+        ask = lambda api: api.model_info(repo, files_metadata=True, timeout=hub_client.SILENCE)  # noqa: E731
+        head, git_digest = hub_client.call(repo, lambda api: _head(ask(api)))
         if known is not None and known.commit == head.commit:
             return known
         if INDEX in head.files:
-            data = hub_files.read(repo, INDEX, head.commit, head.files[INDEX], git_digest)
+            data = hub_client.read(repo, INDEX, head.commit, head.files[INDEX], git_digest)
             head = replace(head, index=data.decode(errors="replace"))
         return head
 
@@ -118,13 +118,13 @@ class HubRegistry(Registry):
                 state = events.fold(name, parsed)
             except ArtifactError as error:
                 raise ArtifactError(f"{where}: {error}; restore it from an earlier commit") from None
-        hub_files.save_head(self.org, name, head)
+        hub_client.save_head(self.org, name, head)
         state.commit = head.commit
         return state
 
     def cached(self, sha256: str, size: int) -> Path | None:
         """Return a file from the cache, without a request; its reader checks the digest."""
-        return hub_files.blob(sha256, size)
+        return hub_client.blob(sha256, size)
 
     def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
         """Return a file of a version, checked, from the cache or downloaded."""
@@ -132,12 +132,12 @@ class HubRegistry(Registry):
         return self._fetch(name, f"versions/{version.version}/{file}", sha256, size)
 
     def _fetch(self, name: str, path: str, sha256: str, size: int) -> Path:
-        cached = hub_files.blob(sha256, size)
+        cached = hub_client.blob(sha256, size)
         if cached is not None and files.digest(cached) == (sha256, size):
             return cached
         if name not in self._heads:
             self.state(name)
-        return hub_files.download(self.repo(name), path, self._heads[name].commit, sha256, size)
+        return hub_client.download(self.repo(name), path, self._heads[name].commit, sha256, size)
 
     def list_records(self, name: str, folder: str) -> Iterator[tuple[PurePath, bytes]]:
         """Yield path and content of the records in a folder of main; offline, of those in the cache."""
@@ -149,7 +149,7 @@ class HubRegistry(Registry):
                 sha256, size = PurePath(path).stem, head.files[path]  # type: ignore[union-attr]
                 if size > MAX_RECORD:
                     raise ArtifactError(f"{self.repo(name)}/{path}: {size} bytes are too many; delete it")
-                if not hub_api.is_offline() or hub_files.blob(sha256, size):
+                if not hub_client.is_offline() or hub_client.blob(sha256, size):
                     data = files.read(self._fetch(name, path, sha256, size), MAX_RECORD)
                     yield PurePath(path), data
 
@@ -161,7 +161,7 @@ class HubRegistry(Registry):
 
         name, repo = state.name, self.repo(state.name)
         if not state.commit:
-            hub_api.call(repo, lambda api: api.create_repo(repo, private=self.private, exist_ok=True))
+            hub_client.call(repo, lambda api: api.create_repo(repo, private=self.private, exist_ok=True))
             files.fault_point("hub.created")
             return False
         others = sorted(self._heads[name].files.keys() - _INITIAL_FILES)
@@ -186,7 +186,7 @@ class HubRegistry(Registry):
             return api.create_commit(repo, operations, commit_message=title, parent_commit=state.commit).oid
 
         try:
-            oid = hub_api.call(repo, commit, repeatable=False, uploaded=sum(map(len, added.values())))
+            oid = hub_client.call(repo, commit, repeatable=False, uploaded=sum(map(len, added.values())))
         except Conflict:
             time.sleep(random.uniform(0.05, 0.5))
             return False
@@ -202,7 +202,8 @@ class HubRegistry(Registry):
 
         repo, (kind, sha256, _) = self.repo(name), path.split("/")
         title = f"add {kind[:-1]} of {sha256[:12]}"
-        hub_api.call(repo, lambda api: api.create_commit(repo, [CommitOperationAdd(path, data)], commit_message=title))
+        commit = lambda api: api.create_commit(repo, [CommitOperationAdd(path, data)], commit_message=title)  # noqa: E731
+        hub_client.call(repo, commit)
         files.fault_point("hub.recorded")
         self._heads.pop(name, None)  # main has moved
 

@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from kvq_runtime.artifact import artifact
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import hub_api, hub_files, resolve
+from kvq_runtime.registry import hub_client, resolve
 from kvq_runtime.registry.hub import HubRegistry
 from kvq_runtime.registry.local import LocalRegistry
 
@@ -141,7 +141,7 @@ def test_a_rollback_that_is_overtaken_undoes_nobodys_promote(hub, store, monkeyp
     assert came and store.state(NAME).at("production") == "1.0.2"
 
 
-@pytest.mark.parametrize("wait, tries", [("60", hub_api.TRIES), ("61", 1)])
+@pytest.mark.parametrize("wait, tries", [("60", hub_client.TRIES), ("61", 1)])
 @pytest.mark.parametrize("pattern", ["GET /api/models/org/", "POST .*/commit/"])
 def test_a_hub_that_asks_for_more_than_a_minute_is_not_waited_for(pattern, wait, tries, hub, store):
     store.publish(NAME, tiny.data())
@@ -178,7 +178,7 @@ def test_a_warm_load_asks_once_for_an_alias_and_nothing_with_a_lock_or_offline(h
 
 def test_a_hub_that_takes_a_request_and_says_nothing_is_given_up(hub, store, monkeypatch):
     """huggingface_hub itself would wait for ever."""
-    monkeypatch.setattr(hub_api, "SILENCE", 0.1)
+    monkeypatch.setattr(hub_client, "SILENCE", 0.1)
     huggingface_hub.close_session()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -192,7 +192,7 @@ def test_a_cache_that_cannot_be_written_forgets_and_drafts_of_the_dead_go(hub, s
     store.publish(NAME, tiny.data())
     clear(monkeypatch, tmp_path)
     monkeypatch.setattr(files, "save", lambda *given: (_ for _ in ()).throw(OSError("full")))
-    assert resolve.resolve(URL).version == "1.0.0" and hub_files.load_head("org", NAME) is None
+    assert resolve.resolve(URL).version == "1.0.0" and hub_client.load_head("org", NAME) is None
     blobs = tmp_path / "another-home" / "hub" / "blobs"
     (dead := blobs / f".999999999-{files._host()}{'0' * 16}.tmp").write_bytes(b"half")
     store.publish(NAME, tiny.data(1))
@@ -263,9 +263,9 @@ def test_private_gated_missing(hub, monkeypatch, tmp_path):
         resolve.resolve(URL)
     assert store.names() == []
     (tmp_path / "token").write_text(f"{TOKEN}\n")  # what `make flows-up` keeps
-    monkeypatch.setenv(hub_api.TOKEN_FILE, str(tmp_path / "token"))
-    assert store.names() == [NAME] and hub_api.token() == TOKEN
-    monkeypatch.delenv(hub_api.TOKEN_FILE)
+    monkeypatch.setenv(hub_client.TOKEN_FILE, str(tmp_path / "token"))
+    assert store.names() == [NAME] and hub_client.token() == TOKEN
+    monkeypatch.delenv(hub_client.TOKEN_FILE)
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
     assert resolve.resolve(URL).version == "1.0.0"
     with pytest.raises(PermissionError, match="the token may not do this"):

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _detect_agent
 
 from kvq_runtime.disk import strict_json
-from kvq_runtime.registry import hub_api, registry, resolve
+from kvq_runtime.registry import hub_client, registry, resolve
 from kvq_runtime.registry.hub import HubRegistry
 
 DIGEST = sha256(tiny.data()).hexdigest()
@@ -100,7 +100,7 @@ def test_records_without_end_are_left(limit, most, hub, store, monkeypatch):
 @pytest.mark.parametrize("kind", ["trickle", "framing", "heads"])
 @pytest.mark.parametrize("pattern", [FILES["kvq.json"], LISTS["the head"]], ids=["kvq.json", "the head"])
 def test_an_answer_that_comes_byte_by_byte_is_left(kind, pattern, hub, store, monkeypatch):
-    monkeypatch.setattr(hub_api, "SILENCE", 0.3)
+    monkeypatch.setattr(hub_client, "SILENCE", 0.3)
     huggingface_hub.close_session()
     hub.faults.add(pattern, kind, 99)
     began = time.monotonic()

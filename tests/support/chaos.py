@@ -25,7 +25,6 @@ import huggingface_hub
 import pytest
 import tiny
 import tiny_artifact
-import torch
 from hub_server import Faults, Hub
 from patience import PATIENCE
 
@@ -36,10 +35,6 @@ from kvq_calib.run import checkpoint
 from kvq_calib.run import run as execution
 from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import files
-from kvq_runtime.geometry import Geometry
-from kvq_runtime.prefix.folder import all_blocks
-from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.recipe import preset
 from kvq_runtime.registry.hub import HubRegistry
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import read_lock
@@ -114,27 +109,6 @@ def _pushed(folder: Path) -> None:
     assert _kvq("copy", NAME, "hf://org")(folder) == 0
 
 
-def _prefixes(folder: Path) -> PrefixBlocks:
-    """A store with room for one prefix of three blocks, and no second one."""
-    recipe, shape = preset("kivi-2bit"), Geometry(layers=1, kv_heads=4, head_size=64)
-    return PrefixBlocks(folder / "prefixes", recipe, shape, model="m", dtype=torch.float32, budget=96000)
-
-
-def _tokens(first: int) -> list[int]:
-    return [first + n % 50 for n in range(384)]
-
-
-def _keep(folder: Path, first: int) -> int:
-    """Keep a prefix, which evicts another."""
-    rows = [torch.linspace(first, first + 1, 384 * 256).view(384, 256)]
-    try:
-        assert _prefixes(folder).put(_tokens(first), rows, rows) == 384
-    except OSError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
 PULL = ("-o", "DIR/out", "--lock", "DIR/kvq.lock")
 COMMANDS: dict[str, tuple[Callable[[Path], object], Callable[[Path], int]]] = {  # {name: (preparation, command)}
     "calibrate": (_a_model, _calibrate),
@@ -142,9 +116,7 @@ COMMANDS: dict[str, tuple[Callable[[Path], object], Callable[[Path], int]]] = { 
     "promote": (_two_versions, _kvq("promote", f"{NAME}@1.0.1")),
     "pull": (_two_versions, _kvq("pull", NAME, *PULL)),
     "gc": (_orphans, _kvq("gc", "--grace", "0s")),
-    "keep a prefix": (lambda folder: _keep(folder, 5), lambda folder: _keep(folder, 60)),
     "push": (_two_versions, _kvq("copy", f"{NAME}@1.0.0", "hf://org")),
-    "promote on a Hub": (_pushed, _kvq("promote", f"hf://org/{NAME}@1.0.1")),
     "pull from a Hub": (_pushed, _kvq("pull", f"hf://org/{NAME}", *PULL)),
 }
 
@@ -288,16 +260,12 @@ def _versions(registry: LocalRegistry | HubRegistry) -> dict:
 
 def observe(folder: Path, hub: Hub) -> dict:
     """The state of a folder and a Hub, all of it whole."""
-    lock, prefixes = folder / "kvq.lock", folder / "prefixes"
-    for first in (5, 60) if prefixes.exists() else ():
-        kept = _prefixes(folder)
-        assert 128 * len(kept.load(_tokens(first))) == kept.longest(_tokens(first))
+    lock = folder / "kvq.lock"
     for repo in hub.repos:
         hub_client.whole_versions(hub, repo.partition("/")[2])
     return {
         "registry": _versions(store(folder)),
         "hub": _versions(HubRegistry(hub.org)),
-        "prefixes": {block.path.name for block in all_blocks(prefixes)},
         "pulled": {path.name: files.digest(path) for path in folder.glob("out/[!.]*")},
         "lock": read_lock(lock).sha256 if lock.exists() else None,
     }

@@ -14,7 +14,7 @@ from huggingface_hub.utils import disable_progress_bars
 from patience import PATIENCE
 
 from kvq_runtime.disk import strict_json
-from kvq_runtime.registry import events, hub_api
+from kvq_runtime.registry import events, hub_client
 
 NAME = "tiny-2bit"
 REPO = f"org/{NAME}"
@@ -43,9 +43,9 @@ def use(monkeypatch: pytest.MonkeyPatch, url: str, folder: Path, token: str | No
         (folder / "harnesses.json").write_text("{}")  # else the client requests it from huggingface.co
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(folder / "harnesses.json"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(hub_api, "SILENCE", PATIENCE)
+    monkeypatch.setattr(hub_client, "SILENCE", PATIENCE)
     monkeypatch.setattr("time.sleep", _shorter)  # the client waits whole seconds between tries
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", hub_api.TOKEN_FILE):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", hub_client.TOKEN_FILE):
         monkeypatch.delenv(name, raising=False)
     if token:
         monkeypatch.setenv("HF_TOKEN", token)

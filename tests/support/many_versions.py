@@ -10,7 +10,7 @@ from typing import Any
 
 import tiny_artifact as tiny
 
-from kvq_runtime.registry.events import Event, Promote, Publish
+from kvq_runtime.registry.events import ABOUT, Event, Promote, Publish
 from kvq_runtime.registry.local import LocalRegistry
 
 MODEL = "my-org/tiny-model"
@@ -25,31 +25,17 @@ def record(
     spread = [kl * (0.8 + 0.4 * place / (windows - 1)) for place in range(windows)]
 
     def figures(share: float) -> dict[str, Any]:
-        losses = {"loss": [[100.0, 50]] * windows, "reference_loss": [[99.0, 50]] * windows}
         return {
             "perplexity": 14.0 * (1 + share * kl), "reference_perplexity": 14.0, "relative": share * kl,
             "relative_se": 0.1 * share * kl, "kl": share * kl, "top1": 1 - share * kl, "tokens": windows * 63,
             "decoded": {"attention": 0.99 * share, "reads": 0.99 * share, "unread": 0.0},
-            "windows": losses | {"kl": [share * one for one in spread]},
+            "windows": {"loss": [[100.0, 50]] * windows, "kl": [share * one for one in spread]},
         }  # fmt: skip
 
-    text = {
-        "source": TEXT,
-        "split": "held-out",
-        "seed": seed,
-        "token_digest": f"{seed:064}",
-        "corpus_digest": "c" * 64,
-    }
+    text = {"source": TEXT, "split": "held-out", "seed": seed, "token_digest": f"{seed:064}", "corpus_digest": "c" * 64}
     other = {"windows": windows, "length": 64, "text": text | {"source": "demo-code"}}
-    layers = [
-        {
-            "key_error": kl * (1 + layer),
-            "value_error": 2 * kl,
-            "attention_error": 0.1 * kl,
-            "attention_error_encoded": kl,
-        }
-        for layer in range(LAYERS)
-    ]
+    errors = {"value_error": 2 * kl, "attention_error": 0.1 * kl, "attention_error_encoded": kl}
+    layers = [{"key_error": kl * (1 + layer)} | errors for layer in range(LAYERS)]
     given = {"recipe": recipe, "protocols": {"full": figures(1.0), "in-use": figures(0.1)}, "layers": layers}
     given |= {"bits": {"asymptotic": bits, "at_length": bits + 2, "at_4096": bits + 0.1}, "window": {"block": 8}}
     given["texts"] = {"demo-code": {"protocols": {"full": figures(1.2)}}}
@@ -67,23 +53,6 @@ def of_parts(digest: str = "a" * 64, **parts: Mapping[str, Any]) -> dict[str, An
     about = {"model": {"id": MODEL, "parameters": 4_071_168}, "windows": 4, "length": 64, "text": text}
     result = {"recipe": "tiny", "protocols": {name.replace("_", "-"): part for name, part in parts.items()}}
     return {"artifact": digest, "corpus": "c" * 64, "protocol": about, "environment": {}, "result": result}
-
-
-def asked(digest: str, part: Mapping[str, Any], seed: int = 0, **about: Any) -> dict[str, Any]:
-    """A record of tasks, which were answered in use."""
-    given = {"name": "tasks", "model": {"id": MODEL, "revision": None, "parameters": 4_071_168}, "seed": seed} | about
-    result = {"recipe": "tiny", "protocols": {"in-use": part}}
-    return {"artifact": digest, "corpus": "c" * 64, "protocol": given, "environment": {}, "result": result}
-
-
-def tasks(**accuracies: float) -> dict[str, Any]:
-    """What a record says of tasks, of one protocol: two lengths and three depths each, better where it is short."""
-    cells = [
-        {"task": task, "length": length, "depth": depth, "accuracy": accuracy * (1.0 if length < 2000 else 0.6)}
-        for task, accuracy in accuracies.items() for length in (1024, 4096) for depth in (0.1, 0.5, 0.9)
-    ]  # fmt: skip
-    found = {task: {"accuracy": accuracy, "se": 0.04, "texts": 30} for task, accuracy in accuracies.items()}
-    return {"tasks": found, "cells": cells}
 
 
 def registry(root: Path, names: int, versions: int = 2, artifacts: int = 4) -> LocalRegistry:
@@ -104,7 +73,8 @@ def registry(root: Path, names: int, versions: int = 2, artifacts: int = 4) -> L
 
 def write(store: LocalRegistry, name: str, files: Sequence[tuple[str, int]], production: str) -> None:
     """The events of a name as files: a version each of (digest, size), and one promotion."""
-    changes: list[Any] = [Publish(f"1.{place}.0", digest, size) for place, (digest, size) in enumerate(files)]
+    about = dict.fromkeys(ABOUT) | {"recipe": "tiny", "model": MODEL, "corpus": TEXT}
+    changes: list[Any] = [Publish(f"1.{n}.0", digest, size, {}, about) for n, (digest, size) in enumerate(files)]
     folder = store.events_folder(name)
     folder.mkdir(parents=True)
     for number, change in enumerate([*changes, Promote("production", production)], 1):
@@ -123,6 +93,9 @@ def published(store: LocalRegistry, name: str = "tiny-2bit", files: Mapping[str,
     store.add_evaluation(record(first, 0.04), name)
     verdict = {"bounds": {"kl": 0.01}, "protocol": "full", "failed": ["KL divergence, nats, full encode: 0.02"]}
     store.add_evaluation(record(second, 0.02, gate=verdict), name)
-    store.add_evaluation(asked(second, tasks(needle=0.9, chain=0.5)), name)
+    part = {"tasks": {"needle": {"accuracy": 0.9, "se": 0.04, "texts": 30}}}
+    asked = {"name": "tasks", "model": {"id": MODEL, "revision": None, "parameters": 4_071_168}}
+    result = {"recipe": "tiny", "protocols": {"in-use": part}}
+    store.add_evaluation(record(second, 0.02) | {"protocol": asked, "result": result}, name)
     store.promote(name, "1.0.0")
     return digests
