@@ -1,6 +1,6 @@
-"""Notify of a failed gate, of drift, and when no calibration has succeeded for 36 hours; find dead runs.
+"""Report failed gates, drift and 36 hours without a calibration to a webhook; mark dead runs as crashed.
 
-Each is an automation of the Prefect server, known by its name; defined again, it replaces the one before.
+Each is an automation of the Prefect server, which a later definition of the same name replaces.
 """
 
 from datetime import timedelta
@@ -16,79 +16,67 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from kvq_calib.flow.flow import GATE_FAILED
 from pipelines.flows import DRIFTED
 
-RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
+RUNS: Any = {"prefect.resource.id": "prefect.flow-run.*"}
+CALIBRATIONS: Any = {"prefect.resource.role": "flow", "prefect.resource.name": "kvq-calibrate"}
 SILENCE = timedelta(hours=36)
-ONCE = timedelta(minutes=1)  # in which the server may evaluate an event again, when the database was busy
+ONCE = timedelta(minutes=1)  # in which the server may evaluate an event again, if the database was busy
 DEAD = timedelta(seconds=90)  # three heartbeats of 30 seconds
-BLOCK = "kvq-webhook"
-TOLD = '{"text": {{ ("kvq, " ~ flow.name ~ " " ~ flow_run.name ~ ": " ~ flow_run.state.message) | tojson }}}'
-SILENT = '{"text": "kvq: no calibration has succeeded for 36 hours"}'
+STATE = '{"text": {{ ("kvq, " ~ flow.name ~ " " ~ flow_run.name ~ ": " ~ flow_run.state.message) | tojson }}}'
+NO_SUCCESS = '{"text": "kvq: no calibration has succeeded for 36 hours"}'
 
 
-def define(webhook: str | None = None) -> list[str]:
-    """Define the automations on the server in use; their names.
+def define(webhook: str | None = None) -> None:
+    """Define the automations on the server in use.
 
     webhook   where messages are posted, as JSON {"text": ...}; None: no messages, and only dead runs are found
     """
-    made = [dead()]
+    automations = [find_dead()]
     if webhook is not None:
-        call = _webhook(webhook)
-        made += [told("kvq: a gate failed", GATE_FAILED, call), told("kvq: drift", DRIFTED, call), silent(call)]
-    for one in made:
-        _replace(one)
-    return [one.name for one in made]
+        block = save_webhook(webhook)
+        automations.append(report_state("kvq: a gate failed", GATE_FAILED, block))
+        automations.append(report_state("kvq: drift", DRIFTED, block))
+        automations.append(report_silence(block))
+    for automation in automations:
+        create(automation)
 
 
-def told(name: str, state: str, call: Any) -> AutomationCore:
+def report_state(name: str, state: str, block: Any) -> AutomationCore:
     """Post the message of each run that enters a state, once."""
-    trigger = EventTrigger(
-        expect={f"prefect.flow-run.{state}"},
-        match=RUNS,  # type: ignore[arg-type]
-        for_each={"prefect.resource.id"},
-        posture=Posture.Reactive,
-        threshold=1,
-        within=ONCE,
-    )
-    return AutomationCore(name=name, trigger=trigger, actions=[CallWebhook(block_document_id=call, payload=TOLD)])
+    expect, each = {f"prefect.flow-run.{state}"}, {"prefect.resource.id"}
+    trigger = EventTrigger(expect=expect, match=RUNS, for_each=each, posture=Posture.Reactive, threshold=1, within=ONCE)
+    return AutomationCore(name=name, trigger=trigger, actions=[CallWebhook(block_document_id=block, payload=STATE)])
 
 
-def silent(call: Any, within: timedelta = SILENCE) -> AutomationCore:
+def report_silence(block: Any, within: timedelta = SILENCE) -> AutomationCore:
     """Post a message when no calibration has completed for this long, and again after as long."""
+    expect = {"prefect.flow-run.Completed"}
     trigger = EventTrigger(
-        expect={"prefect.flow-run.Completed"},
-        match=RUNS,  # type: ignore[arg-type]
-        match_related={"prefect.resource.role": "flow", "prefect.resource.name": "kvq-calibrate"},  # type: ignore[arg-type]
-        posture=Posture.Proactive,
-        threshold=1,
-        within=within,
+        expect=expect, match=RUNS, match_related=CALIBRATIONS, posture=Posture.Proactive, threshold=1, within=within
     )
-    payload = CallWebhook(block_document_id=call, payload=SILENT)
-    return AutomationCore(name="kvq: no success for 36 hours", trigger=trigger, actions=[payload])
+    call = CallWebhook(block_document_id=block, payload=NO_SUCCESS)
+    return AutomationCore(name="kvq: no success for 36 hours", trigger=trigger, actions=[call])
 
 
-def dead(within: timedelta = DEAD) -> AutomationCore:
-    """Mark a run that has stopped sending heartbeats as crashed: kill -9, a lost machine."""
+def find_dead(within: timedelta = DEAD) -> AutomationCore:
+    """Mark a run that sends no heartbeats any more as crashed: kill -9, a lost machine."""
+    after, expect, each = {"prefect.flow-run.heartbeat"}, {"prefect.flow-run.*"}, {"prefect.resource.id"}
     trigger = EventTrigger(
-        after={"prefect.flow-run.heartbeat"},
-        expect={"prefect.flow-run.*"},
-        match=RUNS,  # type: ignore[arg-type]
-        for_each={"prefect.resource.id"},
-        posture=Posture.Proactive,
-        threshold=1,
-        within=within,
+        after=after, expect=expect, match=RUNS, for_each=each, posture=Posture.Proactive, threshold=1, within=within
     )
-    message = "No heartbeat for 90 s: its process ended without a word. A retry goes on where it stopped."
+    message = "No heartbeat for 90 s: its process died. A retry resumes."
     crashed = ChangeFlowRunState(name=None, state=StateType.CRASHED, message=message, force=False)
     return AutomationCore(name="kvq: find the dead", trigger=trigger, actions=[crashed])
 
 
-def _webhook(url: str) -> Any:
+def save_webhook(url: str) -> Any:
+    """Save the address as a block of the server; return the block's id."""
     block: Any = Webhook(url=url)  # type: ignore[arg-type]
-    return block.save(name=BLOCK, overwrite=True)
+    return block.save(name="kvq-webhook", overwrite=True)
 
 
-def _replace(one: AutomationCore) -> None:
+def create(automation: AutomationCore) -> None:
+    """Create an automation, in place of those of its name."""
     with get_client(sync_client=True) as client:
-        for old in client.read_automations_by_name(one.name):
+        for old in client.read_automations_by_name(automation.name):
             client.delete_automation(old.id)
-        client.create_automation(one)
+        client.create_automation(automation)

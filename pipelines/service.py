@@ -5,7 +5,7 @@
 Database, logs and secrets lie in $KVQ_HOME/flows, which its user alone can read. While this runs there are
 
     auth        what every request to the server must carry: made at the start, passed to worker and commands
-    hf-token    $HF_TOKEN, which the worker does not have: see kvq_runtime/registry/hub_client.py
+    hf-token    $HF_TOKEN, which the worker does not have: only requests to a registry read it
 """
 
 import argparse

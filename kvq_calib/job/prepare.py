@@ -43,7 +43,7 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
         )
     if what.engine not in (None, "vllm"):
         raise ValueError(f"--for {what.engine}; use vllm, or leave it out")
-    recipes = [recipe_text.read(text) for text in what.recipes if text != bit_allocation.AUTOMATIC]
+    recipes = [recipe_text.read(name) for name in what.recipes if name != bit_allocation.AUTOMATIC]
     files = files or models.resolve(what.model, what.revision)  # which may be a long download
     for recipe in recipes if what.engine else ():
         plugin.check_recipe(recipe, files.geometry)

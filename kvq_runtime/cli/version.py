@@ -105,7 +105,7 @@ def compare(a: Artifact, b: Artifact, of_a: Sequence[Record], of_b: Sequence[Rec
 
     of_a, of_b   evaluation records; losses are compared on windows that both were measured on
     """
-    rows: list[tuple[str, str, Any, Any]] = []
+    rows: list[tuple[Any, ...]] = []
     rows.append(("evaluation", "verdict", *(rating.rate_records(records).word for records in (of_a, of_b))))
     texts = product(text_records(of_a), text_records(of_b))
     pairs = [(one, other) for one, other in texts if _windows(one) == _windows(other)]

@@ -70,7 +70,7 @@ def test_the_page_starts_a_deployment_that_there_is():
     made.validate_parameters(found["parameters"] | {key: json.loads(value) for key, value in given.items()})
 
 
-def test_runs_are_killed_resumed_cancelled_and_completed_and_a_failed_gate_told(tmp_path, monkeypatch, hook):
+def test_a_run_is_killed_and_resumed_and_a_failed_gate_is_reported(tmp_path, monkeypatch, hook):
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
@@ -84,9 +84,9 @@ def test_runs_are_killed_resumed_cancelled_and_completed_and_a_failed_gate_told(
         monkeypatch.setenv(f"PREFECT_{name}", "2")
     monkeypatch.setenv("HF_TOKEN", CANARY)
     runs, flows = tmp_path / "kvq-home" / "runs", tmp_path / "kvq-home" / "flows"
-    hold = tmp_path / "hold"  # names the layer that is not finished
-    hold.write_text("layer-0003")
-    (tmp_path / "sitecustomize.py").write_text(held(hold, f"name.endswith(open({str(hold)!r}).read())"))
+    hold = tmp_path / "hold"  # while it exists the fourth layer is not finished
+    hold.touch()
+    (tmp_path / "sitecustomize.py").write_text(held(hold, "name.endswith('layer-0003')"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with free_port() as port:
         command = [sys.executable, "-m", "pipelines.service", "--port", str(port), "--webhook", address]
@@ -107,13 +107,10 @@ def test_runs_are_killed_resumed_cancelled_and_completed_and_a_failed_gate_told(
             killed = kill_in_mid_run(client, runs)
             crashed = until(lambda: (one := client.read_flow_run(killed)).state.is_crashed() and one)
             assert crashed.auto_scheduled and crashed.deployment_id is not None
-            hold.write_text("layer-0005")
-            cancel_in_mid_run(client, runs, crashed.deployment_id)
-            assert [name for name, times in fitted(client).items() if times > 1] in ([], ["layer-3-0"])
             assert registry.open_registry().names() == []
-            hold.write_text("none")
-            third = client.create_flow_run_from_deployment(crashed.deployment_id).id
-            until(lambda: client.read_flow_run(third).state.is_completed())
+            hold.unlink()
+            second = client.create_flow_run_from_deployment(crashed.deployment_id).id
+            until(lambda: client.read_flow_run(second).state.is_completed())
             until(lambda: fitted(client).keys() == {f"layer-{n}-0" for n in range(6)})
             assert fitted(client)["layer-0-0"] == fitted(client)["layer-2-0"] == 1
             assert registry.resolve("tiny-model-aqua-2bit").version == "1.0.0"
@@ -160,20 +157,6 @@ def kill_in_mid_run(client, runs: Path) -> UUID:
     running.kill()
     assert {path.name for path in runs.glob("*/layer-????")} == {f"layer-000{n}" for n in range(3)}
     return id
-
-
-def cancel_in_mid_run(client, runs: Path, deployment: UUID) -> None:
-    """Start another run, which goes on, and cancel it, as `prefect flow-run cancel` does, when five layers are done;
-    its process ends, and they stay."""
-    from prefect.states import Cancelling
-
-    id = client.create_flow_run_from_deployment(deployment).id
-    process = until(lambda: next((process for process, at in at_work(runs.parent) if at == id), None))
-    until(lambda: fitted(client)["layer-5-0"])
-    client.set_flow_run_state(id, Cancelling())
-    until(lambda: client.read_flow_run(id).state.is_cancelled())
-    until(lambda: not lives(process))
-    assert len(list(runs.glob("*/layer-????"))) == 5
 
 
 def at_work(home: Path) -> Iterator[tuple[psutil.Process, UUID]]:
