@@ -141,8 +141,6 @@ def _add_protocol(command: argparse.ArgumentParser) -> None:
     """Add the options of how to measure, and of what stays exact."""
     add = command.add_argument
     add("--protocol", choices=["full", "in-use", "both"], default="both", help="how to measure (default: both)")
-    text = "in use: tokens of the first pass, to which recipes that are fitted to their prompt are fitted (default: 0)"
-    add("--prompt", type=int, default=0, metavar="N", help=text)
     add("--sinks", type=int, metavar="N", help="exact first tokens (default: each recipe's own)")
     text = "in use: exact newest tokens (default: each recipe's own); tokens of an unfinished block stay exact too"
     add("--recent", type=int, metavar="N", help=text)

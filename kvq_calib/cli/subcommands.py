@@ -200,7 +200,6 @@ def _protocol(args: Namespace) -> record.Protocol:
     return record.Protocol(
         sinks=args.sinks,
         recent=args.recent,
-        prompt=args.prompt,
         protocols=(args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS,
         error_windows=record.ERROR_WINDOWS if args.layers or getattr(args, "plots", None) else 0,
         by_layer=args.by_layer or None,

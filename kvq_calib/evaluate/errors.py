@@ -5,11 +5,8 @@ blocks, keys and values of the layer below as decoded, which is what the cache d
 
     key_error, value_error     Σ|x - x̂|² / Σ|x - μ|²                   μ the tokens' mean before RoPE: 0 is exact, and
                                1 is what storing nothing but the mean would give
-    key_explained, ...         1 - Σ|x - f(below)|² / Σ|x - μ|²        the share that the prediction alone gives; none
-                               for a recipe that predicts nothing
     attention_error_encoded    ‖softmax(q K̂ᵀ) V̂ - softmax(q Kᵀ) V‖² / ‖softmax(q Kᵀ) V‖², every token but the sinks
                                encoded; none for recipes that hold or read a part of the tokens
-    a recipe that is fitted online is fitted to `caches.fit_tokens` tokens of each window
 
 Errors of keys and values are over encoded tokens: sinks, and tokens after the last whole block, do not count.
 Attention is causal; its scale is 1/√D.
@@ -21,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.evaluate.caches import fit_tokens
 from kvq_calib.fit.statistics import Moments
 from kvq_calib.model import attention
 from kvq_calib.model.attention import AttentionInputs, Pair, apply_rope
@@ -29,11 +25,8 @@ from kvq_calib.model.streamed import Stream
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.fit.fitting import fit_row
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import rope
-from kvq_runtime.recipe import ROLES, Recipe, Role
-from kvq_runtime.stages.stage import Queries
+from kvq_runtime.recipe import ROLES, Recipe
 
 
 @torch.inference_mode()
@@ -45,10 +38,15 @@ def by_layer(
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the errors of each (recipe, tensors), by name: one dict per layer, with the keys listed above.
 
+    A recipe that is fitted to its prompt has none.
+
     progress   gets the number of tokens that went through a layer
     """
     geometry = stream.files.geometry
-    works = {name: _Work(*subject, geometry, len(tokens_BT), stream.device) for name, subject in subjects.items()}
+    works = {
+        name: _Work(*subject, geometry, len(tokens_BT), stream.device)
+        for name, subject in subjects.items() if not subject[0].fits_prompt
+    }  # fmt: skip
     hidden = [stream.embed(row[None]).cpu() for row in tokens_BT]
     tables = stream.rope(tokens_BT.shape[1])
     for layer in range(geometry.layers):
@@ -87,8 +85,7 @@ class _Work:
 
     def add(self, layer: int, index: int, chunk: AttentionInputs, exact_NTC: Tensor | None) -> None:
         """Encode and decode one chunk, and add its errors."""
-        pair = self.codecs[layer] if not self.recipe.fits_prompt else self._fitted(layer, chunk)
-        below = self.below[index]
+        pair, below = self.codecs[layer], self.below[index]
         keys, k_hat = self._side(
             pair[0], chunk, chunk.k if self.recipe.position == "post" else chunk.k_pre, None, below
         )
@@ -102,24 +99,6 @@ class _Work:
         out = attention.attend(chunk, (chunk.k, chunk.v), (k_hat, v_hat), tiles, self.geometry.head_size)
         self._add("attention/error", (out - exact_NTC).square())
         self._add("attention/energy", exact_NTC.square())
-
-    def _fitted(self, layer: int, chunk: AttentionInputs) -> tuple[Codec, Codec]:
-        """Return the codecs of a recipe that is fitted online, fitted to one row."""
-        recipe, geometry, sinks = self.recipe, self.geometry, self.recipe.window.sinks
-        count = fit_tokens(recipe, chunk.k.shape[1]) or 0
-
-        def queries(which: Queries) -> Tensor:
-            assert chunk.q is not None, "a fit to queries that are hidden"
-            q_NTGD = chunk.q.unflatten(-1, (-1, geometry.head_size))
-            return (q_NTGD if which == "after" else rope.unrotate(q_NTGD, *chunk.rope)).flatten(-2)[0, :count]
-
-        def codec_of(role: Role, x_NTC: Tensor) -> Codec:
-            if not recipe.fits(recipe.scheme(layer, role)):
-                return self.codecs[layer][ROLES.index(role)]
-            x_TC = x_NTC[0, min(sinks, count - 1) : count].float()
-            return fit_row(recipe, layer, role, geometry, x_TC, queries)
-
-        return codec_of("key", chunk.k if recipe.position == "post" else chunk.k_pre), codec_of("value", chunk.v)
 
     def _side(self, codec: Codec, chunk: AttentionInputs, x_NTC: Tensor, keys: Tensor | None, below) -> Pair:
         """Return the decoded, centred blocks [N·blocks, block, C], and the whole sequence with them in it [N, T, C]."""
@@ -138,10 +117,6 @@ class _Work:
         self._add(f"{role}/error", (found - x_NTC[:, :whole])[:, kept].square())
         if whole > window.sinks:
             self.moments[role].update((chunk.k_pre if role == "key" else x_NTC)[:, kept])
-        predicted = codec.predicted(context)
-        if codec.predictor is not None:
-            residual = blocks - codec.mean(context) - (0 if predicted is None else predicted.float())
-            self._add(f"{role}/residual", residual.reshape(len(x_NTC), whole, -1)[:, kept].square())
         return centred, torch.cat([x_NTC[:, : window.sinks], found[:, window.sinks :], x_NTC[:, whole:]], 1)
 
     def _add(self, name: str, x: Tensor) -> None:
@@ -151,11 +126,10 @@ class _Work:
         """Turn the sums of a layer into its row."""
         row: dict[str, Any] = {"layer": layer}
         for role in ROLES:
-            moments, residual = self.moments[role], self.sums.get(f"{role}/residual")
+            moments = self.moments[role]
             found = moments.value() if moments.sums["count"] else None
             variance = found.count * float(found.variance_C.sum()) if found else 0.0
             row[f"{role}_error"] = self.sums.get(f"{role}/error", 0.0) / variance if variance else 0.0
-            row[f"{role}_explained"] = 1 - residual / variance if variance and residual is not None else None
         energy = self.sums.get("attention/energy") if self.recipe.policy("select") is None else None
         row["attention_error_encoded"] = None if energy is None else self.sums["attention/error"] / energy
         self.rows.append(row)

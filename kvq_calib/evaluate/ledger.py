@@ -6,7 +6,6 @@ code itself. So a folder may serve any number of evaluations.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -34,16 +33,9 @@ class Ledger:
         return replace(self, about={**self.about, **about})
 
     def read(self, **unit: Any) -> Any | None:
-        """Return the result of a unit, or None. Raises PermissionError if it has none and could not be kept."""
+        """Return the result of a unit, or None."""
         path = self._path(unit)
-        if path is None:
-            return None
-        if not path.is_file():
-            if path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK):
-                raise PermissionError(
-                    f"{path.parent} may not be written by this user, and has only a part of what is asked for; "
-                    "name another folder: --run DIR, or $KVQ_HOME"
-                )
+        if path is None or not path.is_file():
             return None
         try:
             result = json.loads(path.read_text())["found"]

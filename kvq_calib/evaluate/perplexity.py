@@ -1,10 +1,9 @@
 """Measure the cost of a compressed cache: held-out perplexity, KL divergence from the 16-bit model, agreement with it.
 
 Tokens arrive in steps, as in decoding: each step attends to the cache of the steps before it, with sinks and recent
-window as in use. A prompt may come first, in one pass; its tokens are not scored, since none of them reads the cache. A
-step as long as the windows is one forward pass, as for a full encode (`caches.py`). The 16-bit model takes the same
-steps once, with transformers' own DynamicCache; its logits are kept while the compared caches are filled, one at a
-time.
+window as in use. A step as long as the windows is one forward pass, as for a full encode (`caches.py`). The 16-bit
+model takes the same steps once, with transformers' own DynamicCache; its logits are kept while the compared caches are
+filled, one at a time.
 
 Full encodes of a model that does not fit into memory run it a layer at a time (`layered`), with one reading of its
 weights; figures equal those of the whole model but for rounding. The device holds one layer, and each cache packed:
@@ -40,7 +39,6 @@ from kvq_calib.evaluate.caches import (
     encoded_by_layer,
 )
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger
-from kvq_calib.model.attention import passes
 from kvq_calib.model.streamed import Stream
 from kvq_calib.text.corpus import digest_of
 from kvq_runtime.hf import KVQCache
@@ -144,12 +142,11 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 class Windows:
     """Windows that go through a model side by side, with their logits by the 16-bit model, computed once needed.
 
-    exact    yields these logits, some tokens at a time: [B, tokens, vocabulary]
-    prompt   first tokens, which are not scored
+    exact   yields these logits, some tokens at a time: [B, tokens, vocabulary]
     """
 
-    def __init__(self, tokens_BT: Tensor, device: torch.device, exact: Callable[[], Iterable[Tensor]], prompt: int = 0):
-        self.tokens_BT, self.prompt, self._exact = tokens_BT.to(device).long(), prompt, exact
+    def __init__(self, tokens_BT: Tensor, device: torch.device, exact: Callable[[], Iterable[Tensor]]):
+        self.tokens_BT, self._exact = tokens_BT.to(device).long(), exact
 
     @cached_property
     def expected(self) -> list[Tensor]:
@@ -175,8 +172,6 @@ class Windows:
             done += logits.shape[1]
             if not target.numel():  # none after a last token
                 continue
-            if done - 1 <= self.prompt and self.prompt:
-                continue
             step = max(1, AT_ONCE // logits[:, 0].numel())
             for start in range(0, target.shape[1], step):
                 part = slice(start, min(start + step, target.shape[1]))
@@ -190,7 +185,7 @@ class Windows:
                 gap, p = y.sub_(x).neg_(), x.sub_(norm_p[..., None]).exp_()  # in the place of y, then of x
                 kls += gap.mul_(p).sum((1, 2)) + (norm_q - norm_p).sum(1)
             score.tokens += target.numel()
-        score.losses, score.kls = ((sums / (length - 1 - self.prompt)).tolist() for sums in (losses, kls))
+        score.losses, score.kls = ((sums / (length - 1)).tolist() for sums in (losses, kls))
         return score
 
 
@@ -203,7 +198,6 @@ def scores(
     rows: int | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
     ledger: Ledger = NOWHERE,
-    prompt: int = 0,
 ) -> dict[str, Score]:
     """Score the 16-bit model ("16 bit") and each cache on the same windows.
 
@@ -214,19 +208,16 @@ def scores(
                no result depends on it but by rounding, and where a dynamic window decides for all rows together
     progress   gets the number of tokens done, counted once per cache
     ledger     keeps the score of each cache on each group of rows
-    prompt     tokens of the first pass, which are not scored; 0: a step, which is
     """
     length = tokens_BT.shape[1]
     if length < 2 or step < 1:
         raise ValueError(f"windows of {length} tokens in steps of {step}; use at least 2 and 1")
-    if not 0 <= prompt < length - 1:
-        raise ValueError(f"a prompt of {prompt} tokens in windows of {length}; use 0 to {length - 2}")
     totals = {name: Score() for name in (REFERENCE, *caches)}
     rows = rows or rows_of(length, model.config.get_text_config(decoder=True).vocab_size)
     for group in tokens_BT.split(rows):
-        windows = Windows(group, model.device, partial(logits, model, group, None, step, prompt), prompt)
+        windows = Windows(group, model.device, partial(logits, model, group, None, step))
         for name, total in totals.items():
-            unit = {"score": name, "tokens": digest_of(group), "step": step, "prompt": prompt}
+            unit = {"score": name, "tokens": digest_of(group), "step": step}
             total.add(Score.of_json(ledger.kept(partial(_score, model, windows, caches.get(name), step), **unit)))
             progress(group.numel())
     return totals
@@ -237,7 +228,7 @@ def _score(model: PreTrainedModel, windows: Windows, make: Callable[[], Cache] |
     if make is None:
         return asdict(windows.score(windows.expected))
     cache, reads = make(), Reads()
-    score = windows.score(logits(model, windows.tokens_BT, cache, step, windows.prompt, reads))
+    score = windows.score(logits(model, windows.tokens_BT, cache, step, reads))
     return asdict(score.with_cache(cache, reads if reads.pairs else None))
 
 
@@ -247,21 +238,21 @@ def rows_of(length: int, vocabulary: int) -> int:
 
 
 def logits(
-    model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, step: int, prompt: int = 0,
-    reads: Reads | None = None,
-) -> Iterator[Tensor]:  # fmt: skip
+    model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, step: int, reads: Reads | None = None
+) -> Iterator[Tensor]:
     """Yield the logits of each pass, PART tokens at a time: [B, tokens, vocabulary].
 
     cache   None: transformers' own
-    reads   gets the reads of the scored tokens
+    reads   gets the reads of all passes
     """
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    for tokens in passes(tokens_BT.shape[1], step, prompt):
-        ids_BT = tokens_BT[:, tokens.start : tokens.stop].to(model.device).long()
+    cache, length = DynamicCache(config=model.config) if cache is None else cache, tokens_BT.shape[1]
+    for start in range(0, length, step):
+        tokens = range(start, min(start + step, length))
+        ids_BT = tokens_BT[:, start : tokens.stop].to(model.device).long()
         before = encoded_by_layer(cache) if isinstance(cache, KVQCache) else None
         with attending(model, cache):
             out = model(ids_BT, **{CACHE: cache}, use_cache=True).logits
-        if before is not None and reads is not None and tokens.stop > prompt:
+        if before is not None and reads is not None:
             reads.add(count_reads(cache, before, tokens) or Reads())
         yield from out.split(PART, 1)
 

@@ -9,7 +9,7 @@ figures of their own, in `texts` of protocol and result, by name: by full encode
 one, else in use, which takes many times longer.
 
 All subjects are evaluated in one pass over the text. A registry keeps the records of what it holds:
-`registry.add_evaluation(record)`. A ledger keeps the score of each cache on a few windows, and errors by layer.
+`registry.add_evaluation(record)`. A ledger keeps the score of each cache on a few windows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,6 @@ from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.evaluation_records import FULL, IN_USE, PROTOCOLS
 
 ERROR_WINDOWS = 4
-ERROR_SUBJECTS = 16  # whose errors by layer are measured in one pass: each holds what it decoded in the layer below
 
 Progress = Callable[[int], object]
 Subjects = Mapping[str, Subject]  # by their digest
@@ -50,22 +49,18 @@ class Protocol:
     """The protocol of perplexity and errors.
 
     step           tokens per forward pass, in use
-    rows           windows side by side; None: as many as make 8192 tokens
     recent         exact newest tokens in use, before a dynamic window keeps more; None: those of each recipe
     sinks          exact first tokens; None: likewise
     error_windows  windows on which errors by layer are measured; 0: none
     protocols      "full", every token but the sinks encoded before it is read; "in-use"; or both
-    prompt         in use: tokens of the first pass, which are not scored; 0: a step, which is
     by_layer       run the model one layer at a time, by full encode alone; None: if it does not fit into memory
     """
 
     step: int = perplexity.STEP
-    rows: int | None = None
     recent: int | None = None
     sinks: int | None = None
     error_windows: int = ERROR_WINDOWS
     protocols: tuple[str, ...] = PROTOCOLS
-    prompt: int = 0
     by_layer: bool | None = None
 
     def __post_init__(self):
@@ -80,8 +75,7 @@ class Protocol:
 
     def to_json(self, files: ModelFiles, batch: Batch, others: Mapping[str, Batch]) -> dict[str, Any]:
         """Return what records say of the protocol, model and texts."""
-        optional = {"sinks": self.sinks, "prompt": self.prompt or None}
-        optional |= {"texts": {name: _windows(one) for name, one in others.items()} or None}
+        optional = {"sinks": self.sinks, "texts": {name: _windows(one) for name, one in others.items()} or None}
         return {
             "name": "perplexity",
             "version": 2,
@@ -161,8 +155,6 @@ def evaluate(
     length = max(one.tokens_BT.shape[1] for one in (batch, *others.values()))
     if length > files.context:
         raise ValueError(f"windows of {length} tokens; {files.id} was made for at most {files.context}: use --length")
-    if not 0 <= protocol.prompt < length - 1:
-        raise ValueError(f"a prompt of {protocol.prompt} tokens in windows of {length}; use 0 to {length - 2}")
     if len({subject.name for subject in subjects}) < len(subjects):
         raise ValueError(f"{[subject.name for subject in subjects]}; name each once")
     dtype = dtype or _default_dtype(files, device)
@@ -195,7 +187,9 @@ class _Work:
         for subject in subjects.values():  # unsuitable recipes are refused before weights are read
             in_use(subject.recipe, stream.blank, subject.tensors, subject.bounds)
         scores = self._scores(tokens_BT, subjects, protocol.protocols)
-        layers = self._errors(stream, tokens_BT, subjects)
+        windows_BT = tokens_BT[: protocol.error_windows]
+        given = {digest: (subject.recipe, subject.tensors) for digest, subject in subjects.items()}
+        layers = errors.by_layer(stream, windows_BT, given, self.progress) if len(windows_BT) else {}
         about, corpus = protocol.to_json(files, batch, others), batch.description["corpus_digest"]
         records = {}
         for digest, subject in subjects.items():
@@ -237,12 +231,12 @@ class _Work:
             caches = {
                 digest: partial(make, one.recipe, model, one.tensors, one.bounds) for digest, one in suited.items()
             }
-            common = (protocol.rows, self.progress, self.ledger.within(protocol=name))
+            common = (None, self.progress, self.ledger.within(protocol=name))
             if stream is not None:
                 scores[name] = layered(stream, tokens_BT, caches, *common)
             else:
-                step, prompt = (protocol.step, protocol.prompt) if name == IN_USE else (length, 0)
-                scores[name] = perplexity.scores(model, tokens_BT, caches, step, *common, prompt)
+                step = protocol.step if name == IN_USE else length
+                scores[name] = perplexity.scores(model, tokens_BT, caches, step, *common)
         return scores
 
     def _refusal(self, name: str, recipe: Recipe) -> str | None:
@@ -250,24 +244,6 @@ class _Work:
         if name == FULL:
             return refusal(recipe)
         return perplexity.ONLY_FULL if self.protocol.by_layer else None
-
-    def _errors(self, stream: Stream, tokens_BT: Tensor, subjects: Subjects) -> dict[str, list[dict[str, Any]]]:
-        """Return errors by layer, measured for a few subjects in each pass over the model."""
-        windows_BT = tokens_BT[: self.protocol.error_windows]
-        if not len(windows_BT):
-            return {}
-        unit = {"errors_on": digest_of(windows_BT.tolist())}
-        rows: dict[str, Any] = {digest: self.ledger.read(errors=digest, **unit) for digest in subjects}
-        left = [digest for digest in subjects if rows[digest] is None]
-        self.progress(
-            _error_work(self.files, windows_BT, len(subjects)) - _error_work(self.files, windows_BT, len(left))
-        )
-        for start in range(0, len(left), ERROR_SUBJECTS):
-            group = {one: (subjects[one].recipe, subjects[one].tensors) for one in left[start : start + ERROR_SUBJECTS]}
-            for digest, own in errors.by_layer(stream, windows_BT, group, self.progress).items():
-                self.ledger.write(own, errors=digest, **unit)
-                rows[digest] = own
-        return rows
 
     def _part(
         self, name: str, recipe: Recipe, tokens_BT: Tensor, scores: Mapping[str, Score], digest: str
@@ -296,10 +272,6 @@ def _nothing_encoded(name: str, window: Window, step: int, length: int) -> str:
     return f"nothing was encoded: windows of {counted(length, 'token')} are shorter than {needs}"
 
 
-def _error_work(files: ModelFiles, windows_BT: Tensor, subjects: int) -> int:
-    return windows_BT.numel() * files.geometry.layers * -(-subjects // ERROR_SUBJECTS)
-
-
 def work(
     files: ModelFiles,
     batch: Batch,
@@ -312,5 +284,5 @@ def work(
         return 0
     asked = len(set(protocol.protocols))
     elsewhere = sum(one.tokens_BT.numel() for one in others.values()) * (subjects + asked)
-    own = batch.tokens_BT.numel() * (subjects + 1) * asked
-    return own + elsewhere + _error_work(files, batch.tokens_BT[: protocol.error_windows], subjects)
+    errors_of = batch.tokens_BT[: protocol.error_windows].numel() * files.geometry.layers
+    return batch.tokens_BT.numel() * (subjects + 1) * asked + elsewhere + errors_of

@@ -7,20 +7,18 @@ had been encoded, a reason replaces the figures.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from itertools import groupby
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.caches import attending, encoded_share, in_use
 from kvq_calib.evaluate.ledger import NOWHERE, Ledger, digest_of
-from kvq_calib.evaluate.perplexity import REFERENCE, ROW_TOKENS, mean_and_error
+from kvq_calib.evaluate.perplexity import REFERENCE, mean_and_error
 from kvq_calib.evaluate.record import load_model, of_subject, setting
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.model.files import ModelFiles
@@ -94,7 +92,7 @@ def evaluate(
     digest = digest_of(plan.to_json())
     records = list[dict[str, Any]]()
     for subject in (None, *subjects):
-        unit = {"plan": plan.to_json(), "tasks": REFERENCE if subject is None else subject.identity}
+        unit = {"plan": digest, "tasks": REFERENCE if subject is None else subject.identity}
         part = _part(model, subject, plan, cases, progress, ledger.within(**unit))
         if records and "reason" not in part:
             part["reference"] = records[0]["result"]["protocols"][IN_USE]["tasks"]
@@ -109,12 +107,10 @@ def work(plan: Plan, subjects: int) -> int:
 
 def make_cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tuple[float, Case]]:
     """Make (depth, case) of a task at a length; no two texts of a plan share a seed."""
-    cases = []
-    for place, depth in enumerate(plan.depths):
-        for number in range(plan.samples):
-            seed = (plan.seed * len(plan.depths) + place) * plan.samples + number
-            cases.append((depth, make(files, task, seed, length, depth, plan.haystack)))
-    return cases
+    first = plan.seed * len(plan.depths) * plan.samples
+    depths = [depth for depth in plan.depths for _ in range(plan.samples)]
+    return [(depth, make(files, task, first + number, length, depth, plan.haystack))
+            for number, depth in enumerate(depths)]  # fmt: skip
 
 
 def _part(
@@ -125,45 +121,34 @@ def _part(
     scores: dict[str, list[float]] = {task: [] for task in plan.tasks}
     cells: list[dict[str, Any]] = []
     shares: dict[str, float] = {}
-    for (length, task), some in cases.items():
-        result = ledger.kept(lambda some=some, length=length: _scores(model, subject, some, length),
-                             task=task, length=length)  # fmt: skip
-        progress(length * len(some))
-        if "reason" in result:
-            return {"reason": result["reason"]}
+    for (length, task), own in cases.items():
+        answered = ledger.kept(partial(_scores, model, subject, [case for _, case in own]), task=task, length=length)
+        progress(length * len(own))
+        share, scored = answered["encoded"], answered["scores"]
+        if share == 0:
+            return {"reason": f"nothing was encoded: texts of {length} tokens are shorter than the recent tokens and a "
+                    "block, or all sinks; use longer ones"}  # fmt: skip
         for depth in plan.depths:
-            own = [score for (at, _), score in zip(some, result["scores"], strict=True) if at == depth]
-            scores[task] += own
-            cells.append({"task": task, "length": length, "depth": depth} | summary(own))
-        if result["decoded"] is not None:
-            shares[str(length)] = min(shares.get(str(length), 1.0), result["decoded"])
+            here = [score for (at, _), score in zip(own, scored, strict=True) if at == depth]
+            cells.append({"task": task, "length": length, "depth": depth} | summary(here))
+        scores[task] += scored
+        if share is not None:
+            shares[str(length)] = min(shares.get(str(length), 1.0), share)
     tasks = {task: summary(own) for task, own in scores.items()}
     return {"tasks": tasks, "cells": cells} | ({"decoded": shares} if subject else {})
 
 
-@torch.inference_mode()
-def _scores(
-    model: PreTrainedModel, subject: Subject | None, cases: Sequence[tuple[float, Case]], length: int
-) -> dict[str, Any]:
-    """Return the score of each text of a task and length, and the least share of a text that was encoded."""
-    scores, shares, rows = list[float](), list[float](), max(1, ROW_TOKENS // length)
-    for _, group in groupby((case for _, case in cases), key=lambda case: (len(case.context), len(case.question))):
-        alike = list(group)  # of one shape, which go through the model side by side
-        for start in range(0, len(alike), rows):
-            some = alike[start : start + rows]
-            if subject is None:
-                cache: Cache = DynamicCache(config=model.config)
-                answers = stepped(model, cache, some)
-            else:
-                cache = in_use(subject.recipe, model, subject.tensors)
-                answers = stepped(model, cache, some)
-                shares.append(encoded_share(cache))
-                if shares[-1] <= 0:
-                    window = subject.recipe.window
-                    return {"reason": f"nothing was encoded: texts of {length} tokens are shorter than {window.recent} "
-                            f"recent tokens and a block of {window.block}, or all sinks; use longer ones"}  # fmt: skip
-            scores += [case.score(answer) for case, answer in zip(some, answers, strict=True)]
-    return {"scores": scores, "decoded": min(shares, default=None)}
+def _scores(model: PreTrainedModel, subject: Subject | None, cases: Sequence[Case]) -> dict[str, Any]:
+    """Return the score of each text, and the least share of a text that was encoded; None for the 16-bit model."""
+    scores, shares = list[float](), list[float]()
+    for case in cases:
+        if subject is None:
+            cache: Cache = DynamicCache(config=model.config)
+        else:
+            cache = in_use(subject.recipe, model, subject.tensors)
+        scores.append(case.score(answer(model, cache, case)))
+        shares += [encoded_share(cache)] if isinstance(cache, KVQCache) else []
+    return {"scores": scores, "encoded": min(shares, default=None)}
 
 
 def summary(scores: Sequence[float]) -> dict[str, Any]:
@@ -172,19 +157,21 @@ def summary(scores: Sequence[float]) -> dict[str, Any]:
     return {"accuracy": mean, "se": error, "texts": len(scores)}
 
 
-def stepped(model: PreTrainedModel, cache: Cache, cases: Sequence[Case]) -> list[list[int]]:
-    """Put texts of one shape into a cache, and answer their questions greedily; return the tokens of each answer."""
+@torch.inference_mode()
+def answer(model: PreTrainedModel, cache: Cache, case: Case) -> list[int]:
+    """Put a text into a cache, and answer its question greedily; return the tokens of the answer."""
 
-    def forward(ids_BT: Tensor) -> Tensor:
+    def forward(*ids: int) -> int:
         with attending(model, cache):
-            logits = model(ids_BT.to(model.device), **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits
-        return logits[:, -1].argmax(-1, keepdim=True).cpu()
+            ids_BT = torch.tensor([ids], device=model.device)
+            logits = model(ids_BT, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits
+        return int(logits[0, -1].argmax())
 
-    forward(torch.tensor([case.context for case in cases]))
-    tokens = [forward(torch.tensor([case.question for case in cases]))]
-    for _ in range(STEPS - 1):
+    forward(*case.context)
+    tokens = [forward(*case.question)]
+    while len(tokens) < STEPS:
         tokens.append(forward(tokens[-1]))
-    return torch.cat(tokens, 1).tolist()
+    return tokens
 
 
 def make(files: ModelFiles, task: str, seed: int, length: int, depth: float, haystack: Haystack) -> Case:

@@ -6,7 +6,6 @@ that are not decoded are read as they are. Attention's scale is 1/√D.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -69,12 +68,6 @@ def apply_rope(x_NTC: Tensor, tables: Pair, heads: int) -> Tensor:
 def tiles(tokens: int, decoded: int = 0) -> list[Tile]:
     """All queries, reading the first `decoded` tokens decoded."""
     return [(start, min(start + TILE, tokens), decoded) for start in range(0, tokens, TILE)]
-
-
-def passes(tokens: int, step: int, prompt: int = 0) -> list[range]:
-    """The forward passes in which tokens arrive: a prompt if there is one, then steps; the last may be shorter."""
-    starts = [*([0] if prompt else []), *range(prompt, tokens, step), tokens]
-    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile], head_size: int) -> Tensor:

@@ -1,18 +1,13 @@
 """Evaluation: what must be equal, what must be closer, and what a record keeps."""
 
-import argparse
-import errno
-import itertools
 import json
 import math
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kvq_calib.cli import commands
 from kvq_calib.evaluate import errors, perplexity, record
 from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.evaluate.subject import Subject, find
@@ -21,14 +16,13 @@ from kvq_calib.model.streamed import Stream
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.cli.main import main
 from kvq_runtime.codec import codec
-from kvq_runtime.disk import files
-from kvq_runtime.errors import ArtifactError
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry.local import LocalRegistry
 
-LENGTH = 384
+LENGTH = 256
 
 
 def scored(model, tokens_BT, *recipes, **settings):
@@ -82,21 +76,6 @@ def test_kl_by_its_definition(demo, scores):
     assert scores["higgs-2bit"].kls[0] == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_a_prompt_is_one_pass_and_not_scored(demo):
-    """By hand: a pass of 200 tokens, then passes of 32; the losses of tokens 201 to 383, from logits of steps alone."""
-    recipe, window, prompt = preset("polar-online").with_exact(recent=0), demo.tokens[:1].long(), 200
-    cache, logits = KVQCache.from_recipe(recipe, demo.model), []
-    with torch.inference_mode():
-        for start, stop in itertools.pairwise([0, *range(prompt, LENGTH, 32), LENGTH]):
-            logits.append(demo.model(window[:, start:stop], past_key_values=cache).logits)
-    losses = torch.nn.functional.cross_entropy(torch.cat(logits[1:], 1)[0, :-1].double(), window[0, prompt + 1 :])
-    scores = scored(demo.model, demo.tokens[:1], recipe, prompt=prompt)
-    assert scores["polar-online"].losses == pytest.approx([float(losses)])
-    assert scores["polar-online"].tokens == scores[REFERENCE].tokens == LENGTH - 1 - prompt
-    with pytest.raises(ValueError, match="a prompt of 383 tokens in windows of 384; use 0 to 382"):
-        scored(demo.model, demo.tokens[:1], prompt=LENGTH - 1)
-
-
 @pytest.mark.slow
 def test_a_recipe_that_needs_attention_is_served_and_the_others_are_not_touched(demo):
     """A 4-bit SubKV is closer than 2 bits; the score of another recipe is the one it has alone, to the last bit."""
@@ -119,30 +98,18 @@ def test_distance_from_the_reference():
 @pytest.mark.slow
 def test_errors_by_layer(demo):
     recipes = {name: (preset(name), {}) for name in ("exact", "higgs-2bit", "higgs-4bit", "h2o")}
+    recipes |= {"polar-online": (preset("polar-online"), {})}
     rows = errors.by_layer(Stream(demo.files, dtype=torch.float32), demo.tokens[:1], recipes)
+    assert "polar-online" not in rows
     assert [row["layer"] for row in rows["exact"]] == list(range(demo.files.geometry.layers))
     for row in rows["exact"]:
         assert row["key_error"] == row["value_error"] == row["attention_error_encoded"] == 0
-        assert row["key_explained"] is None
     for row in rows["h2o"]:  # its tokens are exact, and most are gone
         assert row["key_error"] == 0 and row["attention_error_encoded"] is None
     for two, four in zip(rows["higgs-2bit"], rows["higgs-4bit"], strict=True):
         for name in ("key_error", "value_error", "attention_error_encoded"):
             assert 0 < four[name] < two[name] / 5
         assert 0.09 < two["value_error"] < 0.14  # the grid's error on a Gaussian is 0.108
-
-
-def test_error_of_a_mean_is_one_less_what_it_explains(demo):
-    """An artifact whose rounding is exact to 8 bits leaves only what its mean misses unexplained, and no error."""
-    scheme = replace(preset("mean-higgs-2bit").key, quantize=preset("rtn-8bit").key.quantize)
-    recipe = replace(preset("mean-higgs-2bit"), key=scheme, value=scheme)
-    stream = Stream(demo.files, dtype=torch.float32)
-    rows = errors.by_layer(stream, demo.tokens[:1], {"mean": (recipe, zeros(recipe, demo.files))})["mean"]
-    captured = stream.layer(0).forward(stream.embed(demo.tokens[:1]))
-    keys = captured.k_NTC[0, recipe.window.sinks : LENGTH // recipe.window.block * recipe.window.block].double()
-    expected = 1 - float(keys.square().sum() / (keys - keys.mean(0)).square().sum())
-    assert rows[0]["key_explained"] == pytest.approx(expected, rel=1e-4)
-    assert all(row["key_error"] < 1e-3 for row in rows)
 
 
 @pytest.fixture
@@ -153,10 +120,7 @@ def fitted(demo) -> Artifact:
 
 
 def run(*words: str) -> int:
-    top = argparse.ArgumentParser()
-    commands.add_eval(top.add_subparsers())
-    args = top.parse_args(["eval", *words, "--also", "none", "--model", "demo", "--windows", "1", "--device", "cpu"])
-    return args.run(args)
+    return main(["eval", *words, "--also", "none", "--model", "demo", "--windows", "1", "--device", "cpu"])
 
 
 def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
@@ -186,26 +150,6 @@ def test_versions_of_an_artifact_are_rows_by_reference(fitted, tmp_path, capsys)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("demo-mean")] == pair
 
 
-def test_what_was_measured_is_told_though_a_place_for_it_fails(fitted, tmp_path, capsys, monkeypatch):
-    """A registry that may only be read, a full disk: the table is there, other files are, and an older one is whole."""
-    registry = LocalRegistry(tmp_path / "registry")
-    version = registry.publish("demo-mean", artifact.to_bytes(fitted))
-    (registry.root / "evaluations").touch()  # where a folder is to be made
-    (tmp_path / "out.json").write_text("[]")
-
-    def full(name: str) -> None:
-        if name == "draft.written":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files, "fault_point", full)
-    words = ["demo-mean", "--length", "160", "--protocol", "full", "--quiet"]
-    with pytest.raises((OSError, ArtifactError)):
-        run(*words, "--registry", registry.url, "--output", str(tmp_path / "out.json"))
-    printed = capsys.readouterr()
-    assert "full KL" in printed.out and os.strerror(errno.ENOSPC) in printed.err
-    assert (tmp_path / "out.json").read_text() == "[]" and not (registry.root / "evaluations" / version.sha256).exists()
-
-
 def test_a_recipe_is_found_as_it_is_written(demo, tmp_path):
     """By name, with other settings, and in a file, under a name of its own; none of it asks the registry."""
     (tmp_path / "mine.json").write_text(json.dumps(preset("kivi-2bit").to_json() | {"name": "mine"}))
@@ -224,7 +168,7 @@ def test_what_cannot_be_evaluated(demo, fitted, tmp_path):
         find(str(tmp_path / "other.safetensors"), demo.files)
     short = replace(demo.files, config={**demo.files.config, "max_position_embeddings": 64})
     exact = Subject("exact", preset("exact"), {})
-    with pytest.raises(ValueError, match=r"windows of 384 tokens; .* at most 64"):
+    with pytest.raises(ValueError, match=r"windows of 256 tokens; .* at most 64"):
         record.evaluate(short, demo.batch, [exact])
     with pytest.raises(ValueError, match="name each once"):
         record.evaluate(demo.files, demo.batch, [exact] * 2)

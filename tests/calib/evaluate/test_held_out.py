@@ -86,6 +86,7 @@ def test_the_default_is_a_small_part_of_a_run(model):
     assert held_out.windows(large, 8192) * 8192 * held_out.SHARE <= large.tokens
 
 
+@pytest.mark.slow
 def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
     run = tmp_path / "run"
     words = arguments(model, run, "--recipe", "mean-higgs-2bit+all.quantize.size=256", "--recipe", "mean-higgs-2bit")
@@ -95,11 +96,10 @@ def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
     assert four < two
     assert cli.main([*words, "--max-kl", f"{(four + two) / 2:.6g}", "--max-perplexity-ratio", "100"]) == 5
     captured = capsys.readouterr()
-    assert [row["artifact"] for row in json.loads(captured.out)] == [
-        "tiny-model-mean-higgs-4bit@1.0.0", "tiny-model-mean-higgs-2bit",
-    ]  # fmt: skip
+    good, bad = (row["artifact"] for row in json.loads(captured.out))
+    assert good.endswith("@1.0.0") and bad == "tiny-model-mean-higgs-2bit"
     assert "tiny-model-mean-higgs-2bit was not published. KL divergence, nats, full encode" in captured.err
-    assert registry.open_registry().names() == ["tiny-model-mean-higgs-4bit"]
+    assert registry.open_registry().names() == [good.partition("@")[0]]
     left = run / "tiny-model-mean-higgs-2bit"
     assert artifact.load(left / "kvq.safetensors").recipe.name == "mean-higgs-2bit"
     gate = json.loads((left / "evaluation.json").read_text())["result"]["gate"]
@@ -121,6 +121,7 @@ def test_gate(bounds, failed):
     assert ("gate" in rating.with_gate(given, bounds)["result"]) == bool(bounds.given)
 
 
+@pytest.mark.slow
 def test_more_blocks_beyond_calibrations_errors_than_allowed_stop_publication(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(scheme, "bound_of", lambda errors_N: 0.0)  # so that all are
     assert cli.main(arguments(model, tmp_path / "run", "--recipe", "mean-higgs-2bit", "--max-beyond", "0.5")) == 5
@@ -134,7 +135,7 @@ def test_more_blocks_beyond_calibrations_errors_than_allowed_stop_publication(mo
     [
         (["--no-eval", "--max-kl", "0.1"], "--no-eval"),
         (["--max-perplexity-ratio", "0.02"], "1.02 allows +2%"),
-        (["--max-kl", "1", "--seq-len", "64", "--recipe", "subkv-aqua-2bit"], "no block of 32 is encoded"),
+        (["--max-kl", "1", "--seq-len", "64", "--recipe", "subkv-aqua-2bit"], "encode no block of 32"),
         (["--eval-windows", "5000"], "held-out part"),
         (["--recipe", "mean-higgs-2bit", "--baseline", "mean-higgs-2bit"], "mean-higgs-2bit"),
     ],
@@ -170,6 +171,7 @@ def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
     assert first == second
 
 
+@pytest.mark.slow
 def test_progress_reaches_its_end_exactly_with_and_without_kept_units(model, tmp_path):
     for _ in range(2):
         heard = []

@@ -59,10 +59,10 @@ def near(one: dict, other: dict) -> None:
 
 
 def test_it_is_the_whole_models_full_encode(small):
-    """Of recipes of every kind, in groups of rows; what has no full encode says so, and in use is not measured."""
+    """Of recipes of every kind; what has no full encode says so, and in use is not measured."""
     subjects = [subject(name, small.files) for name in NAMES]
-    whole = record.evaluate(small.files, small.batch, subjects, Protocol(rows=2, error_windows=0, by_layer=False))
-    parts = record.evaluate(small.files, small.batch, subjects, Protocol(rows=2, error_windows=0, by_layer=True))
+    whole = record.evaluate(small.files, small.batch, subjects, Protocol(error_windows=0, by_layer=False))
+    parts = record.evaluate(small.files, small.batch, subjects, Protocol(error_windows=0, by_layer=True))
     for name, one, other in zip(NAMES, parts, whole, strict=True):
         if name == "h2o":
             assert figures(one) == figures(other) and "reason" in figures(one)

@@ -113,6 +113,7 @@ def test_a_job_measures_on_its_model_s_other_text_unless_it_says_otherwise():
     assert corpus.select_others(asked.beside(files), "demo", files.path, 2, 256) == {}
 
 
+@pytest.mark.slow
 def test_a_calibration_measures_on_other_texts_and_its_card_says_so(model: Path, tmp_path: Path):
     given = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "run": str(tmp_path / "run")}
     given |= {"recipes": ["mean-higgs-2bit"], "also": [f"back={model / 'other.txt'}"], "publish": False}

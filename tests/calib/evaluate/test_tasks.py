@@ -1,6 +1,5 @@
 """Tasks through the cache: exact is the 16-bit model, fewer bits are not, and nothing encoded is no figure."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pydoc_data.topics import topics
@@ -13,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 from kvq_calib.cli import subcommands as commanded
 from kvq_calib.evaluate import tasks
 from kvq_calib.evaluate.caches import in_use
+from kvq_calib.evaluate.ledger import Ledger
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.subject import Subject
 from kvq_calib.evaluate.tasks import Continuation, loglikelihoods
@@ -53,29 +53,21 @@ def test_exact_answers_as_the_16_bit_model_and_two_bits_do_not(files, model):
         *(partial(cache, model, name) for name in ("exact", "rtn-2bit")),
     ]
     with torch.inference_mode():
-        exact, same, two = ([tasks.stepped(model, make(), [case])[0] for case in cases] for make in makes)
+        exact, same, two = ([tasks.answer(model, make(), case) for case in cases] for make in makes)
     assert exact == same != two
 
 
-def test_rows_side_by_side_answer_as_alone(files, model):
-    cases = [tasks.make(files, "passkey", seed, 384, 0.5, HAYSTACK) for seed in range(2)]
-    assert len({(len(case.context), len(case.question)) for case in cases}) == 1
-    with torch.inference_mode():
-        together = tasks.stepped(model, cache(model, "rtn-4bit"), cases)
-        alone = [tasks.stepped(model, cache(model, "rtn-4bit"), [case])[0] for case in cases]
-    assert together == alone
-
-
 def test_figures_are_means_of_cells_and_errors_are_over_texts(files, monkeypatch):
-    scored = iter([1.0, 0.0, 1.0, 1.0] * 4)
+    scored = iter([1.0, 0.0, 1.0, 1.0] * 2)
     monkeypatch.setattr(
         tasks, "make", lambda *given, make=tasks.make: replace(make(*given), score=lambda _: next(scored))
     )
-    for record in tasks.evaluate(files, [Subject("rtn-2bit", preset("rtn-2bit"), {})], plan(samples=2)):
+    asked = plan(samples=2, tasks=("needle",), lengths=(320,))
+    for record in tasks.evaluate(files, [Subject("rtn-2bit", preset("rtn-2bit"), {})], asked):
         part = record["result"]["protocols"]["in-use"]
-        assert [cell["accuracy"] for cell in part["cells"]] == [0.5, 1.0] * 2
+        assert [cell["accuracy"] for cell in part["cells"]] == [0.5, 1.0]
         assert part["tasks"]["needle"] == {"accuracy": 0.75, "se": pytest.approx(0.25), "texts": 4}
-    assert 0.2 < part["decoded"]["512"] <= 1 and part["reference"]["needle"]["accuracy"] == 0.75
+    assert 0.2 < part["decoded"]["320"] <= 1 and part["reference"]["needle"]["accuracy"] == 0.75
     assert tasks.summary([1.0])["se"] is None
 
 
@@ -86,24 +78,22 @@ def test_a_text_that_stays_exact_gives_a_reason_and_no_figures(files):
     assert "nothing was encoded" in part["reason"] and "tasks" not in part
 
 
-@pytest.mark.slow
-def test_an_interrupted_command_says_how_it_goes_on_and_repeats_nothing(kvq, monkeypatch):
-    words = ["eval", "exact", "--model", "demo", "--tasks", "passkey", "--lengths", 512, "--depths", 0.5]
-    words += ["--samples", 1, "--recent", 0, "--device", "cpu"]
-    stepped, seen, most = tasks.stepped, [], 1
+def test_a_stopped_evaluation_repeats_nothing(files, monkeypatch, tmp_path):
+    asked, exact = plan(tasks=("passkey",), depths=(0.5,)), Subject("exact", preset("exact").with_exact(recent=0), {})
+    answer, seen, most = tasks.answer, [], 1
 
     def stopping(*given):
         if len(seen) == most:
             raise KeyboardInterrupt
         seen.append(type(given[1]))
-        return stepped(*given)
+        return answer(*given)
 
-    monkeypatch.setattr(tasks, "stepped", stopping)
-    code, out, err = kvq(*words)
-    assert (code, out) == (130, "") and err.endswith("kvq: interrupted; the same command goes on where it stopped\n")
+    monkeypatch.setattr(tasks, "answer", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        tasks.evaluate(files, [exact], asked, ledger=Ledger(tmp_path))
     most = -1
-    code, out, _ = kvq(*words, "--json")
-    assert code == 0 and [one["result"]["recipe"] for one in json.loads(out)] == ["16 bit", "exact"]
+    records = tasks.evaluate(files, [exact], asked, ledger=Ledger(tmp_path))
+    assert [one["result"]["recipe"] for one in records] == ["16 bit", "exact"]
     assert len(seen) == len(set(seen)) == 2, "the 16-bit model, then the recipe"
 
 
