@@ -65,13 +65,9 @@ def kept(folder: Path, count: int) -> list[Path]:
     return files
 
 
-def block_of(files: list[Path], tokens: list[int]) -> Path:
-    """The file of these tokens."""
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            if json.loads(opened.metadata()["kvq"])["tokens"] == tokens:
-                return file
-    raise AssertionError("no file has these tokens")
+def tokens_of(file: Path) -> list[int]:
+    with safe_open(file, "pt") as opened:
+        return json.loads(opened.metadata()["kvq"])["tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +119,7 @@ def test_another_prompt_shares_what_it_begins_with_and_a_tenant_nothing(server, 
 
 def test_a_damaged_block_is_computed_and_kept_again(server, folder, first, text):
     """vLLM is told which pages were not filled, and computes from there; the next request finds the block whole."""
-    third = block_of(kept(folder, 5), text[2 * BLOCK : 3 * BLOCK])
+    third = next(file for file in kept(folder, 5) if tokens_of(file) == text[2 * BLOCK : 3 * BLOCK])
     whole = third.read_bytes()
     third.write_bytes(whole[:-7] + b"damaged")
     assert answered(server, text[:PROMPT])[0] == first[0]
@@ -133,35 +129,6 @@ def test_a_damaged_block_is_computed_and_kept_again(server, folder, first, text)
         time.sleep(0.5)
     before = server.log.count("damaged, and removed")
     assert answered(server, text[:PROMPT])[0] == first[0] and server.log.count("damaged, and removed") == before
-
-
-def test_side_by_side_requests_answer_as_alone(server, text):
-    """Loads and steps of others take turns."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    prompts = [text[:PROMPT], text[40:140], text[:300] + text[900:1000], text[:500]]
-    for prompt in prompts:  # once, so that all is kept that will be
-        answered(server, prompt)
-    time.sleep(5)
-    alone = [answered(server, prompt)[0] for prompt in prompts]
-    with ThreadPoolExecutor(4) as pool:
-        together = [answer[0] for answer in pool.map(lambda prompt: answered(server, prompt), prompts)]
-    assert sum(one == other for one, other in zip(alone, together, strict=True)) >= len(prompts) - 1
-
-
-def test_two_workers_keep_and_load_the_heads_that_they_have(text, tmp_path):
-    """Tensor parallelism: a set of blocks each; another pair of workers loads them."""
-    given = [*options(tmp_path / "prefixes", "lloyd-3bit"), "--tensor-parallel-size", "2"]
-    answers = []
-    for name in ("one", "other"):
-        pair = Server(tmp_path, name, {}, BYTES, *given, "--no-enable-prefix-caching").wait()
-        try:
-            answers.append(answered(pair, text[:PROMPT])[0])
-            kept(tmp_path / "prefixes", 2 * ((PROMPT + ANSWER - 1) // BLOCK))
-            assert pair.metric(HITS) == (512 if name == "other" else 0)
-        finally:
-            pair.stop()
-    assert sum(one == other for one, other in zip(*answers, strict=True)) > ANSWER // 2
 
 
 @pytest.mark.parametrize(("recipe", "policy", "message"), [

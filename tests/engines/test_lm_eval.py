@@ -185,17 +185,6 @@ def test_what_was_answered_is_not_answered_again(folder, model, monkeypatch):
         results(folder, lm(model, "rtn-4bit+window.recent=0"), "own_choice")
 
 
-def test_what_it_refuses(folder, model, tmp_path):
-    with pytest.raises(TypeError, match="model_args has no recipe"):
-        CompressedLM("demo")
-    with pytest.raises(TypeError, match="model_args recip; use recipe"):
-        lm(model, NAMES[1], recip="exact")
-    with pytest.raises(ValueError, match="batch_size=auto, step=32; use whole numbers"):
-        lm(model, NAMES[1], batch_size="auto")
-    with pytest.raises(ValueError, match="--use_cache keeps answers by request alone"):
-        results(folder, lm(model, NAMES[1]), "own_choice", use_cache=str(tmp_path / "answers"))
-
-
 def test_both_command_lines_give_equal_figures(folder, tmp_path):
     """`lm_eval --model kvq` and `kvq eval --tasks`, each a process of its own; then a task whose data are not here."""
     names, out = ",".join(ALL), tmp_path / "out.json"

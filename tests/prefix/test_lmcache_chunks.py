@@ -2,16 +2,13 @@
 
 import json
 import math
-import random
-from collections import Counter
 from pathlib import Path
 
 import feeding
 import fitted
-import mutate
 import pytest
 import torch
-from kept_blocks import FEW, decoded, ids, recipe_of, rows, store
+from kept_blocks import decoded, ids, recipe_of, rows, store
 from torch import Tensor
 
 from kvq_runtime.artifact import artifact, fingerprint
@@ -26,9 +23,8 @@ SIZE, TOKENS, KEY = feeding.GEOMETRY, 64, b"a chunk"
 FRAME = 700  # bytes of a block's file beside its fields, at most
 
 
-def chunk_codec(name: str, shape=None, seed: int = 0, dtype=torch.bfloat16) -> ChunkCodec:
+def chunk_codec(name: str, shape=(2, 3, TOKENS, 64), seed: int = 0, dtype=torch.bfloat16) -> ChunkCodec:
     recipe = recipe_of(name)
-    shape = shape or (2, SIZE.layers, TOKENS, SIZE.width)
     return ChunkCodec(recipe, SIZE, fitted.tensors(recipe, SIZE, seed), shape, dtype, feeding.rotary())
 
 
@@ -58,9 +54,9 @@ def test_a_chunk_is_what_a_prefix_has_there(name: str, tmp_path: Path):
         for layer, pair in whole.items():
             for role, x_THD in enumerate(pair):
                 assert torch.equal(out[role, layer][sinks:], x_THD.flatten(1)[sinks:]), (number, layer, role)
-    packed = sum(block.numel() * block.itemsize for pair in kept.load(ids(size))[0].fields.values() for part in pair
-                 for block in part.values())  # fmt: skip
-    exact = 0 if not placed else kept.format.recipe.window.sinks * 2 * SIZE.layers * SIZE.width * 2
+    fields = [field for pair in kept.load(ids(size))[0].fields.values() for part in pair for field in part.values()]
+    packed = sum(field.numel() * field.itemsize for field in fields)
+    exact = kept.format.recipe.window.sinks * 2 * SIZE.layers * SIZE.width * 2 if placed else 0
     assert 2 * packed + exact < len(data) < 2 * (packed + FRAME) + exact
 
 
@@ -112,44 +108,6 @@ def test_a_chunk_with_a_scale_that_is_not_finite_or_overflows_is_not_decoded(val
 
     with pytest.raises(ArtifactError, match=message):
         codec.decode(altered(codec, encoded(codec, chunk), alter), KEY, torch.empty_like(chunk))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_no_mutant_of_a_chunk_decodes_to_what_is_not_finite(dtype):
-    """300 changes of bytes, half with the digests made again: refused, the same, or finite numbers."""
-    codecs = [chunk_codec(name, dtype=dtype) for name in FEW]
-    chunks = [encoded(codec, a_chunk(codec)) for codec in codecs]
-    counts = Counter()
-    for number in range(300):
-        draw = random.Random(number)
-        place = draw.randrange(len(codecs))
-        codec, good = codecs[place], chunks[place]
-
-        def alter(block, draw=draw) -> None:
-            fields = block.fields[draw.randrange(2)][draw.randrange(2)]
-            bytes_X = fields[draw.choice(sorted(fields))].view(-1).view(torch.uint8)
-            start = draw.randrange(len(bytes_X))
-            fill = draw.choice((b"\x00\x7c", b"\xff\x7b", b"\x80\x7f", b"\xff", draw.randbytes(8))) * 400
-            stop = min(len(bytes_X), start + draw.choice((1, 8, 400)))
-            bytes_X[start:stop] = torch.frombuffer(bytearray(fill[: stop - start]), dtype=torch.uint8)
-
-        if number % 2:
-            data = altered(codec, good, alter)
-        else:
-            data = mutate.some_bytes(good.numpy().tobytes(), chunks[place - 1].numpy().tobytes(), draw)
-            data = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-        out = torch.zeros(codec._apart, dtype=dtype)
-        try:
-            codec.decode(data, KEY, out)
-        except ArtifactError:
-            counts["refused"] += 1
-            continue
-        same = torch.equal(data[: len(good)], good)
-        counts["same" if same else "decoded"] += 1
-        assert same or number % 2, "bytes were changed, and the digest did not tell"
-        assert bool(out.isfinite().all()), f"{number}: {codec.recipe.name}"
-    assert counts["refused"] > 100 and counts["decoded"] > 50
 
 
 def test_what_cannot_be_kept_is_refused():

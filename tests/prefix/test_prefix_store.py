@@ -12,7 +12,9 @@ from models import SHAPE, YARN, prompt, random_model
 from transformers import AutoConfig, LlavaConfig, LlavaForConditionalGeneration, MistralConfig, MistralForCausalLM
 
 from kvq_runtime import KVQCache, PrefixStore, preset
-from kvq_runtime.hf import geometry_of
+from kvq_runtime.artifact.artifact import Artifact
+from kvq_runtime.errors import ArtifactError
+from kvq_runtime.hf import fingerprint_of, geometry_of
 from kvq_runtime.hf.model import CACHE
 from kvq_runtime.prefix.transformers import weights_digest
 from kvq_runtime.recipe import Recipe
@@ -50,40 +52,16 @@ def test_an_exact_prefix_gives_the_same_answer_after_a_restart(tmp_path, model):
     assert torch.equal(answer(again, longer), model.generate(longer, **NEW))
 
 
-@pytest.mark.parametrize("name", ["aqua-2bit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kivi-2bit",))])
-def test_a_loaded_cache_goes_on_as_the_one_that_was_kept(tmp_path, model, name):
-    """The same steps after it give the same logits, bit for bit."""
-    recipe, ids = recipe_of(name, model), prompt(1, 200)
-    tensors = fitted.tensors(recipe, geometry_of(model))
-    store, first, count = PrefixStore(tmp_path, recipe_of("exact", model), model), KVQCache(recipe, model, tensors), 64
-    store._blocks = type(store._blocks)(
-        tmp_path, recipe, geometry_of(model), tensors, model="m", dtype=model.dtype, rotary=_rotary(model)
-    )
-    store.recipe, store._empty = recipe, lambda: KVQCache(recipe, model, tensors)  # as of an artifact
+def test_an_artifact_of_this_model_is_kept_and_of_another_refused(tmp_path, model):
+    recipe, ids = recipe_of("aqua-2bit", model), prompt(1, 90)
+    made = Artifact(recipe, fingerprint_of(model), fitted.tensors(recipe, geometry_of(model)), {}, {})
+    store = PrefixStore(tmp_path, made, model)
+    cache = store.load(ids)
     with torch.no_grad():
-        model(ids[:, :count], past_key_values=first)
-        while first.blocks.layers[0].blocks < 3:
-            count += 1
-            model(ids[:, count - 1 : count], past_key_values=first)
-    encoded = first.blocks.layers[0].encoded
-    assert store.put(first, ids) >= encoded
-    loaded = store.load(ids[:, : encoded + recipe.window.recent])
-    assert loaded.get_seq_length() == encoded
-    windows = [layer.window_2BTC.clone() for layer in first.blocks.layers.values()]
-    for layer, window_2BTC in enumerate(windows):  # the window that it had
-        loaded.blocks.positions.announce(None, None, first.blocks.positions.rotary)
-        loaded.blocks.take(layer, *window_2BTC)
-        loaded.blocks.finish(layer)
-    with torch.no_grad():
-        for step in range(count, count + 4):
-            ours, theirs = (model(ids[:, step : step + 1], past_key_values=cache).logits for cache in (loaded, first))
-            assert torch.equal(ours, theirs)
-
-
-def _rotary(model):
-    from kvq_runtime.ops.rope import Rotary
-
-    return Rotary(model.model.rotary_emb.inv_freq.float(), 1.0, model.dtype)
+        model(ids, **{CACHE: cache})
+    assert store.put(cache, ids) == 64 == PrefixStore(tmp_path, made, model).load(ids).get_seq_length()
+    with pytest.raises(ArtifactError, match="fingerprint"):
+        PrefixStore(tmp_path, made, random_model(seed=1))
 
 
 def test_beams_keep_the_prompt(tmp_path, model):

@@ -78,10 +78,3 @@ def test_what_is_not_there_or_cannot_be_served_is_said_before_a_model_is_read(tm
         with pytest.raises(ValueError, match=message) as refused:
             plugin.load(reference)
         assert str(refused.value).startswith(f"KVQ_CACHE={reference}: ")
-
-
-def test_what_the_machine_refuses_is_named_too():
-    """An OSError says its file and what to do, not its number."""
-    said = r"^KVQ_CACHE=mine: kvq\.safetensors: may not be read, or not be written, by this user; change its"
-    with pytest.raises(OSError, match=said), plugin.named("mine"):
-        raise PermissionError(13, "Permission denied", "kvq.safetensors")
