@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvq_calib.fit import rotate
-from kvq_calib.fit.scheme import Asked, Blocks, Chunk, SchemeFit, Source, Sums, blocks, summed
+from kvq_calib.fit.chunks import Blocks, Chunk, blocks
+from kvq_calib.fit.scheme import Asked, SchemeFit, Source, Sums, summed
 from kvq_calib.fit.statistics import Moments, Pair, QuerySums
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe

@@ -16,8 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvq_calib.fit.chunks import Chunk
 from kvq_calib.fit.rotate import metric
-from kvq_calib.fit.scheme import Chunk, Empty, SchemeFit, Source, Summed
+from kvq_calib.fit.scheme import Empty, SchemeFit, Source, Summed
 from kvq_calib.fit.statistics import CrossMoments
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import mixed

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.scheme import Chunk, Empty, SchemeFit, Source, Summed
+from kvq_calib.fit.chunks import Chunk
+from kvq_calib.fit.scheme import Empty, SchemeFit, Source, Summed
 from kvq_calib.fit.statistics import Attended
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import QueryMoment, Statistic, Statistics, eigen

@@ -29,9 +29,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvq_calib.fit.chunks import Chunk
 from kvq_calib.fit.gptq import cholesky, damped, inverse_root, rounded
-from kvq_calib.fit.scheme import Chunk, Empty, Given, Inputs, SchemeFit, Source, Summed
-from kvq_calib.fit.statistics import Centred, Sample
+from kvq_calib.fit.sample import Sample
+from kvq_calib.fit.scheme import Empty, Given, Inputs, SchemeFit, Source, Summed
+from kvq_calib.fit.statistics import Centred
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import SAMPLE_ROWS, Statistic, Statistics, fixed_sign
 from kvq_runtime.stages.predict import MLP, Linear, LowRank

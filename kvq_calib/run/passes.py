@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.scheme import Asked, Blocks, Chunk, Errors, Known, SchemeFit, Sums, blocks, summed
+from kvq_calib.fit.chunks import Blocks, Chunk, blocks
+from kvq_calib.fit.scheme import Asked, Errors, Known, SchemeFit, Sums, summed
 from kvq_calib.fit.statistics import Moments, QueryMoments, QuerySums
 from kvq_calib.model.streamed import Layer, Stream
 from kvq_calib.run import checkpoint

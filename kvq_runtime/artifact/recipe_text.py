@@ -47,7 +47,7 @@ def read(text: str, changes: Sequence[str] = ()) -> Recipe:
     """The recipe that a text means, with more settings, `PATH=VALUE` each. ValueError, or NotFound: there is none."""
     start, *settings = SETTING.split(text)
     recipe = _from_file(Path(start)) if start.endswith(SUFFIX) else preset(start)
-    return changed(recipe, [*settings, *changes])
+    return changed(recipe, [*settings, *changes]) if settings or changes else recipe
 
 
 def written(text: str) -> bool:

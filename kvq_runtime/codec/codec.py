@@ -13,42 +13,25 @@ What is stored, and what it costs, is the Scheme's own answer. A codec never cha
 """
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvq_runtime.codec.context import Context, side_by_side
+from kvq_runtime.codec.matrices import matrices, stored_places
 from kvq_runtime.codec.packed import packed_reader
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch, product, rope
-from kvq_runtime.ops.constant import constant, lasting
+from kvq_runtime.ops.constant import lasting
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
-from kvq_runtime.stages import stage as contract
 from kvq_runtime.stages.abilities import LinearPrediction, ScaledLookup, Searching, SingleTokens, Weighing
-from kvq_runtime.stages.stage import SLOTS, Place, Quantizer, Specs
+from kvq_runtime.stages.stage import SLOTS, Place, Specs
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Context:
-    """The decoded tokens that a block is predicted from.
-
-    rope    cos and sin of its tokens, [N, T, K] each, where keys are encoded after RoPE with their mean removed
-    keys    this layer's decoded keys, centred; for values
-    below   the decoded (keys, values) of the layers underneath, centred, nearest first
-
-    predicted   what is predicted from them, where it has been computed; `decode` adds to it in place
-    """
-
-    rope: tuple[Tensor, Tensor] | None = None
-    keys: Tensor | None = None
-    below: Sequence[tuple[Tensor, Tensor]] = ()
-    predicted: Tensor | None = None
 
 
 class Codec:
@@ -86,10 +69,10 @@ class Codec:
 
     def unpacked(self) -> "Codec":
         """The same codec with its matrices as they are multiplied with, for who has many blocks, and drops it then."""
-        made, (forward, back) = object.__new__(Codec), self._matrices
+        made = object.__new__(Codec)
         made.__dict__.update(self.__dict__)  # not by `copy`, which makes all again that is made of tensors
-        forward = forward.float() if isinstance(forward, Tensor) else forward
-        made._kept = forward, None if back is None else product.wide(back)
+        made._rotation = self._rotation.float() if isinstance(self._rotation, Tensor) else self._rotation
+        made.back = None if self.back is None else product.wide(self.back)
         if self.predictor is not None:
             made._own = self._own | {"predict": dict(self.predictor.unpacked(self._own["predict"], self._inputs))}
         return made
@@ -99,7 +82,7 @@ class Codec:
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and fitted tensors; what is made of them, and shared with other codecs, is made again."""
-        made = ("_own", "_kept", "_forward", "packed_reader", "device")
+        made = ("_own", "_rotation", "back", "_forward", "packed_reader", "device")
         kept = {name: value for name, value in self.__dict__.items() if name not in made}
         return kept | {"place": torch.empty(0, device=self.device)}  # a tensor, which torch.load may map elsewhere
 
@@ -117,44 +100,16 @@ class Codec:
         for name, tensor in tensors.items():
             stage, field = name.split(".", 1)
             self.tensors[name] = self._own[stage][field] = tensor.to(device)
-        self._kept = self._made(device)
-        forward = self._kept[0]
+        self._rotation, self.back = matrices(self.scheme, self._width, self.geometry, self._own["rotate"], device)
+        forward = self._rotation
         # all codecs share a Hadamard's matrix, which is made once a process
         self._forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
         self.packed_reader = None if self.before_rope else packed_reader(self.scheme, self.geometry, self.back, device)
-
-    def _made(self, device: torch.device) -> tuple[Rotation, Tensor | None]:
-        """The rotation before rounding; and the one back (bfloat16), its rows in stored order. None: there is none.
-
-        Of a matrix for each head both are [H, D, D].
-        """
-        rotate, quantize = self.scheme.rotate, self.scheme.quantize
-        if rotate is None or not rotate.fitted:
-            return _fixed_matrices(rotate, quantize, self._width, self.geometry, device)
-        pair = rotate.pair(self._width, self.geometry, self._own["rotate"])
-        if pair is None:
-            return None, None
-        forward, back = pair
-        return forward, back if back.ndim == 2 else _stored_rows(back, quantize.order(self._width, self.geometry))
 
     @property
     def _inputs(self) -> int:
         """Return the channels of `inputs`."""
         return self.geometry.width * self.scheme.inputs(self.layer, self.role).tokens
-
-    @property
-    def _matrices(self) -> tuple[Rotation, Tensor | None]:
-        """The rotation and the way back: kept, or unpacked for each use."""
-        return self._kept or self._made(self.device)
-
-    @property
-    def _rotation(self) -> Rotation:
-        return self._matrices[0]
-
-    @property
-    def back(self) -> Tensor | None:
-        """The matrix that turns a run of decoded elements, in stored order, back."""
-        return (self._kept or self._made(self.device))[1]
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:
@@ -164,9 +119,8 @@ class Codec:
     @property
     def shared(self) -> list[Tensor]:
         """Tensors that do not grow with tokens: fitted ones and rotations."""
-        back = None if self._kept is None else self._kept[1]
-        matrices = (self._forward, back, self.packed_reader.turn if self.packed_reader else None)
-        return [*self.tensors.values(), *(matrix for matrix in matrices if matrix is not None)]
+        turns = (self._forward, self.back, self.packed_reader.turn if self.packed_reader else None)
+        return [*self.tensors.values(), *(matrix for matrix in turns if matrix is not None)]
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
         """Encode blocks [N, block, C], any T for most schemes per token: the fields of the quantizer, each [N, ...]."""
@@ -195,7 +149,7 @@ class Codec:
         known = [(x_NTC, replace(context, predicted=self.predicted(context))) for x_NTC, context in blocks]
         if len(known) == 1 or not self._together:
             return [(self.encode(*each), each[1]) for each in known]
-        sizes, whole = [len(x_NTC) for x_NTC, _ in known], _side_by_side([context for _, context in known])
+        sizes, whole = [len(x_NTC) for x_NTC, _ in known], side_by_side([context for _, context in known])
         x_NTC = torch.cat([x_NTC for x_NTC, _ in known])
         level_NT, rotation = self._importance(x_NTC, whole), self._rotation
         rotated = torch.cat([rotate(x, rotation) for x in self.residual(x_NTC, whole).split(sizes)])
@@ -311,7 +265,10 @@ class Codec:
 
     def _quantized(self, x_NRW: Tensor) -> Tensor:
         """Rows encoded and decoded, before any rotation back."""
-        quantize, place = self.scheme.quantize, _places(self.scheme.quantize, self._width, self.geometry, x_NRW.device)
+        quantize, place = (
+            self.scheme.quantize,
+            stored_places(self.scheme.quantize, self._width, self.geometry, x_NRW.device),
+        )
         fields = quantize.encode(x_NRW, None, self._own["quantize"], self.geometry)
         decoded = quantize.decode(fields, self._width, self.geometry, self._own["quantize"]).float()
         return decoded if place is None else decoded[..., place]
@@ -390,61 +347,6 @@ class Codec:
     def bits(self, dtype: torch.dtype = torch.bfloat16) -> float:
         """Return the bits of a stored element: codes and everything stored beside them."""
         return self.scheme.bits(self.block, self.geometry, dtype)
-
-
-def _side_by_side(contexts: Sequence[Context]) -> Context:
-    """Rotations of blocks, and what is predicted of them, in one."""
-    ropes = [context.rope for context in contexts if context.rope is not None]
-    predicted = [context.predicted for context in contexts if context.predicted is not None]
-    return Context(
-        rope=(torch.cat([cos for cos, _ in ropes]), torch.cat([sin for _, sin in ropes])) if ropes else None,
-        predicted=torch.cat(predicted) if predicted else None,
-    )
-
-
-@constant(64)
-def _places(quantize: Quantizer, width: int, geometry: Geometry, device: torch.device) -> Tensor | None:
-    """Return the place of each element among the decoded ones; None if each has kept its place."""
-    order = quantize.order(width, geometry)
-    return None if torch.equal(order, torch.arange(width)) else order.argsort().to(device)
-
-
-def _stored_rows(back_HDD: Tensor, order_W: Tensor) -> Tensor:
-    """The rows of each head's matrix in stored order, which stays inside heads."""
-    heads, size, _ = back_HDD.shape
-    inside_D = order_W[:size].to(back_HDD.device)
-    assert torch.equal(order_W.view(heads, size), order_W[:size] + torch.arange(0, heads * size, size)[:, None])
-    return back_HDD[:, inside_D].contiguous()
-
-
-@constant(64)
-def _fixed_matrices(
-    rotate: contract.Rotation | None, quantize: Quantizer, width: int, geometry: Geometry, device: torch.device
-) -> tuple[Rotation, Tensor | None]:
-    """The same for a rotation that is known without a fit: codecs of all layers share the two."""
-    order = quantize.order(width, geometry)
-    if rotate is None and torch.equal(order, torch.arange(width)):
-        return None, None
-    pair = None if rotate is None else rotate.pair(width, geometry, {})
-    matrix = None if pair is None else pair[0]
-    period = _period(order)
-    size = math.lcm(period, len(matrix)) if matrix is not None else period
-    eye = torch.eye(size, dtype=torch.float32)
-    full = torch.block_diag(*[matrix] * (size // len(matrix))) if matrix is not None else eye
-    back = full.mT[order[:size]].to(device, torch.bfloat16).contiguous()
-    forward = None if rotate is None else rotate.forward(width, geometry)
-    return (forward.to(device) if isinstance(forward, Tensor) else forward), back
-
-
-def _period(order: Tensor) -> int:
-    """The shortest run after which the stored order repeats itself."""
-    width = len(order)
-    for size in (n for n in range(1, width + 1) if width % n == 0):
-        if torch.equal(
-            order.view(-1, size) - torch.arange(0, width, size)[:, None], order[:size].expand(width // size, -1)
-        ):
-            return size
-    return width
 
 
 def specs(recipe: Recipe, layer: int, role: Role, geometry: Geometry) -> Specs:
