@@ -4,20 +4,14 @@ import json
 import re
 from dataclasses import replace
 from hashlib import sha256
-from pathlib import Path
 
-import pytest
 import tiny_artifact as tiny
 import yaml
-from hub_client import REPO, clear
 
-from kvq_runtime import load_artifact, push_to_hub, save_pretrained
+from kvq_runtime import load_artifact, save_pretrained
 from kvq_runtime.artifact import artifact, folder
-from kvq_runtime.errors import Conflict
 from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.store.estimate import Sizes
-
-RECIPES = Path(folder.__file__).parents[1] / "recipes"
 
 
 def front(text: str) -> dict:
@@ -75,33 +69,6 @@ def test_what_a_file_says_is_no_markup_on_its_card(tmp_path):
     assert "\x1b" not in text and "\u202e" not in text
     rows = [line for line in body.splitlines() if line.startswith("| ") and "alert" in line]
     assert len(rows) == 3 and all(len(re.split(r"(?<!\\)\|", row)) == 4 for row in rows)
-
-
-def test_half_a_surrogate_pair_is_told_as_json_has_it(tmp_path):
-    """A file's name that is no UTF-8 has one, as Python reads it, and JSON may hold what it likes."""
-    made, said = tiny.tiny(3), {"model": "\ud800", "corpus": {"source": "\udcff.txt"}}
-    digest = save_pretrained(replace(made, provenance=said), tmp_path)
-    assert sha256((tmp_path / "kvq.safetensors").read_bytes()).hexdigest() == digest
-    assert json.loads((tmp_path / "kvq_config.json").read_bytes())["provenance"] == said
-    assert "\\udcff.txt" in (tmp_path / "README.md").read_text()
-
-
-def test_a_push_is_a_version_that_loads_from_everywhere(hub, monkeypatch, tmp_path):
-    made = tiny.tiny()
-    assert push_to_hub(made, REPO) == f"{REPO}@1.0.0" == push_to_hub(made, f"hf://{REPO}")
-    assert push_to_hub(tiny.tiny(1), REPO) == f"{REPO}@1.0.1"
-    clear(monkeypatch, tmp_path)
-    assert artifact.to_bytes(load_artifact(f"{REPO}@1.0.0")) == tiny.data()
-    tree = hub.repos[REPO].files
-    text = tree["README.md"].decode()
-    assert front(text)["kvq"]["bits"] > 2 and f'from_pretrained("hf://{REPO}"' in text
-    config = json.loads(tree["versions/1.0.1/kvq_config.json"])
-    assert config["sha256"] == sha256(tiny.data(1)).hexdigest()
-    with pytest.raises(Conflict, match=r"1\.0\.0 is published with other bytes"):
-        push_to_hub(tiny.tiny(2), REPO, version="1.0.0")
-    for given in ("name", f"{REPO}@1.0.0", "./folder", "kvq.safetensors"):
-        with pytest.raises(ValueError):
-            push_to_hub(made, given)
 
 
 # ---- papers

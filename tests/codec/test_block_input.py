@@ -58,19 +58,6 @@ def test_every_slot_holds_the_token_that_its_source_names(source, turn):
     torch.testing.assert_close(rope_NSK[0], cos)
 
 
-def test_without_sources_and_tables_tokens_are_as_they_are():
-    x, tables = block_input(keys(), None)
-    assert torch.equal(x, keys()) and tables is None
-
-
-def test_one_row_of_sources_and_a_row_for_each_are_the_same():
-    source = torch.tensor([[1, 1, 2, 3, -1, 5]])
-    tables = ROTARY.tables(torch.arange(TOKENS)[None])
-    one = block_input(keys(), source, tables, "apply", HEADS)
-    each = block_input(keys(), source.expand(3, -1), tables, "apply", HEADS)
-    assert torch.equal(one[0], each[0]) and all(torch.equal(a, b) for a, b in zip(one[1], each[1], strict=True))
-
-
 def real(*gaps: range) -> Tensor:
     """Two rows, of which the first is padded there."""
     real_BT = torch.ones(2, LENGTH, dtype=torch.bool)

@@ -19,7 +19,6 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import grid, product, rope, rotation
 from kvq_runtime.recipe import Recipe, Scheme, Window
 from kvq_runtime.stages.codebook import Grid
-from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.predict import Linear, LowRank, Mean
 from kvq_runtime.stages.rotate import Hadamard
@@ -165,29 +164,6 @@ def test_bits_are_the_bytes_that_are_held(name, head_size):
             assert {n: (tuple(t.shape[1:]), t.dtype) for n, t in fields.items()} == made.fields(torch.bfloat16)
             held = sum(8 * tensor.untyped_storage().nbytes() for tensor in fields.values())
             assert made.bits() == held / x.numel()
-
-
-@pytest.mark.parametrize("size", GRIDS)
-def test_bits_are_codes_and_one_scale(size):
-    dim, points = size
-    expected = math.log2(points) / dim + 16 / 128
-    assert one(Scheme(Grid(*size, "head")), Geometry(1, 4, 128)).bits() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("quantize", [*[Grid(*size) for size in GRIDS], Rtn(2), Rtn(4, range="absmax")])
-def test_zero_rows_stay_zero(quantize):
-    made = one(Scheme(quantize, rotate=Hadamard()), Geometry(1, 2, 64))
-    x = gaussian(1, 4, 128)
-    x[0, 2] = 0
-    decoded = there_and_back(made, x)
-    assert not decoded[0, 2].any() and decoded.isfinite().all()
-
-
-def test_exact_is_exact():
-    x = gaussian(2, 128, 128).bfloat16()
-    made = one(Scheme(Exact()), Geometry(1, 2, 64))
-    assert torch.equal(made.restore(there_and_back(made, x), NOWHERE), x)
-    assert made.bits() == 16
 
 
 # --- prediction

@@ -39,16 +39,3 @@ def test_codes_of_a_symmetric_codebook_are_stored_as_sign_and_magnitude(bits):
     stored = torch.tensor(order.stored)
     assert torch.equal(stored & sign > 0, codes >= 2 ** (bits - 1))
     assert torch.equal(stored.flip(0), stored ^ sign)
-
-
-@pytest.mark.parametrize(
-    "quantize",
-    [Grid(2, 64, "head"), Grid(2, 256, "head"), Grid(4, 256, "head"), Grid(2, 16, 32), Lloyd(2, "all")],
-    ids=str,
-)
-def test_what_registers_have_no_room_for_stays_as_it_is(quantize):
-    assert kernel_order(Scheme(quantize), 32, GEOMETRY, "value", False) is None
-
-
-def test_keys_before_rope_are_looked_up_nowhere():
-    assert kernel_order(Scheme(Lloyd(2, "head")), 32, GEOMETRY, "key", True) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from generating import WAYS, generate, kvq, padded, replayed, stock
 from models import CONFIGS, prompt, random_model
-from tiers import each_once, together
+from tiers import together
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvq_runtime.geometry import Sliding
@@ -30,7 +30,7 @@ LOSSY = [
 # ---- exact is the stock cache ----
 
 
-@pytest.mark.parametrize("way, attention", each_once([*WAYS], ["sdpa", "eager"]))
+@pytest.mark.parametrize("way, attention", together([*WAYS], ["sdpa", "eager"]))
 def test_exact_generates_what_the_stock_cache_generates(way, attention):
     model = random_model("llama", attention)
     ids = prompt(1 if way in ("lookup", "assisted") else 2)

@@ -41,8 +41,3 @@ def test_a_logit_of_no_token_takes_its_share():
     plain, sunk = (dense.attention(q, k, v, None, 0.25, softmax) for softmax in (Softmax(), Softmax(logit_H=LOGIT)))
     assert float(sunk[:, 2].norm()) < 1e-6 * float(plain[:, 2].norm())
     torch.testing.assert_close(sunk[:, 3], plain[:, 3])
-
-
-def test_no_queries():
-    _, k, v = drawn(1, 5)
-    assert not dense.attention(torch.empty(2, 4, 0, 16), k, v, None, 1.0, Softmax(2.0)).numel()

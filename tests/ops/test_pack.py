@@ -44,22 +44,6 @@ def test_round_trip_and_layout(case):
     assert packed.tolist() == [by_hand(row, bits) for row in given_codes.tolist()]
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("count", [1, 3, 5, 7, 8, 20, 64, 129])
-def test_larger_and_odd_counts(bits, count):
-    given_codes = torch.randint(0, 2**bits, (2, 3, count), generator=torch.Generator().manual_seed(bits))
-    packed = pack.pack(given_codes, bits)
-    assert torch.equal(pack.unpack(packed, bits, count).long(), given_codes)
-    if count % 8 == 0:
-        assert packed[0, 0].numel() == count * bits // 8
-
-
-@pytest.mark.parametrize("bits", [0, 9, -1])
-def test_widths_that_are_none(bits):
-    with pytest.raises(ValueError, match="1 to 8 bits"):
-        pack.planes(bits)
-
-
 def test_bytes_of_one_row_of_a_wider_table_are_unpacked():
     table = torch.randint(0, 256, (3, 756), dtype=torch.uint8)
     for bits in (1, 2, 4):

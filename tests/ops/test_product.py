@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvq_calib.run.plan import environment
 from kvq_runtime.ops import product
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
 
@@ -29,13 +28,6 @@ def test_the_result_is_the_exact_one_rounded(without):
     ):
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
-
-
-def test_what_is_not_bfloat16_is_left_alone(without):
-    x, y = numbers(4, 8).double(), numbers(8, 4).double()
-    assert torch.equal(product.matmul(x, y), x @ y)
-    assert not product.widened(numbers(4).float())
-    assert not product.widened(numbers(4).to("meta"))
 
 
 class Products(TorchDispatchMode):
@@ -81,7 +73,3 @@ def test_what_the_machine_has(named: str, has: bool, expected: bool, monkeypatch
     monkeypatch.delattr(torch.cpu, "get_capabilities")  # an older torch
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
     assert product.multiplies_bfloat16.__wrapped__() is expected
-
-
-def test_the_numeric_environment_names_it(without):
-    assert environment("cpu", "float32", 1)["products"] == "float32"

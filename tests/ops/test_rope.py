@@ -27,15 +27,6 @@ def test_rotate_is_complex_multiplication(rotated, scaling):
     torch.testing.assert_close(rope.rotate(x, cos, sin), expected)
 
 
-@pytest.mark.parametrize("rotated", [8, 16])
-def test_rows_are_rotated_as_heads_are(rotated):
-    """The rotation in place, of all heads side by side: of a partly rotated head, channels pair inside that part."""
-    x, (cos, sin) = keys(11, 16), tables(11, rotated // 2, 1.35)
-    rows = x.flatten(-2).clone()
-    rope.rotate_rows(rows, *rope.spread(cos, sin, 3, 16), 3, rotated // 2)
-    torch.testing.assert_close(rows.unflatten(-1, (3, 16)), rope.rotate(x, cos, sin))
-
-
 @settings(deadline=None)
 @given(st.sampled_from([1.0, 0.5, 1.2079, 3.0]), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
 def test_the_inverse_undoes_scaling_and_rounded_cosines(scaling, dtype, partial):

@@ -6,13 +6,7 @@ import torch
 from scipy.linalg import hadamard as theirs
 from scipy.stats import kstest
 
-from kvq_runtime.codec.codec import Codec
-from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rotation
-from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages.codebook import Lloyd
-from kvq_runtime.stages.exact import Exact
-from kvq_runtime.stages.rotate import Random
 
 
 def test_the_hash_is_splitmix64():
@@ -34,18 +28,6 @@ def test_it_is_a_signed_sylvester_matrix(size, seed):
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
-def test_a_constant_is_spread():
-    """A plain H gathers a constant in one component; the signs leave none above 5 times the mean."""
-    turned = torch.ones(1024) @ rotation.hadamard_matrix(1024, 0)
-    assert float(turned.abs().max()) < 5
-    assert float(turned.square().mean()) == pytest.approx(1.0, rel=1e-5)
-    assert abs(float(rotation.signs(1024, 0).sum())) < 4 * 1024**0.5
-
-
-def test_seeds_differ():
-    assert not torch.equal(rotation.signs(64, 0), rotation.signs(64, 1))
-
-
 @pytest.mark.parametrize("size", [0, 3, 80, -4])
 def test_sizes_that_have_no_matrix(size):
     with pytest.raises(ValueError, match="power of two"):
@@ -56,12 +38,6 @@ def test_sizes_that_have_no_matrix(size):
 def test_a_random_matrix_is_orthogonal(size):
     matrix = rotation.random_matrix(size, 0).double()
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(size).double(), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 12345])
-def test_its_numbers_are_the_hash(seed):
-    expected = [((rotation.hash64(seed, place) >> 11) + 0.5) / 2**53 for place in range(500)]
-    assert rotation.uniform(seed, 500).tolist() == expected
 
 
 def test_it_is_uniform_over_rotations():
@@ -84,25 +60,3 @@ def test_a_seed_is_one_matrix():
         [-0.73198348, -0.63859892, -0.23746914],
     ]
     torch.testing.assert_close(first, torch.tensor(pinned), atol=1e-6, rtol=0)
-
-
-def test_layers_keys_and_values_share_it():
-    geometry = Geometry(3, 2, 80)
-    scheme = Scheme(Lloyd(), rotate=Random())
-    recipe = Recipe("test", scheme, scheme)
-    shared = [Codec(recipe, layer, role, geometry, {}).shared for layer in range(3) for role in ("key", "value")]
-    assert len({tensor.data_ptr() for tensors in shared for tensor in tensors}) == 3  # forward, back, back in float32
-
-
-@pytest.mark.parametrize("geometry", [Geometry(1, 4, 80), Geometry(1, 8, 128), Geometry(1, 1, 24)])
-def test_sizes_of_a_random_matrix(geometry):
-    width = geometry.width
-    assert Random().size(width, geometry) == geometry.head_size
-    assert Random("all").size(width, geometry) == width & -width
-    assert Random(8).size(width, geometry) == 8
-    with pytest.raises(ValueError, match="group=7 does not divide"):
-        Random(7).size(width, geometry)
-    with pytest.raises(ValueError, match="use at most 1024"):
-        Random(2048).size(4096, geometry)
-    with pytest.raises(ValueError, match="exact keeps tokens as they are"):
-        Recipe("test", Scheme(Exact(), rotate=Random()), Scheme(Exact())).check()

@@ -51,18 +51,3 @@ def test_ends_are_reached_and_a_uniform_ramp_is_exact(bits):
     assert torch.equal(rtn.decode(codes, step, low, bits), ramp)
     codes = encoded(ramp - ramp.mean(), bits, "absmax")[0]
     assert torch.equal(codes, torch.arange(2**bits, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("value", [0.0, 3.0, -2.5])
-def test_a_constant_group(value):
-    x = torch.full((2, 5), value)
-    codes, step, low = encoded(x, 2, "minmax")
-    assert not step.any() and not codes.any()
-    assert torch.equal(rtn.decode(codes, step, low, 2), x)
-
-
-def test_symmetric_codes_ignore_the_sign():
-    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
-    (up, step, _), (down, other, _) = encoded(x, 4, "absmax"), encoded(-x, 4, "absmax")
-    assert torch.equal(step, other)
-    torch.testing.assert_close(rtn.decode(up, step, None, 4), -rtn.decode(down, other, None, 4))

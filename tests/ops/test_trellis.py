@@ -94,19 +94,6 @@ def test_water_filling_sees_what_paths_leave():
     assert len(Mixed((3, 2, 1, 0), target=1.0, codebook="trellis").distortions()) == 4
 
 
-def test_channels_without_variance_stay_zero():
-    z, none = torch.zeros(1, 2, 8), torch.zeros(2)
-    assert not trellis.decode_path(trellis.encode_path(z, none, 2), none, 2).any()
-
-
-def test_encoding_does_not_depend_on_company():
-    z, one = numbers(40, 3, 32), torch.ones(3)
-    codes = trellis.encode_path(z, one, 2)
-    for block in (0, 7, 39):
-        assert torch.equal(trellis.encode_path(z[block : block + 1], one, 2)[0], codes[block])
-    assert trellis.encode_path(z[:0], one, 2).shape == (0, 3, 32)
-
-
 def test_the_builder_lowers_the_error_and_repeats_itself():
     x = build_tables.sequences(1 << 14, seed=5)
     fits = [build_tables.fit_trellis(2, 7, rounds, samples=64) for rounds in (0, 1, 8)]

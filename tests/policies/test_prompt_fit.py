@@ -9,7 +9,8 @@ from models import prompt, random_model
 from scheme_fit import chunks
 from torch import Tensor
 
-from kvq_calib.fit.scheme import Blocks, SchemeFit
+from kvq_calib.fit.chunks import Blocks
+from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.fit.statistics import LayerQueries, Moments, QueryMoments
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Context

@@ -9,7 +9,7 @@ import torch
 from feeding import GEOMETRY, RECIPES, error, feed_in, make, rotary, same, small, state, tensors, turned
 from generating import WAYS, kvq, replayed
 from models import prompt, random_model
-from tiers import each_once, some
+from tiers import some, together
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
@@ -103,7 +103,7 @@ def fill(recipe: Recipe, sizes: list[int], new: int, real: Tensor | None = None)
     return cache, x
 
 
-@pytest.mark.parametrize("name, new", each_once([*BASES, *OTHERS], [1, 5]))
+@pytest.mark.parametrize("name, new", together([*BASES, *OTHERS], [1, 5]))
 def test_with_a_budget_for_all_it_is_plain_attention(name, new):
     """Over all decoded tokens; outliers, if there are any, with their own keys."""
     for outliers in (0, 3):
@@ -122,7 +122,7 @@ def test_with_a_budget_for_all_it_is_plain_attention(name, new):
             cache.finish(layer)
 
 
-@pytest.mark.parametrize("name, new, short", each_once(BASES, [1, 5], [0, 5, 43]))
+@pytest.mark.parametrize("name, new, short", together(BASES, [1, 5], [0, 5, 43]))
 def test_the_chunks_read_are_those_of_the_paper(name, new, short):
     """Landmarks, outliers, scores and top k from exact keys; the output is attention over just these and the window."""
     select = ShadowChunks(budget=24, outliers=2)

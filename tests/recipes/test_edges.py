@@ -70,32 +70,6 @@ def test_head_sizes_that_are_no_power_of_two(heads, size):
 # ---- NaN and infinity (invariant 8) ----
 
 
-def test_a_block_without_scales_is_not_too_large():
-    """Where bits are shared out, a layer may get none."""
-    cache = make(RECIPES["aqua-2bit"])
-    for count, end in ((0, 1.0), (1, 1.0), (2, torch.inf)):
-        cache.encoder._watch_scales(0, 0, [{"scale": torch.full((2, 1, count), end, dtype=torch.float16)}] * 2)
-        if end == torch.inf:
-            with pytest.raises(ValueError, match="keys of the model are too large"):
-                cache.encoder.refuse_nan()
-        cache.encoder.refuse_nan()
-
-
-def test_a_bad_number_in_the_first_prompt_and_in_padding():
-    recipe = RECIPES["aqua-2bit"]
-    x, cache, other = tensors(100), make(recipe), make(recipe)
-    broken = x.clone()
-    broken[2, 0, 1, 3] = torch.nan
-    with pytest.raises(ValueError, match="layer 2, block 0: NaN or infinity in the model's keys"):
-        feed_in(cache, broken, [80])
-    assert cache.length == 0
-    real = torch.arange(100) >= torch.tensor([0, 10])[:, None]
-    feed_in(cache, broken, [80, 1], real_BT=real)  # it stands in a padded slot
-    feed_in(other, x, [80, 1], real_BT=real)
-    for one, two in zip(read(cache), read(other), strict=True):
-        assert all(torch.equal(a[real[:, :81]], b[real[:, :81]]) for a, b in zip(one, two, strict=True))
-
-
 # ---- forward passes that stop midway ----
 
 
@@ -214,11 +188,6 @@ def test_a_recipe_that_needs_positions_says_so_at_once(name):
         cache.update(0, *x[0].unbind(0))
     assert cache.length == 0
     feed_in(cache, x, [3])
-
-
-def test_a_fitted_recipe_without_its_tensors():
-    with pytest.raises(ValueError, match="aqua-2bit has fitted stages"):
-        BlockCache(RECIPES["aqua-2bit"], GEOMETRY)
 
 
 def test_keys_of_another_width_and_layers_beyond_the_last():

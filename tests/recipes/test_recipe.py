@@ -8,10 +8,10 @@ import pytest
 from kvq_runtime.codec import codec
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.policies.evict import Evicting
-from kvq_runtime.recipe import Recipe, Scheme, Window, preset, presets
+from kvq_runtime.recipe import Recipe, Scheme, preset, presets
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.exact import Exact
-from kvq_runtime.stages.predict import MLP, Linear, LowRank, Mean
+from kvq_runtime.stages.predict import Linear, Mean
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 from kvq_runtime.stages.stage import Inputs
@@ -121,14 +121,6 @@ def test_what_is_unknown_is_refused_and_named(path, value, says):
     assert str(refused.value).startswith(says)
 
 
-@pytest.mark.parametrize("missing", ["name", "key", "value"])
-def test_what_is_missing_is_refused(missing):
-    recipe = given()
-    del recipe[missing]
-    with pytest.raises(ValueError, match=missing):
-        Recipe.from_json(recipe)
-
-
 @pytest.mark.parametrize("nothing", [None, [], "aqua-2bit", 3])
 def test_a_recipe_is_an_object(nothing):
     with pytest.raises(ValueError, match="expected an object"):
@@ -160,26 +152,6 @@ def test_check_says_what_cannot_be(recipe, message):
         recipe.check(GEOMETRY)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Grid(3, 16),
-        lambda: Grid(group="most"),
-        lambda: Rtn(7),
-        lambda: Hadamard(24),
-        lambda: Linear(below=(), keys=False),
-        lambda: Linear(below=(), both=True),
-        lambda: LowRank(storage="gptq4"),
-        lambda: MLP(norm="most"),  # type: ignore[arg-type]
-        lambda: Geometry(0, 1, 1),
-        lambda: Geometry(1, 1.0, 1),  # type: ignore[arg-type]
-    ],
-)
-def test_settings_that_no_stage_has(make):
-    with pytest.raises(ValueError, match="; "):
-        make()
-
-
 def test_inputs_of_a_prediction():
     """Keys read keys below, values this layer's keys and values below; with nothing underneath, the mean."""
     scheme = Scheme(Grid(), predict=Linear(below=(1, 2)))
@@ -200,15 +172,3 @@ def test_a_name_that_is_none_is_answered_with_names():
         preset("aqua-5bit")
     with pytest.raises(ValueError, match=r"there are names that begin with aqua, exact, gear"):
         preset("nosuch")
-
-
-def test_a_recipe_is_shown_in_a_line():
-    said = "Recipe(aqua-2bit; AQUA-KV over HIGGS, 2bit; to be fitted; exact: first 4, newest 128)"
-    assert repr(preset("aqua-2bit")) == said
-    assert "fitted" not in repr(preset("kivi-2bit")) and all(len(repr(one)) < 200 for one in presets().values())
-
-
-@pytest.mark.parametrize("settings", [{"block": 0}, {"sinks": -1}, {"recent": True}, {"recent": 1.0}])
-def test_a_window_is_of_whole_numbers(settings):
-    with pytest.raises(ValueError, match="use a whole number from"):
-        Window(**settings)

@@ -11,7 +11,7 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit import feedback as fit
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
-from kvq_runtime.recipe import Recipe, Scheme, preset
+from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.codebook import Grid, Lloyd
 from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.feedback import QueryOrthogonal
@@ -76,34 +76,6 @@ def test_the_metric_of_a_subspace_is_that_of_scaled_singular_vectors():
     expected = torch.eye(SIZE, dtype=torch.float64) + lam * subspace.mT @ subspace
     found = feedback.metric(queries.mT @ queries / 300, lam * 300, rank)
     assert (found - expected).norm() < 1e-9 * expected.norm()
-
-
-def pushed(metric: Tensor, x_NHDK: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Keys after all moves, and what plain rounding to whole numbers makes of them."""
-    moved = feedback.push(x_NHDK, feedback.updates(metric, blocks), lambda x, part: x[..., part, :].round())
-    return moved, moved.round()
-
-
-@pytest.mark.parametrize("blocks", [2, 8])
-def test_moves_one_by_one_are_the_optimum_for_all_errors_so_far(blocks):
-    """After every block, the rest stands where -P_RR⁻¹ P_RS e_S wants it, e_S the errors of all that is rounded."""
-    metric, x = feedback.metric(moment(), 4.0), 2 * gaussian(3, HEADS, SIZE, 5)
-    moved, decoded = pushed(metric, x, blocks)
-    size = SIZE // blocks
-    for done in range(size, SIZE, size):
-        now = slice(done, done + size)  # rounded next: this block has had all its moves
-        error = (decoded - x)[..., :done, :]
-        optimum = -torch.linalg.solve(metric[:, done:, done:], metric[:, done:, :done]) @ error
-        assert torch.allclose(moved[..., now, :] - x[..., now, :], optimum[..., :size, :], atol=1e-9)
-
-
-def test_rows_may_have_a_metric_each():
-    """Leading dimensions: what a batch with its own P in every row does is what each row alone does."""
-    metrics = torch.stack([feedback.metric(moment(seed=seed), 4.0) for seed in (1, 2, 3)])
-    x = 2 * gaussian(3, HEADS, SIZE, 5)
-    together, _ = pushed(metrics, x, 4)
-    for row in range(3):
-        assert torch.allclose(together[row], pushed(metrics[row], x[row : row + 1], 4)[0][0], atol=1e-12)
 
 
 def test_what_queries_see_falls_with_lambda_before_anything_is_rounded():
@@ -183,14 +155,6 @@ def test_it_composes_with_rotations_and_roundings(scheme):
     assert found < 0.8 * plain
 
 
-@pytest.mark.parametrize("scheme", [SIDES["hadamard"], SIDES["random"]], ids=["hadamard", "random"])
-def test_a_rotation_that_is_left_out_of_the_metric_loses_it(scheme, monkeypatch):
-    x, metric, scheme = keys(), feedback.metric(moment(), 10.0), replace(scheme, feedback=STAGE)
-    right = seen(errors(one(scheme, metric), x), moment())
-    monkeypatch.setattr(QueryOrthogonal, "turn", lambda *_: None)
-    assert right < 0.7 * seen(errors(one(scheme, metric), x), moment())
-
-
 # ---- what cannot be ----
 
 
@@ -215,26 +179,6 @@ def test_what_cannot_be_is_refused(key, value, message):
     key = key if value is not None or key.feedback is not None else replace(key, feedback=STAGE)
     with pytest.raises(ValueError, match=message):
         Recipe("r", key, value or Scheme(Rtn(2, 32))).check(GEOMETRY)
-
-
-def test_channels_of_any_head_may_be_rounded_one_by_one():
-    for head in (64, 128, 256):
-        one_by_one = Scheme(Rtn(2, 32), axis="channel", feedback=QueryOrthogonal(blocks=head))
-        Recipe("r", one_by_one, Scheme(Rtn(2, 32))).check(Geometry(1, 1, head))
-        with pytest.raises(ValueError, match="blocks=512; use 2 to 256" if head == 256 else "does not divide"):
-            two = replace(one_by_one, feedback=QueryOrthogonal(blocks=2 * head))
-            Recipe("r", two, Scheme(Rtn(2, 32))).check(Geometry(1, 1, head))
-
-
-@pytest.mark.parametrize("given", [{"blocks": 1}, {"lam": -1.0}, {"rank": -1}, {"normalize": "no"}, {"queries": "x"}])
-def test_settings_that_the_stage_does_not_have(given):
-    with pytest.raises(ValueError, match="; use"):
-        QueryOrthogonal(**given)
-
-
-def test_a_side_without_feedback_does_not_speak_of_it():
-    assert "feedback" not in preset("kivi-2bit").to_json()["key"]
-    assert preset("squat-2bit").to_json()["key"]["feedback"]["kind"] == "query_orthogonal"
 
 
 def test_what_is_stored_and_decoded_is_as_without_feedback():

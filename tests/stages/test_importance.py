@@ -13,7 +13,6 @@ from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.fit.statistics import Moments
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit.statistics import Statistics
-from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent, trellis
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.correct import Sparse
@@ -87,33 +86,6 @@ def test_what_tells_importance_is_found_of_noisy_gradients():
     assert 0.7 < float((told @ own).std() / (told @ TOLD).std()) < 1.1  # a ridge makes it smaller
 
 
-def test_a_block_does_not_depend_on_its_company():
-    codec, new = fit(PATHS, low_rank()).codec, low_rank(blocks=4, seed=2)
-    together = codec.encode(new, Context())
-    alone = [codec.encode(new[n : n + 1], Context()) for n in range(4)]
-    assert all(torch.equal(together[name], torch.cat([one[name] for one in alone])) for name in together)
-
-
-def test_what_a_fit_reads_in_place_of_paths_weighs_those_of_one_bit():
-    stage = Mixed((1, 0), (8, WIDTH - 8), codebook="trellis", gain=3, weighed=True)
-    codec, new = fit(stage, low_rank()).codec, low_rank(blocks=2, seed=2)
-    assert torch.equal(codec.approximated(new, Context()), codec.encode_decode(new, Context())[1])
-
-
-def test_paths_of_weighed_tokens_are_stored_as_any_others():
-    plain = replace(PATHS, weighed=False)
-    geometry = Geometry(1, 1, WIDTH)
-    assert PATHS.fields(128, WIDTH, geometry, torch.bfloat16) == plain.fields(128, WIDTH, geometry, torch.bfloat16)
-
-
-def test_json_names_weighing_only_where_there_is_any():
-    for weighed in (False, True):
-        scheme = Scheme(replace(PATHS, weighed=weighed), predict=Mean(), rotate=Basis())
-        stated = Recipe("r", scheme, scheme, "pre").to_json()
-        assert stated["key"]["quantize"].get("weighed") == (weighed or None)
-        assert Recipe.from_json(stated).key == scheme
-
-
 @pytest.mark.parametrize("others", [{}, {"predict": Mean(), "correct": Sparse()}], ids=["no mean", "a correction"])
 def test_a_scheme_in_which_nothing_would_weigh_is_refused(others):
     scheme = Scheme(PATHS, rotate=Basis(), **others)
@@ -130,10 +102,3 @@ def test_bits_are_shared_out_by_what_each_side_costs():
     ways = [list(bits) for bits in product(range(4), repeat=6) if sum(bits) == 6]
     costs = [float((variances * tables[range(6), bits]).sum()) for bits in ways]
     assert float((variances * tables[range(6), together]).sum()) == pytest.approx(min(costs))
-
-
-def test_what_cannot_weigh_is_refused():
-    with pytest.raises(ValueError, match="only paths"):
-        Mixed(target=1.0, weighed=True)
-    with pytest.raises(ValueError, match="takes gradients"):
-        Mixed((2, 1), (4, 4), codebook="trellis", weighed=True).check_prompt_fit()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from feeding import GEOMETRY, error, feed_in, make, read, same, state, tensors
+from feeding import error
 from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec, Context
@@ -76,30 +76,3 @@ def test_outlier_channels_are_what_it_is_for():
     channel, token = (there_and_back("kivi-2bit", role, x)[..., others] for role in ("key", "value"))
     assert error(channel, x[..., others]) < 0.5
     assert error(token, x[..., others]) > 0.9
-
-
-@every
-def test_generated_tokens_are_really_rounded(name):
-    """A group of one token would be exact by accident. Fed one by one, keys have the groups that a prompt's have."""
-    bits, group = NAMES[name]
-    recipe = preset(name)
-    x = tensors(128 * 4 + 5)
-    one, all_at_once = make(recipe), make(recipe)
-    feed_in(one, x, [128] + [1] * (128 * 3 + 5))
-    feed_in(all_at_once, x, [x.shape[3]])
-    assert one.layers[0].encoded == 128 * 3
-    assert same(state(one), state(all_at_once))
-    for layer, pair in enumerate(read(one)):
-        for role, found in enumerate(pair):
-            part = slice(128, 128 * 3)  # encoded while tokens came one by one
-            assert error(found[:, part], x[layer, role, :, part]) > 0.3 * 2**-bits
-        groups = pair[0][:, part].unflatten(1, (-1, group))
-        levels = groups.sort(2).values.diff(dim=2).gt(0).sum(2) + 1
-        assert int(levels.min()) >= 2 and int(levels.max()) <= 2**bits
-
-
-def test_geometries():
-    preset("kivi-2bit").check(Geometry(1, 4, 80))
-    with pytest.raises(ValueError, match="kivi-2bit, layer 0 value: group=32 does not divide 80"):
-        preset("kivi-2bit").check(Geometry(1, 1, 80))
-    preset("kivi-2bit-g128").check(GEOMETRY)

@@ -1,6 +1,5 @@
 """GEAR's low rank of a rounding error: as good as it can be, never harmful, and what it costs."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -70,14 +69,6 @@ def test_an_error_of_the_rank_is_gone():
     assert float((out - x).norm() / (rounded - x).norm()) < 1e-3
 
 
-@pytest.mark.parametrize("name", SIDES)
-def test_with_all_directions_nothing_is_left(name):
-    x = blocks("white")
-    plain = x - both_ways(SIDES[name], x)
-    left = x - both_ways(replace(SIDES[name], correct=LowRank(64)), x)
-    assert float(left.norm() / plain.norm()) < 1e-3
-
-
 @pytest.mark.parametrize("group", ["token", "channel"])
 def test_outliers_are_exact_and_the_rest_is_as_if_they_had_not_been(group):
     """The directions are of what outliers leave, found without them; where both meet, the outlier wins."""
@@ -108,20 +99,6 @@ def test_every_part_of_gear_pays_in_error():
 # ---- what it costs
 
 
-@pytest.mark.parametrize("head_size", [64, 80, 128])
-@pytest.mark.parametrize("rank", [1, 4])
-def test_the_bill(rank, head_size):
-    """Two factors of 16 bits, held as they are billed."""
-    geometry = Geometry(1, 4, head_size)
-    for scheme in (kivi.keys(2, 64), kivi.values(2, 64)):
-        recipe = Recipe("test", *[replace(scheme, correct=LowRank(rank))] * 2).check(geometry)
-        codec = Codec(recipe, 0, "key", geometry, {})
-        fields = codec.encode(gaussian(1, 128, geometry.width), NOWHERE)
-        held = sum(field.untyped_storage().nbytes() for field in fields.values())
-        assert codec.bits() == 8 * held / (128 * geometry.width)
-        assert codec.bits() == pytest.approx(2.5 + 16 * rank * (1 / head_size + 1 / 128))
-
-
 def test_bits_of_the_recipes():
     """Of a 7B model: 3 of 128 elements of a channel, 10 of 512 of a token, are outliers."""
     geometry = Geometry(28, 4, 128)
@@ -133,31 +110,3 @@ def test_bits_of_the_recipes():
 
 
 # ---- edges
-
-
-@pytest.mark.parametrize("correct", [LowRank(), LowRankSparse()])
-@pytest.mark.parametrize("number", [0.0, 3.0])
-def test_constant_blocks_have_no_error_to_factor(correct, number):
-    x = torch.full((1, 128, 128), number)
-    for scheme in SIDES["keys"], SIDES["values"]:
-        assert torch.equal(both_ways(replace(scheme, correct=correct), x), x.double())
-
-
-def test_a_block_is_encoded_the_same_alone_and_among_others():
-    codec = Codec(preset("gear-2bit"), 0, "key", GEOMETRY, {})
-    x = gaussian(5, 128, 128)
-    alone, together = codec.encode(x[3:4], NOWHERE), codec.encode(x, NOWHERE)
-    assert all(torch.equal(field[0], together[name][3]) for name, field in alone.items())
-
-
-def test_settings():
-    for correct in (LowRank(2), LowRankSparse(2, 0.01, "channel")):
-        scheme = replace(SIDES["keys"], correct=correct)
-        recipe = Recipe("test", scheme, scheme)
-        assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe and not recipe.fitted
-    for wrong in (lambda: LowRank(0), lambda: LowRank(257), lambda: LowRankSparse(share=0.5)):
-        with pytest.raises(ValueError, match="; use"):
-            wrong()
-    scheme = replace(SIDES["values"], correct=LowRankSparse(65))
-    with pytest.raises(ValueError, match=r"rank=65 of blocks \[128, 64\]; use at most 64"):
-        Recipe("test", scheme, scheme).check(GEOMETRY)

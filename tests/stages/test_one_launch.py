@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from parity import DEVICE, normal
-from tiers import each_once, some
+from tiers import some, together
 
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec.codec import Codec, Context
@@ -82,7 +82,7 @@ def close(fields: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernel"])
-@pytest.mark.parametrize("quantize, rotation", each_once(QUANTIZERS, [*ROTATIONS]), ids=str)
+@pytest.mark.parametrize("quantize, rotation", together(QUANTIZERS, [*ROTATIONS]), ids=str)
 def test_rotating_and_rounding_in_one_is_rotating_first(quantize, rotation, kernels):
     """In torch to the last bit."""
     rotation = ROTATIONS[rotation]

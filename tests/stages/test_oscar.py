@@ -8,7 +8,7 @@ import torch
 
 from kvq_calib.fit import oscar as fit
 from kvq_calib.fit.statistics import Attended
-from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import Queried, QueryMoment, ResidualMoment, Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
@@ -122,26 +122,6 @@ def test_every_head_is_rotated_by_its_own_and_back(scheme):
     assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)  # bfloat16 on the way back
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: f"{scheme.rotate.kind}-{scheme.quantize}")
-def test_packed_codes_give_the_scores_and_the_mix_of_decoded_ones(scheme):
-    codec = fitted(scheme.rotate, scheme)
-    generator = torch.Generator().manual_seed(19)
-    x, q, p = (
-        torch.randn(2, 8, 48, generator=generator),
-        torch.randn(6, 4, 16, generator=generator),
-        torch.rand(6, 4, 8),
-    )
-    fields = codec.encode(x, Context())
-    assert codec.packed_reader is not None and codec.packed_reader.span == 16
-    packed = codec.packed_reader.view_blocks({name: field[:, None] for name, field in fields.items()}, 0)
-    decoded = codec.decode(fields, Context()).float().unflatten(-1, (3, 16)).transpose(1, 2).flatten(0, 1)
-    for found, expected in (
-        (codec.packed_reader.scores(q, packed), q @ decoded.mT),
-        (codec.packed_reader.mix(p, packed), p @ decoded),
-    ):
-        assert (found - expected).norm() < 0.02 * expected.norm()
-
-
 def test_a_clip_cuts_the_largest_and_nothing_else():
     """By hand: magnitudes 1 to 16; with keep 0.75 the 13th smallest, 13, is the most that is left."""
     x = torch.tensor([i * (-1.0) ** i for i in range(1, 17)])[None, None]
@@ -169,15 +149,3 @@ def test_what_cannot_be_is_refused(scheme, role, position, message):
     pair = (scheme, plain) if role == "key" else (plain, scheme)
     with pytest.raises(ValueError, match=message):
         Recipe("r", *pair, position).check(Geometry(1, 2, 16))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Oscar("keys"), "metric='keys'; use one of"),  # type: ignore[arg-type]
-        (lambda: Clipped(2, keep=1.0), "keep=1.0; use at least 0.5"),
-    ],
-)
-def test_settings_that_never_work_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

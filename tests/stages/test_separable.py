@@ -13,7 +13,6 @@ from kvq_runtime.fit.fitting import fit_row
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import Recipe, Scheme, preset
-from kvq_runtime.stages.feedback import QueryOrthogonal
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 from kvq_runtime.stages.separable import Separable
@@ -80,14 +79,6 @@ def test_a_prompt_has_scales_of_its_own():
     torch.testing.assert_close(codec.tensors["quantize.scale"], by_channel(x))
 
 
-def test_numbers_four_times_as_large_have_the_same_codes():
-    """c is twice as large then, and so is the step: powers of two change no digit."""
-    x, new = activations(), activations(1, seed=1)
-    one, four = (fitted(Scheme(Separable(3)), factor * x).codec for factor in (1, 4))
-    assert torch.equal(one.encode(new, NOWHERE)["codes"], four.encode(4 * new, NOWHERE)["codes"])
-    assert torch.equal(4 * rounded(one, new), rounded(four, 4 * new))
-
-
 # ---- the paper's claim
 
 
@@ -142,28 +133,3 @@ def test_channels_that_were_silent():
     silent = fitted(Scheme(Separable(4)), torch.zeros_like(x)).codec
     assert silent.tensors["quantize.scale"].tolist() == [1.0] * WIDTH
     assert not rounded(silent, torch.zeros_like(new)).any()
-
-
-def test_feedback_over_it_rounds_as_it_does():
-    """With moves of 0 nothing is fed back: the same codes, over the same scales."""
-    scheme, new = Scheme(Separable(2, 16)), activations(1, seed=1)
-    plain = fitted(scheme, activations()).codec
-    fed = Scheme(Separable(2, 16), feedback=QueryOrthogonal())
-    moves = torch.zeros(2, 16, 16, dtype=torch.bfloat16)
-    recipe = Recipe("test", fed, scheme).check(GEOMETRY)
-    codec = Codec(recipe, 0, "key", GEOMETRY, plain.tensors | {"feedback.update_1": moves})
-    assert torch.equal(codec.encode(new, NOWHERE)["codes"], plain.encode(new, NOWHERE)["codes"])
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Separable(5),
-        lambda: Separable(group="token"),
-        lambda: Separable(range="max"),  # type: ignore[arg-type]
-        lambda: Recipe("r", Scheme(Separable(), axis="channel"), Scheme(Separable())).check(),
-    ],
-)
-def test_settings_that_cannot_be(make):
-    with pytest.raises(ValueError, match="use"):
-        make()

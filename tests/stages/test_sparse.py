@@ -1,6 +1,5 @@
 """Outliers kept exact: which ones, what they cost, and what they save, under several quantizers."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,6 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.correct import Sparse
-from kvq_runtime.stages.exact import Exact
 from kvq_runtime.stages.rotate import Random
 from kvq_runtime.stages.rtn import Rtn
 
@@ -108,20 +106,3 @@ def test_kivi_with_outliers_survives_what_kivi_does_not():
             out = codec.decode(codec.encode(x, NOWHERE), NOWHERE).float()
             errors[name] = float((out - x).square().sum())
         assert 5 * errors[OUTLIERS] < errors["kivi-2bit"]
-
-
-@pytest.mark.parametrize("name, number", [("token", 0), ("token", 3), ("channel", 3), ("rotated", 0)])
-def test_zeros_and_constant_blocks(name, number):
-    x = torch.full((1, 128, 128), float(number))
-    assert torch.equal(both_ways(SIDES[name], x), x)
-
-
-def test_settings():
-    scheme = Scheme(Rtn(2, 32), correct=Sparse(0.02, "channel"))
-    recipe = Recipe("test", scheme, scheme)
-    assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe and not recipe.fitted
-    for wrong in (lambda: Sparse(0.0), lambda: Sparse(0.3), lambda: Sparse(group="head")):  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="; use"):
-            wrong()
-    with pytest.raises(ValueError, match="exact leaves nothing to correct"):
-        Recipe("test", Scheme(Exact(), correct=Sparse()), scheme).check()

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.scheme import Asked, Blocks, Chunk, SchemeFit, Source, Sums, summed
+from kvq_calib.fit.chunks import Blocks, Chunk
+from kvq_calib.fit.scheme import Asked, SchemeFit, Source, Sums, summed
 from kvq_calib.fit.statistics import LayerQueries, Moments
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit.statistics import Statistics

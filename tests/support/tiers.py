@@ -14,6 +14,3 @@ def some(values: Iterable[Any], *quick: Any) -> list:
 def together(*axes: Sequence[Any]) -> list[tuple]:
     """The fewest combinations that have every value of each axis."""
     return [tuple(axis[number % len(axis)] for axis in axes) for number in range(max(map(len, axes)))]
-
-
-each_once = together

@@ -103,25 +103,6 @@ def queries(scale: float = 1.0, tokens: int = TOKENS) -> LayerQueries:
     return LayerQueries(*total.value(), tokens * GROUP, tables())
 
 
-def metric_of(stage: QueryOrthogonal, given: LayerQueries) -> Tensor:
-    return fits.metric(stage, given.moment(stage.queries), given.sequence)
-
-
-def test_lambda_without_a_length_means_the_same_at_every_length_and_size():
-    free, paper = QueryOrthogonal(lam=2.0), QueryOrthogonal(lam=1e-3, rank=5, normalize="paper")
-    other = queries(scale=3.0, tokens=4 * TOKENS)
-    metric = metric_of(free, queries())
-    assert torch.allclose(metric, metric_of(free, other), rtol=1e-4, atol=1e-4)
-    assert torch.allclose(metric.diagonal(dim1=1, dim2=2).mean(-1), torch.tensor(3.0).double(), rtol=1e-4)  # 1 + λ
-    one, two = (metric_of(paper, given) - torch.eye(16) for given in (queries(), other))
-    assert torch.allclose(two, 36 * one, rtol=1e-4, atol=1e-4)
-
-
-def test_a_head_without_queries_is_rounded_plainly():
-    empty = torch.zeros(2, 16, 16).double()
-    assert not any(tensor.any() for tensor in fits.moves(QueryOrthogonal(), empty, 1.0, None).values())
-
-
 # ---- in a run ----
 
 

@@ -1,7 +1,5 @@
 """An MLP fitted to all tokens: what it gains over a sample, that it repeats itself, and what it holds in memory."""
 
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,6 @@ from kvq_runtime.geometry import MODELS
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.stages.predict import MLP
 from kvq_runtime.store.estimate import Sizes
-
-PAPER = MLP(hidden="width", tokens="all")
 
 
 def problem(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -77,37 +73,6 @@ def test_it_learns_a_curve_repeats_itself_and_is_centred_on_all_tokens(norm):
     assert float(residual.var()) < 0.2 * float(y.var())
 
 
-@pytest.mark.parametrize(("tokens", "passes"), [(600, 16), (40 * 256, 1), (5 * 256, 8)])
-def test_every_token_is_seen_equally_often_and_a_chunk_or_two_are_in_memory(tokens, passes):
-    """At least as many steps as asked for; many tokens in one pass, few in 16, with a bias at the end in one more."""
-    alive: list[weakref.ref] = []
-    opened = []
-
-    def chunks() -> Iterator[Tensor]:
-        opened.append(0)
-        for start in range(0, tokens, 200):
-            assert sum(ref() is not None for ref in alive) <= 2
-            chunk = torch.cat([z[start : start + 200], y[start : start + 200]], 1)
-            alive.append(weakref.ref(chunk))
-            yield chunk
-
-    z, y = torch.randn(tokens, 4), torch.randn(tokens, 2)
-    seen: list[int] = []
-
-    class Counting(MLP):
-        def apply(self, z_NTI: Tensor, tensors) -> Tensor:
-            seen.append(len(z_NTI))
-            return super().apply(z_NTI, tensors)
-
-    joint = moments(z, y)
-    fit_mlp_to_all(Counting(hidden="width", tokens="all"), joint, chunks, 0, steps=40, batch=256)
-    assert len(opened) == passes + 1
-    last = -(-tokens // 200)
-    trained = sum(seen[:-last])
-    assert sum(seen[-last:]) == tokens and trained % (passes * tokens) == 0
-    assert 40 * 256 - passes * tokens < trained < 40 * 256 + passes * tokens
-
-
 MLPS = "aqua-2bit+key.predict=mlp+value.predict=mlp"
 PAPERS = f"{MLPS}+all.predict.hidden=width+all.predict.tokens=all"
 
@@ -120,16 +85,6 @@ def test_the_papers_memory():
     assert weights * 2 / (1 << 20) == 540 and found == pytest.approx(weights * 2, rel=0.02)
     before = 27 * (4 + 12) * llama.width**2
     assert Sizes(read(MLPS), llama).shared == pytest.approx(before * 2, rel=0.02)
-
-
-def test_a_file_without_the_settings_means_what_it_meant():
-    old = read(MLPS)
-    assert {"hidden", "tokens"}.isdisjoint(old.to_json()["key"]["predict"])
-    assert (old.key.predict.hidden, old.value.predict.tokens) == ("inputs", "sample")
-    new = read(PAPERS).to_json()["value"]["predict"]
-    assert (new["hidden"], new["tokens"]) == ("width", "all")
-    with pytest.raises(ValueError, match="hidden='half'; use one of"):
-        MLP(hidden="half")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

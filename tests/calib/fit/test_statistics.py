@@ -1,10 +1,10 @@
 """Laws of the statistics: chunks merged are one pass over everything; means cost no digits; samples know no chunks."""
 
 import numpy as np
-import pytest
 import torch
 
-from kvq_calib.fit.statistics import CrossMoments, Moments, Sample
+from kvq_calib.fit.sample import Sample
+from kvq_calib.fit.statistics import CrossMoments, Moments
 
 
 def _data(rows: int = 96, width: int = 6, seed: int = 0) -> torch.Tensor:
@@ -93,29 +93,6 @@ def test_a_sample_among_so_many_is_the_same_and_looks_at_few():
     for start in range(0, 4000, 1000):
         found.choose(lambda places_K, start=start: made(places_K + 8 * start), rows[start : start + 1000], 8)
     assert torch.equal(found.value(), plain.value()) and 400 < sum(asked) < 700
-
-
-@pytest.mark.parametrize("make", [lambda: Moments(2), lambda: CrossMoments(*torch.zeros(2, 2)), lambda: Sample(3, 2)])
-def test_partials_are_added_in_order(make):
-    total = make()
-    total.merge(0, make())
-    for wrong in (0, 2):
-        with pytest.raises(ValueError, match=f"merge of chunk {wrong}; the next one is 1"):
-            total.merge(wrong, make())
-
-
-def test_partials_of_other_settings_are_refused():
-    with pytest.raises(ValueError, match="another shift_x"):
-        CrossMoments(torch.zeros(2), torch.zeros(2)).merge(0, CrossMoments(torch.ones(2), torch.zeros(2)))
-    with pytest.raises(ValueError, match="seed=1"):
-        Sample(3, 2).merge(0, Sample(3, 2, seed=1))
-
-
-def test_nothing_has_no_moments():
-    moments = Moments(6)
-    moments.update(_data(), torch.zeros(96, 8, dtype=torch.bool))
-    with pytest.raises(ValueError, match="no tokens"):
-        moments.value()
 
 
 def _sample(x: torch.Tensor, chunk: int, order: list[int], seed: int = 0) -> Sample:
