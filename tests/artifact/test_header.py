@@ -13,14 +13,12 @@ from kvq_runtime.errors import ArtifactError
 
 HEADERS = {
     "not JSON": (b"{" + b"x" * 20 + b"}", "invalid JSON"),
-    "a list": (b"[]", "not a JSON object"),
     "padded before": (b" {}", "not a JSON object"),
     "no metadata": (b"{}", "__metadata__: expected an object"),
     "other metadata": (b'{"__metadata__":{"kvq":"{}","x":"y"}}', r"__metadata__: unknown keys \['x'\]"),
     "key twice": (b'{"__metadata__":{"kvq":"{}"},"__metadata__":{"kvq":"{}"}}', "invalid JSON.*appears twice"),
     "too deep": (b'{"__metadata__":' + b"[" * 100 + b"]" * 100 + b"}", "invalid JSON.*nested 101 levels deep"),
     "NaN": (b'{"__metadata__":{"kvq":NaN}}', "invalid JSON.*not a finite number"),
-    "infinite": (b'{"__metadata__":{"kvq":1e999}}', "invalid JSON.*not a finite number"),
     "not UTF-8": (b'{"\xff":1}', "invalid JSON"),
 }
 
@@ -39,15 +37,10 @@ def entry(dtype="U8", shape=(4,), offsets=(0, 4)) -> str:
 ENTRIES = {
     "climbs out": (("../../x", entry()), "tensor name '../../x'"),
     "absolute": (("/etc/passwd", entry()), "tensor name '/etc/passwd'"),
-    "no place": (("weight", entry()), "tensor name 'weight'"),
     "unknown dtype": (("layers.0.key.a.b", entry("F64", (1,), (0, 8))), "dtype 'F64'"),
     "negative": (("layers.0.key.a.b", entry(shape=(-4,))), "expected whole numbers"),
-    "a float": (("layers.0.key.a.b", entry(shape=(4.0,))), "expected whole numbers"),
-    "true": (("layers.0.key.a.b", entry(shape=(True,), offsets=(0, 1))), "expected whole numbers"),
-    "overflow": (("layers.0.key.a.b", entry(shape=(1 << 32, 1 << 32))), "its offsets hold 4"),
     "too short": (("layers.0.key.a.b", entry(shape=(5,))), "its offsets hold 4"),
     "gap": (("layers.0.key.a.b", entry(offsets=(1, 5))), "begins at 1, but the data before it ends at 0"),
-    "backwards": (("layers.0.key.a.b", entry(offsets=(4, 0))), "its offsets hold -4"),
     "beyond the end": (("layers.0.key.a.b", entry(shape=(9,), offsets=(0, 9))), "the tensors end at 9, the data at 8"),
     "unclaimed bytes": (("layers.0.key.a.b", entry()), "the tensors end at 4, the data at 8"),
 }
@@ -74,7 +67,6 @@ RESEALED = {
         {"tensors": {"layers.0.key.predict.spy": torch.zeros(2)}},
         r"tensors: foreign \['layers.0.key.pr",
     ),
-    "foreign layer": ({"tensors": {"layers.7.key.predict.mean": torch.zeros(16)}}, r"tensors: foreign \['layers.7.key"),
     "missing tensor": ({"tensors": {tiny.WEIGHT: None}}, rf"tensors: foreign \[\], missing \['{tiny.WEIGHT}'\]"),
     "wrong shape": (
         {"tensors": {tiny.WEIGHT: torch.zeros(8, 32, dtype=torch.bfloat16)}},
@@ -85,14 +77,11 @@ RESEALED = {
         rf"tensors: {tiny.WEIGHT} is float32 \[16, 16\], expected b",
     ),
     "NaN": ({"tensors": {tiny.WEIGHT: NAN}}, rf"finite: {tiny.WEIGHT} has NaN, infinity, or more"),
-    "infinity": ({"tensors": {tiny.WEIGHT: NAN.nan_to_num(float("inf"))}}, rf"finite: {tiny.WEIGHT} has"),
     "NaN in a probe": (
         {"tensors": {"layers.0.key.fingerprint.probe": torch.full((8, 8), float("nan"))}},
         "finite: layers.0.key.fingerprint.probe has",
     ),
     "newer schema": ({"schema": 2}, "schema: the file has 2, this version reads 1"),
-    "no schema": ({"schema": None}, "schema: the file has None"),
-    "true is no schema": ({"schema": True}, "schema: the file has True"),
     "unknown key": ({"url": "https://example.org"}, r"schema: kvq: unknown keys \['url'\]"),
     "fit is no object": ({"fit": []}, "schema: provenance and fit must be objects"),
     "recipe of unknown stage": (

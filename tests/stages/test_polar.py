@@ -25,12 +25,8 @@ from kvq_runtime.stages.rotate import Hadamard, Random
 # bits of each level → relative squared error of Gaussian vectors of 128 with exact radii, and bits per element
 ERRORS = {
     (4, 2, 2, 2): (0.0321, 3.875),
-    (3, 2, 2, 2): (0.0699, 3.375),
-    (4, 3, 2, 2): (0.0249, 4.125),
     (4, 3, 3, 2): (0.0205, 4.25),
     (4, 2, 2, 2, 2, 2, 2): (0.0352, 3.125),
-    (4, 3, 2, 2, 2, 2, 2): (0.0280, 3.375),
-    (3, 2, 2, 1, 1, 1, 1): (0.0865, 2.5),
     (2, 2, 2, 2, 2, 2, 2): (0.220, 2.125),
 }
 
