@@ -19,22 +19,22 @@ from kvq_runtime.vllm.page import page_of, shared_pages
 from kvq_runtime.vllm.served_recipe import Shard, shard_of
 
 RECIPES = [
-    "exact", "rtn-2bit", "rtn-4bit+all.quantize.bits=3+all.quantize.range=absmax", "quarot-2bit", "quarot-head-4bit",
-    "higgs-2bit",
-    "higgs-head-3bit", "turboquant-3bit", "lloyd-2bit+all.quantize.bits=1", "polar-3bit", "mean-higgs-head-2bit-post",
-    "mean-lloyd-3bit-post+all.quantize.bits=4", "lloyd-3bit+value.quantize.bits=2", "exact-pre", "mean-higgs-2bit",
-    "mean-lloyd-3bit-post+position=pre",
-]  # fmt: skip
+    "exact",
+    "rtn-2bit",
+    "quarot-2bit",
+    "higgs-head-3bit",
+    "polar-3bit",
+    "mean-lloyd-3bit-post",
+    "mean-higgs-2bit",
+]
 WHOLE = [
-    "kivi-2bit-r32", "gear-2bit+all.quantize.group=32+all.correct.rank=2+window.block=32", "gear-4bit+window.block=16",
-    "squat-2bit-paper+window.recent=32+window.block=32", "squat-pre-2bit-paper+window.recent=32+window.block=32",
-     "kvquant-3bit+window.block=16", "kivi-2bit-r32+value.quantize.bits=4",
-    "svdq-2bit+window.block=32", "zipcache-2bit+window.block=32",
+    "kivi-2bit-r32", "gear-2bit+all.quantize.group=32+all.correct.rank=2+window.block=32",
+    "kvquant-3bit+window.block=16",
+    "squat-pre-2bit-paper+window.recent=32+window.block=32", "zipcache-2bit+window.block=32",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sinks", [0, 4])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name, sinks", [*((name, 4) for name in RECIPES), ("rtn-2bit", 0)])
 def test_attention_is_the_codecs(name: str, sinks: int, monkeypatch):
     """A prompt in chunks, a short one, one with a shared prefix; then single steps of all, by runs of few tokens."""
     monkeypatch.setattr(attend, "TOKENS", 64)
@@ -135,8 +135,7 @@ def test_a_recipe_that_joins_heads_is_not_split(name: str):
         Shard(0, 2).tensors(preset(name), replace(SIZE, kv_heads=4), {})
 
 
-@pytest.mark.parametrize("sinks", [0, 4])
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name, sinks", [*((name, 4) for name in WHOLE), ("kivi-2bit-r32", 0)])
 def test_attention_is_the_codecs_and_exact_in_its_own_page(name: str, sinks: int, monkeypatch):
     """A prompt in chunks, a short one, one that shares pages; then single steps of all, over the end of a page."""
     monkeypatch.setattr(attend, "TOKENS", 64)
