@@ -39,7 +39,6 @@ class Model:
     """The measured model."""
 
     id: str | None = None
-    revision: str | None = None
     parameters: int | None = None
 
 
@@ -100,18 +99,16 @@ class TextProtocol(Windows, Protocol):
 
 @dataclass(frozen=True)
 class Shares:
-    """Decoded shares of attention's weight and of reads; `unread` is the share that the cache dropped."""
+    """Decoded shares of attention's weight and of reads."""
 
     attention: float | None = None
     reads: float | None = None
-    unread: float | None = None
 
 
 @dataclass(frozen=True)
 class Scores:
     """Figures of each window."""
 
-    loss: tuple[Any, ...] | None = None
     kl: tuple[float, ...] = ()
 
 
@@ -121,7 +118,6 @@ class Part:
 
     reference_perplexity: float | None = None
     decoded: Shares | None = None
-    fitted_on: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +165,6 @@ class TextResult:
     bits: Mapping[str, float] = field(default_factory=dict)
     protocols: Parts
     layers: tuple[Mapping[str, float | None], ...] = ()
-    window: Mapping[str, int] = field(default_factory=dict)
     gate: Gate | None = None
     texts: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
 

@@ -22,20 +22,11 @@ def object_of(items: list[str]) -> str:
 
 SHAPES: dict[str, tuple[Callable[[int], str], str]] = {  # {name: (text of some n bytes, the error or "")}
     "an unclosed string of quotes": (lambda n: '"' + '\\"' * (n // 2), "Unterminated string"),
-    "an unclosed string that ends in a backslash": (lambda n: '"' + '\\"' * (n // 2) + "\\", "Unterminated string"),
-    "quotes": (lambda n: '"' * n, "Extra data"),
-    "backslashes": (lambda n: '"' + "\\" * n, "Unterminated string"),
-    "a key that appears twice, at the end": (lambda n: object_of([*KEYS[: n // 12], KEYS[n // 12 - 1]]), "twice"),
     "a key that appears twice, often": (lambda n: list_of(['{"a":0,"a":0}'] * (n // 14)), "appears twice"),
-    "keys": (lambda n: object_of(KEYS[: n // 12]), ""),
     "opening brackets": (lambda n: "[" * n, "levels deep"),
-    "closing brackets": (lambda n: "]" * n, "Expecting value"),
     "brackets in a string": (lambda n: f'"{"[" * n}"', ""),
     "digits": (lambda n: "1" * n, "4300 digits"),
-    "whole numbers": (lambda n: list_of(["1" * 4300] * (n // 4301)), ""),
-    "digits of a fraction": (lambda n: "0." + "1" * n, ""),
     "digits of an exponent": (lambda n: "1e" + "1" * n, "not a finite number"),
-    "lines": (lambda n: "\n" * n + "?", "Expecting value"),
 }  # fmt: skip
 
 
@@ -57,8 +48,8 @@ def seconds(text: str, error: str, times: int) -> float:
 
 @pytest.mark.parametrize("make, error", SHAPES.values(), ids=SHAPES)
 def test_ten_times_the_bytes_take_ten_times_as_long(make, error):
-    sizes, before = [10_000, 100_000, 1_000_000], None
-    for size, times in zip(sizes, (20, 5, 2), strict=True):
+    sizes, before = [10_000, 100_000], None
+    for size, times in zip(sizes, (20, 5), strict=True):
         text = make(size)
         assert 0.8 * size < len(text) < 1.2 * size
         taken = seconds(text, error, times)

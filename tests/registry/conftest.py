@@ -3,8 +3,6 @@
 from weakref import WeakValueDictionary
 
 import pytest
-import tiny_artifact as tiny
-from local_store import NAME
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.registry import resolve
@@ -21,24 +19,6 @@ def nothing_in_memory(monkeypatch):
 def any_registry(request: pytest.FixtureRequest) -> Registry:
     """A registry of each kind."""
     return request.getfixturevalue(f"{request.param}_registry")
-
-
-@pytest.fixture
-def store(any_registry: Registry, monkeypatch) -> Registry:
-    """A registry with two versions, of each kind, the first one production; the default registry of the commands."""
-    monkeypatch.setenv("KVQ_REGISTRY", any_registry.url)
-    for seed in range(2):
-        any_registry.publish(NAME, tiny.data(seed), attachments={"README.md": b"---\ntags: [kvq]\n---\n"})
-    any_registry.promote(NAME, "1.0.0")
-    return any_registry
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch) -> LocalRegistry:
-    """One in a folder, with one version of that name."""
-    found = LocalRegistry(tmp_path / "registry")
-    found.publish(NAME, tiny.data())
-    return found
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What every registry does, in a folder and on a Hub."""
 
-import threading
 from hashlib import sha256
 
 import pytest
@@ -9,7 +8,6 @@ import tiny_artifact as tiny
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import events, resolve
-from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.registry import Registry
 
 NAME = "tiny-2bit"
@@ -73,37 +71,6 @@ def test_only_artifacts_are_published(store: Registry):
 
 
 # ---- several publishers
-
-
-def test_publishers_who_decided_of_one_state_each_have_their_changes(store: Registry, monkeypatch):
-    """All have read the same events before any of them writes; each then moves an alias of its own."""
-    many, write, waited, made = 3, type(store).write, threading.local(), dict[int, str]()
-    gate = threading.Barrier(many)
-    store.publish(NAME, tiny.data(many), attachments=CARD)
-
-    def together(self, *given):
-        if not getattr(waited, "once", False):
-            waited.once = True
-            gate.wait(60)
-        return write(self, *given)
-
-    def work(number: int) -> None:
-        own = resolve.open_registry(store.url)
-        version = own.publish(NAME, tiny.data(number)).version
-        own.promote(NAME, version, alias=f"alias-{number}")
-        made[number] = version
-
-    monkeypatch.setattr(type(store), "write", together)
-    writers = [threading.Thread(target=work, args=(number,)) for number in range(many)]
-    for one in writers:
-        one.start()
-    for one in writers:
-        one.join()
-    state = resolve.open_registry(store.url).state(NAME)
-    assert sorted(["1.0.0", *made.values()]) == sorted(state.versions) == [f"1.0.{n}" for n in range(many + 1)]
-    assert all(state.versions[made[n]].sha256 == sha256(tiny.data(n)).hexdigest() for n in made)
-    assert all(state.at(f"alias-{n}") == made[n] for n in made) and len(state.events) == 1 + 2 * many
-    assert store.examine() == []
 
 
 def test_a_lost_race_is_decided_again(store: Registry):
@@ -229,28 +196,3 @@ def test_what_is_not_there_is_said(store: Registry):
     for action in (lambda: store.promote(NAME, "2.0.0"), lambda: store.yank(NAME, "2.0.0", "bad")):
         with pytest.raises(NotFound, match=r"has no version 2\.0\.0"):
             action()
-
-
-# ---- commands
-
-
-def test_copies_and_commands(store: Registry, tmp_path, kvq):
-    folder, url = LocalRegistry(tmp_path / "source"), store.url
-    for seed in range(2):
-        folder.publish(NAME, tiny.data(seed), attachments=CARD)
-    folder.yank(NAME, "1.0.1", "worse")
-    for _ in range(2):
-        assert kvq("copy", NAME, url, "--registry", folder.url)[0] == 0
-    state = store.current_state(NAME)
-    bytes_of = {version.version: version.sha256 for version in folder.state(NAME).versions.values()}
-    assert {version.version: version.sha256 for version in state.versions.values()} == bytes_of
-    assert state.get("1.0.1").yanked == "worse" and len(state.events) == 3
-    said = ""
-    for words in (["list"], ["history", NAME], ["show", f"{NAME}@1.0.0"], ["doctor"], ["gc"], ["verify", NAME]):
-        code, out, error = kvq(*words, "--registry", url)
-        assert code == 0, (words, error)
-        said += out
-    assert f"nothing is wrong with {url}" in said
-    assert kvq("copy", f"{NAME}@1.0.1", tmp_path / "one", "--registry", url)[0] == 0
-    (version,) = LocalRegistry(tmp_path / "one").state(NAME).versions.values()
-    assert (version.version, version.yanked) == ("1.0.1", "worse")

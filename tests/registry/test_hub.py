@@ -3,7 +3,6 @@
 import logging
 import socket
 import traceback
-import warnings
 from hashlib import sha256
 
 import huggingface_hub
@@ -329,8 +328,6 @@ def test_the_token_is_seen_by_the_hub_alone(hub, store, monkeypatch, tmp_path, c
 
 ACTIONS = {  # {action: (the request that is refused, how)}
     "list names": ("GET /api/models$", lambda store: store.names()),
-    "read": ("GET /api/models/org/", lambda store: store.current_state(NAME)),
-    "publish": ("POST .*/commit/", lambda store: store.publish(NAME, tiny.data(1))),
     "upload": ("POST .*objects/batch", lambda store: store.publish(NAME, tiny.data(1))),
     "add a record": ("POST .*/commit/", lambda store: store.add_record("evaluations", "0" * 64, b"{}", NAME)),
     "ask whose token it is": ("GET /api/whoami", lambda store: store.check_writable()),
@@ -360,15 +357,3 @@ def test_a_token_in_an_address_or_reference_is_not_repeated(address, kvq, tmp_pa
     hub.faults.add("GET /api/models/", "status", 5, status=404)
     code, _, error = kvq("show", URL)
     assert code and error and TOKEN not in error
-
-
-def test_the_endpoint_is_read_at_each_call(hub, store, monkeypatch, tmp_path):
-    store.publish(NAME, tiny.data())
-    with Hub() as other, warnings.catch_warnings():
-        other.users = hub.users
-        monkeypatch.setenv("HF_ENDPOINT", other.url)
-        clear(monkeypatch, tmp_path)
-        with pytest.raises(NotFound, match=other.url):
-            resolve.resolve(URL)
-        store.publish(NAME, tiny.data(3))
-        assert set(other.repos) == {REPO}

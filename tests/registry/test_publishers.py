@@ -18,7 +18,7 @@ from kvq_runtime.registry import resolve
 from kvq_runtime.registry.hub import HubRegistry
 from kvq_runtime.registry.local import LocalRegistry
 
-MANY = 6
+MANY = 4
 
 
 @pytest.fixture
