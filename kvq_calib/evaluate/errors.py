@@ -55,9 +55,7 @@ def by_layer(
             captured = module.forward(h_BTE, queries=True)
             hidden[index] = captured.h_BTE.cpu()
             chunk = attention.inputs(captured, tables, geometry)
-            pair, exact = (chunk.k, chunk.v), None
-            if chunk.q is not None:
-                exact = attention.attend(chunk, pair, pair, attention.tiles(len(h_BTE[0])), geometry.head_size)
+            exact = None if chunk.q is None else attention.attend(chunk, chunk.k, chunk.v, geometry.head_size)
             for work in works.values():
                 work.add(layer, index, chunk, exact)
             progress(tokens_BT.shape[1])
@@ -95,8 +93,7 @@ class _Work:
             k_hat = apply_rope(k_hat, chunk.rope, self.geometry.kv_heads)
         if exact_NTC is None:
             return
-        tiles = attention.tiles(exact_NTC.shape[1], exact_NTC.shape[1])
-        out = attention.attend(chunk, (chunk.k, chunk.v), (k_hat, v_hat), tiles, self.geometry.head_size)
+        out = attention.attend(chunk, k_hat, v_hat, self.geometry.head_size)
         self._add("attention/error", (out - exact_NTC).square())
         self._add("attention/energy", exact_NTC.square())
 

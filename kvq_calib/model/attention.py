@@ -1,9 +1,4 @@
-"""Hold what is captured of a layer, and compute its causal attention, where a part of what a query reads is decoded and
-the rest exact.
-
-A tile is a run of queries that read the same: (start, stop, decoded), the last counted from the first token. Tokens
-that are not decoded are read as they are. Attention's scale is 1/√D.
-"""
+"""Hold what is captured of a layer, and compute its causal attention. Attention's scale is 1/√D."""
 
 from dataclasses import dataclass
 
@@ -14,7 +9,6 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dense, rope
 
 Pair = tuple[Tensor, Tensor]
-Tile = tuple[int, int, int]
 TILE = 512  # queries: what a tile's scores take grows with tile × tokens
 
 
@@ -65,27 +59,20 @@ def apply_rope(x_NTC: Tensor, tables: Pair, heads: int) -> Tensor:
     return rope.rotate(x_NTC.unflatten(-1, (heads, -1)), *tables).flatten(-2)
 
 
-def tiles(tokens: int, decoded: int = 0) -> list[Tile]:
-    """All queries, reading the first `decoded` tokens decoded."""
-    return [(start, min(start + TILE, tokens), decoded) for start in range(0, tokens, TILE)]
+def attend(chunk: AttentionInputs, k_NTC: Tensor, v_NTC: Tensor, head_size: int) -> Tensor:
+    """Attend by the chunk's queries to keys after RoPE, before the projection: [N, T, C of the queries]."""
 
-
-def attend(chunk: AttentionInputs, exact: Pair, decoded: Pair, runs: list[Tile], head_size: int) -> Tensor:
-    """Attend by the chunk's queries to keys and values after RoPE, before the projection: [N, T, C of the queries]."""
-
-    def by_head(x_NTC: Tensor, size: int) -> Tensor:
-        return x_NTC.unflatten(-1, (-1, size)).transpose(1, 2)
+    def by_head(x_NTC: Tensor) -> Tensor:
+        return x_NTC.unflatten(-1, (-1, head_size)).transpose(1, 2)
 
     assert chunk.q is not None, "queries were not asked for"
-    out = []
-    for start, stop, count in runs:
-        k, v = (
-            torch.cat([x_hat[:, : min(count, stop)], x[:, count:stop]], 1)
-            for x, x_hat in zip(exact, decoded, strict=True)
+    out, tokens = [], k_NTC.shape[1]
+    for start in range(0, tokens, TILE):
+        stop = min(start + TILE, tokens)
+        keys_BHSD, values_BHSD, queries = by_head(k_NTC[:, :stop]), by_head(v_NTC[:, :stop]), chunk.q[:, start:stop]
+        seen = torch.arange(stop, device=k_NTC.device) <= torch.arange(start, stop, device=k_NTC.device)[:, None]
+        tile = dense.attention(
+            by_head(queries), keys_BHSD, values_BHSD, seen[None, None], head_size**-0.5, chunk.softmax
         )
-        keys_BHSD, values_BHSD = (by_head(x, head_size) for x in (k, v))
-        visible = torch.arange(stop, device=k.device) <= torch.arange(start, stop, device=k.device)[:, None]
-        queries = by_head(chunk.q[:, start:stop], head_size)
-        tile = dense.attention(queries, keys_BHSD, values_BHSD, visible[None, None], head_size**-0.5, chunk.softmax)
         out.append(tile.transpose(1, 2).flatten(2))
     return torch.cat(out, 1)

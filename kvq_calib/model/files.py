@@ -1,12 +1,10 @@
 """Describe the model of a folder in Hugging Face format: its configuration, and the tensors of its safetensors files.
 
-No code that came with a model runs: `config.json` is data, and weights are safetensors only. Of weights on the Hub the
-headers suffice to plan a calibration.
+No code that came with a model runs: `config.json` is data, and weights are safetensors only. The configuration suffices
+to plan a calibration.
 """
 
-import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,24 +28,10 @@ if TYPE_CHECKING:
 
     from kvq_calib.model.weights import Weights
 
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES = "bfloat16", "float16", "float32"
 OUTPUT = "o_proj"  # attention's last projection
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
-_WIDTH = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}  # bytes; of other dtypes 1
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor's header: the name of its safetensors file, its dtype there ("BF16") and its shape."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return _WIDTH.get(self.dtype, 1) * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -57,16 +41,19 @@ class ModelFiles:
     id         its name in provenance: the catalog's or the folder's name, or the Hub id
     revision   the Hub commit the files belong to; None for a local folder
     config     the text decoder's settings, transformers' defaults included
-    tensors    headers by the names in the files, those of image towers included
-    local      False if the weights are only on the Hub
+    tensors    the file of each tensor, those of image towers included; none where the weights are only on the Hub
     """
 
     path: Path
     id: str
     revision: str | None
     config: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
-    local: bool = True
+    tensors: Mapping[str, str]
+
+    @property
+    def local(self) -> bool:
+        """False if the weights are only on the Hub."""
+        return bool(self.tensors)
 
     @property
     def entry(self) -> catalog.Entry:
@@ -133,15 +120,12 @@ class ModelFiles:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which most numbers of the layers are stored."""
-        stored = [tensor for name, tensor in self.tensors.items() if _OF_LAYER.search(name)]
-        count = Counter[str]()
-        for tensor in stored:
-            count[tensor.dtype] += math.prod(tensor.shape)
-        dtype = count.most_common(1)[0][0]
+        """The dtype in which layers are stored; of weights on the Hub, as config.json says."""
+        first = next((name for name in self.tensors if _OF_LAYER.search(name)), None)
+        dtype = str(self.config.get("dtype") if first is None else self.tensor(first).dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise ValueError(f"{self.id} is stored as {dtype}; use weights in {', '.join(DTYPES)}")
-        return DTYPES[dtype]
+        return getattr(torch, dtype)
 
     @property
     def parameters(self) -> int:
@@ -156,7 +140,7 @@ class ModelFiles:
     @property
     def download_bytes(self) -> int:
         """The bytes of weights to download; 0 for local ones."""
-        return 0 if self.local else sum(tensor.bytes for tensor in self.tensors.values())
+        return 0 if self.local else self.weight_bytes
 
     @property
     def about(self) -> dict[str, Any]:
@@ -181,7 +165,7 @@ class ModelFiles:
         """One tensor, as stored, on the CPU, in memory mapped from the file."""
         if name not in self.tensors:
             raise ValueError(f"{self.id} has no tensor {name!r}; is the folder complete?")
-        return _open(self.path / self.tensors[name].file).get_tensor(name)
+        return _open(self.path / self.tensors[name]).get_tensor(name)
 
     def rows(self, name: str, numbers: Tensor) -> Tensor:
         """Single rows of a matrix, as stored, on the CPU; the others are not read."""
@@ -230,18 +214,16 @@ class ModelFiles:
         )
 
 
-def stored_tensors(folder: Path, id: str) -> dict[str, StoredTensor]:
-    """Read the headers of a folder's weights.
+def tensors_of(folder: Path, id: str, layers: int) -> dict[str, str]:
+    """Map each tensor of a folder's weights to its file.
 
-    Raises ValueError for a folder without safetensors, ArtifactError for a file that is missing or cut off: it is found
-    here, not after hours.
+    Raises ValueError for a folder without safetensors or without a layer, ArtifactError for a file that is missing or
+    cut off: it is found here, not after hours.
     """
     if (folder / INDEX).is_file():
         named = disk.json_object(folder / INDEX).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-            raise ArtifactError(
-                f"{folder / INDEX}: weight_map does not name the file of each tensor; download it again"
-            )
+            raise ArtifactError(f"{folder / INDEX}: it does not name the file of each tensor; download it again")
         files = sorted(set(named.values()))
     elif (folder / SINGLE).is_file():
         files = [SINGLE]
@@ -249,25 +231,15 @@ def stored_tensors(folder: Path, id: str) -> dict[str, StoredTensor]:
         others = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(pattern))]
         code = f"; found {others[0]}, which may run code when it is opened: convert it" if others else ""
         raise ValueError(f"{id} has no {SINGLE} in {folder}{code}")
-    tensors = {}
+    tensors: dict[str, str] = {}
     for file in files:
         if Path(file).name != file or not (folder / file).is_file():
             raise ArtifactError(f"{id}: the index names {file!r}, which is not in {folder}; download it again")
-        opened = _open(folder / file)
-        for name in list(opened.keys()):
-            header = opened.get_slice(name)
-            tensors[name] = StoredTensor(file, header.get_dtype(), tuple(header.get_shape()))
+        tensors |= dict.fromkeys(_open(folder / file).keys(), file)
+    stored = {int(found[1]) for found in map(_OF_LAYER.search, tensors) if found}
+    if (missing := next((n for n in range(layers) if n not in stored), None)) is not None:
+        raise ValueError(f"{id}: no weights for layer {missing} of {layers}")
     return tensors
-
-
-def check_layers(files: ModelFiles) -> ModelFiles:
-    """Raise a ValueError for a model without the weights of one of its layers; return the model."""
-    stored = {int(found[1]) for found in map(_OF_LAYER.search, files.tensors) if found}
-    count = files.config["num_hidden_layers"]
-    missing = next((n for n in range(count) if n not in stored), None)
-    if missing is not None:
-        raise ValueError(f"{files.id}: no weights for layer {missing} of {count}")
-    return files
 
 
 def _open(path: Path) -> Any:

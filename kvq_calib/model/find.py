@@ -5,14 +5,14 @@ tell models of one name apart, by a digest.
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
 from kvq_calib.model import config, gguf
 from kvq_calib.model.catalog import CATALOG, Entry, entry, hub_id
-from kvq_calib.model.files import INDEX, SINGLE, ModelFiles, StoredTensor, check_layers, stored_tensors
+from kvq_calib.model.files import INDEX, SINGLE, ModelFiles, tensors_of
 from kvq_calib.model.gguf import is_gguf
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import NotFound
@@ -40,7 +40,7 @@ def resolve(name: str | Path, revision: str | None = None) -> ModelFiles:
 
 
 def look_up(name: str | Path, revision: str | None = None) -> ModelFiles:
-    """`resolve` for a plan alone: of weights on the Hub only the headers are read, and nothing is kept."""
+    """`resolve` for a plan alone: weights that are only on the Hub are not downloaded."""
     return _find(str(name), revision, SMALL)
 
 
@@ -55,16 +55,13 @@ def _find(name: str, revision: str | None, patterns: list[str]) -> ModelFiles:
         path = _download(hub, revision, patterns)
     except RuntimeError as error:
         return _without_hub(name, revision, error)
-    whole = WEIGHTS in patterns or _has_weights(path)
-    return read(path, hub, path.name, None if whole else _headers(hub, path.name))
+    return read(path, hub, path.name, weights=WEIGHTS in patterns or _has_weights(path))
 
 
-def read(
-    path: Path, id: str, revision: str | None = None, headers: Mapping[str, StoredTensor] | None = None
-) -> ModelFiles:
+def read(path: Path, id: str, revision: str | None = None, weights: bool = True) -> ModelFiles:
     """Open the folder of a model and check that it can be calibrated.
 
-    headers   of weights that are not in the folder
+    weights   False if they are not in the folder
     Raises ValueError for a model that is not supported, ArtifactError for a damaged file, by its name.
     """
     if not (path / "config.json").is_file():
@@ -74,8 +71,8 @@ def read(
         )
         raise ValueError(f"{path} has no config.json; give {instead}")
     settings = config.read(path, id)
-    tensors = stored_tensors(path, id) if headers is None else headers
-    return check_layers(ModelFiles(path, id, revision, settings, tensors, headers is None))
+    tensors = tensors_of(path, id, settings["num_hidden_layers"]) if weights else {}
+    return ModelFiles(path, id, revision, settings, tensors)
 
 
 def _local(name: str, revision: str | None) -> ModelFiles | None:
@@ -126,23 +123,6 @@ def _has_weights(path: Path) -> bool:
     index = path / INDEX
     files = set(disk.json_object(index).get("weight_map", {}).values()) if index.is_file() else {SINGLE}
     return all((path / file).is_file() for file in files)
-
-
-def _headers(hub: str, revision: str) -> dict[str, StoredTensor]:
-    """Read the headers of a Hub model's weights, by tensor, without the weights."""
-    from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
-
-    try:
-        with _translated(hub, revision):
-            found = get_safetensors_metadata(hub, revision=revision)
-    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-        raise ValueError(f"{hub} has no weights in safetensors: {_sentence(error)}") from None
-    return {
-        tensor: StoredTensor(file, about.dtype, tuple(about.shape))
-        for file, header in found.files_metadata.items()
-        for tensor, about in header.tensors.items()
-    }
 
 
 @contextmanager
@@ -200,7 +180,7 @@ def digest(files: ModelFiles) -> str:
     found = hashlib.sha256(json.dumps(dict(files.config), sort_keys=True, default=str).encode())
     if (tokenizer := files.path / "tokenizer.json").is_file():
         found.update(tokenizer.read_bytes())
-    for name in sorted({tensor.file for tensor in files.tensors.values()}) if files.local else ():
+    for name in sorted(set(files.tensors.values())):
         size = (files.path / name).stat().st_size
         found.update(f"\0{name} {size}\0".encode())
         with (files.path / name).open("rb") as file:

@@ -78,11 +78,11 @@ def test_an_index_without_end_or_of_another_kind_is_refused(tmp_path):
     for text, message in (("[]", "expected an object"), ('{"weight_map": {"a": 1}}', "does not name the file of each")):
         index.write_text(text)
         with pytest.raises(ValueError, match=message):
-            files.stored_tensors(tmp_path, "tiny")
+            files.tensors_of(tmp_path, "tiny", 1)
     with index.open("r+b") as file:
         file.truncate(1 << 28)
     with pytest.raises(ValueError, match="at most 67108864 are allowed"):
-        files.stored_tensors(tmp_path, "tiny")
+        files.tensors_of(tmp_path, "tiny", 1)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[" * 200_000, "\udcff"])
