@@ -8,11 +8,8 @@ from models import prompt, random_model
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvq_runtime.attention.path import Query, Reference, newest_weights
-from kvq_runtime.cache import BlockCache
 from kvq_runtime.ops.dense import Softmax
 from kvq_runtime.recipe import Recipe, Scheme, Window
-from kvq_runtime.stages.codebook import Grid
-from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 
 GROUP = 3  # query heads per KV head
@@ -80,15 +77,6 @@ def test_the_newest_weights_are_those_of_attention():
     torch.testing.assert_close(told, seen[0][..., -told.shape[-1] :])
 
 
-@pytest.mark.parametrize("rows, kind", [(1, Rtn), (2, Grid)])
-@pytest.mark.parametrize("turn", [None, "head", "all"])
-@pytest.mark.parametrize("group", [16, "head", "all"])
-def test_groups_and_rotations_may_reach_over_any_heads(kind, group, turn, rows):
-    scheme = Scheme(kind(group=group), rotate=turn and Hadamard(turn))
-    for out, expected in both(Recipe("any", scheme, scheme, window=Window(4, 20, 16)), [100, 1, 1], 1, rows=rows):
-        assert error(out, expected) < 1e-2  # decoding rounds the rotation to bfloat16
-
-
 @pytest.mark.parametrize("blocks, sinks", [(1, 24), (3, 24), (40, 4), (40, 0)])
 def test_sinks_may_lie_in_several_blocks_and_blocks_in_several_slabs(blocks, sinks):
     recipe = Recipe("any", Scheme(Rtn()), Scheme(Rtn()), window=Window(sinks, 8, 16))
@@ -150,13 +138,6 @@ def test_left_padding():
     assert torch.equal(generate(model, ids, kvq("exact", model), attention_mask=mask), expected)
 
 
-def test_other_caches_and_sliding_layers_are_sdpas():
-    model = random_model("mistral", sliding_window=16)
-    expected = generate(model, prompt(), stock(model))
-    model.set_attn_implementation("kvq")
-    assert torch.equal(generate(model, prompt(), stock(model)), expected)
-
-
 def test_a_pass_that_fails_in_attention_is_undone():
     model = random_model("llama", attention="kvq")
     cache = kvq("rtn-4bit", model)
@@ -175,9 +156,3 @@ def test_a_pass_that_fails_in_attention_is_undone():
         handle.remove()
         assert cache.get_seq_length() == 60
         assert torch.equal(model(ids[:, :1], past_key_values=cache).logits, held)
-
-
-def test_bare_caches_attend_too():
-    cache = BlockCache(RECIPES["rtn-2bit"], GEOMETRY)
-    cache.take(0, torch.randn(1, 5, 64), torch.randn(1, 5, 64))
-    assert cache.attend(0, torch.randn(1, 2, 5, 32), None, 1.0).shape == (1, 2, 5, 32)

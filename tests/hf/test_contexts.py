@@ -7,8 +7,6 @@ import torch
 from generating import generate, kvq, stock
 from models import prompt, random_model
 
-from kvq_runtime.ops import lloyd
-from kvq_runtime.ops.constant import constant
 from kvq_runtime.recipe import OURS, preset
 
 PLAIN = ["exact", "higgs-2bit", "rtn-4bit", "kivi-2bit", "gear-2bit"]
@@ -70,15 +68,6 @@ def test_blocks_of_autocast_are_those_of_the_same_keys_and_values(name, attentio
             assert torch.equal(stored, two.fields(role, 0, one.blocks)[field]), field
 
 
-def test_generating_under_autocast():
-    model = random_model("llama")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(generate(model, prompt(), kvq("exact", model)), generate(model, prompt(), stock(model)))
-    model.set_attn_implementation("kvq")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert generate(model, prompt(), kvq("higgs-2bit", model)).shape == (2, 80)
-
-
 # ---- inference mode ----
 
 
@@ -127,19 +116,6 @@ def test_what_a_process_computes_once_in_inference_mode_is_for_passes_with_gradi
     assert found.requires_grad and torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", CONSTANTS)
-def test_what_a_process_computes_once_is_the_same_whatever_the_default_dtype_is(name):
-    model, ids = random_model("llama", "kvq"), prompt(2, 161)
-    expected = logits(model, kvq(name, model), ids)
-    forget_constants()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        logits(model, kvq(name, model), ids)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(logits(model, kvq(name, model), ids), expected)
-
-
 @pytest.mark.parametrize("name", ["h2o-higgs-2bit", "polar-online"])
 def test_what_a_cache_chooses_and_fits_is_the_same_whatever_the_default_dtype_is(name):
     """Sums of attention in bfloat16 stop growing at 256, and would hold other tokens."""
@@ -156,23 +132,6 @@ def test_what_a_cache_chooses_and_fits_is_the_same_whatever_the_default_dtype_is
             torch.set_default_dtype(torch.float32)
 
 
-def test_what_a_process_computes_once_leaves_other_threads_their_default_dtype():
-    """It is the process's: one that is set for a moment is another thread's too, and the one put back may be its."""
-    expected = lloyd.sphere(64, 3)
-    forget_constants()
-    seen = []
-    note = constant(1)(lambda: seen.append(torch.get_default_dtype()))
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        note()
-        found = lloyd.sphere(64, 3)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert seen == [torch.bfloat16]
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype and torch.equal(one, other)
-
-
 def test_an_artifact_of_inference_mode_is_held_once():
     model = random_model("llama")
     with torch.inference_mode():
@@ -181,15 +140,3 @@ def test_an_artifact_of_inference_mode_is_held_once():
     again = kvq("aqua-2bit", model)
     assert not any(tensor.is_inference() for tensor in held)
     assert cache.memory_report().shared_bytes == again.memory_report().shared_bytes
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "kvq"])
-def test_a_prompt_in_inference_mode_is_cropped_outside(attention):
-    model, ids = random_model("llama", attention), prompt(2, 161)
-    with torch.inference_mode():
-        cache, other = kvq("exact", model), stock(model)
-        for one in (cache, other):
-            model(ids, past_key_values=one)
-    cache.crop(-121)
-    other.crop(-121)
-    assert torch.equal(generate(model, ids[:, :50], cache), generate(model, ids[:, :50], other))

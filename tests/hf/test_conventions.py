@@ -2,23 +2,18 @@
 
 import copy
 import gc
-import logging
-import pickle
 import weakref
 
 import fitted
 import pytest
-import torch
 from feeding import small
 from generating import generate, kvq
 from models import prompt, random_model
 from transformers import AttentionInterface
 
-from kvq_calib.evaluate.caches import in_use
 from kvq_runtime import KVQCache
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.codec import shared
 from kvq_runtime.hf import fingerprint_of, geometry_of
 from kvq_runtime.recipe import preset
 from kvq_runtime.store.memory import human
@@ -63,25 +58,6 @@ def test_caches_of_one_file_hold_its_tensors_once(name, model, tmp_path):
     assert gone() is None
 
 
-def test_an_artifact_in_use_can_be_sent_to_another_process(model):
-    made = fit("aqua-2bit", model)
-    cache = KVQCache.from_artifact(made, model)
-    sent = pickle.loads(pickle.dumps(made))
-    assert cache.artifact is made and artifact.to_bytes(sent) == artifact.to_bytes(made)
-
-
-def test_codecs_on_another_device_are_shared_too(model):
-    """A meta device stands for a GPU: tensors there have no storage, but are tensors of their own."""
-    made, meta = fit("aqua-2bit", model), torch.device("meta")
-    pairs = [shared.build(made.recipe, geometry_of(model), made.tensors) for _ in range(2)]
-    (key, _), (again, _) = pairs[0][1], pairs[1][1]
-    assert key is again and key.device.type == "cpu"
-    moved = shared.moved(key, meta)
-    assert moved is shared.moved(again, meta) and moved is not key and key.device.type == "cpu"
-    assert all(tensor.device == meta for tensor in moved.tensors.values())
-    assert not any(tensor.is_meta for tensor in key.tensors.values())
-
-
 def test_the_text_of_a_cache_says_recipe_tokens_and_bytes(model):
     cache = kvq("higgs-2bit", model)
     assert repr(cache) == "KVQCache(higgs-2bit, empty)"
@@ -96,32 +72,11 @@ def test_importing_the_cache_registers_its_attention():
     assert random_model(attention="kvq").config._attn_implementation == "kvq"
 
 
-def test_the_log_says_once_a_layer_what_attends_and_why(model, caplog):
-    caplog.set_level(logging.DEBUG, "kvq_runtime")
-    model.set_attn_implementation("kvq")
-    generate(model, prompt(1, 60), kvq("higgs-2bit", model))
-    said = [record for record in caplog.records if record.name == "kvq_runtime.cache"]
-    assert [record.levelname for record in said] == ["DEBUG"] * 3
-    for layer, record in enumerate(said):
-        text = record.getMessage()
-        assert text.startswith(f"layer {layer}: Reference attends; Fused refuses: ") and text.count(":") >= 2
-
-
-def test_the_log_says_once_that_a_step_decodes_all_history_unless_it_does_not(model, caplog, monkeypatch):
-    monkeypatch.setattr("kvq_runtime.hf.hooks._slow", set())
-    recipe, slow = small(preset("higgs-2bit"), geometry_of(model)), "every step decodes the whole history"
-    generate(model, prompt(1, 60), in_use(recipe, model))  # which decodes each block once
-    assert slow not in caplog.text
-    for _ in range(2):
-        generate(model, prompt(1, 60), KVQCache(recipe, model))
-    assert caplog.text.count(slow) == 1
-
-
 def test_what_is_internal_is_named_so(model):
     """Beside what transformers asks of a cache, a KVQCache has only what docs/api.md describes."""
     own = {name for name in vars(KVQCache) if not name.startswith("_")}
     assert own == {
         "attention", "batch_repeat_interleave", "batch_select_indices", "crop", "from_artifact", "from_pretrained",
-        "from_recipe", "get_seq_length", "health", "memory_report", "refusal", "reorder_cache", "reset", "unhook",
+        "from_recipe", "get_seq_length", "memory_report", "refusal", "reorder_cache", "reset", "unhook",
     }  # fmt: skip
     assert KVQCache.__init__.__doc__ and kvq("higgs-2bit", model).artifact is None

@@ -6,7 +6,7 @@ import fitted
 import pytest
 import torch
 from feeding import make, small
-from generating import WAYS, generate, padded, replayed, stock
+from generating import WAYS, replayed, stock
 from heavy import EXACT, held
 from models import prompt, random_model
 from tiers import together
@@ -69,13 +69,3 @@ def test_every_way_of_generating_works(name, way):
     replayed(model, ids, cache, cached(name, model), way)
     report = cache.memory_report()
     assert report.tokens == cache.get_seq_length() >= 78 and 0 < report.kept < 55
-
-
-def test_holding_everything_is_the_stock_cache_and_padding_does_not_count():
-    model = random_model("llama", attention="kvq")
-    ids, mask = padded(prompt(2, 60), 60, 23)
-    expected = generate(model, ids, stock(model), attention_mask=mask)
-    assert torch.equal(generate(model, ids, cached("h2o", model, 1.0), attention_mask=mask), expected)
-    cache = cached("h2o", model)
-    generate(model, ids, cache, attention_mask=mask)
-    assert bool(cache.blocks.positions.real_BT[:, -20:].all()) and cache.memory_report().kept < 70

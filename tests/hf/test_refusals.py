@@ -59,13 +59,6 @@ def test_layers_of_other_shapes_are_refused_when_made_or_first_seen():
         cache.update(torch.zeros(1, 2, 5, 32), torch.zeros(1, 2, 5, 16), 0)
 
 
-def test_artifacts_are_of_models_with_projections():
-    model = random_model("llama")
-    del model.model.layers[1].self_attn.k_proj
-    with pytest.raises(ValueError, match="LlamaAttention has no k_proj; no artifact is of such a model"):
-        fingerprint_of(model)
-
-
 def test_a_projection_in_one_with_others_is_probed_by_its_rows():
     model = random("phi3")
     found, width = fingerprint_of(model), geometry_of(model).width
@@ -140,14 +133,6 @@ def test_arguments_that_may_change_the_result_are_refused(given, why):
         assert cache.get_seq_length() == 40
         model(ids[:, 40:41], past_key_values=cache, output_attentions=False, output_router_logits=False)
     assert cache.get_seq_length() == 41
-
-
-def test_windows_of_layers_that_transformers_holds_are_in_their_masks():
-    model, ids = random_model("mistral", "kvq", sliding_window=16), prompt(2, 60)
-    with torch.no_grad():
-        found = model(ids, past_key_values=stock(model)).logits
-        model.set_attn_implementation("sdpa")
-        assert torch.equal(found, model(ids, past_key_values=stock(model)).logits)
 
 
 # ---- recurrent layers ----

@@ -4,7 +4,7 @@ attended to as decoded keys and values are, and tokens weighed so."""
 import pytest
 import torch
 from architectures import random
-from generating import generate, kvq, padded, stock
+from generating import kvq, padded, stock
 from models import prompt
 
 CAP = 0.5  # most scores come near it
@@ -74,34 +74,7 @@ def test_packed_codes_are_read_with_soft_caps(name, lengths):
         assert float((free - packed).norm() / packed.norm()) > 0.02, "the cap changes something"
 
 
-def test_the_sinks_are_not_left_out(sinking):
-    ids = prompt(2, 60)
-    with_sinks = logits(sinking, kvq("exact", sinking), ids, "kvq")
-    with torch.no_grad():
-        for layer in sinking.model.layers:
-            layer.self_attn.sinks.fill_(-1e4)
-    without = logits(sinking, kvq("exact", sinking), ids, "kvq")
-    assert float((with_sinks - without).norm() / without.norm()) > 0.05
-
-
 @pytest.mark.parametrize("name", ["h2o", "snapkv"])
 def test_recipes_that_weigh_tokens_are_refused_with_learned_sinks(name, sinking):
     with pytest.raises(ValueError, match="weighs tokens by attention, of which this model's learned sinks"):
         logits(sinking, kvq(name, sinking), prompt(2, 60), "kvq")
-
-
-def test_beams_of_padded_prompts():
-    model = capped()
-    ids, mask = padded(prompt(2, 60), 53, 60)
-    model.set_attn_implementation("eager")
-    expected = generate(model, ids, stock(model), "beams", attention_mask=mask)
-    model.set_attn_implementation("kvq")
-    assert torch.equal(generate(model, ids, kvq("exact", model), "beams", attention_mask=mask), expected)
-
-
-@pytest.mark.parametrize("name", ["exact+policies.chunks=on", "snapkv"])
-def test_policies_that_hold_all_tokens_change_nothing(name):
-    """They choose by capped weights, here with room for all."""
-    model, ids = capped(), prompt(2, 60)
-    found = logits(model, kvq(name, model), ids, "kvq")
-    near(found, logits(model, stock(model), ids, "eager"))

@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from feeding import GEOMETRY, RECIPES, anything, feed, feed_in, make, newest, oldest, read, same, state, tensors
-from generating import WAYS, generate, kvq, padded, replayed, stock
+from feeding import GEOMETRY, anything, feed, feed_in, make, newest, oldest, read, same, state, tensors
+from generating import WAYS, kvq, replayed
 from models import prompt, random_model
-from owned_bytes import owned
 from tiers import together
 
-from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.recipe import Recipe, Scheme, Window, preset
+from kvq_runtime.codec.codec import Codec
+from kvq_runtime.recipe import Recipe, Window, preset
 from kvq_runtime.recipes import subkv
-from kvq_runtime.recipes.subkv import DynamicWindow
-from kvq_runtime.stages.rtn import Rtn
 
 every = pytest.mark.parametrize("recipe", ["subkv-2bit", "subkv-aqua-2bit"], indirect=True)
 STEPS = [40] + [1] * 50 + [7, 1, 33, 1, 1, 64, 90, 1, 1]
@@ -76,32 +73,6 @@ def test_the_edge_is_the_first_real_token_that_is_no_sink():
     assert subkv.gaps(p, 9, 1, None).isnan().all()
 
 
-@pytest.mark.parametrize("blocks", [0, -1, 1025])
-def test_settings(blocks):
-    with pytest.raises(ValueError, match="use 1 to 1024"):
-        DynamicWindow(blocks)
-
-
-def test_what_cannot_be():
-    scheme = Scheme(Rtn(2))
-    with pytest.raises(ValueError, match="two policies for one choice"):
-        Recipe("r", scheme, scheme, policies=(DynamicWindow(), DynamicWindow(2))).check()
-    with pytest.raises(ValueError, match=r"policies=\(3,\); use some of .*'dynamic'"):
-        Recipe("r", scheme, scheme, policies=(3,)).check()
-    given = preset("subkv-2bit").to_json()
-    for bad in ({"kind": "magic"}, {"kind": "dynamic", "blocks": "3"}, {"kind": "dynamic", "most": 3}, 3):
-        with pytest.raises(ValueError, match="window"):
-            Recipe.from_json(given | {"window": bad})
-    assert "window" not in preset("kivi-2bit").to_json()
-
-
-def test_update_is_refused_by_name():
-    cache, x = make(RECIPES["subkv-2bit"]), tensors(3)
-    with pytest.raises(RuntimeError, match=r"subkv-2bit needs attention, .* use take\(\), attend\(\) and finish\(\)"):
-        cache.update(0, *x[0].unbind(0))
-    assert cache.length == 0
-
-
 # ---- what a cache makes of it ----
 
 
@@ -147,37 +118,6 @@ def test_no_token_is_lost_and_the_cap_holds(recipe):
             assert store.blocks == cache.layers[0].blocks
             seen.add(store.recent)
     assert seen == {recent, most}  # attention decided both ways
-
-
-@every
-def test_same_calls_same_blocks(recipe):
-    assert recipe.arrival_dependent and not fixed(recipe).arrival_dependent
-    x, caches = tensors(sum(STEPS)), [make(recipe), make(recipe)]
-    for cache in caches:
-        feed_in(cache, x, STEPS, query=anything)
-    assert same(*map(state, caches))
-    assert decisions(recipe, x, anything) != decisions(recipe, x, newest) != decisions(recipe, x, oldest)
-
-
-def test_every_layer_and_row_has_a_say():
-    """One row, or the last layer, that attends to the newest token alone outweighs the others, for all."""
-    recipe = RECIPES["subkv-2bit"]
-    x = tensors(sum(STEPS))
-    last = x[2, 0].flatten(0, 1)
-
-    def mildly(k_BTC, v_BTC):
-        return oldest(k_BTC, v_BTC) / 1000
-
-    def one_row(k_BTC, v_BTC):
-        return torch.stack([newest(k_BTC, v_BTC)[0], mildly(k_BTC, v_BTC)[1]])
-
-    def one_layer(k_BTC, v_BTC):
-        own = bool((last == k_BTC[0, 0]).all(-1).any())
-        return newest(k_BTC, v_BTC) if own else mildly(k_BTC, v_BTC)
-
-    lets_go = decisions(recipe, x, newest)
-    assert decisions(recipe, x, one_row) == decisions(recipe, x, one_layer) == lets_go
-    assert decisions(recipe, x, mildly) == decisions(recipe, x, oldest) != lets_go
 
 
 @every
@@ -228,41 +168,6 @@ def test_a_crop_takes_back_what_the_cropped_tokens_said(recipe):
     assert cache.length == recent + 2 * block + 3 and len(read(cache)) == 3
 
 
-@every
-def test_reordered_rows_take_their_say_with_them(recipe):
-    x, rows = tensors(sum(STEPS), rows=3), torch.tensor([2, 0, 0])
-    real = torch.arange(x.shape[3]) >= torch.tensor([0, 3, 20])[:, None]
-    cache, other = make(recipe), make(recipe)
-    for number, size in enumerate(STEPS):
-        if number % 5 == 0:
-            cache.reorder(torch.tensor([1, 2, 0]))
-            cache.reorder(torch.tensor([2, 0, 1]))
-        feed_in(cache, x, [size], real_BT=real, query=anything)
-        feed_in(other, x, [size], real_BT=real, query=anything)
-    assert same(state(cache), state(other))
-    cache.reorder(rows)
-    found, expected = cache.policies[0].gaps, other.policies[0].gaps
-    assert all(torch.equal(found[layer], expected[layer][rows]) for layer in range(3))
-
-
-@pytest.mark.parametrize("recipe", ["subkv-2bit"], indirect=True)
-def test_a_longer_window_is_billed(recipe):
-    recent, block = recipe.window.recent, recipe.window.block
-    x = tensors(recent + 8 * block)
-    long, short = make(recipe), make(recipe)
-    for _ in range(recent + 6 * block):
-        feed_in(long, x, [1], query=oldest)
-        feed_in(short, x, [1], query=newest)
-        assert long.memory_report().total_bytes == sum(owned(long).values())
-    more = long.memory_report().parts["window"] - short.memory_report().parts["window"]
-    assert (
-        more >= recipe.policy("window").blocks * block * 2 * 3 * 2 * 64 * 4
-    )  # tokens, halves, layers, rows, channels, bytes
-    feed_in(long, x, [1, 1], query=newest)  # it lets go at the second
-    assert long.layers[0].blocks == short.layers[0].blocks
-    assert long.memory_report().parts["window"] <= short.memory_report().parts["window"] + 6 * 2 * 64 * 64 * 4
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_are_the_papers(name):
     recipe, bits = preset(name), int(name[6])
@@ -272,36 +177,6 @@ def test_settings_are_the_papers(name):
         assert Codec(recipe, 0, role, GEOMETRY, {}).bits() == bits + 2 * 16 / 32
     assert recipe.widest.window.recent == 128
     assert not recipe.fitted and recipe.needs == {"attention"}
-
-
-@pytest.mark.parametrize("role", ["key", "value"])
-@pytest.mark.parametrize("bits", [2, 4])
-def test_rounding_is_kivis(bits, role):
-    """Groups of 32 are the same groups in blocks of 32 and of 128."""
-    x = tensors(128)[0, 0]
-    kivi, subkv = (Codec(preset(f"{name}-{bits}bit"), 0, role, GEOMETRY, {}) for name in ("kivi", "subkv"))
-    context = Context()
-    whole = kivi.decode(kivi.encode(x, context), context)
-    parts = [subkv.decode(subkv.encode(part, context), context) for part in x.split(32, 1)]
-    assert torch.equal(torch.cat(parts, 1), whole)
-
-
-def test_the_first_token_is_exact_and_the_second_is_not():
-    x, cache = tensors(200), make(preset("subkv-2bit"))
-    feed_in(cache, x, [150, 50])
-    for layer, pair in enumerate(read(cache)):
-        for role, out in enumerate(pair):
-            assert torch.equal(out[:, 0], x[layer, role, :, 0])
-            assert not torch.equal(out[:, 1], x[layer, role, :, 1])
-
-
-def test_the_exact_window_is_at_most_128_and_a_block():
-    x, cache = tensors(400), make(preset("subkv-2bit"))
-    held = []
-    for _ in range(400):
-        feed_in(cache, x, [1], query=oldest)
-        held.append(cache.layers[0].window_2BTC.shape[2])
-    assert max(held) == 128 + 31
 
 
 # ---- whole models ----
@@ -322,41 +197,9 @@ def test_every_way_of_generating_works(name, way):
         assert cache.blocks.policies[0].gaps
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_four_bits_are_close_and_padded_rows_too(kind):
-    model = random_model(kind, attention="kvq")
-    ids, mask = padded(prompt(2, 120), 120, 71)
-    found = []
-    with torch.no_grad():
-        for cache in (kvq("subkv-4bit", model, whole=True), stock(model)):
-            model(ids[:, :100], attention_mask=mask[:, :100], past_key_values=cache)
-            steps = [model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits
-                     for t in range(100, 120)]  # fmt: skip
-            found.append(torch.cat(steps, 1))
-    assert 0 < float((found[0] - found[1]).norm() / found[1].norm()) < 0.35
-
-
-def test_a_prompt_has_a_say():
-    """The step after a prompt decides by the prompt's newest query."""
-    model = random_model("llama", attention="kvq")
-    cache = kvq("subkv-2bit", model, whole=True)
-    with torch.no_grad():
-        model(prompt(2, 63), past_key_values=cache)
-        gaps = cache.blocks.policies[0].gaps.values()
-        assert [gap_B.shape for gap_B in gaps] == [(2,)] * 3
-        assert all(bool(gap_B.isfinite().all()) for gap_B in gaps)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_other_attention_is_refused_by_name(attention):
     model = random_model("llama", attention=attention)
     message = rf"subkv-2bit needs attention, which {attention} attention does not hand out; call model.set_attn_impl"
     with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         model(prompt(1), past_key_values=kvq("subkv-2bit", model))
-
-
-def test_rope_that_varies_with_the_length_does_not_matter():
-    dynamic = random_model("llama", "kvq", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    assert generate(dynamic, prompt(2), kvq("subkv-2bit", dynamic)).shape == (2, 80)
-    with pytest.raises(ValueError, match="rope_type=dynamic changes with length"):
-        kvq("subkv-aqua-2bit", dynamic)

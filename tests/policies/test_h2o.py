@@ -1,6 +1,5 @@
 """Heavy hitters: which tokens are held, that attention is that over the held ones, and what is billed."""
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.ops.rope import rotate
-from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.recipe import preset
 from kvq_runtime.recipes.h2o import HeavyHitters
 
 GROUP, SCALE = 2, GEOMETRY.head_size**-0.5
@@ -132,39 +131,6 @@ def test_the_tokens_held_are_those_with_the_largest_mass(recipe, short):
     assert held(cache)[0] != held(cache)[1]
 
 
-def test_sinks_are_held_though_hardly_anybody_attends_to_them():
-    total = 96
-    x, q = turned(tensors(total)), queries(total)
-    q[..., 0] += 8
-    x[:, 0, :, :SINKS] = 0
-    x[:, 0, :, :SINKS, :: GEOMETRY.head_size] = -8  # every query turns away from them
-    cache, oracle = make(EXACT), Oracle(x, q, torch.ones(2, total, dtype=torch.bool))
-    for start, stop in itertools.pairwise((0, 47, 48, 96)):
-        drive(cache, x, q, start, stop)
-        oracle.step(stop)
-    assert held(cache) == oracle.held and all(tokens[:SINKS] == list(range(SINKS)) for tokens in held(cache))
-    for mass, asked, tokens in zip(oracle.mass, oracle.asked, oracle.held, strict=True):
-        gone = [mass[token] / asked[token] for token in range(SINKS, 96 - RECENT) if token not in tokens]
-        assert max(gone) > max(mass[token] / asked[token] for token in range(SINKS)), "without the rule others stay"
-
-
-def test_what_is_held_is_the_budget_with_sinks_and_the_recent_window():
-    cache, total = make(EXACT), 200
-    x, q = turned(tensors(total)), queries(total)
-    sizes = [30] + [1] * (total - 30)
-    for stop in torch.tensor(sizes).cumsum(0).tolist():
-        drive(cache, x, q, cache.length, stop)
-        left = max(0, stop - RECENT) // BLOCK * BLOCK
-        newer = stop - left
-        assert RECENT <= newer < RECENT + BLOCK
-        assert cache.positions.length == max(math.ceil(SHARE * (left + RECENT)) - RECENT, SINKS) + newer
-        for row in held(cache):
-            assert row[:SINKS] == [0, 1] and row[-newer:] == list(range(left, stop))
-            assert row == sorted(set(row))
-        if stop == left + RECENT:
-            assert cache.positions.length == math.ceil(SHARE * stop)
-
-
 def test_tokens_are_chosen_before_they_are_encoded(monkeypatch):
     """Codecs never see a token that is dropped, and what they see are the keys before RoPE at the tokens' positions."""
     plain, total = tensors(120), 120
@@ -187,27 +153,6 @@ def test_tokens_are_chosen_before_they_are_encoded(monkeypatch):
         torch.testing.assert_close(torch.cat(seen, 1)[row, SINKS:], plain[2, 0, row, tokens], rtol=1e-4, atol=1e-4)
 
 
-def test_bits_are_billed_for_tokens_seen_and_for_tokens_held():
-    cache, total = make(EXACT), 160
-    x, q = tensors(total), queries(total)
-    drive(cache, x, q, 0, 159)
-    drive(cache, x, q, 159, 160)
-    report = cache.memory_report()
-    assert (report.tokens, report.kept) == (160, cache.positions.length) and report.kept < 80
-    assert report.exact_bytes == 2 * 2 * GEOMETRY.layers * 2 * 160 * GEOMETRY.width
-    assert report.bits_per_kept * report.kept == pytest.approx(report.bits_per_element * 160)
-    assert (
-        report.parts["timeline"] == 2 * report.kept * 4
-    )  # which token of the row each slot holds, once for all layers
-    width = report.kept - cache.layers[0].encoded
-    assert report.parts["selection"] == 2 * 2 * width * 4  # mass and queries of the window
-    assert f"160 tokens, {report.kept} of them held, x 2 rows" in str(report)
-    assert report.asymptotic_bits == pytest.approx(32 * SHARE)  # float32, of the tokens that are held
-    assert report.parts["codes"] == 2 * GEOMETRY.layers * 2 * GEOMETRY.width * 4 * sum(
-        slab["x"].shape[1] * BLOCK for slab in cache.layers[0].slabs[0]
-    )
-
-
 def test_what_was_dropped_cannot_be_cropped_back():
     cache, total = make(EXACT), 100
     x, q = tensors(total), queries(total)
@@ -226,30 +171,6 @@ def test_what_was_dropped_cannot_be_cropped_back():
     assert cache.length == 94 and cache.layers[0].encoded >= BLOCK
 
 
-def test_what_is_cropped_back_out_of_blocks_starts_from_nothing():
-    """While nothing is dropped a crop may cut into blocks; attention from before it says nothing of what is left."""
-    share, total = 0.95, 80
-    recipe = replace(EXACT, name="h2o-most", policies=(HeavyHitters(share),))
-    x, q = turned(tensors(total)), queries(total)
-    cache, oracle = make(recipe), Oracle(x, q, torch.ones(2, total, dtype=torch.bool), share=share)
-    drive(cache, x, q, 0, 20)
-    oracle.step(20)
-    assert cache.layers[0].encoded == oracle.encoded == BLOCK and not cache.positions.dropped
-    cache.crop(5)
-    oracle.held, oracle.seen, oracle.encoded, oracle.decided = [[*range(5)], [*range(5)]], 5, 0, 0
-    for mass, asked in zip(oracle.mass, oracle.asked, strict=True):
-        for counted in (mass, asked):
-            counted.update(dict.fromkeys(range(5), 0))
-    for start, stop in itertools.pairwise((5, 9, 30, 31, 60, total)):
-        drive(cache, x, q, start, stop)
-        oracle.step(stop)
-        assert held(cache) == oracle.held
-        if stop == 9:
-            mass = torch.tensor([[row[token] for token in range(9)] for row in oracle.mass])
-            torch.testing.assert_close(cache.policies[0].got_2BW[0], mass, rtol=1e-4, atol=1e-5)
-    assert cache.positions.dropped > 1
-
-
 def test_a_pass_that_stops_midway_counts_no_attention():
     x, q = tensors(100), queries(100)
     cache, other = make(EXACT), make(EXACT)
@@ -264,31 +185,10 @@ def test_a_pass_that_stops_midway_counts_no_attention():
     assert held(cache) == held(other) and torch.equal(cache.policies[0].got_2BW, other.policies[0].got_2BW)
 
 
-def test_rows_keep_their_own_tokens_when_they_are_reordered():
-    x, q, rows = tensors(100), queries(100), torch.tensor([1, 1, 0])
-    cache, other = make(EXACT), make(EXACT)
-    drive(cache, x, q, 0, 70)
-    cache.reorder(rows)
-    drive(other, x[:, :, rows], q[:, rows], 0, 70)
-    for each in (cache, other):
-        drive(each, x[:, :, rows], q[:, rows], 70, 85)
-    assert held(cache) == held(other)
-
-
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
 def test_shares_that_cannot_be(share):
     with pytest.raises(ValueError, match="use a number over 0 and at most 1"):
         HeavyHitters(share)
-
-
-def test_settings_survive_json_and_are_left_out_where_there_are_none():
-    for recipe in (preset("aqua-h2o-2bit"), EXACT):
-        assert Recipe.from_json(recipe.to_json()) == recipe
-        assert recipe.to_json()["policies"] == [
-            {"kind": "heavy", "share": recipe.policy("select").share, "recent": recipe.policy("select").recent}
-        ]
-    with pytest.raises(ValueError, match="policies=.*use an object with a kind"):
-        Recipe.from_json(EXACT.to_json() | {"policies": [{"kind": "light"}]})
 
 
 def test_the_papers_halves():

@@ -8,14 +8,10 @@ from typing import ClassVar
 import pytest
 import torch
 from feeding import GEOMETRY, RECIPES, feed, feed_in, make, same, state, tensors
-from models import prompt, random_model
 from owned_bytes import owned
 from torch import Tensor
 
 from kvq_runtime import recipe as recipes
-from kvq_runtime.attention import path
-from kvq_runtime.attention.fused import refusal
-from kvq_runtime.hf import KVQCache, geometry_of
 from kvq_runtime.policies import evict
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
@@ -144,71 +140,6 @@ def test_a_recipe_holds_it_in_its_list_of_policies(monkeypatch):
     with pytest.raises(ValueError, match="use an object with a kind of"):
         Recipe.from_json(stated | {"policies": [{"kind": "unknown"}]})
     assert BASE.to_json()["policies"] == []
-
-
-def test_the_kernel_reads_its_blocks_unless_it_says_why_not():
-    plain = replace(RECIPES["rtn-2bit"], policies=(Patience(),))
-    wide = replace(GEOMETRY, head_size=64)
-    assert refusal(plain, wide) is None
-
-    class Impatient(Patience):
-        unpacked: ClassVar[str | None] = "blocks wait for a bus"
-
-    assert "rtn-2bit, layer 0: blocks wait for a bus" in str(refusal(replace(plain, policies=(Impatient(),)), wide))
-
-
-def test_a_model_calls_the_hooks_in_the_order_that_is_documented():
-    """Under kvq attention, a prompt and a step: of each pass as many of the newest queries are told as are wanted."""
-    calls = []
-
-    class Asked(path.Path):
-        def attend(self, query):
-            calls.append((query.store.layer, "attend"))
-
-    class Listening(PatiencePolicy):
-        newest, path = 2, Asked()
-
-        def begin(self, step):
-            calls.append(("begin", step.count))
-
-        def observe(self, store, p_BHGTW, slots):
-            calls.append((store.layer, "observe", slots))
-            assert (
-                p_BHGTW.shape[-2:] == (len(slots), store.window_2BTC.shape[2]) and (p_BHGTW.sum(-1) <= 1 + 1e-5).all()
-            )
-
-        def queried(self, layer, q_BHTD):
-            calls.append((layer, "queried", q_BHTD.shape[2]))
-
-        def may_encode(self, layer):
-            calls.append((layer, "may_encode"))
-            return True
-
-        def end(self, step):
-            calls.append(("end", step.count))
-
-    class Ear(Patience):
-        def needs(self, recipe):
-            return frozenset({"attention"})
-
-        def policy(self, cache):
-            return Listening(self, cache)
-
-    model = random_model("llama", attention="kvq")
-    cache = KVQCache(replace(BASE, policies=(Ear(),)).check(), model)
-    with torch.no_grad():
-        model(prompt(2, 40), past_key_values=cache)
-        model(prompt(2, 1), past_key_values=cache)
-    layers = range(geometry_of(model).layers)
-    expected = []
-    for start, count in ((38, 40), (40, 1)):
-        passes = [
-            [(i, "attend"), (i, "observe", range(start, min(start + 2, 41 if count == 1 else 40))),
-             (i, "queried", count), (i, "may_encode")]
-            for i in layers
-        ]  # fmt: skip
-        expected += [("begin", count), *[call for layer in passes for call in layer], ("end", count)]
-    assert calls == expected
 
 
 def test_every_policy_is_found_by_its_kind():

@@ -9,19 +9,17 @@ from models import prompt, random_model
 from scheme_fit import chunks
 from torch import Tensor
 
-from kvq_calib.fit import nuq
 from kvq_calib.fit.scheme import Blocks, SchemeFit
 from kvq_calib.fit.statistics import LayerQueries, Moments, QueryMoments
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.codec.codec import Codec, Context
+from kvq_runtime.codec.codec import Context
 from kvq_runtime.codec.shared import RowCodec
-from kvq_runtime.fit import separable
 from kvq_runtime.fit.fitting import fit_row
-from kvq_runtime.fit.statistics import QueryMoment, Residuals, Statistics
+from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.hf import KVQCache
-from kvq_runtime.ops import lloyd, rope
+from kvq_runtime.ops import rope
 from kvq_runtime.policies.prompt_fit import PromptFit
-from kvq_runtime.recipe import ROLES, Recipe, preset
+from kvq_runtime.recipe import Recipe, preset
 from kvq_runtime.recipes.subkv import DynamicWindow
 
 # an online recipe, and the same one fitted offline
@@ -88,26 +86,6 @@ def test_an_online_fit_is_the_offline_fit_on_the_same_tokens(name):
     assert found.keys() == expected.keys()
     for field, tensor in found.items():
         assert error(tensor.float(), expected[field].float()) < 0.004, field  # of a bfloat16: the sums round otherwise
-
-
-def test_codebooks_from_the_prompt_are_as_good_as_k_means():
-    x = torch.randn(2000, generator=torch.Generator().manual_seed(0)).double().abs().sqrt()
-
-    def left(centres: Tensor) -> float:
-        return float((x[:, None] - centres).square().amin(1).mean())
-
-    for count in (2, 4, 16):
-        assert left(lloyd.centres(x, count)) < 1.05 * left(nuq.centres(x, count, 0))
-    assert lloyd.centres(torch.tensor([2.0, 1.0, 2.0]), 4).tolist() == [1, 2, 2, 2]
-    rising = lloyd.centres(torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 50.0, 51.0]), 3)
-    assert torch.equal(rising, rising.sort().values)
-    with pytest.raises(ValueError, match="at least one"):
-        lloyd.centres(torch.empty(0), 2)
-
-
-def test_a_cache_is_told_what_any_fit_of_a_stage_requests(monkeypatch):
-    monkeypatch.setattr(separable, "requests", lambda stage: (Residuals(), QueryMoment("before")))
-    assert short("zipcache-online-2bit").needs == {"positions", "queries"}
 
 
 # ---- once, before anything is encoded, and for all that follows ----
@@ -208,18 +186,6 @@ def test_padding_and_sinks_have_no_part_in_the_fit(name):
     assert not codecs(waiting)
 
 
-@pytest.mark.parametrize("name", ["svdq-online-2bit", "polar-online"])
-def test_a_prompt_is_fitted_once_every_row_has_a_block_of_tokens(name):
-    """A block is due in a padded batch before its shortest row has come so far: nothing is fitted to a few tokens."""
-    x = tensors(120)
-    real = torch.arange(120) >= torch.tensor([0, 60])[:, None]
-    cache = make(short(name))
-    feed_in(cache, x, [70, 21], real_BT=real)  # the second row has 10, then 31
-    assert not codecs(cache) and all(store.due and not store.encoded for store in cache.layers.values())
-    feed_in(cache, x, [1], real_BT=real)
-    assert codecs(cache) and all(store.encoded for store in cache.layers.values())
-
-
 @pytest.mark.parametrize("name", ["squat-online-2bit", "svdq-online-2bit"])
 def test_a_forward_pass_that_fails_takes_its_fit_with_it(name):
     x, cache, other = tensors(200), make(short(name)), make(short(name))
@@ -234,48 +200,10 @@ def test_a_forward_pass_that_fails_takes_its_fit_with_it(name):
     assert same(state(cache), state(other)) and alike(fits(cache), fits(other))
 
 
-def test_a_crop_before_the_fit_refits_and_one_after_it_does_not():
-    x, cache, other = tensors(300), make(short("squat-online-2bit", 100)), make(short("squat-online-2bit", 100))
-    feed_in(cache, tensors(90, seed=1), [90])
-    cache.crop(0)
-    feed_in(cache, torch.cat([x[..., :60, :], tensors(30, seed=1)], 3), [90])
-    cache.crop(60)
-    feed_in(cache, x, [140])
-    feed_in(other, x, [200])
-    assert same(state(cache), state(other)) and alike(fits(cache), fits(other))
-    held = fits(cache)
-    cache.crop(20)  # inside the first block
-    assert cache.reencoded == 20
-    feed_in(cache, x, [100])
-    assert alike(held, fits(cache)) and cache.layers[0].encoded == 64
-
-
 # ---- what is billed ----
 
 
-def test_the_fit_of_every_row_is_billed():
-    cache, x = make(short("svdq-online-2bit")), tensors(FIT, rows=3)
-    assert not cache.recipe.fitted and cache.memory_report().shared_bytes == 0
-    feed_in(cache, x, [FIT])
-    width, stored = GEOMETRY.width, 3 * GEOMETRY.width // 8
-    row_bytes = 4 * width + 2 * width * stored + 2 * 4 * stored  # a mean, a basis in bfloat16, and two ends a channel
-    assert cache.memory_report().parts["fitted"] == 3 * GEOMETRY.layers * row_bytes
-    cache.crop(0)
-    assert cache.memory_report().sequence_bytes == 0
-
-
 # ---- recipes ----
-
-
-def test_a_recipe_says_what_is_fitted_online():
-    for recipe in map(preset, ONLINE):
-        assert Recipe.from_json(recipe.to_json()) == recipe
-        assert recipe.to_json()["policies"] == [{"kind": "first_tokens", "fit_tokens": "prompt"}]
-    assert short("squat-online-2bit", 64) == Recipe.from_json(short("squat-online-2bit", 64).to_json())
-    with pytest.raises(ValueError, match="fit_tokens"):
-        PromptFit(0)
-    with pytest.raises(ValueError, match="fit_tokens"):
-        PromptFit("row")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -320,10 +248,3 @@ def test_a_model_hands_its_queries_to_the_fit():
         expected = fit_row(cache.blocks.recipe, 1, "key", geometry, unused, {"before": seen[0][index]}.__getitem__)
         for field, tensor in codec.tensors.items():
             assert error(tensor.float(), expected.tensors[field].float()) < 0.01, field
-
-
-def test_halves_without_a_fit_keep_their_codec():
-    cache = make(short("squat-online-2bit"))
-    feed_in(cache, tensors(100), [100])
-    assert {role for _, role in codecs(cache)} == {ROLES.index("key")}
-    assert isinstance(cache.layers[0].codecs[1], Codec)

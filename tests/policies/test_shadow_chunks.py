@@ -15,10 +15,8 @@ from torch import Tensor
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.hf.model import CACHE
-from kvq_runtime.ops import pack
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import Recipe, preset
-from kvq_runtime.store.layer import EXTRA
 
 GROUP, SCALE = 2, GEOMETRY.head_size**-0.5
 HEADS, D = GEOMETRY.kv_heads, GEOMETRY.head_size
@@ -183,24 +181,6 @@ def test_only_what_is_chosen_is_decoded(monkeypatch):
     assert found == [2 * HEADS * (32 + 32 + 8)] * 2  # rows and heads; keys of chosen, values of chosen and outliers
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_single_codes_are_found_in_packed_ones(bits):
-    codes = torch.randint(0, 2**bits, (7, 40), generator=torch.Generator().manual_seed(bits)).to(torch.uint8)
-    packed = pack.pack(codes, bits)
-    start = torch.arange(7)[:, None] * packed.shape[1]
-    assert torch.equal(pack.pick(packed.flatten(), start, torch.arange(40), bits, 40), codes)
-
-
-def test_everything_held_is_billed():
-    cache, _ = fill(recipe(outliers=3), [300], 1)
-    report = cache.memory_report()
-    layers, slabs = GEOMETRY.layers, cache.layers[0].slabs[EXTRA]
-    assert report.parts["landmarks"] == layers * sum(slab["landmarks"].shape[1] for slab in slabs) * 2 * 2 * 64 * 4
-    assert report.parts["chunks"] == layers * 2 * HEADS * 3 * (8 * D * 4 + 4 + 4)
-    plain, held = make(RECIPES["svdq-2bit"]).memory_report(), make(RECIPES[BASES[0]]).memory_report()
-    assert held.asymptotic_bits == plain.asymptotic_bits + 1  # 2 bits of a key, none of a value
-
-
 def state_of(cache: BlockCache) -> list[Tensor]:
     return [part for _, held in sorted(cache.policies[0].outliers.items()) for part in held]
 
@@ -232,12 +212,6 @@ def test_outliers_follow_rows_crops_and_passes_that_fail():
     assert all(int(held.chunk_BHO.max()) < 32 // 8 for held in cache.policies[0].outliers.values())
     report = cache.memory_report()
     assert report.parts["chunks"] == sum(part.nbytes for part in state_of(cache))
-
-
-@pytest.mark.parametrize("settings", [{"chunk": 0}, {"budget": 4}, {"outliers": -1}])
-def test_settings_that_cannot_be(settings):
-    with pytest.raises(ValueError, match="a budget of at least a chunk"):
-        ShadowChunks(**settings)
 
 
 def test_recipes_whose_tokens_cannot_be_decoded_one_by_one():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from feeding import GEOMETRY, make, rotary, same, state, tensors, turned
 from heavy import EXACT, SINKS, WINDOW, held
-from owned_bytes import owned
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
@@ -82,17 +81,6 @@ def test_the_last_queries_of_a_prompt_choose_what_is_held(pool, short):
     assert cache.layers[0].blocks == (TOKENS + total - prompt - WINDOW.recent) // WINDOW.block
 
 
-def test_a_prompt_within_the_budget_is_held_whole_and_encoded():
-    x, q, plain = turned(tensors(60)), queries(60), make(replace(EXACT, policies=()))
-    cache = make(SNAP)
-    for stop in (TOKENS, 60):
-        for each in (cache, plain):
-            drive(each, x, q, stop) if each is cache else [
-                (each.take(n, *x[n, :, :, each.length : stop].unbind(0)), each.finish(n)) for n in range(3)
-            ]
-        assert same(state(cache), state(plain)) and not cache.positions.dropped and cache.layers[0].blocks
-
-
 def test_undo_crop_and_rows():
     x, q, rows = turned(tensors(100)), queries(100), torch.tensor([1, 1, 0])
     cache, other = make(SNAP), make(SNAP)
@@ -118,16 +106,6 @@ def test_undo_crop_and_rows():
     cache.crop(0)
     drive(cache, x, q, 80)
     assert held(cache) == before
-
-
-def test_bytes_are_those_of_the_tokens_held():
-    x, q, cache = turned(tensors(200)).to(torch.bfloat16), queries(200).to(torch.bfloat16), make(SNAP)
-    for stop in (199, 200):
-        drive(cache, x, q, stop)
-    report = cache.memory_report()
-    assert report.kept == TOKENS + 1 and report.parts.get("selection", 0) == 0
-    assert report.total_bytes == sum(owned(cache).values())
-    assert report.parts["timeline"] == 2 * 4 * (TOKENS + 1) and report.asymptotic_bits == 16
 
 
 def test_settings():

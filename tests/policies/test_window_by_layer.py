@@ -92,19 +92,6 @@ def last_lets_go(x_LKBTC: Tensor) -> Query:
     return query
 
 
-def test_one_layer_lets_go_while_the_others_keep():
-    x, cache = tensors(sum(STEPS)), make(RECIPE)
-    for size in STEPS:
-        feed_in(cache, x, [size], query=last_lets_go(x))
-        window = [cache.length - store.encoded for _, store in sorted(cache.layers.items())]
-        assert all(min(cache.length, MOST) <= held < MOST + BLOCK for held in window[:2])
-        assert min(cache.length, RECENT) <= window[2] < RECENT + BLOCK
-    for layer, pair in enumerate(read(cache)):
-        exact = cache.layers[layer].encoded
-        for role, out in enumerate(pair):
-            assert out.shape[1] == sum(STEPS) and torch.equal(out[:, exact:], x[layer, role, :, exact:])
-
-
 @pytest.mark.parametrize("query", [newest, oldest])
 def test_where_all_agree_it_is_a_fixed_window(query):
     """Of the shortest and of the longest length; from the first pass on, which is decided by its own newest query."""
@@ -127,15 +114,6 @@ def test_a_crop_cuts_layers_with_blocks_of_their_own_numbers():
     feed_in(cache, x, [RECENT + 5], query=newest)
     assert {store.length for store in cache.layers.values()} == {length}
     assert set(blocks(cache)) == {(length - RECENT) // BLOCK}
-
-
-def test_rows_take_their_say_with_them():
-    x, rows, cache = tensors(sum(STEPS), rows=3), torch.tensor([2, 0, 0]), make(RECIPE)
-    feed_in(cache, x, STEPS[:20], query=anything)
-    gaps = {layer: gap_B.clone() for layer, gap_B in cache.policies[0].gaps.items()}
-    cache.reorder(rows)
-    assert len(gaps) == GEOMETRY.layers
-    assert all(torch.equal(gap_B, gaps[layer][rows]) for layer, gap_B in cache.policies[0].gaps.items())
 
 
 def test_where_layers_are_predicted_from_layers_one_decides_for_all():
