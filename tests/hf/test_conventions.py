@@ -77,6 +77,6 @@ def test_what_is_internal_is_named_so(model):
     own = {name for name in vars(KVQCache) if not name.startswith("_")}
     assert own == {
         "attention", "batch_repeat_interleave", "batch_select_indices", "crop", "from_artifact", "from_pretrained",
-        "from_recipe", "get_seq_length", "health", "memory_report", "refusal", "reorder_cache", "reset", "unhook",
+        "from_recipe", "get_seq_length", "memory_report", "refusal", "reorder_cache", "reset", "unhook",
     }  # fmt: skip
     assert KVQCache.__init__.__doc__ and kvq("higgs-2bit", model).artifact is None

@@ -82,26 +82,6 @@ def test_a_model_is_copied_with_its_hooks(made):
     assert announce.decoder is other.model  # and not the one that it was copied from
 
 
-@pytest.mark.parametrize("name", ["exact", "higgs-4bit"])
-@pytest.mark.parametrize("count", [1, 5])
-def test_a_copy_of_the_model_without_hooks_continues_a_cache(name, count):
-    """It tells the cache nothing: history is handed out decoded, whatever read it before."""
-    model, ids = random_model("llama"), prompt(2, 60)
-    replica = copy.deepcopy(model)
-    model.set_attn_implementation("kvq")
-    with torch.no_grad():
-        for attention in ("sdpa", "kvq"):
-            replica.set_attn_implementation(attention)
-            cache, other = kvq(name, model), kvq(name, model)
-            for one in (cache, other):
-                model(ids[:, :40], past_key_values=one)
-                model(ids[:, 40:45], past_key_values=one)
-            found = replica(ids[:, 45 : 45 + count], past_key_values=cache).logits
-            expected = model(ids[:, 45 : 45 + count], past_key_values=other).logits
-            torch.testing.assert_close(found, expected, rtol=0, atol=0.1 * float(expected.std()))
-    assert not any(module._forward_pre_hooks for module in replica.modules())
-
-
 def test_hooks_can_be_taken_off():
     model, ids = random_model("llama"), prompt(2, 60)
     own = model.model.register_forward_pre_hook(lambda *_: None)

@@ -140,15 +140,6 @@ def test_stopping_criteria(quick):
     assert found.sequences.shape[1] == 49 and graphs.replayed == 8
 
 
-def test_a_row_that_has_ended_goes_on_as_in_eager_steps(quick):
-    ids = prompt(2, 40)
-    model = model_of()
-    free = generate(model, ids, KVQCache(RECIPE, model)).sequences[:, 40:]
-    ends = next(int(token) for token in free[0, 3:] if token not in free[1] and token not in free[0, :3])
-    graphs, found = compared(model, ids, eos_token_id=ends)
-    assert (found.sequences[0, 40:] == 1).any() and graphs.replayed == NEW - 1
-
-
 def turns(model: PreTrainedModel, cache: KVQCache, change: Callable[[KVQCache, Tensor], Tensor]) -> list[Tensor]:
     """Two turns with one cache, of 40 and 30 tokens, and a change between them; the logits of both."""
     first = generate(model, prompt(2, 40), cache, max_new_tokens=7)
@@ -181,35 +172,6 @@ def test_a_second_turn_replays_the_graph_where_it_is_still_good(change, recorded
     wanted = turns(model, two, change)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert (graphs.replayed, graphs.recorded) == (6 + 8, recorded)
-
-
-def test_each_cache_has_its_own_graph(quick):
-    model = model_of()
-    caches = [KVQCache(RECIPE, model) for _ in range(2)]
-    with graphs_of(model, *caches) as graphs:
-        for _ in range(2):
-            for rows, cache in enumerate(caches, 1):
-                ids = prompt(rows, 40 + cache.get_seq_length())
-                generate(model, ids, cache, max_new_tokens=5)
-    assert (graphs.replayed, graphs.recorded) == (16, 2)
-
-
-def test_weights_that_are_others_are_recorded_anew(quick):
-    model = model_of()
-    cache = KVQCache(RECIPE, model)
-    with graphs_of(model, cache) as graphs:
-        first = generate(model, prompt(1, 40), cache, max_new_tokens=5).sequences
-        generate(model, first, cache, max_new_tokens=5)
-        assert graphs.recorded == 1
-        model.model.norm.weight = torch.nn.Parameter(2 * model.model.norm.weight)
-        generate(model, cache_text(first, cache), cache, max_new_tokens=5)
-        assert graphs.recorded == 2
-
-
-def cache_text(start: Tensor, cache: KVQCache) -> Tensor:
-    """Some text that goes on after all that a cache holds."""
-    more = cache.get_seq_length() + 1 - start.shape[1]
-    return torch.cat([start, prompt(len(start), more)], 1)
 
 
 def test_tables_that_are_outgrown_are_recorded_anew(quick):
@@ -305,15 +267,6 @@ def test_padding_inside_a_row_says_so(quick):
     eager(graphs, "padding is not on the left", 4)
 
 
-def test_layers_that_transformers_holds_say_so(quick):
-    model = random_model("qwen2", "kvq", use_sliding_window=True, sliding_window=16, max_window_layers=1)
-    cache = KVQCache(RECIPE, model)
-    assert cache.blocks.geometry.layers < len(cache.layers)
-    with graphs_of(model, cache) as graphs:
-        generate(model, prompt(1, 40), cache, max_new_tokens=5)
-    assert len(graphs.eager) == 1 and "transformers' own classes" in str(graphs.reason)
-
-
 def test_what_cuda_cannot_record_is_taken_eagerly(quick):
     def record(step: Callable[[], Any]) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
@@ -359,23 +312,3 @@ def test_what_does_not_generate_is_refused():
         CudaGraphs(model_of().model)
     with pytest.raises(TypeError, match="loaded transformers model"):
         CudaGraphs("a-name")  # type: ignore[arg-type]
-
-
-def test_a_cache_that_is_gone_takes_its_graph_along(quick):
-    import gc
-
-    class Replay:
-        def __call__(self) -> None: ...
-
-    model = model_of()
-    cache = KVQCache(RECIPE, model)
-
-    def record(step: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        return step().clone(), Replay()
-
-    with CudaGraphs(model, record) as graphs:
-        generate(model, prompt(1, 40), cache, max_new_tokens=3)
-        assert len(graphs._steps) == 1
-        del cache
-        gc.collect()
-        assert not graphs._steps

@@ -49,19 +49,6 @@ def test_exact_is_exact_for_every_architecture_and_for_padded_rows(kind, way):
     assert cache.blocks.layers[0].encoded >= 48
 
 
-def test_the_models_own_factor_of_scores_is_taken():
-    """As Granite's attention_multiplier, or Gemma 2's query_pre_attn_scalar: not 1/√D."""
-    model, ids = random_model(), prompt(2, 60)
-    for layer in model.model.layers:
-        layer.self_attn.scaling = 0.4
-    with torch.no_grad():
-        wanted = [model(ids[:, a:b], past_key_values=c).logits for c in [stock(model)] for a, b in ((0, 40), (40, 60))]
-        model.set_attn_implementation("kvq")
-        cache = kvq("exact", model)  # the second pass through our own attention
-        found = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 40), (40, 60))]
-    torch.testing.assert_close(torch.cat(found, 1), torch.cat(wanted, 1), rtol=1e-4, atol=1e-4)
-
-
 def test_turns_of_a_conversation_use_the_same_cache():
     model = random_model("qwen2")
     caches, texts = (kvq("exact", model), stock(model)), []
@@ -234,19 +221,6 @@ def test_a_forward_pass_that_fails_is_as_if_it_had_never_been(name, kind):
             two = model(ids[:, a:b], past_key_values=other).logits
             assert torch.equal(one, two)
     assert cache.get_seq_length() == other.get_seq_length()
-
-
-def test_a_crop_by_a_tensor_leaves_numbers():
-    """As transformers 5.17 passes it in assisted decoding; sliding layers count on."""
-    model, ids = mixed(), prompt(1, 40)
-    cache = kvq("exact", model)
-    for layer in cache._stock:
-        layer.activate_past_recording()
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        cache.crop(torch.tensor(-3))
-        assert [type(layer.get_seq_length()) for layer in cache.layers] == [int] * len(cache.layers)
-        assert {layer.get_seq_length() for layer in cache.layers} == {37}
 
 
 def test_positions_must_come_from_the_model():

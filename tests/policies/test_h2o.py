@@ -1,6 +1,5 @@
 """Heavy hitters: which tokens are held, that attention is that over the held ones, and what is billed."""
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -132,22 +131,6 @@ def test_the_tokens_held_are_those_with_the_largest_mass(recipe, short):
     assert held(cache)[0] != held(cache)[1]
 
 
-def test_sinks_are_held_though_hardly_anybody_attends_to_them():
-    total = 96
-    x, q = turned(tensors(total)), queries(total)
-    q[..., 0] += 8
-    x[:, 0, :, :SINKS] = 0
-    x[:, 0, :, :SINKS, :: GEOMETRY.head_size] = -8  # every query turns away from them
-    cache, oracle = make(EXACT), Oracle(x, q, torch.ones(2, total, dtype=torch.bool))
-    for start, stop in itertools.pairwise((0, 47, 48, 96)):
-        drive(cache, x, q, start, stop)
-        oracle.step(stop)
-    assert held(cache) == oracle.held and all(tokens[:SINKS] == list(range(SINKS)) for tokens in held(cache))
-    for mass, asked, tokens in zip(oracle.mass, oracle.asked, oracle.held, strict=True):
-        gone = [mass[token] / asked[token] for token in range(SINKS, 96 - RECENT) if token not in tokens]
-        assert max(gone) > max(mass[token] / asked[token] for token in range(SINKS)), "without the rule others stay"
-
-
 def test_tokens_are_chosen_before_they_are_encoded(monkeypatch):
     """Codecs never see a token that is dropped, and what they see are the keys before RoPE at the tokens' positions."""
     plain, total = tensors(120), 120
@@ -200,17 +183,6 @@ def test_a_pass_that_stops_midway_counts_no_attention():
     for each in (cache, other):
         drive(each, x, q, 60, 80)
     assert held(cache) == held(other) and torch.equal(cache.policies[0].got_2BW, other.policies[0].got_2BW)
-
-
-def test_rows_keep_their_own_tokens_when_they_are_reordered():
-    x, q, rows = tensors(100), queries(100), torch.tensor([1, 1, 0])
-    cache, other = make(EXACT), make(EXACT)
-    drive(cache, x, q, 0, 70)
-    cache.reorder(rows)
-    drive(other, x[:, :, rows], q[:, rows], 0, 70)
-    for each in (cache, other):
-        drive(each, x[:, :, rows], q[:, rows], 70, 85)
-    assert held(cache) == held(other)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])

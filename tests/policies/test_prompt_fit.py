@@ -201,22 +201,6 @@ def test_a_forward_pass_that_fails_takes_its_fit_with_it(name):
     assert same(state(cache), state(other)) and alike(fits(cache), fits(other))
 
 
-def test_a_crop_before_the_fit_refits_and_one_after_it_does_not():
-    x, cache, other = tensors(300), make(short("squat-online-2bit", 100)), make(short("squat-online-2bit", 100))
-    feed_in(cache, tensors(90, seed=1), [90])
-    cache.crop(0)
-    feed_in(cache, torch.cat([x[..., :60, :], tensors(30, seed=1)], 3), [90])
-    cache.crop(60)
-    feed_in(cache, x, [140])
-    feed_in(other, x, [200])
-    assert same(state(cache), state(other)) and alike(fits(cache), fits(other))
-    held = fits(cache)
-    cache.crop(20)  # inside the first block
-    assert cache.reencoded == 20
-    feed_in(cache, x, [100])
-    assert alike(held, fits(cache)) and cache.layers[0].encoded == 64
-
-
 # ---- what is billed ----
 
 
