@@ -83,8 +83,7 @@ class Transfer:
 class PrefixScheduler:
     """Plans the transfers of vLLM's requests.
 
-    A request is loaded at most once: after a load that failed it is computed. Drafts of speculative decoding are not
-    kept: their tokens are unknown until they are accepted.
+    A request is loaded at most once: after a load that failed it is computed. Drafts are kept once they are accepted.
 
     stores   one for each shard of the model
     page     tokens of one of the engine's pages; divides a block
