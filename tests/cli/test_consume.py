@@ -83,7 +83,7 @@ def test_the_day(team, publisher, tmp_path):
     pinned = lambda: json.loads(lock.read_text())["version"]  # noqa: E731
     publisher.publish(NAME, tiny.data(0), attachments={"README.md": b"# card"})
     publisher.promote(NAME, "1.0.0")
-    listed, _, shown = team("Look")
+    listed, shown = team("Look")
     assert NAME in listed and "tiny-model" in shown
     team("Lock")
     assert pinned() == "1.0.0" and (team.folder / "artifact" / "kvq.safetensors").read_bytes() == tiny.data(0)
