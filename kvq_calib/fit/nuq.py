@@ -10,6 +10,8 @@ Source: Hooper et al., 2024 (KVQuant), sections 3.3 and 3.4; k-means++: Arthur a
 Differs: clusters are not weighed by Fisher information.
 """
 
+from typing import Any
+
 import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
@@ -19,7 +21,7 @@ from kvq_runtime.fit.statistics import Residuals, Statistics
 from kvq_runtime.stages.nuq import Nuq, ends, normalized
 
 SAMPLES = 1 << 16  # numbers that are enough for a few hundred clusters
-STARTS = 4
+STARTS: Any = 4
 
 
 def requests(stage: Nuq) -> tuple[Residuals]:

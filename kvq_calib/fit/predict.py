@@ -67,7 +67,7 @@ class InputChunks(Given[Chunks]):
 
     passes = ("inputs",)
 
-    def of(self, fit: SchemeFit, source: Source) -> Chunks:
+    def read(self, fit: SchemeFit, source: Source) -> Chunks:
         return lambda: (torch.cat(rows) for (rows,) in source.partials(fit, [(self, list)]))
 
     def add(self, sums: list[Tensor], chunk: Chunk) -> None:

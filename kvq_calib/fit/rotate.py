@@ -41,7 +41,7 @@ class QueryMetric(Given[Tensor]):
     passes = ("capture",)
     queries: Queries = "before"
 
-    def of(self, fit: SchemeFit, source: Source) -> Tensor:
+    def read(self, fit: SchemeFit, source: Source) -> Tensor:
         assert source.queries is not None, "queries are summed while a layer is captured"
         return query_metric(source.queries.moment(self.queries))
 
@@ -52,7 +52,7 @@ class OutputMetric(Given[Tensor]):
 
     passes = ()
 
-    def of(self, fit: SchemeFit, source: Source) -> Tensor:
+    def read(self, fit: SchemeFit, source: Source) -> Tensor:
         return output_metric(source.projection(), fit.codec.geometry)
 
 
@@ -62,7 +62,7 @@ class GradientMetric(Given[Tensor]):
 
     passes = ("gradients",)
 
-    def of(self, fit: SchemeFit, source: Source) -> Tensor:
+    def read(self, fit: SchemeFit, source: Source) -> Tensor:
         return gradient_metric(source.gradients())
 
 

@@ -96,7 +96,7 @@ class Given(Statistic[V], ABC):
     """A statistic that takes no pass of its own."""
 
     @abstractmethod
-    def of(self, fit: "SchemeFit", source: Source) -> V:
+    def read(self, fit: "SchemeFit", source: Source) -> V:
         """Its value."""
 
 
@@ -183,7 +183,7 @@ class SchemeFit(Fitting):
     def collect(self, source: Source, asked: Sequence[Statistic[Any]]) -> dict[Statistic[Any], Any]:
         """The values of statistics, those that are summed in one pass over the inputs, and one over residuals."""
         ways = {one: way(one) for one in asked}
-        found = {one: own.of(self, source) for one, own in ways.items() if isinstance(own, Given)}
+        found = {one: own.read(self, source) for one, own in ways.items() if isinstance(own, Given)}
         joint, predictor = self.joint, self.predictor
         if ResidualMoment() in ways and joint is not None and isinstance(predictor, LinearPrediction):
             found[ResidualMoment()] = joint.left(*self.codec.affine())
@@ -300,6 +300,6 @@ class Inputs(Summed[Centred]):
 
 
 class _QueryMoment(QueryMoment, Given[Queried]):
-    def of(self, fit: SchemeFit, source: Source) -> Queried:
+    def read(self, fit: SchemeFit, source: Source) -> Queried:
         assert source.queries is not None, "queries are summed while a layer is captured"
         return Queried(source.queries.moment(self.queries), source.queries.sequence)
