@@ -1,6 +1,6 @@
 """A name that is claimed after another process died is lasting, and so is every name before it.
 
-Several processes follow each other on one disk, which loses at a power cut what was not synced: see `traced.Disk`.
+Several processes follow each other on one disk, which loses at a power cut what was not synced: see `chaos.Disk`.
 """
 
 import os
