@@ -61,8 +61,8 @@ test-all: env ## run every test, on 3 processes
 	$(PYTEST) -n 3 $(PYTEST_ARGS)
 
 chaos: export OMP_NUM_THREADS ?= 1
-chaos: export KVQ_KILLS ?= 200
-chaos: env ## kill commands at every passage of every point and 200 times at random, let a Hub fail in every way
+chaos: export KVQ_KILLS ?= 30
+chaos: env ## kill commands at every point and 30 times at random, and let a Hub fail
 	$(RUN) -m pytest -n 2 -o faulthandler_timeout=0 tests/registry/test_faults.py
 
 check: env ## formatting, lint, types, import arrows

@@ -99,7 +99,10 @@ class HubRegistry(Registry):
         if known is not None and known.commit == head.commit:
             return known
         if INDEX in head.files:
-            data = hub_client.read(repo, INDEX, head.commit, head.files[INDEX], git_digest)
+            try:
+                data = hub_client.read(repo, INDEX, head.commit, head.files[INDEX], git_digest)
+            except NotFound as error:  # a listed file, so that this is no new repository
+                raise ArtifactError(str(error)) from None
             head = replace(head, index=data.decode(errors="replace"))
         return head
 
@@ -118,7 +121,8 @@ class HubRegistry(Registry):
                 state = events.fold(name, parsed)
             except ArtifactError as error:
                 raise ArtifactError(f"{where}: {error}; restore it from an earlier commit") from None
-        hub_client.save_head(self.org, name, head)
+        if not head.cached:
+            hub_client.save_head(self.org, name, head)
         state.commit = head.commit
         return state
 
@@ -143,10 +147,9 @@ class HubRegistry(Registry):
         """Yield path and content of the records in a folder of main; offline, of those in the cache."""
         if name not in self._heads:
             self.state(name)
-        head = self._heads.get(name)
-        for path in sorted(head.files if head else ()):
-            if PurePath(path).parent == PurePath(folder) and reference.is_sha256(PurePath(path).stem):
-                sha256, size = PurePath(path).stem, head.files[path]  # type: ignore[union-attr]
+        for path, size in sorted(self._heads[name].files.items()):
+            sha256 = PurePath(path).stem
+            if PurePath(path).parent == PurePath(folder) and reference.is_sha256(sha256):
                 if size > MAX_RECORD:
                     raise ArtifactError(f"{self.repo(name)}/{path}: {size} bytes are too many; delete it")
                 if not hub_client.is_offline() or hub_client.blob(sha256, size):

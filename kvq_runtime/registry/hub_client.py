@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -246,11 +246,15 @@ def _translated(error: Exception, what: str) -> Exception | None:
 
 @dataclass(frozen=True)
 class Head:
-    """The head of a repository's main: commit, files {path: size}, and the text of kvq.json, "" if there is none."""
+    """The head of a repository's main: commit, files {path: size}, and the text of kvq.json, "" if there is none.
+
+    cached   it comes from the cache
+    """
 
     commit: str
     files: Mapping[str, int]
     index: str = ""
+    cached: bool = False
 
 
 def _cache() -> Path:
@@ -267,7 +271,7 @@ def load_head(org: str, name: str) -> Head | None:
     """Return the last known head of a repository, None if there is none."""
     with suppress(ArtifactError):
         fields = strict_json.loads(files.read(_cache() / "heads" / org / f"{name}.json", 2 * LIMIT), "head")
-        return Head(**strict_json.keys(fields, {"commit", "files", "index"}, "head"))
+        return Head(**strict_json.keys(fields, {"commit", "files", "index"}, "head"), cached=True)
     return None
 
 
@@ -276,7 +280,7 @@ def save_head(org: str, name: str, head: Head) -> None:
     path = _cache() / "heads" / org / f"{name}.json"
     with suppress(OSError):
         files.make_folder(path.parent)
-        files.save(path, strict_json.record(asdict(head)))
+        files.save(path, strict_json.record({"commit": head.commit, "files": head.files, "index": head.index}))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ MAX_RECORDS = 1 << 12  # records of one artifact and kind
 MAX_RECORD_BYTES = 1 << 26  # of all of them
 NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
 _RESTORE = "restore it from a backup or an earlier commit; later events are kept"
-_REPUBLISH = "publish the same bytes again, or yank the version"
+_REPUBLISH = "publish the same bytes again (on a Hub, restore the file from an earlier commit), or yank the version"
 _REMOVE = "delete it, then evaluate or sign again"
 _ACCESS = "change nothing; give access to it (permissions, credentials), and run kvq doctor again"
 
@@ -92,7 +92,7 @@ class Registry(ABC):
         return reference.check_name(name)
 
     def state(self, name: str) -> State:
-        """Return `current_state`, or the last known state if a Hub does not answer."""
+        """Return `current_state`, or offline the last known state of a Hub."""
         return self.current_state(name)
 
     def mend(self, name: str, content: Mapping[str, bytes]) -> None:

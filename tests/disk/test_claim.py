@@ -1,6 +1,6 @@
 """A name that is claimed after another process died is lasting, and so is every name before it.
 
-Several processes follow each other on one disk, which loses at a power cut what was not synced: see `traced.Disk`.
+Several processes follow each other on one disk, which loses at a power cut what was not synced: see `chaos.Disk`.
 """
 
 import os
@@ -32,32 +32,3 @@ def test_a_name_left_by_a_dead_process_is_lasting_before_the_next_name(tmp_path)
     assert (died.code, after.code) == (-9, 0)
     assert sorted(os.listdir(folder / "events")) == ["1.json", "2.json"]
     Disk().play(died.steps + after.steps)
-
-
-def test_a_name_that_a_rival_took_and_died_with_is_lasting_when_the_loser_knows(tmp_path):
-    """The rival links it between the loser's first look and its own link, and ends before it syncs the folder."""
-    folder = folders(tmp_path)
-
-    def overtaken(folder: Path) -> int:
-        point = files.fault_point
-
-        def rival(name: str) -> None:
-            point(name)
-            if name == "claim.drafted":
-                draft = folder / "tmp" / ".2-0000000000000000.tmp"
-                draft.write_bytes(b"{}")
-                descriptor = os.open(draft, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.close(descriptor)
-                os.link(draft, folder / "events" / "1.json")
-
-        files.fault_point = rival  # in a child of the test
-        return claim(folder, 1)
-
-    lost = run(overtaken, folder)
-    assert lost.code == 3, lost.output
-    assert ["link", f"{folder}/tmp/.2-0000000000000000.tmp", f"{folder}/events/1.json"] in lost.steps
-    # of two attempts to link, the loser's changed nothing
-    own = [step for step in lost.steps if step[0] == "link" and ".2-" not in step[1]]
-    assert len(own) == 1
-    Disk().play([step for step in lost.steps if step is not own[0]])

@@ -87,21 +87,27 @@ def test_a_lost_race_is_decided_again(store: Registry):
     assert seen == [1, 2] and len(store.current_state(NAME).events) == 3
 
 
-def test_a_promote_that_is_overtaken_loses(store: Registry, monkeypatch):
+@pytest.mark.parametrize("step", ["change", "write"], ids=["look", "write"])
+def test_a_promote_or_rollback_that_is_overtaken_loses(step, store: Registry, monkeypatch):
+    """The rival comes after the alias was looked at, and after the change was decided."""
     three(store)
-    real, raced = type(store).write, []
+    for version in ("1.0.0", "1.0.1"):
+        store.promote(NAME, version)
+    for action in (lambda: store.rollback(NAME), lambda: store.promote(NAME, "1.0.0")):
+        real, came = getattr(type(store), step), []
 
-    def write(self, *given):
-        if not raced:
-            raced.append(1)
-            resolve.open_registry(store.url).promote(NAME, "1.0.0")
-        return real(self, *given)
+        def overtaken(*given, real=real, came=came, **more):
+            if not came:
+                came.append(1)
+                resolve.open_registry(store.url).promote(NAME, "1.0.2")
+            return real(*given, **more)
 
-    monkeypatch.setattr(type(store), "write", write)
-    with pytest.raises(Conflict, match=r"points to 1\.0\.0, expected none: somebody moved it"):
-        store.promote(NAME, "1.0.2")
-    assert store.current_state(NAME).at("production") == "1.0.0"
-    assert store.promote(NAME, "1.0.2").at("production") == "1.0.2"
+        with monkeypatch.context() as patched:
+            patched.setattr(type(store), step, overtaken)
+            with pytest.raises(Conflict, match=r"points to 1\.0\.2, expected 1\.0\.1: somebody moved it"):
+                action()
+        assert came and store.current_state(NAME).at("production") == "1.0.2"
+        assert store.rollback(NAME).at("production") == "1.0.1"
 
 
 # ---- aliases, yanks, history

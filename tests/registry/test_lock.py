@@ -99,20 +99,6 @@ def test_a_lock_pins_what_stands_beside_the_artifact(store, kvq, tmp_path):
     assert code == 1 and "has other files beside" in error and not (tmp_path / "late").exists()
 
 
-def test_a_pull_replaces_only_what_is_of_the_same_name(store, kvq, tmp_path):
-    project = tmp_path / "project"
-    project.mkdir()
-    (project / "README.md").write_bytes(b"mine\n")
-    (tmp_path / "elsewhere").write_bytes(b"mine too\n")
-    (project / "error.png").symlink_to(tmp_path / "elsewhere")
-    code, _, error = kvq("pull", NAME, "-o", project)
-    assert code == 1 and "README.md, error.png: not of" in error and "--force" in error
-    assert (project / "README.md").read_bytes() == b"mine\n" and not (project / "kvq.safetensors").exists()
-    assert kvq("pull", NAME, "-o", project, "--force")[0] == 0
-    assert {name: (project / name).read_bytes() for name in CARD} == CARD
-    assert (tmp_path / "elsewhere").read_bytes() == b"mine too\n"
-
-
 def test_the_lock_is_written_last_and_tells_of_a_file_that_is_newer(store, tmp_path, kvq, monkeypatch):
     out, lock = tmp_path / "out", tmp_path / "kvq.lock"
     given = ("pull", NAME, "-o", out, "--lock", lock)
