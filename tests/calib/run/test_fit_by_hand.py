@@ -159,7 +159,7 @@ def test_a_run_fits_what_numpy_fits_to_the_decoded_layer_below(projected, made):
     check(made, 1, "value", second["value"], [own, value])
 
 
-@pytest.mark.parametrize("fit, depths", [("decoded", 2), ("clean", 2), ("decoded", 4)])
+@pytest.mark.parametrize("fit, depths", [("clean", 2), pytest.param("decoded", 4, marks=pytest.mark.slow)])
 def test_a_prediction_from_some_layers_reads_each_of_them(tmp_path, fit, depths):
     """The topmost layer's; fitted on what is decoded there, or on what it is decoded from, without its mean."""
     (model := tmp_path / "model").mkdir()
@@ -184,7 +184,7 @@ def test_a_prediction_from_some_layers_reads_each_of_them(tmp_path, fit, depths)
 
 
 CHANNEL = "aqua-2bit+key.axis=channel+value.axis=channel"
-PRESETS = [read(text) for text in (CHANNEL, "zipcache-2bit", "svdq-2bit", "squat-2bit")]
+PRESETS = [read(text) for text in (CHANNEL, "svdq-2bit")]
 OTHERS = (BY_HAND, *(replace(one, window=replace(one.window, sinks=SINKS)) for one in PRESETS))
 
 

@@ -63,7 +63,7 @@ def whole_model(
     return sums | {name: torch.stack(rows) for name, rows in lengths.items()}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_moments_are_those_of_one_backward_pass(tmp_path, architecture):
     model = tmp_path / "model"
     model.mkdir()
@@ -138,6 +138,7 @@ def test_gradients_of_a_mixture_are_of_as_much_of_each_corpus(model, tmp_path, m
     assert bit_allocation.draft_plan(plan).beginning().samples == 4
 
 
+@pytest.mark.slow
 def test_a_run_shares_its_bits_by_gradients_and_resumes(model, tmp_path, monkeypatch):
     recipe, forward, ran = preset(RECIPE), Layer.forward, []
     monkeypatch.setattr(Layer, "forward", lambda self, *given: ran.append(len(given[0])) or forward(self, *given))

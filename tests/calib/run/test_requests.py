@@ -99,6 +99,7 @@ def test_a_metric_many_rows_and_averaged_queries_are_had_for_the_asking(model, t
         assert rows_NC.double().mean(0).abs().max() < 1e-5 < rows_NC.std()
 
 
+@pytest.mark.slow
 def test_whoever_asks_what_takes_the_same_pass_is_collected_in_one(model, tmp_path, monkeypatch):
     asked = (Inputs(), InputRows(100), ResidualMoment(), AttendedMoment(), OutputMetric(), GradientMetric(), *ASKED)
     _, found, done = fitted(model, tmp_path, monkeypatch, asked)

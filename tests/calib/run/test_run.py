@@ -52,13 +52,7 @@ def undisturbed(model, tmp_path_factory) -> dict[str, bytes]:
     return digests(runs.calibrate(a_run(model, tmp_path_factory.mktemp("run"))))
 
 
-def test_one_recipe_alone_has_the_tensors_it_has_among_others(model, undisturbed, tmp_path):
-    alone = runs.calibrate(a_run(model, tmp_path, ("aqua-2bit",)))["aqua-2bit"]
-    among = artifact.from_bytes(undisturbed["aqua-2bit"])
-    assert alone.tensors.keys() == among.tensors.keys()
-    assert all(torch.equal(alone.tensors[name], among.tensors[name]) for name in alone.tensors)
-
-
+@pytest.mark.slow
 def test_two_threads_make_the_same_bytes_again(model, tmp_path):
     first, again = (
         digests(runs.calibrate(a_run(model, tmp_path / name, ("svdq-wf-2bit-v4",), threads=2))) for name in "ab"
@@ -274,15 +268,7 @@ def test_the_bits_that_the_fit_finds_are_in_the_recipe(undisturbed):
         assert layer["key"]["relative_error"] < 0.12, "no better than two bits for every channel"
 
 
-@pytest.mark.parametrize("given, found", [(None, ":4096:8"), (":16:8", ":16:8"), (":4096:2:16:8", ":4096:8")])
-def test_a_gpu_may_sum_in_one_order(given, found):
-    """PyTorch looks at this variable when it first multiplies, and refuses other values under deterministic sums."""
-    about = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-    code = "import kvq_calib, os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
-    about |= {"CUBLAS_WORKSPACE_CONFIG": given} if given else {}
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, env=about).strip() == found
-
-
+@pytest.mark.slow
 def test_a_caller_s_inference_mode_changes_no_byte(model, tmp_path):
     names, settings = ("aqua-fisher-2bit",), {"samples": 3, "held_out": 1}
     plain = digests(runs.calibrate(a_run(model, tmp_path / "plain", names, **settings)))
@@ -302,17 +288,4 @@ def test_a_caller_s_default_device_and_autocast_are_refused_before_the_work(cont
     work = a_run(model, tmp_path, ("aqua-2bit",))
     with context, pytest.raises(RuntimeError, match=says):
         runs.calibrate(work)
-    assert not (tmp_path / "plan.json").exists()
-
-
-def test_a_caller_s_default_dtype_is_refused_before_the_work(model, tmp_path):
-    work = a_run(model, tmp_path, ("aqua-2bit",))
-    torch.set_default_dtype(torch.float64)
-    try:
-        with pytest.raises(
-            RuntimeError, match=r"default dtype is torch\.float64, .*set_default_dtype\(torch\.float32\)"
-        ):
-            runs.calibrate(work)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert not (tmp_path / "plan.json").exists()

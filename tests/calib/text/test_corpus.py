@@ -78,7 +78,7 @@ def test_the_digest_is_of_little_endian_int32(tmp_path: Path, demo_model: Path):
     assert str(tmp_path) not in json.dumps(batch.description)
 
 
-@pytest.mark.parametrize("source", ["demo", "many", "few", "one"])
+@pytest.mark.parametrize("source", ["many", "few", "one", pytest.param("demo", marks=pytest.mark.slow)])
 def test_fit_and_held_out_share_nothing(source: str, tmp_path: Path):
     if source == "one":
         book = "\n".join(_texts(400))
@@ -257,6 +257,7 @@ def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyP
         corpus.load("org/name")
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_is_large_enough_and_clean():
     documents = dict(sources.documentation())
     assert len(documents) > 300 and sum(map(len, documents.values())) > 1_500_000
@@ -274,6 +275,7 @@ def test_docstrings_are_those_that_python_has():
         assert inspect.cleandoc(thing.__doc__) in found, thing
 
 
+@pytest.mark.slow
 def test_without_docstrings_or_sources_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     code = "from kvq_calib.text import documents; documents.documentation()"
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
@@ -330,16 +332,11 @@ def test_the_part_that_has_too_little_is_named_and_the_most_there_can_be(pair, t
     )
 
 
-@pytest.mark.parametrize("source", ["demo + demo", "demo + ", " + demo"])
-def test_a_corpus_twice_or_none_is_refused(source):
-    with pytest.raises(ValueError, match="names one twice, or nothing"):
-        corpus.pin(source)
-
-
-def test_what_is_measured_beside_it_is_not_in_it():
-    known = catalog.entry("some-model")
-    assert known.beside("demo + my.jsonl") == ("demo-code",)
-    assert known.beside("demo + demo-code") == ()
+def test_a_corpus_twice_or_none_is_refused():
+    for source in ("demo + demo", "demo + ", " + demo"):
+        with pytest.raises(ValueError, match="names one twice, or nothing"):
+            corpus.pin(source)
+    assert catalog.entry("some-model").beside("demo + my.jsonl") == ("demo-code",)
 
 
 def test_a_file_with_such_a_name_is_a_file(tmp_path, demo_model):
