@@ -252,7 +252,7 @@ def logits(
         before = encoded_by_layer(cache) if isinstance(cache, KVQCache) else None
         with attending(model, cache):
             out = model(ids_BT, **{CACHE: cache}, use_cache=True).logits
-        if before is not None and reads is not None:
+        if isinstance(cache, KVQCache) and before is not None and reads is not None:
             reads.add(count_reads(cache, before, tokens) or Reads())
         yield from out.split(PART, 1)
 
@@ -274,7 +274,7 @@ def layered(
     length, names = tokens_BT.shape[1], (REFERENCE, *caches)
     groups = tokens_BT.split(rows or rows_of(length, stream.files.vocabulary))
     units = [{name: {"layered": name, "tokens": digest_of(group)} for name in names} for group in groups]
-    saved = [{name: ledger.read(**unit) for name, unit in own.items()} for own in units]
+    saved: list[dict[str, Any]] = [{name: ledger.read(**unit) for name, unit in own.items()} for own in units]
     left = [name for name in names if any(own[name] is None for own in saved)]
     progress(tokens_BT.numel() * (len(names) - len(left)))
     if left:

@@ -227,7 +227,7 @@ class _Work:
             self.progress(tokens_BT.numel() * (len(subjects) - len(suited) + (not suited)))
             if not suited:
                 continue
-            make = partial(FullCache, length=length) if name == FULL else in_use
+            make: Any = partial(FullCache, length=length) if name == FULL else in_use
             caches = {
                 digest: partial(make, one.recipe, model, one.tensors, one.bounds) for digest, one in suited.items()
             }

@@ -16,7 +16,6 @@ A record is in the form of `evaluate/tasks.py`; a task has lm-eval's metrics by 
 """
 
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
@@ -66,7 +65,7 @@ class NotThroughTheCache(RuntimeError):
 class CompressedLM(HFLM):
     """One model with one recipe or artifact.
 
-    through   by task: its requests, how many of them read what was encoded, and the mean share of reads that did
+    through   by task: its requests, how many of them read encoded tokens, and the mean share of encoded tokens
     """
 
     def __init__(
@@ -92,9 +91,9 @@ class CompressedLM(HFLM):
                      reference; "none": the 16-bit model, in the same steps
         step         tokens per pass of what is scored
         batch_size   requests side by side
-        device       None, or cuda: that where there is one, else the CPU; dtype: None: float32 on a CPU, else as stored
+        device       None or cuda: a GPU if there is one, else the CPU; dtype: None: float32 on a CPU, else as stored
         registry     of artifacts; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
-        subject      what `recipe` names, if it was found already; loaded: the model likewise
+        subject      the subject that `recipe` names, and `loaded`, the model, if they are at hand
         quiet        no progress bars
         options      OPTIONS, of lm-eval's own model
 
@@ -150,33 +149,26 @@ class CompressedLM(HFLM):
         }
 
     def _by_task(self, answer: Callable[..., list[Any]], requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
-        """Have each task's requests answered apart, and refuse a task that nothing encoded had a part in."""
+        """Answer the requests of each task apart; raise NotThroughTheCache for a task that read nothing encoded."""
         tasks: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             tasks.setdefault(str(request.task_name), []).append(number)
-        found: list[Any] = [None] * len(requests)
+        answers: dict[int, Any] = {}
         for task, numbers in tasks.items():
-            self._shares = []
-            answers = answer([requests[number] for number in numbers], disable_tqdm=disable_tqdm or self._quiet)
-            for number, one in zip(numbers, answers, strict=True):
-                found[number] = one
-            self._judge(task)
-        return found
-
-    def _judge(self, task: str) -> None:
-        """Note what a task's requests read; raises NotThroughTheCache where nothing was encoded."""
-        shares = self._shares
-        if self.subject is None:
-            return
-        window = self.subject.recipe.window
-        if not any(shares):
-            raise NotThroughTheCache(
-                f"{task}: nothing was encoded that any of its {len(shares)} requests read, so that the figures would "
-                f"be the 16-bit model's: {window.recent} recent tokens and a block of {window.block} stay exact; ask "
-                "with more examples (num_fewshot), or a recipe+window.recent=0"
-            )
-        counted = {"requests": len(shares), "read_encoded": sum(share > 0 for share in shares)}
-        self.through[task] = {**counted, "decoded": sum(shares) / len(shares)}
+            shares = self._shares = []
+            own = answer([requests[number] for number in numbers], disable_tqdm=disable_tqdm or self._quiet)
+            answers |= dict(zip(numbers, own, strict=True))
+            if self.subject is not None and not any(shares):
+                window = self.subject.recipe.window
+                raise NotThroughTheCache(
+                    f"{task}: nothing was encoded that any of its {len(shares)} requests read, so that the figures "
+                    f"would be the 16-bit model's: {window.recent} recent tokens and a block of {window.block} stay "
+                    "exact; use longer prompts, or a recipe+window.recent=0"
+                )
+            if self.subject is not None:
+                counts = {"requests": len(shares), "read_encoded": sum(share > 0 for share in shares)}
+                self.through[task] = {**counts, "decoded": sum(shares) / len(shares)}
+        return [answers[number] for number in range(len(requests))]
 
     def _cache(self) -> Cache:
         if self.subject is None:
@@ -228,28 +220,18 @@ class CompressedLM(HFLM):
             with attending(self.model, cache), torch.inference_mode():
                 given = {CACHE: cache, **generation_kwargs}
                 tokens = HFLM._model_generate(self, context, max_length, stop, **given)
-            made = tokens[:, context.shape[1] :].tolist()
             # the first token comes of the prompt's own pass, which reads exact keys and values
-            read = [self._length(row, stop) > 1 for row in made]
-            return {"tokens": tokens.tolist(), "shares": _encoded_shares(cache, mask, read)}
+            read = tokens.shape[1] > context.shape[1] + 1
+            return {"tokens": tokens.tolist(), "shares": _encoded_shares(cache, mask) if read else [0.0] * len(mask)}
 
         sampled = bool(settings.get("do_sample"))
         kept = generated() if sampled else self._ledger.kept(generated, **asked, settings=settings)
         self._shares += kept["shares"]
         return torch.tensor(kept["tokens"], device=context.device)
 
-    def _length(self, tokens: Sequence[int], stop: Sequence[str]) -> int:
-        """Return the tokens of an answer, the one that ends it included."""
 
-        def ended(count: int) -> bool:
-            text = self.tok_decode(tokens[:count], skip_special_tokens=False)
-            return any(one in text for one in stop)
-
-        return min(len(tokens), 1 + bisect_left(range(1, len(tokens) + 1), True, key=ended))
-
-
-def _encoded_shares(cache: Cache, mask: list[list[int]], read: Sequence[bool]) -> list[float]:
-    """Return the share of each prompt's tokens that is encoded in every layer; 0 for prompts that were not read again.
+def _encoded_shares(cache: Cache, mask: list[list[int]]) -> list[float]:
+    """Return the share of each prompt's tokens that is encoded in every layer.
 
     mask   1 for tokens, 0 for the padding before them
     """
@@ -257,7 +239,7 @@ def _encoded_shares(cache: Cache, mask: list[list[int]], read: Sequence[bool]) -
         return [0.0] * len(mask)
     encoded, dropped = encoded_by_layer(cache)
     end, sinks = min(encoded.values(), default=0) + dropped, cache.blocks.recipe.window.sinks
-    return [max(0, sum(row[:end]) - sinks) / sum(row) if again else 0.0 for row, again in zip(mask, read, strict=True)]
+    return [max(0, sum(row[:end]) - sinks) / sum(row) for row in mask]
 
 
 def _batches(rows: Sequence[Any], count: int) -> Iterable[Sequence[Any]]:
@@ -269,19 +251,11 @@ def _batches(rows: Sequence[Any], count: int) -> Iterable[Sequence[Any]]:
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of lm-eval's evaluation.
-
-    limit      examples of each task, the first ones; None: all
-    num_fewshot, batch_size, apply_chat_template   as lm-eval takes them
-    step       tokens per pass of what is scored
-    """
+    """The arguments of lm-eval's evaluation; limit: examples of each task, the first ones, None: all."""
 
     tasks: tuple[str, ...]
     limit: int | None = None
-    num_fewshot: int | None = None
-    batch_size: int = 1
     apply_chat_template: bool = False
-    step: int = STEP
 
 
 def evaluate(
@@ -293,11 +267,11 @@ def evaluate(
     include_path: str | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
-    """One record for the 16-bit model, then one per subject.
+    """Return one record for the 16-bit model, then one per subject.
 
     include_path   a folder of task files beside lm-eval's own
 
-    Raises NotFound for a task that there is not, RuntimeError for one whose data or packages are not here.
+    Raises NotFound for an unknown task, RuntimeError for a task whose data or packages are missing.
     """
     manager = TaskManager(include_path=include_path)
     for task in asked.tasks:
@@ -308,14 +282,13 @@ def evaluate(
     about |= {"model": files.about, **asdict(asked)}
     records = []
     for subject in (None, *subjects):
-        lm = CompressedLM(str(files.path), NONE, asked.step, asked.batch_size, subject=subject, loaded=model,
-                          quiet=quiet)  # fmt: skip
+        lm = CompressedLM(str(files.path), NONE, subject=subject, loaded=model, quiet=quiet)
         part: dict[str, Any] = {"tasks": {}}
         prompts: dict[str, str] = {}
         for task in asked.tasks:
-            found, digest = _answered(lm, manager, task, asked)
-            part["tasks"] |= found
-            prompts |= digest
+            figures, digests = _answered(lm, manager, task, asked)
+            part["tasks"] |= figures
+            prompts |= digests
         if subject is not None:
             part["through_the_cache"] = lm.through
             part["reference"] = records[0]["result"]["protocols"][IN_USE]["tasks"]
@@ -330,7 +303,7 @@ def _answered(lm: CompressedLM, manager: Any, task: str, asked: Asked) -> tuple[
     try:
         with redirect_stdout(sys.stderr):  # it says there what it computes, where our own output is JSON
             found = simple_evaluate(
-                lm, tasks=[task], task_manager=manager, limit=asked.limit, num_fewshot=asked.num_fewshot,
+                lm, tasks=[task], task_manager=manager, limit=asked.limit,
                 apply_chat_template=asked.apply_chat_template,
             )  # fmt: skip
     except NotThroughTheCache as error:
@@ -358,22 +331,13 @@ def _figures(row: dict[str, Any], texts: int | None) -> dict[str, Any]:
 
 
 def _check(manager: Any, task: str) -> None:
-    """Load a task once, before the model: what is missing is found before the work."""
-    entry = manager.task_index.get(task)
-    if entry is None and not task.endswith(".yaml"):
+    """Load a task once, before the model: missing data are found before the work."""
+    if task not in manager.task_index and not task.endswith(".yaml"):
         near = ", ".join([name for name in manager.all_tasks if name.startswith(task[:4])][:5])
         known = f"there are {near}" if near else "`lm-eval ls tasks` lists them"
         raise NotFound(f"task {task} is neither kvq's (docs/measure.md) nor lm-eval's; {known}")
-    config = (entry.cfg if entry is not None else None) or {}
-    source = " ".join(str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key))
     try:
         manager.load([task])
-    except ModuleNotFoundError as error:
-        raise RuntimeError(f"task {task} needs {error.name}: pip install 'lm-eval[{task}]', or {error.name}") from error
-    except (OSError, ValueError) as error:  # what datasets raises where a data set is not here
-        where = f"the data set {source} of the Hugging Face Hub" if source else "data sets of the Hugging Face Hub"
+    except (ImportError, OSError, ValueError) as error:  # of packages, and of datasets without a data set
         why = " ".join(str(error).split())[:300]
-        raise RuntimeError(
-            f"task {task} asks about {where}, which could not be loaded: {why}. Go online once: then they are in "
-            "the cache, or name task files with data of your own: --include-path DIR"
-        ) from error
+        raise RuntimeError(f"task {task}: {why}. Install the missing package, or go online once for data") from error

@@ -101,7 +101,7 @@ def _plain(text: str) -> str:
     return printable(text).replace("$", r"\$")
 
 
-def _style(number: int) -> dict[str, str]:
+def _style(number: int) -> dict[str, Any]:
     return {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)]}
 
 
