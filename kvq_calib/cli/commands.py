@@ -75,7 +75,6 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     add_settings(command, "of every recipe named")
     _add_text(command)
     _add_protocol(command)
-    command.add_argument("--rows", type=count, metavar="N", help="windows side by side (default: 8192 tokens' worth)")
     command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
     command.add_argument("--output", metavar="FILE", help="write the records as JSON")
     add_registry(command)

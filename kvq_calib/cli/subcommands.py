@@ -198,7 +198,6 @@ def bench(args: Namespace) -> int:
 def _protocol(args: Namespace) -> record.Protocol:
     """Make the protocol that options ask for."""
     return record.Protocol(
-        rows=getattr(args, "rows", None),
         sinks=args.sinks,
         recent=args.recent,
         protocols=(args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS,
