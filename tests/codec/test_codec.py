@@ -102,22 +102,20 @@ def slow_sizes(scheme: Scheme, width: int, head: int | None) -> tuple[int, int]:
 
 CASES = [
     *[Scheme(Grid(dim, size, "all"), rotate=Hadamard("all")) for dim, size in GRIDS],
-    *[Scheme(Grid(dim, size, "head"), rotate=Hadamard("head", seed=3)) for dim, size in GRIDS],
+    Scheme(Grid(8, 256, "head"), rotate=Hadamard("head", seed=3)),
     Scheme(Grid(2, 16, "head"), rotate=Hadamard("all")),
     Scheme(Grid(2, 16, 16), rotate=Hadamard(32)),
     Scheme(Grid(2, 16, 32), rotate=Hadamard(8)),
-    Scheme(Grid(4, 64, 32)),
-    Scheme(Grid(2, 64)),
     Scheme(Grid(2, 16), axis="channel"),
     Scheme(Grid(2, 16, 32), rotate=Hadamard("all"), axis="channel"),
     Scheme(Grid(2, 256, "head"), rotate=Hadamard("head"), axis="channel"),
-    *[Scheme(Rtn(bits, "head"), rotate=Hadamard("head")) for bits in (1, 2, 3, 4, 8)],
+    *[Scheme(Rtn(bits, "head"), rotate=Hadamard("head")) for bits in (1, 3, 8)],
     Scheme(Rtn(2, 8, "absmax"), rotate=Hadamard("all")),
     Scheme(Rtn(3, 16), axis="channel"),
 ]
 
 
-@pytest.mark.parametrize("head_size", [64, 80, 96])
+@pytest.mark.parametrize("head_size", [64, 80])
 @pytest.mark.parametrize("scheme", CASES, ids=lambda s: f"{s.quantize}{s.rotate and s.rotate.group}{s.axis}"[:60])
 def test_agrees_with_the_slow_codec(scheme, head_size):
     """All but the bf16 of decoding: a relative 2^-8, far from the tens of percent that a wrong order costs."""
@@ -144,7 +142,7 @@ def test_error_on_gaussian_data_is_the_grids(size, rotate):
     assert relative(x - there_and_back(made, x).float(), x) == pytest.approx(ERRORS[size], rel=0.01)
 
 
-@pytest.mark.parametrize("head_size", [64, 80])
+@pytest.mark.parametrize("head_size", [64, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if "online" not in name])
 def test_bits_are_the_bytes_that_are_held(name, head_size):
     geometry = Geometry(3, 4, head_size)

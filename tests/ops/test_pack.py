@@ -52,8 +52,8 @@ def test_bytes_of_one_row_of_a_wider_table_are_unpacked():
         assert torch.equal(pack.unpack(slice_, bits, count), pack.unpack(slice_.clone(), bits, count))
 
 
-@pytest.mark.parametrize("bits", [1, 7, 8, 9, 14, 16, 17, 20, 24])
-@pytest.mark.parametrize("count", [1, 5, 64, 129])
+@pytest.mark.parametrize("bits", [1, 7, 8, 14, 17, 24])
+@pytest.mark.parametrize("count", [5, 129])
 def test_places_of_any_width(bits, count):
     places = torch.randint(0, 2**bits, (2, count), generator=torch.Generator().manual_seed(bits))
     packed = pack.pack_places(places, bits)

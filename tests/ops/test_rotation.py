@@ -40,6 +40,7 @@ def test_a_random_matrix_is_orthogonal(size):
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(size).double(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_it_is_uniform_over_rotations():
     """Every element of a random orthogonal matrix of 3 is uniform on [-1, 1] (Archimedes), only with the sign fix."""
     matrices = torch.stack([rotation.random_matrix(3, seed) for seed in range(2000)])

@@ -71,6 +71,7 @@ def test_levels_are_half_logarithms_in_few_steps():
     assert latent.token_scale(levels)[0].square().log().tolist() == pytest.approx([0.5, 2.5, 4.0, -4.0])
 
 
+@pytest.mark.slow
 def test_what_counts_costs_less_at_equal_bits():
     x, new = low_rank(), low_rank(seed=1)
     alike = replace(PATHS, weighed=False)

@@ -62,7 +62,12 @@ class Recipes(dict[str, Recipe]):
 
 
 RECIPES = Recipes()
-SLOW = ("gear-2bit", "polar-online", "squat-online-2bit", "svdq-online-2bit", "aqua-fisher-1bit", "aqua-h2o-2bit")
+SLOW = (  # what takes long, or differs from another one in a width or a rotation
+    "quarot-2bit", "mean-higgs-2bit", "turboquant-3bit", "kvquant-3bit", "gear-2bit", "polar-online",
+    "polar-paper-fitted+all.rotate=none", "squat-online-2bit", "svdq-online-2bit",
+    "svdq-wf-2bit-v4+key.rotate=query_basis+value.quantize=mixed+value.rotate=output_basis",
+    "aqua-2bit+all.predict.storage=gptq4+all.predict.below=1,2", "aqua-fisher-1bit", "aqua-h2o-2bit",
+)  # fmt: skip
 every_recipe = pytest.mark.parametrize(
     "recipe",
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in REPRESENTATIVE],

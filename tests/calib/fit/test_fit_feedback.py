@@ -106,6 +106,7 @@ def queries(scale: float = 1.0, tokens: int = TOKENS) -> LayerQueries:
 # ---- in a run ----
 
 
+@pytest.mark.slow
 def test_a_run_fits_the_moves_of_the_models_own_queries(tmp_path):
     """The artifact's tensors against queries captured once more; and the bytes of another run."""
     folder = tmp_path / "model"

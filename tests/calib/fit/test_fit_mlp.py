@@ -37,6 +37,7 @@ def explained(predicted: Tensor, y: Tensor) -> float:
     return 1 - float((y - predicted).square().mean() / y.square().mean())
 
 
+@pytest.mark.slow
 def test_all_tokens_predict_better_than_a_sample_and_nearly_as_a_linear_map():
     """The truth is linear: on other tokens an MLP can at best be as good. Of few tokens it learns their noise."""
     z, y = problem(16384, 1)
@@ -53,6 +54,7 @@ def test_all_tokens_predict_better_than_a_sample_and_nearly_as_a_linear_map():
     assert found[1] < found[0] - 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["layer", "none"])
 def test_it_learns_a_curve_repeats_itself_and_is_centred_on_all_tokens(norm):
     random = torch.Generator().manual_seed(0)
