@@ -9,6 +9,7 @@ import pytest
 from feeding import small
 from generating import generate, kvq
 from models import prompt, random_model
+from tiers import some
 from transformers import AttentionInterface
 
 from kvq_runtime import KVQCache
@@ -37,7 +38,7 @@ def held(*caches: KVQCache) -> int:
     return storage_bytes(tensor for codec in codecs for tensor in codec.shared)
 
 
-@pytest.mark.parametrize("name", ["aqua-2bit", "aqua-fisher-1bit", "oscar-2bit"])
+@pytest.mark.parametrize("name", some(["aqua-2bit", "aqua-fisher-1bit", "oscar-2bit"], "aqua-2bit"))
 def test_caches_of_one_file_hold_its_tensors_once(name, model, tmp_path):
     """Also what codecs derive from them, such as a rotation back; from any path to the same bytes."""
     made = fit(name, model)

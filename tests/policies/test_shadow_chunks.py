@@ -240,7 +240,9 @@ def test_other_attention_reads_all_tokens_and_says_so_once():
         assert torch.equal(one, model(ids[:, 60:], **{CACHE: plain}).logits)
 
 
-@pytest.mark.parametrize("name", ["svdq-shadow-2bit-v4", "svdq-shadow-online-2.25bit"])
+@pytest.mark.parametrize(
+    "name", ["svdq-shadow-2bit-v4", pytest.param("svdq-shadow-online-2.25bit", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("way", some(WAYS, "beams", "assisted"))
 def test_every_way_of_generating_works(way, name):
     model = random_model("llama", attention="kvq")
