@@ -47,10 +47,10 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     assert "--dry-run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["mean-higgs-head-2bit-post"])
-def test_a_step_runs_as_it_is_timed(name):
+@pytest.mark.slow
+def test_a_step_runs_as_it_is_timed():
     small = cases.Model("small", 4, 2, 64)
-    case = cases.Case(small, name, 272, 1, window=16)
+    case = cases.Case(small, "mean-higgs-head-2bit-post", 272, 1, window=16)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     q = torch.randn(1, 4, 1, 64, dtype=torch.bfloat16, device=device)
     out, level = cases.built(case, device)(q)

@@ -28,7 +28,7 @@ from kvq_runtime.hf.model import CACHE
 from kvq_runtime.hf.recorded import captured
 
 # one of each layout for `make test`
-QUICK = ("kivi-2-post-16", "kivi-2-pre-16", "lloyd-3bit", "mean-higgs-head-2bit-post")
+QUICK = ("kivi-2-pre-16", "lloyd-3bit", "mean-higgs-head-2bit-post")
 
 
 @pytest.mark.parametrize("name", some(FAMILIES, *QUICK))
@@ -50,12 +50,14 @@ def test_rows_with_other_padding(name):
     driver.check(2)
 
 
+@pytest.mark.slow
 def test_sixteen_bits():
     driver = Driver(FAMILIES["higgs-head-2bit"], PADDED[:1], rows=1, dtype=torch.bfloat16)
     driver.step(40, expected=False)
     driver.check()
 
 
+@pytest.mark.slow
 def test_sinks_that_arrive_after_the_prompt():
     driver = Driver(FAMILIES["rtn-2bit"], torch.tensor([31]), rows=1)
     driver.step(33, expected=False)
@@ -159,6 +161,7 @@ def test_masks_that_are_not_left_padding():
     assert wanted is not None and torch.equal(out, wanted)
 
 
+@pytest.mark.slow
 def test_padding_that_comes_in_a_step_is_looked_at():
     """One row's sequence has ended, the other's goes on: the third step brings padding in one row."""
     driver = Driver(FAMILIES["rtn-2bit"])
@@ -171,12 +174,9 @@ def test_padding_that_comes_in_a_step_is_looked_at():
     assert wanted is not None and torch.equal(out, wanted)  # no kernel leaves out a slot in the middle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "starts, name",
-    [
-        (PADDED, "kivi-2-pre-16"),
-        pytest.param(torch.tensor([70, 0]), "mean-higgs-head-2bit-post", marks=pytest.mark.slow),
-    ],
+    "starts, name", [(PADDED, "kivi-2-pre-16"), (torch.tensor([70, 0]), "mean-higgs-head-2bit-post")]
 )
 def test_many_queries_attend_slab_by_slab(name, starts, monkeypatch):
     monkeypatch.setattr("kvq_runtime.kernels.attend.launch.attend", None)

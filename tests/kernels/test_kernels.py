@@ -218,7 +218,8 @@ def rotation_of(name: str | None, width: int):
 
 
 @pytest.mark.parametrize(
-    "turn, width", [("matrix", 32), ("hadamard", 80), pytest.param("matrix", 128, marks=pytest.mark.slow)]
+    "turn, width",
+    [("matrix", 32), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("hadamard", 80), ("matrix", 128)))],
 )
 def test_rotated_and_encoded(turn, width):
     turn = rotation_of(turn, width)

@@ -103,7 +103,8 @@ def test_kernel_and_torch_agree(name):
     check(server, {short: (5, 6), long: (4 * page, 4 * page + 1)}, most=most)
 
 
-@pytest.mark.parametrize("name", some(["mean", "higgs-head-2bit", "rtn-2bit", "polar-3bit"], "mean"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mean", "higgs-head-2bit", "rtn-2bit", "polar-3bit"])
 def test_as_near_to_float64_as_over_slabs(name):
     """Softmax in float64 over what pages decode to in float32, their mean turned by RoPE."""
     server = server_of(name)
@@ -161,7 +162,7 @@ def test_tails_of_every_length():
         check(server, {text: (2 * PAGE - 2 + n, 2 * PAGE - 1 + n), other: (n, n + 1)})
 
 
-@pytest.mark.parametrize("ratio, dtype", [(7, torch.float32), (4, torch.bfloat16)])
+@pytest.mark.parametrize("ratio, dtype", [(7, torch.float32), pytest.param(4, torch.bfloat16, marks=pytest.mark.slow)])
 def test_query_heads_and_sixteen_bits(ratio, dtype):
     server = server_of("quarot-head-2bit", dtype=dtype)
     text = server.add(100)
