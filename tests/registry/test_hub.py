@@ -47,7 +47,6 @@ def test_a_published_artifact_comes_back_on_another_machine(hub, store, monkeypa
 UPLOADS = {
     "429": ("POST .*/commit/", "status", {"status": 429, "Retry_After": "1"}),
     "500": ("POST .*/commit/", "status", {"status": 500}),
-    "503 of the batch": ("POST .*objects/batch", "status", {"status": 503}),
     "reset in mid-upload": ("PUT /lfs", "reset", {}),
     "lost answer of a commit": ("POST .*/commit/", "lost", {}),
     "lost answer of a new repository": ("POST /api/repos/create", "lost", {}),
