@@ -82,7 +82,7 @@ oldest-transformers: env ## generation, graphs, every architecture and some cali
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/hf -m 'not slow'
 	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/kernels/test_recorded_step.py tests/kernels/test_fused.py \
 	    -k 'replays or mask_of_the_moment or models_generate or not_recorded'
-	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/calib/model/test_decoders.py \
+	PYTHONPATH=build/oldest-transformers:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q tests/calib/model/test_families.py \
 	    -m 'not slow'
 
 # vLLM pins torch and transformers, so it has an environment of its own; its builds of torchvision, torchaudio and

@@ -95,7 +95,7 @@ def prepare(run: Run, stream: Stream) -> None:
         return _begin_draft(run)
     batch = corpus.select(plan.corpus, run.files.path, plan.samples, plan.seq_len, plan.seed)
     record: dict[str, Any] = {"corpus": batch.description, "seconds": {}}
-    with checkpoint.whole(checkpoint.folder_of(run.folder, -1), record) as folder:
+    with checkpoint.sealed(checkpoint.folder_of(run.folder, -1), record) as folder:
         checkpoint.save({"tokens": batch.tokens_BT}, folder / passes.TOKENS)
         if plan.descends:
             moments = gradients.collect(run, stream, batch.tokens_BT, folder, record["seconds"])
@@ -105,7 +105,7 @@ def prepare(run: Run, stream: Stream) -> None:
 def _begin_draft(run: Run) -> None:
     """Take what the run that the draft is of begins with: of tokens the first sequences, and gradients."""
     before = checkpoint.folder_of(run.folder.parent, -1)
-    with checkpoint.whole(checkpoint.folder_of(run.folder, -1), {}) as folder:
+    with checkpoint.sealed(checkpoint.folder_of(run.folder, -1), {}) as folder:
         tokens_BT = checkpoint.load(before / passes.TOKENS)["tokens"]
         checkpoint.save({"tokens": tokens_BT[: run.plan.samples]}, folder / passes.TOKENS)
         if (before / gradients.FILE).is_file():
@@ -118,7 +118,7 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
     plan, started = run.plan, time.perf_counter()
     record: dict = {name: {} for name in ("fit", "recipes", "settings", "variances", "seconds")}
     record["layer"] = layer
-    with checkpoint.whole(checkpoint.folder_of(run.folder, layer), record) as folder:
+    with checkpoint.sealed(checkpoint.folder_of(run.folder, layer), record) as folder:
         collected = _capture(run, stream, layer, folder, record["seconds"])
         record["seconds"]["capture"] = time.perf_counter() - started - record["seconds"]["forward"]
         tensors: dict[str, Tensor] = {}

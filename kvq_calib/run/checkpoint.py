@@ -81,7 +81,7 @@ def folder_of(run: Path, layer: int) -> Path:
 
 
 @contextmanager
-def whole(final: Path, noted: dict) -> Iterator[Path]:
+def sealed(final: Path, noted: dict) -> Iterator[Path]:
     """Give a partial folder to fill; on leaving, seal it with digests and what is `noted`, and rename it into place."""
     partial = final.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -99,7 +99,7 @@ def whole(final: Path, noted: dict) -> Iterator[Path]:
 
 def keep(run: Path, layer: int, held: Mapping[Path, Mapping[str, Tensor]]) -> None:
     """Write what layers above this one read, by the path that it would have as a file; earlier ones are removed."""
-    with whole(_kept(run, layer), {}) as folder:
+    with sealed(_kept(run, layer), {}) as folder:
         for path, tensors in sorted(held.items()):
             save(dict(tensors), folder / f"{path.parent.name}.{path.name}")
     _remove_kept(run, but=_kept(run, layer))

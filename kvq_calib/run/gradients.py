@@ -41,7 +41,7 @@ def chunks(plan: Plan) -> list[range]:
 
 def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: dict[str, float]) -> dict[str, Tensor]:
     """Second moments of the gradients, float64 [H, D, D] each, of every layer and role, by the number of sinks that
-    are left out, by name (`name`); and the squared length of each gradient, float32 [sequences, T, H].
+    are left out, by name (`moment_name`); and the squared length of each gradient, float32 [sequences, T, H].
 
     folder    for hidden states and gradients on the way
     seconds   to note what the way up and the way down took
@@ -90,7 +90,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
                 for left_out in sinks:
                     part = _moment(g_NTC[:, left_out:], plan.geometry.kv_heads)
                     part /= counted * (g_NTC.shape[1] - left_out)
-                    key = name(layer, role, left_out)
+                    key = moment_name(layer, role, left_out)
                     moments[key] = moments[key] + part if key in moments else part
             checkpoint.save({"gradient": below.cpu()}, gradient(index))
             hidden(layer + 1, index).unlink()
@@ -103,7 +103,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
     return moments | {key: torch.cat(parts) for key, parts in energies.items()}
 
 
-def name(layer: int, role: Role, sinks: int) -> str:
+def moment_name(layer: int, role: Role, sinks: int) -> str:
     """Return the name of the moment of a layer's keys, or values."""
     return f"layers.{layer}.{role}.{sinks}"
 
@@ -115,7 +115,7 @@ def energy_name(layer: int, role: Role) -> str:
 
 def moment(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
     """M of a layer's keys, or values, of tokens without the first `sinks`, as it was collected: float64 [H, D, D]."""
-    return checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[name(layer, role, sinks)]
+    return checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[moment_name(layer, role, sinks)]
 
 
 def log_importance(run: Run, layer: int, role: Role, sinks: int) -> Tensor:

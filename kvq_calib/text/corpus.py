@@ -1,39 +1,27 @@
 """Choose calibration sequences from a corpus: the same ones on every machine, whatever the number of workers.
 
-Documents belong to the held-out part by a hash of their content, whatever the seed; of those, the ones that repeat runs
-of the fit part are passed over (`split.py`), and what the chosen sequences still share with it is measured. Inside a
-part documents are ranked by sha256(seed, id) and read in that order:
+A hash of its content puts a document into the fit part or the held-out part, whatever the seed; held-out documents that
+repeat the fit part are passed over (`split.py`), and the overlap that is left is measured. Inside a part documents are
+ranked by sha256(seed, id):
 
-    crop    from each document of at least L tokens one run of L, at an offset from the same hash: from the middle of
-            a text, without BOS (AQUA-KV's rule)
+    crop    from each document of at least L tokens one run of L, at an offset from the same hash, without BOS
+            (AQUA-KV's rule)
     pack    documents after each other, each with the tokenizer's BOS or else followed by EOS, cut every L tokens
     auto    crop if the part has enough long documents, else pack
 
-A mixture, `demo + demo-code`, is several corpora with as many sequences of each, in turns: the held-out ones, which are
-the last, are of all of them too.
+A mixture, `demo + demo-code`, takes as many sequences of each corpus, in turns. A dataset of the Hub is
+`org/name[:config][@revision]`, split `train`, column `text`; its revision is pinned to a commit. It is downloaded in
+full, since a rank needs every document.
 
-Besides what `documents.py` reads, a corpus may be a dataset of the Hub, `org/name[:config][@revision]`, split `train`,
-column `text`. Its revision is pinned to a commit before it is read; the dataset is downloaded in full, since a rank
-needs every document.
+The test set of WikiText-2 is never fitted on: `wikitext-2`, or `wikitext-2:FILE`, a .parquet, or a .txt, line by line.
+Its rows, an empty one for a blank line, are joined by two line ends, tokenized as one text, with what the tokenizer
+itself puts at its beginning, and cut every L tokens: the windows of published figures.
 
-The test set of WikiText-2 is read whole and in order instead, as the field measures perplexity on it, and never fitted
-on: `wikitext-2`, the test split of Salesforce/wikitext on the Hub, or `wikitext-2:FILE`, a .parquet of that, or a .txt,
-line by line. The rows, an empty one for a blank line, are joined by two line ends, tokenized as one text, with what the
-tokenizer itself puts at its beginning, and cut every L tokens; the rest is left out. Nothing is chosen by a hash, and
-nothing is left out for what it shares with other text: these are the windows of published figures.
+Texts of other kinds are measured on beside the corpus, their held-out parts: NAME=SOURCE, or an embedded corpus or the
+test set by its own name; `none` alone: no such text.
 
-Source: of the last, the evaluation of Frantar et al., 2022 (GPTQ), which later papers follow.
+Source: of the test set, the evaluation of Frantar et al., 2022 (GPTQ), which later papers follow.
 Differs: perplexity is over the L - 1 tokens of a window that have one before them; some implementations divide by L.
-
-Texts of other kinds are measured on beside the corpus: what a fit is worth where it was not made.
-
-    NAME=SOURCE      NAME is what tables call it; SOURCE a corpus
-    demo-code        an embedded corpus by its own name alone, and so the test set: wikitext-2, or wikitext-2:FILE
-    none             alone: no text of another kind
-
-Of each the held-out part is read, as of the corpus itself: the same windows, whichever of the two was fitted on, and
-none that a model has seen which was trained on fit parts. What is measured on where nothing is asked for is the model's
-(`model/catalog.py`).
 """
 
 import hashlib

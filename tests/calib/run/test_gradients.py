@@ -78,7 +78,7 @@ def test_moments_are_those_of_one_backward_pass(tmp_path, architecture):
     (folder := tmp_path / "work").mkdir()
     found = gradients.collect(run, Stream(run.files, dtype=torch.float32), tokens_BT, folder, {})
     expected = whole_model(model, tokens_BT[:4], 2, run.plan.seed, sinks=(0, 4))
-    assert found.keys() == expected.keys() and gradients.name(1, "key", 4) in expected
+    assert found.keys() == expected.keys() and gradients.moment_name(1, "key", 4) in expected
     for name, sums in expected.items():
         torch.testing.assert_close(found[name], sums, rtol=2e-3, atol=1e-6 * float(sums.abs().max()))
     assert not list(folder.iterdir()), "hidden states are deleted on the way down"
@@ -109,7 +109,7 @@ def test_errors_cost_half_their_square_in_nats(tmp_path):
         for _ in range(8):
             moved = loaded(tokens_BT[:4]).logits.double().log_softmax(-1)
             kls.append(float((exact.exp() * (exact - moved)).sum(-1).mean()))
-    trace = float(found[gradients.name(layer, "value", 4)].diagonal(dim1=-2, dim2=-1).sum())
+    trace = float(found[gradients.moment_name(layer, "value", 4)].diagonal(dim1=-2, dim2=-1).sum())
     # a token's share of the window's divergence, over the tokens of a window that have noise
     assert sum(kls) / len(kls) == pytest.approx(0.5 * trace * sigma**2 * 252 / 256, rel=0.25)
 
