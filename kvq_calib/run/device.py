@@ -38,17 +38,6 @@ def usable(device: str) -> str:
     return device
 
 
-def memory_of(device: str) -> int:
-    """Bytes of a device's memory: of a GPU its own, elsewhere the machine's."""
-    if device.startswith("cuda"):
-        import torch
-
-        return torch.cuda.get_device_properties(device).total_memory
-    import psutil
-
-    return psutil.virtual_memory().total
-
-
 def free_on(device: str) -> int:
     """Bytes that are free on a device."""
     if device.startswith("cuda"):
