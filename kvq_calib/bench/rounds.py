@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from kvq_calib.bench.contenders import Contender
+from kvq_calib.bench.contenders import Make
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model.files import ModelFiles
 from kvq_runtime.hf import KVQCache
@@ -86,7 +86,7 @@ class Stopwatch(BaseStreamer):
 
 
 def measure(
-    model: PreTrainedModel, contenders: Sequence[Contender], plan: Plan, progress: Callable[[int], object]
+    model: PreTrainedModel, contenders: Mapping[str, Make], plan: Plan, progress: Callable[[int], object]
 ) -> list[dict[str, Any]]:
     """Measure all rounds; return a row of figures for each cache at each context and batch.
 
@@ -95,15 +95,15 @@ def measure(
     rows = []
     for context, batch in plan.cells:
         ids_BT = prompts(model, context, batch, plan.seed)
-        turns: dict[str, list[Turn]] = {one.name: [] for one in contenders}
+        turns: dict[str, list[Turn]] = {name: [] for name in contenders}
         for number in range(plan.rounds + 1):
-            first = number % len(contenders)
-            for one in (*contenders[first:], *contenders[:first]):
-                own = turns[one.name]
+            names, first = list(contenders), number % len(contenders)
+            for name in (*names[first:], *names[:first]):
+                own = turns[name]
                 if not own or not own[-1].error:
-                    own.append(attempt(model, one, ids_BT, plan.tokens if number else 1))
+                    own.append(attempt(model, contenders[name], ids_BT, plan.tokens if number else 1))
                 progress(ids_BT.numel())
-        rows += figures(context, batch, contenders, turns)
+        rows += figures(context, batch, turns)
     return rows
 
 
@@ -112,10 +112,10 @@ def work(contenders: int, plan: Plan) -> int:
     return (plan.rounds + 1) * contenders * sum(context * batch for context, batch in plan.cells)
 
 
-def attempt(model: PreTrainedModel, contender: Contender, ids_BT: Tensor, tokens: int) -> Turn:
+def attempt(model: PreTrainedModel, make: Make, ids_BT: Tensor, tokens: int) -> Turn:
     """Take a turn, or return the error that it ended in, such as a lack of memory."""
     try:
-        return take(model, contender, ids_BT, tokens)
+        return take(model, make, ids_BT, tokens)
     except Exception as error:  # types vary by library; the other caches are worth measuring
         return Turn(error=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300])
     finally:
@@ -124,15 +124,14 @@ def attempt(model: PreTrainedModel, contender: Contender, ids_BT: Tensor, tokens
             torch.cuda.empty_cache()
 
 
-def take(model: PreTrainedModel, contender: Contender, ids_BT: Tensor, tokens: int) -> Turn:
+def take(model: PreTrainedModel, make: Make, ids_BT: Tensor, tokens: int) -> Turn:
     """Read prompts, int64 [rows, tokens], and generate greedily: one token, WARM, and the timed ones.
 
     The model has no end-of-text token, so that every row goes on to the end. On a GPU our caches replay their steps as
     CUDA graphs.
     """
-    model.set_attn_implementation("kvq" if contender.recipe else "sdpa")
-    cache, watch = contender.make(model), Stopwatch()
-    cuda = ids_BT.device.type == "cuda"
+    cache, watch, cuda = make(model), Stopwatch(), ids_BT.device.type == "cuda"
+    model.set_attn_implementation("kvq" if isinstance(cache, KVQCache) else "sdpa")
     if cuda:
         torch.cuda.reset_peak_memory_stats(ids_BT.device)
     with CudaGraphs(model) if cuda and isinstance(cache, KVQCache) else nullcontext():
@@ -168,14 +167,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def figures(
-    context: int, batch: int, contenders: Sequence[Contender], turns: Mapping[str, Sequence[Turn]]
-) -> list[dict[str, Any]]:
+def figures(context: int, batch: int, turns: Mapping[str, Sequence[Turn]]) -> list[dict[str, Any]]:
     """Return a row a cache: medians over the rounds after the first, which warms up, and ratios to the first cache."""
     rows: list[dict[str, Any]] = []
-    for one in contenders:
-        row: dict[str, Any] = {"context": context, "batch": batch, "cache": one.name}
-        last, timed = turns[one.name][-1], turns[one.name][1:]
+    for name, own in turns.items():
+        row: dict[str, Any] = {"context": context, "batch": batch, "cache": name}
+        last, timed = own[-1], own[1:]
         if last.error:
             rows.append(row | {"error": last.error})
             continue
@@ -184,8 +181,8 @@ def figures(
         row |= {"quartiles": [batch / high, batch / low], "cache_bytes": last.cache_bytes}
         row |= {"peak_bytes": last.peak_bytes} if last.peak_bytes is not None else {}
         base = rows[0] if rows else row
-        for name in ("tokens_per_s", "cache_bytes"):
-            row |= {f"{name}_ratio": row[name] / base[name]} if name in base else {}
+        for figure in ("tokens_per_s", "cache_bytes"):
+            row |= {f"{figure}_ratio": row[figure] / base[figure]} if figure in base else {}
         rows.append(row)
     return rows
 

@@ -179,9 +179,12 @@ def bench(args: Namespace) -> int:
     dtype = rounds.dtype_of(files, args.dtype, device)
     if args.dtype is None and (note := product.without_bfloat16(device)):
         say("kvq bench", note)
-    stock = [contenders.quantized(name) for name in args.beside.split(",") if name != "none"]
-    ours = contenders.compressed(recipe_text.with_settings(args.subjects, args.set), files, args.registry)
-    every = [contenders.uncompressed(dtype), *stock, *ours]
+    every = contenders.uncompressed(dtype)
+    for name in args.beside.split(",") if args.beside != "none" else ():
+        every |= contenders.quantized(name)
+    stock = set(every)
+    for text in recipe_text.with_settings(args.subjects, args.set):
+        every |= contenders.compressed(text, files, args.registry)
     with measuring(rounds.work(len(every), plan), args.quiet) as progress:
         rows = rounds.measure(rounds.load(files, device, dtype), every, plan, progress)
     if args.json:
@@ -189,8 +192,7 @@ def bench(args: Namespace) -> int:
         print(json.dumps({"model": files.about, "environment": used, "rows": rows}, indent=2))
     else:
         print_table(rows, False)
-    names = {one.name for one in ours}
-    if failed := [f"{row['cache']}: {row['error']}" for row in rows if "error" in row and row["cache"] in names]:
+    if failed := [f"{row['cache']}: {row['error']}" for row in rows if "error" in row and row["cache"] not in stock]:
         raise RuntimeError(f"not measured: {'; '.join(dict.fromkeys(failed))}")
     return 0
 

@@ -49,6 +49,7 @@ class Protocol:
     """The protocol of perplexity and errors.
 
     step           tokens per forward pass, in use
+    rows           windows side by side; None: as many as make 8192 tokens
     recent         exact newest tokens in use, before a dynamic window keeps more; None: those of each recipe
     sinks          exact first tokens; None: likewise
     error_windows  windows on which errors by layer are measured; 0: none
@@ -57,6 +58,7 @@ class Protocol:
     """
 
     step: int = perplexity.STEP
+    rows: int | None = None
     recent: int | None = None
     sinks: int | None = None
     error_windows: int = ERROR_WINDOWS
@@ -231,7 +233,7 @@ class _Work:
             caches = {
                 digest: partial(make, one.recipe, model, one.tensors, one.bounds) for digest, one in suited.items()
             }
-            common = (None, self.progress, self.ledger.within(protocol=name))
+            common = (protocol.rows, self.progress, self.ledger.within(protocol=name))
             if stream is not None:
                 scores[name] = layered(stream, tokens_BT, caches, *common)
             else:

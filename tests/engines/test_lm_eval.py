@@ -14,9 +14,7 @@ import pytest
 pytest.importorskip("lm_eval", reason="lm-eval is in an environment of its own: make test-lm-eval")
 
 import lm_eval
-import torch
 from lm_eval.tasks import TaskManager
-from transformers import AutoTokenizer
 
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.subject import find
@@ -78,13 +76,6 @@ def write(folder: Path, name: str, kind: str, rest: str, rows: list[dict]) -> No
     (folder / f"{name}.yaml").write_text(whole.replace('"{{text}}"', '""', 1) if rest is WHOLE else whole)
 
 
-def of_tokens(*counts: int) -> list[str]:
-    """Beginnings of a text that have exactly so many tokens."""
-    read = AutoTokenizer.from_pretrained(DEMO.path)
-    return [next(TEXT[:stop] for stop in range(count, len(TEXT)) if len(read(TEXT[:stop]).input_ids) == count)
-            for count in counts]  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Texts of 270 tokens and more, of different lengths, and one task whose texts are too short to be encoded."""
@@ -96,8 +87,6 @@ def folder(tmp_path_factory):
     write(made, "own_choice", "multiple_choice", CHOICE, choices)
     write(made, "own_answer", "generate_until", ANSWER, [{"text": text, "answer": "the"} for text in texts])
     write(made, "own_text", "loglikelihood_rolling", WHOLE, [{"text": text} for text in texts])
-    padded = [{"text": text, "answer": "the"} for text in of_tokens(270, 398, 526)]
-    write(made, "own_padded", "generate_until", ANSWER, padded)
     write(made, "own_short", "multiple_choice", CHOICE, [{**choices[0], "text": "Short."}])
     absent = TASK.format(name="own_absent", data="/nowhere.jsonl", kind="multiple_choice") + CHOICE
     (made / "own_absent.yaml").write_text(absent.replace("dataset_path: json", "dataset_path: someone/absent"))
@@ -106,7 +95,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model():
-    torch.set_num_threads(1)
     return load_model(DEMO)
 
 
@@ -151,19 +139,14 @@ def test_exact_is_the_16_bit_model_and_two_bits_are_not(folder, model):
 
 
 def test_batches_give_what_requests_alone_give(folder, model):
-    """Scored rows begin together. Of prompts padded on the left: all in 16 bits; in 2 bits where they differ by whole
-    blocks, and blocks begin where they begin alone."""
-    scored, exact, two = ("own_choice", "own_text"), *NAMES
+    """Scored rows begin together; prompts are padded on the left, which changes nothing in 16 bits."""
+    exact, two = NAMES
+    scored = ("own_choice", "own_text")
     alone, together = (figures(results(folder, lm(model, two, batch_size=count), *scored)) for count in (1, 3))
     for task in scored:
         assert together[task] == pytest.approx(alone[task], rel=1e-4)
-    for name, task in ((exact, "own_answer"), (exact, "own_padded"), (two, "own_padded")):
-        one, three = (lm(model, name, batch_size=count) for count in (1, 3))
-        alone, together = (answers(folder, asked, task) for asked in (one, three))
-        assert together == alone and len(set(alone)) == 3, f"{name}, {task}"
-        if task == "own_padded":
-            assert three.through[task] == pytest.approx(one.through[task]), "as much was read of what was encoded"
-    assert answers(folder, lm(model, exact), "own_padded") != alone, "2 bits answer otherwise"
+    one, three = (answers(folder, lm(model, exact, batch_size=count), "own_answer") for count in (1, 3))
+    assert one == three and len(set(one)) == 3
 
 
 def test_a_run_that_read_nothing_encoded_is_refused(folder, model):
@@ -181,8 +164,6 @@ def test_what_was_answered_is_not_answered_again(folder, model, monkeypatch):
     first = results(folder, lm(model, NAMES[1]), *ALL)
     monkeypatch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("answered again"))
     assert figures(results(folder, lm(model, NAMES[1]), *ALL)) == figures(first)
-    with pytest.raises(pytest.fail.Exception, match="answered again"):
-        results(folder, lm(model, "rtn-4bit+window.recent=0"), "own_choice")
 
 
 def test_both_command_lines_give_equal_figures(folder, tmp_path):
@@ -216,5 +197,4 @@ def test_both_command_lines_give_equal_figures(folder, tmp_path):
     exact = {task: one["metrics"] for task, one in first["result"]["protocols"]["in-use"]["tasks"].items()}
     assert exact["own_text"] != metrics["own_text"], "the 16-bit model's figures are others"
     absent = run([*ours[:6], "--tasks", "own_absent", "--include-path", str(folder)], "b")
-    assert absent.returncode != 0
-    assert "task own_absent asks about the data set someone/absent of the Hugging Face Hub" in absent.stderr
+    assert absent.returncode != 0 and "task own_absent: " in absent.stderr
