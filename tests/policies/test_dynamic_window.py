@@ -15,7 +15,9 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.recipe import Recipe, Window, preset
 from kvq_runtime.recipes import subkv
 
-every = pytest.mark.parametrize("recipe", ["subkv-2bit", "subkv-aqua-2bit"], indirect=True)
+every = pytest.mark.parametrize(
+    "recipe", ["subkv-2bit", pytest.param("subkv-aqua-2bit", marks=pytest.mark.slow)], indirect=True
+)
 STEPS = [40] + [1] * 50 + [7, 1, 33, 1, 1, 64, 90, 1, 1]
 NAMES = ["subkv-2bit", "subkv-4bit"]
 

@@ -4,12 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from feeding import GEOMETRY, RECIPES, every_recipe, feed_in, make, tensors
+from feeding import GEOMETRY, RECIPES, feed_in, make, tensors
 from owned_bytes import owned
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.store.decode import Decoder
+
+several = pytest.mark.parametrize(
+    "recipe",
+    ["exact", "higgs-2bit", "kivi-2bit", "aqua-2bit", "svdq-shadow-2bit-v4", "squat-online-2bit", "h2o-higgs-2bit"],
+    indirect=True,
+)
 
 
 def bits(cache: BlockCache, dtype: torch.dtype) -> float:
@@ -19,7 +25,7 @@ def bits(cache: BlockCache, dtype: torch.dtype) -> float:
     return sum(schemes) / len(schemes) + landmarks
 
 
-@every_recipe
+@several
 def test_the_report_is_what_the_cache_owns(recipe):
     recent, block = recipe.window.recent, recipe.window.block
     x, cache = tensors(recent + 4 * block + 200), make(recipe)
@@ -41,7 +47,7 @@ def test_the_report_is_what_the_cache_owns(recipe):
     assert cache.memory_report().total_bytes == sum(owned(cache).values()) == cache.memory_report().shared_bytes
 
 
-@every_recipe
+@several
 def test_asymptotic_bits_are_what_a_slab_takes(recipe, monkeypatch):
     """Between two full slabs nothing grows but encoded blocks: their bytes, per element, are the bits promised."""
     dtype = torch.bfloat16
