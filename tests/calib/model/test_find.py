@@ -215,7 +215,6 @@ def test_a_plan_needs_no_weights_of_a_hub_model(folder: Path, monkeypatch: pytes
     assert calibrate.main([*given, "--dry-run", "--json"]) == 0
     here = json.loads(capsys.readouterr().out)
     assert found.pop("download_bytes") == models.resolve(folder).weight_bytes > 0 == here.pop("download_bytes")
-    assert here.pop("forward_seconds") > 0 and here.pop("forward_passes") == 1, "timed where there are weights"
     assert found == here and found["revision"] == "c" * 40
 
 
