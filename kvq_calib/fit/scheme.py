@@ -24,6 +24,7 @@ Differs: each row's exact sinks are left out of the fit (they are never encoded)
 codes that are searched for, fits read numbers with errors of the same moments (`Codec.approximated`).
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -32,6 +33,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 from kvq_calib.fit.chunks import Blocks, Chunk
@@ -50,7 +52,7 @@ from kvq_runtime.fit.statistics import (
 from kvq_runtime.recipe import Scheme
 from kvq_runtime.stages.abilities import LinearPrediction
 from kvq_runtime.stages.stage import SLOTS, Fields, Place
-from kvq_runtime.store.block_errors import FIELD, block_errors, bound_of
+from kvq_runtime.store.block_errors import FIELD, QUANTILE, block_errors
 
 V = TypeVar("V", covariant=True)
 Sums = Any  # of one statistic: anything that can be merged, as those of `statistics.py`
@@ -226,18 +228,29 @@ class SchemeFit(Fitting):
         return Errors(counted, block_errors(error, data.mask_NT))
 
 
-def summary(errors: Errors) -> dict[str, Any]:
+def summary(errors: Errors, held_out: bool = False) -> dict[str, Any]:
     """Return the measures of one scheme, relative to the variance about the mean.
 
-    With them goes the bound of a block's error, where any was measured.
+    Errors of held-out blocks also bound those of other blocks; the fit's own blocks would bound them too narrowly.
     """
-    energy, variance, residual, error, tokens = errors.sums.tolist()
+    energy, variance, residual, error, _ = errors.sums.tolist()
     found = {
         "relative_error": error / variance if variance else 0.0,
         "explained_variance": 1 - residual / variance if variance else 0.0,
         "mean_energy": 1 - variance / energy if energy else 0.0,
     }
-    return found | ({FIELD: bound_of(errors.blocks_N)} if tokens else {})
+    return found | ({FIELD: quantile_of(errors.blocks_N)} if held_out and len(errors.blocks_N) > 1 else {})
+
+
+def quantile_of(errors_N: Tensor) -> float:
+    """Estimate the 99.9% quantile of blocks' errors from the few that calibration measures, to four digits.
+
+    The logarithms of errors are taken as normal. The result is the upper limit for one more block (prediction interval
+    of Student's t). It is wide where blocks are few: of two, as good as none.
+    """
+    logs_N, count = errors_N.double().clamp(min=1e-30).log(), len(errors_N)
+    limit = float(logs_N.mean() + stats.t.ppf(QUANTILE, count - 1) * logs_N.std() * (1 + 1 / count) ** 0.5)
+    return float(f"{math.exp(min(limit, 600.0)):.4g}")
 
 
 def way(asked: Statistic[Any]) -> Summed[Any] | Given[Any]:

@@ -188,7 +188,7 @@ def _fit_recipe(
             run.report(layer, f"{recipe.name} {role}s", index + 1, len(plan.chunks), tokens)
         work.fits[role] = fit
         tensors |= {f"layers.{layer}.{role}.{name}": tensor.cpu() for name, tensor in fit.tensors.items()}
-        measures[role] = summary(errors)
+        measures[role] = summary(errors, plan.held_out > 0)
         if fit.scheme.feedback is not None and collected.queries is not None and collected.held is not None:
             found = deviations(fit.scheme.feedback, collected.queries, collected.held)
             measures[role]["query_deviation"] = found

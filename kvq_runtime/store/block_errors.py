@@ -1,7 +1,8 @@
 """Count the blocks of a cache whose error is beyond nearly all errors that its calibration saw.
 
     error   mean |x - x̂|² of a block's tokens, padding and exact sinks left out
-    bound   by layer, of keys and of values: the 99.9% quantile of the errors in calibration, of held-out tokens if any
+    bound   by layer, of keys and of values: the 99.9% quantile of errors of the calibration's text, as estimated from
+            its held-out blocks (`kvq_calib/fit/scheme.py`)
 
 A few blocks beyond are normal. Many mean that the text, or the model, differs from the calibration's.
 
@@ -32,12 +33,6 @@ def block_errors(gap_NTC: Tensor, counted_NT: Tensor | None = None) -> Tensor:
         return torch.linalg.vector_norm(gap_NTC.float(), dim=(1, 2)).square() / gap_NTC.shape[1]
     tokens_NT = gap_NTC.float().square().sum(2).where(counted_NT, 0.0)
     return tokens_NT.sum(1) / counted_NT.sum(1).clamp(min=1)
-
-
-def bound_of(errors_N: Tensor) -> float:
-    """Return the quantile of a calibration's errors, of n the ⌈0.999 n⌉-th smallest, to four digits."""
-    ranked = sorted(errors_N.tolist())
-    return float(f"{ranked[math.ceil(QUANTILE * len(ranked)) - 1]:.4g}")
 
 
 def bounds_in(fit: Mapping[str, Any]) -> dict[tuple[int, int], float]:

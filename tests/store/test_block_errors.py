@@ -9,10 +9,11 @@ import pytest
 import torch
 from feeding import GEOMETRY, RECIPES, feed, tensors, turned
 
+from kvq_calib.fit.scheme import quantile_of
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.store import block_errors
-from kvq_runtime.store.block_errors import bound_of, bounds_in
+from kvq_runtime.store.block_errors import bounds_in
 
 NAMES = ("mean-higgs-2bit", "aqua-2bit", "kivi-2bit")
 SITES = [(layer, role) for layer in range(GEOMETRY.layers) for role in (0, 1)]
@@ -107,8 +108,16 @@ def test_padding_is_not_measured():
     assert int(cache.encoder.errors.beyond) == int(alone.encoder.errors.beyond) > 0
 
 
-def test_bounds_are_quantiles_and_are_checked_when_read():
-    assert bound_of(torch.arange(1.0, 2001.0)) == 1998.0 and bound_of(torch.tensor([3.0])) == 3.0
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 20])
+def test_one_in_a_thousand_of_further_blocks_is_beyond_the_quantile_however_few_are_known(count):
+    """Over 20,000 draws of a calibration and one more block each, whose errors are log-normal."""
+    logs = torch.randn(20_000, count + 1, dtype=torch.float64)
+    beyond = sum(float(row[-1].exp()) > quantile_of(row[:-1].exp()) for row in logs)
+    assert 5 <= beyond <= 40  # 20 expected, of deviation 4.5
+
+
+def test_bounds_are_checked_when_read():
     assert bounds_in({"layers": [{"key": {"block_error": 0.25}, "value": {"relative_error": 0.1}}, {"key": 0.5}]}) == {
         (0, 0): 0.25
     }
