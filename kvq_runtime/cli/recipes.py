@@ -17,7 +17,7 @@ from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.memory import asymptotic_bits
 
 ADVICE = {  # README.md gives the same
-    "kivi-4bit": "nothing to calibrate: begin here; smaller: higgs-4bit",
+    "kivi-4bit": "nothing to calibrate: begin here",
     "aqua-fisher-2bit": "calibrated on your model: least loss at 2 bits, slow to fit and encode; or auto --bits 2.1",
     "aqua-2bit": "calibrated, for 2 bits, and faster: saves memory, costs time",
 }
