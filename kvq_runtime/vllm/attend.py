@@ -1,15 +1,14 @@
-"""Attend to pages: with the decode kernel what it takes; the rest by torch, for any device, some columns of the block
-table at a time.
+"""Attend to pages: with the decode kernel where it can, else by torch on any device.
 
 The kernel takes requests with equally many queries in one launch, whatever their lengths, if the queries of each stand
-in one page, whose tokens, exact, are what the window is to a cache, and are few. What is made for a step, all layers
-use: one copy to the device, which nothing waits for.
+in one page, whose exact tokens are what the window is to a cache, and are few. What a step needs there is made once for
+all layers and copied to the device once, which nothing waits for.
 
 By torch, requests with equally many queries, one each when decoding, go together in a group, as long as its tokens are
 at most `TOKENS`; a longer one goes alone. Pages are read in runs of at most `TOKENS` tokens of the whole group, and
-runs are merged as in an online softmax, by their largest score: no longer history is ever decoded whole.
+runs are merged as in an online softmax, by their largest score, so that no longer history is ever decoded whole.
 
-Where pages are encoded whole (`exact.py`) a query reads the pages before its own, and its own exact.
+Where pages are encoded whole (`exact.py`) a query reads the pages before its own encoded, and its own exact.
 
 R requests of a group · Y = R · H · M = G · queries of a request, G query heads per KV head · N tokens of a page.
 """
@@ -21,9 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import Role
 from kvq_runtime.store.storage import sent
-from kvq_runtime.vllm.exact import Arrived, TailWork
+from kvq_runtime.vllm.exact import Copies, TailWork
 from kvq_runtime.vllm.layer import BlockLayer, PageColumns, PagedLayer
 
 TOKENS = 1 << 13  # decoded at once, of one layer
@@ -38,23 +36,21 @@ class Batch:
     counts     queries of each
     lengths    tokens of each in the cache, its queries among them, the newest
     table      physical page of each of its pages, int [requests, pages]; what lies beyond a length is anything
-    entries    where its first tokens are kept exact, int64 [requests], -1: nowhere; None: nowhere for all
+    entries    where its first tokens are kept exact, -1: nowhere; None: nowhere for all
     tails      of pages that are encoded whole, what the step does with them; None: every token is encoded at once
     positions  of the step's tokens in their texts, int64 [T]
-    arrived    which of these are first tokens, that are kept exact; None: none
-    begun      pages whose first token is among the step's, int64; None: not known, as where pages are encoded whole
-    groups     by number of queries, what a layer has made of requests for the kernel, for all layers
+    arrived    which of these are first tokens, that are kept exact; None: first tokens are not kept
+    groups     by number of queries, requests for the kernel, for all layers
     """
 
     starts: Sequence[int]
     counts: Sequence[int]
     lengths: Sequence[int]
     table: Tensor
-    entries: Tensor | None = None
+    entries: Sequence[int] | None = None
     tails: TailWork | None = None
     positions_T: Tensor | None = None
-    arrived: Arrived | None = None
-    begun: Tensor | None = None
+    arrived: Copies | None = None
     groups: dict[int, "Group"] = field(default_factory=dict, compare=False)
 
 
@@ -68,7 +64,7 @@ class Group:
     owns       their own pages, where not all of these are in the pool of tails; None: they are
     """
 
-    rows: slice | Tensor
+    rows: Tensor
     table: Tensor
     lengths: Tensor
     owns: list[int] | None
@@ -90,19 +86,6 @@ class _Sums:
         self.total_YM = self.total_YM * fade_YM + p_YMT.sum(-1)
         self.sums_YMD = self.sums_YMD * fade_YM[..., None] + mix(p_YMT)
         self.top_YM = top_YM
-
-
-def pages_begun(page: int, counts: Sequence[int], lengths: Sequence[int], table: Tensor) -> Tensor:
-    """Pages, of `page` tokens, whose first token is among a step's, int64; the other arguments are as in Batch."""
-    places = [
-        (row, index)
-        for row, (count, length) in enumerate(zip(counts, lengths, strict=True))
-        for index in range(-(-(length - count) // page), -(-length // page))
-    ]
-    if not places:  # as in most steps, which so send nothing
-        return table.new_empty(0, dtype=torch.int64)
-    rows, columns = sent(torch.tensor(places).mT, table.device)
-    return table[rows, columns].long()
 
 
 def attend(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> None:
@@ -169,7 +152,7 @@ def _add_first(
     """Add the exact first tokens, in place of what pages have of them; how many each request has, [R], or None."""
     if batch.entries is None or layer.exact_E2SC is None:
         return None
-    entries_R = batch.entries[group]
+    entries_R = torch.tensor([batch.entries[i] for i in group], device=q_YMD.device)
     exact_R = torch.where(entries_R >= 0, layer.sinks, 0)
     entries_R = entries_R.clamp(min=0)
     s_YMS = torch.bmm(q_YMD, layer.exact("key", entries_R).mT)
@@ -190,23 +173,27 @@ def _add_own(
     for row, request in enumerate(group):
         for start, stop, own in tails.pieces[request]:
             pieces[start, stop].append((row, own))
+    exact = list[
+        tuple[list[int], int, int, list[Tensor]]
+    ]()  # rows of requests, their queries, keys and values [·, N, D]
+    for (start, stop), owned in pieces.items():
+        chosen, owns = (list(x) for x in zip(*owned, strict=True))
+        exact.append((chosen, start, stop, [layer.by_head(x_ONC) for x_ONC in layer.own_pages(owns)]))
 
-    def product(role: Role, given_YMX: Tensor, width: int) -> Tensor:
+    def product(role: int, x_YMX: Tensor, width: int) -> Tensor:
         """Rows of queries, times those of their page's tokens: [Y, M, width]."""
-        out = given_YMX.new_empty(*given_YMX.shape[:2], width)
-        out_RHGQX, given_RHGQX = (x.view(rows, heads, -1, count, x.shape[-1]) for x in (out, given_YMX.contiguous()))
-        for (start, stop), owned in pieces.items():
-            chosen, owns = (list(x) for x in zip(*owned, strict=True))
-            x_YND = layer.own(role, owns)
-            part = given_RHGQX[chosen, :, :, start:stop]
-            found = torch.bmm(part.flatten(0, 1).flatten(1, 2), x_YND.mT if role == "key" else x_YND)
-            out_RHGQX[chosen, :, :, start:stop] = found.view(*part.shape[:4], -1)
+        out = x_YMX.new_empty(*x_YMX.shape[:2], width)
+        out_RHGQX, x_RHGQX = (x.view(rows, heads, -1, count, x.shape[-1]) for x in (out, x_YMX.contiguous()))
+        for chosen, start, stop, pair in exact:
+            part = x_RHGQX[chosen, :, :, start:stop]
+            mixed = torch.bmm(part.flatten(0, 1).flatten(1, 2), pair[role] if role else pair[role].mT)
+            out_RHGQX[chosen, :, :, start:stop] = mixed.view(*part.shape[:4], -1)
         return out
 
-    s_YMN = product("key", q_YMD, tokens)
+    s_YMN = product(0, q_YMD, tokens)
     hidden_RQN = torch.arange(tokens, device=q_YMD.device) > (latest_RQ % tokens)[..., None]
     _hide(s_YMN, hidden_RQN, heads, s_YMN.shape[1] // count)
-    sums.add(s_YMN, lambda p_YMN: product("value", p_YMN, layer.geometry.head_size))
+    sums.add(s_YMN, lambda p_YMN: product(1, p_YMN, layer.geometry.head_size))
 
 
 def _hide(s_YMT: Tensor, hidden_RQT: Tensor, heads: int, shared: int) -> None:
@@ -217,52 +204,39 @@ def _hide(s_YMT: Tensor, hidden_RQT: Tensor, heads: int, shared: int) -> None:
 
 
 def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> list[int]:
-    """Write what the kernel answers of `attend` into `out`; the requests that are left."""
+    """Write what the kernel answers of `attend` into `out`; return the requests that are left."""
     reader, tails = layer.reader, batch.tails
     left = [i for i, count in enumerate(batch.counts) if count]
     if reader is None or tails is None:
         return left
-    alike: dict[int, list[int]] = {}
+    alike: defaultdict[int, list[int]] = defaultdict(list)
     for i in left:
         if len(tails.pieces[i]) == 1:
-            alike.setdefault(batch.counts[i], []).append(i)
-    answered = set[int]()
+            alike[batch.counts[i]].append(i)
     for count, requests in alike.items():
         if not reader.takes(q_THD, len(requests), count):
             continue
         if count not in batch.groups:
-            batch.groups[count] = _group(layer, batch, requests, count, q_THD.device)
+            batch.groups[count] = _group(batch, tails, requests, layer.page.tokens, q_THD.device)
         group = batch.groups[count]
         q_BHTD = q_THD[group.rows].unflatten(0, (-1, count)).transpose(1, 2)
-        windows = layer.windows if group.owns is None else layer.own_pages(group.owns)
-        o_BHTD = reader.attend(q_BHTD, group.table, group.lengths, windows, layer.first_tokens, scale)
+        keys, values = layer.tails if group.owns is None else layer.own_pages(group.owns)
+        o_BHTD = reader.attend(q_BHTD, group.table, group.lengths, (keys, values), layer.first_tokens, scale)
         out_THD[group.rows] = o_BHTD.transpose(1, 2).flatten(0, 1)
-        answered.update(requests)
-    return [i for i in left if i not in answered]
+        left = [i for i in left if i not in requests]
+    return left
 
 
-def _group(layer: BlockLayer, batch: Batch, requests: list[int], count: int, device: torch.device) -> Group:
-    tails, page = batch.tails, layer.page.tokens
-    assert tails is not None
+def _group(batch: Batch, tails: TailWork, requests: list[int], page: int, device: torch.device) -> Group:
     owns = [tails.pieces[i][0].own for i in requests]
     entries = [tails.entries[own] for own in owns]
     pooled = min(entries) >= 0
     windows = entries if pooled else range(len(requests))
+    firsts = [batch.entries[i] if batch.entries else -1 for i in requests]
     lengths_B4 = torch.tensor([
-        [(batch.lengths[i] - 1) // page, window, (batch.lengths[i] - 1) % page + 1, -1]
-        for i, window in zip(requests, windows, strict=True)
+        [(batch.lengths[i] - 1) // page, window, (batch.lengths[i] - 1) % page + 1, first]
+        for i, window, first in zip(requests, windows, firsts, strict=True)
     ], dtype=torch.int32)  # fmt: skip
-    lengths_B4 = sent(lengths_B4, device)
-    first, last = requests[0], requests[-1]
-    chosen = slice(first, last + 1) if last - first + 1 == len(requests) else sent(torch.tensor(requests), device)
-    if batch.entries is not None:
-        lengths_B4[:, 3] = batch.entries[chosen]
-    starts = [batch.starts[i] for i in requests]
-    return Group(_rows(starts, count, device), batch.table[chosen], lengths_B4, None if pooled else owns)
-
-
-def _rows(starts: Sequence[int], count: int, device: torch.device) -> slice | Tensor:
-    """The rows of `count` queries from each start on: a slice, where they are side by side."""
-    if all(start == starts[0] + i * count for i, start in enumerate(starts)):
-        return slice(starts[0], starts[0] + len(starts) * count)
-    return sent((torch.tensor(starts)[:, None] + torch.arange(count)).flatten(), device)
+    rows = [batch.starts[i] + n for i in requests for n in range(batch.counts[i])]
+    chosen, rows = (sent(torch.tensor(x), device) for x in (requests, rows))
+    return Group(rows, batch.table[chosen], sent(lengths_B4, device), None if pooled else owns)

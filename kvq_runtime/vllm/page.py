@@ -2,15 +2,14 @@
 
     | keys: scale [N, ...] | values: scale | keys: codes [N, ...] | values: codes | padding: less than a word a token |
 
-A field of a page is a tensor [N, ...] in its own dtype, as a codec gives and takes it: nothing is moved, byte by byte,
-between a page and a codec. So a page costs the bytes of `fields`, which are the bits that the recipe states. Where the
-decode kernel reads pages (`PageReader`), a field lies in its order (codec/kernel_order.py), in as many bytes. The
-kernels, and with them triton, are imported when a layer is made that they read: see ops/dispatch.py.
+A field of a page is a tensor [N, ...] in its own dtype, as a codec gives and takes it, so that no byte moves between a
+page and a codec, and a page costs the bits that the recipe states. Where the decode kernel reads pages (`PageReader`),
+a field lies in its order (codec/kernel_order.py), in as many bytes. The first such layer imports the kernels, and with
+them triton: see ops/dispatch.py.
 
-vLLM's own pages, in 16 bits, have their elements in whatever order the backend puts them: a CPU's swaps dimensions of
-keys for its vector units. The order is not known here; it is asked (`places_of`): tokens whose every element is a
-number of its own are written by the backend itself, and where each number is found is the order. Numbers are written in
-digits of 8 bits, which every dtype holds exactly.
+In vLLM's own 16-bit pages each backend has an order of its own: that of a CPU swaps dimensions of keys for its vector
+units. `places_of` measures the order: the backend writes tokens whose every element is a number of its own. Numbers are
+written in digits of 8 bits, which every dtype holds exactly.
 
 B = pages of the cache · P pages in a row · N = tokens of a page · H KV heads · D head size · X = H · N · 2 · D.
 """
@@ -18,6 +17,7 @@ B = pages of the cache · P pages in a row · N = tokens of a page · H KV heads
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
 
 Fields = dict[str, Tensor]
+Orders = Mapping[Role, KernelOrder | None]
 ALIGNED = 16  # tokens of a page, of which its fields begin at multiples of 16 bytes
 DIGIT = 256  # bfloat16 has every whole number up to it
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # keys and values [T, H, D], cache, slots int64 [T]
@@ -40,9 +41,9 @@ Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # keys and values [T, 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a page, of keys (0) or values (1): bytes `start` to `stop`."""
+    """One field of a page: bytes `start` to `stop`."""
 
-    role: int
+    role: Role
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,10 +52,6 @@ class Field:
     @property
     def stop(self) -> int:
         return self.start + math.prod(self.shape) * self.dtype.itemsize
-
-    def of(self, raw_BX: Tensor) -> Tensor:
-        """The field of all pages, [B, *shape], a view."""
-        return raw_BX[..., self.start : self.stop].view(self.dtype).unflatten(-1, self.shape)
 
 
 @dataclass(frozen=True)
@@ -69,17 +66,18 @@ class Page:
     tokens: int
     per_token: int
     fields: tuple[Field, ...]
-    orders: Mapping[Role, KernelOrder | None]
+    orders: Orders
 
     def views(self, raw_BX: Tensor) -> dict[Role, Fields]:
-        """The fields of all pages, [B, ...] each, in the memory of `raw`, uint8 [B, bytes of a page]."""
-        found: dict[Role, Fields] = {role: {} for role in ROLES}
-        for one in self.fields:
-            found[ROLES[one.role]][one.name] = one.of(raw_BX)
-        return found
+        """Return the fields of all pages, [B, ...] each, in the memory of `raw`, uint8 [B, bytes of a page]."""
+        views: dict[Role, Fields] = {role: {} for role in ROLES}
+        for field in self.fields:
+            bytes_BX = raw_BX[:, field.start : field.stop]
+            views[field.role][field.name] = bytes_BX.view(field.dtype).unflatten(-1, field.shape)
+        return views
 
     def arranged(self, role: Role, fields_P: Fields) -> Fields:
-        """Fields of pages, [P, ...] each, as a codec encodes them, in the order of pages."""
+        """Return fields of pages, [P, ...] each, as a codec encodes them, in the order of pages."""
         order = self.orders.get(role)
         if order is None:
             return fields_P
@@ -92,23 +90,20 @@ class Page:
 
 
 def page_of(
-    recipe: Recipe,
-    layer: int,
-    geometry: Geometry,
-    dtype: torch.dtype,
-    orders: Mapping[Role, KernelOrder | None] | None = None,
+    recipe: Recipe, layer: int, geometry: Geometry, dtype: torch.dtype, orders: Orders = MappingProxyType({})
 ) -> Page:
-    """The layout of a layer's pages of `recipe.window.block` tokens; `dtype` is the model's, `orders` as in Page."""
-    tokens, orders = recipe.window.block, orders or {}
-    listed: list[Field] = []
-    for place, role in enumerate(ROLES):
-        encoded, order = recipe.scheme(layer, role).fields(tokens, geometry, dtype), orders.get(role)
-        stored = encoded if order is None else order.specs(encoded)
-        listed.extend(Field(place, name, tuple(shape), kind) for name, (shape, kind) in stored.items())
-    fields, word = list[Field](), dtype.itemsize
-    for one in sorted(listed, key=lambda one: -one.dtype.itemsize):  # wide elements first: each may begin where it does
-        fields.append(replace(one, start=fields[-1].stop if fields else 0))
-    return Page(tokens, -(-fields[-1].stop // (tokens * word)) * word, tuple(fields), orders)
+    """Lay out a layer's pages of `recipe.window.block` tokens; `dtype` is the model's, `orders` as in Page."""
+    tokens, unplaced = recipe.window.block, list[Field]()
+    for role in ROLES:
+        specs, order = recipe.scheme(layer, role).fields(tokens, geometry, dtype), orders.get(role)
+        specs = specs if order is None else order.specs(specs)
+        unplaced += [Field(role, name, tuple(shape), kind) for name, (shape, kind) in specs.items()]
+    fields, stop = list[Field](), 0
+    for field in sorted(unplaced, key=lambda field: -field.dtype.itemsize):  # so each begins at a multiple of its own
+        fields.append(replace(field, start=stop))
+        stop = fields[-1].stop
+    word = dtype.itemsize
+    return Page(tokens, -(-stop // (tokens * word)) * word, tuple(fields), orders)
 
 
 def shared_pages(own: int, beside: int, tokens: int, word: int) -> tuple[int, int]:
@@ -140,8 +135,7 @@ def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: in
 
 def refusal_of_all(recipe: Recipe, geometry: Geometry, rotary: Rotary | None) -> str | None:
     """Return the first layer's reason why the kernel reads no layer's pages; None: it reads some, or all."""
-    unlike = {recipe.at(layer): layer for layer in reversed(range(geometry.layers))}
-    reasons = [refusal(recipe, geometry, rotary, layer) for layer in sorted(unlike.values())]
+    reasons = [refusal(recipe, geometry, rotary, layer) for layer in range(geometry.layers)]
     return None if None in reasons else reasons[0]
 
 
@@ -155,17 +149,14 @@ class Shared:
 
     @lasting
     def rope(self, rows: int, pages: int, device: torch.device) -> Any:
-        """Tables for `rows` rows of `pages` pages, or more; None: the recipe needs none."""
+        """Return tables for `rows` rows of `pages` pages, or more; None: the recipe needs none."""
         if self.rotary is None:
             return None
-        have = self._rope
-        if have is None or len(have.leads_B2K) < rows or len(have.bases_N2K) < pages:
-            room = max(rows, 0 if have is None else 2 * len(have.leads_B2K))
-            starts_B = torch.zeros(room, dtype=torch.int32, device=device)
-            frequencies_K = self.rotary.frequencies_K.to(device)
+        if self._rope is None or len(self._rope.leads_B2K) < rows or len(self._rope.bases_N2K) < pages:
+            starts_B = torch.zeros(2 * rows, dtype=torch.int32, device=device)  # room for steps of more rows
+            frequencies_K, scaling = self.rotary.frequencies_K.to(device), self.rotary.scaling
             block, position = self.recipe.window.block, self.recipe.position
-            tables = fused.kernels().RopeTables
-            self._rope = tables.of(frequencies_K, self.rotary.scaling, block, pages, starts_B, position)
+            self._rope = fused.kernels().RopeTables.of(frequencies_K, scaling, block, pages, starts_B, position)
         return self._rope
 
 
@@ -177,17 +168,19 @@ class PageReader:
 
     def __init__(self, shared: Shared, layer: int):
         self.shared, self._encoded = shared, list[Any]()
-        found = fused.layouts(shared.recipe, shared.geometry, layer)
-        self.orders: dict[Role, KernelOrder | None] = dict(zip(ROLES, (one.order for one in found), strict=True))
+        layouts = fused.layouts(shared.recipe, shared.geometry, layer)
+        self.orders: dict[Role, KernelOrder | None] = {
+            role: layout.order for role, layout in zip(ROLES, layouts, strict=True)
+        }
 
     def bind(self, codecs: Mapping[Role, Codec], views: Mapping[Role, Fields]) -> None:
         """Read these pages, of codecs on the same device. ValueError: they are not where the kernel can read them."""
         self._encoded = []
         for role, codec in codecs.items():
-            device = next(iter(views[role].values())).device
-            one, nobody = fused.reader(codec, self.shared.recipe.position, device), torch.zeros(1, 1, device=device)
-            pages = fused.kernels().Pages.of(views[role], one.layout.names, nobody)
-            self._encoded.append(replace(one, addresses=pages))
+            reader = fused.reader(codec, self.shared.recipe.position, codec.device)
+            no_table = torch.zeros(1, 1, device=codec.device)
+            pages = fused.kernels().Pages.of(views[role], reader.layout.names, no_table)
+            self._encoded.append(replace(reader, addresses=pages))
 
     def takes(self, q_THD: Tensor, requests: int, count: int) -> bool:
         """True if the kernel takes `count` queries of each of `requests` requests."""
@@ -205,22 +198,21 @@ class PageReader:
         lengths_B4   int32, contiguous: encoded pages, row of the windows, tokens there, row of the sinks or -1
         windows      of keys and of values, [E, N, C];   sinks   likewise, [E, S, C]
         """
-        host = fused.kernels()
+        host, splits, pages = fused.kernels(), self.shared.splits, table.shape[1]
         keys, values = (
             replace(one, addresses=one.addresses._replace(table=table, width=table.stride(0))) for one in self._encoded
         )
+        rope = self.shared.rope(len(q_BHTD), pages, q_BHTD.device)
+        kind = (keys.layout.settings, values.layout.settings, len(q_BHTD), q_BHTD.shape[2], pages)
+        if kind not in splits:
+            splits[kind] = host.choose_splits(q_BHTD, keys, values, pages)
         exact = host.Exact(*windows, *sinks)
-        rope = self.shared.rope(len(q_BHTD), table.shape[1], q_BHTD.device)
-        given = (q_BHTD, keys, values, exact, lengths_B4, None)
-        kind = (keys.layout.settings, values.layout.settings, len(q_BHTD), q_BHTD.shape[2], table.shape[1])
-        if kind not in self.shared.splits:
-            self.shared.splits[kind] = host.choose_splits(q_BHTD, keys, values, table.shape[1])
-        return host.attend(*given, scale, self.shared.splits[kind], rope)[0]
+        return host.attend(q_BHTD, keys, values, exact, lengths_B4, None, scale, splits[kind], rope)[0]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A layer's cache, [B, H, N, 2 D] as vLLM shows it, and the inner order of its pages.
+    """A layer's 16-bit cache, [B, H, N, 2 D] as vLLM shows it, and the inner order of its pages.
 
     places   where in a page each element of its tokens is, int64 [N · H · 2 · D], by token, head, key or value, element
     parts    pages of the cache that make up one of the engine's
@@ -235,47 +227,41 @@ class Rows:
         return self.cache_BHNC.device
 
     def read(self, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values of the engine's pages, [tokens, H · D] each, copied."""
-        heads, tokens, width = self.cache_BHNC.shape[1:]
-        raw_PX = self.cache_BHNC[self._own(pages)].flatten(1)
-        x_TH2D = raw_PX[:, self.places_X].view(len(raw_PX) * tokens, heads, 2, width // 2)
+        """Return keys and values of the engine's pages, [tokens, H · D] each, copied."""
+        _, heads, tokens, width = self.cache_BHNC.shape
+        x_PX = self.cache_BHNC[self._own(pages)].flatten(1)[:, self.places_X]
+        x_TH2D = x_PX.view(len(x_PX) * tokens, heads, 2, width // 2)
         return x_TH2D[:, :, 0].flatten(1), x_TH2D[:, :, 1].flatten(1)
 
     def write(self, pages: Sequence[int], k_THD: Tensor, v_THD: Tensor) -> None:
         """Put keys and values into the engine's pages, all of their tokens."""
         own_P, cache_BHNC = self._own(pages), self.cache_BHNC
-        x_PX = torch.stack([k_THD, v_THD], 2).reshape(len(own_P), -1)
-        raw_PX = torch.empty_like(x_PX, dtype=cache_BHNC.dtype)
-        raw_PX[:, self.places_X] = x_PX.to(cache_BHNC.dtype)
+        x_PX = torch.stack([k_THD, v_THD], 2).reshape(len(own_P), -1).to(cache_BHNC.dtype)
+        raw_PX = torch.empty_like(x_PX)
+        raw_PX[:, self.places_X] = x_PX
         cache_BHNC[own_P] = raw_PX.view(-1, *cache_BHNC.shape[1:])
 
     def _own(self, pages: Sequence[int]) -> Tensor:
-        own = [first * self.parts + n for first in pages for n in range(self.parts)]
-        return torch.tensor(own, device=self.cache_BHNC.device)
+        return torch.tensor([first * self.parts + n for first in pages for n in range(self.parts)], device=self.device)
 
 
 def places_of(cache_BHNC: Tensor, heads: int, size: int, write: Write) -> Tensor:
-    """The `places` of a layer's pages, by what `write` does to page 0, whose content is put back.
+    """Return the `places` of a layer's pages, from what `write` does to page 0, vLLM's empty page, zeros afterwards.
 
     Raises ValueError for a cache that does not hold every element once, in a float dtype: it is quantized or padded.
     """
-    tokens, shape = cache_BHNC.shape[2], list(cache_BHNC.shape[1:])
-    count = heads * tokens * 2 * size
-    if shape != [heads, tokens, 2 * size] or not cache_BHNC.dtype.is_floating_point or cache_BHNC.dtype.itemsize < 2:
-        raise ValueError(f"a page is {shape}, {cache_BHNC.dtype}, and not {[heads, tokens, 2 * size]} in 16 or 32 bits")
-    before = cache_BHNC[0].clone()
-    numbers = torch.arange(count, device=cache_BHNC.device)
+    tokens, shape, dtype = cache_BHNC.shape[2], list(cache_BHNC.shape[1:]), cache_BHNC.dtype
+    if shape != [heads, tokens, 2 * size] or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"a page is {shape}, {dtype}, and not {[heads, tokens, 2 * size]} in 16 or 32 bits")
     slots = torch.arange(tokens, device=cache_BHNC.device)
+    numbers = torch.arange(tokens * heads * 2 * size, device=cache_BHNC.device)
     held = torch.zeros_like(numbers)
-    try:
-        for power in range(-(-(count - 1).bit_length() // 8)):
-            x_NH2D = (numbers >> 8 * power).remainder(DIGIT).to(cache_BHNC.dtype).view(tokens, heads, 2, size)
-            write(x_NH2D[:, :, 0].contiguous(), x_NH2D[:, :, 1].contiguous(), cache_BHNC, slots)
-            held += cache_BHNC[0].flatten().long() << 8 * power
-    finally:
-        cache_BHNC[0] = before
-    places_X = torch.full_like(numbers, -1)
-    places_X[held.clamp(0, count - 1)] = numbers
-    if not torch.equal(held.sort().values, numbers):
+    for power in range(-(-(len(numbers) - 1).bit_length() // 8)):
+        x_NH2D = (numbers >> 8 * power).remainder(DIGIT).to(dtype).view(tokens, heads, 2, size)
+        write(x_NH2D[:, :, 0].contiguous(), x_NH2D[:, :, 1].contiguous(), cache_BHNC, slots)
+        held += cache_BHNC[0].flatten().long() << 8 * power
+    cache_BHNC[0] = 0
+    ordered, places_X = held.sort()
+    if not torch.equal(ordered, numbers):
         raise ValueError("the attention backend does not keep keys and values as they are")
     return places_X

@@ -71,14 +71,14 @@ def test_a_first_page_keeps_its_entry_until_it_is_written_as_another():
     """Entries follow physical pages: a shared one has one, a page that is used again for other tokens gives it back."""
     first = FirstTokens(4, 16)
     arrived, entries = first.step([0, 40], [40, 3], [40, 3], [[7, 3, 9], [5, 0, 0]])
-    assert arrived is not None and entries == [0, 1]
-    assert arrived.rows.tolist() == [0, 1, 2, 3, 40, 41, 42]
-    assert arrived.places.tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert first.step([0], [1], [4], [[5, 0, 0]])[0].places.tolist() == [3]
-    assert first.step([0], [8], [24], [[7, 2, 0]]) == (None, [0])  # another request, which begins with page 7
+    assert entries == [0, 1]
+    assert arrived.tokens == [*((0, n, n) for n in range(4)), *((1, 40 + n, n) for n in range(3))]
+    assert first.step([0], [1], [4], [[5, 0, 0]])[0].tokens == [(1, 0, 3)]
+    arrived, entries = first.step([0], [8], [24], [[7, 2, 0]])  # another request, which begins with page 7
+    assert arrived.tokens == [] and entries == [0]
     arrived, entries = first.step([0], [40], [40], [[1, 7, 3]])  # page 7 is now a second page, and page 1 has its entry
     assert entries == [0] and first.step([0], [2], [2], [[4]])[1] == [2]
-    assert first.held == 3
+    assert first.size == 3
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_tail_that_was_settled_is_taken_up_again(monkeypatch):
     for n in range(4):
         server.step({other: (n, n + 1)}, queries)
     server.step({third: (0, 3)}, queries)
-    assert server.tails is not None and server.tails.held == 2
+    assert server.tails is not None and server.tails.size == 2
     found = server.step({text: (30, 31)}, queries)[text]
     expected = server.expected(text, queries[text])[30:31]
     error = (found - expected).norm() / expected.norm()
@@ -206,7 +206,7 @@ def test_first_tokens_of_a_tail_that_is_taken_up_again_are_exact(filled: int, mo
     for n in range(4):
         server.step({other: (n, n + 1)}, queries)
     server.step({third: (0, 3)}, queries)
-    assert server.tails is not None and server.tails.held == 2, "the text has its entry still"
+    assert server.tails is not None and server.tails.size == 2, "the text has its entry still"
     found = server.step({text: (filled, filled + 1)}, queries)[text]
     expected = server.expected(text, queries[text])[filled : filled + 1]
     error = (found - expected).norm() / expected.norm()
@@ -218,17 +218,17 @@ def test_entries_are_those_of_requests_that_go_on():
     kept = Tails(16)
     made = kept.step([0, 40], [40, 16], [40, 16], [[7, 3, 9], [5]])
     assert made.entries == [-1, -1, 0, -1] and made.full == [(0, 7), (1, 3), (3, 5)]
-    assert made.kept == [(0, 32 + place, place) for place in range(8)]
+    assert made.kept.tokens == [(0, 32 + place, place) for place in range(8)]
     assert [[tuple(piece) for piece in each] for each in made.pieces] == [
         [(0, 16, 0), (16, 32, 1), (32, 40, 2)], [(0, 16, 3)],
     ]  # fmt: skip
     made = kept.step([0], [8], [48], [[7, 3, 9]])
     assert made.entries == [0] and made.full == [(0, 9)]
-    assert made.kept == [(0, place, 8 + place) for place in range(8)]
+    assert made.kept.tokens == [(0, place, 8 + place) for place in range(8)]
     assert kept.step([0], [3], [3], [[11]]).entries == [0]
-    assert kept.step([0], [2], [2], [[11]]).entries == [0] and kept.held == 1  # page 11 has another text
+    assert kept.step([0], [2], [2], [[11]]).entries == [0] and kept.size == 1  # page 11 has another text
     for _ in range(exact.IDLE + 1):
-        made = kept.step([0], [1], [18], [[1, 2]]) if kept.held == 2 else kept.step([0], [2], [18], [[1, 2]])
+        made = kept.step([0], [1], [18], [[1, 2]]) if kept.size == 2 else kept.step([0], [2], [18], [[1, 2]])
     assert kept.step([0], [1], [1], [[12]]).settled == [Tail(0, 11, 0, 2)]
 
 

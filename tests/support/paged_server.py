@@ -114,12 +114,10 @@ class PagedServer:
             tails = self.tails.step(starts, counts, lengths, table.tolist(), rows)
             self.layer.take(pair, tails)
         else:
-            self.layer.begin(attend.pages_begun(self.page, counts, lengths, table))
             self.layer.write(pair, slots, positions)
         if arrived is not None:
             self.layer.write_exact(pair, arrived)
-        entries = None if rows is None else torch.tensor(rows)
-        return Batch(starts, counts, lengths, table, entries, tails)
+        return Batch(starts, counts, lengths, table, rows, tails)
 
     def expected(self, request: int, q_THD: Tensor) -> Tensor:
         """Dense attention, in float64, over the whole text encoded at once and decoded; by blocks, a query's own block
