@@ -16,13 +16,14 @@ R requests of a group · Y = R · H · M = G · queries of a request, G query he
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.store.storage import sent
 from kvq_runtime.vllm.exact import Copies, TailWork
-from kvq_runtime.vllm.layer import BlockLayer, PageColumns, PagedLayer
+from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
 
 TOKENS = 1 << 13  # decoded at once, of one layer
 SCORES = 1 << 24  # held at once
@@ -71,15 +72,24 @@ class Group:
 
 
 class _Sums:
-    """Sums of rows of queries over the tokens so far: the largest score, Σ e^(s - top), Σ e^(s - top) v."""
+    """Sums of a group's queries over the tokens so far: the largest score, Σ e^(s - top), Σ e^(s - top) v.
 
-    def __init__(self, q_YMD: Tensor):
+    q   scaled, [Y, M, D]
+    """
+
+    def __init__(self, q_YMD: Tensor, rows: int, heads: int, count: int):
+        self.q_YMD, self._by_query = q_YMD, (rows, heads, -1, count)
         self.top_YM = q_YMD.new_full(q_YMD.shape[:2], -torch.inf)
         self.total_YM = torch.zeros_like(self.top_YM)
         self.sums_YMD = torch.zeros_like(q_YMD)
 
-    def add(self, s_YMT: Tensor, mix: Callable[[Tensor], Tensor]) -> None:
-        """Add tokens with these scores, -inf for one that a query does not see."""
+    def by_query(self, x_YMX: Tensor) -> Tensor:
+        """Return a view [R, H, G, queries, X]."""
+        return x_YMX.view(*self._by_query, x_YMX.shape[-1])
+
+    def add(self, s_YMT: Tensor, hidden_RQT: Tensor, mix: Callable[[Tensor], Tensor]) -> None:
+        """Add tokens with these scores, which are changed; `mix` returns Σ p v."""
+        self.by_query(s_YMT).masked_fill_(hidden_RQT[:, None, None], -torch.inf)
         top_YM = torch.maximum(self.top_YM, s_YMT.amax(-1))
         base_YM = top_YM.where(top_YM.isfinite(), 0.0)
         fade_YM, p_YMT = (self.top_YM - base_YM).exp(), (s_YMT - base_YM[..., None]).exp_()
@@ -112,95 +122,72 @@ def _groups(batch: Batch, requests: Iterable[int], page: int) -> Iterator[list[i
 
 
 def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, out_THD: Tensor, scale: float) -> None:
-    device, heads, size = q_THD.device, layer.geometry.kv_heads, q_THD.shape[-1]
-    rows, count, page = len(group), batch.counts[group[0]], layer.page.tokens
-    shared = q_THD.shape[1] // heads
-    starts_R = torch.tensor([batch.starts[i] for i in group], device=device)
-    lengths_R = torch.tensor([batch.lengths[i] for i in group], device=device)
-    taken_RQ = starts_R[:, None] + torch.arange(count, device=device)
-    q_RQHGD = q_THD[taken_RQ].unflatten(2, (heads, shared))
-    q_YMD = q_RQHGD.permute(0, 2, 3, 1, 4).reshape(rows * heads, shared * count, size).float() * scale
-    latest_RQ = (lengths_R - count)[:, None] + torch.arange(count, device=device)
-    table_RP, sums = batch.table[group].long(), _Sums(q_YMD)
-    written = [batch.lengths[i] if batch.tails is None else (batch.lengths[i] - 1) // page * page for i in group]
-    seen_RQ = latest_RQ + 1 if batch.tails is None else latest_RQ // page * page  # tokens that are read from pages
-    exact_R = _add_first(layer, batch, group, sums, q_YMD, seen_RQ)
+    device, heads, page = q_THD.device, layer.geometry.kv_heads, layer.page.tokens
+    rows, count = len(group), batch.counts[group[0]]
+    edges_R2 = torch.tensor([(batch.starts[i], batch.lengths[i] - count) for i in group], device=device)
+    taken_RQ, latest_RQ = (edges_R2[..., None] + torch.arange(count, device=device)).unbind(1)
+    q_RHGQD = q_THD[taken_RQ].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
+    sums = _Sums((q_RHGQD.flatten(0, 1).flatten(1, 2).float() * scale), rows, heads, count)
+    whole = batch.tails is not None
+    encoded_RQ = latest_RQ // page * page if whole else latest_RQ + 1  # tokens that are read from pages
+    exact_R1 = _add_first(layer, batch, group, sums, encoded_RQ)
     if batch.tails is not None:
-        _add_own(layer, batch.tails, group, sums, q_YMD, latest_RQ)
-    pages_R = torch.tensor([-(-tokens // page) for tokens in written], device=device)
-    pages = -(-max(written) // page)
-    step = max(1, min(TOKENS // (rows * page), SCORES // (q_YMD.shape[0] * q_YMD.shape[1] * page)))
+        _add_own(layer, batch.tails, group, sums, latest_RQ)
+    longest = max(batch.lengths[i] for i in group)
+    pages, table_RP = (longest - 1) // page if whole else -(-longest // page), batch.table[group].long()
+    step = max(1, min(TOKENS // (rows * page), SCORES // (sums.q_YMD[..., 0].numel() * page)))
     for start in range(0, pages, step):
         stop = min(start + step, pages)
-        held_RP = pages_R[:, None] > torch.arange(start, stop, device=device)
-        columns = PageColumns(table_RP[:, start:stop].where(held_RP, table_RP[:, :1]), start * page)
-        s_YMT = layer.scores(q_YMD, columns)
         slots_T = torch.arange(start * page, stop * page, device=device)
-        hidden_RQT = slots_T >= seen_RQ[..., None]
-        if exact_R is not None:
-            hidden_RQT |= slots_T < exact_R[:, None, None]
-        _hide(s_YMT, hidden_RQT, heads, shared)
-        sums.add(s_YMT, lambda p_YMT, columns=columns: layer.mix(p_YMT, columns))
-    o_YMD = sums.sums_YMD / sums.total_YM[..., None]
-    o_RQHD = o_YMD.view(rows, heads, shared, count, size).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    out_THD[taken_RQ] = o_RQHD.to(out_THD.dtype)
+        held_RP = encoded_RQ[:, -1:] > slots_T[::page]
+        columns_RP = table_RP[:, start:stop].where(held_RP, table_RP[:, :1])
+        hidden_RQT = (slots_T >= encoded_RQ[..., None]) | (slots_T < exact_R1[..., None])
+        s_YMT = layer.scores(sums.q_YMD, columns_RP, start * page)
+        sums.add(s_YMT, hidden_RQT, partial(layer.mix, pages_RP=columns_RP, first=start * page))
+    o_RHGQD = sums.by_query(sums.sums_YMD / sums.total_YM[..., None])
+    out_THD[taken_RQ] = o_RHGQD.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out_THD.dtype)
 
 
-def _add_first(
-    layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, q_YMD: Tensor, seen_RQ: Tensor
-) -> Tensor | None:
-    """Add the exact first tokens, in place of what pages have of them; how many each request has, [R], or None."""
+def _add_first(layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, encoded_RQ: Tensor) -> Tensor:
+    """Add the exact first tokens, in place of their codes; return how many each request has, [R, 1]."""
     if batch.entries is None or layer.exact_E2SC is None:
-        return None
-    entries_R = torch.tensor([batch.entries[i] for i in group], device=q_YMD.device)
-    exact_R = torch.where(entries_R >= 0, layer.sinks, 0)
-    entries_R = entries_R.clamp(min=0)
-    s_YMS = torch.bmm(q_YMD, layer.exact("key", entries_R).mT)
-    slots_S = torch.arange(layer.sinks, device=q_YMD.device)
-    hidden_RQS = (slots_S >= seen_RQ[..., None]) | (slots_S >= exact_R[:, None, None])
-    _hide(s_YMS, hidden_RQS, layer.geometry.kv_heads, s_YMS.shape[1] // seen_RQ.shape[1])
-    sums.add(s_YMS, lambda p_YMS: torch.bmm(p_YMS, layer.exact("value", entries_R)))
-    return exact_R
+        return torch.zeros_like(encoded_RQ[:, :1])
+    entries_R = torch.tensor([batch.entries[i] for i in group], device=encoded_RQ.device)
+    exact_R1 = torch.where(entries_R >= 0, layer.sinks, 0)[:, None]
+    k_YSD, v_YSD = (layer.by_head(x_RSC) for x_RSC in layer.exact_E2SC[entries_R.clamp(min=0)].unbind(1))
+    slots_S = torch.arange(layer.sinks, device=encoded_RQ.device)
+    hidden_RQS = (slots_S >= encoded_RQ[..., None]) | (slots_S >= exact_R1[..., None])
+    sums.add(torch.bmm(sums.q_YMD, k_YSD.mT), hidden_RQS, lambda p_YMS: torch.bmm(p_YMS, v_YSD))
+    return exact_R1
 
 
-def _add_own(
-    layer: PagedLayer, tails: TailWork, group: list[int], sums: _Sums, q_YMD: Tensor, latest_RQ: Tensor
-) -> None:
+def _add_own(layer: PagedLayer, tails: TailWork, group: list[int], sums: _Sums, latest_RQ: Tensor) -> None:
     """Add the tokens of each query's own page, which are read exact, up to the query's."""
     assert isinstance(layer, BlockLayer), "tails of a layer whose tokens are encoded one by one"
-    heads, tokens, (rows, count) = layer.geometry.kv_heads, layer.page.tokens, latest_RQ.shape
-    pieces: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    tokens, size = layer.page.tokens, layer.geometry.head_size
+    alike: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for row, request in enumerate(group):
         for start, stop, own in tails.pieces[request]:
-            pieces[start, stop].append((row, own))
-    exact = list[
-        tuple[list[int], int, int, list[Tensor]]
-    ]()  # rows of requests, their queries, keys and values [·, N, D]
-    for (start, stop), owned in pieces.items():
+            alike[start, stop].append((row, own))
+    places, keys, values = list[tuple[list[int], slice]](), list[Tensor](), list[Tensor]()
+    for (start, stop), owned in alike.items():
         chosen, owns = (list(x) for x in zip(*owned, strict=True))
-        exact.append((chosen, start, stop, [layer.by_head(x_ONC) for x_ONC in layer.own_pages(owns)]))
+        k_YND, v_YND = (layer.by_head(x_ONC) for x_ONC in layer.own_pages(owns))
+        places.append((chosen, slice(start, stop)))
+        keys.append(k_YND.mT)
+        values.append(v_YND)
 
-    def product(role: int, x_YMX: Tensor, width: int) -> Tensor:
-        """Rows of queries, times those of their page's tokens: [Y, M, width]."""
-        out = x_YMX.new_empty(*x_YMX.shape[:2], width)
-        out_RHGQX, x_RHGQX = (x.view(rows, heads, -1, count, x.shape[-1]) for x in (out, x_YMX.contiguous()))
-        for chosen, start, stop, pair in exact:
-            part = x_RHGQX[chosen, :, :, start:stop]
-            mixed = torch.bmm(part.flatten(0, 1).flatten(1, 2), pair[role] if role else pair[role].mT)
-            out_RHGQX[chosen, :, :, start:stop] = mixed.view(*part.shape[:4], -1)
-        return out
+    def product(x_YMX: Tensor, pages: list[Tensor], width: int) -> Tensor:
+        """Multiply each query's row by the matrix of its own page: [Y, M, width]."""
+        out_YMX = x_YMX.new_empty(*x_YMX.shape[:2], width)
+        for (chosen, queries), matrix in zip(places, pages, strict=True):
+            x_OHGQX = sums.by_query(x_YMX)[chosen, :, :, queries]
+            out = torch.bmm(x_OHGQX.flatten(0, 1).flatten(1, 2), matrix)
+            sums.by_query(out_YMX)[chosen, :, :, queries] = out.view(*x_OHGQX.shape[:4], width)
+        return out_YMX
 
-    s_YMN = product(0, q_YMD, tokens)
-    hidden_RQN = torch.arange(tokens, device=q_YMD.device) > (latest_RQ % tokens)[..., None]
-    _hide(s_YMN, hidden_RQN, heads, s_YMN.shape[1] // count)
-    sums.add(s_YMN, lambda p_YMN: product(1, p_YMN, layer.geometry.head_size))
-
-
-def _hide(s_YMT: Tensor, hidden_RQT: Tensor, heads: int, shared: int) -> None:
-    """Set scores to -inf, in place."""
-    rows, count, _ = hidden_RQT.shape
-    s_RHGQT = s_YMT.unflatten(1, (shared, count)).unflatten(0, (rows, heads))
-    s_RHGQT.masked_fill_(hidden_RQT[:, None, None], -torch.inf)
+    hidden_RQN = torch.arange(tokens, device=latest_RQ.device) > (latest_RQ % tokens)[..., None]
+    sums.add(product(sums.q_YMD, keys, tokens), hidden_RQN, lambda p_YMN: product(p_YMN, values, size))
 
 
 def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> list[int]:

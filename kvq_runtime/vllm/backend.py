@@ -1,17 +1,16 @@
-"""vLLM's attention over kvq's pages: what its v1 engine asks of a backend, and what all layers of an engine share.
+"""Attend to kvq's pages in vLLM's v1 engine: its backend interface, and what the layers of an engine share.
 
-vLLM chooses one backend class for all layers and asks it, not the layer, how large a page is. So the class that is
-registered (`KVQBackend`) serves a layer as vLLM would until its weights are loaded; then each layer that kvq takes gets
-the class of its page (`_backend_of`), which has its bytes. Layers with the same bytes share one. A layer that does not
-attend to all tokens keeps vLLM's own cache and attention. What a worker serves (`Served`) is loaded once; an engine
-that it cannot be served in is refused.
+vLLM chooses one backend class for all layers and reads the size of a page from the class, not from the layer. So the
+class that is registered (`KVQBackend`) serves a layer as vLLM would until its weights are loaded; then each layer that
+kvq takes gets the class of its page (`_backend_of`), which has its bytes. Layers with the same bytes share one. A layer
+that does not attend to all tokens keeps vLLM's own cache and attention. What a worker serves (`Served`) is loaded once.
 
 Pinned to vLLM 0.32 and 0.33: `customize_spec` is marked temporary there.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -55,15 +54,19 @@ logger = init_logger("vllm.kvq")  # below vllm's own, so that its level and form
 # vLLM's own attention of this platform, whatever is registered: it serves the layers that kvq leaves alone
 _KIND = AttentionBackendEnum.CPU_ATTN if current_platform.is_cpu() else AttentionBackendEnum.TRITON_ATTN
 STOCK: Any = resolve_obj_by_qualname(_KIND.value)
+UNSHARED = (
+    "{} encodes whole pages, which this model's layers of other kinds would share; take a recipe that encodes token by "
+    "token"
+)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A worker's setting: the recipe with vLLM's pages as its blocks, and what encodes its heads.
+    """A worker's setting: the recipe with vLLM's pages as its blocks, and the codecs of its heads.
 
     attending  the layers of the geometry, by their number in the model
     by_block   whether pages are encoded whole, when they are full
-    kernel     what its layers share that the decode kernel reads; None: torch alone reads pages
+    kernel     state of the decode kernel that layers share; None: torch alone reads pages
     """
 
     recipe: Recipe
@@ -76,30 +79,25 @@ class Served:
     kernel: Shared | None = None
 
     def layer(self, index: int) -> PagedLayer:
-        """A layer's pages, by its number in the model."""
+        """Make a layer's pages, by its number in the model."""
         index = list(self.attending).index(index)
         recipe, reader = self.recipe, None
         if self.kernel is not None and page.refusal(recipe, self.geometry, self.rotary, index) is None:
             reader = PageReader(self.kernel, index)
-        laid_out = page.page_of(recipe, index, self.geometry, self.dtype, reader.orders if reader else None)
+        layout = page.page_of(recipe, index, self.geometry, self.dtype, reader.orders if reader else {})
         exact = all(scheme.quantize.keeps_dtype for scheme in recipe.at(index))
-        given = self.codecs[index], laid_out, self.geometry, self.rotary, 0 if exact else recipe.window.sinks
+        given = self.codecs[index], layout, self.geometry, self.rotary, 0 if exact else recipe.window.sinks
         return BlockLayer(*given, reader) if self.by_block else PagedLayer(*given)
 
-    @cached_property
-    def widest(self) -> int:
-        """Bytes of a token in the layer that takes most."""
-        return max(self.layer(index).page.per_token for index in self.attending)
-
     def share(self, own: int, beside: int) -> tuple[int, int]:
-        """As `page.shared_pages`, of a layer that needs `own` bytes a token: beside others all layers take as many."""
-        tokens = self.recipe.window.block
+        """As `page.shared_pages`, of a layer that needs `own` bytes a token; beside others all layers take the same."""
         if not beside:
             return 1, own
-        blocks, per_token = page.shared_pages(self.widest, beside, tokens, self.dtype.itemsize)
-        held = 4 * per_token / self.geometry.width
-        said = "kvq: pages of %s tokens beside others of %s bytes: vLLM reserves %.4g bits per element"
-        logger.info_once(said, blocks * tokens, beside, held)
+        tokens, layers = self.recipe.window.block, range(self.geometry.layers)
+        widest = max(page.page_of(self.recipe, layer, self.geometry, self.dtype).per_token for layer in layers)
+        blocks, per_token = page.shared_pages(widest, beside, tokens, self.dtype.itemsize)
+        message = "kvq: pages of %s tokens beside others of %s bytes: vLLM reserves %.4g bits per element"
+        logger.info_once(message, blocks * tokens, beside, 4 * per_token / self.geometry.width)
         return blocks, per_token
 
 
@@ -107,31 +105,21 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     """Load and check what KVQ_CACHE names for the model of this configuration. Raises what `plugin` raises."""
     reference = plugin.asked()
     assert reference is not None, "kvq's attention without KVQ_CACHE"
-    found, model, moved = plugin.load(reference), config.model_config, config.kv_transfer_config is not None
-    _check(config)
+    served, model = plugin.load(reference), config.model_config
     settings = model.hf_text_config.to_dict()
-    whole = plugin.check_model(found, settings, model.model, model.revision)
-    by_block = plugin.by_block(found.recipe, whole)
+    whole = plugin.check_model(served, settings, model.model, model.revision)
+    by_block = plugin.by_block(served.recipe, whole)
     with plugin.named(reference):
-        recipe = plugin.paged(found.recipe, whole, config.cache_config.block_size)
-        if by_block and model.is_hybrid:
-            raise ValueError(
-                f"{recipe.name} encodes whole pages, which this model's layers of other kinds would share; take a "
-                "recipe that encodes token by token"
-            )
-        if by_block and moved:
-            raise ValueError(
-                f"a KV connector moves pages alone, and the newest tokens of {recipe.name}, whose codes belong to "
-                "whole blocks, are beside them; drop --kv-transfer-config, or take another recipe"
-            )
-    if moved and recipe.window.sinks:
+        _check_engine(config, served.recipe.name, by_block)
+        recipe = plugin.paged(served.recipe, whole, config.cache_config.block_size)
+    if config.kv_transfer_config is not None and recipe.window.sinks:
         logger.warning("kvq: first tokens are encoded like all others, as a KV connector moves pages alone")
         recipe = recipe.with_exact(sinks=0)
     shard = shard_of(whole, rank, config.parallel_config.tensor_parallel_size)
-    geometry, tensors = shard.geometry(whole), shard.tensors(recipe, whole, found.tensors)
+    geometry, tensors = shard.geometry(whole), shard.tensors(recipe, whole, served.tensors)
     rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
-    codecs, kept = shared.build(recipe, geometry, tensors), asymptotic_bits(recipe, geometry)
-    logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, kept, recipe.window.sinks)
+    codecs, bits = shared.build(recipe, geometry, tensors), asymptotic_bits(recipe, geometry)
+    logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, bits, recipe.window.sinks)
     kernel = None if current_platform.is_cpu() else _kernel(config, recipe, geometry, rotary, by_block)
     by_block = by_block or kernel is not None
     return Served(recipe, geometry, codecs, rotary, model.dtype, attending(settings), by_block, kernel)
@@ -150,76 +138,72 @@ def _kernel(
     if reason is not None:
         logger.warning_once("kvq: pages are read by torch operations, and by no kernel: %s", reason)
         return None
-    said = "kvq: a kernel, which has not been tried on a GPU, answers decode steps, from pages of %s tokens"
-    logger.warning_once(said, recipe.window.block)
+    message = "kvq: a kernel, which has not been tried on a GPU, answers decode steps, from pages of %s tokens"
+    logger.warning_once(message, recipe.window.block)
     return Shared(recipe, geometry, rotary)
 
 
-def _check(config: VllmConfig) -> None:
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method != "ngram":
-        raise ValueError(
-            f"KVQ_CACHE does not serve the layers of a draft model (speculative method {speculative.method}); use ngram"
-        )
-    if config.cache_config.cache_dtype != "auto":
-        raise ValueError(
-            f"KVQ_CACHE says how the cache is stored, and --kv-cache-dtype {config.cache_config.cache_dtype} says "
-            "otherwise; drop one"
-        )
-    if config.parallel_config.decode_context_parallel_size > 1:
-        raise ValueError("KVQ_CACHE does not serve decode context parallelism; drop it")
+def _check_engine(config: VllmConfig, name: str, by_block: bool) -> None:
+    """Raise ValueError for an engine in which the recipe of this name cannot be served."""
+    method, dtype = getattr(config.speculative_config, "method", "ngram"), config.cache_config.cache_dtype
+    for refused, reason in [
+        (method != "ngram", f"layers of a draft model are not served (speculative method {method}); use ngram"),
+        (
+            config.cache_config.cache_dtype != "auto",
+            f"the recipe sets how the cache is stored; drop --kv-cache-dtype {dtype}",
+        ),
+        (config.parallel_config.decode_context_parallel_size > 1, "decode context parallelism is not served; drop it"),
+        (by_block and config.model_config.is_hybrid, UNSHARED.format(name)),
+        (
+            by_block and config.kv_transfer_config is not None,
+            f"{name} encodes whole pages, and a KV connector does not move the newest tokens, which are beside them; "
+            "drop --kv-transfer-config, or take a recipe that encodes token by token",
+        ),
+    ]:
+        if refused:
+            raise ValueError(reason)
 
 
 _served: list[tuple[VllmConfig, Served]] = []  # by the engine of this process
 
 
-def of(config: VllmConfig) -> Served:
+def served_in(config: VllmConfig) -> Served:
     """Return what all layers of an engine share; the first call makes it."""
     if not _served or _served[0][0] is not config:
         parallel = config.parallel_config
         with own_defaults():
-            made = served_by(config, parallel.rank % parallel.tensor_parallel_size)
-        _served[:] = [(config, made)]
+            _served[:] = [(config, served_by(config, parallel.rank % parallel.tensor_parallel_size))]
     return _served[0][1]
 
 
 class Builder(AttentionMetadataBuilder[Batch]):
-    """Makes a step's batch, once for all layers of a group."""
+    """Maker of a step's batch, once for all layers of a group."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: Any):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context
-        layer, speculative = layers[layer_names[0]].impl.layer, vllm_config.speculative_config
-        drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.layer
+        drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0)
         self._first = FirstTokens(layer.sinks, layer.page.tokens) if layer.sinks else None
         self._tails = Tails(layer.page.tokens, drafts) if isinstance(layer, BlockLayer) else None
-        self._page = layer.page.tokens
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Batch:
-        given = common_attn_metadata
-        edges = given.query_start_loc_cpu.tolist()
+        edges = common_attn_metadata.query_start_loc_cpu.tolist()
         starts, counts = edges[:-1], [stop - start for start, stop in pairwise(edges)]
-        lengths, table = given.seq_lens.tolist(), given.block_table_tensor
+        lengths, table = common_attn_metadata.seq_lens.tolist(), common_attn_metadata.block_table_tensor
         positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=False)]
-        made = Batch(starts, counts, lengths, table, positions_T=torch.cat(positions).clamp(min=0).to(table.device))
-        real = bool((given.slot_mapping[: edges[-1]] >= 0).any())  # a dry run has no slots
-        if not real:
-            return made
-        rows = None
-        # a copy to the host waits for the device, and only who remembers requests needs all of the table there
-        pages = table.tolist() if self._first is not None or self._tails is not None else []
-        if self._first is not None:
-            made.arrived, rows = self._first.step(starts, counts, lengths, pages)
-            made.entries = torch.tensor(rows, device=table.device)
-        if self._tails is not None:
-            made.tails = self._tails.step(starts, counts, lengths, pages, rows)
-        else:
-            made.begun = attend.pages_begun(self._page, counts, lengths, table)
-        return made
+        batch = Batch(starts, counts, lengths, table, positions_T=torch.cat(positions).clamp(min=0).to(table.device))
+        real = bool((common_attn_metadata.slot_mapping[: edges[-1]] >= 0).any())  # a dry run has no slots
+        if real and (self._first is not None or self._tails is not None):
+            pages = table.tolist()  # waits for the device
+            if self._first is not None:
+                batch.arrived, batch.entries = self._first.step(starts, counts, lengths, pages)
+            if self._tails is not None:
+                batch.tails = self._tails.step(starts, counts, lengths, pages, batch.entries)
+        return batch
 
 
 class KVQImpl(STOCK.get_impl_cls()):
@@ -239,22 +223,19 @@ class KVQImpl(STOCK.get_impl_cls()):
             if plain and given.get(name) not in (None, 0):
                 raise ValueError(f"KVQ_CACHE does not serve attention with {name}, which this model has")
         self._config = get_current_vllm_config()
-        served = of(self._config)
+        served = served_in(self._config)
         if served.by_block and not plain:
-            raise ValueError(
-                f"KVQ_CACHE: {served.recipe.name} encodes whole pages, which layers that attend to some tokens alone "
-                "would share; take a recipe that encodes token by token"
-            )
+            raise ValueError(f"KVQ_CACHE: {UNSHARED.format(served.recipe.name)}")
         self._served: Served | None = served if plain else None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
         if self._served is None or self.layer is not None:
             return
-        layers, made = self._config.compilation_config.static_forward_context, self._served
-        name, module = next((name, one) for name, one in layers.items() if getattr(one, "impl", None) is self)
-        self.layer = made.layer(extract_layer_index(name))
-        blocks, per_token = made.share(self.layer.page.per_token, _largest_beside(self._config))
+        layers, served = self._config.compilation_config.static_forward_context, self._served
+        name, module = next(item for item in layers.items() if getattr(item[1], "impl", None) is self)
+        self.layer = served.layer(extract_layer_index(name))
+        blocks, per_token = served.share(self.layer.page.per_token, _largest_beside(self._config))
         self.layer.page = replace(self.layer.page, per_token=per_token)
         module.attn_backend = _backend_of(per_token, self.layer.page.tokens, blocks, self.layer.sinks)
 
@@ -263,23 +244,19 @@ class KVQImpl(STOCK.get_impl_cls()):
     ) -> None:
         if self.layer is None:
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        known = get_forward_context().attn_metadata
-        step = known.get(layer.layer_name) if isinstance(known, dict) else None
+        metadata = get_forward_context().attn_metadata
+        step = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
         if step is None or not kv_cache.numel():
             return None
         self.layer.bind(kv_cache)
         tokens = min(len(slot_mapping), len(step.positions_T))
         pair: dict[Role, Tensor] = {"key": key[:tokens].flatten(1), "value": value[:tokens].flatten(1)}
-        if isinstance(self.layer, BlockLayer):
-            if step.tails is not None:
-                self.layer.take(pair, step.tails)
-        else:
-            if step.begun is not None:
-                self.layer.begin(step.begun)
-            real_T = slot_mapping[:tokens] >= 0
-            taken = slice(None) if bool(real_T.all()) else real_T
-            real: dict[Role, Tensor] = {role: x[taken] for role, x in pair.items()}
-            self.layer.write(real, slot_mapping[:tokens][taken], step.positions_T[:tokens][taken])
+        if not isinstance(self.layer, BlockLayer):
+            real = (slot_mapping[:tokens] >= 0).nonzero()[:, 0]
+            real_pair: dict[Role, Tensor] = {role: x[real] for role, x in pair.items()}
+            self.layer.write(real_pair, slot_mapping[real], step.positions_T[real])
+        elif step.tails is not None:
+            self.layer.take(pair, step.tails)
         if step.arrived is not None:
             self.layer.write_exact(pair, step.arrived)
         return None
@@ -303,7 +280,7 @@ class KVQImpl(STOCK.get_impl_cls()):
 
 
 class KVQBackend(STOCK):
-    """The attention backend that kvq registers with vLLM; it answers as vLLM's own until kvq takes a layer."""
+    """The attention backend that kvq registers with vLLM: vLLM's own until kvq takes a layer."""
 
     forward_includes_kv_cache_update: ClassVar[bool] = False
 
@@ -317,23 +294,23 @@ class KVQBackend(STOCK):
 
 
 def _largest_beside(config: VllmConfig) -> int:
-    """Bytes of the largest page of a layer that kvq does not take, as one that slides or recurs; 0: it takes all, or
-    layers do not take turns in one memory."""
+    """Return the bytes of the largest page of the layers that kvq leaves to vLLM; 0: there are none, or they have a
+    memory of their own."""
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         return 0
-    modules = config.compilation_config.static_forward_context.values()
-    others = [
-        one for one in modules
-        if isinstance(one, AttentionLayerBase) and getattr(getattr(one, "impl", None), "_served", None) is None
-    ]  # fmt: skip
-    specs = [one.get_kv_cache_spec(config) for one in others]
-    return max((spec.page_size_bytes for spec in specs if spec is not None), default=0)
+    largest = 0
+    for module in config.compilation_config.static_forward_context.values():
+        taken = getattr(getattr(module, "impl", None), "_served", None) is not None
+        if isinstance(module, AttentionLayerBase) and not taken:
+            spec = module.get_kv_cache_spec(config)
+            largest = max(largest, 0 if spec is None else spec.page_size_bytes)
+    return largest
 
 
 @cache
 def _backend_of(per_token: int, tokens: int, blocks: int, sinks: int) -> type[AttentionBackend]:
-    """The backend of layers whose pages, of `tokens` tokens, have `per_token` bytes for each, of all heads, keys and
-    values together, and are handed out by vLLM so many `blocks` at a time."""
+    """Return the backend of layers whose pages, of `tokens` tokens, have `per_token` bytes for each, of all heads, keys
+    and values together, and are handed out by vLLM so many `blocks` at a time."""
 
     class Paged(KVQBackend):
         @classmethod

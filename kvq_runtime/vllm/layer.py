@@ -8,7 +8,7 @@ O pages in which the step's tokens stand · E entries of a pool · Y = R · H ·
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,14 +22,6 @@ from kvq_runtime.vllm.exact import Copies, TailWork
 from kvq_runtime.vllm.page import Fields, Page, PageReader
 
 PACKED = 64  # rows of queries of a KV head up to which pages are read without decoding, as in attention/path.py
-
-
-@dataclass
-class PageColumns:
-    """Columns of the block table: pages [R, P] of as many requests, from their token `first` on."""
-
-    pages_RP: Tensor
-    first: int
 
 
 class PagedLayer:
@@ -77,24 +69,19 @@ class PagedLayer:
         self.exact_E2SC = _grown(self.exact_E2SC, arrived.size, self.sinks, pair["key"])
         _copy(self.exact_E2SC, arrived, pair)
 
-    def exact(self, role: Role, entries_R: Tensor) -> Tensor:
-        """Return the first tokens of entries, [Y, S, D] in float32."""
-        assert self.exact_E2SC is not None, "an entry without first tokens"
-        return self.by_head(self.exact_E2SC[entries_R, ROLES.index(role)])
-
-    def scores(self, q_YMD: Tensor, columns: PageColumns) -> Tensor:
-        """Return q · k of every token of the pages: [Y, M, P · N]."""
+    def scores(self, q_YMD: Tensor, pages_RP: Tensor, first: int) -> Tensor:
+        """Return q · k of every token of columns of the block table, from token `first` on: [Y, M, P · N]."""
         reader = self.codecs["key"].packed_reader
         if reader is not None and q_YMD.shape[1] <= PACKED:
-            return reader.scores(q_YMD, reader.view_blocks(self._fields("key", columns.pages_RP), 0))
-        return torch.bmm(q_YMD, self._decoded("key", columns).mT)
+            return reader.scores(q_YMD, reader.view_blocks(self._fields("key", pages_RP), 0))
+        return torch.bmm(q_YMD, self._decoded("key", pages_RP, first).mT)
 
-    def mix(self, p_YMT: Tensor, columns: PageColumns) -> Tensor:
-        """Return Σ p v over every token of the pages: [Y, M, D]."""
+    def mix(self, p_YMT: Tensor, pages_RP: Tensor, first: int) -> Tensor:
+        """Return Σ p v over every token of these columns: [Y, M, D]."""
         reader = self.codecs["value"].packed_reader
         if reader is not None and p_YMT.shape[1] <= PACKED:
-            return reader.mix(p_YMT, reader.view_blocks(self._fields("value", columns.pages_RP), 0))
-        return torch.bmm(p_YMT, self._decoded("value", columns))
+            return reader.mix(p_YMT, reader.view_blocks(self._fields("value", pages_RP), 0))
+        return torch.bmm(p_YMT, self._decoded("value", pages_RP, first))
 
     def by_head(self, x_RTC: Tensor) -> Tensor:
         """Return rows [R, T, C] as [Y, T, D], float32."""
@@ -104,12 +91,12 @@ class PagedLayer:
         """[R, P, N, ...] each, as they were encoded."""
         return self.page.collected(role, {name: view[pages_RP] for name, view in self._views[role].items()})
 
-    def _decoded(self, role: Role, columns: PageColumns) -> Tensor:
-        """Return keys or values of the pages, [Y, P · N, D], float32."""
-        rows, pages = columns.pages_RP.shape
-        positions_T = columns.first + torch.arange(pages * self.page.tokens, device=columns.pages_RP.device)
+    def _decoded(self, role: Role, pages_RP: Tensor, first: int) -> Tensor:
+        """Return keys or values of these columns, [Y, P · N, D], float32."""
+        rows, pages = pages_RP.shape
+        positions_T = first + torch.arange(pages * self.page.tokens, device=pages_RP.device)
         positions_NT = positions_T.view(1, pages, -1).expand(rows, -1, -1).flatten(0, 1)
-        fields = {name: part.flatten(0, 1) for name, part in self._fields(role, columns.pages_RP).items()}
+        fields = {name: part.flatten(0, 1) for name, part in self._fields(role, pages_RP).items()}
         return self.by_head(self._decode(role, fields, positions_NT).reshape(rows, len(positions_T), -1))
 
     def _encoded(
@@ -211,8 +198,8 @@ class BlockLayer(PagedLayer):
     @property
     def first_tokens(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the pool of exact first tokens, [E, S, C]; with no entry yet, of zeros."""
-        self.exact_E2SC = _grown(self.exact_E2SC, 1, self.sinks, self.tails[0])
-        return self.exact_E2SC[:, 0], self.exact_E2SC[:, 1]
+        exact_E2SC = self.exact_E2SC = _grown(self.exact_E2SC, 1, self.sinks, self.tails[0])
+        return exact_E2SC[:, 0], exact_E2SC[:, 1]
 
     def _encode(self, x_2PNC: Tensor, pages: Sequence[int], begins: Sequence[int], filled: int) -> None:
         """Encode pages [2, P, N, C]; first tokens, which stay exact elsewhere, and what has not come as the nearest."""
@@ -239,6 +226,8 @@ def _grown(pool_E2TC: Tensor | None, entries: int, tokens: int, like_C: Tensor) 
 
 def _copy(pool_E2TC: Tensor, copies: Copies, pair: Mapping[Role, Tensor]) -> None:
     """Copy tokens [T, C] of a step into their entries."""
+    if not copies.tokens:
+        return
     entries, rows, places = copies.on(pool_E2TC.device)
     for index, role in enumerate(ROLES):
         pool_E2TC[entries, index, places] = pair[role][rows]

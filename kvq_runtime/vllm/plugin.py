@@ -1,8 +1,8 @@
-"""Find what the variable KVQ_CACHE names, decide whether vLLM can serve it, and register kvq's attention.
+"""Load what the variable KVQ_CACHE names, check that vLLM can serve it, and register kvq's attention.
 
 vLLM owns the pages: it may begin one anywhere in a prompt, share it between requests and hand it on. So a recipe is
-served if what a page stores can be computed from that page's keys and values, and read back, alone: token by token or,
-where codes belong to a whole block, when the page is full.
+served if the content of a page can be computed from that page's keys and values, and read back, alone: token by token
+or, where codes belong to a whole block, when the page is full.
 """
 
 import multiprocessing
@@ -17,47 +17,41 @@ import torch
 
 from kvq_runtime import errors
 from kvq_runtime.geometry import MODELS, Geometry
-from kvq_runtime.recipe import Recipe, Scheme
+from kvq_runtime.recipe import Recipe
 from kvq_runtime.vllm import served_recipe
 from kvq_runtime.vllm.served_recipe import ServedRecipe
 
 VARIABLE = "KVQ_CACHE"
 BACKEND = "kvq_runtime.vllm.backend.KVQBackend"
-TYPICAL = MODELS["qwen2.5-7b"]  # asked before the model is known; it is asked again for the model itself
-
-
-def refusal(recipe: Recipe) -> str | None:
-    """Return why vLLM cannot serve a recipe; None: it can."""
-    if recipe.policies:
-        kinds = ", ".join(policy.kind for policy in recipe.policies)
-        return f"it chooses among tokens, or waits for a prompt ({kinds}), and vLLM decides which pages are held"
-    if recipe.cross_layer:
-        return "each layer is predicted from the decoded layer below, and vLLM's layers see their own pages alone"
-    return None
+TYPICAL = MODELS["qwen2.5-7b"]  # stands for the model until that is known
 
 
 def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
     """Raise ValueError for a recipe that vLLM cannot serve, or that does not fit this shape."""
-    reason = refusal(recipe)
+    reason = None
+    if recipe.policies:
+        kinds = ", ".join(policy.kind for policy in recipe.policies)
+        reason = f"it chooses among tokens, or waits for a prompt ({kinds}), and vLLM decides which pages are held"
+    elif recipe.cross_layer:
+        reason = "each layer is predicted from the decoded layer below, and vLLM's layers see their own pages alone"
     if reason is not None:
         raise ValueError(f"vLLM cannot serve {recipe.name}: {reason}; docs/serve-vllm.md lists the recipes that it can")
     recipe.check(geometry)
 
 
 def by_block(recipe: Recipe, geometry: Geometry) -> bool:
-    """True if some codes of the recipe belong to a whole block, so that a page is encoded when it is full."""
-    return not all(_by_token(scheme, geometry) for scheme in recipe.schemes)
-
-
-def _by_token(scheme: Scheme, geometry: Geometry) -> bool:
-    if scheme.axis == "channel" or scheme.correct is not None:
-        return False
-    few, more = (scheme.fields(tokens, geometry, torch.bfloat16) for tokens in (64, 128))
-    return all(few[name][0] == (64, *more[name][0][1:]) and more[name][0][0] == 128 for name in few)
+    """Return whether some codes belong to a whole block, not to a token, so that a page is encoded when it is full."""
+    for scheme in recipe.schemes:
+        if scheme.axis == "channel" or scheme.correct is not None:
+            return True
+        few, more = (scheme.fields(tokens, geometry, torch.bfloat16) for tokens in (64, 128))
+        if any(few[name][0] != (64, *shape[1:]) or shape[0] != 128 for name, (shape, _) in more.items()):
+            return True
+    return False
 
 
 def paged(recipe: Recipe, geometry: Geometry, tokens: int) -> Recipe:
-    """The recipe with blocks of as many tokens as a page has. ValueError if its codes belong to other blocks."""
+    """Return the recipe with pages as its blocks. ValueError if its codes belong to blocks of another length."""
     block = recipe.window.block
     if tokens != block and by_block(recipe, geometry):
         raise ValueError(
@@ -78,31 +72,27 @@ def named(reference: str) -> AbstractContextManager[None]:
 
 @lru_cache(maxsize=4)
 def load(reference: str) -> ServedRecipe:
-    """Load it, once a process. Raises what `load_artifact` does, and ValueError, with the variable's name."""
+    """Load a reference, once a process. Raises what `load_artifact` does, and ValueError, with the variable's name."""
     with named(reference):
-        found = served_recipe.read(reference)
-        check_recipe(found.recipe, TYPICAL if found.artifact is None else found.artifact.fingerprint.geometry)
-    return found
+        served = served_recipe.read(reference)
+        check_recipe(served.recipe, TYPICAL if served.artifact is None else served.artifact.fingerprint.geometry)
+    return served
 
 
-def check_model(found: ServedRecipe, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
-    """The shape of the served model. Raises ValueError or ArtifactError unless the recipe and the artifact are for it.
-
-    config     of the model's decoder, as in config.json
-    model      its folder or its id on a Hub, whose files vLLM has fetched: their projections are compared, where found
-    """
-    with named(found.reference):
-        geometry = served_recipe.match(found, config, model, revision)
-        check_recipe(found.recipe, geometry)
+def check_model(served: ServedRecipe, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
+    """Return the shape of the served model, described as for `served_recipe.match`. Raises ValueError or ArtifactError
+    unless the recipe and the artifact are for it."""
+    with named(served.reference):
+        geometry = served_recipe.match(served, config, model, revision)
+        check_recipe(served.recipe, geometry)
     return geometry
 
 
 def register() -> None:
-    """Make kvq's attention the backend CUSTOM and, on a CPU, where vLLM takes no choice of backend, its only one.
+    """Make kvq's attention the backend CUSTOM and, on a CPU, where vLLM has no choice of backend, its only one.
 
-    vLLM calls this entry point in each of its processes. Nothing happens unless the variable is set. Then what it names
-    is loaded at once, so that a wrong name stops the command before a model is read; the check against the model
-    follows in the workers.
+    vLLM calls this entry point in each of its processes. If the variable is set, its value is loaded at once, so that a
+    wrong name stops the command before a model is read; workers check it against the model.
     """
     reference = asked()
     if reference is None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
@@ -31,8 +30,8 @@ from kvq_runtime.registry.resolve import load_artifact
 
 # of a decoder, not of a vision tower whose layers may have the same names
 _PROJECTION = re.compile(
-    r"(model\.|language_model\.model\.|model\.language_model\.|model\.text_model\.)?"
-    r"layers\.\d+\.self_attn\.[kv]_proj\.weight"
+    r"(?:model\.|language_model\.model\.|model\.language_model\.|model\.text_model\.)?"
+    r"layers\.(\d+)\.self_attn\.([kv]_proj)\.weight"
 )
 
 
@@ -94,17 +93,13 @@ def model_folder(model: str, revision: str | None) -> Path | None:
 
 def projections(folder: Path | None) -> Callable[[int, str], Tensor | None]:
     """Return (layer, "k_proj") → the matrix in a folder's safetensors files, None if there is none of that name."""
-    matrices: dict[str, Tensor] = {}  # mapped from disk
+    matrices: dict[tuple[int, str], Tensor] = {}  # mapped from disk
     for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
         with safetensors.safe_open(path, "pt") as file:
-            matrices |= {name: file.get_tensor(name) for name in file.keys() if _PROJECTION.fullmatch(name)}  # noqa: SIM118
-
-    def weight(layer: int, projection: str) -> Tensor | None:
-        ending = f"layers.{layer}.self_attn.{projection}.weight"
-        matrix = next((matrix for name, matrix in matrices.items() if name.endswith(ending)), None)
-        return None if matrix is None or matrix.dtype == torch.uint8 else matrix
-
-    return weight
+            for name in file.keys():  # noqa: SIM118
+                if (parts := _PROJECTION.fullmatch(name)) is not None:
+                    matrices[int(parts[1]), parts[2]] = file.get_tensor(name)
+    return lambda layer, projection: matrices.get((layer, projection))
 
 
 @dataclass(frozen=True)
@@ -126,8 +121,9 @@ class Shard:
         shard = dict[str, Tensor]()
         for name, (shape, _) in codec.all_specs(recipe, self.geometry(whole)).items():
             x = tensors[name]
-            for dim, size in enumerate(shape):  # all but one are the same
-                x = x.narrow(dim, self.part * size, size) if size != x.shape[dim] else x
+            for dim, size in enumerate(shape):
+                if size != x.shape[dim]:  # the one that grows with heads
+                    x = x.narrow(dim, self.part * size, size)
             shard[name] = x.contiguous()
         return shard
 
