@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.store.storage import sent
-from kvq_runtime.vllm.exact import Copies, TailWork
+from kvq_runtime.vllm.exact import ExactStep
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
 
 TOKENS = 1 << 13  # decoded at once, of one layer
@@ -37,10 +37,8 @@ class Batch:
     counts     queries of each
     lengths    tokens of each in the cache, its queries among them, the newest
     table      physical page of each of its pages, int [requests, pages]; what lies beyond a length is anything
-    entries    where its first tokens are kept exact, -1: nowhere; None: nowhere for all
-    tails      of pages that are encoded whole, what the step does with them; None: every token is encoded at once
+    exact      its exact tokens; None: there are none
     positions  of the step's tokens in their texts, int64 [T]
-    arrived    which of these are first tokens, that are kept exact; None: first tokens are not kept
     groups     by number of queries, requests for the kernel, for all layers
     """
 
@@ -48,10 +46,8 @@ class Batch:
     counts: Sequence[int]
     lengths: Sequence[int]
     table: Tensor
-    entries: Sequence[int] | None = None
-    tails: TailWork | None = None
+    exact: ExactStep | None = None
     positions_T: Tensor | None = None
-    arrived: Copies | None = None
     groups: dict[int, "Group"] = field(default_factory=dict, compare=False)
 
 
@@ -128,11 +124,11 @@ def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, ou
     taken_RQ, latest_RQ = (edges_R2[..., None] + torch.arange(count, device=device)).unbind(1)
     q_RHGQD = q_THD[taken_RQ].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
     sums = _Sums((q_RHGQD.flatten(0, 1).flatten(1, 2).float() * scale), rows, heads, count)
-    whole = batch.tails is not None
+    whole = isinstance(layer, BlockLayer)
     encoded_RQ = latest_RQ // page * page if whole else latest_RQ + 1  # tokens that are read from pages
     exact_R1 = _add_first(layer, batch, group, sums, encoded_RQ)
-    if batch.tails is not None:
-        _add_own(layer, batch.tails, group, sums, latest_RQ)
+    if isinstance(layer, BlockLayer):
+        _add_own(layer, batch, group, sums, latest_RQ)
     longest = max(batch.lengths[i] for i in group)
     pages, table_RP = (longest - 1) // page if whole else -(-longest // page), batch.table[group].long()
     step = max(1, min(TOKENS // (rows * page), SCORES // (sums.q_YMD[..., 0].numel() * page)))
@@ -150,9 +146,9 @@ def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, ou
 
 def _add_first(layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, encoded_RQ: Tensor) -> Tensor:
     """Add the exact first tokens, in place of their codes; return how many each request has, [R, 1]."""
-    if batch.entries is None or layer.exact_E2SC is None:
+    if batch.exact is None or layer.exact_E2SC is None:
         return torch.zeros_like(encoded_RQ[:, :1])
-    entries_R = torch.tensor([batch.entries[i] for i in group], device=encoded_RQ.device)
+    entries_R = torch.tensor([batch.exact.firsts[i] for i in group], device=encoded_RQ.device)
     exact_R1 = torch.where(entries_R >= 0, layer.sinks, 0)[:, None]
     k_YSD, v_YSD = (layer.by_head(x_RSC) for x_RSC in layer.exact_E2SC[entries_R.clamp(min=0)].unbind(1))
     slots_S = torch.arange(layer.sinks, device=encoded_RQ.device)
@@ -161,13 +157,13 @@ def _add_first(layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, e
     return exact_R1
 
 
-def _add_own(layer: PagedLayer, tails: TailWork, group: list[int], sums: _Sums, latest_RQ: Tensor) -> None:
+def _add_own(layer: BlockLayer, batch: Batch, group: list[int], sums: _Sums, latest_RQ: Tensor) -> None:
     """Add the tokens of each query's own page, which are read exact, up to the query's."""
-    assert isinstance(layer, BlockLayer), "tails of a layer whose tokens are encoded one by one"
+    assert batch.exact is not None, "a step without exact tokens"
     tokens, size = layer.page.tokens, layer.geometry.head_size
     alike: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for row, request in enumerate(group):
-        for start, stop, own in tails.pieces[request]:
+        for start, stop, own in batch.exact.pieces[request]:
             alike[start, stop].append((row, own))
     places, keys, values = list[tuple[list[int], slice]](), list[Tensor](), list[Tensor]()
     for (start, stop), owned in alike.items():
@@ -192,19 +188,19 @@ def _add_own(layer: PagedLayer, tails: TailWork, group: list[int], sums: _Sums, 
 
 def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> list[int]:
     """Write what the kernel answers of `attend` into `out`; return the requests that are left."""
-    reader, tails = layer.reader, batch.tails
+    reader, exact = layer.reader, batch.exact
     left = [i for i, count in enumerate(batch.counts) if count]
-    if reader is None or tails is None:
+    if reader is None or exact is None:
         return left
     alike: defaultdict[int, list[int]] = defaultdict(list)
     for i in left:
-        if len(tails.pieces[i]) == 1:
+        if len(exact.pieces[i]) == 1:
             alike[batch.counts[i]].append(i)
     for count, requests in alike.items():
         if not reader.takes(q_THD, len(requests), count):
             continue
         if count not in batch.groups:
-            batch.groups[count] = _group(batch, tails, requests, layer.page.tokens, q_THD.device)
+            batch.groups[count] = _group(batch, exact, requests, layer.page.tokens, q_THD.device)
         group = batch.groups[count]
         q_BHTD = q_THD[group.rows].unflatten(0, (-1, count)).transpose(1, 2)
         keys, values = layer.tails if group.owns is None else layer.own_pages(group.owns)
@@ -214,15 +210,14 @@ def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tenso
     return left
 
 
-def _group(batch: Batch, tails: TailWork, requests: list[int], page: int, device: torch.device) -> Group:
-    owns = [tails.pieces[i][0].own for i in requests]
-    entries = [tails.entries[own] for own in owns]
+def _group(batch: Batch, exact: ExactStep, requests: list[int], page: int, device: torch.device) -> Group:
+    owns = [exact.pieces[i][0].own for i in requests]
+    entries = [exact.entries[own] for own in owns]
     pooled = min(entries) >= 0
     windows = entries if pooled else range(len(requests))
-    firsts = [batch.entries[i] if batch.entries else -1 for i in requests]
     lengths_B4 = torch.tensor([
-        [(batch.lengths[i] - 1) // page, window, (batch.lengths[i] - 1) % page + 1, first]
-        for i, window, first in zip(requests, windows, firsts, strict=True)
+        [(batch.lengths[i] - 1) // page, window, (batch.lengths[i] - 1) % page + 1, exact.firsts[i]]
+        for i, window in zip(requests, windows, strict=True)
     ], dtype=torch.int32)  # fmt: skip
     rows = [batch.starts[i] + n for i in requests for n in range(batch.counts[i])]
     chosen, rows = (sent(torch.tensor(x), device) for x in (requests, rows))

@@ -45,7 +45,7 @@ from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.memory import asymptotic_bits
 from kvq_runtime.vllm import attend, page, plugin
 from kvq_runtime.vllm.attend import Batch
-from kvq_runtime.vllm.exact import FirstTokens, Tails
+from kvq_runtime.vllm.exact import ExactTokens
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
 from kvq_runtime.vllm.page import PageReader, Shared
 from kvq_runtime.vllm.served_recipe import shard_of
@@ -185,8 +185,8 @@ class Builder(AttentionMetadataBuilder[Batch]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl.layer
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0)
-        self._first = FirstTokens(layer.sinks, layer.page.tokens) if layer.sinks else None
-        self._tails = Tails(layer.page.tokens, drafts) if isinstance(layer, BlockLayer) else None
+        whole = isinstance(layer, BlockLayer)
+        self._exact = ExactTokens(layer.page.tokens, layer.sinks, whole, drafts) if whole or layer.sinks else None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -197,12 +197,8 @@ class Builder(AttentionMetadataBuilder[Batch]):
         positions = [torch.arange(length - count, length) for count, length in zip(counts, lengths, strict=False)]
         batch = Batch(starts, counts, lengths, table, positions_T=torch.cat(positions).clamp(min=0).to(table.device))
         real = bool((common_attn_metadata.slot_mapping[: edges[-1]] >= 0).any())  # a dry run has no slots
-        if real and (self._first is not None or self._tails is not None):
-            pages = table.tolist()  # waits for the device
-            if self._first is not None:
-                batch.arrived, batch.entries = self._first.step(starts, counts, lengths, pages)
-            if self._tails is not None:
-                batch.tails = self._tails.step(starts, counts, lengths, pages, batch.entries)
+        if real and self._exact is not None:
+            batch.exact = self._exact.step(starts, counts, lengths, table.tolist())  # waits for the device
         return batch
 
 
@@ -255,10 +251,10 @@ class KVQImpl(STOCK.get_impl_cls()):
             real = (slot_mapping[:tokens] >= 0).nonzero()[:, 0]
             real_pair: dict[Role, Tensor] = {role: x[real] for role, x in pair.items()}
             self.layer.write(real_pair, slot_mapping[real], step.positions_T[real])
-        elif step.tails is not None:
-            self.layer.take(pair, step.tails)
-        if step.arrived is not None:
-            self.layer.write_exact(pair, step.arrived)
+        elif step.exact is not None:
+            self.layer.take(pair, step.exact)
+        if step.exact is not None and self.layer.sinks:
+            self.layer.write_exact(pair, step.exact.arrived)
         return None
 
     def forward(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -269,7 +265,7 @@ class KVQImpl(STOCK.get_impl_cls()):
             )
         if attn_metadata is None or not kv_cache.numel():
             return output
-        if isinstance(self.layer, BlockLayer) and attn_metadata.tails is None:
+        if isinstance(self.layer, BlockLayer) and attn_metadata.exact is None:
             return output  # a dry run
         self.layer.bind(kv_cache)
         shape = (-1, self.num_heads, self.head_size)

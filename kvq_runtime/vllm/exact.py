@@ -46,51 +46,6 @@ class Copies:
         return self._sent
 
 
-class _Pool:
-    """Entries of a pool; `size` were ever in use at once."""
-
-    def __init__(self):
-        self.size = 0
-        self.free: list[int] = []
-
-    def take(self) -> int:
-        """Return an entry that is not in use."""
-        if not self.free:
-            self.free.append(self.size)
-            self.size += 1
-        return self.free.pop()
-
-
-class FirstTokens(_Pool):
-    """The entries of one cache's first tokens. `sinks` is at most the tokens of a page."""
-
-    def __init__(self, sinks: int, page: int):
-        if sinks > page:
-            raise ValueError(f"{sinks} sinks do not fit into the first page of {page} tokens; use --block-size {sinks}")
-        super().__init__()
-        self.sinks, self.page = sinks, page
-        self.entries: dict[int, int] = {}
-
-    def step(
-        self, starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
-    ) -> tuple[Copies, list[int]]:
-        """Take in a step's requests; return the first tokens that arrive, and the entry of each request, or -1."""
-        copies = Copies()
-        for start, count, length, table in zip(starts, counts, lengths, tables, strict=True):
-            before = length - count
-            for page in range(max(1, -(-before // self.page)), -(-length // self.page)):
-                if table[page] in self.entries:
-                    self.free.append(self.entries.pop(table[page]))
-            if before < self.sinks and count:
-                if table[0] not in self.entries:
-                    self.entries[table[0]] = self.take()
-                arriving = range(before, min(self.sinks, length))
-                copies.tokens += [(self.entries[table[0]], start + place - before, place) for place in arriving]
-        copies.size = self.size
-        tokens = zip(tables, lengths, strict=True)  # only now: a request may share a page that another begins here
-        return copies, [self.entries.get(table[0], -1) if length else -1 for table, length in tokens]
-
-
 class Tail(NamedTuple):
     """An entry of the pool, its page, that page's first position in its text, and its tokens so far."""
 
@@ -109,19 +64,23 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class TailWork:
+class ExactStep:
     """The work of a layer for a step's tokens, in the order of the fields, and the pages that queries read exact.
 
+    firsts     entry of the first tokens of each request, or -1
+    arrived    first tokens that are written to these entries
     settled    tails that are encoded as they are, to free their entries
     reopened   tails that are decoded from their pages, each with the entry of its exact first tokens, or -1
-    kept       tokens that are written to entries
-    entries    of the pages O, -1: all of its tokens are the step's
+    kept       tokens that are written to entries of tails
+    entries    of the pages O among the tails, -1: all of the page's tokens are the step's
     rows       of the first token of each such page in the step
     begins     positions of the pages' first tokens
     full       (index of O, physical page) of the pages that are encoded
     pieces     by request, its queries page by page
     """
 
+    firsts: list[int] = field(default_factory=list)
+    arrived: Copies = field(default_factory=Copies)
     settled: list[Tail] = field(default_factory=list)
     reopened: list[tuple[Tail, int]] = field(default_factory=list)
     kept: Copies = field(default_factory=Copies)
@@ -132,35 +91,69 @@ class TailWork:
     pieces: list[list[Piece]] = field(default_factory=list)
 
 
-class Tails(_Pool):
-    """The tails of one cache.
+class _Pool:
+    """Entries of a pool; `size` were ever in use at once."""
+
+    def __init__(self):
+        self.size = 0
+        self.free: list[int] = []
+
+    def take(self) -> int:
+        """Return an entry that is not in use."""
+        if not self.free:
+            self.free.append(self.size)
+            self.size += 1
+        return self.free.pop()
+
+
+class ExactTokens:
+    """The exact tokens of one cache's requests.
 
     page     tokens of a page
+    sinks    first tokens of a sequence that are kept exact, at most a page
+    tails    whether pages are encoded whole
     drafts   how many of a step's last tokens may be refused
     """
 
-    def __init__(self, page: int, drafts: int = 0):
-        super().__init__()
-        self.page, self.drafts = page, drafts
-        self._of: dict[int, tuple[Tail, int]] = {}  # by physical page, with the step of its use, the oldest first
+    def __init__(self, page: int, sinks: int, tails: bool, drafts: int = 0):
+        if sinks > page:
+            raise ValueError(f"{sinks} sinks do not fit into the first page of {page} tokens; use --block-size {sinks}")
+        self.page, self.sinks, self.drafts = page, sinks, drafts
+        self._tailed = tails
+        self.firsts, self.tails = _Pool(), _Pool()
+        self._firsts: dict[int, int] = {}  # entries by physical page
+        self._tails: dict[int, tuple[Tail, int]] = {}  # by physical page, with the step of its use, the oldest first
         self._clock = 0
 
     def step(
-        self,
-        starts: Sequence[int],
-        counts: Sequence[int],
-        lengths: Sequence[int],
-        tables: Sequence[Sequence[int]],
-        firsts: Sequence[int] | None = None,
-    ) -> TailWork:
-        """Take in a step's requests, as `attend.Batch` has them; `firsts` as its `entries`."""
-        work, given_up = TailWork(), list[int]()
+        self, starts: Sequence[int], counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> ExactStep:
+        """Take in a step's requests, as `attend.Batch` has them."""
+        step = ExactStep()
         self._clock += 1
-        requests = list(zip(starts, counts, lengths, tables, firsts or [-1] * len(counts), strict=True))
-        for _, count, length, table, _ in requests:
-            for index in range(-(-(length - count) // self.page), -(-length // self.page)):
-                self._drop(table[index], self.free)  # written anew
-        for start, count, length, table, first in requests:
+        requests = list(zip(starts, counts, lengths, tables, strict=True))
+        for _, count, length, table in requests:
+            for index in range(-(-(length - count) // self.page), -(-length // self.page)):  # pages written anew
+                self._drop(table[index], self.tails.free)
+                if index and table[index] in self._firsts:
+                    self.firsts.free.append(self._firsts.pop(table[index]))
+        for start, count, length, table in requests:
+            before = length - count
+            if count and before < self.sinks:
+                if table[0] not in self._firsts:
+                    self._firsts[table[0]] = self.firsts.take()
+                entry, arriving = self._firsts[table[0]], range(before, min(self.sinks, length))
+                step.arrived.tokens += [(entry, start + place - before, place) for place in arriving]
+        # only now: a request may share a page that another begins in this step
+        step.firsts = [self._firsts.get(table[0], -1) if length else -1 for _, _, length, table in requests]
+        if self._tailed:
+            self._add_tails(step, requests)
+        step.arrived.size, step.kept.size = self.firsts.size, self.tails.size
+        return step
+
+    def _add_tails(self, step: ExactStep, requests: list[tuple[int, int, int, Sequence[int]]]) -> None:
+        given_up = list[int]()
+        for (start, count, length, table), first in zip(requests, step.firsts, strict=True):
             before, pieces = length - count, list[Piece]()
             if count and before >= self.page:
                 self._drop(table[before // self.page - 1], given_up)  # full, and all of it accepted
@@ -168,46 +161,44 @@ class Tails(_Pool):
                 begin = index * self.page
                 arriving = range(max(before, begin), min(length, begin + self.page))
                 keep = begin + self.page > length - self.drafts
-                tail = self._tail(work, table[index], begin, arriving, keep, -1 if index else first)
+                tail = self._tail(step, table[index], begin, arriving, keep, -1 if index else first)
                 if tail.entry >= 0:
-                    work.kept.tokens += [(tail.entry, start + n - before, n - begin) for n in arriving]
+                    step.kept.tokens += [(tail.entry, start + n - before, n - begin) for n in arriving]
                     if keep:
-                        self._of[tail.page] = tail, self._clock
+                        self._tails[tail.page] = tail, self._clock
                     else:
                         given_up.append(tail.entry)
                 if tail.filled == self.page:
-                    work.full.append((len(work.entries), tail.page))
-                pieces.append(Piece(arriving.start - before, arriving.stop - before, len(work.entries)))
-                work.entries.append(tail.entry)
-                work.rows.append(start + arriving.start - before)
-                work.begins.append(begin)
-            work.pieces.append(pieces)
-        self.free += given_up  # only now: this step still reads them
-        work.kept.size = self.size
-        return work
+                    step.full.append((len(step.entries), tail.page))
+                pieces.append(Piece(arriving.start - before, arriving.stop - before, len(step.entries)))
+                step.entries.append(tail.entry)
+                step.rows.append(start + arriving.start - before)
+                step.begins.append(begin)
+            step.pieces.append(pieces)
+        self.tails.free += given_up  # only now: this step still reads them
 
-    def _tail(self, work: TailWork, page: int, begin: int, arriving: range, keep: bool, first: int) -> Tail:
+    def _tail(self, step: ExactStep, page: int, begin: int, arriving: range, keep: bool, first: int) -> Tail:
         """Return a page's tail with the arriving positions, of entry -1 where it needs none: it arrives whole."""
         entry = -1
-        if page in self._of:
-            entry = self._of.pop(page)[0].entry
+        if page in self._tails:
+            entry = self._tails.pop(page)[0].entry
         elif keep or arriving.start > begin:
-            entry = self._entry(work)
+            entry = self._entry(step)
             if arriving.start > begin:
-                work.reopened.append((Tail(entry, page, begin, arriving.start - begin), first))
+                step.reopened.append((Tail(entry, page, begin, arriving.start - begin), first))
         return Tail(entry, page, begin, arriving.stop - begin)
 
-    def _entry(self, work: TailWork) -> int:
-        """Return a free entry; if there is none, that of the oldest tail, if it is idle."""
-        if not self.free and self._of:
-            tail, used = next(iter(self._of.values()))
+    def _entry(self, step: ExactStep) -> int:
+        """Return a free entry of the tails; if there is none, that of the oldest tail, if it is idle."""
+        if not self.tails.free and self._tails:
+            tail, used = next(iter(self._tails.values()))
             if used < self._clock - IDLE:
                 if tail.filled < self.page:
-                    work.settled.append(tail)
-                del self._of[tail.page]
+                    step.settled.append(tail)
+                del self._tails[tail.page]
                 return tail.entry
-        return self.take()
+        return self.tails.take()
 
     def _drop(self, page: int, free: list[int]) -> None:
-        if page in self._of:
-            free.append(self._of.pop(page)[0].entry)
+        if page in self._tails:
+            free.append(self._tails.pop(page)[0].entry)

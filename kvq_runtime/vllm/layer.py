@@ -18,7 +18,7 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.vllm.exact import Copies, TailWork
+from kvq_runtime.vllm.exact import Copies, ExactStep
 from kvq_runtime.vllm.page import Fields, Page, PageReader
 
 PACKED = 64  # rows of queries of a KV head up to which pages are read without decoding, as in attention/path.py
@@ -145,7 +145,7 @@ class BlockLayer(PagedLayer):
         super().__init__(codecs, page, geometry, rotary, sinks)
         self.reader = reader
         self.tails_E2NC: Tensor | None = None
-        self._step: tuple[Mapping[Role, Tensor], TailWork] | None = None
+        self._step: tuple[Mapping[Role, Tensor], ExactStep] | None = None
 
     def bind(self, cache: Tensor) -> None:
         """As `PagedLayer.bind`. ValueError: the kernel cannot read pages that lie so."""
@@ -154,7 +154,7 @@ class BlockLayer(PagedLayer):
             if self.reader is not None:
                 self.reader.bind(self.codecs, self._views)
 
-    def take(self, pair: Mapping[Role, Tensor], step: TailWork) -> None:
+    def take(self, pair: Mapping[Role, Tensor], step: ExactStep) -> None:
         """Take in the tokens [T, C] of a step: encode the pages that are full, keep the others' tokens."""
         tails_E2NC = self.tails_E2NC = _grown(self.tails_E2NC, step.kept.size, self.page.tokens, pair["key"])
         self._step = pair, step

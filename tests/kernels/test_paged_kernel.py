@@ -143,9 +143,10 @@ def test_first_tokens_of_some_rows(name):
     one, other, new = server.add(70), server.add(70), server.add(70)
     arrived(server, {one: (0, 66), other: (0, 65)})
     batch = arrived(server, {one: (66, 67), other: (65, 66), new: (0, 1)})
-    assert batch.entries == [0, 1, 2]
-    assert agree(server, replace(batch, entries=[0, -1, 2], groups={})) == []
-    assert agree(server, replace(batch, entries=None, groups={})) == []
+    exact = batch.exact
+    assert exact is not None and exact.firsts == [0, 1, 2]
+    for firsts in ([0, -1, 2], [-1, -1, -1]):
+        assert agree(server, replace(batch, exact=replace(exact, firsts=firsts), groups={})) == []
     without = server_of(name, sinks=0)
     text = without.add(70)
     arrived(without, {text: (0, 40)})
@@ -188,7 +189,7 @@ def test_a_page_that_arrives_whole():
     one, other = server.add(64), server.add(64)
     arrived(server, {one: (0, 32)})
     batch = arrived(server, {one: (32, 48), other: (0, 16)})
-    assert batch.tails is not None and batch.tails.entries == [-1, -1]
+    assert batch.exact is not None and batch.exact.entries == [-1, -1]
     assert agree(server, batch) == []
 
 

@@ -14,7 +14,7 @@ from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
 from kvq_runtime.vllm import attend, exact, plugin
-from kvq_runtime.vllm.exact import FirstTokens, Tail, Tails
+from kvq_runtime.vllm.exact import ExactTokens, Tail
 from kvq_runtime.vllm.page import page_of, shared_pages
 from kvq_runtime.vllm.served_recipe import Shard, shard_of
 
@@ -69,16 +69,16 @@ def test_bytes_of_a_page_are_the_bits_of_the_recipe():
 
 def test_a_first_page_keeps_its_entry_until_it_is_written_as_another():
     """Entries follow physical pages: a shared one has one, a page that is used again for other tokens gives it back."""
-    first = FirstTokens(4, 16)
-    arrived, entries = first.step([0, 40], [40, 3], [40, 3], [[7, 3, 9], [5, 0, 0]])
-    assert entries == [0, 1]
-    assert arrived.tokens == [*((0, n, n) for n in range(4)), *((1, 40 + n, n) for n in range(3))]
-    assert first.step([0], [1], [4], [[5, 0, 0]])[0].tokens == [(1, 0, 3)]
-    arrived, entries = first.step([0], [8], [24], [[7, 2, 0]])  # another request, which begins with page 7
-    assert arrived.tokens == [] and entries == [0]
-    arrived, entries = first.step([0], [40], [40], [[1, 7, 3]])  # page 7 is now a second page, and page 1 has its entry
-    assert entries == [0] and first.step([0], [2], [2], [[4]])[1] == [2]
-    assert first.size == 3
+    tokens = ExactTokens(16, 4, tails=False)
+    step = tokens.step([0, 40], [40, 3], [40, 3], [[7, 3, 9], [5, 0, 0]])
+    assert step.firsts == [0, 1]
+    assert step.arrived.tokens == [*((0, n, n) for n in range(4)), *((1, 40 + n, n) for n in range(3))]
+    assert tokens.step([0], [1], [4], [[5, 0, 0]]).arrived.tokens == [(1, 0, 3)]
+    step = tokens.step([0], [8], [24], [[7, 2, 0]])  # another request, which begins with page 7
+    assert step.arrived.tokens == [] and step.firsts == [0]
+    step = tokens.step([0], [40], [40], [[1, 7, 3]])  # page 7 is now a second page, and page 1 has its entry
+    assert step.firsts == [0] and tokens.step([0], [2], [2], [[4]]).firsts == [2]
+    assert tokens.firsts.size == 3
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_tail_that_was_settled_is_taken_up_again(monkeypatch):
     for n in range(4):
         server.step({other: (n, n + 1)}, queries)
     server.step({third: (0, 3)}, queries)
-    assert server.tails is not None and server.tails.size == 2
+    assert server.exact.tails.size == 2
     found = server.step({text: (30, 31)}, queries)[text]
     expected = server.expected(text, queries[text])[30:31]
     error = (found - expected).norm() / expected.norm()
@@ -206,7 +206,7 @@ def test_first_tokens_of_a_tail_that_is_taken_up_again_are_exact(filled: int, mo
     for n in range(4):
         server.step({other: (n, n + 1)}, queries)
     server.step({third: (0, 3)}, queries)
-    assert server.tails is not None and server.tails.size == 2, "the text has its entry still"
+    assert server.exact.tails.size == 2, "the text has its entry still"
     found = server.step({text: (filled, filled + 1)}, queries)[text]
     expected = server.expected(text, queries[text])[filled : filled + 1]
     error = (found - expected).norm() / expected.norm()
@@ -215,7 +215,7 @@ def test_first_tokens_of_a_tail_that_is_taken_up_again_are_exact(filled: int, mo
 
 def test_entries_are_those_of_requests_that_go_on():
     """An entry is given back when its page is full, and when the page is another text's; none is for whole pages."""
-    kept = Tails(16)
+    kept = ExactTokens(16, 0, tails=True)
     made = kept.step([0, 40], [40, 16], [40, 16], [[7, 3, 9], [5]])
     assert made.entries == [-1, -1, 0, -1] and made.full == [(0, 7), (1, 3), (3, 5)]
     assert made.kept.tokens == [(0, 32 + place, place) for place in range(8)]
@@ -226,9 +226,9 @@ def test_entries_are_those_of_requests_that_go_on():
     assert made.entries == [0] and made.full == [(0, 9)]
     assert made.kept.tokens == [(0, place, 8 + place) for place in range(8)]
     assert kept.step([0], [3], [3], [[11]]).entries == [0]
-    assert kept.step([0], [2], [2], [[11]]).entries == [0] and kept.size == 1  # page 11 has another text
+    assert kept.step([0], [2], [2], [[11]]).entries == [0] and kept.tails.size == 1  # page 11 has another text
     for _ in range(exact.IDLE + 1):
-        made = kept.step([0], [1], [18], [[1, 2]]) if kept.size == 2 else kept.step([0], [2], [18], [[1, 2]])
+        made = kept.step([0], [1], [18], [[1, 2]]) if kept.tails.size == 2 else kept.step([0], [2], [18], [[1, 2]])
     assert kept.step([0], [1], [1], [[12]]).settled == [Tail(0, 11, 0, 2)]
 
 

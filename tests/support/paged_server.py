@@ -15,7 +15,7 @@ from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.vllm import attend, plugin
 from kvq_runtime.vllm.attend import Batch
-from kvq_runtime.vllm.exact import FirstTokens, Tails
+from kvq_runtime.vllm.exact import ExactTokens
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
 from kvq_runtime.vllm.page import PageReader, Shared, page_of, refusal
 
@@ -61,8 +61,7 @@ class PagedServer:
             self.cache[:] = 255  # what other layers leave, which are NaNs where they are read as numbers
         self.cache = self.cache.view(dtype)
         self.layer.bind(self.cache)
-        self.first = FirstTokens(sinks, self.page) if sinks else None
-        self.tails = Tails(self.page, drafts) if self.by_block else None
+        self.exact = ExactTokens(self.page, sinks, self.by_block, drafts)
         self.free = (1 + torch.randperm(63)).tolist()  # page 0 is nobody's, and zeros, as in vLLM
         self.tables: list[list[int]] = []
         self.texts: list[tuple[Tensor, Tensor]] = []
@@ -106,18 +105,14 @@ class PagedServer:
             role: torch.cat([self.texts[i][index][slice(*part)] for i, part in parts.items()])
             for index, role in enumerate(ROLES)
         }
-        arrived, rows, tails = None, None, None
-        if self.first is not None:
-            arrived, rows = self.first.step(starts, counts, lengths, table.tolist())
-        if self.tails is not None:
-            assert isinstance(self.layer, BlockLayer)
-            tails = self.tails.step(starts, counts, lengths, table.tolist(), rows)
-            self.layer.take(pair, tails)
+        exact = self.exact.step(starts, counts, lengths, table.tolist())
+        if isinstance(self.layer, BlockLayer):
+            self.layer.take(pair, exact)
         else:
             self.layer.write(pair, slots, positions)
-        if arrived is not None:
-            self.layer.write_exact(pair, arrived)
-        return Batch(starts, counts, lengths, table, rows, tails)
+        if self.layer.sinks:
+            self.layer.write_exact(pair, exact.arrived)
+        return Batch(starts, counts, lengths, table, exact)
 
     def expected(self, request: int, q_THD: Tensor) -> Tensor:
         """Dense attention, in float64, over the whole text encoded at once and decoded; by blocks, a query's own block
