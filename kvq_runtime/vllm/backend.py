@@ -120,26 +120,22 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
     codecs, bits = shared.build(recipe, geometry, tensors), asymptotic_bits(recipe, geometry)
     logger.info_once("kvq: %s, %.4g bits per element, first %s tokens exact", recipe.name, bits, recipe.window.sinks)
-    kernel = None if current_platform.is_cpu() else _kernel(config, recipe, geometry, rotary, by_block)
+    kernel = None if current_platform.is_cpu() else _kernel(config, recipe, geometry, rotary)
     by_block = by_block or kernel is not None
     return Served(recipe, geometry, codecs, rotary, model.dtype, attending(settings), by_block, kernel)
 
 
-def _kernel(
-    config: VllmConfig, recipe: Recipe, geometry: Geometry, rotary: Rotary | None, by_block: bool
-) -> Shared | None:
+def _kernel(config: VllmConfig, recipe: Recipe, geometry: Geometry, rotary: Rotary | None) -> Shared | None:
     """Return the kernel's shared state, so that pages are encoded whole; None: torch alone reads them."""
     model = config.model_config
-    plain = not model.is_hybrid and config.kv_transfer_config is None and model.get_sliding_window() is None
-    if by_block or plain:
-        reason = page.refusal_of_all(recipe, geometry, rotary)
-    else:
+    if model.is_hybrid or config.kv_transfer_config is not None or model.get_sliding_window() is not None:
         reason = "it reads whole pages, not for KV connectors, nor for models with sliding windows or other layers"
+    else:
+        reason = page.refusal_of_all(recipe, geometry, rotary)
     if reason is not None:
         logger.warning_once("kvq: pages are read by torch operations, and by no kernel: %s", reason)
         return None
-    message = "kvq: a kernel, which has not been tried on a GPU, answers decode steps, from pages of %s tokens"
-    logger.warning_once(message, recipe.window.block)
+    logger.warning_once("kvq: a kernel, which has not been tried on a GPU, answers decode steps")
     return Shared(recipe, geometry, rotary)
 
 
