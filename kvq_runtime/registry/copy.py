@@ -53,7 +53,7 @@ def copy_version(
 
 
 def push_to_hub(made: Artifact, repo_id: str, *, version: str | None = None, private: bool | None = None) -> str:
-    """Publish an artifact as a version of "org/name", with a card and kvq_config.json; returns "org/name@1.2.0".
+    """Publish an artifact as a version of "org/name", with a card; returns "org/name@1.2.0".
 
     made      what `load_artifact` returned
     repo_id   a model repository, created if it does not exist; one with foreign content is rejected
@@ -67,7 +67,7 @@ def push_to_hub(made: Artifact, repo_id: str, *, version: str | None = None, pri
     if not isinstance(target, Reference) or target.by != "default" or not target.registry.startswith(HUB):
         raise ValueError(f"push_to_hub to {repo_id!r:.160}; use ORG/NAME, as in my-org/qwen2.5-7b-aqua-2bit")
     org, data = target.registry.removeprefix(HUB), artifact.to_bytes(made)
-    attachments = folder.beside(made, data, f"{HUB}{org}/{target.name}")
+    attachments = {folder.CARD: folder.card(made, f"{HUB}{org}/{target.name}")}
     published = HubRegistry(org, private).publish(target.name, data, version, attachments)
     return f"{org}/{target.name}@{published.version}"
 

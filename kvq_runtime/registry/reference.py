@@ -21,7 +21,6 @@ SUFFIX = ".safetensors"
 PRODUCTION = "production"
 FOLDER, HUB = "file://", "hf://"  # kinds of registries
 GRACE = 24 * 3600.0  # seconds: `kvq gc` leaves younger files alone, since a publish may be about to name them
-FILES = ("README.md", "kvq_config.json")  # attachments, beside pictures
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 _ALIAS = re.compile(r"(?!sha256$)[a-z][a-z0-9-]{0,31}")
@@ -31,7 +30,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NOT_ON_A_HUB = re.compile(r"--|\.\.|[-.]$|\.git$|\.ipynb$")
 _SECRET = re.compile(r"(?<=//)[^/\s]*@|\bhf_[A-Za-z0-9]{8,}")
-_FILE = re.compile(rf"{'|'.join(map(re.escape, FILES))}|[a-z0-9][a-z0-9._-]{{0,91}}\.(png|svg)")
+_FILE = re.compile(r"README\.md|[a-z0-9][a-z0-9._-]{0,91}\.(png|svg)")
 
 
 def _check(pattern: re.Pattern[str], text: Any, what: str, use: str) -> str:
@@ -90,7 +89,7 @@ def check_commit(commit: Any) -> str:
 
 def check_file(file: str) -> str:
     """Return a valid name of an attachment; raise ValueError for another."""
-    return _check(_FILE, file, "file name", f"{', '.join(FILES)}, or a picture.png or .svg of a-z 0-9 . _ -")
+    return _check(_FILE, file, "file name", "README.md, or a picture.png or .svg of a-z 0-9 . _ -")
 
 
 def check_org(org: str) -> str:
