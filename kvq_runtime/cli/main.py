@@ -14,7 +14,7 @@ from typing import Any
 import kvq_runtime
 from kvq_runtime.cli import exit_codes
 from kvq_runtime.cli.exit_codes import EXIT_CODES
-from kvq_runtime.cli.options import Parser, add_registry, add_settings, count, seconds
+from kvq_runtime.cli.options import Parser, add_registry, count, seconds
 from kvq_runtime.registry.reference import GRACE, PRODUCTION
 
 EPILOG = f"""\
@@ -138,10 +138,8 @@ def parser() -> tuple[Parser, Any]:
     add("doctor", "names", "check a registry, and advise on its faults", "kvq doctor")
     command = add("recipes", "recipes", "list recipes, or show one", "kvq recipes aqua-2bit", False)
     command.add_argument("name", metavar="RECIPE", nargs="?", help="show all its settings; or list a family")
-    add_settings(command, "of it")
     command = add("bytes", "recipes", "compute the memory of a cache", "kvq bytes aqua-2bit kivi-2bit", False)
     command.add_argument("recipes", metavar="RECIPE", nargs="+", help="names, FILE.json, either with +PATH=VALUE")
-    add_settings(command, "of every recipe")
     text = (
         "of the catalog, a folder with config.json, or layers x KV heads x head size as in 28x4x128; repeat for several"
     )
