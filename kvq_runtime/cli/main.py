@@ -14,8 +14,8 @@ from typing import Any
 import kvq_runtime
 from kvq_runtime.cli import exit_codes
 from kvq_runtime.cli.exit_codes import EXIT_CODES
-from kvq_runtime.cli.options import Parser, add_registry, count, seconds
-from kvq_runtime.registry.reference import GRACE, PRODUCTION
+from kvq_runtime.cli.options import Parser, add_registry, count
+from kvq_runtime.registry.reference import PRODUCTION
 
 EPILOG = f"""\
 references
@@ -131,11 +131,6 @@ def parser() -> tuple[Parser, Any]:
     command.add_argument("reference", metavar="REF", help="NAME@VERSION or NAME@sha256:HEX; it still loads by these")
     command.add_argument("--reason", metavar="TEXT", required=True, help="why, in one line")
 
-    command = add("gc", "names", "remove temporary files and what no event names", "kvq gc --grace 7d --dry-run")
-    text = f"minimum age, as in 90m, {GRACE / 3600:.0f}h (default) or 7d"
-    command.add_argument("--grace", metavar="TIME", type=seconds, default=GRACE, help=text)
-    command.add_argument("--dry-run", action="store_true", help="print what would be removed")
-    add("doctor", "names", "check a registry, and advise on its faults", "kvq doctor")
     command = add("recipes", "recipes", "list recipes, or show one", "kvq recipes aqua-2bit", False)
     command.add_argument("name", metavar="RECIPE", nargs="?", help="show all its settings; or list a family")
     command = add("bytes", "recipes", "compute the memory of a cache", "kvq bytes aqua-2bit kivi-2bit", False)

@@ -20,7 +20,6 @@ from kvq_runtime.errors import check_type
 SUFFIX = ".safetensors"
 PRODUCTION = "production"
 FOLDER, HUB = "file://", "hf://"  # kinds of registries
-GRACE = 24 * 3600.0  # seconds: `kvq gc` leaves younger files alone, since a publish may be about to name them
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 _ALIAS = re.compile(r"(?!sha256$)[a-z][a-z0-9-]{0,31}")
