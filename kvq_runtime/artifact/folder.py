@@ -63,7 +63,7 @@ def card(artifact: Artifact, reference: str) -> bytes:
 
     computed, recipe = sizes(artifact), artifact.recipe
     start, exact = computed["smaller_than_16bit_from"], computed["bytes_of_16bit"]
-    about = header.summary({"recipe": {"name": recipe.name}, "provenance": artifact.provenance})
+    about = header.summary(recipe.name, artifact.provenance)
     about = {name: value and _plain(value) for name, value in about.items()}
     rows = {
         "recipe": f"`{recipe.name}`{f': {_plain(recipe.summary)}' if recipe.summary else ''}",

@@ -197,7 +197,7 @@ class Registry(ABC):
         entries = {file: {"sha256": hash_of(held).hexdigest(), "size": len(held)} for file, held in attachments.items()}
         events.check_files(entries)
         new, content = artifact.from_bytes(data), {ARTIFACT_FILE: data, **attachments}
-        about = header.summary({"recipe": {"name": new.recipe.name}, "provenance": new.provenance})
+        about = header.summary(new.recipe.name, new.provenance)
 
         def decide(state: State) -> Change | None:
             if state.with_digest(sha256):
@@ -285,7 +285,7 @@ def following(state: State, new: "Artifact", fetch: Callable[[str, Version], Pat
 
     patch   a recalibration: the same recipe and provenance, except for model id, revision and environment
     minor   another setting, or another corpus or choice of it
-    major   another schema, or a model with another fingerprint
+    major   a model with another fingerprint
 
     A yanked version counts: numbers are never reused.
 
@@ -304,7 +304,7 @@ def following(state: State, new: "Artifact", fetch: Callable[[str, Version], Pat
     major, minor, patch = reference.order(highest.version)
     distances = fingerprint.distances(old.fingerprint, new.fingerprint).values()
     other_model = max(distances, default=0.0) > fingerprint.TOLERANCE
-    if old.schema != new.schema or other_model or fingerprint.mismatches(old.fingerprint, new.fingerprint):
+    if other_model or fingerprint.mismatches(old.fingerprint, new.fingerprint):
         return f"{major + 1}.0.0"
     settings = [{k: v for k, v in made.provenance.items() if k not in NOT_SETTINGS} for made in (old, new)]
     if old.recipe != new.recipe or settings[0] != settings[1]:

@@ -218,12 +218,10 @@ def load_artifact(
     from kvq_runtime.artifact import artifact
 
     resolved = resolve(reference, registry, lock)
-    loaded, shared = artifact.load_once(resolved.path, resolved.sha256, resolved.size)
+    loaded = artifact.load_once(resolved.path, resolved.sha256, resolved.size)
     where = f"{resolved.version} from {resolved.registry}" if resolved.registry else f"from {resolved.path}"
-    _log.info(
-        "%s: %s %s, %s, sha256 %s%s", reference, resolved.name, where, resolved.chosen_because, resolved.sha256[:12],
-        ", in memory already" if shared else "",
-    )  # fmt: skip
+    found = f"{resolved.name} {where}, {resolved.chosen_because}, sha256 {resolved.sha256[:12]}"
+    _log.info("%s: %s", reference, found)
     if resolved.yanked is not None:
         warnings.warn(f"{resolved.name} {resolved.version} is yanked: {resolved.yanked}", stacklevel=2)
     return loaded
