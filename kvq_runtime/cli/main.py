@@ -113,11 +113,10 @@ def parser() -> tuple[Parser, Any]:
     text = "private elliptic-curve key, PEM; its password is $KVQ_KEY_PASSWORD"
     command.add_argument("--key", metavar="FILE", required=True, help=text)
 
-    command = add("copy", "names", "copy versions to another registry", "kvq copy NAME@1.2.0 hf://my-org --dry-run")
+    command = add("copy", "names", "copy versions to another registry", "kvq copy NAME@1.2.0 hf://my-org")
     command.add_argument("reference", metavar="REF", help="NAME for all its versions, or one of them")
     command.add_argument("to", metavar="URL", help="the registry to copy to: hf://org or file:///folder")
     command.add_argument("--private", action="store_true", help="create private repositories on a Hub")
-    command.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
     command = add("promote", "names", "point an alias to a version", "kvq promote NAME@1.2.0 --expect 1.1.0")
     command.add_argument("reference", metavar="REF", help=VERSION)
     command.add_argument("--alias", default=PRODUCTION, help=f"which alias (default: {PRODUCTION})")

@@ -16,12 +16,9 @@ from kvq_runtime.registry.reference import HUB, Reference, parse
 from kvq_runtime.registry.registry import Kind, Registry
 
 
-def copy_version(
-    source: Registry, name: str, version: Version, target: Registry, dry_run: bool = False
-) -> dict[str, Any]:
+def copy_version(source: Registry, name: str, version: Version, target: Registry) -> dict[str, Any]:
     """Copy one version under its number, with its records and yank; return the outcome as a row.
 
-    dry_run   write nothing, and return what would be done
     Raises Conflict if the target has other bytes under this number, or these bytes under another one; ArtifactError if
     the source is damaged.
     """
@@ -31,9 +28,6 @@ def copy_version(
     evaluations = source.evaluations(version.sha256, name)
     row = {"name": name, "version": version.version, "sha256": version.sha256, "size": version.size}
     row |= {"from": source.url, "to": target.url, "files": sorted(version.files), "evaluations": len(evaluations)}
-    if dry_run:
-        target.check_writable()
-        return row | {"result": "would be published" if there is None else "is there already"}
     if there is None:
         data = artifact.read(source.fetch(name, version), version.sha256, version.size)
         attachments = source.attachments(name, version)

@@ -255,7 +255,7 @@ class Registry(ABC):
 
         def decide(state: State) -> Change | None:
             _check_unmoved(state, alias, before)
-            return Rollback(alias, state.before(alias))
+            return Rollback(alias, state.before(alias)[0])
 
         return self.change(name, decide)
 

@@ -18,7 +18,6 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import hub_client, resolve
 from kvq_runtime.registry.hub import HubRegistry
-from kvq_runtime.registry.local import LocalRegistry
 
 URL = f"hf://{REPO}"
 
@@ -258,15 +257,17 @@ def test_private_gated_missing(hub, monkeypatch, tmp_path):
     assert resolve.resolve(URL).version == "1.0.0" and whole_versions(hub) == ["1.0.0"]
 
 
-def test_a_dry_run_asks_who_may_write(hub, store, kvq, monkeypatch):
-    LocalRegistry(resolve.open_registry().root).publish(NAME, tiny.data())  # type: ignore[union-attr]
-    copy = ("copy", f"{NAME}@1.0.0")
-    assert kvq(*copy, "hf://org", "--dry-run")[0] == 0 and not hub.repos
-    assert "me is not a member of it" in kvq(*copy, "hf://elsewhere", "--dry-run")[2]
+def test_who_may_not_write_is_refused_before_a_publish(hub, monkeypatch):
+    HubRegistry("org").check_writable()
+    assert not hub.repos
+    with pytest.raises(PermissionError, match="me is not a member of it"):
+        HubRegistry("elsewhere").check_writable()
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
-    assert "the token is read-only" in kvq(*copy, "hf://org", "--dry-run")[2]
+    with pytest.raises(PermissionError, match="the token is read-only"):
+        HubRegistry("org").check_writable()
     monkeypatch.delenv("HF_TOKEN")
-    assert "no token to write with" in kvq(*copy, "hf://org", "--dry-run")[2]
+    with pytest.raises(PermissionError, match="no token to write with"):
+        HubRegistry("org").check_writable()
 
 
 @pytest.mark.parametrize("name", ["a--b", "a..b", "name-", "x.git", "x.ipynb"])
