@@ -39,7 +39,7 @@ from kvq_runtime.stages.stage import SLOTS, setting_types
 
 SUFFIX = ".json"
 LARGEST = 1 << 20  # bytes of a file
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # with a model's name before it, the name of an artifact
+NAME = re.compile(r"(?!.*(?:--|\.\.))[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9_])?")  # a part of an artifact's name
 SETTING = re.compile(r"\+(?=[a-z0-9_.]+=)")
 Tree = dict[str, Any]  # a recipe's JSON without name and summary; policies by kind, None: it has no such policy
 
@@ -240,7 +240,8 @@ def _from_file(path: Path) -> Recipe:
 def _named(recipe: Recipe, name: str) -> Recipe:
     """Return the recipe under another name, which must not be that of a different preset."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"name {name!r:.120}; use 1 to 64 of a-z 0-9 . _ -, the first a letter or digit")
+        use = "1 to 64 of a-z 0-9 . _ -, the first a letter or digit, the last no . or -, without .. and --"
+        raise ValueError(f"name {name!r:.120}; use {use}")
     if name == "auto" or (is_preset(name) and preset(name) != replace(recipe, name=name)):
         raise ValueError(f"name={name}; that is another recipe, which comes with kvq: use a name that none of its has")
     return replace(recipe, name=name)

@@ -74,10 +74,6 @@ class Registry(ABC):
 
     # ---- to override
 
-    def check_name(self, name: str) -> str:
-        """Return a valid name; raise ValueError for another."""
-        return reference.check_name(name)
-
     def state(self, name: str) -> State:
         """Return `current_state`, or offline the last known state of a Hub."""
         return self.current_state(name)
@@ -190,7 +186,7 @@ class Registry(ABC):
         """
         from kvq_runtime.artifact import artifact
 
-        self.check_name(name)
+        reference.check_name(name)
         if version is not None:
             reference.check_version(version)
         attachments, sha256 = attachments or {}, hash_of(data).hexdigest()

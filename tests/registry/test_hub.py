@@ -278,7 +278,7 @@ def test_a_name_that_a_hub_refuses_makes_no_request(name, hub, store):
     if not name.endswith(".ipynb"):  # the server's rule, not the client's
         with pytest.raises(HFValidationError):
             validate_repo_id(f"org/{name}")
-    with pytest.raises(ValueError, match=f"name '{name}': a Hub refuses"):
+    with pytest.raises(ValueError, match=f"name '{name}'; use 1 to 96 of a-z"):
         store.publish(name, tiny.data())
     assert hub.requests == []
 
