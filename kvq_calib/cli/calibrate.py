@@ -13,7 +13,7 @@ from kvq_calib.model import catalog
 from kvq_calib.run.device import keep_memory
 from kvq_runtime import __version__
 from kvq_runtime.cli import exit_codes
-from kvq_runtime.cli.options import Parser, add_registry, add_settings, count, seconds
+from kvq_runtime.cli.options import Parser, add_registry, count, seconds
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.registry import rating
 from kvq_runtime.registry.evaluation_records import TextRecord, parse
@@ -103,7 +103,6 @@ def _job(args: argparse.Namespace):
     import torch
 
     from kvq_calib.job.job import Job, What
-    from kvq_runtime.artifact import recipe_text
 
     if args.workers and _wants_prefect(args):
         raise ValueError("--workers shares chunks inside this process's run; leave out --prefect and $PREFECT_API_URL")
@@ -111,7 +110,7 @@ def _job(args: argparse.Namespace):
         raise ValueError("--eval-windows, --baseline and --also are of the evaluation; leave out --no-eval, or them")
     names = Job(What(args.model)).settings  # options are stored under these
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    given["recipes"] = recipe_text.with_settings(args.recipes or [RECIPE], args.set)
+    given["recipes"] = args.recipes or [RECIPE]
     return Job.from_settings(**{"device": "cuda" if torch.cuda.is_available() else "cpu"} | given)
 
 
@@ -140,7 +139,6 @@ def parser() -> argparse.ArgumentParser:
     add("--revision", metavar="REV", help="commit, tag or branch of a Hub model")
     text = "a name or FILE.json, either with +PATH=VALUE; or auto; repeat for several (default aqua-2bit)"
     add("--recipe", dest="recipes", action="append", metavar="RECIPE", help=text)
-    add_settings(group, "of every --recipe")
     add("--bits", action="append", type=float, metavar="B", help="of --recipe auto: bits per element, in all; repeat")
     text = "fit only what this engine can serve from its pages; auto then chooses among such settings"
     add("--for", dest="engine", choices=("vllm",), help=text)

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvq_calib.model import catalog
 from kvq_calib.run.device import keep_memory
-from kvq_runtime.cli.options import add_registry, add_settings, check_output, count
+from kvq_runtime.cli.options import add_registry, check_output, count
 
 MODEL = "a name of the catalog (demo, qwen2.5-7b), a folder, a .gguf file, or a Hub id"
 ALSO = "texts of other kinds to measure on too: a file, a Hub id, demo-code (Python's library), wikitext-2; or none"
@@ -72,7 +72,6 @@ def _run(function: str, args: argparse.Namespace) -> int:
 def _add_eval(command: argparse.ArgumentParser) -> None:
     text = "a reference, a .safetensors file, or an unfitted recipe; with --tasks none: the 16-bit model alone"
     command.add_argument("subjects", metavar="REF|RECIPE", nargs="*", help=text)
-    add_settings(command, "of every recipe named")
     _add_text(command)
     _add_protocol(command)
     command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
@@ -93,7 +92,6 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
 def _add_compare(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--recipes", metavar="RECIPE", nargs="+", default=[], help="recipes, or all (default: some of every family)")
-    add_settings(command, "of every recipe named")
     add("--bits", metavar="B", type=float, nargs="+", default=[], help="also auto: bits by layer, within B per element")
     _add_text(command)
     _add_protocol(command)
@@ -106,7 +104,6 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
 def _add_bench(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("subjects", metavar="REF|RECIPE", nargs="+", help="references, .safetensors files, recipes")
-    add_settings(command, "of every recipe named")
     _add_machine(command, "as stored; bfloat16 where that has 32 bits")
     add("--context", type=counts, metavar="L,L", default=(1024,), help="tokens of a prompt (default: 1024)")
     add("--batch", type=counts, metavar="B,B", default=(1,), help="rows (default: 1)")

@@ -47,7 +47,7 @@ def evaluate(args: Namespace) -> int:
     if not args.subjects and not args.tasks:
         raise ValueError("nothing is named to be measured; give a recipe or an artifact, or --tasks for 16 bit alone")
     files = models.resolve(args.model)
-    subjects = [find(text, files, args.registry) for text in recipe_text.with_settings(args.subjects, args.set)]
+    subjects = [find(text, files, args.registry) for text in args.subjects]
     recipe_text.distinct(subject.recipe for subject in subjects if subject.sha256 is None)
     if args.tasks:
         return _tasks(args, files, subjects)
@@ -136,14 +136,14 @@ def compare(args: Namespace) -> int:
     """Run `kvq compare`."""
     files, ledger = models.resolve(args.model), Ledger(Path(args.folder or reference.home()) / "evaluated")
     automatic = ["auto"] if args.bits else []
-    texts = recipe_text.with_settings([text for text in args.recipes if text != "auto"], args.set)
+    texts = [text for text in args.recipes if text != "auto"]
     chosen, notes = choose(texts, files) if texts or not args.recipes else ([], [])
     for note in notes:
         say("kvq", note)
     source, length = corpus.pin(args.corpus or files.entry.corpus), _length(args, files)
     batch, beside = _texts(args, files, source)
     subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
-    written = {recipe_text.read(text).name: text for text in texts if recipe_text.written(text)}
+    written = {recipe_text.read(text).name: text for text in texts if recipe_text.is_recipe(text)}
     fitted = [written.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted] + automatic
     if fitted:
         text = Text(source, args.samples, length, seed=args.seed)
@@ -183,7 +183,7 @@ def bench(args: Namespace) -> int:
     for name in args.beside.split(",") if args.beside != "none" else ():
         every |= contenders.quantized(name)
     stock = set(every)
-    for text in recipe_text.with_settings(args.subjects, args.set):
+    for text in args.subjects:
         every |= contenders.compressed(text, files, args.registry)
     with measuring(rounds.work(len(every), plan), args.quiet) as progress:
         rows = rounds.measure(rounds.load(files, device, dtype), every, plan, progress)

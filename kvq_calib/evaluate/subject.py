@@ -56,7 +56,7 @@ def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subj
     Raises NotFound for a fitted recipe without an artifact and for an unknown reference, ArtifactError for the artifact
     of another model.
     """
-    known = recipe_text.read(given) if recipe_text.written(given) else None
+    known = recipe_text.read(given) if recipe_text.is_recipe(given) else None
     if known is not None and not known.fitted:
         return Subject(known.name, known, {})
     try:

@@ -89,8 +89,6 @@ def preflight(job: Job, work: Run) -> list[str]:
     """
     notes = [*_check_settings(job, work), *_check_machine(job, work)]
     for target in job.publication.targets:
-        for recipe in work.plan.recipes:
-            target.check_name(job.artifact_name(work.files, recipe.name))
         target.check_writable()
     return notes
 

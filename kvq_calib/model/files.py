@@ -176,9 +176,8 @@ class ModelFiles:
         def weight(layer: int, projection: str) -> Tensor:
             if self.family.fused:
                 return fingerprint.of_fused(self._projection(layer, self.family.fused), self.config, projection)
-            keys = fingerprint.PROJECTIONS["key"]
-            own = keys if self.config.get(fingerprint.ONE) and not self._has(layer, projection) else projection
-            return self._projection(layer, own)
+            shared = self.config.get(fingerprint.KEYS_AS_VALUES) and not self._has(layer, projection)
+            return self._projection(layer, fingerprint.PROJECTIONS["key"] if shared else projection)
 
         return fingerprint.from_config(self.config, weight)
 

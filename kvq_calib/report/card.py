@@ -126,10 +126,7 @@ def _source(model: str, images: bool) -> dict[str, Any]:
 
 def model_of(artifact: Artifact) -> tuple[str, str | None]:
     """Return (id, revision) of the model that the artifact was fitted to."""
-    given = artifact.provenance.get("model")
-    if isinstance(given, Mapping):
-        return str(given.get("id", "unknown")), given.get("revision")
-    return str(given or "unknown"), artifact.provenance.get("revision")
+    return str(artifact.provenance.get("model") or "unknown"), artifact.provenance.get("revision")
 
 
 def corpus_of(artifact: Artifact) -> Mapping[str, Any]:

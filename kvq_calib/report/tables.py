@@ -62,8 +62,8 @@ def _loss(head: str, figures: Figures | None) -> dict[str, Any]:
 
 
 def _share_decoded(part: Unmeasured | Figures | None) -> str | None:
-    shares = part and part.decoded
-    return None if not shares or shares.reads is None else f"{shares.reads:.0%}"
+    reads = part and part.decoded_reads
+    return None if reads is None else f"{reads:.0%}"
 
 
 def notes(records: Records) -> list[str]:
@@ -167,14 +167,14 @@ def tasks(records: Sequence[TasksRecord]) -> list[dict[str, Any]]:
     """Return a row a recipe and protocol, with a column a task and metric, standard errors included."""
     rows = []
     for record in records:
-        for name, part in record.result.protocols.items():
+        for part in record.result.protocols.values():
             row: dict[str, Any] = {"recipe": record.name, "bits": record.result.bits.get("asymptotic", 16.0)}
-            for answer in record.answers():
-                if answer.protocol == name and answer.reason is None and answer.value is not None:
-                    metric = answer.metric.removesuffix(",none")
-                    head = answer.task if metric == "accuracy" else f"{answer.task} {metric}"
-                    form = ".1%" if 0 <= answer.value <= 1 else ".4g"
-                    row[head] = spread(f"{answer.value:{form}}", answer.se, form)
+            answers = ((task, *figure) for task, answered in part.tasks.items() for figure in answered.figures.items())
+            for task, metric, figure in answers:
+                if figure.value is not None:
+                    head = task if metric == "accuracy" else f"{task} {metric.removesuffix(',none')}"
+                    form = ".1%" if 0 <= figure.value <= 1 else ".4g"
+                    row[head] = spread(f"{figure.value:{form}}", figure.se, form)
             shares = [f"{share:.0%} of {length}" for length, share in part.decoded.items()]
             shares += [f"{one['decoded']:.0%} of {task}" for task, one in part.through_the_cache.items()]
             rows.append(row | {"decoded": part.reason if part.reason is not None else ", ".join(shares)})
@@ -183,8 +183,9 @@ def tasks(records: Sequence[TasksRecord]) -> list[dict[str, Any]]:
 
 def task_notes(records: Sequence[TasksRecord]) -> list[str]:
     """Return why tasks have no figures: a line for each recipe and task."""
-    answers = ((record.name, answer) for record in records for answer in record.answers())
-    return [f"{name}: {answer.reason}\n" for name, answer in answers if answer.task and answer.reason is not None]
+    parts = ((record.name, part) for record in records for part in record.result.protocols.values())
+    tasks = ((name, task) for name, part in parts for task in part.tasks.values())
+    return [f"{name}: {task.reason}\n" for name, task in tasks if task.reason is not None]
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------

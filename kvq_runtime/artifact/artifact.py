@@ -32,21 +32,19 @@ from kvq_runtime.recipe import Recipe
 
 LARGEST = 2.0**20  # of a fitted number; products of much larger ones overflow
 UNASKED = 1 << 26  # bytes of a file from which on it is not read before its header lists what its recipe needs
-MAX_LAYERS = 1 << 12
 MAX_WIDTH = 1 << 20  # KV heads × head size; a header that states more is refused before anything is computed from it
 _RECIPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=,-]{0,127}")
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A recipe fitted to a model. It does not change: caches share its tensors, so do not write into them.
+    """A recipe fitted to a model. It is immutable: caches share its tensors, so do not write into them.
 
     recipe        the settings of every stage
-    fingerprint   of the model it was fitted to
+    fingerprint   identity of the model
     tensors       {"layers.0.key.predict.mean": ...}: exactly those that the recipe has on this geometry
     provenance    JSON: model, revision, corpus, seed, environment, ...; no time, host or path, so equal fits are equal
-    fit           JSON: what the fit measured
-    schema        version of the file format
+    fit           JSON: the errors that the fit measured
     """
 
     recipe: Recipe
@@ -54,7 +52,6 @@ class Artifact:
     tensors: Mapping[str, Tensor]
     provenance: Mapping[str, Any]
     fit: Mapping[str, Any]
-    schema: int = SCHEMA
 
     def __post_init__(self):
         if not isinstance(self.tensors, Fitted):
@@ -69,10 +66,10 @@ _loaded: WeakValueDictionary[str, Artifact] = WeakValueDictionary()
 
 
 def to_bytes(artifact: Artifact) -> bytes:
-    """The artifact's file; equal artifacts give equal bytes. Raises ArtifactError if it could not be loaded again."""
+    """Serialize an artifact; equal artifacts give equal bytes. Raises ArtifactError if it could not be loaded again."""
     check_type("artifact", artifact, Artifact, "what load_artifact returns")
     about = {
-        "schema": artifact.schema,
+        "schema": SCHEMA,
         "recipe": artifact.recipe.to_json(),
         "fingerprint": artifact.fingerprint.to_json(),
         "provenance": dict(artifact.provenance),
@@ -84,7 +81,7 @@ def to_bytes(artifact: Artifact) -> bytes:
 
 
 def seal(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
-    """A file of any tensors and metadata, with the digest `content` added; nothing is checked."""
+    """Serialize tensors and metadata, with the digest `content` added; nothing is checked."""
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     draft = safetensors.torch.save(plain, {"kvq": ""})
     start = 8 + int.from_bytes(draft[:8], "little")
@@ -118,22 +115,17 @@ def load(path: Path | str, sha256: str | None = None, size: int | None = None) -
     return _opened(path, sha256, size)[0]
 
 
-def load_once(path: Path, sha256: str, size: int) -> tuple[Artifact, bool]:
-    """`load` once a process: an artifact with this digest that is in use, and whether there was one.
-
-    Weak references: with its last user, a cache or a variable, the artifact is dropped and the next call loads it
-    again. Threads that ask at once load one after the other, the same file once.
-    """
+def load_once(path: Path, sha256: str, size: int) -> Artifact:
+    """Load an artifact, or return the one of this digest that is in use; threads load one after the other."""
     with _lock:
-        found = _loaded.get(sha256)
-        if found is not None:
-            return found, True
-        loaded = _loaded[sha256] = load(path, sha256, size)
-        return loaded, False
+        artifact = _loaded.get(sha256)
+        if artifact is None:
+            artifact = _loaded[sha256] = load(path, sha256, size)
+        return artifact
 
 
 def read(path: Path | str, sha256: str, size: int) -> bytes:
-    """The bytes of an artifact's file, after the checks of `load`."""
+    """Return the bytes of an artifact's file, after the checks of `load`."""
     return _opened(path, sha256, size)[1]
 
 
@@ -146,7 +138,7 @@ def _opened(path: Path | str, sha256: str | None, size: int | None) -> tuple[Art
 
 
 def from_bytes(data: bytes, sha256: str | None = None) -> Artifact:
-    """`load` for bytes that are already read."""
+    """Load an artifact from the bytes of its file."""
     return _load(io.BytesIO(data), len(data), sha256, None)[0]
 
 
@@ -189,7 +181,7 @@ def _load(file: BinaryIO, length: int, sha256: str | None, size: int | None) -> 
 
 
 def _without_tensors(about: dict[str, Any], head: header.Header) -> tuple[Artifact, list[str]]:
-    """The artifact without its tensors, and the names of those that are fitted; the header must list what it needs."""
+    """Return the artifact without its tensors, and the names of the fitted ones, all of which the header must list."""
     model = fingerprint.from_json(about["fingerprint"], {})
     geometry, listed = model.geometry, head.specs()
     if 2 * geometry.layers > len(listed) or geometry.width > MAX_WIDTH:
@@ -208,9 +200,9 @@ def _without_tensors(about: dict[str, Any], head: header.Header) -> tuple[Artifa
     for name, (shape, dtype) in expected.items():
         if listed[name] != (tuple(shape), dtype):
             raise ArtifactError(f"tensors: {name} is {spec(*listed[name])}, expected {spec(shape, dtype)}")
-    return Artifact(recipe, model, {}, about["provenance"], about["fit"], about["schema"]), list(fitted)
+    return Artifact(recipe, model, {}, about["provenance"], about["fit"]), list(fitted)
 
 
 def spec(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """A tensor's type and shape, as in `float16 [4, 128]`."""
+    """Write a tensor's type and shape, as in `float16 [4, 128]`."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -1,11 +1,9 @@
 """Describe recipes and artifacts as rows and records, for tables and JSON."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.disk.strict_json import flatten
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.store.memory import asymptotic_bits
@@ -15,7 +13,7 @@ SHOWN = ("bits", "dim", "size", "group", "range", "scale", "levels")  # settings
 
 
 def artifact_record(artifact: Artifact) -> dict[str, Any]:
-    """The fields of an artifact; of its tensors number and bytes."""
+    """Return the fields of an artifact, with number and bytes of its tensors."""
     return {
         "recipe": recipe_row(artifact.recipe, artifact.fingerprint.geometry),
         "fingerprint": artifact.fingerprint.to_json(),
@@ -26,22 +24,13 @@ def artifact_record(artifact: Artifact) -> dict[str, Any]:
     }
 
 
-def brief(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of `kvq show` without the parts that `tables` shows."""
-    fit = {name: value for name, value in record["fit"].items() if name != "layers"}
-    rest = {name: value for name, value in record.items() if name not in ("evaluations", "fit")}
-    return rest | ({"fit": fit} if fit else {})
-
-
-def tables(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """{title: rows} of the parts of a record that are tables: a row a layer of the fit."""
-    layers = record["fit"].get("layers")
-    rows = [{"layer": i} | flatten(layer) for i, layer in enumerate(layers if isinstance(layers, list) else [])]
-    return {"fit, by layer": rows} if rows else {}
-
-
 def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
-    """A recipe as a row: stages, window, and mean bits per element over all layers of a model of this geometry."""
+    """Return a recipe as a row: stages, window, and mean bits per element over all layers of this geometry.
+
+    The window is sinks/recent/block, as in 4/128/128; 1/32-128/32 if it may grow from 32 to 128 recent tokens.
+    """
+    window, widest = recipe.window, recipe.widest.window.recent
+    recent = f"{window.recent}-{widest}" if widest > window.recent else window.recent
     others = {layer: " | ".join(map(stages, pair)) for layer, pair in recipe.layers.items()}
     return {
         "name": recipe.name,
@@ -51,20 +40,13 @@ def recipe_row(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
         "keys": stages(recipe.key),
         "values": stages(recipe.value) if recipe.value != recipe.key else "as keys",
         "layers": "; ".join(f"{layer}: {text}" for layer, text in others.items()),
-        "window": _window(recipe),
+        "window": f"{window.sinks}/{recent}/{window.block}",
         "summary": recipe.summary,
     }
 
 
-def _window(recipe: Recipe) -> str:
-    """Sinks, recent tokens and block, as in `4/128/128`; `1/32-128/32` if the window may grow from 32 to 128 tokens."""
-    window, widest = recipe.window, recipe.widest.window.recent
-    most = f"-{widest}" if widest > window.recent else ""
-    return f"{window.sinks}/{window.recent}{most}/{window.block}"
-
-
 def stages(scheme: Scheme) -> str:
-    """The stages of a scheme, as in `linear > hadamard > grid(dim=2 size=16 group=all)`."""
+    """Write the stages of a scheme, as in `linear > hadamard > grid(dim=2 size=16 group=all)`."""
     parts = []
     for stage in (scheme.predict, scheme.rotate, scheme.feedback, scheme.quantize, scheme.correct):
         if stage is None:

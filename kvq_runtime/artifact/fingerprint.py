@@ -9,7 +9,7 @@ rounding of the same weights is expected: up to QUANTIZED_TOLERANCE a warning st
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,19 +27,17 @@ QUANTIZED_TOLERANCE = 0.5  # weights rounded to 3 bits are nearer than this to t
 SIZE = 8
 DEQUANTIZED = "dequantized_from"  # in a config.json: the quantized type of weights that are written out as floats
 PROJECTIONS = dict(zip(ROLES, ("k_proj", "v_proj"), strict=True))
-FUSED = ("qkv_proj",)  # names of one projection to queries, keys and values
-SLIDING = {"layers", "width", "window"}
-ONE = "attention_k_eq_v"  # in a config.json: values are the projection of keys, before the norm and RoPE
+KEYS_AS_VALUES = "attention_k_eq_v"  # in a config.json: values are the projection of keys, before the norm and RoPE
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The identity of a model: the one an artifact was fitted to is compared with the one in use.
+    """The identity of a model, by which an artifact recognizes the one that it was fitted to.
 
     rope        rope_type, rope_theta and the other parameters of the type, numbers as floats
     probes      {"layers.0.key.fingerprint.probe": float32 [8, 8], ...}; without those of packed weights
     quantized   whether the model's weights are quantized, so that probes are only approximately equal
-    attending   which layers of the model attend to all tokens, and are those of the geometry; None: all
+    attending   layers of the model that attend to all tokens, which are those of the geometry; None: all
     sliding     layers that slide over a window
     """
 
@@ -52,7 +50,7 @@ class Fingerprint:
     sliding: Sliding = NONE_SLIDE
 
     def to_json(self) -> dict:
-        """Everything but the probes, which are tensors of the artifact."""
+        """Return everything but the probes, which are tensors of the artifact."""
         return {
             "geometry": self.geometry.shape,
             "rope": dict(self.rope),
@@ -65,31 +63,28 @@ class Fingerprint:
 
 def from_json(fields: Any, probes: Mapping[str, Tensor]) -> Fingerprint:
     """Read what `to_json` wrote; raises ArtifactError for anything else."""
-    names = {"geometry", "rope", "qk_norm", "quantized", "attending", "sliding"}
-    strict_json.keys(fields, names, "fingerprint")
-    shape = strict_json.keys(fields["geometry"], {"layers", "kv_heads", "head_size"}, "fingerprint: geometry")
-    if any(type(fields[name]) is not bool for name in ("qk_norm", "quantized")) or not isinstance(fields["rope"], dict):
-        raise ArtifactError("fingerprint: qk_norm and quantized must be true or false, rope an object")
+    strict_json.keys(fields, Fingerprint.__dataclass_fields__.keys() - {"probes"}, "fingerprint")
+    strict_json.keys(fields["sliding"], Sliding.__dataclass_fields__.keys(), "fingerprint: sliding")
     try:
-        geometry = Geometry(**shape)
-    except ValueError as error:
+        geometry, sliding = Geometry(**fields["geometry"]), Sliding(**fields["sliding"])
+    except (TypeError, ValueError) as error:
         raise ArtifactError(f"fingerprint: {error}") from None
-    others = strict_json.keys(fields["sliding"], SLIDING, "fingerprint: sliding")
-    if any(type(number) is not int or not 0 <= number < 1 << 28 for number in others.values()):
-        raise ArtifactError(f"fingerprint: {', '.join(sorted(SLIDING))} of sliding must be whole numbers of at least 0")
-    layers = fields["attending"]
-    if layers is not None:
-        whole = isinstance(layers, list) and len(layers) == geometry.layers and {*map(type, layers)} == {int}
-        if not whole or layers[0] < 0 or layers != sorted(set(layers)):
-            needed = f"{geometry.layers} layers in ascending order are needed, or null"
-            raise ArtifactError(f"fingerprint: attending={layers!r:.80}; {needed}")
+    layers, rope, flags = fields["attending"], fields["rope"], [fields["qk_norm"], fields["quantized"]]
+    if not isinstance(rope, dict) or {*map(type, flags)} != {bool}:
+        raise ArtifactError("fingerprint: qk_norm and quantized must be true or false, rope an object")
+    numbers = [*asdict(sliding).values(), *(layers if isinstance(layers, list) else [])]
+    if any(type(number) is not int or not 0 <= number < 1 << 28 for number in numbers):
+        raise ArtifactError("fingerprint: attending and sliding must hold whole numbers of at least 0")
+    ascending = isinstance(layers, list) and layers == sorted({*layers}) and len(layers) == geometry.layers
+    if layers is not None and not ascending:
+        needed = f"{geometry.layers} layers in ascending order are needed, or null"
+        raise ArtifactError(f"fingerprint: attending={layers!r:.80}; {needed}")
     attending = None if layers is None else tuple(layers)
-    shown = fields["rope"], fields["qk_norm"], probes, fields["quantized"]
-    return Fingerprint(geometry, *shown, attending, Sliding(**others))
+    return Fingerprint(geometry, rope, flags[0], probes, flags[1], attending, sliding)
 
 
 def specs(geometry: Geometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Names, shapes and dtypes of the probes in an artifact."""
+    """Return {name: (shape, dtype)} of the probes in an artifact."""
     return {name: ((SIZE, SIZE), torch.float32) for _, _, name in _names(geometry)}
 
 
@@ -100,7 +95,7 @@ def _names(geometry: Geometry):
 
 
 def probe(weight_OI: Tensor) -> Tensor:
-    """8×8 elements of a projection, evenly spaced over outputs and inputs: float32 [8, 8]."""
+    """Return 8×8 elements of a projection, evenly spaced over outputs and inputs: float32 [8, 8]."""
     if weight_OI.dim() != 2 or not weight_OI.is_floating_point():
         raise ValueError(
             f"expected a float matrix to probe, got {weight_OI.dtype} {list(weight_OI.shape)}; dequantize it"
@@ -124,14 +119,12 @@ def from_config(config: Mapping[str, Any], weight: Callable[[int, str], Tensor |
     weights = {name: weight(layers[place], projection) for place, projection, name in _names(geometry)}
     probes = {name: probe(matrix) for name, matrix in weights.items() if matrix is not None and not _packed(matrix)}
     quantized = any(config.get(name) for name in ("quantization_config", DEQUANTIZED)) or len(probes) < len(weights)
-    found = Fingerprint(geometry, _rope(config), normed, probes, quantized)
-    found = replace(found, sliding=Sliding.from_config(config))
-    whole = [*layers] == [*range(config["num_hidden_layers"])]
-    return found if whole else replace(found, attending=tuple(layers))
+    some = None if [*layers] == [*range(config["num_hidden_layers"])] else tuple(layers)
+    return Fingerprint(geometry, _rope(config), normed, probes, quantized, some, Sliding.from_config(config))
 
 
 def of_fused(weight_OI: Tensor, config: Mapping[str, Any], projection: str) -> Tensor:
-    """The rows of "k_proj" or "v_proj" in a matrix that projects to queries, then keys, then values."""
+    """Return the rows of "k_proj" or "v_proj" in a matrix that projects to queries, then keys, then values."""
     width = Geometry.from_config(config).width
     place = -2 if projection == PROJECTIONS["key"] else -1
     return weight_OI[place * width :][:width]
@@ -142,7 +135,7 @@ def _packed(matrix: Tensor) -> bool:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE parameters in the same form for configurations of transformers 4 and 5."""
+    """Return RoPE parameters, in one form for configurations of transformers 4 and 5."""
     settings = rope.settings(config)
     if "type" in settings:
         settings.setdefault("rope_type", settings.pop("type"))
@@ -175,7 +168,7 @@ def _shown(value: Any) -> Any:
 
 
 def distances(stored: Fingerprint, model: Fingerprint) -> dict[str, float]:
-    """‖model - stored‖ / ‖stored‖ of every probe that both have; inf where a weight is no number."""
+    """Return ‖model - stored‖ / ‖stored‖ of every probe that both have; inf where a weight is NaN."""
     tiny = torch.finfo(torch.float32).tiny
     return {
         name: float(((model.probes[name] - probe).norm() / probe.norm().clamp_min(tiny)).nan_to_num(torch.inf))

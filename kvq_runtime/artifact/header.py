@@ -1,4 +1,4 @@
-"""Check the header of an artifact's file before safetensors parses it, and read what it states, without torch.
+"""Check the header of an artifact's file before safetensors parses it, and read its metadata, without torch.
 
     8 bytes n, little endian | n bytes of JSON, padded with spaces | data
 
@@ -11,10 +11,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from kvq_runtime.disk import files, strict_json
+from kvq_runtime.disk import strict_json
 from kvq_runtime.errors import ArtifactError
 
 if TYPE_CHECKING:  # kvq list reads headers, and should not wait for torch
@@ -120,21 +119,12 @@ def _range(name: str, entry: Any) -> tuple[int, int]:
 
 
 def _sizes(value: Any) -> bool:
-    """True if a value is a list of whole numbers that can be sizes in bytes."""
+    """Return True for a list of whole numbers that can be sizes in bytes."""
     return isinstance(value, list) and set(map(type, value)) <= {int} and all(map(_SIZES.__contains__, value))
 
 
-# ---- what it states -------------------------------------------------------------------------------------------------
-
-
-def describe(path: Path | str) -> dict[str, Any]:
-    """The metadata of a file: schema, recipe, fingerprint, provenance, fit and content. Only the header is checked."""
-    with files.opened(Path(path)) as (file, size):
-        return about_of(read(file, size))
-
-
 def about_of(head: Header) -> dict[str, Any]:
-    """The metadata under the key `kvq` of a header."""
+    """Return the metadata under the key `kvq`: schema, recipe, fingerprint, provenance, fit and content."""
     about = strict_json.loads(head.kvq, "header: kvq")
     schema = about.get("schema") if isinstance(about, dict) else None
     if type(schema) is not int or schema != SCHEMA:
@@ -148,24 +138,21 @@ def about_of(head: Header) -> dict[str, Any]:
     return about
 
 
-def summary(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Recipe, model and corpus from the metadata of an artifact's header: what `kvq list` shows.
+def summary(recipe: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recipe, model and corpus of an artifact, as `kvq list` shows them: 200 characters of each.
 
-    Raises ArtifactError for what is no text, or a long one; 200 characters of it are told.
+    Raises ArtifactError for a field that is not text, or longer than LONGEST.
     """
-    provenance = about["provenance"]
-    model, text = provenance.get("model"), provenance.get("corpus")
-    model = model if isinstance(model, Mapping) else {"id": model, "revision": provenance.get("revision")}
+    text = provenance.get("corpus")
     text = text if isinstance(text, Mapping) else {"source": text}
-    recipe = about["recipe"].get("name") if isinstance(about["recipe"], Mapping) else None
-    fields = {"recipe": recipe, "model": model.get("id"), "revision": model.get("revision")}
+    fields = {"recipe": recipe, "model": provenance.get("model"), "revision": provenance.get("revision")}
     fields |= {"corpus": text.get("source"), "corpus_digest": text.get("corpus_digest")}
     check_summary(fields, LONGEST)
     return {name: value and value[:TOLD] for name, value in fields.items()}
 
 
 def check_summary(fields: Mapping[str, Any], longest: int = TOLD) -> None:
-    """Raise ArtifactError unless every field is text of so many characters at most, or null."""
+    """Raise ArtifactError unless every field is null, or text of at most `longest` characters."""
     for name, value in fields.items():
         if value is not None and (not isinstance(value, str) or len(value) > longest):
             raise ArtifactError(f"provenance: {name} {value!r:.80}; expected text of at most {longest} characters")

@@ -11,18 +11,19 @@ A setting is a path in the recipe's JSON, and a value of the dataclass field's t
     key.rotate=hadamard, key.feedback=none        a stage of this kind with its defaults; no stage
     layers.0.key.quantize.bits=4                  keys of one layer, which begins as the others
     all.quantize.bits=4                           keys and values of all layers, wherever there is such a setting
-    policies.heavy=on, policies.heavy.share=0.5   a choice about tokens; none drops it
-    name=mine                                     a name of one's own
+    policies.heavy=on, policies.heavy.share=0.5   a policy with its defaults, and a setting of it; none drops it
+    name=mine                                     the recipe's name
 
-Settings hold in any order: what cannot be is refused once all are set. A changed recipe is named after its settings,
-`squat-2bit-key.feedback.rank-60`. Where that is no name, a part of a digest stands for them.
+Settings hold in any order, and are checked once all are set. A changed recipe is named after its settings,
+`squat-2bit-key.feedback.rank-60`, or after a digest if that is no valid name.
 """
 
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -32,191 +33,176 @@ from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import ROLES
 from kvq_runtime.policy_setting import policy_kinds
-from kvq_runtime.recipe import WINDOW, Recipe, is_preset, preset
+from kvq_runtime.recipe import Recipe, is_preset, preset
 from kvq_runtime.stages.kinds import fits_type, kinds
 from kvq_runtime.stages.stage import SLOTS, setting_types
 
 SUFFIX = ".json"
 LARGEST = 1 << 20  # bytes of a file
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # with a model's name before it, the name of an artifact
+NAME = re.compile(r"(?!.*(?:--|\.\.))[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9_])?")  # a part of an artifact's name
 SETTING = re.compile(r"\+(?=[a-z0-9_.]+=)")
-Tree = dict[str, Any]
+Tree = dict[str, Any]  # a recipe's JSON without name and summary; policies by kind, None: it has no such policy
 
 
-def read(text: str, changes: Sequence[str] = ()) -> Recipe:
-    """The recipe that a text means, with more settings, `PATH=VALUE` each. ValueError, or NotFound: there is none."""
+def read(text: str) -> Recipe:
+    """Return the recipe that a text means. Raises ValueError, or NotFound if there is none."""
     start, *settings = SETTING.split(text)
     recipe = _from_file(Path(start)) if start.endswith(SUFFIX) else preset(start)
-    return changed(recipe, [*settings, *changes]) if settings or changes else recipe
+    return _changed(recipe, settings) if settings else recipe
 
 
-def written(text: str) -> bool:
-    """True if a text is a recipe and not a reference to an artifact: a preset, a file, or either with settings."""
+def is_recipe(text: str) -> bool:
+    """Return True for a preset, a file, or either with settings; False for a reference to an artifact."""
     start, *settings = SETTING.split(text)
     return bool(settings) or start.endswith(SUFFIX) or is_preset(start)
 
 
-def with_settings(texts: Sequence[str], changes: Sequence[str]) -> list[str]:
-    """These texts, those of recipes with more settings. ValueError if there are settings, and none is of a recipe."""
-    if changes and not any(map(written, texts)):
-        raise ValueError(f"--set {changes[0]} changes recipes; name those that it changes: presets, or files of JSON")
-    return ["+".join([text, *changes]) if written(text) else text for text in texts]
-
-
 def distinct(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """These recipes, each once; ValueError if two that differ have one name."""
-    found: dict[str, Recipe] = {}
+    """Return each recipe once; ValueError if two that differ have one name."""
+    by_name: dict[str, Recipe] = {}
     for recipe in recipes:
-        if found.setdefault(recipe.name, recipe) != recipe:
+        if by_name.setdefault(recipe.name, recipe) != recipe:
             raise ValueError(f"two recipes are called {recipe.name}; give one of them another name, as in +name=mine")
-    return list(found.values())
+    return list(by_name.values())
 
 
-def changed(recipe: Recipe, changes: Sequence[str] = ()) -> Recipe:
-    """The recipe with other settings, `PATH=VALUE` each, under a name that states those that change something."""
-    tree, name, stated = recipe.to_json(), "", []
-    for path, text in _ordered(changes):
+def _changed(recipe: Recipe, settings: Sequence[str]) -> Recipe:
+    """Return the recipe with other settings, `PATH=VALUE` each, under a name that states those that change it."""
+    tree, name, effective = _tree(recipe), "", []
+    for path, text in _ordered(settings):
         before = json.dumps(tree)
         if path == "name":
             name = text
             continue
-        _put(tree, path, text)
-        stated += [(path, text)] if json.dumps(tree) != before else []
+        for target in _targets(tree, path):
+            _set(tree, target, text)
+        effective += [(path, text)] if json.dumps(tree) != before else []
+    policies = [policy for policy in tree["policies"].values() if policy is not None]
     try:
-        found = Recipe.from_json(tree)
+        made = Recipe.from_json(tree | {"name": recipe.name, "summary": recipe.summary, "policies": policies})
     except ValueError as error:
-        said = str(error).removeprefix(f"{recipe.name}: ")
-        raise ValueError(f"{'+'.join([recipe.name, *changes])}: {said}") from None
-    plain = found.key, found.value
-    layers = {layer: pair for layer, pair in found.layers.items() if layer in recipe.layers or pair != plain}
-    found = replace(found, layers=layers)
-    if found != recipe:
-        summary = f"{recipe.name} with {' '.join(f'{path}={text}' for path, text in stated)}"
-        found = replace(found, summary=summary, name=_derived_name(found, stated))
-    return _named(found, name or found.name) if found.name != recipe.name or name else recipe
+        reason = str(error).removeprefix(f"{recipe.name}: ")
+        raise ValueError(f"{'+'.join([recipe.name, *settings])}: {reason}") from None
+    plain = made.key, made.value
+    layers = {layer: pair for layer, pair in made.layers.items() if layer in recipe.layers or pair != plain}
+    made = replace(made, layers=layers)
+    if made != recipe:
+        summary = f"{recipe.name} with {' '.join(f'{path}={text}' for path, text in effective)}"
+        made = replace(made, summary=summary, name=_derived_name(made, effective))
+    return _named(made, name or made.name) if made.name != recipe.name or name else recipe
 
 
 def settings(recipe: Recipe) -> dict[str, str]:
-    """Every setting of a recipe, as it is written: {path: value}."""
-    return {path: _text(value) for path, value in _walked(recipe.to_json())}
+    """Return every setting of a recipe, as it is written: {path: value}."""
 
+    def walk(path: str, value: Any) -> dict[str, str]:
+        if not isinstance(value, dict):
+            return {path: _text(value)}
+        own = {path: "on" if path.startswith("policies.") else value["kind"]} if "kind" in value else {}
+        parts = [walk(f"{path}.{name}".lstrip("."), item) for name, item in value.items() if name != "kind"]
+        return own | {name: text for part in parts for name, text in part.items()}
 
-def _walked(tree: Tree) -> Iterator[tuple[str, Any]]:
-    yield "position", tree["position"]
-    yield from ((f"window.{name}", value) for name, value in tree["window"].items())
-    for place, pair in [("", tree), *((f"layers.{layer}.", pair) for layer, pair in tree["layers"].items())]:
-        for role in ROLES:
-            yield f"{place}{role}.axis", pair[role]["axis"]
-            for slot in SLOTS:
-                yield from _stage_settings(f"{place}{role}.{slot}", pair[role][slot])
-    for policy in tree["policies"]:
-        yield from _stage_settings(f"policies.{policy['kind']}", policy | {"kind": "on"})
-
-
-def _stage_settings(path: str, stage: Tree | None) -> Iterator[tuple[str, Any]]:
-    yield path, (stage or {"kind": "none"})["kind"]
-    yield from ((f"{path}.{name}", value) for name, value in (stage or {}).items() if name != "kind")
+    tree = _tree(recipe)
+    tree["policies"] = {kind: policy for kind, policy in tree["policies"].items() if policy is not None}
+    return walk("", tree)
 
 
 # ---- setting a path --------------------------------------------------------------------------------------------------
 
 
-def _ordered(changes: Sequence[str]) -> list[tuple[str, str]]:
-    """(path, value) of settings: those of single layers last, a stage before its settings, `all` before one of them."""
+def _tree(recipe: Recipe) -> Tree:
+    stated = recipe.to_json()
+    policies = {policy["kind"]: policy for policy in stated["policies"]}
+    policies |= {kind: None for kind in sorted(policy_kinds().keys() - policies.keys())}
+    return {name: stated[name] for name in ("position", "window", *ROLES, "layers")} | {"policies": policies}
+
+
+def _ordered(settings: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (path, value) of settings: stages before their settings, `all` before one, single layers last."""
     pairs: dict[str, str] = {}
-    for change in changes:
-        path, equals, text = change.partition("=")
-        if not equals:
-            raise ValueError(
-                f"setting {change!r:.120}; write PATH=VALUE, as in key.quantize.bits=3 or window.recent=32"
-            )
+    for setting in settings:
+        path, _, text = setting.partition("=")
         if pairs.setdefault(path, text) != text:
             raise ValueError(f"{path} is set to {pairs[path]} and to {text}; set it once")
-    return sorted(pairs.items(), key=lambda pair: (*_rank(pair[0]), pair[0]))
+
+    def rank(pair: tuple[str, str]) -> tuple[bool, int, bool, str]:
+        path = pair[0]
+        return path.startswith("layers."), path.count("."), not path.startswith("all."), path
+
+    return sorted(pairs.items(), key=rank)
 
 
-def _rank(path: str) -> tuple[bool, int, bool]:
-    return path.startswith("layers."), path.count("."), not path.startswith("all.")
-
-
-def _put(tree: Tree, path: str, text: str) -> None:
-    """Set what a path means to what a text means."""
+def _targets(tree: Tree, path: str) -> list[str]:
+    """Return the paths that a path means; a layer that it names is added."""
     match path.split("."):
-        case ["position"]:
-            tree["position"] = text
-        case ["window", name] if name in WINDOW:
-            tree["window"][name] = _value(path, text, int, 32)
-        case ["window", *_]:
-            raise ValueError(f"{path}: no such setting; window has {', '.join(WINDOW)}")
-        case ["policies", kind, *rest] if len(rest) < 2:
-            _put_policy(tree["policies"], path, kind, rest, text)
-        case ["layers", number, role, *rest] if number.isdecimal() and role in ROLES:
-            pair = tree["layers"].setdefault(str(int(number)), json.loads(json.dumps({r: tree[r] for r in ROLES})))
-            _put_scheme(pair[role], path, rest, text)
+        case ["layers", number, *_] if number.isdecimal():
+            tree["layers"].setdefault(str(int(number)), deepcopy({role: tree[role] for role in ROLES}))
+            return [path.replace(number, str(int(number)), 1)]
         case ["all", *rest]:
-            schemes = [pair[role] for pair in (tree, *tree["layers"].values()) for role in ROLES]
-            for scheme in [scheme for scheme in schemes if _has(scheme, rest)] or schemes[:1]:
-                _put_scheme(scheme, path, rest, text)
-        case [role, *rest] if role in ROLES:
-            _put_scheme(tree[role], path, rest, text)
-        case _:
-            places = "position, window.recent, key.STAGE, value.STAGE, all.STAGE, layers.N.key.STAGE, policies.KIND"
-            raise ValueError(f"{path}: no such setting; use name, {places}, or a setting of a stage or policy")
+            pairs = ["", *(f"layers.{layer}." for layer in tree["layers"])]
+            paths = [".".join([pair + role, *rest]) for pair in pairs for role in ROLES]
+            return [path for path in paths if _exists(tree, path)] or paths[:1]
+    return [path]
 
 
-def _has(scheme: Tree, rest: list[str]) -> bool:
-    """True if a scheme has what a path names below it; a stage may be put anywhere."""
-    if len(rest) < 2:
-        return True
-    stage = scheme.get(rest[0])
-    return stage is not None and rest[1] in setting_types(kinds()[rest[0]][stage["kind"]])
+def _exists(tree: Tree, path: str) -> bool:
+    node: Any = tree
+    for name in path.split("."):
+        if not isinstance(node, dict) or name not in node:
+            return False
+        node = node[name]
+    return True
 
 
-def _put_scheme(scheme: Tree, path: str, rest: list[str], text: str) -> None:
-    match rest:
-        case ["axis"]:
-            scheme["axis"] = text
-        case [slot] if slot in SLOTS:
-            known = [*sorted(kinds()[slot]), *(["none"] if slot != "quantize" else [])]
-            if text not in known:
-                raise ValueError(f"{path}={text}; use one of {', '.join(known)}")
-            scheme[slot] = None if text == "none" else {"kind": text}
-        case [slot, name] if slot in SLOTS:
-            if scheme[slot] is None:
-                place = path.rpartition(".")[0]
-                known = ", ".join(sorted(kinds()[slot]))
-                raise ValueError(f"{path}: there is no {place} here: first {place}=KIND, one of {known}")
-            _put_setting(scheme[slot], kinds()[slot][scheme[slot]["kind"]], path, name, text)
-        case _:
-            raise ValueError(f"{path}: no such setting; a scheme has axis, {', '.join(SLOTS)}")
+def _set(tree: Tree, path: str, text: str) -> None:
+    """Set the stage, policy or setting at a path to the value that a text means."""
+    *parents, name = path.split(".")
+    node, choices = tree, dict[str, Any]()
+    for depth, parent in enumerate(parents):
+        choices, below = _choices(parents[:depth], parent), node.get(parent)
+        if below is None and choices:
+            here, known = ".".join(parents[: depth + 1]), ", ".join(sorted(choices.keys() - {"none"}))
+            raise ValueError(f"{path}: there is no {here} here: first set {here} to one of {known}")
+        if not isinstance(below, dict):
+            raise ValueError(_unknown(path, parents[:depth], node))
+        node = below
+    kinds_here = _choices(parents, name)
+    if kinds_here:
+        if text not in kinds_here:
+            raise ValueError(f"{path}={text}; use one of {', '.join(sorted(kinds_here))}")
+        node[name] = _default(kinds_here[text])
+    elif name not in node or name == "kind" or isinstance(node[name], dict):
+        raise ValueError(_unknown(path, parents, node))
+    else:
+        stage = next((cls for cls in choices.values() if cls is not None and cls.kind == node.get("kind")), None)
+        expected = type(node[name]) if stage is None else setting_types(stage)[name]
+        node[name] = _value(path, text, expected, node[name])
 
 
-def _put_policy(policies: list[Tree], path: str, kind: str, rest: list[str], text: str) -> None:
-    cls, stated = policy_kinds().get(kind), next((policy for policy in policies if policy["kind"] == kind), None)
-    if cls is None:
-        raise ValueError(f"{path}: no such setting; policies has {', '.join(sorted(policy_kinds()))}")
-    if rest:
-        if stated is None:
-            raise ValueError(f"{path}: there is no policies.{kind} here: first policies.{kind}=on")
-        _put_setting(stated, cls, path, rest[0], text)
-    elif text not in ("on", "none"):
-        raise ValueError(f"{path}={text}; use on or none")
-    elif text == "on" and stated is None:
-        policies.append({"kind": kind})
-    elif text == "none" and stated is not None:
-        policies.remove(stated)
+def _choices(parents: Sequence[str], name: str) -> dict[str, Any]:
+    """Return {text: class} of what a stage or policy can be set to, None for no stage; empty for another path."""
+    if [*parents] == ["policies"] and name in policy_kinds():
+        return {"on": policy_kinds()[name], "none": None}
+    if parents and parents[-1] in ROLES and name in SLOTS:
+        return kinds()[name] | ({} if name == "quantize" else {"none": None})
+    return {}
 
 
-def _put_setting(stated: Tree, cls: Any, path: str, name: str, text: str) -> None:
-    types = setting_types(cls)
-    if name not in types:
-        raise ValueError(f"{path}: no such setting; {cls.kind} has {', '.join(types) or 'none'}")
-    default = next(field.default for field in dataclasses.fields(cls) if field.name == name)
-    stated[name] = _value(path, text, types[name], default)
+def _default(stage: Any) -> Tree | None:
+    """Return the JSON of a stage or policy with its defaults, which may need other settings."""
+    if stage is None:
+        return None
+    defaults = {field.name: field.default for field in dataclasses.fields(stage)}
+    return json.loads(json.dumps({"kind": stage.kind} | defaults))
+
+
+def _unknown(path: str, parents: Sequence[str], node: Tree) -> str:
+    names = [name for name in node if name != "kind"] + ([] if parents else ["all", "name"])
+    return f"{path}: no such setting; {node.get('kind') or '.'.join(parents) or 'a recipe'} has {', '.join(names)}"
 
 
 def _value(path: str, text: str, expected: Any, like: Any) -> Any:
-    """Parse a text as a value of this type; the choices of a Literal are the stage's to check."""
+    """Parse a text as a value of this type; the stage checks the choices of a Literal."""
     candidates: list[Any] = []
     for form in (text, f"[{text}]"):  # 8,4,2 is a list without brackets
         with suppress(ArtifactError):
@@ -224,11 +210,11 @@ def _value(path: str, text: str, expected: Any, like: Any) -> Any:
     for value in [*candidates, *([None] if text == "none" else []), text]:
         if fits_type(value, expected):
             return float(value) if expected is float else value
-    raise ValueError(f"{path}={text}; use a value like {_text(list(like) if isinstance(like, tuple) else like)}")
+    raise ValueError(f"{path}={text}; use a value like {_text(like)}")
 
 
 def _text(value: Any) -> str:
-    """A value as it is written: what `_value` reads."""
+    """Write a value as `_value` reads it."""
     if isinstance(value, list):
         return ",".join(map(_text, value))
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -238,7 +224,7 @@ def _text(value: Any) -> str:
 
 
 def _from_file(path: Path) -> Recipe:
-    """The recipe in a file, under the name that it has there. ValueError for a file that holds none."""
+    """Read the recipe in a file. ValueError for a file that holds none."""
     try:
         stated = strict_json.loads(files.read(path, LARGEST), str(path))
         if isinstance(stated, Mapping) and "settings" in stated:
@@ -247,21 +233,22 @@ def _from_file(path: Path) -> Recipe:
         return _named(recipe, recipe.name)
     except NotFound:
         raise
-    except (ArtifactError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
 
 
 def _named(recipe: Recipe, name: str) -> Recipe:
-    """The recipe under this name, which must not be that of another preset."""
+    """Return the recipe under another name, which must not be that of a different preset."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"name {name!r:.120}; use 1 to 64 of a-z 0-9 . _ -, the first a letter or digit")
+        use = "1 to 64 of a-z 0-9 . _ -, the first a letter or digit, the last no . or -, without .. and --"
+        raise ValueError(f"name {name!r:.120}; use {use}")
     if name == "auto" or (is_preset(name) and preset(name) != replace(recipe, name=name)):
         raise ValueError(f"name={name}; that is another recipe, which comes with kvq: use a name that none of its has")
     return replace(recipe, name=name)
 
 
-def _derived_name(recipe: Recipe, stated: Sequence[tuple[str, str]]) -> str:
-    name = "".join([recipe.name, *(re.sub(r"[,+]", "_", f"-{path}-{text}") for path, text in stated)])
+def _derived_name(recipe: Recipe, settings: Sequence[tuple[str, str]]) -> str:
+    name = "".join([recipe.name, *(re.sub(r"[,+]", "_", f"-{path}-{text}") for path, text in settings)])
     if NAME.fullmatch(name):
         return name
     described = recipe.to_json() | {"summary": ""}

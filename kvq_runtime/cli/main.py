@@ -14,8 +14,8 @@ from typing import Any
 import kvq_runtime
 from kvq_runtime.cli import exit_codes
 from kvq_runtime.cli.exit_codes import EXIT_CODES
-from kvq_runtime.cli.options import Parser, add_registry, add_settings, count, seconds
-from kvq_runtime.registry.reference import GRACE, PRODUCTION
+from kvq_runtime.cli.options import Parser, add_registry, count
+from kvq_runtime.registry.reference import PRODUCTION
 
 EPILOG = f"""\
 references
@@ -113,11 +113,10 @@ def parser() -> tuple[Parser, Any]:
     text = "private elliptic-curve key, PEM; its password is $KVQ_KEY_PASSWORD"
     command.add_argument("--key", metavar="FILE", required=True, help=text)
 
-    command = add("copy", "names", "copy versions to another registry", "kvq copy NAME@1.2.0 hf://my-org --dry-run")
+    command = add("copy", "names", "copy versions to another registry", "kvq copy NAME@1.2.0 hf://my-org")
     command.add_argument("reference", metavar="REF", help="NAME for all its versions, or one of them")
     command.add_argument("to", metavar="URL", help="the registry to copy to: hf://org or file:///folder")
     command.add_argument("--private", action="store_true", help="create private repositories on a Hub")
-    command.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
     command = add("promote", "names", "point an alias to a version", "kvq promote NAME@1.2.0 --expect 1.1.0")
     command.add_argument("reference", metavar="REF", help=VERSION)
     command.add_argument("--alias", default=PRODUCTION, help=f"which alias (default: {PRODUCTION})")
@@ -131,17 +130,10 @@ def parser() -> tuple[Parser, Any]:
     command.add_argument("reference", metavar="REF", help="NAME@VERSION or NAME@sha256:HEX; it still loads by these")
     command.add_argument("--reason", metavar="TEXT", required=True, help="why, in one line")
 
-    command = add("gc", "names", "remove temporary files and what no event names", "kvq gc --grace 7d --dry-run")
-    text = f"minimum age, as in 90m, {GRACE / 3600:.0f}h (default) or 7d"
-    command.add_argument("--grace", metavar="TIME", type=seconds, default=GRACE, help=text)
-    command.add_argument("--dry-run", action="store_true", help="print what would be removed")
-    add("doctor", "names", "check a registry, and advise on its faults", "kvq doctor")
     command = add("recipes", "recipes", "list recipes, or show one", "kvq recipes aqua-2bit", False)
     command.add_argument("name", metavar="RECIPE", nargs="?", help="show all its settings; or list a family")
-    add_settings(command, "of it")
     command = add("bytes", "recipes", "compute the memory of a cache", "kvq bytes aqua-2bit kivi-2bit", False)
     command.add_argument("recipes", metavar="RECIPE", nargs="+", help="names, FILE.json, either with +PATH=VALUE")
-    add_settings(command, "of every recipe")
     text = (
         "of the catalog, a folder with config.json, or layers x KV heads x head size as in 28x4x128; repeat for several"
     )

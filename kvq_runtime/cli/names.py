@@ -1,16 +1,14 @@
-"""The commands about names: list and change them, copy them, keep registries and prefix folders in order."""
+"""The commands about names: list, change and copy them."""
 
-import dataclasses
 from argparse import Namespace
 from typing import Any
 
 from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.options import check_exists
 from kvq_runtime.cli.table import print_record, print_table
-from kvq_runtime.errors import ArtifactError, counted, spoken
+from kvq_runtime.errors import ArtifactError, spoken
 from kvq_runtime.registry import reference
 from kvq_runtime.registry.events import State, Version
-from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.reference import Reference
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.registry.resolve import choose, open_registry
@@ -108,7 +106,7 @@ def run_copy(args: Namespace) -> int:
         destination = HubRegistry(destination.org, private=True)
     state = source.existing(parsed.name)
     versions = [*state.versions.values()] if parsed.by == "default" else [choose(state, parsed)[0]]
-    rows = [copy_version(source, parsed.name, version, destination, args.dry_run) for version in versions]
+    rows = [copy_version(source, parsed.name, version, destination) for version in versions]
     if not args.json:
         rows = [{field: row[field] for field in ("name", "version", "result")} for row in rows]
     print_table(rows, args.json)
@@ -132,23 +130,3 @@ def target(args: Namespace, command: str) -> tuple[Registry, str, Version]:
         )
     registry = open_registry(parsed.registry or args.registry)
     return registry, parsed.name, choose(registry.existing(parsed.name), parsed)[0]
-
-
-def run_gc(args: Namespace) -> int:
-    """Remove temporary files, and blobs or files that no event names."""
-    registry = _registry(args)
-    start = f"{registry.root}/" if isinstance(registry, LocalRegistry) else ""
-    removed = [path.removeprefix(start) for path in registry.collect(args.grace, args.dry_run)]
-    print_table([{"removed": not args.dry_run, "path": path} for path in removed], args.json)
-    return 0
-
-
-def run_doctor(args: Namespace) -> int:
-    """Print everything that is wrong with the registry; return 1 if there is a fault."""
-    registry = _registry(args)
-    findings = registry.examine()
-    if findings or args.json:
-        print_table([dataclasses.asdict(finding) for finding in findings], args.json)
-    else:
-        print(f"nothing is wrong with {registry.url}: {counted(len(registry.names()), 'name')}")
-    return int(bool(findings))

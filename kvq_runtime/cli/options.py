@@ -43,12 +43,6 @@ def add_registry(command: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
     command.add_argument("--registry", metavar="URL", help=text)
 
 
-def add_settings(command: argparse.ArgumentParser | argparse._ArgumentGroup, whose: str) -> None:
-    """Add `--set`."""
-    text = f"another setting {whose}, as in key.feedback.rank=60 or window.recent=32; repeat for several"
-    command.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help=text)
-
-
 def check_exists(url: str | None) -> None:
     """Raise NotFound if the registry that an option or $KVQ_REGISTRY names is a folder that does not exist."""
     url = url or os.environ.get("KVQ_REGISTRY")

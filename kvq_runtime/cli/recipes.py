@@ -39,10 +39,8 @@ SLIDES = "Bytes of {} layers that slide over a window of {:,} tokens are in all 
 def run_recipes(args: Namespace) -> int:
     """Print advice and all recipes; or those of a family; or one, with its settings."""
     by_family = {name.replace("_", "-"): family.recipes() for name, family in families().items()}
-    if args.name and (args.set or is_preset(args.name) or args.name not in by_family):
+    if args.name and (is_preset(args.name) or args.name not in by_family):
         return _show_recipe(args)
-    if args.set:
-        raise ValueError(f"--set {args.set[0]} changes a recipe; name it, as in kvq recipes aqua-2bit --set ...")
     chosen = by_family[args.name] if args.name else [recipe for members in by_family.values() for recipe in members]
     chosen = sorted(chosen, key=lambda recipe: asymptotic_bits(recipe, describe.REFERENCE_MODEL))
     rows = [describe.recipe_row(recipe, describe.REFERENCE_MODEL) for recipe in chosen]
@@ -60,14 +58,14 @@ def run_recipes(args: Namespace) -> int:
 
 
 def _show_recipe(args: Namespace) -> int:
-    recipe = recipe_text.read(args.name, args.set)
+    recipe = recipe_text.read(args.name)
     row = describe.recipe_row(recipe, describe.REFERENCE_MODEL)
     row["decode"] = fused.refusal(recipe, describe.REFERENCE_MODEL) or "packed codes, by a kernel"
     if args.json:
         print_record(row | {"settings": recipe.to_json()}, json=True)
         return 0
     print_record(row, json=False)
-    print("\nsettings, as --set takes them")
+    print("\nsettings, as NAME+PATH=VALUE takes them")
     print("\n".join(f"{path}={value}" for path, value in recipe_text.settings(recipe).items()))
     print(ONE)
     return 0
@@ -86,7 +84,7 @@ class Model(NamedTuple):
 
 def run_bytes(args: Namespace) -> int:
     """Print the bits per element and GiB of each recipe on each model, beside 16 bit."""
-    recipes = recipe_text.distinct(map(recipe_text.read, recipe_text.with_settings(args.recipes, args.set)))
+    recipes = recipe_text.distinct(map(recipe_text.read, args.recipes))
     models = list(map(_model, args.model or ["qwen2.5-7b"]))
     tokens = args.tokens or [8192, 32768, 131072]
     print_table([row for model in models for row in _rows(model, recipes, tokens, args)], args.json)

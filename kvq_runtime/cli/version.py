@@ -53,9 +53,11 @@ def run_show(args: Namespace) -> int:
         print_record(record | {"settings": loaded.recipe.to_json()}, json=True)
         return 0
     print(printable("; ".join([lead[0], f"{record['recipe']['bits']:.3g} bits", *lead[1:]])) + "\n")
-    print_record(describe.brief(record), json=False)
-    tables = {"evaluations (--json has all, and tasks)": losses(records)}
-    for title, rows in (tables | describe.tables(record)).items():
+    layers = record["fit"].pop("layers", [])
+    print_record({name: value for name, value in record.items() if name != "evaluations" and value != {}}, json=False)
+    fit = [{"layer": i} | flatten(layer) for i, layer in enumerate(layers)] if isinstance(layers, list) else []
+    tables = {"evaluations (--json has all, and tasks)": losses(records), "fit, by layer": fit}
+    for title, rows in tables.items():
         if rows:
             print(f"\n{title}")
             print_table(rows, json=False)

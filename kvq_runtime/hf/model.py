@@ -144,7 +144,7 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
 
     def weight(layer: int, name: str) -> Tensor:
         own = getattr(attention[layer], family.fused or name, None)
-        if own is None and family.shared and config.get(fingerprint.ONE):
+        if own is None and family.shared and config.get(fingerprint.KEYS_AS_VALUES):
             own = attention[layer].k_proj
         if own is None or not hasattr(own, "weight"):
             raise ValueError(

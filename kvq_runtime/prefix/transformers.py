@@ -49,7 +49,7 @@ class PrefixStore:
     ):
         source: Any = recipe
         if isinstance(recipe, str):
-            source = recipe_text.read(recipe) if recipe_text.written(recipe) else load_artifact(recipe)
+            source = recipe_text.read(recipe) if recipe_text.is_recipe(recipe) else load_artifact(recipe)
         self._artifact = source if isinstance(source, Artifact) else None
         source = source.recipe if isinstance(source, Artifact) else source
         self.recipe = check_type("recipe", source, Recipe, "an Artifact, a Recipe, or the name of one")

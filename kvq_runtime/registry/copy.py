@@ -16,12 +16,9 @@ from kvq_runtime.registry.reference import HUB, Reference, parse
 from kvq_runtime.registry.registry import Kind, Registry
 
 
-def copy_version(
-    source: Registry, name: str, version: Version, target: Registry, dry_run: bool = False
-) -> dict[str, Any]:
+def copy_version(source: Registry, name: str, version: Version, target: Registry) -> dict[str, Any]:
     """Copy one version under its number, with its records and yank; return the outcome as a row.
 
-    dry_run   write nothing, and return what would be done
     Raises Conflict if the target has other bytes under this number, or these bytes under another one; ArtifactError if
     the source is damaged.
     """
@@ -31,9 +28,6 @@ def copy_version(
     evaluations = source.evaluations(version.sha256, name)
     row = {"name": name, "version": version.version, "sha256": version.sha256, "size": version.size}
     row |= {"from": source.url, "to": target.url, "files": sorted(version.files), "evaluations": len(evaluations)}
-    if dry_run:
-        target.check_writable()
-        return row | {"result": "would be published" if there is None else "is there already"}
     if there is None:
         data = artifact.read(source.fetch(name, version), version.sha256, version.size)
         attachments = source.attachments(name, version)
@@ -53,7 +47,7 @@ def copy_version(
 
 
 def push_to_hub(made: Artifact, repo_id: str, *, version: str | None = None, private: bool | None = None) -> str:
-    """Publish an artifact as a version of "org/name", with a card and kvq_config.json; returns "org/name@1.2.0".
+    """Publish an artifact as a version of "org/name", with a card; returns "org/name@1.2.0".
 
     made      what `load_artifact` returned
     repo_id   a model repository, created if it does not exist; one with foreign content is rejected
@@ -67,7 +61,7 @@ def push_to_hub(made: Artifact, repo_id: str, *, version: str | None = None, pri
     if not isinstance(target, Reference) or target.by != "default" or not target.registry.startswith(HUB):
         raise ValueError(f"push_to_hub to {repo_id!r:.160}; use ORG/NAME, as in my-org/qwen2.5-7b-aqua-2bit")
     org, data = target.registry.removeprefix(HUB), artifact.to_bytes(made)
-    attachments = folder.beside(made, data, f"{HUB}{org}/{target.name}")
+    attachments = {folder.CARD: folder.card(made, f"{HUB}{org}/{target.name}")}
     published = HubRegistry(org, private).publish(target.name, data, version, attachments)
     return f"{org}/{target.name}@{published.version}"
 

@@ -98,14 +98,6 @@ class TextProtocol(Windows, Protocol):
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Decoded shares of attention's weight and of reads."""
-
-    attention: float | None = None
-    reads: float | None = None
-
-
-@dataclass(frozen=True)
 class Scores:
     """Figures of each window."""
 
@@ -114,10 +106,15 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a text has under any protocol; decoded None: the queries choose what they read."""
+    """Perplexity of the 16-bit model, and `decoded` shares of reads; None: the queries choose what they read."""
 
     reference_perplexity: float | None = None
-    decoded: Shares | None = None
+    decoded: Mapping[str, float | None] | None = None
+
+    @property
+    def decoded_reads(self) -> float | None:
+        """Share of all reads that were of decoded tokens."""
+        return self.decoded.get("reads") if self.decoded else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,21 +228,8 @@ class Record:
     corpus: str
     protocol: Protocol
     result: TextResult | TasksResult
-    environment: Any = None
     raw: Any = field(default=None, compare=False, repr=False)
     name: str = ""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A metric of a task, or the reason for its absence; task "": of all tasks."""
-
-    protocol: str
-    task: str = ""
-    metric: str = ""
-    value: float | None = None
-    se: float | None = None
-    reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,18 +237,6 @@ class TasksRecord(Record):
     """A record of answered tasks."""
 
     result: TasksResult
-
-    def answers(self) -> list[Answer]:
-        """Flatten the results: one answer a protocol, task and metric."""
-        rows = []
-        for protocol, part in self.result.protocols.items():
-            if part.reason is not None:
-                rows.append(Answer(protocol, reason=part.reason))
-            for name, task in part.tasks.items():
-                if task.reason is not None:
-                    rows.append(Answer(protocol, name, reason=task.reason))
-                rows += [Answer(protocol, name, metric, one.value, one.se) for metric, one in task.figures.items()]
-        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,12 +294,12 @@ def other_texts(records: Iterable[TextRecord]) -> list[str]:
 
 
 def to_bytes(record: Mapping[str, Any]) -> bytes:
-    """Serialize a record's JSON; raises ArtifactError if it is malformed."""
+    """Serialize a record's JSON; raises ArtifactError for other fields or no digest. `parse` reads the rest."""
     return strict_json.record(_check(dict(record), "evaluation"))
 
 
 def from_bytes(data: bytes, path: PurePath) -> dict[str, Any]:
-    """Read a record's JSON, stored at .../artifact's digest/record's digest.json; raises ArtifactError if malformed."""
+    """Read a record's JSON, stored at .../artifact's digest/record's digest.json; errors are those of `to_bytes`."""
     record = _check(strict_json.loads(data, f"{path}: evaluation"), f"{path}: evaluation")
     if record["artifact"] != path.parent.name:
         raise ArtifactError(f"{path}: evaluation: is about {record['artifact']}, but stored with another artifact")
@@ -335,13 +307,7 @@ def from_bytes(data: bytes, path: PurePath) -> dict[str, Any]:
 
 
 def _check(record: Any, label: str) -> dict[str, Any]:
-    strict_json.keys(record, FIELDS, label, checks={"artifact": reference.check_sha256})
-    if not isinstance(record["corpus"], str):
-        raise ArtifactError(f"{label}: corpus must be text: the digest of the corpus")
-    for name in ("protocol", "environment", "result"):
-        if not isinstance(record[name], dict):
-            raise ArtifactError(f"{label}: {name} must be an object")
-    return record
+    return strict_json.keys(record, FIELDS, label, checks={"artifact": reference.check_sha256})
 
 
 R = TypeVar("R", bound=Record)

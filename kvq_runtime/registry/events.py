@@ -162,18 +162,10 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class Version:
-    """A published version, with the fields of its publish event and its time.
+class Version(Publish):
+    """A published version: the fields of its publish event, that event's time, and the reason of a withdrawal."""
 
-    yanked   the reason if it was withdrawn, else None
-    """
-
-    version: str
-    sha256: str
-    size: int
-    files: Mapping[str, Mapping[str, Any]]
-    about: Mapping[str, str | None]
-    at: str
+    at: str = ""
     yanked: str | None = None
 
     @property
@@ -223,15 +215,12 @@ class State:
         """Return the version whose artifact has this digest."""
         return next((version for version in self.versions.values() if version.sha256 == sha256), None)
 
-    def before(self, alias: str) -> str:
-        """Return the target of a rollback: the alias' last earlier version that is not yanked."""
-        return self.aliases.get(alias, [])[self._before(alias)]
-
-    def _before(self, alias: str) -> int:
+    def before(self, alias: str) -> tuple[str, int]:
+        """Return the target of a rollback, the alias' last earlier version that is not yanked, and its place."""
         history = self.aliases.get(alias, [])
         for index in reversed(range(len(history) - 1)):
             if history[index] != history[-1] and self.versions[history[index]].yanked is None:
-                return index
+                return history[index], index
         raise NotFound(f"{self.name}@{alias} has no earlier version to go back to; promote a version instead")
 
     def add(self, event: Event) -> None:
@@ -240,8 +229,7 @@ class State:
         if isinstance(change, Publish):
             if change.version in self.versions:
                 raise Conflict(f"{self.name} {change.version} is published with other bytes; a version never changes")
-            fields = change.version, change.sha256, change.size, change.files, change.about
-            self.versions[change.version] = Version(*fields, event.at)
+            self.versions[change.version] = Version(**vars(change), at=event.at)
         elif isinstance(change, Yank):
             self._yank(change)
         elif isinstance(change, Promote):
@@ -250,11 +238,10 @@ class State:
                 raise Conflict(f"{self.name} {change.version} is yanked ({yanked})")
             self.aliases.setdefault(change.alias, []).append(change.version)
         else:
-            index = self._before(change.alias)
-            history = self.aliases[change.alias]
-            if change.version != history[index]:
-                raise Conflict(f"{self.name}@{change.alias} goes back to {history[index]}, not to {change.version}")
-            del history[index + 1 :]
+            version, index = self.before(change.alias)
+            if change.version != version:
+                raise Conflict(f"{self.name}@{change.alias} goes back to {version}, not to {change.version}")
+            del self.aliases[change.alias][index + 1 :]
         self.events.append(event)
 
     def _yank(self, change: Yank) -> None:

@@ -49,13 +49,9 @@ class HubRegistry(Registry):
         """The address, hf://org."""
         return f"hf://{self.org}"
 
-    def check_name(self, name: str) -> str:
-        """Return a name that a Hub accepts as the name of a repository; raise ValueError for another."""
-        return reference.check_hub_name(name)
-
     def repo(self, name: str) -> str:
         """Return the repository of a name."""
-        return f"{self.org}/{self.check_name(name)}"
+        return f"{self.org}/{reference.check_name(name)}"
 
     def check_writable(self) -> None:
         """Raise PermissionError if the token may not write here; fine-grained tokens are not checked."""
@@ -88,7 +84,7 @@ class HubRegistry(Registry):
 
     def state(self, name: str) -> State:
         """Return the state at the head of main; offline, the last known one."""
-        known = hub_client.load_head(self.org, self.check_name(name)) if hub_client.is_offline() else None
+        known = hub_client.load_head(self.org, reference.check_name(name)) if hub_client.is_offline() else None
         return self._parsed(name, known or self._ask(name))
 
     def _ask(self, name: str) -> Head:

@@ -303,7 +303,7 @@ def download(repo: str, path: str, commit: str, sha256: str, size: int) -> Path:
         received, count = files.digest(draft)
     raise ArtifactError(
         f"{repo}/{path}: sha256: the Hub sent {received}, {count} bytes, twice; expected {sha256}, {size} bytes; "
-        "nothing was kept, kvq doctor checks the repository"
+        "nothing was kept; restore the file from an earlier commit of the repository"
     )
 
 

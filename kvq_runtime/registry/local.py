@@ -10,15 +10,13 @@ A change is decided from the present events, and claims the next number, which o
 it: read, decide and claim again. A file is written to tmp/, fsynced, and gets its name by a rename, or, where the name
 must be new, by a hard link. It is read-only from then on. A blob is on the disk before an event names it.
 
-Only temporary files and unnamed blobs are ever removed, and only if they are older than a grace period.
+Only drafts of dead processes are ever removed. A publish that was killed may leave a blob that no event names; the same
+publish uses it again.
 """
 
 import os
 import re
-import stat
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 
@@ -26,13 +24,13 @@ from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import events, reference
 from kvq_runtime.registry.events import Event, State, Version
-from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE
+from kvq_runtime.registry.reference import ARTIFACT_FILE
 from kvq_runtime.registry.registry import MAX_RECORD, Registry
 
 BLOBS = "blobs/sha256"
 _EVENT_LIMIT = 1 << 16  # bytes
 _EVENT = re.compile(r"(?!0{8})[0-9]{8}\.json")
-_DOCTOR = "; kvq doctor says what to do"
+_RESTORE = "; restore it from a backup; later events are kept"
 
 
 class LocalRegistry(Registry):
@@ -74,7 +72,7 @@ class LocalRegistry(Registry):
         except FileNotFoundError:
             broken = [path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()]
             if broken:
-                raise ArtifactError(f"{broken[0]}: a link that leads nowhere{_DOCTOR}") from None
+                raise ArtifactError(f"{broken[0]}: a link that leads nowhere; mount or restore its target") from None
             return []
         except NotADirectoryError:
             raise ArtifactError(f"{folder}: not a folder; move it away, and name a folder, which may be new") from None
@@ -99,7 +97,7 @@ class LocalRegistry(Registry):
             except ArtifactError as error:
                 missing = isinstance(error, NotFound) and not path.exists()
                 text = "event: missing, though later ones exist" if missing else str(error)
-                raise ArtifactError(f"{path}: {text.removeprefix(f'{path}: ')}{_DOCTOR}") from None
+                raise ArtifactError(f"{path}: {text.removeprefix(f'{path}: ')}{_RESTORE}") from None
         return state
 
     def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
@@ -141,7 +139,7 @@ class LocalRegistry(Registry):
         return sha256
 
     def mend(self, name: str, content: Mapping[str, bytes]) -> None:
-        """Sync the events, whose writer may have died before; write blobs again that are damaged or that gc removed."""
+        """Sync the events, whose writer may have died before; write blobs again that are missing or damaged."""
         if self.events_folder(name).is_dir():
             files.sync(self.events_folder(name))
         for data in content.values():
@@ -162,56 +160,8 @@ class LocalRegistry(Registry):
         return files.claim(path, data, self._tmp)
 
     def _make_folders(self, folder: Path) -> None:
+        """Create a folder, and the folder of drafts, from which those of dead processes are removed."""
         files.make_folder(folder)
         files.make_folder(self._tmp)
-
-    # ---- garbage
-
-    def collect(self, grace: float = GRACE, dry_run: bool = False) -> list[str]:
-        """Remove temporary files, and blobs that no event names, older than `grace` seconds; return their paths.
-
-        A publish rewrites its blobs before its event, so the blobs of a running publish are young. Raises
-        ArtifactError, and removes nothing, if an event is damaged: it may name any blob.
-        """
-        before, named = time.time() - grace, self._named()
-        for folder in (self.root / "blobs", self.root / BLOBS, self._tmp):
-            if folder.is_symlink():
-                raise ArtifactError(f"{folder}: a link, through which gc removes nothing; use a folder")
-        drafts = [path for path in sorted(self._tmp.glob(".*.tmp")) if _is_older(path, before)]
-        digests = [name for name in self._list(self.root / BLOBS) if reference.is_sha256(name) and name not in named]
-        orphans = [self.blob(sha256) for sha256 in digests if _is_older(self.blob(sha256), before)]
-        if dry_run:
-            return [*map(str, drafts), *map(str, orphans)]
-        for path in drafts:
-            sha256 = path.name[1 : -len(".tmp")]
-            if sha256 in named and not self.blob(sha256).exists():  # a gc was killed after moving it aside
-                path.rename(self.blob(sha256))
-            path.unlink(missing_ok=True)
-            files.fault_point("gc.draft")
-        return [*map(str, drafts), *(str(path) for path in orphans if self._remove(path, before))]
-
-    def _named(self) -> set[str]:
-        """Return the digest of every blob that an event names."""
-        versions = (version for name in self.names() for version in self.current_state(name).versions.values())
-        return {sha256 for version in versions for sha256, _ in version.content.values()}
-
-    def _remove(self, path: Path, before: float) -> bool:
-        """Move a blob aside, check it again, then delete it, or restore it if it became young or named meanwhile."""
-        aside = self._tmp / f".{path.name}.tmp"
-        aside.parent.mkdir(exist_ok=True)
-        path.rename(aside)
-        files.fault_point("gc.aside")
-        if not _is_older(aside, before) or path.name in self._named():
-            aside.rename(path)
-            return False
-        aside.unlink()
-        files.fault_point("gc.blob")
-        return True
-
-
-def _is_older(path: Path, before: float) -> bool:
-    """Return True for a regular file that was not changed since `before`."""
-    with suppress(FileNotFoundError):
-        status = path.lstat()
-        return stat.S_ISREG(status.st_mode) and status.st_mtime <= before
-    return False
+        for draft in files.orphans(self._tmp):
+            draft.unlink(missing_ok=True)

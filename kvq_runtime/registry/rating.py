@@ -138,7 +138,7 @@ def failed_bounds(record: TextRecord, bounds: Bounds) -> list[str]:
     if record.decisive is None:
         return [f"a bound cannot be judged; {'; '.join(record.reasons())}"]
     protocol, figures = record.decisive
-    if figures.decoded is not None and figures.decoded.reads == 0:
+    if figures.decoded_reads == 0:
         return [f"a bound cannot be judged; {SPOKEN[protocol]}: nothing that was read had been encoded"]
     values = {"perplexity_ratio": 1 + figures.relative, "kl": figures.kl, "beyond": figures.beyond}
     values = {name: math.nan if value is None else value for name, value in values.items()}

@@ -20,18 +20,15 @@ from kvq_runtime.errors import check_type
 SUFFIX = ".safetensors"
 PRODUCTION = "production"
 FOLDER, HUB = "file://", "hf://"  # kinds of registries
-GRACE = 24 * 3600.0  # seconds: `kvq gc` leaves younger files alone, since a publish may be about to name them
-FILES = ("README.md", "kvq_config.json")  # attachments, beside pictures
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
+_NAME = re.compile(r"(?!.*(?:--|\.\.|\.git$|\.ipynb$|\.safetensors$))[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9_])?")
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 _ALIAS = re.compile(r"(?!sha256$)[a-z][a-z0-9-]{0,31}")
 _ORG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _WORD = re.compile(r"[\w-]+")  # no folder as people write them, with a slash or a dot
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_NOT_ON_A_HUB = re.compile(r"--|\.\.|[-.]$|\.git$|\.ipynb$")
 _SECRET = re.compile(r"(?<=//)[^/\s]*@|\bhf_[A-Za-z0-9]{8,}")
-_FILE = re.compile(rf"{'|'.join(map(re.escape, FILES))}|[a-z0-9][a-z0-9._-]{{0,91}}\.(png|svg)")
+_FILE = re.compile(r"README\.md|[a-z0-9][a-z0-9._-]{0,91}\.(png|svg)")
 
 
 def _check(pattern: re.Pattern[str], text: Any, what: str, use: str) -> str:
@@ -42,24 +39,13 @@ def _check(pattern: re.Pattern[str], text: Any, what: str, use: str) -> str:
 
 def is_name(name: str) -> bool:
     """Return True for a valid name of an artifact."""
-    return bool(_NAME.fullmatch(name)) and not name.endswith(SUFFIX)
+    return bool(_NAME.fullmatch(name))
 
 
 def check_name(name: str) -> str:
-    """Return a valid name of an artifact; raise ValueError for another."""
-    if not isinstance(name, str) or not is_name(name):
-        use = f"1 to 96 of a-z 0-9 . _ -, the first a letter or digit, not ending in {SUFFIX}"
-        raise ValueError(f"name {name!r:.120}; use {use}")
-    return name
-
-
-def check_hub_name(name: str) -> str:
-    """Return a name that a Hub accepts as the name of a repository, too; raise ValueError for another."""
-    if _NOT_ON_A_HUB.search(check_name(name)):
-        raise ValueError(
-            f"name {name!r}: a Hub refuses -- and .. in it, and - . .git .ipynb at its end; use another name"
-        )
-    return name
+    """Return a valid name of an artifact, which a Hub takes as that of a repository; raise ValueError for another."""
+    use = "1 to 96 of a-z 0-9 . _ -, the first a letter or digit, the last no . or -, without .. and --, and not "
+    return _check(_NAME, name, "name", f"{use}ending in {SUFFIX}, .git or .ipynb")
 
 
 def check_version(version: str) -> str:
@@ -90,7 +76,7 @@ def check_commit(commit: Any) -> str:
 
 def check_file(file: str) -> str:
     """Return a valid name of an attachment; raise ValueError for another."""
-    return _check(_FILE, file, "file name", f"{', '.join(FILES)}, or a picture.png or .svg of a-z 0-9 . _ -")
+    return _check(_FILE, file, "file name", "README.md, or a picture.png or .svg of a-z 0-9 . _ -")
 
 
 def check_org(org: str) -> str:

@@ -3,17 +3,16 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import sha256 as hash_of
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
-from kvq_runtime.errors import ArtifactError, Conflict, NotFound, Unanswered, spoken
+from kvq_runtime.errors import ArtifactError, Conflict, NotFound, Unanswered
 from kvq_runtime.registry import events, reference
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
-from kvq_runtime.registry.reference import ARTIFACT_FILE, GRACE, PRODUCTION
+from kvq_runtime.registry.reference import ARTIFACT_FILE, PRODUCTION
 
 if TYPE_CHECKING:  # kvq list and promote must not import torch
     from kvq_runtime.artifact.artifact import Artifact
@@ -25,19 +24,7 @@ MAX_RECORD = 1 << 20  # bytes of a record
 MAX_RECORDS = 1 << 12  # records of one artifact and kind
 MAX_RECORD_BYTES = 1 << 26  # of all of them
 NOT_SETTINGS = {"model", "revision", "environment"}  # of a provenance: a recalibration may change these
-_RESTORE = "restore it from a backup or an earlier commit; later events are kept"
 _REPUBLISH = "publish the same bytes again (on a Hub, restore the file from an earlier commit), or yank the version"
-_REMOVE = "delete it, then evaluate or sign again"
-_ACCESS = "change nothing; give access to it (permissions, credentials), and run kvq doctor again"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A fault that `kvq doctor` reports: its place, what is wrong, and what to do."""
-
-    path: str
-    what: str
-    advice: str
 
 
 class Registry(ABC):
@@ -87,10 +74,6 @@ class Registry(ABC):
 
     # ---- to override
 
-    def check_name(self, name: str) -> str:
-        """Return a valid name; raise ValueError for another."""
-        return reference.check_name(name)
-
     def state(self, name: str) -> State:
         """Return `current_state`, or offline the last known state of a Hub."""
         return self.current_state(name)
@@ -102,13 +85,6 @@ class Registry(ABC):
     def cached(self, sha256: str, size: int) -> Path | None:
         """Return a Hub's file from the cache, without a request; its reader checks the digest."""
         return None
-
-    def collect(self, grace: float = GRACE, dry_run: bool = False) -> list[str]:
-        """Remove unfinished and unnamed files older than `grace` seconds; return their paths. A Hub has none.
-
-        dry_run   remove nothing
-        """
-        return []
 
     # ---- reading
 
@@ -127,33 +103,8 @@ class Registry(ABC):
             contents[file] = files.read(path, entry["size"])
             digest = hash_of(contents[file]).hexdigest()
             if digest != entry["sha256"]:
-                raise ArtifactError(f"{path}: sha256: the file has {digest}; kvq doctor says what to do")
+                raise ArtifactError(f"{path}: sha256: the file has {digest}; {_REPUBLISH}")
         return contents
-
-    def examine(self) -> list[Finding]:
-        """Read every event, file and record, and report what is damaged or cannot be read."""
-        from kvq_runtime.artifact import artifact
-
-        findings = list[Finding]()
-
-        def attempt(path: str, advice: str, action: Callable[..., Any], *given: Any) -> Any:
-            try:
-                return action(*given)
-            except (ArtifactError, OSError) as error:
-                advice = advice if isinstance(error, ArtifactError) else _ACCESS
-                findings.append(Finding(path, spoken(error), advice))
-
-        for name in self.names():
-            state = attempt(f"{self.url}/{name}", _RESTORE, self.current_state, name)
-            for version in state.versions.values() if state else ():
-                where = f"{self.url}/{name}@{version.version}"
-                path = attempt(where, _REPUBLISH, self.fetch, name, version)
-                if path is not None:
-                    attempt(where, _REPUBLISH, artifact.load, path, version.sha256, version.size)
-                attempt(where, _REPUBLISH, self.attachments, name, version)
-                attempt(where, _REMOVE, self.evaluations, version.sha256, name)
-                attempt(where, _REMOVE, self.signatures, version.sha256, name)
-        return findings
 
     # ---- records
 
@@ -172,7 +123,8 @@ class Registry(ABC):
                 text = f"more than {MAX_RECORDS} records or {MAX_RECORD_BYTES} bytes of them; remove some there"
                 raise RuntimeError(f"{self.url}, {name} {folder}: {text}")
             if hash_of(data).hexdigest() != path.stem:
-                raise ArtifactError(f"{path}: sha256: not that of its name; the file was changed, {_REMOVE}")
+                text = "not that of its name; the file was changed: delete it, then evaluate or sign again"
+                raise ArtifactError(f"{path}: sha256: {text}")
             yield path, data
 
     def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
@@ -234,14 +186,14 @@ class Registry(ABC):
         """
         from kvq_runtime.artifact import artifact
 
-        self.check_name(name)
+        reference.check_name(name)
         if version is not None:
             reference.check_version(version)
         attachments, sha256 = attachments or {}, hash_of(data).hexdigest()
         entries = {file: {"sha256": hash_of(held).hexdigest(), "size": len(held)} for file, held in attachments.items()}
         events.check_files(entries)
         new, content = artifact.from_bytes(data), {ARTIFACT_FILE: data, **attachments}
-        about = header.summary({"recipe": {"name": new.recipe.name}, "provenance": new.provenance})
+        about = header.summary(new.recipe.name, new.provenance)
 
         def decide(state: State) -> Change | None:
             if state.with_digest(sha256):
@@ -299,7 +251,7 @@ class Registry(ABC):
 
         def decide(state: State) -> Change | None:
             _check_unmoved(state, alias, before)
-            return Rollback(alias, state.before(alias))
+            return Rollback(alias, state.before(alias)[0])
 
         return self.change(name, decide)
 
@@ -329,7 +281,7 @@ def following(state: State, new: "Artifact", fetch: Callable[[str, Version], Pat
 
     patch   a recalibration: the same recipe and provenance, except for model id, revision and environment
     minor   another setting, or another corpus or choice of it
-    major   another schema, or a model with another fingerprint
+    major   a model with another fingerprint
 
     A yanked version counts: numbers are never reused.
 
@@ -348,7 +300,7 @@ def following(state: State, new: "Artifact", fetch: Callable[[str, Version], Pat
     major, minor, patch = reference.order(highest.version)
     distances = fingerprint.distances(old.fingerprint, new.fingerprint).values()
     other_model = max(distances, default=0.0) > fingerprint.TOLERANCE
-    if old.schema != new.schema or other_model or fingerprint.mismatches(old.fingerprint, new.fingerprint):
+    if other_model or fingerprint.mismatches(old.fingerprint, new.fingerprint):
         return f"{major + 1}.0.0"
     settings = [{k: v for k, v in made.provenance.items() if k not in NOT_SETTINGS} for made in (old, new)]
     if old.recipe != new.recipe or settings[0] != settings[1]:

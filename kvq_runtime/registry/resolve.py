@@ -1,14 +1,7 @@
 """Resolve a reference to a file, and load it, from whatever registry it is in.
 
-resolve("qwen2.5-7b-aqua-2bit")                   production, else the newest version that is not yanked
-resolve("qwen2.5-7b-aqua-2bit@1.2.0")             this version
-resolve("qwen2.5-7b-aqua-2bit", lock="kvq.lock")  the file that the lock file pins
-resolve("hf://org/qwen2.5-7b-aqua-2bit@1.2.0")    in that registry, whatever the default is; org/name is the same
-resolve("./kvq.safetensors")                      a file
-resolve("artifact")                               the file kvq.safetensors of a folder here
-
-An existing folder has precedence over a name, as in Hugging Face libraries, unless a registry is given or a lock file
-pins this very text.
+`load_artifact` lists the forms of references. An existing folder has precedence over a name, as in Hugging Face
+libraries, unless a registry is given or a lock file pins this very text.
 """
 
 import logging
@@ -90,14 +83,10 @@ def choose(state: State, reference: Reference) -> tuple[Version, str]:
 
 
 def resolve(reference: str | Path, registry: str | Path | None = None, lock: str | Path | None = None) -> Resolved:
-    """Find the file that a reference means, and fetch it; `load_artifact` checks its content.
+    """Find the file that a reference means, and fetch it; arguments and errors are those of `load_artifact`.
 
-    reference   a reference, or the path of a .safetensors file or of a folder with kvq.safetensors
-    registry    address of the registry; None is $KVQ_REGISTRY, else the lock's, else $KVQ_HOME/registry
-    lock        a lock file: the reference resolves to the pinned file. If the lock's policy has `follow`, it resolves
-                to its present version, which must be signed and not too old
-    Raises ValueError for an invalid reference, NotFound, or ArtifactError if the registry or lock is damaged, if the
-    file is not the pinned one, or if the policy does not accept it.
+    If the lock's policy has `follow`, the reference resolves to its present version, which must be signed and not older
+    than the policy's lowest; else to the pinned file.
     """
     check_type("reference", reference, (str, Path), "the name of an artifact, or a path")
     pinned = lock is not None and read_lock(lock).reference == reference
@@ -218,12 +207,10 @@ def load_artifact(
     from kvq_runtime.artifact import artifact
 
     resolved = resolve(reference, registry, lock)
-    loaded, shared = artifact.load_once(resolved.path, resolved.sha256, resolved.size)
+    loaded = artifact.load_once(resolved.path, resolved.sha256, resolved.size)
     where = f"{resolved.version} from {resolved.registry}" if resolved.registry else f"from {resolved.path}"
-    _log.info(
-        "%s: %s %s, %s, sha256 %s%s", reference, resolved.name, where, resolved.chosen_because, resolved.sha256[:12],
-        ", in memory already" if shared else "",
-    )  # fmt: skip
+    found = f"{resolved.name} {where}, {resolved.chosen_because}, sha256 {resolved.sha256[:12]}"
+    _log.info("%s: %s", reference, found)
     if resolved.yanked is not None:
         warnings.warn(f"{resolved.name} {resolved.version} is yanked: {resolved.yanked}", stacklevel=2)
     return loaded

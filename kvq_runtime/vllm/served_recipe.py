@@ -51,7 +51,7 @@ class ServedRecipe:
 def read(reference: str) -> ServedRecipe:
     """Read a reference. Raises as `load_artifact` does, and ValueError for a recipe that has to be fitted."""
     lock = reference if reference.endswith((".lock", ".lock.json")) else None
-    if lock is None and recipe_text.written(reference):
+    if lock is None and recipe_text.is_recipe(reference):
         recipe = recipe_text.read(reference)
         if recipe.fitted:
             raise ValueError(f"{recipe.name} has to be fitted to a model: kvq-calibrate --recipe {recipe.name}")

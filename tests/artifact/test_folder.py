@@ -1,6 +1,5 @@
 """An artifact as a folder and as a repository: it loads again with its digest, and what stands beside it is true."""
 
-import json
 import re
 from dataclasses import replace
 from hashlib import sha256
@@ -10,7 +9,7 @@ import yaml
 
 from kvq_runtime import load_artifact, save_pretrained
 from kvq_runtime.artifact import artifact, folder
-from kvq_runtime.recipe import Recipe, preset
+from kvq_runtime.recipe import preset
 from kvq_runtime.store.estimate import Sizes
 
 
@@ -24,34 +23,22 @@ def test_what_is_saved_loads_again_with_the_same_digest(tmp_path):
     assert digest == sha256(tiny.data(3)).hexdigest()
     again = load_artifact(tmp_path / "new" / "folder")
     assert artifact.to_bytes(again) == tiny.data(3) and save_pretrained(again, tmp_path / "twice") == digest
-    names = {"kvq.safetensors", "kvq_config.json", "README.md"}
+    names = {"kvq.safetensors", "README.md"}
     for place in ("new/folder", "twice"):
         assert {path.name for path in (tmp_path / place).iterdir()} == names
     save_pretrained(tiny.tiny(4), str(tmp_path / "twice"))
     assert artifact.to_bytes(load_artifact(tmp_path / "twice")) == tiny.data(4)
 
 
-def test_the_config_says_what_is_in_the_file(tmp_path):
-    made = tiny.tiny()
-    digest = save_pretrained(made, tmp_path)
-    config = json.loads((tmp_path / "kvq_config.json").read_text())
-    assert (config["library"], config["schema"]) == ("kvq", 1)
-    assert (config["sha256"], config["size"]) == (digest, (tmp_path / "kvq.safetensors").stat().st_size)
-    assert config["geometry"] == {"layers": 2, "kv_heads": 2, "head_size": 8}
-    assert Recipe.from_json(config["recipe"]) == made.recipe and config["fingerprint"] == made.fingerprint.to_json()
-    sizes = Sizes(made.recipe, made.fingerprint.geometry)
-    for tokens in (4096, 32768, 131072):
-        assert config["bytes"][str(tokens)] == sizes.at(tokens).total
-        assert config["bytes_of_16bit"][str(tokens)] == 2 * 2 * 2 * 16 * tokens  # layers, roles, bytes, width
-    assert config["smaller_than_16bit_from"] == sizes.smaller_from() and 2 < config["bits"] < 7
-    assert config["papers"] == ["arXiv:2501.19392"]
-
-
 def test_the_card_says_it_to_people_and_to_the_hub(tmp_path):
     made = tiny.tiny()
     save_pretrained(made, tmp_path)
     text = (tmp_path / "README.md").read_text()
-    given, counted = front(text), folder.sizes(made)
+    given, counted, sizes = front(text), folder.sizes(made), Sizes(made.recipe, made.fingerprint.geometry)
+    for tokens in (4096, 32768, 131072):
+        assert counted["bytes"][str(tokens)] == sizes.at(tokens).total
+        assert counted["bytes_of_16bit"][str(tokens)] == 2 * 2 * 2 * 16 * tokens  # layers, roles, bytes, width
+    assert counted["smaller_than_16bit_from"] == sizes.smaller_from() and 2 < counted["bits"] < 7
     assert (given["library_name"], given["pipeline_tag"], given["kvq"]) == ("kvq", "text-generation", counted)
     assert {"kvq", "tiny", "arxiv:2501.19392"} <= set(given["tags"])
     assert f"| smaller than 16 bit | from {counted['smaller_than_16bit_from']:,} tokens on |" in text

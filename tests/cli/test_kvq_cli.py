@@ -157,17 +157,6 @@ def record(sha256: str, relative: float, digest: str = "d" * 64, windows: int = 
     return {"artifact": sha256, "corpus": "c" * 64, "protocol": about, "environment": {}, "result": result}
 
 
-def test_gc_and_doctor(store, as_json, kvq):
-    assert as_json("doctor") == [] and kvq("doctor")[1] == f"nothing is wrong with {store.url}: 1 name\n"
-    path = store.blob(store.put_blob(b"orphan"))
-    assert as_json("doctor") == as_json("gc") == []  # it is harmless, and young
-    assert as_json("gc", "--grace", "0s", "--dry-run") == [{"removed": False, "path": f"blobs/sha256/{path.name}"}]
-    assert as_json("gc", "--grace", "0s")[0]["removed"] and not path.exists()
-    store.blob(resolve.resolve(NAME).sha256).unlink()
-    code, out, _ = kvq("doctor")
-    assert code == 1 and "no such file" in out and "publish the same bytes again" in out
-
-
 def test_a_registry_of_the_environment_is_checked_where_it_is_read(store, kvq, tmp_path, monkeypatch):
     copy, file = f"file://{tmp_path}/copy", tmp_path / "tiny.safetensors"
     file.write_bytes(tiny.data(0))

@@ -38,11 +38,11 @@ def test_one_recipe_is_shown_with_its_settings_and_a_family_is_listed(as_json, k
     assert recipe.Recipe.from_json(as_json("recipes", "aqua-2bit")["settings"]) == recipe.preset("aqua-2bit")
     shown = kvq("recipes", "aqua-2bit")[1]
     assert "linear > hadamard > grid(dim=2 size=16 group=all)" in shown and "key.predict.ridge=0.001\n" in shown
-    changed = as_json("recipes", "aqua-2bit", "--set", "window.recent=32")["settings"]
+    changed = as_json("recipes", "aqua-2bit+window.recent=32")["settings"]
     (tmp_path / "mine.json").write_text(json.dumps({"settings": changed}))
     assert as_json("recipes", str(tmp_path / "mine.json"))["settings"] == changed
     assert changed["name"] == "aqua-2bit-window.recent-32" and changed["window"]["recent"] == 32
-    code, _, err = kvq("recipes", "aqua-2bit", "--set", "window.last=32")
+    code, _, err = kvq("recipes", "aqua-2bit+window.last=32")
     assert code == 2 and "window.last: no such setting; window has sinks, recent, block" in err
     family = {*recipe.families()["aqua_fisher"].presets}
     assert {row["name"] for row in as_json("recipes", "aqua-fisher")} == family

@@ -1,7 +1,7 @@
 """Nothing torn, nothing lost: commands killed at every point and at any moment, on a full disk, before a power cut.
 
 After each kill the registry opens, every version in it verifies, and none is half there; the same command again ends
-with the same digests, and after `gc` nothing temporary is left: see `chaos.Case.disturb`. KVQ_KILLS is how many are
+with the same digests, and only drafts are left: see `chaos.Case.disturb`. KVQ_KILLS is how many are
 killed at random moments, and how often a Hub fails.
 """
 

@@ -1,4 +1,4 @@
-"""A registry in a folder: durable in order, collected without loss, and every damage found."""
+"""A registry in a folder: durable in order, read whole at every point, and every damage found."""
 
 import os
 import stat
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_artifact as tiny
 from hub_client import CARD
-from local_store import NAME, three
+from local_store import NAME, damage, three
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.cli import main as cli
@@ -75,9 +75,6 @@ WRITERS = {
         [target.promote(NAME, version) for version in ("1.0.0", "1.0.1")],
         target.rollback(NAME),
     ),
-    "gc beside what is named": lambda source, target: (
-        push(source, target), [target.put_blob(data) for data in (b"nobody", b"names these")], target.collect(grace=0),
-    ),
 }  # fmt: skip
 
 
@@ -113,105 +110,25 @@ def test_a_reader_finds_it_whole_at_every_point(write, store, tmp_path, monkeypa
     assert set(seen[-1]) <= set(read())
 
 
-# ---- garbage
-
-
-def test_gc_removes_only_what_is_old_and_unnamed(store):
-    store.publish(NAME, tiny.data(), attachments={"README.md": b"card"})
-    named = [age(path) for path in sorted((store.root / "blobs" / "sha256").iterdir())]
-    orphan, young = store.blob(store.put_blob(b"orphan")), store.blob(store.put_blob(b"young"))
-    torn, foreign = store.root / "tmp" / ".1-2.tmp", store.root / "blobs" / "sha256" / "notes.txt"
-    torn.write_bytes(b"half")
-    foreign.write_bytes(b"mine")
-    link = foreign.with_name("c" * 64)
-    link.symlink_to(foreign)
-    age(orphan), age(torn), age(foreign)
-    assert store.collect(dry_run=True) == [str(torn), str(orphan)]
-    assert torn.exists() and orphan.exists()
-    assert store.collect() == [str(torn), str(orphan)]
-    assert all(path.exists() for path in [*named, young, foreign, link]) and not torn.exists() and not orphan.exists()
-    assert store.collect(grace=0) == [str(young)]
-    resolve.load_artifact(NAME, store.url)
-
-
-@pytest.mark.parametrize("linked", ["blobs", "blobs/sha256", "tmp"])
-def test_gc_removes_nothing_through_a_link(linked, store, tmp_path, kvq):
-    store.publish(NAME, tiny.data())
-    theirs = tmp_path / "theirs"
-    (theirs / "sha256").mkdir(parents=True)
-    mine = [theirs / name for name in ("a" * 64, ".1-2.tmp", "sha256/" + "a" * 64)]
-    for path in mine:
-        path.write_bytes(b"")
-        age(path)
-    folder = store.root / linked
-    folder.rename(folder.with_name("moved"))
-    folder.symlink_to(theirs)
-    code, _, error = kvq("gc", "--registry", store.url, "--grace", "0s")
-    assert code == 1 and f"{folder}: a link" in error
-    assert all(path.exists() for path in mine)
-
-
-def test_gc_gives_a_blob_back_that_was_named_or_became_young_meanwhile(store, monkeypatch):
-    data = tiny.data(1)
-    orphan = age(store.blob(store.put_blob(data)))
-    remove, change = LocalRegistry._remove, events.Publish("1.0.0", orphan.name, len(data))
-
-    def rival(self, path, before):
-        store.put_blob(data)  # a publish writes the blob again, and no event names it yet
-        return remove(self, path, before)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalRegistry, "_remove", rival)
-        assert store.collect() == [] and orphan.read_bytes() == data
-    age(orphan)
-    with monkeypatch.context() as patched:
-        named = lambda *given: (store.change(NAME, lambda _: change), remove(*given))[1]  # noqa: E731
-        patched.setattr(LocalRegistry, "_remove", named)
-        assert store.collect() == []
-    assert artifact.to_bytes(resolve.load_artifact(NAME, store.url)) == data
-    orphan.rename(age(orphan).parents[2] / "tmp" / f".{orphan.name}.tmp")  # a gc that was killed
-    store.collect()
-    assert orphan.read_bytes() == data and not list((store.root / "tmp").iterdir())
-
-
-def test_a_publish_that_stalls_beyond_the_grace_writes_again_what_gc_took(store, monkeypatch):
-    """Its blobs are old when gc looks, and no event names them: after the event they are there again."""
-    data, taken = tiny.data(), []
-
-    def point(name: str) -> None:
-        if name == "publish.blob" and len(blobs := list(store.root.glob("blobs/sha256/*"))) == 2:
-            for path in blobs:
-                age(path)
-            taken.extend(store.collect())
-
-    monkeypatch.setattr(files, "fault_point", point)
-    version = store.publish(NAME, data, attachments={"README.md": b"# card"})
-    assert len(taken) == 2
-    assert store.attachments(NAME, version) == {"README.md": b"# card"} and store.examine() == []
-
-
 # ---- damage
 
 
-def test_doctor_finds_every_damage_and_says_what_to_do(store, kvq):
+def test_every_damage_is_found_with_its_path(store):
     three(store)
     version = store.publish("card", tiny.data(5), attachments=CARD)
     store.add_record("signatures", version.sha256, b"{}\n")
-    assert store.examine() == []
+    assert damage(store) == {}
     blobs = {version.version: store.blob(version.sha256) for version in store.state(NAME).versions.values()}
     blobs["1.0.0"].unlink()
     card, (record,) = store.blob(version.files["README.md"]["sha256"]), store.root.glob("signatures/*/*")
     for path in (blobs["1.0.1"], card, record):
         path.chmod(0o644)
         path.write_bytes(b"rot")
-    found = [(finding.path.rpartition("/")[2], finding.what, finding.advice) for finding in store.examine()]
-    assert [name for name, _, _ in found] == ["card@1.0.0", "card@1.0.0", f"{NAME}@1.0.0", f"{NAME}@1.0.1"]
-    for (_, what, advice), path in zip(found, (card, record, blobs["1.0.0"], blobs["1.0.1"]), strict=True):
-        assert str(path) in what and advice
-    code, out, _ = kvq("doctor", "--registry", store.url)
-    assert code == 1 and str(record) in out
-    blobs["1.0.2"].chmod(0)
-    assert os.getuid() == 0 or "give access to it" in store.examine()[-1].advice
+    found = damage(store)
+    expected = {"card 1.0.0": (card, record), f"{NAME} 1.0.0": [blobs["1.0.0"]], f"{NAME} 1.0.1": [blobs["1.0.1"]]}
+    assert found.keys() == expected.keys()
+    for place, paths in expected.items():
+        assert all(str(path) in error for path, error in zip(paths, found[place], strict=True))
 
 
 @pytest.mark.parametrize("place", ["names/gone", "names/gone/events", "names"])
@@ -225,9 +142,8 @@ def test_a_link_that_leads_nowhere_is_told(place, store, tmp_path, kvq):
     path.symlink_to(tmp_path / "not-mounted")
     code, out, error = kvq("list", "--registry", store.url)
     assert code == 1 and "a link that leads nowhere" in out + error
-    for action in (lambda: store.collect(0), lambda: store.publish("gone", tiny.data(1))):
-        with pytest.raises(ArtifactError, match="leads nowhere"):
-            action()
+    with pytest.raises(ArtifactError, match="leads nowhere"):
+        store.publish("gone", tiny.data(1))
     assert store.blob(version.sha256).exists()
 
 

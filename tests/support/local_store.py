@@ -4,8 +4,11 @@ from pathlib import Path
 
 import tiny_artifact as tiny
 
+from kvq_runtime.artifact import artifact
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import resolve
 from kvq_runtime.registry.local import LocalRegistry
+from kvq_runtime.registry.registry import Registry
 
 NAME = "tiny-2bit"
 
@@ -24,3 +27,25 @@ def three(store: LocalRegistry) -> LocalRegistry:
 def production() -> str:
     """What a cache that is made now is made of."""
     return resolve.resolve(f"{NAME}@production").version
+
+
+def damage(registry: Registry) -> dict[str, list[str]]:
+    """{name, or name and version: errors} of all that cannot be read in a registry: events, files and records."""
+    errors: dict[str, list[str]] = {}
+
+    def attempt(place: str, action, *arguments):
+        try:
+            return action(*arguments)
+        except ArtifactError as error:
+            errors.setdefault(place, []).append(str(error))
+
+    for name in registry.names():
+        state = attempt(name, registry.current_state, name)
+        for version in state.versions.values() if state else ():
+            place, digest = f"{name} {version.version}", version.sha256
+            path = attempt(place, registry.fetch, name, version)
+            attempt(place, artifact.load, path, digest, version.size) if path else None
+            attempt(place, registry.attachments, name, version)
+            attempt(place, registry.evaluations, digest, name)
+            attempt(place, registry.signatures, digest, name)
+    return errors

@@ -64,9 +64,10 @@ def test_a_recipe_with_other_settings_is_published_under_a_name_of_its_own(model
     """In one command: a preset, the same with a setting, and a file; each artifact holds what was asked for."""
     stated = recipe_text.read("aqua-2bit+key.predict.ridge=0.1").to_json() | {"name": "mine"}
     (tmp_path / "my.json").write_text(json.dumps(stated))
-    recipes = ["aqua-2bit", "aqua-2bit+key.predict.ridge=0.1", str(tmp_path / "my.json")]
+    texts = ["aqua-2bit", "aqua-2bit+key.predict.ridge=0.1", str(tmp_path / "my.json")]
+    recipes = [f"{text}+window.recent=64" for text in texts]
     words = [word for text in recipes for word in ("--recipe", text)]
-    assert cli.main(arguments(model, *words, "--set", "window.recent=64", "--no-eval", "--json")) == 0
+    assert cli.main(arguments(model, *words, "--no-eval", "--json")) == 0
     found = {row["recipe"]: row["artifact"] for row in json.loads(capsys.readouterr().out)}
     changed = "aqua-2bit-window.recent-64-key.predict.ridge-0.1"
     assert list(found) == ["aqua-2bit-window.recent-64", changed, "mine-window.recent-64"]
