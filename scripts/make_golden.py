@@ -62,12 +62,6 @@ def queries(layer: int) -> Tensor:
     return (found + torch.sin(0.9 * token * (channel % 5))).float()
 
 
-def projection() -> Tensor:
-    """The output projection of the model that there is none of: two query heads to a KV head, of unequal weight."""
-    row, column = torch.arange(96.0)[:, None], torch.arange(2.0 * GEOMETRY.width)
-    return torch.sin(row * column**1.3 + row) / (1 + column % GEOMETRY.head_size)
-
-
 def rotary() -> Rotary:
     """The rotation of the model that there is none of."""
     half = GEOMETRY.head_size // 2
@@ -89,7 +83,7 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
             moments.update(x_NTC[:, recipe.window.sinks :])
             context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
             source = one_chunk(layer, tables, role, data, context)
-            known = {rotate.GradientMetric(): rotate.query_metric(source.gradients())}  # with the ridge of queries
+            known = {rotate.GradientMetric(): rotate.gradient_metric(source.gradients(), 1e-3)}  # of many gradients
             statistics = Statistics(moments.value().mean_C.float(), known)
             scheme = SchemeFit(recipe, layer, role, GEOMETRY, statistics)
             scheme.fit(source)
@@ -120,7 +114,7 @@ def one_chunk(layer: int, tables: Pair, role: Role, data: Blocks, context: Conte
     found = sums.value()[0]
     rows_NTC = activations(layer)[ROLES.index(role)]
     logs = rows_NTC[..., 0]  # of what errors count
-    return Source(partials, found, projection, lambda: found.before, lambda: logs)
+    return Source(partials, found, lambda: found.before, lambda: logs)
 
 
 def first_block(recipe: Recipe, role: Role, x_NTC: Tensor) -> tuple[Tensor, Pair]:

@@ -263,7 +263,6 @@ def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Sourc
     return Source(
         partials,
         queries,
-        projection=lambda: run.files.output_projection(layer).to(run.plan.device),
         gradients=lambda: _gradients(work, role),
         log_importance=lambda: gradients.log_importance(run, layer, role, work.recipe.window.sinks),
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
-from kvq_runtime.stages.stage import Axis, Feedback, Queries, Rounded, Scheme, Site, Specs, Tensors, check_queries
+from kvq_runtime.stages.stage import Axis, Feedback, Queries, Rounded, Scheme, Site, Specs, Tensors
 
 Normalize = Literal["paper", "length-invariant"]
 MAX_BLOCKS = 256  # blocks of a head
@@ -56,7 +56,8 @@ class QueryOrthogonal(Feedback):
     def check(self, site: Site) -> None:
         if site.role == "value":
             raise ValueError("feedback needs queries, which values have none of; give feedback to keys alone")
-        check_queries(self.queries, site)
+        if site.position == "post" and self.queries != "after":
+            raise ValueError('keys after RoPE are multiplied by queries after RoPE; use queries="after", or "pre"')
         scheme, geometry = site.scheme, site.geometry
         if scheme.quantize.keeps_dtype or scheme.quantize.takes_latents:
             raise ValueError(f"feedback needs channels that are rounded in groups, not {scheme.quantize.kind}")

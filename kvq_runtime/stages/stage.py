@@ -365,12 +365,6 @@ class Scheme:
         }
 
 
-def check_queries(queries: Queries, site: Site) -> None:
-    """Raise a ValueError if keys of this position do not meet such queries."""
-    if site.position == "post" and queries != "after":
-        raise ValueError('keys after RoPE are multiplied by queries after RoPE; use queries="after", or "pre"')
-
-
 SLOTS = ("predict", "rotate", "quantize", "feedback", "correct")
 
 
