@@ -21,7 +21,7 @@ from torch import Tensor
 from kvq_calib.fit import rotate
 from kvq_calib.fit.chunks import Blocks, Chunk, blocks
 from kvq_calib.fit.scheme import Asked, SchemeFit, Source, Sums, summed
-from kvq_calib.fit.statistics import Moments, Pair, QuerySums
+from kvq_calib.fit.statistics import Moments, Pair, QueryMoments
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe
 from kvq_runtime.codec.codec import Context
@@ -109,9 +109,9 @@ def one_chunk(layer: int, tables: Pair, role: Role, data: Blocks, context: Conte
     def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:
         yield summed(asked, Chunk(fit.codec, data, context, keys))
 
-    sums = QuerySums(GEOMETRY, tables, fitted=1)
-    sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
-    found = sums.value()[0]
+    sums = QueryMoments(GEOMETRY)
+    sums.update(queries(layer).unflatten(-1, (-1, GEOMETRY.head_size)), tables)
+    found = sums.value()
     rows_NTC = activations(layer)[ROLES.index(role)]
     logs = rows_NTC[..., 0]  # of what errors count
     return Source(partials, found, lambda: found.before, lambda: logs)

@@ -32,8 +32,7 @@ class QueryOrthogonal(Feedback):
     normalize   "paper": C is the sum of q qᵀ over a calibration sequence and all query heads of the KV head, so that
                 λ means something else at another length · "length-invariant": C is their mean, of mean eigenvalue 1
     queries     "after": as they are after RoPE, as for keys after RoPE. Keys before RoPE are multiplied by queries that
-                are rotated by the distance between the two · "before": not rotated, for near tokens · "averaged": over
-                all distances alike
+                are rotated by the distance between the two · "before": not rotated, for near tokens
     """
 
     kind: ClassVar[str] = "query_orthogonal"
@@ -65,8 +64,7 @@ class QueryOrthogonal(Feedback):
             self._check_groups(site.scheme, geometry)
 
     def check_prompt_fit(self) -> None:
-        if self.queries == "averaged":
-            raise ValueError('queries are averaged over distances offline; use "before" or "after"')
+        """A row's own queries have a moment."""
 
     def _check_groups(self, scheme: Scheme, geometry: Geometry) -> None:
         """Groups must lie inside the blocks of channels, and rotations inside heads."""

@@ -31,7 +31,7 @@ from kvq_runtime.ops.rotation import Rotation as Turn
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name → shape and dtype
 Tensors = Mapping[str, Tensor]
 Fields = Mapping[str, Tensor]
-Queries = Literal["after", "before", "averaged"]  # RoPE; or over all distances between query and key
+Queries = Literal["after", "before"]  # RoPE
 Axis = Literal["token", "channel"]
 Rounded = Callable[[Tensor], Tensor]  # rows encoded and decoded
 Place = tuple[int, Role]  # of a decoded tensor: how many layers below, 0 for this one, and keys or values
@@ -245,7 +245,7 @@ class Quantizer(Stage):
 class Feedback(Stage):
     """Error feedback: moves the rounding error of some channels into those that follow; of keys alone.
 
-    queries   which queries it is fitted to: "after" RoPE, "before" it, or "averaged" over distances
+    queries   which queries it is fitted to: "after" RoPE, or "before" it
     """
 
     slot = "feedback"
