@@ -50,7 +50,6 @@ from kvq_runtime.fit.statistics import (
     Statistics,
 )
 from kvq_runtime.recipe import Scheme
-from kvq_runtime.stages.abilities import LinearPrediction
 from kvq_runtime.stages.stage import SLOTS, Fields, Place
 from kvq_runtime.store.block_errors import FIELD, QUANTILE, block_errors
 
@@ -184,9 +183,9 @@ class SchemeFit(Fitting):
         """The values of statistics, those that are summed in one pass over the inputs, and one over residuals."""
         ways = {one: way(one) for one in asked}
         found = {one: own.read(self, source) for one, own in ways.items() if isinstance(own, Given)}
-        joint, predictor = self.joint, self.predictor
-        if ResidualMoment() in ways and joint is not None and isinstance(predictor, LinearPrediction):
-            found[ResidualMoment()] = joint.left(*self.codec.affine())
+        joint, affine = self.joint, self.codec.affine() if ResidualMoment() in ways else None
+        if joint is not None and affine is not None:
+            found[ResidualMoment()] = joint.left(*affine)
             del ways[ResidualMoment()]
         for name in ("inputs", "residuals"):
             own = [(one, own) for one, own in ways.items() if isinstance(own, Summed) and own.passes[-1] == name]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
-from kvq_runtime.stages.stage import Axis, Feedback, Queries, Rounded, Scheme, Site, Specs, Tensors
+from kvq_runtime.stages.scheme import Scheme, Site
+from kvq_runtime.stages.stage import Axis, Feedback, Queries, Rounded, Specs, Tensors
 
 Normalize = Literal["paper", "length-invariant"]
 MAX_BLOCKS = 256  # blocks of a head

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import rotation as rotations
 from kvq_runtime.ops.rotation import SignedHadamard, hadamard_matrix, random_matrix
-from kvq_runtime.stages.stage import Rotation, Site, Specs, Tensors
+from kvq_runtime.stages.scheme import Site
+from kvq_runtime.stages.stage import Rotation, Specs, Tensors
 
 
 class Fixed(Rotation):
