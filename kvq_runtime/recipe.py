@@ -23,7 +23,8 @@ from kvq_runtime.errors import NotFound, check_type
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.policy_setting import PolicySetting, policy_kinds
 from kvq_runtime.stages.kinds import check_keys, kinds, stage_from, stage_json
-from kvq_runtime.stages.stage import SLOTS, Scheme, Site, Stage
+from kvq_runtime.stages.scheme import Scheme, Site
+from kvq_runtime.stages.stage import SLOTS, Stage
 
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
 

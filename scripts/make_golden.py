@@ -21,7 +21,7 @@ from torch import Tensor
 from kvq_calib.fit import rotate
 from kvq_calib.fit.chunks import Blocks, Chunk, blocks
 from kvq_calib.fit.scheme import Asked, SchemeFit, Source, Sums, summed
-from kvq_calib.fit.statistics import Moments, Pair, QuerySums
+from kvq_calib.fit.statistics import Moments, Pair, QueryMoments
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe
 from kvq_runtime.codec.codec import Context
@@ -62,12 +62,6 @@ def queries(layer: int) -> Tensor:
     return (found + torch.sin(0.9 * token * (channel % 5))).float()
 
 
-def projection() -> Tensor:
-    """The output projection of the model that there is none of: two query heads to a KV head, of unequal weight."""
-    row, column = torch.arange(96.0)[:, None], torch.arange(2.0 * GEOMETRY.width)
-    return torch.sin(row * column**1.3 + row) / (1 + column % GEOMETRY.head_size)
-
-
 def rotary() -> Rotary:
     """The rotation of the model that there is none of."""
     half = GEOMETRY.head_size // 2
@@ -89,7 +83,7 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
             moments.update(x_NTC[:, recipe.window.sinks :])
             context = Context(rope=data.rope, keys=found[0] if found else None, below=below)
             source = one_chunk(layer, tables, role, data, context)
-            known = {rotate.GradientMetric(): rotate.query_metric(source.gradients())}  # with the ridge of queries
+            known = {rotate.GradientMetric(): rotate.gradient_metric(source.gradients(), 1e-3)}  # of many gradients
             statistics = Statistics(moments.value().mean_C.float(), known)
             scheme = SchemeFit(recipe, layer, role, GEOMETRY, statistics)
             scheme.fit(source)
@@ -115,12 +109,12 @@ def one_chunk(layer: int, tables: Pair, role: Role, data: Blocks, context: Conte
     def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:
         yield summed(asked, Chunk(fit.codec, data, context, keys))
 
-    sums = QuerySums(GEOMETRY, tables, fitted=1)
-    sums.merge(0, sums.partial(0, queries(layer)), SEQUENCES)
-    found = sums.value()[0]
+    sums = QueryMoments(GEOMETRY)
+    sums.update(queries(layer).unflatten(-1, (-1, GEOMETRY.head_size)), tables)
+    found = sums.value()
     rows_NTC = activations(layer)[ROLES.index(role)]
     logs = rows_NTC[..., 0]  # of what errors count
-    return Source(partials, found, projection, lambda: found.before, lambda: logs)
+    return Source(partials, found, lambda: found.before, lambda: logs)
 
 
 def first_block(recipe: Recipe, role: Role, x_NTC: Tensor) -> tuple[Tensor, Pair]:

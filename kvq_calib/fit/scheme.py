@@ -9,7 +9,7 @@ below were, but for one (`Known`); and what a linear prediction leaves has a mom
 half of the products; in the first 8 layers of SmolLM2-135M, at 4 bits, the moment is the same to a thousandth.
 
     Summed   added up over chunks: the sums of each chunk, a partial, are merged in ascending order
-    Given    known of a layer without another pass, from its queries, its weights or its gradients
+    Given    known of a layer without another pass, from its queries or its gradients
 
 A statistic that no row has is one of these, and stands beside the fit that it was made for; here are those that rows
 have, too. `Fitting` goes through the stages in the order of the pipeline, each solved by the module of `kvq_calib.fit`
@@ -50,7 +50,6 @@ from kvq_runtime.fit.statistics import (
     Statistics,
 )
 from kvq_runtime.recipe import Scheme
-from kvq_runtime.stages.abilities import LinearPrediction
 from kvq_runtime.stages.stage import SLOTS, Fields, Place
 from kvq_runtime.store.block_errors import FIELD, QUANTILE, block_errors
 
@@ -66,14 +65,12 @@ class Source:
 
     partials         a pass: the sums of every chunk to fit on (`summed`), in ascending order
     queries          those to fit on; None: they were not summed
-    projection       the weight of the output projection, [hidden, query heads · D]
     gradients        the second moment of the gradients at the keys, or values, float64 [H, D, D]
     log_importance   logarithms of how much an error of each token counts there, float32 [first sequences, T]
     """
 
     partials: Callable[["SchemeFit", Asked], Iterable[list[Sums]]]
     queries: LayerQueries | None
-    projection: Callable[[], Tensor]
     gradients: Callable[[], Tensor]
     log_importance: Callable[[], Tensor]
 
@@ -186,9 +183,9 @@ class SchemeFit(Fitting):
         """The values of statistics, those that are summed in one pass over the inputs, and one over residuals."""
         ways = {one: way(one) for one in asked}
         found = {one: own.read(self, source) for one, own in ways.items() if isinstance(own, Given)}
-        joint, predictor = self.joint, self.predictor
-        if ResidualMoment() in ways and joint is not None and isinstance(predictor, LinearPrediction):
-            found[ResidualMoment()] = joint.left(*self.codec.affine())
+        joint, affine = self.joint, self.codec.affine() if ResidualMoment() in ways else None
+        if joint is not None and affine is not None:
+            found[ResidualMoment()] = joint.left(*affine)
             del ways[ResidualMoment()]
         for name in ("inputs", "residuals"):
             own = [(one, own) for one, own in ways.items() if isinstance(own, Summed) and own.passes[-1] == name]

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit.sample import in_order
-from kvq_runtime.fit.statistics import add_moment, averaged_moment
+from kvq_runtime.fit.statistics import add_moment
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
-from kvq_runtime.stages.stage import Feedback, Queries
+from kvq_runtime.stages.stage import Queries
 
 Pair = tuple[Tensor, Tensor]
 
@@ -149,91 +149,43 @@ class CrossMoments(_Sums):
         return Centred(count=count, mean_x_I=x, mean_y_O=y, xx_II=xx, xy_IO=xy, yy_OO=yy)
 
 
-class QueryMoments(_Sums):
-    """Sum q qᵀ over the tokens and query heads of each KV head, before and after RoPE; nothing is subtracted."""
-
-    def __init__(self, geometry: Geometry, device: torch.device | str = "cpu"):
-        square = (geometry.kv_heads, geometry.head_size, geometry.head_size)
-        super().__init__({}, _zeros(device, count=(), before=square, after=square))
-
-    def update(self, q_NTGD: Tensor, tables: Pair) -> None:
-        """Add queries before RoPE, all heads of the model, those of one KV head side by side; cos and sin [1, T, K]."""
-        q_NTGD = q_NTGD.float()
-        heads = len(self.sums["before"])
-        for name, part in (("before", q_NTGD), ("after", rope.rotate(q_NTGD, *tables))):
-            add_moment(self.sums[name], part)
-        self.sums["count"] += q_NTGD.shape[:3].numel() // heads
-
-    def value(self) -> Pair:
-        """E[q qᵀ] before and after RoPE, float64 [H, D, D] each."""
-        count = _count(self.sums)
-        return self.sums["before"] / count, self.sums["after"] / count
-
-
 @dataclass(frozen=True)
 class LayerQueries:
     """The queries of a layer.
 
     before, after   second moments before and after RoPE, float64 [H, D, D]
     sequence        how many queries one KV head is multiplied with in a sequence
-    rope            cos and sin of the positions 0 to T - 1 of a sequence, [1, T, K]: for averages over distances
     """
 
     before: Tensor
     after: Tensor
     sequence: float
-    rope: Pair
 
     def moment(self, which: Queries) -> Tensor:
-        """The moment of the queries that a stage asks for."""
-        if which == "averaged":
-            return averaged_moment(self.before, *self.rope)
+        """Return the moment of the queries that a stage asks for."""
         return self.after if which == "after" else self.before
 
 
-class QuerySums:
-    """The queries of one layer, chunk by chunk: those to fit on, and the held-out ones, each of length 1."""
+class QueryMoments(_Sums):
+    """Sum q qᵀ over the tokens and query heads of each KV head, before and after RoPE; nothing is subtracted."""
 
-    def __init__(self, geometry: Geometry, tables: Pair, fitted: int, device: torch.device | str = "cpu"):
-        self._geometry, self._tables, self._fitted, self._device = geometry, tables, fitted, device
-        self._sums = [QueryMoments(geometry, device) for _ in ("fitted", "held out")]
-        self._sequence = 0.0
+    def __init__(self, geometry: Geometry, device: torch.device | str = "cpu"):
+        square = (geometry.kv_heads, geometry.head_size, geometry.head_size)
+        super().__init__({}, _zeros(device, count=(), sequences=(), before=square, after=square))
 
-    def partial(self, index: int, q_NTC: Tensor) -> QueryMoments:
-        """The sums of a chunk's queries, which are before RoPE."""
-        q_NTGD = q_NTC.float().unflatten(-1, (-1, self._geometry.head_size))
-        if index >= self._fitted:
-            q_NTGD = torch.nn.functional.normalize(q_NTGD, dim=-1)
-        partial = QueryMoments(self._geometry, self._device)
-        partial.update(q_NTGD, self._tables)
-        return partial
+    def update(self, q_NTGD: Tensor, tables: Pair) -> None:
+        """Add sequences' queries before RoPE, those of one KV head side by side; cos and sin [1, T, K]."""
+        q_NTGD = q_NTGD.float()
+        heads = len(self.sums["before"])
+        for name, part in (("before", q_NTGD), ("after", rope.rotate(q_NTGD, *tables))):
+            add_moment(self.sums[name], part)
+        self.sums["count"] += q_NTGD.shape[:3].numel() // heads
+        self.sums["sequences"] += len(q_NTGD)
 
-    def merge(self, index: int, partial: QueryMoments, sequences: int) -> None:
-        """Add the sums of a chunk of `sequences` sequences; chunk 0 first, then each next one."""
-        held = index >= self._fitted
-        self._sequence = float(partial.sums["count"]) / sequences
-        self._sums[held].merge(index - held * self._fitted, partial)
-
-    def value(self) -> tuple[LayerQueries, LayerQueries | None]:
-        """Return the queries to fit on, and the held-out ones, if there are any."""
-        fitted, held = (
-            LayerQueries(*sums.value(), self._sequence, self._tables) if sums.merged else None for sums in self._sums
-        )
-        assert fitted is not None, "a fit without chunks"
-        return fitted, held
-
-
-def deviations(stage: Feedback, queries: LayerQueries, held: LayerQueries) -> list[float]:
-    """Return how far held-out queries deviate from the 1, 2, ..., D leading directions, over all heads.
-
-    A query deviates from a subspace by the length of what sticks out of it, over its own: Wang et al., 2025 (SQuat),
-    definition 1. Differs: root mean squares over held-out queries and heads; the paper's are of one sequence's tokens.
-    """
-    vectors_HDD = torch.linalg.eigh(queries.moment(stage.queries)).eigenvectors.flip(-1)
-    moment_HDD = held.moment(stage.queries)
-    inside_HD = (vectors_HDD * (moment_HDD @ vectors_HDD)).sum(-2).cumsum(-1)
-    share_HD = inside_HD / moment_HDD.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-    return [round(value, 4) for value in (1 - share_HD.mean(0)).clamp_min(0).sqrt().tolist()]
+    def value(self) -> LayerQueries:
+        count = _count(self.sums)
+        sequence = count / float(self.sums["sequences"])
+        return LayerQueries(self.sums["before"] / count, self.sums["after"] / count, sequence)
 
 
 class Attended(_Sums):

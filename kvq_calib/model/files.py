@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvq_calib.model.weights import Weights
 
 DTYPES = "bfloat16", "float16", "float32"
-OUTPUT = "o_proj"  # attention's last projection
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -184,10 +183,6 @@ class ModelFiles:
     def fingerprint(self) -> fingerprint.Fingerprint:
         """Return the identity of the model, which an artifact fitted to it stores."""
         return self._fingerprint
-
-    def output_projection(self, layer: int) -> Tensor:
-        """The matrix of a layer of the geometry behind attention, [hidden width, query heads · head size]."""
-        return self._projection(self.attending[layer], OUTPUT)
 
     def _has(self, layer: int, projection: str) -> bool:
         return self.weights.of_attention(layer, projection) in self.weights

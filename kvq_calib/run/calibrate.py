@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvq_calib.fit import rotate
 from kvq_calib.fit.scheme import Asked, Errors, SchemeFit, Source, Sums, summary
-from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QuerySums, deviations
+from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QueryMoments
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import bit_allocation, checkpoint, gradients, passes
 from kvq_calib.run.passes import RecipeWork
@@ -36,12 +36,11 @@ class LayerStatistics:
     """Sums over all chunks, collected while a layer was captured.
 
     moments   of keys and of values, by the number of sinks left out
-    queries   second moments of the queries to fit on, where a recipe asks for queries; `held`: of the held-out ones
+    queries   second moments of the queries to fit on, where a recipe asks for queries
     """
 
     moments: dict[int, tuple[MeanVariance, MeanVariance]]
     queries: LayerQueries | None = None
-    held: LayerQueries | None = None
 
 
 def calibrate(run: Run) -> dict[str, Artifact]:
@@ -149,21 +148,20 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
         sinks: (Moments(width, device), Moments(width, device))
         for sinks in {recipe.window.sinks for recipe in plan.recipes}
     }
-    query_sums = None
-    if any(takes(recipe, "capture") for recipe in plan.recipes):
-        query_sums = QuerySums(plan.geometry, stream.rope(plan.seq_len), plan.fitted_chunks, device)
-    shared = passes.Capture(run, stream, layer, folder, frozenset(sums), query_sums)
+    asks_queries = any(takes(recipe, "capture") for recipe in plan.recipes)
+    query_sums = QueryMoments(plan.geometry, device)
+    shared = passes.Capture(run, stream, layer, folder, frozenset(sums), asks_queries)
     captured = run.executor(passes.capture, shared, range(len(plan.chunks)))
     for (index, rows), chunk in zip(enumerate(plan.chunks), captured, strict=True):
         seconds["forward"] = seconds.get("forward", 0.0) + chunk.forward
         for sinks, pair in chunk.moments.items():
             for total, part in zip(sums[sinks], pair, strict=True):
                 total.merge(index, part)
-        if query_sums is not None:
-            query_sums.merge(index, chunk.queries, len(rows))
+        if chunk.queries is not None:
+            query_sums.merge(index, chunk.queries)
         run.report(layer, "capture", index + 1, len(plan.chunks), len(rows) * plan.seq_len)
     moments = {sinks: (keys.value(), values.value()) for sinks, (keys, values) in sums.items()}
-    return LayerStatistics(moments, *(query_sums.value() if query_sums is not None else ()))
+    return LayerStatistics(moments, query_sums.value() if asks_queries else None)
 
 
 def _fit_recipe(
@@ -189,9 +187,6 @@ def _fit_recipe(
         work.fits[role] = fit
         tensors |= {f"layers.{layer}.{role}.{name}": tensor.cpu() for name, tensor in fit.tensors.items()}
         measures[role] = summary(errors, plan.held_out > 0)
-        if fit.scheme.feedback is not None and collected.queries is not None and collected.held is not None:
-            found = deviations(fit.scheme.feedback, collected.queries, collected.held)
-            measures[role]["query_deviation"] = found
     work.leave()
     return tensors, measures, work
 
@@ -263,7 +258,6 @@ def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Sourc
     return Source(
         partials,
         queries,
-        projection=lambda: run.files.output_projection(layer).to(run.plan.device),
         gradients=lambda: _gradients(work, role),
         log_importance=lambda: gradients.log_importance(run, layer, role, work.recipe.window.sinks),
     )

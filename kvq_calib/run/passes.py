@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvq_calib.fit.chunks import Blocks, Chunk, blocks
 from kvq_calib.fit.scheme import Asked, Errors, Known, SchemeFit, Sums, summed
-from kvq_calib.fit.statistics import Moments, QueryMoments, QuerySums
+from kvq_calib.fit.statistics import Moments, QueryMoments
 from kvq_calib.model.streamed import Layer, Stream
 from kvq_calib.run import checkpoint
 from kvq_calib.run.device import settle
@@ -34,8 +34,8 @@ TOKENS = "tokens.safetensors"  # of all sequences, beside what is under the firs
 class Capture:
     """The shared state of the chunks of a layer's capture.
 
-    sinks        the numbers of sinks that are left out, each, of moments
-    query_sums   of the queries, if they are asked for
+    sinks     the numbers of sinks that are left out, each, of moments
+    queries   whether moments of queries are asked for
     """
 
     run: Run
@@ -43,7 +43,7 @@ class Capture:
     layer: int
     folder: Path
     sinks: frozenset[int]
-    query_sums: QuerySums | None
+    queries: bool
 
     @cached_property
     def module(self) -> Layer:
@@ -56,7 +56,7 @@ class ChunkStatistics:
     """Sums over one chunk.
 
     moments   of keys and values, by the number of sinks left out
-    queries   None: they were not asked for
+    queries   None: they were not asked for, or the chunk is held out
     forward   seconds of the model itself
     """
 
@@ -70,19 +70,21 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     run, folder = shared.run, shared.folder
     hidden = under(run, shared.stream, shared.layer, index)
     begun = time.perf_counter()
-    captured = shared.module.forward(hidden, shared.query_sums is not None)
+    fitted, geometry = index < run.plan.fitted_chunks, run.plan.geometry
+    captured = shared.module.forward(hidden, shared.queries and fitted)
     settle(hidden.device)
     spent = time.perf_counter() - begun
-    if shared.layer < run.plan.geometry.layers - 1:
+    if shared.layer < geometry.layers - 1:
         run.activations.save({"hidden": captured.h_BTE}, folder / file("hidden", index))
     run.activations.save({"key": captured.k_NTC, "value": captured.v_NTC}, folder / file("capture", index))
     moments = {}
-    if index < run.plan.fitted_chunks:
+    if fitted:
         pair = captured.k_NTC, captured.v_NTC
         moments = {sinks: (_moments(pair[0][:, sinks:]), _moments(pair[1][:, sinks:])) for sinks in shared.sinks}
     queries = None
-    if shared.query_sums is not None and captured.q_NTC is not None:
-        queries = shared.query_sums.partial(index, captured.q_NTC)
+    if captured.q_NTC is not None:
+        queries = QueryMoments(geometry, hidden.device)
+        queries.update(captured.q_NTC.unflatten(-1, (-1, geometry.head_size)), shared.stream.rope(run.plan.seq_len))
     return ChunkStatistics(moments, queries, spent)
 
 

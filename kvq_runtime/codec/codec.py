@@ -28,7 +28,6 @@ from kvq_runtime.ops import dispatch, product, rope
 from kvq_runtime.ops.constant import lasting
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
-from kvq_runtime.stages.abilities import LinearPrediction, ScaledLookup, Searching, SingleTokens, Weighing
 from kvq_runtime.stages.stage import SLOTS, Place, Specs
 
 _CPU = torch.device("cpu")
@@ -56,8 +55,8 @@ class Codec:
         self._hold(tensors, _CPU)
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
         size = self.scheme.quantize.group_size(self._width, geometry)
-        if size is not None and isinstance(self.scheme.quantize, ScaledLookup) and (back := self.back) is not None:
-            self._scale_last = self.scheme.axis == "token" and size % back.shape[-2] == 0
+        if size is not None and self.scheme.quantize.has_lookup and self.back is not None:
+            self._scale_last = self.scheme.axis == "token" and size % self.back.shape[-2] == 0
 
     def to(self, device: torch.device) -> "Codec":
         """The codec with every tensor on the device: itself if they are there."""
@@ -185,7 +184,7 @@ class Codec:
     def approximated(self, x_NTC: Tensor, context: Context) -> Tensor:
         """Return what `encode_decode` decodes to, or, where encoding takes a search, something with errors like it."""
         quantize = self.scheme.quantize
-        if not isinstance(quantize, Searching) or not quantize.searches or self.scheme.correct is not None:
+        if not quantize.searches or self.scheme.correct is not None:
             return self.encode_decode(x_NTC, context)[1]
         predicted = self.predicted(context)
         x = self.residual(x_NTC, replace(context, predicted=predicted))
@@ -213,15 +212,13 @@ class Codec:
 
         For schemes per token that predict nothing but a mean; keys stay before RoPE if they are encoded so.
         """
-        quantize, own, back = self.scheme.quantize, self._own["quantize"], self.back
-        if isinstance(quantize, SingleTokens):
-            x = quantize.at(fields, block_N, place_N, self.block, self._width, own)
-        else:
+        back = self.back
+        if self._scale_last:  # as `decode` does: scaled after the rotation back, not rounded in between
             tokens = {name: field[block_N, place_N][None] for name, field in fields.items()}
-            if self._scale_last:  # as `decode` does: scaled after the rotation back, not rounded in between
-                x, back = self._unround(tokens)[0], None
-            else:
-                x = quantize.decode(tokens, self._width, self.geometry, own)[0]
+            x, back = self._unround(tokens)[0], None
+        else:
+            quantize = self.scheme.quantize
+            x = quantize.at(fields, block_N, place_N, self.block, self.geometry, self._own["quantize"])
         if back is None:
             x = x[:, channels]
         elif back.ndim == 2 and len(back) == x.shape[1]:
@@ -246,7 +243,7 @@ class Codec:
     def _importance(self, x_NTC: Tensor, context: Context) -> Tensor | None:
         """Levels of how much errors of tokens count, int8 [N, T]; None: all alike."""
         quantize = self.scheme.quantize
-        if not isinstance(quantize, Weighing) or not quantize.weighed:
+        if not quantize.weighs:
             return None
         return quantize.importance(self.centred(x_NTC, context), self._own["quantize"])
 
@@ -258,10 +255,9 @@ class Codec:
         return self._rounded(x, level_NT, rotation)
 
     def _rounded(self, x_NRW: Tensor, level_NT: Tensor | None, rotation: Rotation) -> dict[str, Tensor]:
-        quantize, own = self.scheme.quantize, self._own["quantize"]
-        if level_NT is not None and isinstance(quantize, Weighing):
-            return quantize.encode_weighed(x_NRW, level_NT, rotation, own, self.geometry)
-        return quantize.encode(x_NRW, rotation, own, self.geometry)
+        quantize: Any = self.scheme.quantize
+        levels = () if level_NT is None else (level_NT,)
+        return quantize.encode(x_NRW, rotation, self._own["quantize"], self.geometry, *levels)
 
     def _quantized(self, x_NRW: Tensor) -> Tensor:
         """Rows encoded and decoded, before any rotation back."""
@@ -334,11 +330,11 @@ class Codec:
             return context.predicted
         return self.predictor.apply(self.inputs(context), self._own["predict"])
 
-    def affine(self) -> tuple[Tensor, Tensor]:
-        """W [I, C] and b [C], float32, of a linear prediction z W + b from `inputs` z."""
-        assert isinstance(self.predictor, LinearPrediction)
+    def affine(self) -> tuple[Tensor, Tensor] | None:
+        """Return W [I, C] and b [C], float32, of a linear prediction z W + b from `inputs`; None: it is another."""
         own = self._own["predict"]
-        return self.predictor.matrix(own, self._inputs).float(), own["bias"]
+        weight_IC = None if self.predictor is None else self.predictor.matrix(own, self._inputs)
+        return None if weight_IC is None else (weight_IC.float(), own["bias"])
 
     def fields(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of one encoded block; `dtype` is the model's."""

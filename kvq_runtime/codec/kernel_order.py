@@ -15,7 +15,8 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops import fragment, pack
 from kvq_runtime.ops.constant import constant
-from kvq_runtime.stages.stage import Scheme, Specs
+from kvq_runtime.stages.scheme import Scheme
+from kvq_runtime.stages.stage import Specs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages import stage as contract
-from kvq_runtime.stages.stage import Quantizer, Scheme, Tensors
+from kvq_runtime.stages.scheme import Scheme
+from kvq_runtime.stages.stage import Quantizer, Tensors
 
 
 def matrices(

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.constant import constant
-from kvq_runtime.stages.abilities import PackedCodes, ReadPacked
-from kvq_runtime.stages.stage import Scheme
+from kvq_runtime.stages.scheme import Scheme
+from kvq_runtime.stages.stage import PackedCodes
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ def packed_reader(scheme: Scheme, geometry: Geometry, back: Tensor | None, devic
     """
     if scheme.axis != "token" or scheme.predict is not None or scheme.correct is not None:
         return None
-    if not isinstance(scheme.quantize, ReadPacked):
-        return None
     codes = scheme.quantize.packed(geometry.width, geometry, device)
+    if codes is None:
+        return None
     if back is not None and back.ndim == 3:
         return _by_head(codes, geometry, back, device)
     group, back = codes.group, _rotation(codes.order, back)

@@ -1,8 +1,6 @@
 """Turn the second moment of a layer's queries into the moves of SQuat's feedback.
 
-An error e of a key changes a score by q e; what the moments `before`, `after` and `averaged` mean is in
-`statistics.py`. Attention looks at what is near, where RoPE turns little: `before` is the other end of `averaged`, and
-in what was measured the better one.
+An error e of a key changes a score by q e; what the moments `before` and `after` mean is in `statistics.py`.
 
 Source: Wang et al., 2025 (SQuat), sections 3.2 and 3.3.
 """

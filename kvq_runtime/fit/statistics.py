@@ -7,12 +7,9 @@ Second moments of queries:
 
     before      E[q₀ q₀ᵀ]                         q₀ as the projection puts it out
     after       E[q qᵀ], q = R_n q₀               as attention uses it
-    averaged    E[R_δ q₀ q₀ᵀ R_δᵀ] over the distances δ
 
-An error e of a key before RoPE, δ tokens before the query, is multiplied as (R_n q₀)ᵀ (R_n-δ e) = (R_δ q₀)ᵀ e. In a
-sequence of T tokens, T - δ pairs of a query and a key have distance δ: so much δ counts in the average, as if attention
-looked at all of them alike. Queries and distances are taken as independent, so that the average needs only the moment
-before RoPE.
+An error e of a key before RoPE, δ tokens before the query, is multiplied as (R_n q₀)ᵀ (R_n-δ e) = (R_δ q₀)ᵀ e.
+Attention looks at what is near, where RoPE turns little: there, it is q₀ᵀ e.
 
 The directions of a latent basis are the eigenvectors of a second moment, by falling eigenvalue, with fixed signs:
 
@@ -35,7 +32,6 @@ from torch import Tensor
 
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import rope
 from kvq_runtime.stages.stage import Queries
 
 TILE = 1024  # rows of one float32 product, whose error grows with them; products are added in float64
@@ -114,13 +110,13 @@ class Queried(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryMoment(Statistic[Queried]):
-    """The second moment of a layer's queries: "after" RoPE, "before" it, or "averaged" over distances to a key."""
+    """The second moment of a layer's queries, "after" RoPE or "before" it."""
 
     passes = ("capture",)
     queries: Queries = "after"
 
     def of_row(self, row: Row) -> Queried:
-        if row.queries is None or self.queries == "averaged":
+        if row.queries is None:
             return super().of_row(row)
         q_NC, geometry = row.queries(self.queries), row.codec.geometry
         return Queried(moment_of(q_NC, geometry), q_NC.numel() / geometry.width)
@@ -157,22 +153,6 @@ def add_moment(total_HDD: Tensor, q_NTGD: Tensor) -> None:
     rows_HRD = q_NTGD.float().unflatten(2, (len(total_HDD), -1)).permute(2, 0, 1, 3, 4).flatten(1, 3)
     for tile_HRD in rows_HRD.split(TILE, 1):
         total_HDD += tile_HRD.mT @ tile_HRD
-
-
-def averaged_moment(moment_HDD: Tensor, cos_NTK: Tensor, sin_NTK: Tensor) -> Tensor:
-    """E[R_δ C R_δᵀ] over the distances in a sequence of T tokens: products of cosines and sines, averaged over them."""
-    size, half = moment_HDD.shape[-1], cos_NTK.shape[-1]
-    cos_TD, sin_TD = (part[0].double() for part in rope.spread(cos_NTK, sin_NTK, 1, size))
-    weight_T = torch.arange(len(cos_TD), 0, -1, dtype=torch.float64, device=cos_TD.device)
-    weight_T1 = (weight_T / weight_T.sum())[:, None]
-    partner = torch.arange(size, device=cos_TD.device)  # channel i becomes cos · x_i + sin · x_partner
-    partner[: 2 * half] = partner[: 2 * half].roll(-half)
-    cos_cos, cos_sin, sin_sin = (
-        (weight_T1 * one).mT @ other for one, other in ((cos_TD, cos_TD), (cos_TD, sin_TD), (sin_TD, sin_TD))
-    )
-    own_HDD, mixed_HDD = moment_HDD, moment_HDD[..., partner]
-    straight = cos_cos * own_HDD + cos_sin * mixed_HDD
-    return straight + cos_sin.mT * own_HDD[:, partner] + sin_sin * mixed_HDD[:, partner]
 
 
 def moment_of(q_NC: Tensor, geometry: Geometry) -> Tensor:

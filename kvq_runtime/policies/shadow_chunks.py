@@ -32,7 +32,6 @@ from kvq_runtime.ops import rope
 from kvq_runtime.ops.dense import capped
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
-from kvq_runtime.stages.abilities import SingleTokens
 from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import EXTRA, LayerStore
@@ -103,7 +102,7 @@ def _check_tokens(quantize: Quantizer, geometry: Geometry) -> None:
     """Raise a ValueError if single tokens cannot be decoded."""
     few, more = (quantize.fields(rows, geometry.width, geometry, torch.bfloat16) for rows in (64, 128))
     whole = sorted(name for name in few if few[name][0] != (64, *more[name][0][1:]) or more[name][0][0] != 128)
-    if whole and not isinstance(quantize, SingleTokens):
+    if whole and not quantize.reads_tokens:
         raise ValueError(
             f"{quantize.kind} stores {', '.join(whole)} for a whole block, so single tokens cannot be decoded; use a "
             "quantizer whose fields all begin with the token, or read all tokens"

@@ -17,8 +17,7 @@ from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import grid, lloyd, pack, product
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.rotation import Rotation, in_tile
-from kvq_runtime.stages.abilities import PackedCodes
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, PackedCodes, Quantizer, Specs, Tensors
 
 Read = Callable[[Tensor], Tensor]
 
@@ -29,6 +28,7 @@ class Codebook(Quantizer):
     Code i of a group of n codes stands for its elements i, i + n, ...
     """
 
+    has_lookup: ClassVar[bool] = True
     bits: int
     dim: int
     group: str | int

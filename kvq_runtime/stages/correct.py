@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
-from kvq_runtime.stages.stage import Correction, Fields, Site, Specs, Tensors
+from kvq_runtime.stages.scheme import Site
+from kvq_runtime.stages.stage import Correction, Fields, Specs, Tensors
 
 
 @dataclass(frozen=True)

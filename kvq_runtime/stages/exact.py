@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rotation import Rotation
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Tensors
+from kvq_runtime.stages.scheme import Site
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Tensors
 
 
 @dataclass(frozen=True)

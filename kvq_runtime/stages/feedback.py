@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
-from kvq_runtime.stages.stage import Axis, Feedback, Queries, Rounded, Scheme, Site, Specs, Tensors, check_queries
+from kvq_runtime.stages.scheme import Scheme, Site
+from kvq_runtime.stages.stage import Axis, Feedback, Queries, Rounded, Specs, Tensors
 
 Normalize = Literal["paper", "length-invariant"]
 MAX_BLOCKS = 256  # blocks of a head
@@ -32,8 +33,7 @@ class QueryOrthogonal(Feedback):
     normalize   "paper": C is the sum of q qᵀ over a calibration sequence and all query heads of the KV head, so that
                 λ means something else at another length · "length-invariant": C is their mean, of mean eigenvalue 1
     queries     "after": as they are after RoPE, as for keys after RoPE. Keys before RoPE are multiplied by queries that
-                are rotated by the distance between the two · "before": not rotated, for near tokens · "averaged": over
-                all distances alike
+                are rotated by the distance between the two · "before": not rotated, for near tokens
     """
 
     kind: ClassVar[str] = "query_orthogonal"
@@ -56,7 +56,8 @@ class QueryOrthogonal(Feedback):
     def check(self, site: Site) -> None:
         if site.role == "value":
             raise ValueError("feedback needs queries, which values have none of; give feedback to keys alone")
-        check_queries(self.queries, site)
+        if site.position == "post" and self.queries != "after":
+            raise ValueError('keys after RoPE are multiplied by queries after RoPE; use queries="after", or "pre"')
         scheme, geometry = site.scheme, site.geometry
         if scheme.quantize.keeps_dtype or scheme.quantize.takes_latents:
             raise ValueError(f"feedback needs channels that are rounded in groups, not {scheme.quantize.kind}")
@@ -64,8 +65,7 @@ class QueryOrthogonal(Feedback):
             self._check_groups(site.scheme, geometry)
 
     def check_prompt_fit(self) -> None:
-        if self.queries == "averaged":
-            raise ValueError('queries are averaged over distances offline; use "before" or "after"')
+        """A row's own queries have a moment."""
 
     def _check_groups(self, scheme: Scheme, geometry: Geometry) -> None:
         """Groups must lie inside the blocks of channels, and rotations inside heads."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent, pack, trellis
 from kvq_runtime.ops.rotation import Rotation, rotate
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
+from kvq_runtime.stages.scheme import Site
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
 
 # What errors cost with paths that weigh tokens, of what they cost with others, by which bits are shared out: by
 # SmolLM2's gradients 0.80 to 0.87 (two sequences, 2 bits), of Gaussian channels 0.77 to 0.83 if ln w deviates by 0.8.
@@ -58,6 +59,7 @@ class Mixed(Quantizer):
     slack: ClassVar[float] = 1.35  # latent channels of unequal size
     fitted: ClassVar[bool] = True
     takes_latents: ClassVar[bool] = True
+    reads_tokens: ClassVar[bool] = True
     bits: tuple[int, ...] = (7, 6, 5, 4, 3, 2, 1, 0)
     counts: tuple[int, ...] = ()
     target: float = 0.0
@@ -145,20 +147,18 @@ class Mixed(Quantizer):
             fields |= {name: ((self.stored(width),), torch.float16) for name in ("low", "high")}
         return fields
 
-    def encode(self, x_NTC: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
+    def encode(
+        self,
+        x_NTC: Tensor,
+        rotation: Rotation,
+        tensors: Tensors,
+        geometry: Geometry,
+        level_NT: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """Rotate rows of any float dtype to R latent channels, by a basis [C, R], and encode those channel by channel.
 
-        tensors   those of `specs`
+        level_NT   how much errors of tokens count, of `importance`; None: alike
         """
-        return self.encode_weighed(x_NTC, None, rotation, tensors, geometry)
-
-    def importance(self, x_NTC: Tensor, tensors: Tensors) -> Tensor:
-        return latent.importance(x_NTC, tensors["importance"])
-
-    def encode_weighed(
-        self, x_NTC: Tensor, level_NT: Tensor | None, rotation: Rotation, tensors: Tensors, geometry: Geometry
-    ) -> dict[str, Tensor]:
-        """`encode` of tokens whose errors count so much; None: alike."""
         z_NRT, codes_NT, gain_NT = self._over_gains(rotate(x_NTC, rotation).mT.contiguous(), tensors, geometry)
         scale_NT = self._scales(gain_NT, level_NT)
         stored = {} if codes_NT is None else {"gain": pack.pack(codes_NT, self.gain)}
@@ -171,6 +171,13 @@ class Mixed(Quantizer):
         for part, bits, own in self._parts(geometry.width, ends):
             packed.append(pack.pack(self._codes(z_NRT[:, part], own, bits, scale_NT), bits).flatten(1))
         return {"codes": torch.cat(packed, 1)} | stored
+
+    @property
+    def weighs(self) -> bool:
+        return self.weighed
+
+    def importance(self, x_NTC: Tensor, tensors: Tensors) -> Tensor:
+        return latent.importance(x_NTC, tensors["importance"])
 
     def decode(
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
@@ -190,7 +197,9 @@ class Mixed(Quantizer):
             start = stop
         return torch.cat(found, 1).mT
 
-    def at(self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, width: int, tensors: Tensors) -> Tensor:
+    def at(
+        self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, geometry: Geometry, tensors: Tensors
+    ) -> Tensor:
         """Decode single tokens to bfloat16 [N, R]; codes are stored by channel, so each is read alone."""
         packed, start, found = fields["codes"].flatten(), block_N[:, None] * fields["codes"].shape[1], []
         ends = _of_channels(tensors) or {name: fields[name][block_N].float() for name in ("low", "high")}
@@ -199,7 +208,7 @@ class Mixed(Quantizer):
             gains = fields["gain"]
             codes_N = pack.pick(gains.flatten(), block_N * gains.shape[1], token_N, self.gain, block)
             gain_N1 = self._gains(codes_N, tensors)[:, None]
-        for part, bits, own in self._parts(width, ends):
+        for part, bits, own in self._parts(geometry.width, ends):
             size, count = pack.packed_size(block, bits), part.stop - part.start
             first = start + size * torch.arange(count, device=packed.device)
             codes = [self._picked(packed, first, token_N - past, bits, block) for past in self._past(bits)]

@@ -9,7 +9,8 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack, product
 from kvq_runtime.ops.rotation import Rotation, rotate
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
+from kvq_runtime.stages.scheme import Site
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
 
 
 @dataclass(frozen=True)

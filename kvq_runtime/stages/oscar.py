@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.stages.stage import Rotation, Site, Specs, Tensors
+from kvq_runtime.stages.scheme import Site
+from kvq_runtime.stages.stage import Rotation, Specs, Tensors
 
 Metric = Literal["queries", "attended"]
 

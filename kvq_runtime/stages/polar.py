@@ -14,7 +14,8 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import pack, polar
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
+from kvq_runtime.stages.scheme import Site
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
 
 # quantized radii: 2^(-code/16) of the vector's norm, so from 1 down to 2^-15.9, each to 2.2%
 RADII = 2.0 ** (-torch.arange(256, dtype=torch.float64) / 16)

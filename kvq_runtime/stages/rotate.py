@@ -10,7 +10,8 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import rotation as rotations
 from kvq_runtime.ops.rotation import SignedHadamard, hadamard_matrix, random_matrix
-from kvq_runtime.stages.stage import Queries, Rotation, Site, Specs, Tensors, check_queries
+from kvq_runtime.stages.scheme import Site
+from kvq_runtime.stages.stage import Rotation, Specs, Tensors
 
 
 class Fixed(Rotation):
@@ -107,8 +108,7 @@ class Basis(Rotation):
     kind: ClassVar[str] = "basis"
     papers: ClassVar[tuple[str, ...]] = ("2502.15304",)
     latents: ClassVar[bool] = True
-
-    fitted = True
+    fitted: ClassVar[bool] = True
 
     def size(self, width: int, geometry: Geometry) -> int:
         return width
@@ -125,13 +125,18 @@ class Basis(Rotation):
 
 
 @dataclass(frozen=True)
-class Weighted(Basis):
-    """Basis whose latent errors are those that count, in a metric M: z = x B, x̂ = ẑ Dᵀ.
+class GradientBasis(Basis):
+    """Basis in the metric of the model's own predictions, M = E[g gᵀ], Fisher information by KV head: x̂ = ẑ Dᵀ.
 
-    An error e of a token costs e M eᵀ. B = M^½ V and D = M^-½ V, V the eigenvectors of M^½ S M^½, so that the cost of
-    an error of ẑ is its square: bits are allocated by what errors cost. B is not orthogonal; both are stored, and
-    counted in bits.
+    g is the gradient of the log-probability of tokens drawn from the model, with respect to one token's keys before
+    RoPE, or values. ½ e M eᵀ is, to second order, the divergence in nats that an error e of the token causes in all
+    that follows: the one metric holds for keys and values, and compares between layers.
+
+    B = M^½ V and D = M^-½ V, V the eigenvectors of M^½ S M^½, so that the cost of an error of ẑ is its square. B is not
+    orthogonal; both are stored, and counted in bits.
     """
+
+    kind: ClassVar[str] = "gradient_basis"
 
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
         return (tensors["basis"], tensors["dual"].mT) if tensors else None
@@ -141,53 +146,9 @@ class Weighted(Basis):
         basis = super().tensors(site, geometry)
         return basis | {"dual": basis["basis"]}
 
-    def check_prompt_fit(self) -> None:
-        raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")
-
-
-@dataclass(frozen=True)
-class OutputBasis(Weighted):
-    """Basis of values in the metric of the output projection: M = Σ WₒᵀWₒ, over the query heads that read a KV head."""
-
-    kind: ClassVar[str] = "output_basis"
-
-    def check(self, site: Site) -> None:
-        if site.role == "key":
-            raise ValueError("an output basis weighs values; give keys a query basis, or a plain one")
-
-
-@dataclass(frozen=True)
-class QueryBasis(Weighted):
-    """Basis of keys in the metric of the queries: M = E[q qᵀ], over the query heads that read a KV head.
-
-    An error e of a key changes a score by q e.
-
-    queries   which queries: "before" RoPE, as they meet keys of near tokens · "averaged" over all distances alike ·
-              "after" RoPE, as for keys after RoPE
-    """
-
-    kind: ClassVar[str] = "query_basis"
-    queries: Queries = "before"
-
-    def check(self, site: Site) -> None:
-        if site.role == "value":
-            raise ValueError("a query basis weighs keys; give values an output basis, or a plain one")
-        check_queries(self.queries, site)
-
-
-@dataclass(frozen=True)
-class GradientBasis(Weighted):
-    """Basis in the metric of the model's own predictions: M = E[g gᵀ], Fisher information, by KV head.
-
-    g is the gradient of the log-probability of tokens drawn from the model, with respect to one token's keys before
-    RoPE, or values. ½ e M eᵀ is, to second order, the divergence in nats that an error e of the token causes in all
-    that follows: the one metric holds for keys and values, and compares between layers.
-    """
-
-    kind: ClassVar[str] = "gradient_basis"
-
     def check(self, site: Site) -> None:
         if site.role == "key" and site.position == "post":
-            raise ValueError(
-                'gradients are of keys before RoPE; use position "pre", or a query basis of queries "after"'
-            )
+            raise ValueError('gradients are of keys before RoPE; use position "pre"')
+
+    def check_prompt_fit(self) -> None:
+        raise ValueError(f"{self.kind} needs calibration; drop it, or the fit to the prompt")

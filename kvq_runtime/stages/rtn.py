@@ -15,8 +15,8 @@ from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import pack, rtn
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
-from kvq_runtime.stages.abilities import PackedCodes
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Scheme, Specs, Tensors
+from kvq_runtime.stages.scheme import Scheme
+from kvq_runtime.stages.stage import NOTHING, Fields, PackedCodes, Quantizer, Specs, Tensors
 
 
 @dataclass(frozen=True)

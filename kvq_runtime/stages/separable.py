@@ -20,7 +20,8 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rotation import Rotation, rotate
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
+from kvq_runtime.stages.scheme import Site
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
     predict → rotate → feedback, quantize → correct        a Scheme: how the keys, or the values, of a layer are stored
 
 A stage is a frozen dataclass of settings that JSON can hold, with a `kind` that names it there. What is fitted for it
-are tensors, named and shaped by `tensors`; they come as arguments. Five base classes say what each part does, and
-`abilities.py` what only some stages do; a new stage is a class in a file of this folder, and is found there by its kind
-(`kinds.py`).
+are tensors, named and shaped by `tensors`; they come as arguments. Five base classes say what each part does, with a
+default for what only some stages can do; a new stage is a class in a file of this folder, and is found there by its
+kind (`kinds.py`). A Scheme, in `scheme.py`, has one stage of each slot.
 
 Shapes: N blocks · R rows of a block, W elements of a row: a row is a token, W = C, where a scheme works per token, and
 a channel, W = the tokens of a block, where it works per channel · V decoded elements of a row, in stored order.
@@ -13,25 +13,29 @@ a channel, W = the tokens of a block, where it works per channel · V decoded el
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import ROLES, Geometry, Role, Window
+from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import product
 from kvq_runtime.ops.rotation import Rotation as Turn
+
+if TYPE_CHECKING:
+    from kvq_runtime.stages.scheme import Scheme, Site
+
+SLOTS = ("predict", "rotate", "quantize", "feedback", "correct")
 
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name → shape and dtype
 Tensors = Mapping[str, Tensor]
 Fields = Mapping[str, Tensor]
-Queries = Literal["after", "before", "averaged"]  # RoPE; or over all distances between query and key
+Queries = Literal["after", "before"]  # RoPE
 Axis = Literal["token", "channel"]
 Rounded = Callable[[Tensor], Tensor]  # rows encoded and decoded
 Place = tuple[int, Role]  # of a decoded tensor: how many layers below, 0 for this one, and keys or values
@@ -151,6 +155,10 @@ class Predictor(Stage):
         """The centred prediction [N, T, C] from inputs side by side, in their dtype; None: only a mean is removed."""
         return None
 
+    def matrix(self, tensors: Tensors, inputs: int) -> Tensor | None:
+        """Return W [inputs, C] of a linear prediction z W + b, where b is the tensor "bias"; None: it is not linear."""
+        return None
+
 
 class Rotation(Stage):
     """A change of basis before rounding: x → x @ forward, and back after decoding.
@@ -175,6 +183,21 @@ class Rotation(Stage):
         return None if pair is None else pair[0]
 
 
+class PackedCodes(NamedTuple):
+    """A quantizer's codes, to attend to without decoding: x = scale_g · y + low_g for the elements of group g.
+
+    group   elements of a group
+    read    packed codes → y, float32, the elements of each row in `order`
+    ends    fields → (scale [..., groups], low [..., groups] or None for 0)
+    order   the natural place, inside a run that repeats, of each element that `read` gives; None: stored order
+    """
+
+    group: int
+    read: Callable[[Tensor], Tensor]
+    ends: Callable[[Fields], tuple[Tensor, Tensor | None]]
+    order: Tensor | None = None
+
+
 class Quantizer(Stage):
     """The rounding: rows of a block in, packed fields out.
 
@@ -182,6 +205,8 @@ class Quantizer(Stage):
     takes_latents   whether it rounds latent channels, so that a rotation that gives them must come first
     slack           how much more error it may leave of a Gaussian than Lloyd's and Max's quantizer of as many bits
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
+    has_lookup      whether `lookup` gives elements before the field `scale` multiplies them
+    reads_tokens    whether `at` decodes single tokens out of fields that do not begin with the token
     """
 
     slot = "quantize"
@@ -189,6 +214,8 @@ class Quantizer(Stage):
     takes_latents: ClassVar[bool] = False
     slack: ClassVar[float] = 1.15
     kernel: ClassVar[str | None] = None
+    has_lookup: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = False
 
     def check(self, site: Site) -> None:
         rotate = site.scheme.rotate
@@ -225,6 +252,41 @@ class Quantizer(Stage):
         out   a float32 [N, R, W] that may be decoded into; what is returned counts
         """
 
+    def lookup(self, fields: Fields, width: int, geometry: Geometry) -> Tensor:
+        """Look up elements [N, R, V], bfloat16, without the scale of their group."""
+        raise NotImplementedError
+
+    def packed(self, width: int, geometry: Geometry, device: torch.device) -> PackedCodes | None:
+        """Return the reader by which attention takes blocks without decoding them; None: they are decoded."""
+        return None
+
+    def at(
+        self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, geometry: Geometry, tensors: Tensors
+    ) -> Tensor:
+        """Decode one token in each of these blocks of `block` tokens, encoded per token: [N, V], as `decode`."""
+        tokens = {name: field[block_N, token_N][None] for name, field in fields.items()}
+        return self.decode(tokens, geometry.width, geometry, tensors)[0]
+
+    @property
+    def searches(self) -> bool:
+        """True if encoding takes a search: fits that only read what is decoded take `approximated` instead."""
+        return False
+
+    def approximated(
+        self, x_NRW: Tensor, rotation: Turn, tensors: Tensors, geometry: Geometry, level_NT: Tensor | None = None
+    ) -> Tensor:
+        """Return other numbers than encoding and decoding would give, with errors of the same moments: [N, R, V]."""
+        raise NotImplementedError
+
+    def importance(self, x_NTC: Tensor, tensors: Tensors) -> Tensor:
+        """Return how much errors of tokens count, as levels int8 [N, T], which `encode` takes too."""
+        raise NotImplementedError
+
+    @property
+    def weighs(self) -> bool:
+        """True if it weighs errors of tokens by their importance."""
+        return False
+
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place in a row of the j-th decoded element, int64 [V]."""
         return torch.arange(self.stored(width))
@@ -245,7 +307,7 @@ class Quantizer(Stage):
 class Feedback(Stage):
     """Error feedback: moves the rounding error of some channels into those that follow; of keys alone.
 
-    queries   which queries it is fitted to: "after" RoPE, "before" it, or "averaged" over distances
+    queries   which queries it is fitted to: "after" RoPE, or "before" it
     """
 
     slot = "feedback"
@@ -286,109 +348,3 @@ class Correction(Stage):
     def memory_kind(self, field: str) -> str:
         """The kind of a field in a memory report."""
         return "scales"
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """The storage of the keys, or of the values, of a layer.
-
-    quantize  the rounding
-    predict   what is subtracted first, or None
-    rotate    the rotation of what is left, or None
-    feedback  what the error of channels rounded before moves in those after, or None; of keys
-    correct   what is stored beside the rounding to reduce its error, or None
-    axis      "token": groups are channels of one token; "channel": groups are tokens of one channel, inside a block
-    """
-
-    quantize: Quantizer
-    predict: Predictor | None = None
-    rotate: Rotation | None = None
-    feedback: Feedback | None = None
-    correct: Correction | None = None
-    axis: Axis = "token"
-
-    @property
-    def stages(self) -> Iterator[tuple[str, Stage]]:
-        """(slot, stage) of those it has, in the order in which they are fitted and encode."""
-        for slot in SLOTS:
-            if getattr(self, slot) is not None:
-                yield slot, getattr(self, slot)
-
-    @property
-    def fitted(self) -> bool:
-        """True if any stage has tensors of a fit."""
-        return any(stage.fitted for _, stage in self.stages)
-
-    @property
-    def cross_layer(self) -> bool:
-        """True if it is predicted from other decoded tensors."""
-        return self.predict is not None and self.predict.cross_layer
-
-    def inputs(self, layer: int, role: Role) -> Inputs:
-        """Return the inputs of this layer's prediction."""
-        return Inputs() if self.predict is None else self.predict.inputs(layer, role)
-
-    def predictor(self, layer: int, role: Role) -> Predictor | None:
-        """The predictor of this layer: with nothing underneath to predict from, the mean."""
-        return None if self.predict is None else self.predict.in_layer(layer, role)
-
-    def width(self, block: int, geometry: Geometry) -> int:
-        """W: elements of a row that is rounded."""
-        return geometry.width if self.axis == "token" else block
-
-    def fields(self, block: int, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> Specs:
-        """Names, shapes and dtypes of one encoded block of so many tokens; `dtype` is the model's."""
-        rows, width = (block, geometry.width) if self.axis == "token" else (geometry.width, block)
-        stored = self.quantize.fields(rows, width, geometry, dtype)
-        return stored if self.correct is None else stored | self.correct.fields(block, geometry)
-
-    def memory_kinds(self, block: int, geometry: Geometry) -> dict[str, str]:
-        """The kind of each field of an encoded block in a memory report."""
-        correct, kinds = self.correct, {name: self.quantize.memory_kind(name) for name in self.fields(block, geometry)}
-        own = {} if correct is None else {name: correct.memory_kind(name) for name in correct.fields(block, geometry)}
-        return kinds | own
-
-    def bits(self, block: int, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
-        """Return the bits of a stored element: codes and everything stored beside them, without fitted tensors."""
-        fields = self.fields(block, geometry, dtype).values()
-        return 8 * sum(math.prod(shape) * kind.itemsize for shape, kind in fields) / (block * geometry.width)
-
-    def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """The tensors of a fit for all its stages: {"predict.weight": (shape, dtype), ...}."""
-        stages = dict(self.stages)
-        if self.predict is not None:
-            stages["predict"] = self.predict.in_layer(site.layer, site.role)
-        return {
-            f"{slot}.{name}": spec
-            for slot, stage in stages.items()
-            for name, spec in stage.tensors(site, geometry).items()
-        }
-
-
-def check_queries(queries: Queries, site: Site) -> None:
-    """Raise a ValueError if keys of this position do not meet such queries."""
-    if site.position == "post" and queries != "after":
-        raise ValueError('keys after RoPE are multiplied by queries after RoPE; use queries="after", or "pre"')
-
-
-SLOTS = ("predict", "rotate", "quantize", "feedback", "correct")
-
-
-@dataclass(frozen=True)
-class Site:
-    """The place where a stage is used.
-
-    scheme     the Scheme that it is part of
-    role       "key" or "value"
-    layer      the layer; 0 before the model is known
-    position   "pre": keys are encoded as they are before RoPE · "post": as the model caches them
-    window     of the recipe
-    geometry   of the model, once it is known
-    """
-
-    scheme: Scheme
-    role: Role
-    layer: int
-    position: Literal["pre", "post"]
-    window: Window
-    geometry: Geometry | None = None

@@ -182,7 +182,7 @@ def test_a_file_that_is_no_recipe(tmp_path, content, message):
         ("squat-2bit+key.feedback.rnk=1", "query_orthogonal has blocks, lam, rank, normalize, queries"),
         ("squat-2bit+key.feedback.rank=6.5", "key.feedback.rank=6.5; use a value like 0"),
         ("squat-2bit+key.feedback.lam=much", "key.feedback.lam=much; use a value like"),
-        ("squat-2bit+key.feedback.queries=now", r"use one of \('after', 'before', 'averaged'\)"),
+        ("squat-2bit+key.feedback.queries=now", r"use one of \('after', 'before'\)"),
         ("aqua-2bit+value.predict.keys=1", "value.predict.keys=1; use a value like true"),
         ("aqua-2bit+value.predict.below=x", "use a value like 1"),
         ("squat-2bit+key.feedback.rank=-1", "squat-2bit.*: rank=-1; use 0 for all directions, or how many"),

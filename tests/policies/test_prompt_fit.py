@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq_calib.fit.chunks import Blocks
 from kvq_calib.fit.scheme import SchemeFit
-from kvq_calib.fit.statistics import LayerQueries, Moments, QueryMoments
+from kvq_calib.fit.statistics import Moments, QueryMoments
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.codec.shared import RowCodec
@@ -71,10 +71,9 @@ def offline(recipe: Recipe, x_LKBTC: Tensor) -> dict[str, Tensor]:
     fit = SchemeFit(recipe, 0, "key", GEOMETRY, Statistics(moments.value().mean_C.float()))
     total = QueryMoments(GEOMETRY)
     total.update(rope.unrotate(q_NTC.unflatten(-1, (2, -1)), *tables), tables)
-    queries = LayerQueries(*total.value(), k_NTC.shape[1], tables)
     mask = (torch.arange(k_NTC.shape[1]) >= sinks)[None]
     data = Blocks(k_NTC, mask, tables, torch.zeros(1, dtype=torch.long))
-    fit.fit(chunks([(data, Context())], queries))
+    fit.fit(chunks([(data, Context())], total.value()))
     return fit.tensors
 
 

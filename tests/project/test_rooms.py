@@ -53,7 +53,5 @@ def test_no_stage_is_asked_for_its_class():
 
 def _stages() -> list[Path]:
     return [
-        path
-        for path in (ROOT / "kvq_runtime" / "stages").glob("*.py")
-        if path.stem not in ("stage", "kinds", "abilities")
+        path for path in (ROOT / "kvq_runtime" / "stages").glob("*.py") if path.stem not in ("stage", "kinds", "scheme")
     ]

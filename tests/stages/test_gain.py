@@ -11,7 +11,6 @@ from kvq_runtime.fit import mixed
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent
 from kvq_runtime.recipe import Scheme
-from kvq_runtime.stages.abilities import SingleTokens
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
@@ -73,8 +72,7 @@ def test_single_tokens_are_decoded_alone(codebook):
     fields = stage.encode(z, None, TENSORS, GEOMETRY)
     whole = stage.decode(fields, 16, GEOMETRY, TENSORS)
     block, token = torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 23, 7, 12, 2])
-    assert torch.equal(stage.at(fields, block, token, 24, 16, TENSORS), whole[block, token])
-    assert isinstance(stage, SingleTokens)
+    assert torch.equal(stage.at(fields, block, token, 24, GEOMETRY, TENSORS), whole[block, token])
 
 
 @pytest.mark.parametrize("stage", [STAGE, Mixed((2, 1, 0), (4, 5, 7), gain=4)], ids=["3", "4"])

@@ -47,7 +47,7 @@ REPRESENTATIVE = (  # one recipe of each combination of stages and policies
     "mean-higgs-head-2bit-post", "lloyd-3bit", "mean-lloyd-3bit-post", "turboquant-3bit",
     "kvquant-3bit", "gear-2bit", "zipcache-2bit", "oscar-2bit", "polar-paper", "polar-paper-fitted+all.rotate=none",
     "polar-online", "squat-2bit", "squat-pre-2bit-paper", "squat-online-2bit", "svdq-2bit+key.quantize.codebook=block",
-    "svdq-wf-2bit-v4+key.rotate=query_basis+value.quantize=mixed+value.rotate=output_basis", "svdq-online-2bit",
+    "svdq-wf-2bit-v4+key.rotate=gradient_basis", "svdq-online-2bit",
     "subkv-2bit", "aqua-2bit", "aqua-2bit+position=post", "aqua-2bit+key.axis=channel+value.axis=channel",
     "aqua-2bit+key.predict=low_rank+value.predict=mlp", "aqua-2bit+all.predict.storage=gptq4+all.predict.below=1,2",
     "aqua-fisher-1bit", "aqua-h2o-2bit",
@@ -65,7 +65,7 @@ RECIPES = Recipes()
 SLOW = (  # what takes long, or differs from another one in a width or a rotation
     "quarot-2bit", "mean-higgs-2bit", "turboquant-3bit", "kvquant-3bit", "gear-2bit", "polar-online",
     "polar-paper-fitted+all.rotate=none", "squat-online-2bit", "svdq-online-2bit",
-    "svdq-wf-2bit-v4+key.rotate=query_basis+value.quantize=mixed+value.rotate=output_basis",
+    "svdq-wf-2bit-v4+key.rotate=gradient_basis",
     "aqua-2bit+all.predict.storage=gptq4+all.predict.below=1,2", "aqua-fisher-1bit", "aqua-h2o-2bit",
 )  # fmt: skip
 every_recipe = pytest.mark.parametrize(

@@ -27,25 +27,22 @@ def low_rank(blocks: int = 24, seed: int = 0, decay: float = 0.15) -> Tensor:
     return latents @ hidden.mT + 5
 
 
-def fitted(
-    scheme: Scheme, x_NTC: Tensor, role="key", weight_EQ: Tensor = NOTHING, moment_HDD: Tensor | None = None
-) -> SchemeFit:
-    """A side of layer 0 fitted on these blocks, in two chunks, under this output projection, or for these queries."""
+def fitted(scheme: Scheme, x_NTC: Tensor, role="key", gradients_HDD: Tensor = NOTHING) -> SchemeFit:
+    """A side of layer 0 fitted on these blocks, in two chunks, with this second moment of gradients."""
     moments = Moments(WIDTH)
     moments.update(x_NTC)
     statistics = Statistics(moments.value().mean_C.float())
     fit = SchemeFit(Recipe("test", scheme, scheme, "pre"), 0, role, GEOMETRY, statistics)
     cut = len(x_NTC) // 2
     halves = [(blocks(x_NTC[:cut], 0), NOWHERE), (blocks(x_NTC[cut:], cut), NOWHERE)]
-    queries = None if moment_HDD is None else LayerQueries(moment_HDD, moment_HDD, 1.0, (moment_HDD, moment_HDD))
-    fit.fit(chunks(halves, queries, weight_EQ))
+    fit.fit(chunks(halves, gradients_HDD=gradients_HDD))
     return fit
 
 
 def chunks(
-    given: list[tuple[Blocks, Context]], queries: LayerQueries | None = None, weight_EQ: Tensor = NOTHING
+    given: list[tuple[Blocks, Context]], queries: LayerQueries | None = None, gradients_HDD: Tensor = NOTHING
 ) -> Source:
-    """A source of statistics: of these chunks, these queries and this output projection."""
+    """A source of statistics: of these chunks, these queries and this second moment of gradients."""
 
     def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:
         return (summed(asked, Chunk(fit.codec, *one, keys=lambda: NOTHING)) for one in given)
@@ -53,8 +50,7 @@ def chunks(
     return Source(
         partials,
         queries,
-        lambda: weight_EQ,
-        gradients=lambda: NOTHING,
+        gradients=lambda: gradients_HDD,
         log_importance=lambda: NOTHING,
     )
 

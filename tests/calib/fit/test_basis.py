@@ -1,4 +1,4 @@
-"""SVDq's claims about its basis, values in the metric of the output projection, and bits met in total."""
+"""SVDq's claims about its basis, errors in the metric of gradients, and bits met in total."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvq_calib.fit import rotate
 from kvq_calib.fit.latent import water_fill
-from kvq_calib.fit.statistics import QueryMoments
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec import codec
 from kvq_runtime.codec.codec import Codec
@@ -16,7 +15,7 @@ from kvq_runtime.fit.statistics import eigen, eigen_in
 from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
-from kvq_runtime.stages.rotate import Basis, OutputBasis, QueryBasis
+from kvq_runtime.stages.rotate import Basis, GradientBasis
 from kvq_runtime.stages.rtn import Rtn
 
 
@@ -73,39 +72,37 @@ def test_water_filling_beats_the_papers_schedule():
     assert error(filled, new) < 0.7 * error(paper, new)
 
 
-# ---- values in the metric of the output projection
+# ---- in the metric of gradients
 
 
-def projected(x_NTC: Tensor, weight_EQ: Tensor) -> Tensor:
-    """What the output projection makes of values: each query head reads its KV head, through its own columns."""
-    heads = x_NTC.unflatten(-1, (GEOMETRY.kv_heads, -1)).repeat_interleave(2, -2)
-    return heads.flatten(-2) @ weight_EQ.mT
+def gradients() -> Tensor:
+    """The second moment of gradients, [H, D, D]; the first channels of a head count most."""
+    size = GEOMETRY.head_size
+    g_HND = torch.randn(2, 400, size, generator=torch.Generator().manual_seed(5)) / (1 + torch.arange(size))
+    return (g_HND.mT @ g_HND).double() / 400
 
 
-def output_weight() -> Tensor:
-    """Two query heads to a KV head; the first channels of a head weigh most."""
-    weight = torch.randn(96, 2 * WIDTH, generator=torch.Generator().manual_seed(4))
-    return weight / (1 + torch.arange(2 * WIDTH) % GEOMETRY.head_size)
+def cost(wrong_NTC: Tensor) -> float:
+    """Σ e M eᵀ over tokens and KV heads."""
+    e_NHD = wrong_NTC.flatten(0, 1).double().unflatten(-1, (2, -1))
+    return float(torch.einsum("nhd,hde,nhe->", e_NHD, gradients(), e_NHD))
 
 
-def test_the_metric_is_what_an_error_costs_over_all_query_heads():
-    """Σ over the query heads of ‖Wₕ e‖², for errors of each KV head alone."""
-    weight, errors = output_weight(), torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(6))
-    found = rotate.output_metric(weight, GEOMETRY) - rotate.RIDGE * torch.eye(WIDTH)
-    cost = torch.einsum("nc,cd,nd->n", errors.double(), found, errors.double())
-    by_hand = torch.zeros(50, dtype=torch.float64)
-    for head in range(4):
-        columns = weight[:, head * 32 : head * 32 + 32].double()
-        kv = head // 2
-        by_hand += (errors[:, kv * 32 : kv * 32 + 32].double() @ columns.mT).square().sum(1)
-    torch.testing.assert_close(cost / cost[0], by_hand / by_hand[0])
+def test_the_metric_is_what_an_error_costs_over_all_heads():
+    wrong = torch.randn(50, 1, WIDTH, generator=torch.Generator().manual_seed(6))
+    found = rotate.gradient_metric(gradients()) - rotate.RIDGE * torch.eye(WIDTH)
+    costs = torch.einsum("ntc,cd,ntd->n", wrong.double(), found, wrong.double())
+    by_hand = torch.tensor([cost(one[None]) for one in wrong], dtype=torch.float64)
+    torch.testing.assert_close(costs / costs[0], by_hand / by_hand[0])
     assert float(found.diagonal().mean()) == pytest.approx(1)
+    with pytest.raises(ValueError, match="errors cost nothing here"):
+        rotate.gradient_metric(torch.zeros(2, 32, 32))
 
 
-def test_an_output_basis_and_its_dual_are_inverse_and_diagonal_in_the_metric():
+def test_a_basis_and_its_dual_are_inverse_and_diagonal_in_the_metric():
     """DᵀB = 1, Bᵀ S B = Λ, Dᵀ M D = 1: latents are uncorrelated, and an error of them costs its square."""
     x = (low_rank(4) - 5).flatten(0, 1).double()
-    moment, weights = x.mT @ x / len(x), rotate.output_metric(output_weight(), GEOMETRY)
+    moment, weights = x.mT @ x / len(x), rotate.gradient_metric(gradients())
     values, made, dual = eigen_in(weights, moment)
     one = torch.eye(WIDTH, dtype=torch.float64)
     torch.testing.assert_close(dual.mT @ made, one, atol=1e-8, rtol=0)
@@ -113,67 +110,16 @@ def test_an_output_basis_and_its_dual_are_inverse_and_diagonal_in_the_metric():
     torch.testing.assert_close(made.mT @ moment @ made, torch.diag(values), atol=1e-8, rtol=0)
 
 
-@pytest.mark.parametrize("bits", [1.0, 2.0])
-def test_an_output_basis_has_less_error_behind_the_output_projection(bits):
+def test_a_gradient_basis_has_errors_that_cost_less():
     """At equal bits, and more error in the values themselves: the one is traded for the other."""
-    x, new, weight = low_rank(decay=0.05), low_rank(decay=0.05, seed=1), output_weight()
-    inside, behind = {}, {}
-    for kind in (Basis(), OutputBasis()):
-        made = fitted(Scheme(Mixed(target=bits), predict=Mean(), rotate=kind), x, "value", weight).codec
+    x, new, inside, costs = low_rank(decay=0.05), low_rank(decay=0.05, seed=1), {}, {}
+    for kind in (Basis(), GradientBasis()):
+        made = fitted(Scheme(Mixed(target=1.0), predict=Mean(), rotate=kind), x, "value", gradients()).codec
         wrong = decoded(made, new) - new
-        inside[kind.kind] = float(wrong.square().sum())
-        behind[kind.kind] = float(projected(wrong, weight).square().sum())
-        assert made.bits() == bits
-    assert behind["output_basis"] < 0.8 * behind["basis"]
-    assert inside["output_basis"] > inside["basis"]
-
-
-# ---- keys in the metric of the queries
-
-
-def queries(tokens: int = 400) -> Tensor:
-    """Queries [tokens, 4 query heads, D] before RoPE; the first channels are loudest, and there is a mean."""
-    size = GEOMETRY.head_size
-    random = torch.Generator().manual_seed(5)
-    return (torch.randn(tokens, 4, size, generator=random) + 0.5) / (1 + torch.arange(size))
-
-
-def moment() -> Tensor:
-    sums = QueryMoments(GEOMETRY)
-    none = torch.ones(1, 400, 16), torch.zeros(1, 400, 16)
-    sums.update(queries()[None], none)
-    return sums.value()[0]
-
-
-def score_errors(wrong_NTC: Tensor) -> float:
-    """Σ over tokens, queries and query heads of (q e)², each query head against its KV head's part of the error."""
-    parts = wrong_NTC.flatten(0, 1).double().numpy().reshape(-1, 2, GEOMETRY.head_size)
-    q = queries().double().numpy()
-    return sum(float(np.square(q[:, head] @ parts[:, head // 2].T).sum()) for head in range(4))
-
-
-def test_the_metric_of_keys_is_what_an_error_costs_in_scores():
-    wrong = torch.randn(50, 1, WIDTH, generator=torch.Generator().manual_seed(6))
-    found = rotate.query_metric(moment()) - rotate.RIDGE * torch.eye(WIDTH)
-    cost = torch.einsum("ntc,cd,ntd->n", wrong.double(), found, wrong.double())
-    by_hand = torch.tensor([score_errors(one[None]) for one in wrong], dtype=torch.float64)
-    torch.testing.assert_close(cost / cost[0], by_hand / by_hand[0], rtol=1e-5, atol=0)
-    assert float(found.diagonal().mean()) == pytest.approx(1)
-    with pytest.raises(ValueError, match="say nothing about keys"):
-        rotate.query_metric(torch.zeros(2, 32, 32))
-
-
-@pytest.mark.parametrize("bits", [1.0, 2.0])
-def test_a_query_basis_has_less_error_in_scores(bits):
-    """At equal bits, and more error in the keys themselves: the one is traded for the other."""
-    x, new, inside, scores = low_rank(decay=0.05), low_rank(decay=0.05, seed=1), {}, {}
-    for kind in (Basis(), QueryBasis()):
-        made = fitted(Scheme(Mixed(target=bits), predict=Mean(), rotate=kind), x, "key", moment_HDD=moment()).codec
-        wrong = decoded(made, new) - new
-        inside[kind.kind], scores[kind.kind] = float(wrong.square().sum()), score_errors(wrong)
-        assert made.bits() == bits
-    assert scores["query_basis"] < 0.7 * scores["basis"]
-    assert inside["query_basis"] > inside["basis"]
+        inside[kind.kind], costs[kind.kind] = float(wrong.square().sum()), cost(wrong)
+        assert made.bits() == 1
+    assert costs["gradient_basis"] < 0.8 * costs["basis"]
+    assert inside["gradient_basis"] > inside["basis"]
 
 
 # ---- bits
@@ -199,9 +145,7 @@ def test_the_total_is_met_to_the_bit(target):
         (Scheme(Mixed()), "belong together"),
         (Scheme(Rtn(2), rotate=Basis()), "belong together"),
         (Scheme(Mixed(), rotate=Basis(), axis="channel"), 'need axis "token"'),
-        (Scheme(Mixed(), rotate=OutputBasis()), "an output basis weighs values"),
-        (Scheme(Mixed(), rotate=QueryBasis(queries="after")), "a query basis weighs keys"),
-        (Scheme(Mixed(), rotate=QueryBasis()), 'use queries="after", or "pre"'),
+        (Scheme(Mixed(), rotate=GradientBasis()), "gradients are of keys before RoPE"),
     ],
 )
 def test_sides_that_cannot_be(scheme, message):
@@ -221,7 +165,7 @@ def test_a_metric_of_few_gradients_is_smoothed():
         size_N11 = np.exp(1.5 * random.normal(size=(60, 1, 1)))
         g_NHD = (size_N11 * random.normal(size=(60, 2, 16)))[..., None, :] @ roots_HDD.transpose(0, 2, 1)
         few_HDD = torch.tensor(np.einsum("nhd,nhe->hde", g_NHD[..., 0, :], g_NHD[..., 0, :]) / 60)
-        smoothed, plain = rotate.gradient_metric(few_HDD), rotate.query_metric(few_HDD)  # a tenth, a thousandth
+        smoothed, plain = (rotate.gradient_metric(few_HDD, ridge) for ridge in (rotate.RIDGE, 1e-3))
         costs = []
         for metric_CC in (smoothed, plain):
             values_C, basis_CC, dual_CC = eigen_in(metric_CC, moment_CC)

@@ -1,4 +1,4 @@
-"""Moments of queries: chunks are the whole, an average over distances is the sum over distances, a subspace holds."""
+"""Moments of queries: chunks are the whole."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 from feeding import rotary
 from torch import Tensor
 
-from kvq_calib.fit.statistics import LayerQueries, QueryMoments, QuerySums, deviations
+from kvq_calib.fit.statistics import QueryMoments
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import calibrate as runs
@@ -18,11 +18,9 @@ from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.fit import feedback as fits
-from kvq_runtime.fit.statistics import averaged_moment
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.recipe import preset
-from kvq_runtime.stages.feedback import QueryOrthogonal
 
 GEOMETRY = Geometry(1, 2, 16)
 GROUP, TOKENS = 3, 24  # query heads of one KV head
@@ -57,50 +55,10 @@ def test_moments_of_chunks_are_those_of_all_queries_of_a_kv_head():
         partial = QueryMoments(GEOMETRY)
         partial.update(part, tables())
         total.merge(index, partial)
-    before, after = total.value()
-    assert torch.allclose(before, slow(q), rtol=1e-5, atol=1e-5)
-    assert torch.allclose(after, slow(rope.rotate(q, *tables())), rtol=1e-5, atol=1e-5)
-    assert total.sums["count"] == 8 * TOKENS * GROUP
-
-
-@pytest.mark.parametrize("rotated", [16, 8])
-def test_the_average_over_distances_is_the_sum_over_all_pairs(rotated):
-    """Every query of a sequence meets every key before it, and itself: the slow sum over both positions."""
-    moment = gaussian(2, 16, 16, seed=2).double()
-    moment = moment @ moment.mT
-    cos, sin = tables(channels=rotated)
-    total = torch.zeros_like(moment)
-    for position in range(TOKENS):
-        for key in range(position + 1):
-            turn = torch.eye(16)[None, None]
-            turn = rope.rotate(turn, cos[:, position - key, None], sin[:, position - key, None])[0, 0].double()
-            total += turn.mT @ moment @ turn
-    expected = total / (TOKENS * (TOKENS + 1) / 2)
-    assert torch.allclose(averaged_moment(moment, cos, sin), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_deviations_fall_to_nothing_and_are_those_of_projections():
-    q, gathered = heads(), QuerySums(GEOMETRY, tables(), fitted=2)
-    for index, part in enumerate(q.split(2)):
-        gathered.merge(index, gathered.partial(index, part.flatten(2)), len(part))
-    queries, held = gathered.value()
-    assert held is not None and queries.sequence == TOKENS * GROUP
-    found = deviations(QueryOrthogonal(queries="before"), queries, held)
-    assert len(found) == 16 and found[-1] == 0 and found == sorted(found, reverse=True) and found[0] > 0.3
-    deviation = []
-    for head in range(2):
-        rows = q[4:, :, head * GROUP : (head + 1) * GROUP].flatten(0, 2).double()
-        rows = rows / rows.norm(dim=-1, keepdim=True)
-        fitted = q[:4, :, head * GROUP : (head + 1) * GROUP].flatten(0, 2).double()
-        leading = torch.linalg.svd(fitted).Vh[:5]
-        deviation.append((rows - rows @ leading.mT @ leading).square().sum(-1).mean())
-    assert found[4] == pytest.approx(float(torch.stack(deviation).mean().sqrt()), abs=1e-4)
-
-
-def queries(scale: float = 1.0, tokens: int = TOKENS) -> LayerQueries:
-    total = QueryMoments(GEOMETRY)
-    total.update(scale * heads(), tables())
-    return LayerQueries(*total.value(), tokens * GROUP, tables())
+    found = total.value()
+    assert torch.allclose(found.before, slow(q), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(found.after, slow(rope.rotate(q, *tables())), rtol=1e-5, atol=1e-5)
+    assert total.sums["count"] == 8 * TOKENS * GROUP and found.sequence == TOKENS * GROUP
 
 
 # ---- in a run ----
@@ -124,13 +82,11 @@ def test_a_run_fits_the_moves_of_the_models_own_queries(tmp_path):
     q_NTC = stream.layer(0).forward(stream.embed(tokens_BT), queries=True).q_NTC
     assert q_NTC is not None and made.chunks[0] == range(4)
     total.update(q_NTC.unflatten(-1, (-1, geometry.head_size)), stream.rope(256))
-    found = LayerQueries(*total.value(), 0.0, stream.rope(256))
+    found = total.value()
     for recipe in recipes[:2]:
         stage = recipe.key.feedback
         for name, move in fits.moves(stage, found.moment(stage.queries), 0.0, None).items():
             assert torch.equal(artifacts[recipe.name].tensors[f"layers.0.key.feedback.{name}"], move)
-        measured = artifacts[recipe.name].fit["layers"][1]["key"]["query_deviation"]
-        assert len(measured) == geometry.head_size and 0 < measured[0] < 1 and measured[-1] == 0
     # about a mean that turns with the position, which keys after RoPE have too, rounding is what it is before
     post, pre = (artifacts[recipe.name].fit["layers"][0]["key"]["mean_energy"] for recipe in recipes[:2])
     assert post == pytest.approx(pre, rel=1e-3)

@@ -95,7 +95,6 @@ def test_a_streamed_model_is_the_whole_model(kind, folders):
         h = seen.h_BTE
     near(stream.head()(h), expected)
     assert fingerprint_of(whole).to_json() == files.fingerprint().to_json()
-    assert files.output_projection(0).shape[0] == files.hidden
 
 
 @pytest.mark.parametrize("kind", [kind for kind in QUICK if kind != "gemma3"])

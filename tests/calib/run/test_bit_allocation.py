@@ -27,7 +27,7 @@ from kvq_runtime.ops import latent
 from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Linear
-from kvq_runtime.stages.rotate import Basis, QueryBasis
+from kvq_runtime.stages.rotate import Basis
 from kvq_runtime.store.memory import asymptotic_bits
 from kvq_runtime.vllm import plugin
 
@@ -180,7 +180,7 @@ def a_run(model: Path, folder: Path, *recipes: Recipe) -> Run:
 
 
 def test_bases_in_another_metric_have_no_bits_to_divide(model, tmp_path):
-    scheme = Scheme(Mixed(target=1.0, shared=True), predict=Linear(), rotate=QueryBasis())
+    scheme = Scheme(Mixed(target=1.0, shared=True), predict=Linear(), rotate=Basis())
     with pytest.raises(ValueError, match="without bases in the metric of gradients"):
         a_run(model, tmp_path, Recipe("other", scheme, scheme, "pre"))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvq_calib.fit.oscar import AttendedMoment
 from kvq_calib.fit.predict import InputRows, Inputs
-from kvq_calib.fit.rotate import GradientMetric, OutputMetric, QueryMetric, query_metric
+from kvq_calib.fit.rotate import GradientMetric
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import calibrate as runs
@@ -25,15 +25,7 @@ from kvq_calib.run.run import Run, serial
 from kvq_calib.text import corpus
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.fit import separable
-from kvq_runtime.fit.statistics import (
-    QueryMoment,
-    ResidualMoment,
-    Residuals,
-    Statistic,
-    Statistics,
-    averaged_moment,
-    moment_of,
-)
+from kvq_runtime.fit.statistics import QueryMoment, ResidualMoment, Residuals, Statistic, Statistics, moment_of
 from kvq_runtime.recipe import Recipe, Scheme
 from kvq_runtime.stages.correct import Sparse
 from kvq_runtime.stages.kinds import kinds
@@ -42,7 +34,7 @@ from kvq_runtime.stages.separable import Separable
 
 SAMPLES, HELD_OUT, SEQ_LEN, SINKS = 22, 2, 256, 4
 TOKENS = (SAMPLES - HELD_OUT) * (SEQ_LEN - SINKS)  # that are fitted on: more than a fit sees unless it asks
-ASKED = (QueryMetric("averaged"), Residuals(rows=65_536), QueryMoment("averaged"))
+ASKED = (Residuals(rows=65_536), QueryMoment("before"))
 
 
 @dataclass(frozen=True)
@@ -81,8 +73,8 @@ def fitted(
     return runs.calibrate(run)["curious"], found, done
 
 
-def test_a_metric_many_rows_and_averaged_queries_are_had_for_the_asking(model, tmp_path, monkeypatch):
-    """Metric and moment against queries captured once more; all tokens' residuals, which are fewer than asked for."""
+def test_many_rows_and_queries_are_had_for_the_asking(model, tmp_path, monkeypatch):
+    """The moment against queries captured once more; all tokens' residuals, which are fewer than asked for."""
     artifact, found, _ = fitted(model, tmp_path, monkeypatch, ASKED)
     assert "layers.2.value.quantize.scale" in artifact.tensors and [role for role, _ in found] == ["key", "value"] * 3
     files = models.resolve(str(model))
@@ -90,18 +82,17 @@ def test_a_metric_many_rows_and_averaged_queries_are_had_for_the_asking(model, t
     tokens_BT = corpus.select(str(model / "corpus.txt"), files.path, SAMPLES, SEQ_LEN, 0).tokens_BT[:-HELD_OUT]
     q_NTC = stream.layer(0).forward(stream.embed(tokens_BT), queries=True).q_NTC
     assert q_NTC is not None
-    expected = averaged_moment(moment_of(q_NTC.flatten(0, 1), geometry), *stream.rope(SEQ_LEN))
+    expected = moment_of(q_NTC.flatten(0, 1), geometry)
     for _, given in found[:2]:
-        metric_CC, rows_NC, queried = (given[one] for one in ASKED)
+        rows_NC, queried = (given[one] for one in ASKED)
         assert torch.allclose(queried.moment_HDD, expected, rtol=1e-4, atol=1e-6)
-        assert torch.allclose(metric_CC, query_metric(expected), rtol=1e-4, atol=1e-6)
         assert rows_NC.shape == (TOKENS, geometry.width) and TOKENS > 4096
         assert rows_NC.double().mean(0).abs().max() < 1e-5 < rows_NC.std()
 
 
 @pytest.mark.slow
 def test_whoever_asks_what_takes_the_same_pass_is_collected_in_one(model, tmp_path, monkeypatch):
-    asked = (Inputs(), InputRows(100), ResidualMoment(), AttendedMoment(), OutputMetric(), GradientMetric(), *ASKED)
+    asked = (Inputs(), InputRows(100), ResidualMoment(), AttendedMoment(), GradientMetric(), *ASKED)
     _, found, done = fitted(model, tmp_path, monkeypatch, asked)
     layers, chunks = 3, 5
     # above the first layer, which has no inputs, the prediction has asked for their covariances already: those say what
