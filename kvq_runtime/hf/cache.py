@@ -221,11 +221,12 @@ class KVQCache(HookedCache, Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}); pass the tokens to drop as a negative number")
         self._whole("crop", tokens_to_remove)
-        if tokens_to_remove < 0:
-            self._check_slid(tokens_to_remove)
+        length = max(0, self.blocks.length + tokens_to_remove)
+        for policy in self.blocks.policies:
+            policy.check_crop(length)
+        self._each("crop", tokens_to_remove)  # sliding layers refuse to go back to what they have dropped
         if tokens_to_remove < 0 and self.blocks.layers:
-            self.blocks.crop(max(0, self.blocks.length + tokens_to_remove))
-        self._each("crop", tokens_to_remove)
+            self.blocks.crop(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows in this order, int64 [rows]; rows may be repeated or left out (beam search)."""
@@ -247,18 +248,6 @@ class KVQCache(HookedCache, Cache):
                 f"{method}({given}): this model has recurrent layers, whose state cannot be taken apart; reset() the "
                 "cache, and begin again"
             )
-
-    def _check_slid(self, tokens_to_remove: int) -> None:
-        """Refuse to crop transformers' own layers that have dropped what a token before would see."""
-        for layer in self.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
-                seen, window = layer.get_seq_length(), layer.sliding_window
-                if seen >= window and not getattr(layer, "record_past", False):
-                    raise RuntimeError(
-                        f"crop({tokens_to_remove}) after {seen} tokens: layers that slide over {window} tokens have "
-                        "dropped what they would see again; reset() the cache, and begin again, or call "
-                        "activate_past_recording() before the pass"
-                    )
 
     def _each(self, method: str, *args) -> None:
         """Call transformers' own layers, such as sliding windows, which keep their own tensors."""

@@ -78,7 +78,7 @@ def unhook(model: nn.Module) -> None:
 
 
 def begin(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Announce the decoder's next pass to the cache among its arguments.
+    """Announce the decoder's next pass to the cache among its arguments; refuse one of no token.
 
     A step without padding needs no mask: to find that out waits for the device once, to read the mask thrice.
     """
@@ -88,8 +88,11 @@ def begin(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dic
     tokens = args[0] if args else kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     count = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim > 1 else None
-    if cache.blocks.length and count is not None:
-        _check_new_tokens(cache.blocks.length, count, kwargs)
+    if cache.blocks.length and count == 0:
+        raise ValueError(
+            f"the cache holds {cache.blocks.length:,} tokens, and the prompt has none beyond them: reset() the cache "
+            "for another text, or pass all of the text that it holds, and more"
+        )
     cache._begin()
     attention, mask = decoder.config._attn_implementation, kwargs.get("attention_mask")
     if (
@@ -120,17 +123,3 @@ def _positions_of_text(positions_ABT: Tensor, turned: bool) -> Tensor:
             "post-RoPE recipe without a mean"
         )
     return positions_ABT[0]
-
-
-def _check_new_tokens(length: int, count: int, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a pass of no token, as of a prompt that the cache holds whole, and one of all tokens again."""
-    if kwargs.get("use_cache") is False and count > length:
-        raise ValueError(
-            f"the cache holds {length:,} tokens, and use_cache=False would have it take in the whole text again at "
-            "every step; pass use_cache=True to generate()"
-        )
-    if not count:
-        raise ValueError(
-            f"the cache holds {length:,} tokens, and the prompt has none beyond them: reset() the cache for another "
-            "text, or pass all of the text that it holds, and more"
-        )

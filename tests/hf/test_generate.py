@@ -166,7 +166,7 @@ def test_a_crop_that_sliding_layers_cannot_follow_changes_nothing():
         cache, untouched = kvq("exact", model), kvq("exact", model)
         for held in (cache, untouched):
             model(ids[:, :30], past_key_values=held)
-        with pytest.raises(RuntimeError, match=r"crop\(-5\) after 30 tokens: layers that slide over 16 tokens"):
+        with pytest.raises(RuntimeError, match="activate_past_recording"):
             cache.crop(-5)
         assert cache.get_seq_length() == 30
         found = [model(ids[:, 30:], past_key_values=held).logits for held in (cache, untouched)]
