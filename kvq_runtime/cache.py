@@ -33,7 +33,7 @@ from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
-from kvq_runtime.store.storage import Slab, storage_bytes
+from kvq_runtime.store.storage import Slab
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ class BlockCache:
 
     max_tokens   what the tables of a GPU are made for, see attention/fused.py
     dtype        of the model, which an empty cache takes for that of its tokens
-    made_for     the tokens that the model was made for; None: not known
     bounds       of the errors of blocks, which are counted; none: they are not measured
     warned       whether the log has said that many are beyond, or need not
     layers       the stores of the layers that have taken in tokens
@@ -61,14 +60,13 @@ class BlockCache:
         tensors: Mapping[str, Tensor] | None = None,
         max_tokens: int = 1 << 17,
         dtype: torch.dtype = torch.bfloat16,
-        made_for: int | None = None,
         bounds: Bounds | None = None,
     ):
         self.recipe = recipe.check(geometry)
         self.geometry = geometry
         self.codecs = shared.build(recipe, geometry, tensors or {})
         self._last, self._width, self._max_tokens = geometry.layers - 1, geometry.width, max_tokens
-        self.dtype, self.made_for, self.bounds = dtype, made_for, bounds
+        self.dtype, self.bounds = dtype, bounds
         self._smaller: dict[tuple[int, torch.dtype], int | None] = {}  # than 16 bit, from so many tokens
         self.warned = False
         self.reset()
@@ -341,8 +339,6 @@ class BlockCache:
     def memory_report(self) -> MemoryReport:
         """Bytes held, by kind, and what 16 bits would hold."""
         others = [self.fused.bytes(), *(policy.bytes() for policy in self.policies)]
-        if self.step is not None:
-            others.append({"undo": storage_bytes(self.step.tensors)})
         shared, stores = shared_bytes(chain.from_iterable(self.codecs), self.fused.shared), self.layers.values()
         dtype = next((store.buffer_2BTC.dtype for store in stores), self.dtype)
         case = max(1, self.rows), dtype
@@ -351,8 +347,8 @@ class BlockCache:
         errors = self.encoder.errors
         return report(
             self.recipe, self.geometry, stores, self.positions, others, shared, dtype, tokens=self.length,
-            scratch_peak=self.decoder.scratch_peak, positions=self.made_for,
-            smaller_than_16bit_from=self._smaller[case], beyond=None if errors is None else errors.share,
+            scratch_peak=self.decoder.scratch_peak, smaller_than_16bit_from=self._smaller[case],
+            beyond=None if errors is None else errors.share,
         )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from kvq_runtime.geometry import SLAB
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf import attention as packed
+from kvq_runtime.hf.model import rotary_of
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.block_errors import Bounds
 from kvq_runtime.store.decode import Pair
@@ -53,14 +54,14 @@ class FullCache(KVQCache):
         self.blocks.warned, self.blocks.encoder.together = True, SLAB
         self.blocks.update = self._hand_out
 
-    def _begin(self, attention_mask: Tensor | Mapping[str, Tensor | None] | None) -> None:
-        super()._begin(attention_mask)
+    def _begin(self) -> None:
+        super()._begin()
         if self.blocks.length:
             raise RuntimeError("a full encode is one forward pass; make a cache for each")
 
-    def _announce(self, positions_BT, cos_sin, rotary, attention: str | None) -> None:
+    def _announce(self, mask, positions_BT, rotary, attention: str | None) -> None:
         # as under "kvq", layers take keys and values in, and leave reading them to `attend`
-        super()._announce(positions_BT, cos_sin, rotary, "kvq" if attention == NAME else attention)
+        super()._announce(mask, positions_BT, rotary, "kvq" if attention == NAME else attention)
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
                **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
@@ -214,8 +215,10 @@ def answering(cache: FullCache, attention: Mapping[int, Any], calls: Mapping[str
     for module in attention.values():
         module.config._attn_implementation = NAME
     if first:
-        cache._begin(None)
-    cache._announce(calls.get("position_ids"), calls.get("position_embeddings"), rotary, NAME)
+        cache._begin()
+        cos_sin = calls.get("position_embeddings")
+        turning = rotary_of(rotary, cos_sin[0].dtype) if isinstance(cos_sin, tuple) else None
+        cache._announce(None, calls.get("position_ids"), turning, NAME)
     try:
         yield cache
     finally:

@@ -100,22 +100,11 @@ class LeftPadding:
         """Look again before the next attention: rows or tokens have changed."""
         self._length, self.real, self.counted = -1, False, False
 
-    @property
-    def forgotten(self) -> bool:
-        """True if `look` has not been called since `forget`."""
-        return self._length < 0
-
     def look(self, batch: int, count: int, device: torch.device) -> bool:
-        """Find the starts, once in a pass, and not while steps bring no padding; True if they may have changed.
-
-        A step that announces nothing brings none; of one that does, the newest slot alone is looked at.
-        """
+        """Find the starts, once in a pass, unless a step announces no padding; True if they may have changed."""
         positions, last = self.positions, self._length
         self._length = positions.length
-        step = self._length == last + 1 and count == 1
-        if self._length == last or (step and not positions.told):
-            return False
-        if step and self.real and positions.goes_on(self.starts_B, self.counted):
+        if self._length == last or (self._length == last + 1 and count == 1 and not positions.told):
             return False
         with torch.inference_mode(False):
             starts_B, self.real, self.counted = positions.starts(batch, device)
@@ -202,7 +191,7 @@ class Fused(Path):
             return False
         batch, _, count, _ = query.q_BHTD.shape
         self.look(batch, count, query.q_BHTD.device)
-        return self.padding.real and (not masked or self.positions.padded_alone)
+        return self.padding.real
 
     def fits(self, q_BHTD: Tensor) -> bool:
         """True if the kernel takes this number of query rows."""

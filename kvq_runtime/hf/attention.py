@@ -34,13 +34,12 @@ EAGER = 'use model.set_attn_implementation("eager"), under which a KVQCache hand
 class Pass:
     """The way in which one forward pass reads the layers.
 
-    begun       whether the model has begun a pass of which no layer has been taken in yet
-    announced   whether the model has announced that our own attention will read the next pass
+    announced   whether our own attention will read the pass that the model has begun, of which no layer has been taken
+                in yet; None: there is none
     attended    whether it reads this one: a pass that no model announces (a copy without hooks) is read decoded
     """
 
-    begun: bool = False
-    announced: bool = False
+    announced: bool | None = None
     attended: bool = False
 
 
@@ -74,7 +73,7 @@ class KVQLayer(CacheLayerMixin):
                 return KVQLayer.update(self, key_states, value_states)
         current, step = self.current, self.blocks.step
         if self.index == 0:  # the first layer of a pass takes up what was announced
-            current.attended, current.announced, current.begun = current.announced, False, False
+            current.attended, current.announced = bool(current.announced), None
         self.first = self.index not in self.blocks.layers
         if self.first:
             self._check(key_states, value_states)
@@ -121,7 +120,6 @@ class KVQLayer(CacheLayerMixin):
         """Do nothing: `blocks` holds what the layer holds, and is reset, cropped and reordered by the cache."""
 
     lazy_initialization = reset = crop = reorder_cache = _held_by_blocks  # type: ignore[assignment]
-    batch_select_indices = batch_repeat_interleave = _held_by_blocks  # type: ignore[assignment]
 
     def get_seq_length(self) -> int:
         """Tokens that the layer has seen, held or not, with those of a pass that it has taken in and is under way."""

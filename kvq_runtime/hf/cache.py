@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
@@ -25,7 +24,7 @@ from kvq_runtime.errors import check_type
 from kvq_runtime.families import Family
 from kvq_runtime.hf import hooks
 from kvq_runtime.hf.attention import KVQLayer, Pass
-from kvq_runtime.hf.hooks import HookedCache, Mask
+from kvq_runtime.hf.hooks import HookedCache
 from kvq_runtime.hf.model import (
     LISTED,
     Served,
@@ -60,8 +59,8 @@ class KVQCache(HookedCache, Cache):
     Exact tokens are in the dtype of the model's values: under autocast, in autocast's. A cache can be copied and
     pickled between two forward passes, and goes on as the original would, with the same model or a copy of it.
 
-    Making one puts forward hooks on the model, once, which do nothing unless a KVQCache is passed; the model can be
-    pickled and copied with them. `KVQCache.unhook(model)` takes them off.
+    Making one puts a forward hook on the model, once, which does nothing unless a KVQCache is passed; the model can be
+    pickled and copied with it. `KVQCache.unhook(model)` takes it off.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class KVQCache(HookedCache, Cache):
             raise ValueError(
                 f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
             )
-        made_for = settings.get("max_position_embeddings")
-        self.blocks = BlockCache(recipe, served.geometry, tensors, made_for or 1 << 17, model.dtype, made_for, bounds)
+        made_for = settings.get("max_position_embeddings") or 1 << 17
+        self.blocks = BlockCache(recipe, served.geometry, tensors, made_for, model.dtype, bounds)
         if "positions" in recipe.needs and (why := served.rope_refusal()):
             raise ValueError(f"{recipe.name} undoes RoPE, but {why}; use a post-RoPE recipe")
         shared = settings.get("num_kv_shared_layers")
@@ -108,7 +107,7 @@ class KVQCache(HookedCache, Cache):
         self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         self._stock = [] if self._recurrent else [layer for layer in layers if isinstance(layer, DynamicLayer)]
         self.artifact: Artifact | None = None  # which the cache was made of
-        hooks.hook(model, next(iter(modules.values())))
+        hooks.hook(model)
 
     @classmethod
     def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel) -> "KVQCache":
@@ -187,12 +186,12 @@ class KVQCache(HookedCache, Cache):
         parts = [part for one in found for part in (one.values() if isinstance(one, dict) else [one])]
         return self.blocks.memory_report().with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
 
-    def _begin(self, attention_mask: Mask) -> None:
-        """Start a forward pass: undo one that stopped midway, and keep the padding mask for `_announce`.
+    def _begin(self) -> None:
+        """Start a forward pass: undo one that stopped midway.
 
         Raises RuntimeError where that cannot be undone: of layers with a recurrent state.
         """
-        if self._recurrent and (self.blocks.step is not None or self._pass.begun):
+        if self._recurrent and (self.blocks.step is not None or self._pass.announced is not None):
             raise RuntimeError(
                 "a forward pass stopped midway, and has changed the state of recurrent layers, which cannot be had "
                 "back: reset() the cache, and begin again with the whole text"
@@ -205,11 +204,10 @@ class KVQCache(HookedCache, Cache):
             for layer in self._stock:
                 if layer.get_seq_length() > shortest:
                     layer.crop(shortest - layer.get_seq_length()) if shortest else _empty(layer)
-        super()._begin(attention_mask)
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""
-        self._announced, self._pass.begun = True, False
+        self._pass.announced = None
         self.blocks.reset()
         self._each("reset")
 
@@ -223,36 +221,21 @@ class KVQCache(HookedCache, Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}); pass the tokens to drop as a negative number")
         self._whole("crop", tokens_to_remove)
-        if tokens_to_remove < 0:
-            self._check_slid(tokens_to_remove)
+        length = max(0, self.blocks.length + tokens_to_remove)
+        for policy in self.blocks.policies:
+            policy.check_crop(length)
+        self._each("crop", tokens_to_remove)  # sliding layers refuse to go back to what they have dropped
         if tokens_to_remove < 0 and self.blocks.layers:
-            self.blocks.crop(max(0, self.blocks.length + tokens_to_remove))
-        self._each("crop", tokens_to_remove)
+            self.blocks.crop(length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows in this order, int64 [rows]; rows may be repeated or left out (beam search)."""
         self.blocks.reorder(beam_idx)
         self._each("reorder_cache", beam_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, copies side by side."""
-        self._whole("batch_repeat_interleave", repeats)
-        if self.blocks.layers:
-            rows = torch.arange(self.blocks.rows)
-            self.blocks.reorder(rows.repeat_interleave(repeats))
-        self._each("batch_repeat_interleave", repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, int64, in this order."""
-        self._whole("batch_select_indices", indices.tolist())
-        if self.blocks.layers:
-            indices = torch.arange(self.blocks.rows, device=indices.device)[indices]  # as transformers: bool, -1
-        self.blocks.reorder(indices)
-        self._each("batch_select_indices", indices)
-
     @staticmethod
     def unhook(model: PreTrainedModel) -> None:
-        """Remove kvq's hooks from a model; the next cache of it adds them again.
+        """Remove kvq's hook from a model; the next cache of it adds it again.
 
         Caches of this model that are still in use get no padding and positions any more.
         """
@@ -265,18 +248,6 @@ class KVQCache(HookedCache, Cache):
                 f"{method}({given}): this model has recurrent layers, whose state cannot be taken apart; reset() the "
                 "cache, and begin again"
             )
-
-    def _check_slid(self, tokens_to_remove: int) -> None:
-        """Refuse to crop transformers' own layers that have dropped what a token before would see."""
-        for layer in self.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
-                seen, window = layer.get_seq_length(), layer.sliding_window
-                if seen >= window and not getattr(layer, "record_past", False):
-                    raise RuntimeError(
-                        f"crop({tokens_to_remove}) after {seen} tokens: layers that slide over {window} tokens have "
-                        "dropped what they would see again; reset() the cache, and begin again, or call "
-                        "activate_past_recording() before the pass"
-                    )
 
     def _each(self, method: str, *args) -> None:
         """Call transformers' own layers, such as sliding windows, which keep their own tensors."""

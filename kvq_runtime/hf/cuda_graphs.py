@@ -144,6 +144,7 @@ class CudaGraphs:
         self.reason: str | None = None
         self._steps: WeakKeyDictionary[KVQCache, RecordedStep] = WeakKeyDictionary()
         self._next = False  # whether the call asked for next is ours
+        self._begin()
         self._stock = [getattr(model, name) for name in ASKED]
         for name, answer in zip(ASKED, (self._may_compile, self._call), strict=True):
             setattr(model, name, answer)
@@ -153,6 +154,7 @@ class CudaGraphs:
         for name in ASKED:
             vars(self.model).pop(name, None)
         self._steps.clear()
+        self._begin()
 
     def __enter__(self) -> "CudaGraphs":
         return self
@@ -171,7 +173,15 @@ class CudaGraphs:
         return self._next or self._stock[0](model_kwargs, generation_config)
 
     def _call(self, compile_config: Any) -> Any:
-        return _Steps(self) if self._next else self._stock[1](compile_config)
+        if not self._next:
+            return self._stock[1](compile_config)
+        self._begin()
+        return self._take
+
+    def _begin(self) -> None:
+        """Begin a `generate`."""
+        self._refused: str | None = None  # why none of its steps can be recorded
+        self._step: RecordedStep | None = None
 
     def _note(self, reason: str, level: int = logging.WARNING) -> None:
         """Count an eager step, and log the reason once."""
@@ -180,44 +190,36 @@ class CudaGraphs:
         self.eager[reason] += 1
         self.reason = reason
 
-
-class _Steps:
-    """The steps of one `generate`."""
-
-    def __init__(self, graphs: CudaGraphs):
-        self.graphs = graphs
-        self.refused: str | None = None  # why none of its steps can be recorded
-        self.step: RecordedStep | None = None
-
-    def __call__(self, **given: Any) -> Any:
-        graphs, ids = self.graphs, given.get("input_ids")
+    def _take(self, **given: Any) -> Any:
+        """Take a step of `generate`."""
+        ids = given.get("input_ids")
         step, reason = (None, SEVERAL) if ids is None or ids.shape[-1] != 1 else self._find(given)
         if step is None:
-            graphs._note(reason, logging.DEBUG if self.refused is None else logging.WARNING)
-            return graphs.model(**given)
+            self._note(reason, logging.DEBUG if self._refused is None else logging.WARNING)
+            return self.model(**given)
         out = step.take(given)
-        graphs.replayed, graphs.reason = graphs.replayed + 1, None
+        self.replayed, self.reason = self.replayed + 1, None
         return out
 
     def _find(self, given: dict[str, Any]) -> tuple[RecordedStep, str] | tuple[None, str]:
         """The step to replay; or None, and why not."""
-        if self.refused is not None:
-            return None, self.refused
-        if self.step is not None and self.step.recorded.ready():
-            return self.step, ""
-        graphs, cache = self.graphs, given[CACHE]
-        arguments = StepArguments(graphs.model, given)
-        held = graphs._steps.pop(cache, None)
+        if self._refused is not None:
+            return None, self._refused
+        if self._step is not None and self._step.recorded.ready():
+            return self._step, ""
+        cache = given[CACHE]
+        arguments = StepArguments(self.model, given)
+        held = self._steps.pop(cache, None)
         if held is None or held.arguments != arguments or not held.recorded.ready():
-            self.refused = arguments.refused(cache)
-            soon = None if self.refused else not_yet(cache.blocks)
-            if self.refused or soon:
-                return None, self.refused or soon or ""
+            self._refused = arguments.refused(cache)
+            soon = None if self._refused else not_yet(cache.blocks)
+            if self._refused or soon:
+                return None, self._refused or soon or ""
             try:
-                held = RecordedStep(graphs.model, arguments, given, graphs.record)
+                held = RecordedStep(self.model, arguments, given, self.record)
             except RuntimeError as error:  # what CUDA cannot record: a step of this model that waits for the device
-                self.refused = f"it cannot be recorded: {str(error).partition(chr(10))[0]}"
-                return None, self.refused
-            graphs.recorded += 1
-        self.step = graphs._steps[cache] = held
+                self._refused = f"it cannot be recorded: {str(error).partition(chr(10))[0]}"
+                return None, self._refused
+            self.recorded += 1
+        self._step = self._steps[cache] = held
         return held, ""

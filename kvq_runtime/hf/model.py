@@ -95,7 +95,7 @@ class Served:
 
     def attention(self) -> dict[int, Any]:
         """{number of a layer: its attention module}. Raises ValueError for a layer that a cache cannot hold."""
-        found, stack, width = {}, getattr(self.decoder, LAYERS), self.geometry.width
+        found, stack = {}, getattr(self.decoder, LAYERS)
         for n in self.layers:
             module = getattr(stack[n], ATTENTION, None) if n < len(stack) else None
             if not isinstance(module, nn.Module):
@@ -103,14 +103,6 @@ class Served:
             if not getattr(module, "is_causal", True):
                 raise ValueError(
                     f"layer {n} of {self.name} attends in both directions; kvq takes decoders alone; {LISTED}"
-                )
-            keys, values = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
-            widths = getattr(keys, "out_features", width), getattr(values, "out_features", width)
-            if widths != (width, width):
-                raise ValueError(
-                    f"k_proj and v_proj of layer {n} of {self.name} are {widths[0]} and {widths[1]} wide, not "
-                    f"{self.geometry.kv_heads} heads of {self.geometry.head_size} as its configuration says; kvq takes "
-                    "layers of one shape alone"
                 )
             found[n] = module
         return found
@@ -182,21 +174,10 @@ def frequencies(rotary: Any) -> tuple[Tensor, float] | None:
     return torch.as_tensor(found), float(getattr(rotary, f"{start}attention_scaling", 1.0))
 
 
-def rotary_of(module: nn.Module | None, cos_sin: tuple[Tensor, Tensor], positions_BT: Tensor) -> Rotary:
-    """The model's rotation, checked against the cos that this forward pass uses."""
+def rotary_of(module: nn.Module | None, dtype: torch.dtype) -> Rotary | None:
+    """The rotation that a decoder's rotary module makes, for hidden states of this dtype; None: it has no inv_freq."""
     found = frequencies(module)
-    if found is None:
-        raise RuntimeError("the model has no rotary embedding with inv_freq; use a post-RoPE recipe without a mean")
-    cos = cos_sin[0]
-    turning = Rotary(found[0].float(), found[1], cos.dtype)
-    if positions_BT.shape[-1] > 1:
-        expected = turning.tables(positions_BT)[0]
-        used = cos[..., : expected.shape[-1]].expand_as(expected)
-        if not torch.allclose(used.float(), expected.float(), rtol=0, atol=2**-6):
-            raise RuntimeError(
-                "the cos in use is not that of the model's inv_freq and positions; use a post-RoPE recipe"
-            )
-    return turning
+    return None if found is None else Rotary(found[0].float(), found[1], dtype)
 
 
 def rotary_of_config(config: Any, dtype: torch.dtype) -> Rotary:
@@ -246,14 +227,3 @@ def looks_ahead(mask: Mapping[str, Any], count: int) -> bool:
     if count < 2 or not isinstance(whole, Tensor) or whole.ndim != 4:
         return False
     return bool(visible(whole)[..., -count:].triu(1).any())
-
-
-def numbered(mask: Any, length: int, x: Tensor) -> Tensor:
-    """Positions of a pass of text, [B, T], in a row behind `length` tokens, or behind the row's padding.
-
-    x   [..., B, T, C], of the pass
-    """
-    rows, count = x.shape[-3:-1]
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == length + count:
-        return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -count:]
-    return torch.arange(length, length + count, device=x.device).expand(rows, count)

@@ -113,9 +113,7 @@ class Recorded(Generic[T]):
     def __init__(self, cache: BlockCache, out: T, replay: Callable[[], None]):
         self._cache, self._out, self._replay = cache, out, replay
         self._stores = dict(cache.layers)
-        self._first = next(iter(self._stores.items()))
-        self._places, self._good = self._where(), True
-        self._seen = -1  # tokens at which all below was found in order
+        self._addresses = self._find_addresses()
 
     def __call__(self) -> T:
         """The step's own result, to be read before the next call. Raises RuntimeError where it is not `ready`."""
@@ -124,43 +122,27 @@ class Recorded(Generic[T]):
         return self.replay()
 
     def ready(self) -> bool:
-        """Send the device the host's changes; True if the cache's tensors are still where they were recorded.
-
-        Between replays that encode nothing the host looks at two counts of each layer here, and asks the device
-        nothing.
-        """
-        cache, (layer, store) = self._cache, self._first
+        """Send the device the host's changes; True if the cache's tensors are still where they were recorded, and
+        padding is as the kernel takes it. Between replays the device is asked nothing."""
+        cache = self._cache
         cache.settle()
-        if cache.layers.get(layer) is not store:
+        if any(cache.layers.get(layer) is not store for layer, store in self._stores.items()):
             return False
-        untouched = cache.positions.seen == self._seen and not cache.fused.padding.forgotten
-        if not untouched or any(store.index.stale for store in self._stores.values()):  # type: ignore[union-attr]
-            self._good = self._good and self._found()
-            self._seen = cache.positions.seen
-        return self._good
+        cache.fused.publish(self._stores)
+        first = next(iter(self._stores.values()))
+        cache.fused.look(first.rows, 1, first.buffer_2BTC.device)
+        return cache.fused.regular and self._find_addresses() == self._addresses
 
     def replay(self) -> T:
         """As called, where `ready` has just said that it is."""
         self._replay()
         advance(self._cache)
-        self._seen += 1
         return self._out
 
-    def _found(self) -> bool:
-        """Publish every layer; whether all is in its place, and padding as the kernel takes it."""
-        cache = self._cache
-        if any(cache.layers.get(layer) is not store for layer, store in self._stores.items()):
-            return False
-        cache.fused.publish(self._stores)
-        first = self._first[1]
-        cache.fused.look(first.rows, 1, first.buffer_2BTC.device)
-        return cache.fused.regular and self._where() == self._places
-
-    def _where(self) -> list[int]:
+    def _find_addresses(self) -> list[int]:
         """Return the addresses at which the kernel finds the layers."""
-        places = [self._cache.fused.padding.starts_B.data_ptr()]
+        found = [self._cache.fused.padding.starts_B]
         for store in self._stores.values():
             assert store.index is not None
-            places += [x.data_ptr() for x in (store.buffer_2BTC, store.index.sinks_2BSC, store.index.counts)]
-            places += [table.data_ptr() for table in store.index.tables]
-        return places
+            found += [store.buffer_2BTC, store.index.sinks_2BSC, store.index.counts, *store.index.tables]
+        return [tensor.data_ptr() for tensor in found]

@@ -88,11 +88,10 @@ class ShadowChunks(PolicySetting):
         return 8 * dtype.itemsize / self.chunk if role == "key" else 0.0
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes of the outlier chunks of each head: their numbers, cosines and exact keys, once there are blocks."""
-        if tokens < window.recent + window.block:
-            return {}
+        """Bytes of the outlier chunks of each head: their numbers, cosines and exact keys."""
+        chunks = max(0, tokens - window.recent) // window.block * (window.block // self.chunk)
         each = 4 + 4 + self.chunk * geometry.head_size * dtype.itemsize
-        return {"chunks": geometry.layers * geometry.kv_heads * self.outliers * each}
+        return {"chunks": geometry.layers * geometry.kv_heads * min(self.outliers, chunks) * each}
 
     def policy(self, cache: CacheParts) -> Policy:
         return ShadowChunksPolicy(self, cache)
@@ -265,23 +264,11 @@ class ShadowChunksPolicy(Policy):
 
     def _keep_lowest(self, layer: int, new: OutlierChunks) -> None:
         """Keep the chunks with the smallest cosines, of a new block and of those kept so far."""
-        if layer not in self.outliers:
-            self.outliers[layer] = self._none(new)
-        if not self.setting.outliers:
-            return
-        every = OutlierChunks(*(torch.cat(pair, 2) for pair in zip(self.outliers[layer], new, strict=True)))
+        held = self.outliers.get(layer)
+        every = new if held is None else OutlierChunks(*(torch.cat(pair, 2) for pair in zip(held, new, strict=True)))
         best = every.cosine_BHO.argsort(dim=-1, stable=True)[..., : self.setting.outliers]
         keys = every.k_BHOKD.gather(2, best[..., None, None].expand(-1, -1, -1, *every.k_BHOKD.shape[3:]))
         self.outliers[layer] = OutlierChunks(every.chunk_BHO.gather(2, best), every.cosine_BHO.gather(2, best), keys)
-
-    def _none(self, like: OutlierChunks) -> OutlierChunks:
-        """As many places as the setting has, with no chunk in them yet."""
-        shape = (*like.chunk_BHO.shape[:2], self.setting.outliers)
-        return OutlierChunks(
-            like.chunk_BHO.new_full(shape, -1),
-            like.cosine_BHO.new_full(shape, torch.inf),
-            like.k_BHOKD.new_zeros(*shape, *like.k_BHOKD.shape[3:]),
-        )
 
     def crop(self, length: int) -> None:
         """Forget the chunks of blocks that are gone; what they had pushed out does not come back."""

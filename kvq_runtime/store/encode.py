@@ -1,6 +1,7 @@
 """Encode the oldest tokens of a layer's window, one whole block at a time, when they are due."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ class Encoder:
         self.decoder, self.stores = decoder, decoder.stores
         self.recipe, self.positions = decoder.recipe, decoder.positions
         self.errors = errors
-        self._watched: list[tuple[int, int, Tensor]] = []  # (layer, first slot, largest |x| of each token, [2, B, T])
-        self._stored: list[tuple[int, int, str, Tensor]] = []  # (layer, block, role, largest |number| of scales, [B])
+        # largest |number|s of tokens, [2, B, T], or of scales, [B]; and what says which of them is not finite
+        self._watched: list[tuple[Tensor, Callable[[Tensor], str]]] = []
 
     def flush(self, layer: int) -> None:
         """Encode every block of a layer that is due."""
@@ -71,19 +72,19 @@ class Encoder:
         if self.positions.real_BT is not None:
             real_BT = self.positions.real_BT[:, start : start + x_2BTC.shape[2]]
             peak_2BT = peak_2BT.where(real_BT, 0)
-        self._watched.append((layer, start, peak_2BT))
+        self._watched.append((peak_2BT, partial(self._bad_token, layer, start)))
 
     def _watch_scales(self, layer: int, block: int, slabs: Sequence[Slab]) -> None:
         """Have `refuse_nan` look for scales of these blocks that float16 does not hold; waits for nothing."""
         for role, fields in zip(ROLES, slabs, strict=True):
             for field in fields.values():
                 if field.dtype == torch.float16 and field.numel():  # where all channels have 0 bits there are no scales
-                    self._stored.append((layer, block, role, torch.linalg.vector_norm(field.flatten(1), torch.inf, 1)))
+                    peak_B = torch.linalg.vector_norm(field.flatten(1), torch.inf, 1)
+                    self._watched.append((peak_B, partial(self._bad_scale, layer, block, role)))
 
     def forget(self) -> None:
         """Watch nothing any more: the pass is undone."""
         self._watched.clear()
-        self._stored.clear()
 
     def refuse_nan(self) -> None:
         """Raise a ValueError if a real token that was watched holds a NaN or an infinity, or what is stored of a block
@@ -91,30 +92,23 @@ class Encoder:
 
         Waits for the device, once for all layers; not where nothing was watched.
         """
-        if not self._watched and not self._stored:
+        watched, self._watched = self._watched, []
+        if not watched or bool(torch.cat([peak.flatten().float() for peak, _ in watched]).isfinite().all()):
             return
-        watched, stored = self._watched.copy(), self._stored.copy()
-        self.forget()
-        peaks = [peak.flatten().float() for *_, peak in [*watched, *stored]]
-        if bool(torch.cat(peaks).isfinite().all()):
-            return
-        for layer, start, peak_2BT in watched:
-            for role, peak_BT in zip(ROLES, peak_2BT, strict=True):
-                bad_T = ~peak_BT.isfinite().all(0)
-                if bool(bad_T.any()):
-                    slot = start + int(bad_T.int().argmax())
-                    raise ValueError(
-                        f"layer {layer}, block {slot // self.recipe.window.block}: NaN or infinity in the model's "
-                        f"{role}s at token {slot + self.positions.dropped}; the cache keeps the tokens before this "
-                        "forward pass"
-                    )
-        for layer, block, role, peak_B in stored:
-            if not bool(peak_B.isfinite().all()):
-                raise ValueError(
-                    f"layer {layer}, from block {block} on: {role}s of the model are too large for the scales of "
-                    f"{self.recipe.name}, which are float16, up to 65504; use the recipe exact. The cache keeps the "
-                    "tokens before this forward pass"
-                )
+        peak, reason = next((peak, reason) for peak, reason in watched if not bool(peak.isfinite().all()))
+        raise ValueError(f"{reason(peak)}; the cache keeps the tokens before this forward pass")
+
+    def _bad_token(self, layer: int, start: int, peak_2BT: Tensor) -> str:
+        """Name the first token that is not finite, of keys before values."""
+        role, at = divmod(int((~peak_2BT.isfinite().all(1)).flatten().int().argmax()), peak_2BT.shape[2])
+        block, token = (start + at) // self.recipe.window.block, start + at + self.positions.dropped
+        return f"layer {layer}, block {block}: NaN or infinity in the model's {ROLES[role]}s at token {token}"
+
+    def _bad_scale(self, layer: int, block: int, role: str, _: Tensor) -> str:
+        return (
+            f"layer {layer}, from block {block} on: {role}s of the model are too large for the scales of "
+            f"{self.recipe.name}, which are float16, up to 65504: use the recipe exact"
+        )
 
     def _encoded(self, store: LayerStore, codecs: Sequence[Codec | RowCodec], runs: Sequence[Run]) -> tuple[Slab, Slab]:
         """Return the fields of the window's oldest blocks of keys and of values, [B, blocks, ...] each.

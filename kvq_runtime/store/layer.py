@@ -106,7 +106,7 @@ class LayerStore:
     @property
     def due(self) -> int:
         """Blocks that the window holds beyond the recent tokens."""
-        return max(0, self._stop - self._start - self.recent) // self.window.block
+        return self.beyond(self.recent)
 
     def beyond(self, recent: int, count: int = 0) -> int:
         """Whole blocks that the window holds beyond `recent` tokens, once `count` more have come."""
@@ -289,23 +289,14 @@ class LayerStore:
         sinks, first = self.window.sinks, self.length - k_BTC.shape[1]
         if sinks == 0 or first >= self.positions.complete(sinks, first):
             return
-        if self.positions.real_BT is None:  # known without asking the device
-            stop = min(sinks, self.length)
-            for role, x_BTC in enumerate((k_BTC, v_BTC)):
-                self.sinks_2BSC[role, :, first:stop] = x_BTC[:, : stop - first]
-            self._changed_sinks()
-            return
         slots, arrived = self.positions.sink_slots(sinks, k_BTC.shape[0], k_BTC.device)
         here = arrived & (slots >= first) & (slots < self.length)
         if bool(here.any()):
             rows, ranks = here.nonzero(as_tuple=True)
             for role, x_BTC in enumerate((k_BTC, v_BTC)):
                 self.sinks_2BSC[role, rows, ranks] = x_BTC[rows, slots[rows, ranks] - first]
-            self._changed_sinks()
-
-    def _changed_sinks(self) -> None:
-        if self.index is not None:
-            self.index.stale = self.index.sinks_stale = True
+            if self.index is not None:
+                self.index.stale = self.index.sinks_stale = True
 
     # ---- how -----------------------------------------------------------------------------------------------------
 

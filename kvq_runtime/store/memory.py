@@ -39,7 +39,7 @@ class MemoryReport:
     beyond                    share of the blocks encoded since the cache was empty whose error is beyond 99.9% of those
                               in calibration: see store/block_errors.py; None if none is measured
     smaller_than_16bit_from   tokens per row from which the cache is smaller than in 16 bits; None if never
-    dtype, positions          dtype of exact tokens; how many tokens the model was made for, None if unknown
+    dtype                     of exact tokens
     """
 
     recipe: str
@@ -57,7 +57,6 @@ class MemoryReport:
     parts: dict[str, int] = field(default_factory=dict)
     kept: int = 0
     dtype: str = "bfloat16"
-    positions: int | None = None
     beyond: float | None = None
     sliding_bytes: int = 0
 
@@ -87,8 +86,6 @@ class MemoryReport:
             lines = [f"{self.recipe}: empty, {shared}; {when}"]
         if self.dtype == "float32":
             lines.append("exact tokens are in float32, and count twice; a cache of bfloat16 is smaller sooner")
-        if start is not None and self.positions is not None and start > self.positions:
-            lines.append(f"WARNING: smaller from {start:,} tokens on, and the model was made for {self.positions:,}")
         if self.beyond is not None:
             lines.append(f"errors of {self.beyond:.2%} of the blocks are beyond 99.9% of those in calibration")
         return "\n  ".join(lines)

@@ -31,9 +31,8 @@ class Positions:
         self._next: tuple[Tensor | None, Tensor | None] = (None, None)
         self._complete: dict[int, int] = {}
         self.elsewhere = False  # whether tokens were announced to stand elsewhere than where they come, stored or not
-        self.told = False  # whether it was announced of the newest tokens which are padding
-        self._alone: Tensor | bool = True  # whether that is all that their mask says
-        self._next_alone: Tensor | bool = True
+        # whether it was announced which of the newest tokens are padding, and their mask says nothing else
+        self.told = self._next_told = False
         self._stores = True
         # whether a step is being recorded as a graph: the host counts its tokens, and does no more
         self.recorded = False
@@ -44,20 +43,19 @@ class Positions:
         return self.length + self.dropped
 
     def announce(
-        self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None, alone: Tensor | bool = True,
+        self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None, alone: bool = True,
         stores: bool = True,
     ) -> None:  # fmt: skip
         """Set which of the next tokens are real, and their positions; None: all, and counting on.
 
-        alone    whether each sees what is real up to itself: of an image some may see later ones, a mask may hide more;
-                 on the device, which is asked where it matters
+        alone    whether each sees what is real up to itself: of an image some may see later ones, a mask may hide more
         stores   whether positions that do not count on are stored; else they are looked at, where the host need not
                  wait for a device at each step
         """
-        self._next, self._next_alone, self._stores = (real_BT, positions_BT), alone, stores
+        self._next, self._next_told, self._stores = (real_BT, positions_BT), real_BT is not None and alone, stores
         self.rotary = rotary or self.rotary
 
-    def agrees(self, mask_BT: Tensor, count: int) -> Tensor | bool:
+    def agrees(self, mask_BT: Tensor, count: int) -> bool:
         """True if a mask of all tokens, `count` of them new, says of those that are held what was announced of them."""
         if not self.seen:
             return True
@@ -66,23 +64,15 @@ class Positions:
             return False
         if self.tokens_BT is not None:
             held_BT = held_BT.gather(1, self.tokens_BT.long().expand(len(held_BT), -1))
-        return held_BT.all() if self.real_BT is None else (held_BT == self.real_BT).all()
-
-    @property
-    def padded_alone(self) -> bool:
-        """True if it was announced which tokens are padding, and that is all that the newest tokens' mask says."""
-        if self.told and isinstance(self._alone, Tensor):
-            self._alone = bool(self._alone)
-        return self.told and bool(self._alone)
+        return bool(held_BT.all()) if self.real_BT is None else torch.equal(held_BT, self.real_BT)
 
     def extend(self, batch: int, count: int, device: torch.device) -> None:
         """Append `count` slots."""
         real, positions = self._next
-        self._next = (None, None)
+        self.told, self._next, self._next_told = self._next_told and not self.recorded, (None, None), False
         if self.recorded:
-            self.length, self.told = self.length + count, False
+            self.length += count
             return
-        self.told, self._alone, self._next_alone = real is not None, self._next_alone, True
         self.forget_factors()
         if positions is not None and not self._stores:
             asked = count > 1 or not dispatch.is_waited_for(positions)
@@ -230,23 +220,6 @@ class Positions:
         real = self.real_BT is None or torch.equal(self.real_BT, since_BT >= 0)
         held_BT = torch.arange(self.length, device=device)[None] if self.positions_BT is None else self.positions_BT
         return starts_B, real, bool(((held_BT == since_BT) | (since_BT < 0)).all())
-
-    def goes_on(self, starts_B: Tensor, counted: bool) -> bool:
-        """True if the newest slot of each row is real and, if `counted`, its position is counted from the row's start.
-
-        counted   whether positions have counted from the starts so far
-        """
-        if self.real_BT is None and self.positions_BT is None:
-            return True
-        fine = [] if self.real_BT is None else [self.real_BT[:, -1]]
-        if counted:
-            place_B = self.length - 1 if self.positions_BT is None else self.positions_BT[:, -1]
-            fine.append(self.length - 1 - starts_B == place_B)
-        if not fine or not isinstance(self._alone, Tensor):
-            return not fine or bool(torch.cat(fine).all())
-        answers = int(torch.cat(fine).all() + 2 * self._alone)  # the device is asked once
-        self._alone = answers > 1
-        return answers % 2 == 1
 
     def source(self, start: int, stop: int, sinks: int) -> Tensor | None:
         """Return the slot that each slot of a block is encoded as: itself, or of a sink or padding the nearest token.

@@ -1,10 +1,9 @@
 """Undo a forward pass that fails, or stops midway: the cache is as if it had never been."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class Step:
@@ -27,7 +26,7 @@ class Step:
         self._changes: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
     def on_undo(self, restore: Callable[..., Any], *state: Any) -> None:
-        """Call `restore(*state)` if the pass is undone. Tensors in `state` are held, and billed, until it ends."""
+        """Call `restore(*state)` if the pass is undone. Tensors in `state` are held until it ends."""
         if self.open:
             self._changes.append((restore, state))
 
@@ -42,18 +41,3 @@ class Step:
         """Forget how to undo the pass: it has ended."""
         self.open = False
         self._changes.clear()
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that are held to undo the pass."""
-        return [*_tensors([state for _, state in self._changes])]
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, (list, tuple)):
-        for part in state:
-            yield from _tensors(part)
-    elif isinstance(state, dict):
-        yield from _tensors([*state.values()])

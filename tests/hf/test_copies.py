@@ -73,23 +73,21 @@ def test_a_model_is_copied_with_its_hooks(made):
     other = COPIES[made](model)
     hooks = [len(module._forward_pre_hooks) for module in other.modules()]
     caches = kvq("aqua-2bit", model), kvq("aqua-2bit", other)
-    assert hooks == [len(module._forward_pre_hooks) for module in other.modules()] and sum(hooks) == 2
+    assert hooks == [len(module._forward_pre_hooks) for module in other.modules()] and sum(hooks) == 1
     with torch.no_grad():
         for a, b in ((0, 40), (40, 60)):
             one, two = (m(ids[:, a:b], past_key_values=c).logits for m, c in zip((model, other), caches, strict=True))
             assert torch.equal(one, two)
-    announce = next(iter(other.model.layers[0].self_attn._forward_pre_hooks.values()))
-    assert announce.decoder is other.model  # and not the one that it was copied from
 
 
 def test_hooks_can_be_taken_off():
     model, ids = random_model("llama"), prompt(2, 60)
     own = model.model.register_forward_pre_hook(lambda *_: None)
     first = kvq("exact", model)
-    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == 3
+    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == 2
     KVQCache.unhook(model)
     assert list(model.model._forward_pre_hooks) == [own.id]
-    assert not model.model._forward_pre_hooks_with_kwargs and not model.model.layers[0].self_attn._forward_pre_hooks
+    assert not model.model._forward_pre_hooks_with_kwargs
     with torch.no_grad():
         assert torch.equal(model(ids, past_key_values=first).logits, model(ids, past_key_values=stock(model)).logits)
         cache = kvq("aqua-2bit", model)  # which puts them on again

@@ -45,4 +45,4 @@ def test_a_mask_that_hides_older_tokens_is_not_taken_for_padding():
         for start, stop, given, told in ((0, 60, mask, True), (60, 61, mask, True), (61, 62, hole, False),
                                          (62, 64, torch.ones_like(mask), False)):  # fmt: skip
             model(ids[:, start:stop], attention_mask=given[:, :stop], **{CACHE: cache})
-            assert cache.blocks.positions.padded_alone is told
+            assert cache.blocks.positions.told is told

@@ -70,7 +70,7 @@ def test_beams_keep_the_prompt(tmp_path, model):
     assert torch.equal(model.generate(ids, num_beams=3, **{CACHE: cache}, **NEW), expected)
     assert store.put(cache, ids) == 32
     cache = store.load(ids)
-    cache.batch_repeat_interleave(3)
+    cache.reorder_cache(torch.zeros(3, dtype=torch.long))
     assert torch.equal(model.generate(ids, num_beams=3, **{CACHE: cache}, **NEW), expected)
 
 
