@@ -42,33 +42,23 @@ def windows(plan: Plan, length: int) -> int:
     return max(2, min(plan.tokens // SHARE, TOKENS) // length)
 
 
-def choose(run: Run, also: Sequence[str] = (), asked: int | None = None) -> tuple[Batch, dict[str, Batch]]:
-    """The text to measure on, and those of other kinds by name; from the run folder if they were chosen before.
+def choose(run: Run, count: int | None = None) -> Batch:
+    """Choose the windows to measure on, as long as the fit's sequences; reread them if the run folder has them.
 
-    also    texts of other kinds, as `corpus.others` takes them
-    asked   how many windows, as long as the fit's sequences, or ValueError; None: `windows(...)`, or as many as there
-            are
+    count   raises ValueError for fewer windows; None: `windows(...)`, or all
     """
     plan, files, ledger = run.plan, run.files, Ledger(run.folder / "evaluated")
     length = min(plan.seq_len, files.context)
-    count = asked or windows(plan, length)
+    at_most = count or windows(plan, length)
 
-    def beside() -> dict[str, Any]:
-        chosen = corpus.select_others(also, plan.corpus, files.path, count, length, plan.seed)
-        return {name: batch.to_json() for name, batch in chosen.items()}
-
-    def chosen() -> dict[str, Any]:
+    def select() -> dict[str, Any]:
         try:
-            return corpus.select_fewer(plan.corpus, files.path, count, length, plan.seed, asked or 1).to_json()
+            given = (plan.corpus, files.path, at_most, length, plan.seed)
+            return corpus.select_at_most(*given, least=count or 1).to_json()
         except corpus.TooLittle as error:
             raise ValueError(f"{error}; --no-eval leaves the evaluation out") from None
 
-    own = ledger.kept(chosen, text=[plan.corpus, files.id, asked, count, length, plan.seed])
-    given = corpus.others(also)
-    digests = {name: digest for source in given.values() for name, digest in corpus.in_files(source).items()}
-    texts = [list(also), plan.corpus, files.id, count, length, plan.seed, *([digests] if digests else [])]
-    others = ledger.kept(beside, texts=texts) if given else {}
-    return Batch.of_json(own), {name: Batch.of_json(one) for name, one in others.items()}
+    return Batch.from_json(ledger.kept(select, text=[plan.corpus, files.id, count, at_most, length, plan.seed]))
 
 
 def subjects(fitted: Mapping[str, Artifact]) -> list[Subject]:
@@ -83,17 +73,15 @@ def evaluate(
     run: Run,
     fitted: Mapping[str, Artifact],
     beside: Sequence[Subject] = (),
-    asked: int | None = None,
+    count: int | None = None,
     protocol: Protocol = PROTOCOL,
-    also: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """One record per artifact, in their order, then one per subject `beside` them.
+    """Return a record per artifact, then one per subject `beside` them, on `count` windows.
 
-    The whole model is on the device for this, in the precision of `kvq eval`: float32 on a CPU, else as stored.
+    Loads the whole model, in the precision of `kvq eval`: float32 on a CPU, else as stored.
     """
-    batch, texts = choose(run, also, asked)
-    asked_of = [*subjects(fitted), *beside]
-    total, done = record.work(run.files, batch, len(asked_of), protocol, texts), 0
+    batch, measured = choose(run, count), [*subjects(fitted), *beside]
+    total, done = record.work(run.files, batch, len(measured), protocol), 0
 
     def progressed(tokens: int) -> None:
         nonlocal done
@@ -102,8 +90,7 @@ def evaluate(
 
     torch.use_deterministic_algorithms(False)  # of a fit; what a cache does has no such version for every operation
     ledger = Ledger(run.folder / "evaluated")
-    told = {"progress": progressed, "ledger": ledger, "others": texts}
-    return record.evaluate(run.files, batch, asked_of, protocol, run.plan.device, **told)
+    return record.evaluate(run.files, batch, measured, protocol, run.plan.device, progress=progressed, ledger=ledger)
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,7 @@ def _calibrate(folder: Path) -> int:
         patch.setattr(plots, "pictures", lambda _: drawn)  # drawing is half of such a run, and touches no disk
         patch.setattr(execution, "threading", SimpleNamespace(Thread=AtOnce))
         patch.setattr(prepare, "EVERY", 1e-9)
-        return calibrate_cli.main(
-            ["--model", str(folder / "model"), *text, *where, "--also", "none", "--quiet", "--json"]
-        )
+        return calibrate_cli.main(["--model", str(folder / "model"), *text, *where, "--quiet", "--json"])
 
 
 class AtOnce(threading.Thread):

@@ -37,7 +37,7 @@ def server(request):
 
 
 def small(model: str, **more) -> dict:
-    own = {"corpus": f"{model}/corpus.txt", "samples": 4, "seq_len": 384, "eval_windows": 2, "also": ["none"], **more}
+    own = {"corpus": f"{model}/corpus.txt", "samples": 4, "seq_len": 384, "eval_windows": 2, **more}
     return {"settings": own}
 
 
