@@ -53,7 +53,7 @@ def plan(job: Job, work: Run) -> dict[str, Any]:
         "threads": plan.threads,
         "layer_bytes": needs["layer"],
         "chunk_bytes": needs["chunk"],
-        "activations": work.activations.place,
+        "activations": work.activations.description,
         "activation_bytes": needs["held"],
         "disk_bytes": needs["disk"],
         "download_bytes": files.download_bytes,

@@ -61,18 +61,14 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
 
 
 def _activations(machine: Machine, plan: Plan, files: ModelFiles) -> InFiles:
-    """Choose where activations are held: on the device, else in host memory, if two layers' fit into half of what is
-    free; else in files, as with workers, which exchange them.
-    """
+    """Keep activations in memory if those of two layers fit into half of the free memory; else, and with workers, in
+    files."""
     every = EVERY if machine.checkpoint_every is None else machine.checkpoint_every
     if every <= 0 or machine.workers is not None:
         return InFiles()
     needs = plan.needs(files)
     held, computing = 2 * needs["held"], needs["layer"] + needs["chunk"]
-    on_gpu = plan.device.startswith("cuda")
-    if on_gpu and held + computing <= torch.cuda.mem_get_info(plan.device)[0] // 2:
-        return InMemory(every, plan.device)
-    fits = held + (0 if on_gpu else computing) <= psutil.virtual_memory().available // 2
+    fits = held + (0 if plan.device.startswith("cuda") else computing) <= psutil.virtual_memory().available // 2
     return InMemory(every) if fits else InFiles()
 
 
