@@ -90,15 +90,14 @@ def drift(
     length: int | None = None,
     seed: int | None = None,
     alias: str = PRODUCTION,
-    promote: bool = False,
     device: str = "cpu",
     registry: str | None = None,
     max_perplexity_ratio: float | None = 1.05,
     max_kl: float | None = None,
     max_beyond: float | None = None,
 ) -> list[str] | State:
-    """Measure published versions on fresh text; their records go to the registry. The run ends as Drifted, and promotes
-    nothing, if one exceeds a bound.
+    """Measure published versions on fresh text; their records go to the registry. The run ends as Drifted if one
+    exceeds a bound.
 
     Args:
         artifacts: names in the registry, all of one model
@@ -107,8 +106,7 @@ def drift(
         windows: windows of held-out text to measure on
         length: tokens of a window; empty: the model's
         seed: of the choice of text; empty: another one every week
-        alias: the alias whose version is in use
-        promote: measure the newest version too, and point the alias to it if it keeps the bounds
+        alias: the alias whose version is measured; the newest version if it points to none
         device: cpu, cuda, cuda:1
         registry: file:///folder or hf://org; empty: $KVQ_REGISTRY, else $KVQ_HOME/registry
         max_perplexity_ratio: bound on the perplexity of a full encode over that of 16 bit
@@ -117,7 +115,7 @@ def drift(
     """
     text_seed = held_out.week(datetime.now(UTC).date()) if seed is None else seed
     bounds = Bounds(max_perplexity_ratio, max_kl, max_beyond)
-    checked = check(artifacts, model, corpus, bounds, text_seed, windows, length, alias, promote, device, registry)
+    checked = check(artifacts, model, corpus, bounds, text_seed, windows, length, alias, device, registry)
     rows = [
         {
             "artifact": result.artifact,
@@ -125,7 +123,6 @@ def drift(
             "protocol": result.protocol,
             "KL": result.kl,
             "failed": "; ".join(result.failed),
-            "promoted": result.promoted,
         }
         for result in checked
     ]

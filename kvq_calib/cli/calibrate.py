@@ -106,8 +106,8 @@ def _job(args: argparse.Namespace):
 
     if args.workers and _wants_prefect(args):
         raise ValueError("--workers shares chunks inside this process's run; leave out --prefect and $PREFECT_API_URL")
-    if not args.evaluate and (args.eval_windows or args.baselines or args.also not in (None, ["none"])):
-        raise ValueError("--eval-windows, --baseline and --also are of the evaluation; leave out --no-eval, or them")
+    if not args.evaluate and (args.eval_windows or args.baselines):
+        raise ValueError("--eval-windows and --baseline are of the evaluation; leave out --no-eval, or them")
     names = Job(What(args.model)).settings  # options are stored under these
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     given["recipes"] = args.recipes or [RECIPE]
@@ -169,8 +169,6 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument_group("evaluation").add_argument
     add("--no-eval", dest="evaluate", action="store_false", help="publish without measuring on held-out text")
     add("--eval-windows", type=count, metavar="N", help="windows of it, as long as the sequences (default: few)")
-    text = "texts of other kinds to measure on too: demo-code, a corpus as above; or none (default: the model's)"
-    add("--also", metavar="NAME=SOURCE", nargs="+", help=text)
     text = "measure this beside: an unfitted recipe or a REF (default: higgs-2bit beside a recipe that is alone)"
     add("--baseline", dest="baselines", action="append", metavar="NAME", help=text)
     text = "publish only if perplexity / 16-bit perplexity <= X, by full encode"

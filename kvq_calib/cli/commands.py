@@ -9,7 +9,6 @@ from kvq_calib.run.device import keep_memory
 from kvq_runtime.cli.options import add_registry, check_output, count
 
 MODEL = "a name of the catalog (demo, qwen2.5-7b), a folder, a .gguf file, or a Hub id"
-ALSO = "texts of other kinds to measure on too: a file, a Hub id, demo-code (Python's library), wikitext-2; or none"
 EVAL = """\
 examples
     kvq eval higgs-2bit rtn-4bit --model demo                          recipes that need no calibration
@@ -125,13 +124,16 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 
 
 def _add_text(command: argparse.ArgumentParser) -> None:
-    """Add the model, and the texts to measure on."""
+    """Add the model, and the text to measure on."""
     _add_machine(command, "float32 on a CPU, else as stored")
     add = command.add_argument
-    add("--corpus", metavar="FILE|HUB-ID", help="text, measured on its held-out part (default: the model's)")
+    add(
+        "--corpus",
+        metavar="FILE|HUB-ID",
+        help="text, measured on its held-out part; wikitext-2: the test set (default: the model's)",
+    )
     add("--length", type=count, metavar="L", help="tokens of a sequence (default: the model's)")
-    add("--windows", type=windows, default=16, metavar="N", help="windows of each text, or all (default: 16)")
-    add("--also", metavar="NAME=SOURCE", nargs="+", help=f"{ALSO} (default: the model's)")
+    add("--windows", type=windows, default=16, metavar="N", help="windows of it, or all (default: 16)")
 
 
 def _add_protocol(command: argparse.ArgumentParser) -> None:

@@ -38,14 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     top.add_argument("--json", metavar="FILE", default="build/demo.json", help="records; the picture lies beside it")
     args = top.parse_args(argv)
     os.environ.setdefault("KVQ_HOME", str(Path("build/kvq").absolute()))
-    samples, windows, also = (96, 12, None) if args.full else (16, 3, ("none",))
+    samples, windows = (96, 12) if args.full else (16, 3)
     baselines = ("higgs-2bit",) if args.model == "demo" else ("kivi-4bit", "higgs-4bit", "kivi-2bit", "higgs-2bit")
     files = models.resolve(args.model)
     job = Job(
         What(args.model, ("aqua-2bit",)),
         Text("demo", samples, LENGTH),
         Machine(threads=torch.get_num_threads()),
-        Evaluation(eval_windows=windows, baselines=baselines, also=also),
+        Evaluation(eval_windows=windows, baselines=baselines),
     )
     print(f"1. Calibrate aqua-2bit on {samples - samples // 8} sequences of {LENGTH} tokens of Python's documentation, "
           f"measure on {windows} held-out windows, and publish.")  # fmt: skip

@@ -8,11 +8,11 @@ from typing import Any
 
 from kvq_calib.evaluate import held_out
 from kvq_calib.evaluate.record import fits, whole_bytes
+from kvq_calib.job import published
 from kvq_calib.job.job import Job
-from kvq_calib.report import published, tables
-from kvq_calib.report.published import Published
+from kvq_calib.job.published import Published
+from kvq_calib.report import tables
 from kvq_calib.run.run import Run
-from kvq_calib.text import corpus
 from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.cli.table import print_table
 from kvq_runtime.registry import rating
@@ -27,7 +27,6 @@ def plan(job: Job, work: Run) -> dict[str, Any]:
     needs = plan.needs(files)
     evaluation = {
         "windows_at_most": asked.eval_windows or held_out.windows(plan, plan.seq_len),
-        "also": list(corpus.others(job.beside(files))),
         "baselines": list(asked.baselines),
         "bounds": dict(asked.bounds.given),
         "bytes": whole_bytes(files, plan.device),
@@ -54,7 +53,7 @@ def plan(job: Job, work: Run) -> dict[str, Any]:
         "threads": plan.threads,
         "layer_bytes": needs["layer"],
         "chunk_bytes": needs["chunk"],
-        "activations": work.activations.place,
+        "activations": work.activations.description,
         "activation_bytes": needs["held"],
         "disk_bytes": needs["disk"],
         "download_bytes": files.download_bytes,

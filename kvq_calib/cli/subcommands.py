@@ -51,10 +51,10 @@ def evaluate(args: Namespace) -> int:
     recipe_text.distinct(subject.recipe for subject in subjects if subject.sha256 is None)
     if args.tasks:
         return _tasks(args, files, subjects)
-    batch, beside = _texts(args, files, args.corpus or files.entry.corpus)
+    batch = _text(args, files, args.corpus or files.entry.corpus)
     protocol = _protocol(args)
-    with measuring(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
-        records = record.evaluate(files, batch, subjects, protocol, *_used(args), progress, others=beside)
+    with measuring(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
+        records = record.evaluate(files, batch, subjects, protocol, *_used(args), progress)
     shown = _named(subjects, records, TextRecord)
     if args.plots:
         disk.make_folder(Path(args.plots))
@@ -74,12 +74,9 @@ def _length(args: Namespace, files: ModelFiles) -> int:
     return args.length or min(files.entry.seq_len, files.context)
 
 
-def _texts(args: Namespace, files: ModelFiles, source: str):
-    """Choose the windows to measure on, and windows of texts of other kinds by name."""
-    length = _length(args, files)
-    batch = corpus.select(source, files.path, args.windows, length, args.seed, "held-out")
-    also = files.entry.beside(args.corpus) if args.also is None else args.also
-    return batch, corpus.select_others(also, source, files.path, args.windows, length, args.seed)
+def _text(args: Namespace, files: ModelFiles, source: str) -> corpus.Batch:
+    """Choose the windows to measure on."""
+    return corpus.select(source, files.path, args.windows, _length(args, files), args.seed, "held-out")
 
 
 def _named(subjects: Sequence[Subject], records: Sequence[Any], kind: type[R]) -> list[R]:
@@ -141,7 +138,7 @@ def compare(args: Namespace) -> int:
     for note in notes:
         say("kvq", note)
     source, length = corpus.pin(args.corpus or files.entry.corpus), _length(args, files)
-    batch, beside = _texts(args, files, source)
+    batch = _text(args, files, source)
     subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
     written = {recipe_text.read(text).name: text for text in texts if recipe_text.is_recipe(text)}
     fitted = [written.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted] + automatic
@@ -159,10 +156,8 @@ def compare(args: Namespace) -> int:
     if uneven and args.protocol != "in-use":
         blocks = " and ".join(map(str, uneven))
         say("kvq", f"windows of {length} tokens: the last stay exact in a full encode; use a multiple of {blocks}")
-    with measuring(record.work(files, batch, len(subjects), protocol, beside), args.quiet) as progress:
-        measured = record.evaluate(
-            files, batch, list(subjects.values()), protocol, *_used(args), progress, ledger, others=beside
-        )
+    with measuring(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
+        measured = record.evaluate(files, batch, list(subjects.values()), protocol, *_used(args), progress, ledger)
     records = tables.by_bits([parse(one, TextRecord) for one in measured])
     if args.plot:
         Path(args.plot).write_bytes(plots.png(plots.cost_by_bits(records)))

@@ -1,8 +1,8 @@
-"""Evaluate on held-out text what a run fitted, before it is published, and again later: has its loss grown (drift)?
+"""Evaluate artifacts on held-out text before publication, and again later (drift).
 
-The text of a run is chosen, and kept, before the first layer, so that too little of it stops a run at its beginning.
-Finished units of the evaluation are kept in the run folder: a run that was stopped repeats none of them.
-A drift check is on new text, the held-out part of a corpus: even of the corpus of the fit nothing was fitted on it.
+The text of a run is chosen, and saved, before the first layer, so that too little of it stops a run at its beginning.
+The run folder keeps finished units of the evaluation: a resumed run repeats none of them. A drift check uses new text,
+from the held-out part of a corpus.
 """
 
 import hashlib
@@ -25,15 +25,14 @@ from kvq_calib.text.corpus import Batch
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import NotFound
-from kvq_runtime.registry import rating, reference
-from kvq_runtime.registry import resolve as registry
+from kvq_runtime.registry import rating, reference, resolve
 from kvq_runtime.registry.evaluation_records import TextRecord, parse
 from kvq_runtime.registry.rating import Bounds
-from kvq_runtime.registry.reference import PRODUCTION, Reference, order
+from kvq_runtime.registry.reference import PRODUCTION, Reference
 from kvq_runtime.registry.registry import Registry
 
-SHARE = 32  # of the tokens of the fit one in so many is measured on,
-TOKENS = 32768  # and no more than these
+SHARE = 32  # tokens of the fit for each token to measure on
+TOKENS = 32768  # to measure on, at most
 PROTOCOL = Protocol(error_windows=2)
 
 
@@ -42,37 +41,27 @@ def windows(plan: Plan, length: int) -> int:
     return max(2, min(plan.tokens // SHARE, TOKENS) // length)
 
 
-def choose(run: Run, also: Sequence[str] = (), asked: int | None = None) -> tuple[Batch, dict[str, Batch]]:
-    """The text to measure on, and those of other kinds by name; from the run folder if they were chosen before.
+def choose(run: Run, count: int | None = None) -> Batch:
+    """Choose the windows to measure on, as long as the fit's sequences; reread them if the run folder has them.
 
-    also    texts of other kinds, as `corpus.others` takes them
-    asked   how many windows, as long as the fit's sequences, or ValueError; None: `windows(...)`, or as many as there
-            are
+    count   raises ValueError for fewer windows; None: `windows(...)`, or all
     """
     plan, files, ledger = run.plan, run.files, Ledger(run.folder / "evaluated")
     length = min(plan.seq_len, files.context)
-    count = asked or windows(plan, length)
+    at_most = count or windows(plan, length)
 
-    def beside() -> dict[str, Any]:
-        chosen = corpus.select_others(also, plan.corpus, files.path, count, length, plan.seed)
-        return {name: batch.to_json() for name, batch in chosen.items()}
-
-    def chosen() -> dict[str, Any]:
+    def select() -> dict[str, Any]:
         try:
-            return corpus.select_fewer(plan.corpus, files.path, count, length, plan.seed, asked or 1).to_json()
+            given = (plan.corpus, files.path, at_most, length, plan.seed)
+            return corpus.select_at_most(*given, least=count or 1).to_json()
         except corpus.TooLittle as error:
             raise ValueError(f"{error}; --no-eval leaves the evaluation out") from None
 
-    own = ledger.kept(chosen, text=[plan.corpus, files.id, asked, count, length, plan.seed])
-    given = corpus.others(also)
-    digests = {name: digest for source in given.values() for name, digest in corpus.in_files(source).items()}
-    texts = [list(also), plan.corpus, files.id, count, length, plan.seed, *([digests] if digests else [])]
-    others = ledger.kept(beside, texts=texts) if given else {}
-    return Batch.of_json(own), {name: Batch.of_json(one) for name, one in others.items()}
+    return Batch.from_json(ledger.kept(select, text=[plan.corpus, files.id, count, at_most, length, plan.seed]))
 
 
 def subjects(fitted: Mapping[str, Artifact]) -> list[Subject]:
-    """The artifacts as fitted, before anything is published, by the recipe's name."""
+    """Make subjects of fitted artifacts before publication, named by their recipes."""
     return [
         Subject.of(made, hashlib.sha256(artifact.to_bytes(made)).hexdigest(), name, published=False)
         for name, made in fitted.items()
@@ -83,17 +72,15 @@ def evaluate(
     run: Run,
     fitted: Mapping[str, Artifact],
     beside: Sequence[Subject] = (),
-    asked: int | None = None,
+    count: int | None = None,
     protocol: Protocol = PROTOCOL,
-    also: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """One record per artifact, in their order, then one per subject `beside` them.
+    """Return a record per artifact, then one per subject `beside` them, on `count` windows.
 
-    The whole model is on the device for this, in the precision of `kvq eval`: float32 on a CPU, else as stored.
+    Loads the whole model, in the precision of `kvq eval`: float32 on a CPU, else as stored.
     """
-    batch, texts = choose(run, also, asked)
-    asked_of = [*subjects(fitted), *beside]
-    total, done = record.work(run.files, batch, len(asked_of), protocol, texts), 0
+    batch, measured = choose(run, count), [*subjects(fitted), *beside]
+    total, done = record.work(run.files, batch, len(measured), protocol), 0
 
     def progressed(tokens: int) -> None:
         nonlocal done
@@ -102,30 +89,27 @@ def evaluate(
 
     torch.use_deterministic_algorithms(False)  # of a fit; what a cache does has no such version for every operation
     ledger = Ledger(run.folder / "evaluated")
-    told = {"progress": progressed, "ledger": ledger, "others": texts}
-    return record.evaluate(run.files, batch, asked_of, protocol, run.plan.device, **told)
+    return record.evaluate(run.files, batch, measured, protocol, run.plan.device, progress=progressed, ledger=ledger)
 
 
 @dataclass(frozen=True)
 class DriftResult:
     """One version, measured again.
 
-    perplexity   over that of the 16-bit model, under the protocol that the bounds judge; None: nothing was encoded
-    protocol     that one, "full" or "in-use"
-    failed       the bounds that it does not keep
-    promoted     the alias that points to it since then; "" if none was moved
+    protocol     the protocol that the bounds judge, "full" or "in-use"; None: nothing was encoded
+    perplexity   over the 16-bit model's, under it
+    failed       a sentence for each exceeded bound
     """
 
     artifact: str
     perplexity: float | None
     kl: float | None
-    failed: Sequence[str] = ()
-    promoted: str = ""
     protocol: str | None = None
+    failed: Sequence[str] = ()
 
 
 def week(today: date) -> int:
-    """A seed for the choice of text that is another one every week: 202614 in week 14 of 2026."""
+    """Return a seed that changes every week: 202614 in week 14 of 2026."""
     year, number, _ = today.isocalendar()
     return 100 * year + number
 
@@ -139,64 +123,48 @@ def check_drift(
     windows: int = 16,
     length: int | None = None,
     alias: str = PRODUCTION,
-    promote: bool = False,
     device: str = "cpu",
     registry_url: str | None = None,
 ) -> list[DriftResult]:
-    """Measure the version that `alias` points to of each name, and keep the record in the registry.
+    """Measure the version of each name that `alias` points to, else the newest; add the records to the registry.
 
-    promote   measure the newest version as well, and point the alias to it if it keeps the bounds
-
-    Raises ValueError for bounds that are none, NotFound for a name without versions, or whose versions are all yanked.
+    Raises ValueError without bounds, NotFound for a name without versions, or with yanked ones alone.
     """
     if not bounds.given:
         raise ValueError("a drift check needs a bound: max_perplexity_ratio, max_kl, or both")
-    wanted = [one for name in names for one in _versions(name, alias, promote, registry_url)]
+    references = [_version(name, alias, registry_url) for name in names]
     files = models.resolve(model)  # which may be a long download
-    subjects = [find(one, files, registry_url) for one in wanted]
-    tokens = corpus.select(
-        source, files.path, windows, length or min(files.entry.seq_len, files.context), seed, "held-out"
-    )
-    found = record.evaluate(files, tokens, subjects, PROTOCOL, device)
-    checked = []
-    for subject, measured in zip(subjects, found, strict=True):
+    subjects = [find(reference, files, registry_url) for reference in references]
+    length = length or min(files.entry.seq_len, files.context)
+    batch = corpus.select(source, files.path, windows, length, seed, "held-out")
+    results = []
+    for subject, measured in zip(subjects, record.evaluate(files, batch, subjects, PROTOCOL, device), strict=True):
         judged = rating.with_gate(measured, bounds)
-        place, version = _place(subject.name, registry_url)
-        place.add_evaluation(judged, version.name)
-        told = parse(judged, TextRecord)
-        failed, (protocol, found) = rating.failed_bounds(told, bounds), told.decisive or (None, None)
-        costs = (1 + found.relative, found.kl) if found else (None, None)
-        promoted = _promote(place, version, alias) if promote and not failed else ""
-        checked.append(DriftResult(subject.name, *costs, failed, promoted, protocol))
-    return checked
+        registry, version = _open(subject.name, registry_url)
+        registry.add_evaluation(judged, version.name)
+        parsed = parse(judged, TextRecord)
+        protocol, figures = parsed.decisive or (None, None)
+        costs = (1 + figures.relative, figures.kl) if figures else (None, None)
+        results.append(DriftResult(subject.name, *costs, protocol, rating.failed_bounds(parsed, bounds)))
+    return results
 
 
-def _versions(name: str, alias: str, newest: bool, registry_url: str | None) -> list[str]:
-    """References, by number: what the alias points to, and the newest version if that is asked for, or all there is."""
-    place, given = _place(name, registry_url)
-    state = place.existing(given.name)
-    chosen = {state.at(alias)} if given.by == "default" else {registry.choose(state, given)[0].version}
-    latest = state.newest()
-    if latest is not None and (newest or chosen == {None}):
-        chosen.add(latest.version)
-    if chosen == {None}:
+def _version(name: str, alias: str, registry_url: str | None) -> str:
+    """Return the reference of one version: of the alias, else the newest, unless `name` says which."""
+    registry, given = _open(name, registry_url)
+    state = registry.existing(given.name)
+    newest = state.newest()
+    version = state.at(alias) or (newest and newest.version)
+    if given.by != "default":
+        version = resolve.choose(state, given)[0].version
+    if version is None:
         raise NotFound(f"every version of {given.name} is yanked, and no alias {alias} points to one; leave it out")
-    prefix = f"{given.registry}/{given.name}" if given.registry else given.name
-    return [f"{prefix}@{version}" for version in sorted((one for one in chosen if one), key=order)]
+    return f"{given.registry}/{given.name}@{version}" if given.registry else f"{given.name}@{version}"
 
 
-def _place(given: str, registry_url: str | None) -> tuple[Registry, Reference]:
-    found = reference.parse(given)
-    if not isinstance(found, Reference):
-        raise ValueError(f"{given} is a file; a drift check is of what a registry holds")
-    return registry.open_registry(found.registry or registry_url), found
-
-
-def _promote(place: Registry, version: Reference, alias: str) -> str:
-    """Point the alias to a version, if that is the newest and the alias is elsewhere; returns the alias, or ""."""
-    state = place.existing(version.name)
-    latest, before = state.newest(), state.at(alias)
-    if latest is None or version.value != latest.version or before == version.value:
-        return ""
-    place.promote(version.name, version.value, alias, expect=before or "none", force=True)  # bounds judged it
-    return alias
+def _open(name: str, registry_url: str | None) -> tuple[Registry, Reference]:
+    """Open the registry of a reference."""
+    parsed = reference.parse(name)
+    if not isinstance(parsed, Reference):
+        raise ValueError(f"{name} is a file; a drift check is of a registry's versions")
+    return resolve.open_registry(parsed.registry or registry_url), parsed

@@ -4,9 +4,7 @@
      "corpus": digest of the corpus, "protocol": {...}, "environment": {...},
      "result": {"protocols": {"full": {...}, "in-use": {...}}, "bits": {...}, "layers": [...], ...}}
 
-Each protocol has figures with the share of decoded reads, or {"reason": why there are none}. Texts of other kinds have
-figures of their own, in `texts` of protocol and result, by name: by full encode if that is measured and the recipe has
-one, else in use, which takes many times longer.
+Each protocol has figures with the share of decoded reads, or {"reason": why there are none}.
 
 All subjects are evaluated in one pass over the text. A registry keeps the records of what it holds:
 `registry.add_evaluation(record)`. A ledger keeps the score of each cache on a few windows.
@@ -15,7 +13,6 @@ All subjects are evaluated in one pass over the text. A registry keeps the recor
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -75,9 +72,9 @@ class Protocol:
         """Return the subject with as many exact tokens as it is measured with."""
         return replace(given, recipe=given.recipe.with_exact(self.sinks, self.recent).check())
 
-    def to_json(self, files: ModelFiles, batch: Batch, others: Mapping[str, Batch]) -> dict[str, Any]:
-        """Return what records say of the protocol, model and texts."""
-        optional = {"sinks": self.sinks, "texts": {name: _windows(one) for name, one in others.items()} or None}
+    def to_json(self, files: ModelFiles, batch: Batch) -> dict[str, Any]:
+        """Describe protocol, model and text as in records."""
+        windows, length = batch.tokens_BT.shape
         return {
             "name": "perplexity",
             "version": 2,
@@ -86,14 +83,11 @@ class Protocol:
             "step": self.step,
             "recent": self.recent,
             "error_windows": min(self.error_windows, len(batch.tokens_BT)),
-            **_windows(batch),
-            **{name: value for name, value in optional.items() if value is not None},
+            "windows": windows,
+            "length": length,
+            "text": batch.description,
+            **({} if self.sinks is None else {"sinks": self.sinks}),
         }
-
-
-def _windows(batch: Batch) -> dict[str, Any]:
-    windows, length = batch.tokens_BT.shape
-    return {"windows": windows, "length": length, "text": batch.description}
 
 
 def load_model(files: ModelFiles, device: str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -148,13 +142,9 @@ def evaluate(
     dtype: torch.dtype | None = None,
     progress: Progress = lambda tokens: None,
     ledger: Ledger = NOWHERE,
-    others: Mapping[str, Batch] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Return one record per subject, in their order. `progress` gets the number of `work(...)` tokens done.
-
-    others   texts of other kinds, by name, on which figures are measured too
-    """
-    length = max(one.tokens_BT.shape[1] for one in (batch, *others.values()))
+    """Return one record per subject, in their order. `progress` gets the number of `work(...)` tokens done."""
+    length = batch.tokens_BT.shape[1]
     if length > files.context:
         raise ValueError(f"windows of {length} tokens; {files.id} was made for at most {files.context}: use --length")
     if len({subject.name for subject in subjects}) < len(subjects):
@@ -165,7 +155,7 @@ def evaluate(
     used, ledger = setting(files, device, dtype, ledger)
     measured = [protocol.subject(subject) for subject in subjects]
     by_digest = {digest_of(subject.identity): subject for subject in measured}
-    records = _Work(files, protocol, device, dtype, progress, ledger).records(batch, by_digest, others, used)
+    records = _Work(files, protocol, device, dtype, progress, ledger).records(batch, by_digest, used)
     return [records[digest_of(subject.identity)] for subject in measured] if measured else []
 
 
@@ -180,9 +170,7 @@ class _Work:
     progress: Progress
     ledger: Ledger
 
-    def records(
-        self, batch: Batch, subjects: Subjects, others: Mapping[str, Batch], used: Mapping[str, Any]
-    ) -> dict[str, dict[str, Any]]:
+    def records(self, batch: Batch, subjects: Subjects, used: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Measure each subject; return the records by digest."""
         tokens_BT, files, protocol = batch.tokens_BT, self.files, self.protocol
         stream = Stream(files, self.device, self.dtype)
@@ -192,28 +180,13 @@ class _Work:
         windows_BT = tokens_BT[: protocol.error_windows]
         given = {digest: (subject.recipe, subject.tensors) for digest, subject in subjects.items()}
         layers = errors.by_layer(stream, windows_BT, given, self.progress) if len(windows_BT) else {}
-        about, corpus = protocol.to_json(files, batch, others), batch.description["corpus_digest"]
+        about, corpus = protocol.to_json(files, batch), batch.description["corpus_digest"]
         records = {}
         for digest, subject in subjects.items():
             parts = {name: self._part(name, subject.recipe, tokens_BT, scores[name], digest) for name in scores}
             records[digest] = of_subject(files, subject, parts, tokens_BT.shape[1], corpus, about, used)
             records[digest]["result"]["layers"] = layers.get(digest, [])
-        for text, other in others.items():
-            for name, group in self._elsewhere(subjects).items():
-                scores = self._scores(other.tokens_BT, group, (name,))
-                for digest, subject in group.items():
-                    part = self._part(name, subject.recipe, other.tokens_BT, scores[name], digest)
-                    records[digest]["result"].setdefault("texts", {})[text] = {"protocols": {name: part}}
         return records
-
-    def _elsewhere(self, subjects: Subjects) -> dict[str, Subjects]:
-        """Return the subjects to measure on a text of another kind, by protocol."""
-        if self.protocol.by_layer:
-            return {FULL: subjects}
-        if len(set(self.protocol.protocols)) < len(PROTOCOLS):
-            return {name: subjects for name in self.protocol.protocols}
-        without = {digest: one for digest, one in subjects.items() if refusal(one.recipe) is not None}
-        return {FULL: {digest: one for digest, one in subjects.items() if digest not in without}, IN_USE: without}
 
     def _scores(self, tokens_BT: Tensor, subjects: Subjects, protocols: Sequence[str]) -> dict[str, dict[str, Score]]:
         """Return scores by protocol and digest; the model is gone when this returns."""
@@ -274,17 +247,9 @@ def _nothing_encoded(name: str, window: Window, step: int, length: int) -> str:
     return f"nothing was encoded: windows of {counted(length, 'token')} are shorter than {needs}"
 
 
-def work(
-    files: ModelFiles,
-    batch: Batch,
-    subjects: int,
-    protocol: Protocol,
-    others: Mapping[str, Batch] = MappingProxyType({}),
-) -> int:
+def work(files: ModelFiles, batch: Batch, subjects: int, protocol: Protocol) -> int:
     """Return the tokens that `evaluate` reports to `progress`, in all."""
     if not subjects:
         return 0
-    asked = len(set(protocol.protocols))
-    elsewhere = sum(one.tokens_BT.numel() for one in others.values()) * (subjects + asked)
-    errors_of = batch.tokens_BT[: protocol.error_windows].numel() * files.geometry.layers
-    return batch.tokens_BT.numel() * (subjects + 1) * asked + elsewhere + errors_of
+    by_layer = batch.tokens_BT[: protocol.error_windows].numel() * files.geometry.layers
+    return batch.tokens_BT.numel() * (subjects + 1) * len(set(protocol.protocols)) + by_layer

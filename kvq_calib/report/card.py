@@ -15,7 +15,6 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from kvq_calib.model.catalog import entry
 from kvq_calib.report import tables
 from kvq_calib.report.tables import escaped, markdown_table, size_of
 from kvq_calib.text.documents import SUFFIXES
@@ -25,7 +24,7 @@ from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.recipe import OURS, ROLES
 from kvq_runtime.registry import rating
 from kvq_runtime.registry.card import UNMEASURED, eval_results
-from kvq_runtime.registry.evaluation_records import SPOKEN, Record, other_texts, text_records
+from kvq_runtime.registry.evaluation_records import SPOKEN, Record, text_records
 from kvq_runtime.store.memory import human
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
@@ -51,7 +50,6 @@ def card(
     model, revision = model_of(artifact)
     measured, sizes = text_records(records), folder.sizes(artifact)
     parameters = {record.protocol.model.parameters for record in records}
-    sources = [record.protocol.text.source for record in measured] + other_texts(measured)
     return _template().render(
         front=_front(artifact, name, records, license),
         name=name,
@@ -79,7 +77,7 @@ def card(
         held_out=artifact.provenance.get("held_out"),
         pictures=pictures,
         few=sorted(count for count in parameters if count is not None and count < SMALL),
-        texts=list(dict.fromkeys(sources)),
+        texts=list(dict.fromkeys(record.protocol.text.source for record in measured)),
     )
 
 
@@ -116,8 +114,6 @@ def _source(model: str, images: bool) -> dict[str, Any]:
         return source | {"extra": "calib", "finder": finder, "where": 'folder = resolve("demo").path', "load": "folder"}
     if _HUB.fullmatch(model):
         return source | {"where": f'model_id = "{model}"'}
-    if entry(model).package is not None:
-        return source | {"where": f'model_id = "build/{model}"  # make real-model'}
     return source | {"where": f'model_id = "{model}"  # the folder of the model'}
 
 

@@ -24,7 +24,6 @@ from kvq_runtime.registry.evaluation_records import (
     TextRecord,
     Unmeasured,
     Windows,
-    other_texts,
 )
 from kvq_runtime.store.memory import scheme_bits
 
@@ -34,25 +33,21 @@ EXACT = {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}
 
 
 def table(records: Records) -> list[dict[str, Any]]:
-    """Return a row a recipe for each text, the 16-bit model first, with a loss and a KL for each protocol.
+    """Return a row for the 16-bit model, then one a recipe, with a loss and a KL for each protocol.
 
     The row of the 16-bit model has perplexities, other rows the distance from them; "none" stands for a reason that
     `notes` gives. "in use decoded" is the share of reads in use that were of decoded tokens, "beyond" the share of
     blocks whose error exceeds the calibration's.
     """
-    length, several, rows = records[0].protocol.length, bool(other_texts(records)), []
-    for text, group in _by_text(records).items():
-        label = {"text": text or records[0].protocol.text.source} if several else {}
-        added = [label | _bits("16 bit", EXACT, length), *(label | _bits(one.name, one.result.bits, length)
-                                                           for one in group)]  # fmt: skip
-        for protocol in (name for name in PROTOCOLS if any(name in one.result.protocols for one in group)):
-            head, exact = protocol.replace("-", " "), reference(group, protocol)
-            added[0] |= {head: exact and f"{exact:.3f}", f"{head} KL": None}
-            for row, record in zip(added[1:], group, strict=True):
-                row |= _loss(head, record.figures(protocol))
-                if protocol == IN_USE:
-                    row["in use decoded"] = _share_decoded(record.result.protocols.get(protocol))
-        rows += added
+    length = records[0].protocol.length
+    rows = [_bits("16 bit", EXACT, length), *(_bits(one.name, one.result.bits, length) for one in records)]
+    for protocol in (name for name in PROTOCOLS if any(name in one.result.protocols for one in records)):
+        head, exact = protocol.replace("-", " "), reference(records, protocol)
+        rows[0] |= {head: exact and f"{exact:.3f}", f"{head} KL": None}
+        for row, record in zip(rows[1:], records, strict=True):
+            row |= _loss(head, record.figures(protocol))
+            if protocol == IN_USE:
+                row["in use decoded"] = _share_decoded(record.result.protocols.get(protocol))
     return rows
 
 
@@ -67,36 +62,26 @@ def _share_decoded(part: Unmeasured | Figures | None) -> str | None:
 
 
 def notes(records: Records) -> list[str]:
-    """Describe the texts, then the reasons for missing figures: a sentence each, with the recipes."""
-    recipes: dict[str, dict[str, None]] = {}  # by reason, in their order, each once
-    for record in (one for group in _by_text(records).values() for one in group):
+    """Describe the text, then the reasons for missing figures: a sentence each, with the recipes."""
+    recipes: dict[str, list[str]] = {}  # by reason
+    for record in records:
         for reason in record.reasons():
-            recipes.setdefault(reason, {})[record.name] = None
-    described = [about_text(group[0].protocol, name) for name, group in _by_text(records).items()]
-    return [*described, *(f"{', '.join(names)}: {reason}." for reason, names in recipes.items())]
+            recipes.setdefault(reason, []).append(record.name)
+    return [about_text(records[0].protocol), *(f"{', '.join(names)}: {reason}." for reason, names in recipes.items())]
 
 
-def about_text(given: Windows, name: str = "") -> str:
+def about_text(given: Windows) -> str:
     """Describe windows, and their overlap with the text of the fit."""
     text, overlap = given.text, given.text.overlap
-    label = "" if name in ("", text.source) else f"{name}: "
-    said = f"{label}{counted(given.windows, 'window')} of {counted(given.length, 'token')} of {text.source}"
-    said += f", {text.split} part" if text.split else ""
+    windows = f"{counted(given.windows, 'window')} of {counted(given.length, 'token')} of {text.source}"
+    windows += f", {text.split} part" if text.split else ""
     if overlap is None:
-        return f"{said}; their overlap with the fit part was not measured."
+        return f"{windows}; their overlap with the fit part was not measured."
     less = f" {overlap.dropped_documents} documents ({overlap.dropped_tokens} tokens) that repeat it are left out."
     return (
-        f"{said}; {overlap.left:.1%} of their runs of {overlap.run_bytes} bytes are in the fit part of "
+        f"{windows}; {overlap.left:.1%} of their runs of {overlap.run_bytes} bytes are in the fit part of "
         f"{' or '.join(overlap.against)}.{less if overlap.dropped_documents else ''}"
     )
-
-
-def _by_text(records: Records) -> dict[str, Records]:
-    """Return the records of each text, the corpus under ""."""
-    beside = {
-        text: [one.elsewhere()[text] for one in records if text in one.result.texts] for text in other_texts(records)
-    }
-    return {"": records} | beside
 
 
 def reference(records: Records, protocol: str) -> float | None:

@@ -286,6 +286,6 @@ def make(
         environment=environment(device, kind, threads) | {"fits": FITS},
         budgets=budgets or {},
         weights=None if files.revision else find.digest(files),
-        texts=corpus.in_files(source or known.corpus),
+        texts=corpus.file_digests(source or known.corpus),
         gradient_tokens=gradient_tokens,
     )

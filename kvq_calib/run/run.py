@@ -1,17 +1,16 @@
-"""The execution context of a plan: its run folder, the model's files, executor of chunks, listener to progress, and
-what holds activations, which layers leave to those above: hidden states, captured keys and values, decoded ones.
+"""Define the execution context of a plan: run folder, model, executor of chunks, progress, and activations.
 
-    InFiles     in the folder of their layer, which is sealed with them: a killed run goes on at its layer
-    InMemory    in this process. Every few minutes, behind the work, what the next layer reads is written; a killed run
-                goes on after the layer of the last such checkpoint
+Activations are the inputs of later layers: hidden states, captured keys and values, decoded keys and values.
 
-A path names them in both; bytes of artifacts are the same. Workers are other processes, and exchange files.
+    InFiles     in the folder of their layer, sealed with it: a killed run resumes at its layer
+    InMemory    in this process, with a checkpoint every few minutes: a killed run resumes after it
+
+Both name them by path and give artifacts of the same bytes. Workers are other processes, and exchange files.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import checkpoint
 from kvq_calib.run.plan import Plan
 
-EVERY = 300.0  # seconds between two checkpoints, at the least
-SHARE = 0.05  # of the time that writing them may take
+EVERY = 300.0  # least seconds between two checkpoints
+SHARE = 0.05  # largest share of the time that writing them takes
 
-Task = Callable[[Any, int], Any]  # (what all chunks of a pass share, the number of a chunk) → its result
-Executor = Callable[[Task, Any, Iterable[int]], Iterator[Any]]  # the results, in the order of the numbers
+Task = Callable[[Any, int], Any]  # (shared state of a pass, index of a chunk) → result
+Executor = Callable[[Task, Any, Iterable[int]], Iterator[Any]]  # results in the order of the indices
 
 
 @dataclass(frozen=True)
@@ -52,140 +51,105 @@ Listener = Callable[[Progress], None]
 
 
 def silent(progress: Progress) -> None:
-    """The listener that ignores every report."""
+    """Ignore a report."""
 
 
 def serial(task: Task, shared: Any, indices: Iterable[int]) -> Iterator[Any]:
-    """The executor of this process: one chunk after the other."""
+    """Execute one chunk after the other in this process."""
     return (task(shared, index) for index in indices)
 
 
 class InFiles:
-    """Save and load files; what a killed run that held all in memory has written is read from its checkpoint."""
+    """Keep activations in files; read the files of `checkpoint.keep` where an earlier process kept them in memory."""
 
-    @property
-    def place(self) -> str:
-        """The place of what is saved, in words."""
-        return "files, each layer a checkpoint"
+    description = "files, each layer a checkpoint"
 
     def save(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        """Keep tensors under a path in the folder of a layer, or in its partial one."""
+        """Keep tensors under a path in the folder of a layer, finished or partial."""
         checkpoint.save({name: tensor.cpu() for name, tensor in tensors.items()}, path)
 
     def load(self, path: Path, device: str = "cpu", names: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Return what was saved under a path, on a device; of several tensors those of these names."""
-        kept = checkpoint.kept_file(path)
-        found = checkpoint.load(path if kept is None else kept, device)
-        return {name: found[name] for name in names or found}
+        """Load the tensors of a path, or some of them, to a device."""
+        tensors = checkpoint.load(checkpoint.kept_file(path) or path, device)
+        return {name: tensors[name] for name in names or tensors}
 
     def remove(self, path: Path) -> None:
-        """Forget what was saved under a path."""
+        """Remove the tensors of a path."""
         path.unlink()
 
     def resume(self, run: Path) -> None:
-        """Begin with what the newest checkpoint has, which was found whole."""
+        """Load the newest checkpoint, whose digests were compared."""
 
     def finished(self, run: Path, layer: int, depth: int, last: bool) -> None:
-        """Forget what no layer above this one reads; the last layer: all. Those that do reach `depth` layers down."""
+        """Remove the activations that no later layer reads, `depth` layers down at most; after the last layer all."""
         checkpoint.thin(run, layer, depth, last)
-
-    def close(self) -> None:
-        """Wait for what is being written."""
 
 
 class InMemory(InFiles):
-    """Keep tensors in host memory, or on a device that has room; write them every `every` seconds, or more where that
-    took over SHARE of the time.
+    """Keep activations in host memory, and write a checkpoint every `every` seconds.
 
-    An error of the disk is raised at the end of the layer that was at work meanwhile.
+    Checkpoints take at most SHARE of the time: one that takes long makes the next one later.
     """
 
-    def __init__(self, every: float = EVERY, device: str = "cpu"):
-        self._held: dict[Path, dict[str, Tensor]] = {}
-        self._every, self._due, self._device = every, time.monotonic() + every, device
-        self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
+    description = "memory, a checkpoint every few minutes"
 
-    @property
-    def place(self) -> str:
-        """The place of what is saved, in words."""
-        return f"memory{'' if self._device == 'cpu' else f' of {self._device}'}, a checkpoint every few minutes"
+    def __init__(self, every: float = EVERY):
+        self._tensors: dict[Path, dict[str, Tensor]] = {}
+        self._every, self._due = every, time.monotonic() + every
 
     def save(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        self._held[_finished(path)] = {name: _copied(tensor, self._device) for name, tensor in tensors.items()}
+        self._tensors[_finished(path)] = {name: _copied(tensor) for name, tensor in tensors.items()}
 
     def load(self, path: Path, device: str = "cpu", names: Sequence[str] = ()) -> dict[str, Tensor]:
-        held = self._held.get(_finished(path))
-        if held is None:
+        tensors = self._tensors.get(_finished(path))
+        if tensors is None:
             return super().load(path, device, names)
         if device == "cpu":
             _wait_for_copies()
-        return {name: held[name].to(device, non_blocking=True) for name in names or held}
+        return {name: tensors[name].to(device, non_blocking=True) for name in names or tensors}
 
     def remove(self, path: Path) -> None:
-        if self._held.pop(_finished(path), None) is None:
+        if self._tensors.pop(_finished(path), None) is None:
             super().remove(path)
 
     def resume(self, run: Path) -> None:
-        for path in [path for path in self._held if path.parent.parent == run]:
-            del self._held[path]
+        for path in self._of(run):
+            del self._tensors[path]
         for path, kept in checkpoint.kept_files(run).items():
             self.save({name: tensor.clone() for name, tensor in checkpoint.load(kept).items()}, path)
 
     def finished(self, run: Path, layer: int, depth: int, last: bool) -> None:
-        if self._error is not None or last:
-            self.close()
-        for older in range(-1, layer + 1):
-            folder = checkpoint.folder_of(run, older)
-            for path in [path for path in self._held if path.parent == folder]:
-                if last or checkpoint.is_past(path.name, older, layer, depth):
-                    del self._held[path]
+        for path in self._of(run):
+            if last or checkpoint.is_past(path.name, int(path.parent.name[-4:]), layer, depth):
+                del self._tensors[path]
         if last:
             return checkpoint.thin(run, layer, depth, last)
-        if time.monotonic() >= self._due and (self._writer is None or not self._writer.is_alive()):
+        if (begun := time.monotonic()) >= self._due:
             _wait_for_copies()
-            held = {path: tensors for path, tensors in self._held.items() if path.parent.parent == run}
-            self._writer = threading.Thread(target=self._write, args=(run, layer, depth, held), daemon=True)
-            self._writer.start()
-
-    def close(self) -> None:
-        stopped: BaseException | None = None
-        while self._writer is not None and self._writer.is_alive():
-            try:
-                self._writer.join()
-            except BaseException as error:  # as a second Ctrl-C: the run folder is the writer's until it ends
-                stopped = error
-        if stopped is not None:
-            raise stopped
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def _write(self, run: Path, layer: int, depth: int, held: dict[Path, dict[str, Tensor]]) -> None:
-        begun = time.monotonic()
-        try:
-            checkpoint.keep(run, layer, held)
+            checkpoint.keep(run, layer, {path: self._tensors[path] for path in self._of(run)})
             checkpoint.thin(run, layer, depth, last=False)
-        except BaseException as error:
-            self._error = error
-        ended = time.monotonic()
-        self._due = ended + max(self._every, (ended - begun) * (1 / SHARE - 1))
+            ended = time.monotonic()
+            self._due = ended + max(self._every, (ended - begun) * (1 / SHARE - 1))
+
+    def _of(self, run: Path) -> list[Path]:
+        """List the paths in a run folder, without those of its draft."""
+        return [path for path in self._tensors if path.parent.parent == run]
 
 
 def _finished(path: Path) -> Path:
-    """The path in the layer's finished folder, whether or not it is finished."""
+    """Return the path in the layer's finished folder, of a path in the finished or the partial one."""
     return path.parent.with_suffix("") / path.name
 
 
-def _copied(tensor: Tensor, device: str) -> Tensor:
-    """The tensor on a device, in memory that holds nothing else; from a GPU to the host beside the GPU's work."""
-    if tensor.is_cuda and device == "cpu":
+def _copied(tensor: Tensor) -> Tensor:
+    """Copy a tensor to host memory of its own, unless it has one; copies from a GPU do not wait for it."""
+    if tensor.is_cuda:
         try:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         except RuntimeError:  # the system allows no more page-locked memory: copies are waited for
             host = torch.empty(tensor.shape, dtype=tensor.dtype)
         return host.copy_(tensor, non_blocking=True)
-    moved = tensor.detach().to(device)
+    moved = tensor.detach().to("cpu")
     alone = moved.is_contiguous() and moved.untyped_storage().nbytes() == moved.nbytes
     return moved if alone else moved.clone(memory_format=torch.contiguous_format)
 
@@ -198,8 +162,7 @@ def _wait_for_copies() -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A plan, with everything that it takes to execute it. Pickled without executor and listener, which a worker has
-    not, and with activations in files."""
+    """A plan and all that executes it. Pickled without executor and listener, with activations in files."""
 
     plan: Plan
     files: ModelFiles
@@ -214,8 +177,8 @@ class Run:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the run folder, until what is being written there is whole. AlreadyRunning: another process holds it."""
-        with checkpoint.claimed(self.folder), closing(self.activations):
+        """Lock the run folder. Raises AlreadyRunning if another process holds it."""
+        with checkpoint.claimed(self.folder):
             yield
 
     def report(self, layer: int, stage: str, done: int, total: int, tokens: int = 0) -> None:

@@ -1,8 +1,8 @@
 """Read the documents of a corpus: embedded text, or a local file.
 
-demo              the standard library's documentation: one topic of the reference (`pydoc_data.topics`), or all
-                  docstrings of one module in source order, each
-demo-code         its code: the source of one module, each, without its docstrings: another kind of text
+demo              the standard library's documentation: a document is one topic of the reference (`pydoc_data.topics`),
+                  or all docstrings of one module in source order
+demo-code         its code: a document is the source of one module without docstrings
 FILE.txt          documents separated by <|endoftext|>, else the whole file as one document
 FILE.jsonl        one JSON object a line, key `text`; also .jsonl.gz and .jsonl.zst
 FILE.parquet      column `text`
@@ -39,9 +39,9 @@ _Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 class Documents:
     """A corpus.
 
-    name    what provenance calls it: no path
+    name    in provenance: no path
     texts   read by index, perhaps lazily
-    ids     sha256 of each text; the order of ids is the order of texts
+    ids     sha256 of each text, in the order of texts
     """
 
     name: str
@@ -50,7 +50,7 @@ class Documents:
 
     @property
     def digest(self) -> str:
-        """A digest of the set of documents: the same for every file format and order."""
+        """Return a digest of the set of documents, equal for every file format and order."""
         return hashlib.sha256("".join(sorted(set(self.ids))).encode()).hexdigest()
 
 
@@ -60,8 +60,8 @@ def of(name: str, texts: Sequence[str]) -> Documents:
 
 
 @lru_cache(maxsize=1)
-def documentation() -> list[tuple[str, str]]:
-    """The standard library's documentation as (name, text), in a fixed order.
+def documentation() -> list[str]:
+    """Read the standard library's documentation, in a fixed order.
 
     Raises RuntimeError under `python -OO`, and where the standard library has no source files.
     """
@@ -71,37 +71,36 @@ def documentation() -> list[tuple[str, str]]:
         )
     from pydoc_data.topics import topics
 
-    found = [(f"topics/{name}", text) for name, text in sorted(topics.items())]
-    found += [(name, _docstrings(path)) for name, path in _modules()]
-    return [(name, text) for name, text in found if len(text) >= SHORTEST]
+    texts = [text for _, text in sorted(topics.items())] + list(map(_docstrings, _modules()))
+    return [text for text in texts if len(text) >= SHORTEST]
 
 
 @lru_cache(maxsize=1)
-def code() -> list[tuple[str, str]]:
-    """The library's modules as (name, source without docstrings), in a fixed order; comments stay."""
-    found = [(name, _without_docstrings(path)) for name, path in _modules()]
-    return [(name, text) for name, text in found if len(text) >= SHORTEST]
+def code() -> list[str]:
+    """Read the sources of the library's modules without docstrings, in a fixed order; comments stay."""
+    return [text for text in map(_without_docstrings, _modules()) if len(text) >= SHORTEST]
 
 
 EMBEDDED = {"demo": documentation, "demo-code": code}
 
 
 def embedded(name: str) -> Documents:
-    """An embedded corpus."""
-    return of(name, [text for _, text in EMBEDDED[name]()])
+    """Read an embedded corpus."""
+    return of(name, EMBEDDED[name]())
 
 
-def _modules() -> list[tuple[str, Path]]:
+def _modules() -> list[Path]:
+    """List the standard library's sources by their relative paths, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
-    kept: dict[str, Path] = {}
+    modules: dict[str, Path] = {}
     for folder, inner, files in os.walk(root):
         inner[:] = set(inner) - SKIPPED
         paths = (Path(folder, file) for file in files if file.endswith(".py"))
-        kept |= {path.relative_to(root).as_posix(): path for path in paths}
-    if "argparse.py" not in kept:
+        modules |= {path.relative_to(root).as_posix(): path for path in paths}
+    if "argparse.py" not in modules:
         raise RuntimeError(f"the standard library at {root} has no source files (zipped or stripped), and its "
                            "docstrings are the demo's corpus; pass --corpus FILE")  # fmt: skip
-    return sorted(kept.items())
+    return [path for _, path in sorted(modules.items())]
 
 
 def _docstrings(path: Path) -> str:
@@ -114,7 +113,7 @@ def _docstrings(path: Path) -> str:
 
 
 def _without_docstrings(path: Path) -> str:
-    """A module's source less the lines of its docstrings; "" for what is no module of Python in UTF-8."""
+    """Return a module's source without its docstrings' lines; "" for a file that is no Python in UTF-8."""
     try:
         source = path.read_bytes().decode("utf-8")
         tree = ast.parse(source)
@@ -124,13 +123,13 @@ def _without_docstrings(path: Path) -> str:
     for node in _documented(tree):
         if ast.get_docstring(node, clean=False) is not None:
             first = node.body[0]
-            assert first.end_lineno is not None, "what was parsed has places"
+            assert first.end_lineno is not None, "parsed nodes have line numbers"
             lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
     return "".join(lines)
 
 
 def _documented(node: ast.AST) -> Iterator[Any]:
-    """Nodes under a statement that may have a docstring, in source order; expressions are skipped: most of a tree."""
+    """Yield the nodes that may have a docstring, in source order. Skips expressions, most of a tree."""
     if isinstance(node, _Documented):
         yield node
     for field in ("body", "handlers", "orelse", "finalbody", "cases"):
@@ -140,8 +139,10 @@ def _documented(node: ast.AST) -> Iterator[Any]:
 
 
 def local(path: Path) -> Documents:
-    """The documents of a local file. Raises NotFound, or ValueError, naming the line, for one that cannot be read."""
-    _check_file(path, f"corpus {path}", f"one of {', '.join(SUFFIXES)}")
+    """Read a local file. Raises NotFound, or ValueError with the line for a file that cannot be read."""
+    if not path.is_file():
+        kind = ValueError if path.exists() else NotFound
+        raise kind(f"corpus {path} is not a file; give one of {', '.join(SUFFIXES)}")
     name = path.name.lower()
     if name.endswith(".txt"):
         texts = _utf8(path).split(SEPARATOR)
@@ -157,26 +158,6 @@ def local(path: Path) -> Documents:
     return of(path.name, texts)
 
 
-def rows(path: Path, test_set: str) -> list[str]:
-    """The rows of a file of a test set. Raises NotFound, or ValueError for one of another kind, or that cannot be read.
-
-    test_set   its name, for messages
-    """
-    formats = "a .parquet with a column text, or a .txt"
-    _check_file(path, f"{test_set}:{path}", formats)
-    if path.suffix == ".parquet":
-        return _parquet(path)
-    if path.suffix in (".txt", ".raw"):
-        return _utf8(path).splitlines(keepends=True)
-    raise ValueError(f"{test_set}:{path.name} has no known suffix; give {formats}")
-
-
-def _check_file(path: Path, named: str, formats: str) -> None:
-    if not path.is_file():
-        kind = ValueError if path.exists() else NotFound
-        raise kind(f"{named} is not a file; give {formats}")
-
-
 def _utf8(path: Path) -> str:
     try:
         return path.read_text(encoding=UTF8)
@@ -185,7 +166,7 @@ def _utf8(path: Path) -> str:
 
 
 def _json_lines(path: Path) -> Iterator[str]:
-    """The texts of a file of JSON lines, unpacked by its suffix. ValueError for a compressed file that is cut."""
+    """Yield the texts of JSON lines, decompressed by suffix. Raises ValueError for a truncated compressed file."""
     from pyarrow import input_stream
 
     number = 0
@@ -212,7 +193,7 @@ def _text_of(line: str, where: str) -> str:
 
 
 def _parquet(path: Path) -> list[str]:
-    """The column `text` of a file. Raises ValueError for one without."""
+    """Read the column `text`. Raises ValueError for a file without one."""
     from pyarrow import ArrowException, parquet
 
     try:

@@ -1,17 +1,17 @@
-"""Divide a corpus into a part to fit on and a held-out part that shares no document, and next to no text, with it.
+"""Split a corpus into a fit part and a held-out part without common documents and with next to no common text.
 
-A document is held out if a hash of its content, the same for every seed and every corpus it stands in, is among the
-lowest tenth. So a text that two files share is on the same side in both. Documents may still repeat passages of each
-other: held-out ones that repeat text of the fit are passed over, and the fit part is the same with and without that.
+A document is held out if the hash of its content is among the lowest tenth: for every seed, and in every corpus. So a
+text in two files is on the same side in both. Held-out documents that repeat passages of the fit part are dropped; the
+fit part does not depend on that.
 
-What is compared are runs of `RUN` bytes of UTF-8, white space collapsed to single spaces: some ten words, 16 to 32
-tokens, and the same whatever the tokenizer, line width or indentation. A text's share is the part of its runs that
-stand somewhere in the other text; one shorter than a run has none, and shares nothing.
+Texts are compared by runs of `RUN` bytes of UTF-8, white space collapsed to single spaces: some ten words, 16 to 32
+tokens, for every tokenizer, line width or indentation. The share of a text is the fraction of its runs that occur in
+the other text; a text shorter than a run has share 0.
 
-Runs are known by 64-bit hashes. Those of the texts in question are kept, in groups of `GROUP` characters or one
-document, with a table of 16 MiB in front of them: some 150 MiB in all. The other text is read once for each group, a
-document at a time, `PIECE` bytes at once, so that memory does not grow with the corpus. That any run of a group is
-taken for another by chance has a probability of 1 in 1,000 when it is held against four billion runs.
+Runs are compared by 64-bit hashes. The hashes of held-out documents are kept, in groups of `GROUP` characters or one
+document, behind a filter of 16 MiB: some 150 MiB in all. The other text is read once for each group, a document at a
+time, `PIECE` bytes at once, so that memory does not grow with the corpus. Against four billion runs, the probability of
+a false match in a group is 1 in 1,000.
 """
 
 import hashlib
@@ -36,45 +36,47 @@ _FILTER = 1 << 24
 _BYTES = np.random.Generator(np.random.PCG64(0)).integers(0, 1 << 64, 256, dtype=np.uint64)
 _BASE = 0x9E3779B97F4A7C15
 
-Split = Literal["fit", "held-out", "all"]
+Split = Literal["fit", "held-out"]
 
 
 def part(corpus: Documents, split: Split) -> Documents:
-    """The documents of one part, each text once. A single document is cut: its last tenth is held out."""
-    first = {id: place for place, id in reversed(list(enumerate(corpus.ids)))}
-    if split not in ("fit", "held-out", "all"):
-        raise ValueError(f'split={split!r}; use "fit", "held-out" or "all"')
+    """Select the documents of one part, each text once. A single document is cut: its last tenth is held out."""
+    if split not in ("fit", "held-out"):
+        raise ValueError(f'split={split!r}; use "fit" or "held-out"')
+    first = {id: index for index, id in reversed(list(enumerate(corpus.ids)))}
     if len(first) == 1:
         return sources.of(corpus.name, _passages(corpus.texts[0], split))
-    held = set[str]() if split == "all" else _held_out(list(first))
-    kept = sorted(place for id, place in first.items() if split == "all" or (id in held) == (split == "held-out"))
-    return Documents(corpus.name, _Chosen(corpus.texts, kept), [corpus.ids[place] for place in kept])
+    held_out = _held_out(list(first))
+    selected = sorted(index for id, index in first.items() if (id in held_out) == (split == "held-out"))
+    return Documents(corpus.name, _Selection(corpus.texts, selected), [corpus.ids[index] for index in selected])
 
 
 def _held_out(ids: list[str]) -> set[str]:
-    """The ids below the bound; of few documents at least one, and never all."""
+    """Select the ids below the bound: at least one, and never all."""
     marks = {id: mark("held-out", id) / 2**64 for id in ids}
     lowest = min(marks, key=marks.__getitem__)
-    held = {id for id, place in marks.items() if place <= HELD_OUT} | {lowest}
-    return held if len(held) < len(ids) else {lowest}
+    selected = {id for id, fraction in marks.items() if fraction <= HELD_OUT} | {lowest}
+    return selected if len(selected) < len(ids) else {lowest}
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _Selection:
+    """Some texts of a sequence, read lazily."""
+
     texts: Any
-    places: list[int]
+    indices: list[int]
 
     def __getitem__(self, index: int) -> str:
-        return self.texts[self.places[index]] or ""
+        return self.texts[self.indices[index]] or ""
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
 
 def _passages(text: str, split: Split) -> list[str]:
     """Cut a text at line ends, and its end off as the held-out part."""
     border = _line_end(text, int(len(text) * (1 - HELD_OUT)))
-    text = {"fit": text[:border], "held-out": text[border:], "all": text}[split]
+    text = text[:border] if split == "fit" else text[border:]
     cuts = [0]
     while len(text) - cuts[-1] > 1.5 * PASSAGE:
         cuts.append(_line_end(text, cuts[-1] + PASSAGE))
@@ -82,32 +84,32 @@ def _passages(text: str, split: Split) -> list[str]:
 
 
 def _line_end(text: str, near: int) -> int:
-    """The place after the first line end at or after `near`, if there is one soon."""
-    found = text.find("\n", near, near + PASSAGE // 4)
-    return near if found < 0 else found + 1
+    """Return the position after the first line end at or after `near`; `near` if there is none soon."""
+    end = text.find("\n", near, near + PASSAGE // 4)
+    return near if end < 0 else end + 1
 
 
 def mark(*words: str) -> int:
-    """64 bits of sha256 over words."""
+    """Return 64 bits of the sha256 of words."""
     return int.from_bytes(hashlib.sha256("\0".join(words).encode()).digest()[:8], "big")
 
 
 def shares(texts: Sequence[str], others: Iterable[str]) -> list[float]:
-    """Return the share of each text's runs, 0 to 1, that `others` have; they are read once, in any order."""
-    own = [np.concatenate([*runs(text), np.empty(0, np.uint64)]) for text in texts]
-    known = np.unique(np.concatenate([*own, np.empty(0, np.uint64)]))
-    found = np.zeros(len(known), bool)
-    maybe = np.zeros(_FILTER, bool)
-    maybe[known & np.uint64(_FILTER - 1)] = True
-    for hashes in chain.from_iterable(map(runs, others)) if len(known) else ():
-        hashes = hashes[maybe[hashes & np.uint64(_FILTER - 1)]]
-        places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
-        found[places[known[places] == hashes]] = True
-    return [float(found[np.searchsorted(known, hashes)].mean()) if len(hashes) else 0.0 for hashes in own]
+    """Return the share of each text's runs, 0 to 1, that occur in `others`, which are read once, in any order."""
+    by_text = [np.concatenate([*runs(text), np.empty(0, np.uint64)]) for text in texts]
+    unique = np.unique(np.concatenate([*by_text, np.empty(0, np.uint64)]))
+    occurs = np.zeros(len(unique), bool)
+    candidates = np.zeros(_FILTER, bool)
+    candidates[unique & np.uint64(_FILTER - 1)] = True
+    for hashes in chain.from_iterable(map(runs, others)) if len(unique) else ():
+        hashes = hashes[candidates[hashes & np.uint64(_FILTER - 1)]]
+        indices = np.minimum(np.searchsorted(unique, hashes), len(unique) - 1)
+        occurs[indices[unique[indices] == hashes]] = True
+    return [float(occurs[np.searchsorted(unique, hashes)].mean()) if len(hashes) else 0.0 for hashes in by_text]
 
 
 def runs(text: str) -> Iterator[np.ndarray]:
-    """The hashes of all runs of a text, in order: Σ_i byte_i · base^(RUN - 1 - i) mod 2^64, by doubling the length."""
+    """Yield the hashes of a text's runs, in order: Σ_i byte_i · base^(RUN - 1 - i) mod 2^64, by doubling the length."""
     data = np.frombuffer(" ".join(text.split()).encode("utf-8", "replace"), np.uint8)
     for start in range(0, len(data) - RUN + 1, PIECE):
         hashes, power, length = _BYTES[data[start : start + PIECE + RUN - 1]], _BASE, 1
@@ -118,11 +120,11 @@ def runs(text: str) -> Iterator[np.ndarray]:
 
 
 class Unseen:
-    """Leave out the documents that repeat too much of the parts of corpora that are fitted on.
+    """The documents that repeat little of the fit parts.
 
-    texts     of the documents, read by index
-    fits      the corpora's fit parts; none: no document is left out
-    dropped   places of the documents left out since `among` was last called
+    texts     of all documents, read by index
+    fits      the fit parts; none: no document is dropped
+    dropped   indices of the documents dropped since the last call of `among`
     """
 
     def __init__(self, texts: Sequence[str] | Any, fits: Sequence[Documents]):
@@ -130,36 +132,36 @@ class Unseen:
         self.dropped: list[int] = []
         self._shares: dict[int, float] = {}
 
-    def among(self, places: Iterable[int]) -> Iterator[int]:
-        """The documents at these places that may be measured on, in their order."""
+    def among(self, indices: Iterable[int]) -> Iterator[int]:
+        """Yield the indices of documents with a share of at most LIMIT, in order."""
         self.dropped = []
         if not self.fits:
-            yield from places
+            yield from indices
             return
-        for group in self._groups(places):
-            left = [place for place in group if place not in self._shares]
-            found = shares([self.texts[place] for place in left], self._fitted())
-            self._shares |= dict(zip(left, found, strict=True))
-            for place in group:
-                if self._shares[place] > LIMIT:
-                    self.dropped.append(place)
+        for group in self._groups(indices):
+            new = [index for index in group if index not in self._shares]
+            measured = shares([self.texts[index] for index in new], self._fit_texts())
+            self._shares |= dict(zip(new, measured, strict=True))
+            for index in group:
+                if self._shares[index] > LIMIT:
+                    self.dropped.append(index)
                 else:
-                    yield place
+                    yield index
 
     def left(self, texts: Sequence[str]) -> float:
-        """Return the share of all the texts' runs that is fitted on."""
+        """Return the share of all the texts' runs that occur in the fit parts."""
         sizes = [sum(map(len, runs(text))) for text in texts]
-        found = shares(texts, self._fitted())
-        return sum(size * share for size, share in zip(sizes, found, strict=True)) / max(1, sum(sizes))
+        measured = shares(texts, self._fit_texts())
+        return sum(size * share for size, share in zip(sizes, measured, strict=True)) / max(1, sum(sizes))
 
-    def _fitted(self) -> Iterator[str]:
+    def _fit_texts(self) -> Iterator[str]:
         return chain.from_iterable(fit.texts for fit in self.fits)
 
-    def _groups(self, places: Iterable[int]) -> Iterator[list[int]]:
+    def _groups(self, indices: Iterable[int]) -> Iterator[list[int]]:
         group, size = [], 0
-        for place in places:
-            group.append(place)
-            size += len(self.texts[place])
+        for index in indices:
+            group.append(index)
+            size += len(self.texts[index])
             if size >= GROUP:
                 yield group
                 group, size = [], 0

@@ -1,4 +1,4 @@
-"""Turn texts into token ids with the tokenizer of a model's folder."""
+"""Tokenize texts with the tokenizer of a model's folder."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ class Encoder:
     """The tokenizer of a model.
 
     digest     sha256 of its file
-    boundary   what parts documents that are packed: "bos", the tokenizer's own start of a text, or "eos" after each
-    size       the number of tokens in the model's config.json; None if it has none
+    boundary   separator of packed documents: "bos", the tokenizer's own start of a text, or "eos" after each
+    size       vocabulary size in the model's config.json; None: not given
     """
 
     def __init__(self, folder: Path):
@@ -30,15 +30,15 @@ class Encoder:
         self._end = [] if starts else [_eos(folder, self._tokenizer)]
 
     def plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text alone."""
+        """Return the tokens of each text alone."""
         return [found.ids for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def bounded(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, with the token that parts it from its neighbour."""
+        """Return the tokens of each text with its separator."""
         return [found.ids + self._end for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=True)]
 
     def whole(self, text: str) -> list[int]:
-        """The tokens of a text as the tokenizer itself begins and ends one."""
+        """Return the tokens of a text with the tokenizer's own start and end."""
         return self._tokenizer.encode(text, add_special_tokens=True).ids
 
     def text(self, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -47,7 +47,7 @@ class Encoder:
 
 
 def load(folder: Path) -> tuple[Tokenizer, str]:
-    """The tokenizer of a model, which neither cuts nor pads texts, and the sha256 of its file."""
+    """Load a model's tokenizer without truncation and padding; return it with the sha256 of its file."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"{folder} has no tokenizer.json; put the model's tokenizer.json into that folder")
@@ -62,14 +62,14 @@ def load(folder: Path) -> tuple[Tokenizer, str]:
 
 
 def whole(folder: Path) -> Any:
-    """The tokenizer of a model as transformers' own object."""
+    """Load a model's tokenizer as transformers' own object."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _eos(folder: Path, tokenizer: Tokenizer) -> int:
-    """The end-of-text token, from tokenizer_config.json, else config.json."""
+    """Find the end-of-text token in tokenizer_config.json, else config.json."""
     named = _object(folder / "tokenizer_config.json").get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     found = tokenizer.token_to_id(named) if isinstance(named, str) else None
@@ -78,7 +78,8 @@ def _eos(folder: Path, tokenizer: Tokenizer) -> int:
         found = found[0] if isinstance(found, list) and found else found
     if type(found) is not int:
         raise ValueError(
-            f"{folder} names no end-of-text token (eos_token), which parts packed documents; use mode crop"
+            f"{folder} names no end-of-text token (eos_token), which separates packed documents; add it to "
+            "tokenizer_config.json"
         )
     return found
 

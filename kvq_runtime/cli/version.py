@@ -78,9 +78,9 @@ def _evaluations(resolved: Resolved) -> list[Record]:
 
 
 def losses(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return a row for each text and protocol that was measured."""
+    """Return a row for each measured protocol of each record."""
     rows = []
-    for record in [one for main in text_records(records) for one in (main, *main.elsewhere().values())]:
+    for record in text_records(records):
         about = record.protocol
         row = {"text": about.text.source, "windows": about.windows, "length": about.length}
         for protocol in PROTOCOLS:

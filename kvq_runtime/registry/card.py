@@ -59,7 +59,7 @@ def eval_results(records: Sequence[Record]) -> list[Any]:
     from huggingface_hub import EvalResult
 
     results = []
-    for record in (text for main in text_records(records) for text in (main, *main.elsewhere().values())):
+    for record in text_records(records):
         about = record.protocol
         source = about.text.source[:200]
         args = {"corpus": record.corpus, "model": about.model.id, "length": about.length}

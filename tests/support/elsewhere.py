@@ -117,7 +117,7 @@ def calibrated(model: Path, recipe: str) -> None:
     given = {"source": str(model / "corpus.txt"), "samples": 2, "seq_len": 160, "dtype": "float32"}
     with There(), tempfile.TemporaryDirectory() as folder:
         made = plan.make(files, (recipe_text.read(recipe),), device=NAME, **given)
-        calibrate.calibrate(Run(made, files, Path(folder), activations=InMemory(device=NAME)))
+        calibrate.calibrate(Run(made, files, Path(folder), activations=InMemory()))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ LAYERS = 2
 def record(
     digest: str, kl: float, recipe: str = "tiny", bits: float = 6.0, seed: int = 0, windows: int = 4, **result: Any
 ) -> dict[str, Any]:
-    """A record of perplexity by both protocols, and of another text by full encode."""
+    """A record of perplexity by both protocols."""
     spread = [kl * (0.8 + 0.4 * place / (windows - 1)) for place in range(windows)]
 
     def figures(share: float) -> dict[str, Any]:
@@ -33,16 +33,14 @@ def record(
         }  # fmt: skip
 
     text = {"source": TEXT, "split": "held-out", "seed": seed, "token_digest": f"{seed:064}", "corpus_digest": "c" * 64}
-    other = {"windows": windows, "length": 64, "text": text | {"source": "demo-code"}}
     errors = {"value_error": 2 * kl, "attention_error": 0.1 * kl, "attention_error_encoded": kl}
     layers = [{"key_error": kl * (1 + layer)} | errors for layer in range(LAYERS)]
     given = {"recipe": recipe, "protocols": {"full": figures(1.0), "in-use": figures(0.1)}, "layers": layers}
     given |= {"bits": {"asymptotic": bits, "at_length": bits + 2, "at_4096": bits + 0.1}, "window": {"block": 8}}
-    given["texts"] = {"demo-code": {"protocols": {"full": figures(1.2)}}}
     about = {
         "name": "perplexity", "version": 2, "protocols": ["full", "in-use"], "step": 32, "recent": None,
         "model": {"id": MODEL, "revision": None, "parameters": 4_071_168}, "error_windows": 2, "windows": windows,
-        "length": 64, "text": text, "texts": {"demo-code": other},
+        "length": 64, "text": text,
     }  # fmt: skip
     return {"artifact": digest, "corpus": "c" * 64, "protocol": about, "environment": {}, "result": given | result}
 

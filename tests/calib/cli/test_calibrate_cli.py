@@ -38,7 +38,7 @@ def prepared(monkeypatch) -> list[Job]:
 
 def arguments(model: Path, *more: str) -> list[str]:
     corpus = str(model / "corpus.txt")
-    text = ["--corpus", corpus, "--samples", "4", "--seq-len", "128", "--also", "none"]
+    text = ["--corpus", corpus, "--samples", "4", "--seq-len", "128"]
     return ["--model", str(model), *text, *more]
 
 
@@ -180,7 +180,7 @@ def test_an_interrupt_exits_with_130_and_the_same_command_goes_on(model, capsys,
 @pytest.mark.slow
 def test_the_flow_makes_and_measures_the_same_as_the_process(model, prepared, monkeypatch, tmp_path):
     text = Text(str(model / "corpus.txt"), samples=4, seq_len=384)
-    measured = Evaluation(baselines=("exact",), also=("none",), max_kl=1e-12)
+    measured = Evaluation(baselines=("exact",), max_kl=1e-12)
     asked = Job(What(str(model)), text, Machine(run=str(tmp_path / "here")), measured)
     here, _ = run.run(asked)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))

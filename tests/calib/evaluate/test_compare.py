@@ -28,7 +28,7 @@ def model(tmp_path_factory) -> Path:
 
 def run(model: Path, folder: Path, *more: str) -> int:
     words = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--length", "200", "--samples", "4"]
-    words += ["--windows", "2", "--recent", "0", "--device", "cpu", "--run", str(folder), "--also", "none"]
+    words += ["--windows", "2", "--recent", "0", "--device", "cpu", "--run", str(folder)]
     return main(["compare", *words, *more])
 
 

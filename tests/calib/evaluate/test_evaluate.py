@@ -120,7 +120,7 @@ def fitted(demo) -> Artifact:
 
 
 def run(*words: str) -> int:
-    return main(["eval", *words, "--also", "none", "--model", "demo", "--windows", "1", "--device", "cpu"])
+    return main(["eval", *words, "--model", "demo", "--windows", "1", "--device", "cpu"])
 
 
 def test_the_command_stores_records(demo, fitted, tmp_path, capsys):

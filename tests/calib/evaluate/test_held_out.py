@@ -41,11 +41,11 @@ def model(tmp_path_factory) -> Path:
 def arguments(model: Path, run: Path, *more: str) -> list[str]:
     corpus = str(model / "corpus.txt")
     given = ["--model", str(model), "--corpus", corpus, "--samples", "4", "--seq-len", "384", "--run", str(run)]
-    return [*given, "--also", "none", "--json", *more]
+    return [*given, "--json", *more]
 
 
 def asked(model: Path, run: Path, **settings) -> Job:
-    given = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "run": str(run), "also": ("none",)}
+    given = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "run": str(run)}
     return Job.from_settings(model=str(model), **given | settings)
 
 
@@ -56,7 +56,7 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     written = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert written[0] == kept and [one["artifact"] for one in written] == [resolved.sha256, "higgs-2bit"]
     work = prepare(asked(model, tmp_path / "other"))
-    files, batch = work.files, held_out.choose(work)[0]
+    files, batch = work.files, held_out.choose(work)
     again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], held_out.PROTOCOL)
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
     first, second = (parse(one).figures("full") for one in (kept, again[0]))
@@ -256,14 +256,3 @@ def test_code_is_every_source_of_both_packages(tmp_path, monkeypatch):
             (tmp_path / package / name).write_text(text)
             digests.add(ledger.code.__wrapped__())
     assert len(digests) == 6  # of four changes of each package the last is none
-
-
-def test_a_text_of_another_kind_that_changed_is_chosen_anew(model, tmp_path):
-    """Its name in the folder of a run is a path, which says nothing of what is there."""
-    other = tmp_path / "other.txt"
-    work = prepare(asked(model, tmp_path / "run"))
-    digests = []
-    for seed in (1, 2, 2):
-        other.write_bytes(tiny.text(tmp_path, 20000, seed).read_bytes())
-        digests.append(held_out.choose(work, [f"other={other}"])[1]["other"].digest)
-    assert digests[0] != digests[1] == digests[2]

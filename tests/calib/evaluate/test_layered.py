@@ -119,7 +119,7 @@ def test_it_is_done_where_the_model_does_not_fit(small, tmp_path, monkeypatch, c
     draw = torch.Generator().manual_seed(1)
     text.write_text("".join(f"{number:x} " for number in torch.randint(1 << 20, (9000,), generator=draw).tolist()))
     words = ["eval", "higgs-2bit", "--model", str(small.folder), "--corpus", str(text), "--length", "384"]
-    words += ["--windows", "2", "--also", f"other={text}", "--json"]
+    words += ["--windows", "2", "--json"]
     assert cli.main(words) == 0
     (whole,) = json.loads(capsys.readouterr().out)
     monkeypatch.setattr(record, "free_on", lambda device: small.files.weight_bytes // 2)
@@ -128,7 +128,6 @@ def test_it_is_done_where_the_model_does_not_fit(small, tmp_path, monkeypatch, c
     (found,) = json.loads(capsys.readouterr().out)
     near(figures(found), figures(whole))
     assert found["result"]["protocols"]["in-use"] == {"reason": perplexity.ONLY_FULL}
-    assert list(found["result"]["texts"]["other"]["protocols"]) == ["full"]
     assert "relative" in whole["result"]["protocols"]["in-use"]
     assert cli.main([*words, "--protocol", "in-use"]) != 0
     assert "use --protocol full" in capsys.readouterr().err

