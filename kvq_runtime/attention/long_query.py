@@ -9,49 +9,28 @@ Y = B · H · N = G · T rows of queries per KV head.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvq_runtime.attention.fused import Fused
 from kvq_runtime.attention.path import SCORES, Attended, Path, Query
-from kvq_runtime.ops.dense import capped
+from kvq_runtime.ops.dense import OnlineSoftmax, capped
 from kvq_runtime.store.decode import Decoder
 
 _WIDE = "dtype" in torch.ops.aten.baddbmm.overloads()
 
 
-@dataclass
-class _Sums:
-    """Sums of N rows of queries over the tokens so far: the largest score, Σ e^(s - top), Σ e^(s - top) v."""
-
-    top_YN: Tensor
-    total_YN: Tensor
-    sums_YND: Tensor
-
-    def add(self, rows: slice, s_YNT: Tensor, v_YTD: Tensor) -> None:
-        """Add tokens, with scores -inf where a query does not see them, to some of the rows."""
-        before_YN = self.top_YN[:, rows]
-        top_YN = torch.maximum(before_YN, s_YNT.amax(-1))
-        base_YN = top_YN.where(top_YN.isfinite(), 0.0)
-        fade_YN, w_YNT = (before_YN - base_YN).exp(), s_YNT.sub_(base_YN[..., None]).exp_()
-        self.total_YN[:, rows] = self.total_YN[:, rows] * fade_YN + w_YNT.sum(-1)
-        faded_YND = self.sums_YND[:, rows] * fade_YN[..., None]
-        self.sums_YND[:, rows] = multiplied(w_YNT.to(v_YTD.dtype), v_YTD, faded_YND)
-        self.top_YN[:, rows] = top_YN
-
-
-def multiplied(a: Tensor, b: Tensor, c: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """a · b · scale + c in float32, a [Y, N, X] and b [Y, X, T] in any dtype; c, or zero, is of the result's shape.
+def multiplied(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """Return a · b · scale in float32, a [Y, N, X] and b [Y, X, T] in any dtype.
 
     On a CPU, or with a torch that has no products of 16 bits with sums in float32, the operands are float32 too, which
     gives the same but for the order of the sums.
     """
-    keep, c = (0.0, a.new_zeros((), dtype=torch.float32).expand(1, 1, 1)) if c is None else (1.0, c)
+    zero = a.new_zeros((), dtype=torch.float32).expand(1, 1, 1)
     if a.is_cuda and a.dtype != torch.float32 and _WIDE:
-        return torch.baddbmm(c, a, b, out_dtype=torch.float32, beta=keep, alpha=scale)  # type: ignore[call-overload]
-    return torch.baddbmm(c, a.float(), b.float(), beta=keep, alpha=scale)
+        return torch.baddbmm(zero, a, b, out_dtype=torch.float32, beta=0, alpha=scale)  # type: ignore[call-overload]
+    return torch.baddbmm(zero, a.float(), b.float(), beta=0, alpha=scale)
 
 
 class LongQuery(Path):
@@ -69,8 +48,7 @@ class LongQuery(Path):
         (batch, _, count, size), heads = q_BHTD.shape, decoder.geometry.kv_heads
         q_YND = q_BHTD.reshape(batch * heads, -1, size)
         rows, device = q_YND.shape[1], q_BHTD.device
-        top_YN = torch.full(q_YND.shape[:2], -torch.inf, dtype=torch.float32, device=device)
-        sums = _Sums(top_YN, torch.zeros_like(top_YN), torch.zeros_like(q_YND, dtype=torch.float32))
+        sums = OnlineSoftmax(q_YND)
         latest_N = store.length - count + torch.arange(rows, device=device) % count
         first_B1 = starts_B[:, None] + store.front
 
@@ -83,7 +61,7 @@ class LongQuery(Path):
                 if seen_BT is not None:
                     hidden_BNT = ~seen_BT[:, None] | (slots_BT[:, None] > latest_N[part, None])
                     s_YNT.unflatten(0, (batch, heads)).masked_fill_(hidden_BNT[:, None], -torch.inf)
-                sums.add(part, s_YNT, v_YTD)
+                sums.add(s_YNT, lambda w_YNT: multiplied(w_YNT.to(v_YTD.dtype), v_YTD), part)
 
         for run in store.runs:
             slots_1T = torch.arange(*store.tokens(run), device=device)[None]
@@ -95,6 +73,5 @@ class LongQuery(Path):
         if store.front:
             slots_BT = starts_B[:, None] + torch.arange(store.front, device=device)
             add(store.sinks_2BSC, slots_BT, slots_BT < store.encoded)
-        out = sums.sums_YND / sums.total_YN.where(sums.total_YN > 0, 1.0)[..., None]
         level = (sums.top_YN + sums.total_YN.log()) / math.log(2)
-        return Attended(out.view(q_BHTD.shape).to(q_BHTD.dtype), level.view(q_BHTD.shape[:3]))
+        return Attended(sums.attended_YND.view(q_BHTD.shape).to(q_BHTD.dtype), level.view(q_BHTD.shape[:3]))

@@ -9,7 +9,7 @@ are held at once.
 S tokens that are read · H query heads · K KV heads, each of H / K query heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,34 @@ class Softmax:
 
 
 PLAIN = Softmax()
+
+
+class OnlineSoftmax:
+    """Sums of N rows of queries over the tokens so far: the largest score, Σ e^(s - top), Σ e^(s - top) v, float32."""
+
+    def __init__(self, q_YND: Tensor):
+        self.sums_YND = torch.zeros_like(q_YND, dtype=torch.float32)
+        self.top_YN = self.sums_YND.new_full(q_YND.shape[:2], -torch.inf)
+        self.total_YN = torch.zeros_like(self.top_YN)
+
+    def add(self, s_YNT: Tensor, mix: Callable[[Tensor], Tensor], rows: slice = slice(None)) -> None:
+        """Add tokens to some of the rows.
+
+        s     scores, -inf where a query does not see a token; they are changed
+        mix   weights [Y, rows, T], float32 and at most 1, → Σ w v
+        """
+        before_YN = self.top_YN[:, rows]
+        top_YN = torch.maximum(before_YN, s_YNT.amax(-1))
+        base_YN = top_YN.where(top_YN.isfinite(), 0.0)
+        fade_YN, w_YNT = (before_YN - base_YN).exp(), s_YNT.sub_(base_YN[..., None]).exp_()
+        self.total_YN[:, rows] = self.total_YN[:, rows] * fade_YN + w_YNT.sum(-1)
+        self.sums_YND[:, rows] = self.sums_YND[:, rows] * fade_YN[..., None] + mix(w_YNT)
+        self.top_YN[:, rows] = top_YN
+
+    @property
+    def attended_YND(self) -> Tensor:
+        """The attention of the rows; zeros where a query has seen no token."""
+        return self.sums_YND / self.total_YN.where(self.total_YN > 0, 1.0)[..., None]
 
 
 def attention(

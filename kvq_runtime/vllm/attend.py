@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvq_runtime.ops.dense import OnlineSoftmax
 from kvq_runtime.store.storage import sent
 from kvq_runtime.vllm.exact import ExactStep
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
@@ -67,31 +68,21 @@ class Group:
     owns: list[int] | None
 
 
-class _Sums:
-    """Sums of a group's queries over the tokens so far: the largest score, Σ e^(s - top), Σ e^(s - top) v.
-
-    q   scaled, [Y, M, D]
-    """
+class _Sums(OnlineSoftmax):
+    """The sums of a group's scaled queries q, [Y, M, D]."""
 
     def __init__(self, q_YMD: Tensor, rows: int, heads: int, count: int):
+        super().__init__(q_YMD)
         self.q_YMD, self._by_query = q_YMD, (rows, heads, -1, count)
-        self.top_YM = q_YMD.new_full(q_YMD.shape[:2], -torch.inf)
-        self.total_YM = torch.zeros_like(self.top_YM)
-        self.sums_YMD = torch.zeros_like(q_YMD)
 
     def by_query(self, x_YMX: Tensor) -> Tensor:
         """Return a view [R, H, G, queries, X]."""
         return x_YMX.view(*self._by_query, x_YMX.shape[-1])
 
-    def add(self, s_YMT: Tensor, hidden_RQT: Tensor, mix: Callable[[Tensor], Tensor]) -> None:
-        """Add tokens with these scores, which are changed; `mix` returns Σ p v."""
+    def add_seen(self, s_YMT: Tensor, hidden_RQT: Tensor, mix: Callable[[Tensor], Tensor]) -> None:
+        """As `add`, of tokens some of which are hidden from queries."""
         self.by_query(s_YMT).masked_fill_(hidden_RQT[:, None, None], -torch.inf)
-        top_YM = torch.maximum(self.top_YM, s_YMT.amax(-1))
-        base_YM = top_YM.where(top_YM.isfinite(), 0.0)
-        fade_YM, p_YMT = (self.top_YM - base_YM).exp(), (s_YMT - base_YM[..., None]).exp_()
-        self.total_YM = self.total_YM * fade_YM + p_YMT.sum(-1)
-        self.sums_YMD = self.sums_YMD * fade_YM[..., None] + mix(p_YMT)
-        self.top_YM = top_YM
+        self.add(s_YMT, mix)
 
 
 def attend(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> None:
@@ -139,8 +130,8 @@ def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, ou
         columns_RP = table_RP[:, start:stop].where(held_RP, table_RP[:, :1])
         hidden_RQT = (slots_T >= encoded_RQ[..., None]) | (slots_T < exact_R1[..., None])
         s_YMT = layer.scores(sums.q_YMD, columns_RP, start * page)
-        sums.add(s_YMT, hidden_RQT, partial(layer.mix, pages_RP=columns_RP, first=start * page))
-    o_RHGQD = sums.by_query(sums.sums_YMD / sums.total_YM[..., None])
+        sums.add_seen(s_YMT, hidden_RQT, partial(layer.mix, pages_RP=columns_RP, first=start * page))
+    o_RHGQD = sums.by_query(sums.attended_YND)
     out_THD[taken_RQ] = o_RHGQD.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out_THD.dtype)
 
 
@@ -153,7 +144,7 @@ def _add_first(layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, e
     k_YSD, v_YSD = (layer.by_head(x_RSC) for x_RSC in layer.exact_E2SC[entries_R.clamp(min=0)].unbind(1))
     slots_S = torch.arange(layer.sinks, device=encoded_RQ.device)
     hidden_RQS = (slots_S >= encoded_RQ[..., None]) | (slots_S >= exact_R1[..., None])
-    sums.add(torch.bmm(sums.q_YMD, k_YSD.mT), hidden_RQS, lambda p_YMS: torch.bmm(p_YMS, v_YSD))
+    sums.add_seen(torch.bmm(sums.q_YMD, k_YSD.mT), hidden_RQS, lambda p_YMS: torch.bmm(p_YMS, v_YSD))
     return exact_R1
 
 
@@ -183,7 +174,7 @@ def _add_own(layer: BlockLayer, batch: Batch, group: list[int], sums: _Sums, lat
         return out_YMX
 
     hidden_RQN = torch.arange(tokens, device=latest_RQ.device) > (latest_RQ % tokens)[..., None]
-    sums.add(product(sums.q_YMD, keys, tokens), hidden_RQN, lambda p_YMN: product(p_YMN, values, size))
+    sums.add_seen(product(sums.q_YMD, keys, tokens), hidden_RQN, lambda p_YMN: product(p_YMN, values, size))
 
 
 def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> list[int]:
