@@ -123,21 +123,19 @@ def replace(path: Path, data: bytes, temporary: Path, mode: int = 0o444) -> None
 
 
 def save(path: Path, data: bytes) -> None:
-    """Write a file as `replace`, with the draft beside it; drafts of dead processes in that folder are removed."""
-    for draft in orphans(path.parent):
-        draft.unlink(missing_ok=True)
+    """Write a file as `replace`, with the draft beside it."""
     replace(path, data, path.parent, mode=0o644)
 
 
-def orphans(folder: Path, grace: float = GRACE) -> list[Path]:
-    """List drafts of processes that died on this host, and those of other hosts older than `grace` seconds."""
+def orphans(folder: Path) -> list[Path]:
+    """List drafts of processes that died on this host, and those of other hosts older than GRACE seconds."""
     drafts = []
     for path in sorted(folder.glob(".*.tmp")):
         name = _DRAFT.fullmatch(path.name)
         with suppress(FileNotFoundError):  # it has its name by now
             if name and name[2] == _host():
                 drafts += [] if _is_alive(int(name[1])) else [path]
-            elif name and path.lstat().st_mtime <= time.time() - grace:
+            elif name and path.lstat().st_mtime <= time.time() - GRACE:
                 drafts.append(path)
     return drafts
 
@@ -164,8 +162,14 @@ def _is_alive(process: int) -> bool:
 
 @contextmanager
 def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """Create a file in a folder, to write and read; it is removed at the end unless `settle` named it."""
+    """Create a file in a folder, to write and read; it is removed at the end unless `settle` named it.
+
+    Drafts of dead processes in that folder are removed.
+    """
     fault_point("draft.begun")
+    for orphan in orphans(folder):
+        with suppress(PermissionError):  # another user's
+            orphan.unlink(missing_ok=True)
     path = folder / f".{os.getpid()}-{_host()}{secrets.token_hex(8)}.tmp"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

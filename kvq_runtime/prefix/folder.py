@@ -28,7 +28,6 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 SUFFIX = ".safetensors"
 SLACK = 16  # a process looks at the folder again when it has written 1/16 of the budget
-GRACE = 600.0  # seconds: a younger draft of another machine may be at work
 _DIGEST = "[0-9a-f]" * 64
 _log = logging.getLogger(__name__)
 
@@ -63,8 +62,6 @@ class Folder:
         self.blocks, self.drafts = root / digest, root / digest / "tmp"
         self._make()
         self._room = 0  # bytes that may be written before the folder is looked at again
-        for draft in files.orphans(self.drafts, GRACE):
-            draft.unlink(missing_ok=True)
 
     def _make(self) -> None:
         """Make missing folders, and check their owners."""

@@ -291,8 +291,6 @@ def download(repo: str, path: str, commit: str, sha256: str, size: int) -> Path:
     folder, target = _cache() / "blobs", _cache() / "blobs" / reference.check_sha256(sha256)
     check_online(repo)
     files.make_folder(folder)
-    for orphan in files.orphans(folder):
-        orphan.unlink(missing_ok=True)
     with files.draft(folder) as (draft, file):
         for _ in range(2):
             _receive(repo, path, commit, file, size)

@@ -160,8 +160,5 @@ class LocalRegistry(Registry):
         return files.claim(path, data, self._tmp)
 
     def _make_folders(self, folder: Path) -> None:
-        """Create a folder, and the folder of drafts, from which those of dead processes are removed."""
         files.make_folder(folder)
         files.make_folder(self._tmp)
-        for draft in files.orphans(self._tmp):
-            draft.unlink(missing_ok=True)

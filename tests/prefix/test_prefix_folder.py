@@ -86,7 +86,7 @@ def test_drafts_of_dead_processes_are_removed(tmp_path):
     dead.join()
     (theirs := drafts / f".{dead.pid}-{'a' * 16}.tmp").write_bytes(b"half")  # another machine's, too young
     assert len([*drafts.iterdir()]) == 2
-    store(tmp_path)
+    store(tmp_path).put(ids(16), *rows(16))
     assert [*drafts.iterdir()] == [theirs]
 
 

@@ -5,6 +5,7 @@ import stat
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import tiny_artifact as tiny
 from hub_client import CARD
@@ -108,6 +109,17 @@ def test_a_reader_finds_it_whole_at_every_point(write, store, tmp_path, monkeypa
     monkeypatch.undo()
     assert len(seen) > 30 and seen[0] == [] and len({tuple(now) for now in seen}) >= 4
     assert set(seen[-1]) <= set(read())
+
+
+def test_a_publish_removes_drafts_of_dead_processes_alone(store):
+    store.publish(NAME, tiny.data())
+    child = forked.process(forked.leave_draft, store.root / "tmp")
+    child.start()
+    child.join()
+    (dead,) = (store.root / "tmp").iterdir()
+    with files.draft(store.root / "tmp") as (alive, _):
+        store.publish(NAME, tiny.data(1))
+        assert alive.exists() and not dead.exists()
 
 
 # ---- damage
