@@ -21,7 +21,7 @@ import triton
 
 from benchmarks.cases import layouts
 from benchmarks.compiled import REGISTERS, SHARED, Recorded, compiled, recorded
-from kvq_calib.fit import gptq
+from kvq_calib.fit import predict
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import launch
@@ -144,7 +144,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "encode latent": lambda: latent.encode_gaussian(z, torch.ones(64), 4),
         "decode latent": lambda: latent.decode_uniform(z, torch.ones(64), torch.ones(64), 4),
         "try gains": lambda: latent.errors_with_gains(z, torch.ones(64), 4, torch.ones(8)),
-        "round matrix": lambda: gptq.round_group(
+        "round matrix": lambda: predict.round_group(
             z[0].double(), torch.eye(64).double(), s.view(-1)[:128], s.view(-1)[:128]
         ),
         "encode path": lambda: trellis.encode_path(z, torch.ones(64), 2, torch.ones(2, 128)),

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.sample import Sample
-from kvq_calib.fit.statistics import Pair
+from kvq_calib.fit.statistics import Pair, Sample
 from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.context import Context
@@ -100,4 +99,4 @@ class Chunk:
         """Offer its tokens to a sample: whole sequences at once, from position 0 on; `rows`: of places in [N · T]."""
         numbers, mask_NT = self.data.sequences.unique_consecutive(), self.data.mask_NT
         mask_NT = mask_NT.reshape(len(numbers), -1)
-        sample.choose(rows, numbers, mask_NT.shape[1], mask_NT=mask_NT, device=self.data.x.device)
+        sample.update(rows, numbers, mask_NT.shape[1], mask_NT=mask_NT, device=self.data.x.device)

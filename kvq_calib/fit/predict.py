@@ -2,7 +2,8 @@
 
     linear     W = (C + λ·tr(C)/I · 1)⁻¹ X            C = cov(z), X = cov(z, y), λ the recipe's ridge
     low rank   W V Vᵀ, V the leading eigenvectors of Wᵀ (C + λ·…) W: the best map of that rank
-    gptq       W rounded one input at a time, the error of each pushed into the inputs that follow
+    gptq       W rounded to 4 bits (`kvq_runtime/ops/rtn.py`) one input at a time, the error of each pushed into the
+               inputs that follow: the least Σ_o (ŵ_o - w_o)ᵀ C (ŵ_o - w_o)
     MLP        two layers by Adam, on a sample of tokens, which is in memory, or on all of them: chunk after chunk, each
                in an order of its own, as often as it takes for 1000 steps of 1024 tokens; one at a time is in memory
 
@@ -14,8 +15,9 @@ brought to unit size for its fit, the rates follow the size of the inputs and fa
 batches come from the seed, so that the same tokens give the same tensors on one machine, whoever decoded the chunks.
 
 Source: Shutova et al., 2025 (AQUA-KV), section 3 and table 9; Reinsel and Velu, 1998 (reduced-rank regression); Frantar
-et al., 2023 (GPTQ), algorithm 1.
-Differs: AQUA-KV's code damps the bias, sums in float32, and centres neither side of the low-rank fit; the paper does
+et al., 2022 (GPTQ), algorithm 1, a method for weights.
+Differs: GPTQ's inputs are rounded in their own order, one at a time, and C gets no other damping than the ridge.
+AQUA-KV's code damps the bias, sums in float32, and centres neither side of the low-rank fit; the paper does
 not say how its MLP is trained.
 """
 
@@ -30,12 +32,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq_calib.fit.chunks import Chunk
-from kvq_calib.fit.gptq import cholesky, damped, inverse_root, rounded
-from kvq_calib.fit.sample import Sample
 from kvq_calib.fit.scheme import Empty, Given, Inputs, SchemeFit, Source, Summed
-from kvq_calib.fit.statistics import Centred
+from kvq_calib.fit.statistics import Centred, Sample
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import SAMPLE_ROWS, Statistic, Statistics, fixed_sign
+from kvq_runtime.ops import dispatch, pack, rtn
+from kvq_runtime.ops.rtn import MATRIX_BITS, MATRIX_GROUP
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
 
 STEPS, BATCH = 1000, 1024  # of an MLP on a sample; on all tokens at least as many steps, each chunk in a random order
@@ -130,15 +132,72 @@ def ridge_map(joint: Centred, ridge: float) -> Tensor:
     return torch.cholesky_solve(joint.xy_IO, cholesky(damped(joint.xx_II, ridge), int(joint.count)))
 
 
-def residual_variance(joint: Centred, weight_IO: Tensor) -> Tensor:
-    """The variance of y - z W, per channel: float64 [O]."""
-    weight = weight_IO.double()
-    quadratic = (weight * (joint.xx_II @ weight)).sum(0)
-    return joint.yy_O - 2 * (weight * joint.xy_IO).sum(0) + quadratic
-
-
 def _bias(joint: Centred, weight_IO: Tensor) -> Tensor:
     return (joint.mean_y_O - joint.mean_x_I @ weight_IO.double()).float()
+
+
+def rounded(weight_IO: Tensor, upper_II: Tensor) -> Tensors:
+    """Round W: codes uint8 [O, I/group, packed], step and low float16; U is upper triangular, UᵀU the inverse of C.
+
+    After input i is rounded with error e, the inputs j > i move by -e · U_ij / U_ii: the move that makes up best for
+    the error. A group's ends are taken when its first input is reached.
+    """
+    inputs, weight = len(weight_IO), weight_IO.double().clone()
+    group = min(MATRIX_GROUP, inputs)
+    found: dict[str, list[Tensor]] = {"codes": [], "step": [], "low": []}
+    for start in range(0, inputs, group):
+        end = min(start + group, inputs)
+        _, step, low = rtn.encode(weight[start:end].mT, MATRIX_BITS)
+        codes_OK, errors_KO = round_group(weight[start:end], upper_II[start:end, start:end], step, low)
+        weight[end:] -= upper_II[start:end, end:].mT @ errors_KO
+        codes_OK = functional.pad(codes_OK, (0, group - codes_OK.shape[1]))
+        for name, part in (("codes", pack.pack(codes_OK, MATRIX_BITS)), ("step", step), ("low", low)):
+            found[name].append(part)
+    return {name: torch.stack(parts, 1) for name, parts in found.items()}
+
+
+@dispatch.paired("feedback.round_group")
+def round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+    """Round the inputs of one group in turn: codes [O, K], and each input's error over its U_ii, [K, O]."""
+    rest, step, low = weight_KO.clone(), step.double(), low.double()
+    unit, diagonal = step.where(step > 0, 1.0), upper_KK.diagonal().tolist()
+    codes_KO, errors_KO = torch.empty_like(rest), torch.empty_like(rest)
+    for i, (code, error) in enumerate(zip(codes_KO, errors_KO, strict=True)):
+        torch.sub(rest[i], low, out=code).div_(unit).round_().clamp_(0, 2**MATRIX_BITS - 1)
+        torch.sub(rest[i], torch.addcmul(low, step, code), out=error).div_(diagonal[i])
+        rest[i + 1 :].addr_(upper_KK[i, i + 1 :], error, alpha=-1)
+    return codes_KO.mT.to(torch.uint8), errors_KO
+
+
+def inverse_root(covariance_II: Tensor, count: int = 0) -> Tensor:
+    """The upper triangular U with UᵀU the inverse, float64: of a Cholesky factor from the last input to the first.
+
+    count   samples that the covariance is of, as `cholesky` has it
+    """
+    factor_II = cholesky(covariance_II.double().flip(0, 1), count)
+    return torch.linalg.solve_triangular(factor_II, torch.eye(len(factor_II)).to(factor_II), upper=False).flip(0, 1)
+
+
+def damped(covariance_II: Tensor, ridge: float) -> Tensor:
+    """A covariance with a part of its mean more on the diagonal."""
+    diagonal = covariance_II.diagonal()
+    return covariance_II + torch.diag(ridge * diagonal.mean().expand_as(diagonal))
+
+
+def cholesky(matrix_II: Tensor, count: int = 0) -> Tensor:
+    """The lower factor; what is not positive definite by rounding alone gets a little more on its diagonal.
+
+    count   samples that the matrix is of, which an error names; 0: unknown
+    """
+    for jitter in (0.0, 1e-10, 1e-8, 1e-6):
+        factor, info = torch.linalg.cholesky_ex(damped(matrix_II, jitter))
+        if not info and bool(factor.isfinite().all()):
+            return factor
+    source, state = f" from {count} samples" if count else "", "finite" if matrix_II.isfinite().all() else "not finite"
+    raise RuntimeError(
+        f"the covariance of {len(matrix_II)} inputs{source} ({state}) is not positive definite; "
+        "use more samples, or a larger ridge"
+    )
 
 
 def fit_mlp(

@@ -1,22 +1,30 @@
-"""Fit a basis with as many columns as the quantizer's schedule stores, in the metric of gradients if asked.
+"""Fit a basis with as many columns as the quantizer's schedule stores, or OSCAR's rotation of every head.
 
-    M = E[g gᵀ], g the gradient at a token's keys, or values, by KV head (`run/gradients.py`)
+    gradient basis   M = E[g gᵀ], g the gradient at a token's keys, or values, by KV head (`run/gradients.py`)
+    OSCAR's keys     M = E[q qᵀ] over tokens and query heads that read the KV head, after RoPE
+    OSCAR's values   M = Σ_t w_t v_t v_tᵀ / Σ w_t,  w_t = k_tᵀ E[q qᵀ] k_t: what queries see of token t, after RoPE
 
 Directions that no gradient has would make M singular; a tenth of its mean on the diagonal keeps the dual basis finite.
 M is scaled to a mean of 1 on its diagonal, which changes no choice of bits or directions.
+
+Source: of OSCAR, Zhou et al., 2026.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.scheme import Given, SchemeFit, Source
+from kvq_calib.fit.chunks import Chunk
+from kvq_calib.fit.scheme import Empty, Given, SchemeFit, Source, Summed
+from kvq_calib.fit.statistics import Attended
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import rotate
 from kvq_runtime.fit.fitting import fit_module
-from kvq_runtime.fit.statistics import ResidualMoment, Statistic, Statistics
-from kvq_runtime.stages.rotate import Basis, GradientBasis
+from kvq_runtime.fit.statistics import QueryMoment, ResidualMoment, Statistic, Statistics, eigen
+from kvq_runtime.stages.rotate import Basis, GradientBasis, Oscar
 from kvq_runtime.stages.stage import Rotation
 
 PACKAGES = ("kvq_calib.fit",)  # a quantizer that takes latents has a `schedule` there: which are stored
@@ -35,20 +43,47 @@ class GradientMetric(Given[Tensor]):
         return gradient_metric(source.gradients())
 
 
-def metric(stage: Rotation | None) -> Statistic[Tensor] | None:
-    """Return the metric of a basis; None for a plain one."""
-    return GradientMetric() if isinstance(stage, GradientBasis) else None
+@dataclass(frozen=True)
+class AttendedMoment(Summed[Tensor]):
+    """The second moment of what is left of values, weighed by what queries see in their keys: float64 [H, D, D]."""
+
+    passes = ("capture", "residuals")
+
+    def empty(self, fit: SchemeFit, source: Source) -> Empty:
+        assert source.queries is not None, "values are weighed by queries"
+        return partial(Attended, source.queries.after)
+
+    def add(self, sums: Attended, chunk: Chunk) -> None:
+        sums.update(chunk.keys(), chunk.residual, chunk.data.mask_NT)
 
 
-def requests(stage: Basis) -> tuple[Statistic[Tensor], ...]:
+def metric(stage: Rotation | None) -> Statistic[Any] | None:
+    """Return the statistic in whose metric errors are measured; None for a plain basis."""
+    match stage:
+        case GradientBasis():
+            return GradientMetric()
+        case Oscar(metric="queries"):
+            return QueryMoment("after")
+        case Oscar():
+            return AttendedMoment()
+
+
+def requests(stage: Basis | Oscar) -> tuple[Statistic[Any], ...]:
     """Return the statistics that a fit needs."""
+    moment = () if isinstance(stage, Oscar) else (ResidualMoment(),)
     weighed = metric(stage)
-    return (ResidualMoment(),) if weighed is None else (ResidualMoment(), weighed)
+    return moment if weighed is None else (*moment, weighed)
 
 
-def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, dict[str, Tensor]]:
-    """Return the basis, and with a metric its dual: bfloat16 [C, R]."""
-    variances_C, matrices = statistics.directions(metric(stage))
+def solve(stage: Basis | Oscar, statistics: Statistics, codec: Codec) -> tuple[Basis | Oscar, dict[str, Tensor]]:
+    """Return the basis, and with a metric its dual, bfloat16 [C, R]; or OSCAR's rotations, float32 [H, D, D]."""
+    weighed = metric(stage)
+    if isinstance(stage, Oscar):
+        assert weighed is not None
+        found: Any = statistics[weighed]
+        metric_HDD = found.moment_HDD.double() if isinstance(weighed, QueryMoment) else found
+        return stage, {"rotation": torch.stack([spectral(metric_DD) for metric_DD in metric_HDD]).float()}
+    variances_C, matrices = statistics.directions(weighed)
     quantize = codec.scheme.quantize
     count = fit_module(quantize, PACKAGES).schedule(quantize, variances_C).stored(len(variances_C))
     return stage, rotate.leading(matrices, count)
@@ -61,3 +96,35 @@ def gradient_metric(moment_HDD: Tensor, ridge: float = RIDGE) -> Tensor:
     if not mean > 0:
         raise ValueError("the gradients are zero: errors cost nothing here; use a plain basis")
     return metric_CC / mean + ridge * torch.eye(len(metric_CC), dtype=torch.float64, device=metric_CC.device)
+
+
+def spectral(metric_DD: Tensor) -> Tensor:
+    """U H P: eigenvectors, mixed, in the bit-reversal order of their eigenvalues; float64, orthogonal."""
+    values_D, vectors_DD = eigen(metric_DD)
+    values_D, vectors_DD = values_D.flip(0), vectors_DD.flip(1)  # ascending, as the authors' H meets them
+    return (vectors_DD @ mixing(len(metric_DD)).to(vectors_DD))[:, bit_reversal(values_D)]
+
+
+def mixing(size: int) -> Tensor:
+    """A Hadamard matrix without signs, float64 [size, size]; where size is s · r, s the largest power of two, over s
+    directions that are r apart."""
+    power = size & -size
+    sylvester = torch.ones(1, 1, dtype=torch.float64)
+    while len(sylvester) < power:
+        sylvester = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), sylvester)
+    return torch.kron(sylvester, torch.eye(size // power, dtype=torch.float64)) / power**0.5
+
+
+def bit_reversal(values_D: Tensor) -> Tensor:
+    """Return the order of columns: the i-th largest eigenvalue's goes to i with its bits reversed.
+
+    The order is unchanged if the size is no power of two.
+    """
+    size = len(values_D)
+    order = torch.arange(size, device=values_D.device)
+    if size & (size - 1) or size == 1:
+        return order
+    bits = size.bit_length() - 1
+    places = sum(((order >> bit) & 1) << (bits - 1 - bit) for bit in range(bits))
+    order[places] = values_D.argsort(descending=True, stable=True)
+    return order

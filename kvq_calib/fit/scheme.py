@@ -37,8 +37,7 @@ from scipy import stats
 from torch import Tensor
 
 from kvq_calib.fit.chunks import Blocks, Chunk
-from kvq_calib.fit.sample import Sample
-from kvq_calib.fit.statistics import Centred, CrossMoments, LayerQueries
+from kvq_calib.fit.statistics import Centred, CrossMoments, LayerQueries, Sample
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.fit.fitting import Collect, Fitting
 from kvq_runtime.fit.statistics import (

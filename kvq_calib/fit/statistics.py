@@ -1,4 +1,4 @@
-"""Gather what fits need in one pass over the tokens: sums in float64.
+"""Gather what fits need in one pass over the tokens: sums in float64, and samples.
 
 One partial per (layer, chunk): an empty statistic and `update` with that chunk alone. One reducer: an empty statistic
 of the same settings and `merge(0, partial)`, `merge(1, partial)`, ... So a sum has one order of addition, whatever
@@ -7,7 +7,8 @@ the number of workers, and the same bytes.
     Moments       n, Σx, Σx² by channel                        → mean, variance
     CrossMoments  n, Σx, Σy, XᵀX, XᵀY, Σ‖y‖² of shifted data   → covariances, exactly centred
     QueryMoments  n, Σq qᵀ by KV head, before and after RoPE   → second moments about zero
-    Attended      n, Σ w, Σ w v vᵀ by KV head            → second moments of values, weighed by their keys
+    Attended      n, Σ w, Σ w v vᵀ by KV head                  → second moments of values, weighed by their keys
+    Sample        rows of the smallest hashes
 
 Everything shifts by a vector near the mean before it is squared: a mean a thousand deviations away, as keys with biases
 have, would otherwise take with it the digits that the covariance is in.
@@ -15,17 +16,17 @@ have, would otherwise take with it the digits that the covariance is in.
 O = outputs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.sample import in_order
 from kvq_runtime.fit.statistics import add_moment
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
+from kvq_runtime.ops.rotation import mix
 from kvq_runtime.stages.stage import Queries
 
 Pair = tuple[Tensor, Tensor]
@@ -211,6 +212,74 @@ class Attended(_Sums):
         _count(self.sums)
         weight_H = self.sums["weight"]
         return self.sums["products"] / torch.where(weight_H > 0, weight_H, 1.0)[:, None, None]
+
+
+class Sample:
+    """Keep the rows of a corpus whose hash of (seed, sequence, position) is among the `rows` smallest:
+    the same rows whatever the chunks, or their order.
+
+    among   so many rows are offered in all: those whose hash is too large for them are not looked at. 0: unknown
+    """
+
+    def __init__(self, rows: int, width: int, seed: int = 0, among: int = 0):
+        self.rows, self.seed, self.merged = rows, seed, 0
+        share = rows / max(among, 1) * (1 + 8 / rows**0.5)  # eight deviations more than are kept
+        self._most = int(2**64 * share) - 2**63 if among and share < 1 else 2**63 - 1
+        self._hash_R = torch.empty(0, dtype=torch.int64)
+        self._sequence_R, self._position_R = self._hash_R.clone(), self._hash_R.clone()
+        self._rows_RC = torch.empty(0, width, dtype=torch.float32)
+
+    def update(
+        self,
+        rows: Callable[[Tensor], Tensor],
+        sequences_N: Tensor,
+        tokens: int,
+        mask_NT: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Offer whole sequences, from position 0 on, where the mask is true.
+
+        rows          places in [N · tokens], on a device → their rows, float [K, C]
+        sequences_N   the sequences' numbers in the whole corpus
+        """
+        sequence = sequences_N.cpu().long().repeat_interleave(tokens)
+        position = torch.arange(tokens).repeat(len(sequences_N))
+        hashes = mix(mix(mix(torch.tensor(self.seed)) ^ sequence) ^ position)
+        open_R = hashes <= self._most
+        kept = (open_R if mask_NT is None else open_R & mask_NT.cpu().flatten()).nonzero()[:, 0]
+        kept = kept[torch.argsort(hashes[kept], stable=True)[: self.rows]]
+        self._keep(hashes[kept], sequence[kept], position[kept], rows(kept.to(device)).to("cpu", torch.float32))
+
+    def merge(self, index: int, partial: Self) -> None:
+        """Take in the partial of chunk `index`: 0 first, then each next one."""
+        in_order(index, self.merged)
+        if (partial.rows, partial.seed) != (self.rows, self.seed):
+            raise ValueError(f"chunk {index} was sampled with rows={partial.rows}, seed={partial.seed}; "
+                             f"this sample has rows={self.rows}, seed={self.seed}")  # fmt: skip
+        self._keep(partial._hash_R, partial._sequence_R, partial._position_R, partial._rows_RC)
+        self.merged += 1
+
+    def value(self) -> Tensor:
+        """The rows [R, C] in the order of their hashes."""
+        return self._rows_RC
+
+    def _keep(self, hashes: Tensor, sequence: Tensor, position: Tensor, rows: Tensor) -> None:
+        """Join with what is held, and keep the smallest; equal hashes by sequence, then position."""
+        old = (self._hash_R, self._sequence_R, self._position_R)
+        hashes, sequence, position = (torch.cat(both) for both in zip(old, (hashes, sequence, position), strict=True))
+        rows = torch.cat([self._rows_RC, rows])
+        order = torch.arange(len(hashes))
+        for key in (position, sequence, hashes):
+            order = order[torch.argsort(key[order], stable=True)]
+        order = order[: self.rows]
+        self._hash_R, self._sequence_R, self._position_R = hashes[order], sequence[order], position[order]
+        self._rows_RC = rows[order]
+
+
+def in_order(index: int, expected: int) -> None:
+    """Refuse a partial out of turn."""
+    if index != expected:
+        raise ValueError(f"merge of chunk {index}; the next one is {expected}: sums are added in ascending order")
 
 
 def _tiles(mask_NT: Tensor | None, *parts: Tensor):

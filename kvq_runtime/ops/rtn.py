@@ -11,7 +11,7 @@ A matrix may be stored so in 4-bit codes: what `storage="gptq4"` of a stage mean
     w_io ≈ low + step · code        a step and a low end, float16, for each run of 64 inputs of an output
 
 So a number takes 4.5 bits instead of 16. How a matrix is rounded is a matter of calibration: gptq4 against the Gram
-matrix of its inputs (`kvq_calib/fit/gptq.py`).
+matrix of its inputs (`kvq_calib/fit/predict.py`).
 I = inputs, the channels of what the matrix is multiplied with; O = outputs.
 
 Source: Liu et al., 2024 (KIVI), equation 1; Quanto's affine rounding for minmax.

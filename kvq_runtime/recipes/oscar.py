@@ -7,11 +7,11 @@ numbers for a head: 2.25 bits for heads of 128.
 
 Source: Zhou et al., 2026 (OSCAR, arXiv 2605.17757); thresholds 0.96 and 0.92 of the authors' code.
 Differs: window and sinks are ours, as for every recipe (theirs: 64 sinks, 256 recent tokens). One rotation for each
-cached head: see `stages/oscar.py`.
+cached head: see `stages/rotate.py`.
 """
 
 from kvq_runtime.recipe import Family, Recipe, Scheme
-from kvq_runtime.stages.oscar import Oscar
+from kvq_runtime.stages.rotate import Oscar
 from kvq_runtime.stages.rtn import Clipped
 
 

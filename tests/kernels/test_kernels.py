@@ -5,7 +5,7 @@ import torch
 from parity import DEVICE, error, normal, poisoned
 from tiers import some, together
 
-from kvq_calib.fit import gptq
+from kvq_calib.fit.predict import inverse_root, round_group, rounded
 from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, trellis
 from kvq_runtime.ops.rotation import SignedHadamard
 from kvq_runtime.store import storage
@@ -171,7 +171,7 @@ def test_paths(shape, bits, monkeypatch):
 def test_matrices_rounded_in_turn(inputs, outputs):
     weight, rows = normal(inputs, outputs).double(), normal(500, inputs, seed=1).double()
     weight[:, 1] = 0.25
-    found, wanted = both(lambda *given: tuple(gptq.gptq(*given).values()), weight, rows.mT @ rows / 500)
+    found, wanted = both(lambda w_IO, u_II: tuple(rounded(w_IO, u_II).values()), weight, inverse_root(rows.mT @ rows))
     assert len(wanted[0].unique()) > 30
     assert all(torch.equal(got, want) for got, want in zip(found, wanted, strict=True))
 
@@ -262,5 +262,5 @@ TESTED = [
     *(polar.encode, feedback.follow, fragment.arrange),
     *(latent.encode_gaussian, latent.decode_gaussian, latent.encode_uniform, latent.decode_uniform),
     latent.errors_with_gains,
-    *(trellis.best_path, gptq.round_group, storage.append),
+    *(trellis.best_path, round_group, storage.append),
 ]

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvq_calib.fit import oscar as fit
+from kvq_calib.fit import rotate as fit
 from kvq_calib.fit.statistics import Attended
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import Queried, QueryMoment, ResidualMoment, Statistics
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
 from kvq_runtime.recipe import Recipe, Scheme, Window, preset
-from kvq_runtime.stages.oscar import Oscar
+from kvq_runtime.stages.rotate import Oscar
 from kvq_runtime.stages.rtn import Clipped, Rtn
 
 GEOMETRY = Geometry(layers=1, kv_heads=3, head_size=16)

@@ -1,7 +1,7 @@
 """Move what is not rounded yet by what the rounding of the rest has erred, in one launch: error feedback.
 
 follow        difference, product and sum, of the channels of a block; see ops/feedback.py
-round_group   the inputs of a group one after another, in float64; see kvq_calib/fit/gptq.py
+round_group   the inputs of a group one after another, in float64; see kvq_calib/fit/predict.py
 """
 
 import torch

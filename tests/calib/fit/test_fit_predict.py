@@ -9,8 +9,7 @@ from sklearn.linear_model import Ridge
 from torch import Tensor
 
 from kvq_calib.fit import predict
-from kvq_calib.fit.gptq import gptq
-from kvq_calib.fit.predict import fit_mlp
+from kvq_calib.fit.predict import fit_mlp, inverse_root, rounded
 from kvq_calib.fit.statistics import Centred
 from kvq_runtime.ops import pack, rtn
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
@@ -125,7 +124,7 @@ def loss(covariance: Tensor, difference: Tensor) -> float:
 @pytest.mark.parametrize("inputs", [16, 64, 100, 192])
 def test_gptq_beats_rounding_and_fits_the_stored_layout(inputs):
     covariance, weight = gptq_case(inputs, 12)
-    found = gptq(weight, covariance)
+    found = rounded(weight, inverse_root(covariance))
     predictor = Linear(storage="gptq4")
     specs = predictor.specs(inputs, 12)
     assert {n: (tuple(t.shape), t.dtype) for n, t in found.items()} == {n: specs[n] for n in ("codes", "step", "low")}
@@ -139,7 +138,7 @@ def test_gptq_beats_rounding_and_fits_the_stored_layout(inputs):
 def test_gptq_is_optimal_brain_quantization_in_a_fixed_order():
     """The textbook form: after each input, remove it and update all others by the inverse of what remains."""
     covariance, weight = gptq_case(16, 5)
-    found = gptq(weight, covariance)
+    found = rounded(weight, inverse_root(covariance))
     step, low = found["step"].double()[:, 0], found["low"].double()[:, 0]
     rest, expected = weight.clone(), []
     for i in range(16):

@@ -3,8 +3,7 @@
 import numpy as np
 import torch
 
-from kvq_calib.fit.sample import Sample
-from kvq_calib.fit.statistics import CrossMoments, Moments
+from kvq_calib.fit.statistics import CrossMoments, Moments, Sample
 
 
 def _data(rows: int = 96, width: int = 6, seed: int = 0) -> torch.Tensor:
@@ -89,9 +88,9 @@ def test_a_sample_among_so_many_is_the_same_and_looks_at_few():
         return x.flatten(0, 1)[places_K]
 
     plain, found = Sample(400, 2), Sample(400, 2, among=32_000)
-    plain.update(x, rows)
+    plain.update(x.flatten(0, 1).__getitem__, rows, 8)
     for start in range(0, 4000, 1000):
-        found.choose(lambda places_K, start=start: made(places_K + 8 * start), rows[start : start + 1000], 8)
+        found.update(lambda places_K, start=start: made(places_K + 8 * start), rows[start : start + 1000], 8)
     assert torch.equal(found.value(), plain.value()) and 400 < sum(asked) < 700
 
 
@@ -101,8 +100,7 @@ def _sample(x: torch.Tensor, chunk: int, order: list[int], seed: int = 0) -> Sam
     for index, place in enumerate(order if order else range(len(starts))):
         rows = torch.arange(starts[place], min(starts[place] + chunk, len(x)))
         partial = Sample(40, 6, seed)
-        partial.update(x[rows, :5], rows)
-        partial.update(x[rows, 5:], rows, start=5)
+        partial.update(x[rows].flatten(0, 1).__getitem__, rows, x.shape[1])
         total.merge(index, partial)
     return total
 
@@ -120,7 +118,7 @@ def test_a_sample_is_spread_evenly_and_respects_its_mask():
     sample = Sample(4000, 1)
     mask = torch.ones(512, 64, dtype=torch.bool)
     mask[:, :4] = False
-    sample.update(torch.arange(64.0).expand(512, 64)[..., None], torch.arange(512), mask_NT=mask)
+    sample.update(torch.arange(64.0).repeat(512)[:, None].__getitem__, torch.arange(512), 64, mask_NT=mask)
     position_R = sample.value()[:, 0].long()
     assert len(position_R) == 4000 and position_R.min() == 4
     # of 60 positions each has 66.7 ± 8 rows; six deviations

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq_calib.fit.oscar import AttendedMoment
 from kvq_calib.fit.predict import InputRows, Inputs
-from kvq_calib.fit.rotate import GradientMetric
+from kvq_calib.fit.rotate import AttendedMoment, GradientMetric
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import calibrate as runs
