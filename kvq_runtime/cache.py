@@ -267,7 +267,7 @@ class BlockCache:
             self.fused.forget()
 
     def undo(self) -> None:
-        """The same where padding is as it was."""
+        """Undo one, where padding is as it was."""
         step, self.step = self.step, None
         if step is not None:
             step.undo()
@@ -337,7 +337,7 @@ class BlockCache:
             _log.warning(warning(self.recipe.name, share))
 
     def memory_report(self) -> MemoryReport:
-        """Bytes held, by kind, and what 16 bits would hold."""
+        """Count the bytes held, by kind, and those of 16 bits."""
         others = [self.fused.bytes(), *(policy.bytes() for policy in self.policies)]
         shared, stores = shared_bytes(chain.from_iterable(self.codecs), self.fused.shared), self.layers.values()
         dtype = next((store.buffer_2BTC.dtype for store in stores), self.dtype)

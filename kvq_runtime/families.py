@@ -69,7 +69,7 @@ SERVED = ", ".join(FAMILIES)
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
-    """The family of a configuration as in config.json; None of a model that is not listed."""
+    """Return the family of a configuration as in config.json; None of a model that is not listed."""
     return FAMILIES.get(str(config.get("model_type")))
 
 
@@ -90,7 +90,7 @@ def owners(config: Mapping[str, Any]) -> int:
 
 
 def layer_types(config: Mapping[str, Any]) -> Sequence[str]:
-    """The type of each layer, which config.json may leave to transformers.
+    """Return the type of each layer, which config.json may leave to transformers.
 
     Raises ValueError for settings that no model has.
     """

@@ -40,7 +40,7 @@ class Geometry:
 
     @staticmethod
     def from_config(config: Mapping[str, Any], layers: Sequence[int] | None = None) -> "Geometry":
-        """The shape of a model, from its configuration as in config.json. ValueError if no layer attends to all.
+        """Return the shape of a model, from its configuration as in config.json. ValueError if no layer attends to all.
 
         layers   those that do, if they are known
         """
@@ -122,7 +122,7 @@ class Sliding:
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> "Sliding":
-        """Those of a model; none of one whose other layers do not slide."""
+        """Return the sliding layers of a model; none where its other layers do not slide."""
         window, kinds = config.get("sliding_window"), layer_types(config)
         sliding = [n for n, kind in enumerate(kinds[: owners(config)]) if kind == SLIDING]
         if not sliding or type(window) is not int or window < 1:
@@ -131,7 +131,7 @@ class Sliding:
         return Sliding(len(sliding), heads * size, window)
 
     def bytes(self, tokens: int) -> int:
-        """Bytes of a row of this length, after a step; from a prompt to the next step all of it is held."""
+        """Count the bytes of a row of this length, after a step; from a prompt to the next step all of it is held."""
         return 4 * self.layers * self.width * min(tokens, self.window)
 
 

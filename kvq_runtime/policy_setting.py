@@ -44,7 +44,7 @@ class PolicySetting(ABC):
 
     @abstractmethod
     def policy(self, cache: Any) -> Any:
-        """The `Policy` of one cache, of which it is given the `CacheParts`."""
+        """Return the `Policy` of one cache, of which it is given the `CacheParts`."""
 
     def check(self, recipe: Any, geometry: Geometry | None) -> None:
         """Raise a ValueError, a sentence, if the recipe cannot have it; `geometry` once the model is known."""
@@ -56,11 +56,11 @@ class PolicySetting(ABC):
         return frozenset()
 
     def most(self, recent: int, block: int) -> int:
-        """The most tokens of the window that it keeps exact, of `recent` that the recipe keeps itself."""
+        """Return the most tokens of the window that it keeps exact, of `recent` that the recipe keeps itself."""
         return recent
 
     def held_share(self) -> float:
-        """The share of the tokens seen that is held, of a long text: over 0, at most 1."""
+        """Return the share of the tokens seen that is held, of a long text: over 0, at most 1."""
         return 1.0
 
     def chosen(self, tokens: int, window: Window) -> tuple[int, int] | None:
@@ -69,7 +69,7 @@ class PolicySetting(ABC):
         return None
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes that it holds for each row of `tokens` tokens, by kind, without those of `extra_bits`."""
+        """Count the bytes that it holds for each row of `tokens` tokens, by kind, without those of `extra_bits`."""
         return {}
 
     def extra_bits(self, role: Role, dtype: torch.dtype) -> float:
@@ -79,6 +79,6 @@ class PolicySetting(ABC):
 
 @cache
 def policy_kinds() -> dict[str, type]:
-    """The settings of all policies there are, those of one method alone beside its recipes: kind → class."""
+    """Return the settings of all policies there are, those of one method alone beside its recipes: kind → class."""
     found = classes_in(("kvq_runtime.policies", "kvq_runtime.recipes"), PolicySetting)
     return {cls.kind: cls for cls in found}

@@ -64,7 +64,7 @@ def layouts(recipe: Recipe, geometry: Geometry, layer: int) -> list[Any]:
 
 
 def kernels() -> ModuleType:
-    """The kernels' side of this: `__all__` of kernels/attend/launch.py."""
+    """Import the kernels: `__all__` of kernels/attend/launch.py."""
     return dispatch.kernels("attend.launch")
 
 
@@ -76,7 +76,7 @@ def reader(codec: Codec, position: str, device: torch.device) -> Any:
 
 
 def _made(device: torch.device, *given: Any) -> Any:
-    """The reader of what `layout` makes of these."""
+    """Make the reader of the layout of these."""
     return kernels().Encoded.of(kernels().layout(*given), torch.empty(0, device=device))
 
 

@@ -149,7 +149,7 @@ class Reference(Path):
         return torch.cat([*parts, exact], -1)
 
     def _mix(self, store: LayerStore, p_YNX: Tensor, hidden: int) -> Tensor:
-        """The sum of values with the weights of their columns: [Y, N, D]."""
+        """Return the sum of values with the weights of their columns: [Y, N, D]."""
         if not store.blocks:
             return torch.bmm(p_YNX, store.exact_YTD(1))
         first, *rest = store.sizes
@@ -165,7 +165,7 @@ class Reference(Path):
         return torch.baddbmm(sum(mixed[1:], mixed[0]), exact, store.exact_YTD(1))
 
     def _decoded(self, store: LayerStore, role: int, run: Run, hidden: int) -> Tensor:
-        """Keys (0) or values (1) of a slab that have columns, [Y, T, D]; good until the next."""
+        """Return keys (0) or values (1) of a slab that have columns, [Y, T, D]; good until the next."""
         x_BTC = self.decoder.run(store.layer, role, run)[:, 0 if run[0] else hidden :].float()
         batch, tokens, width = x_BTC.shape
         x_BTHD = x_BTC.view(batch, tokens, self._heads, width // self._heads)
@@ -219,7 +219,7 @@ def by_head(x_BTC: Tensor, heads: int) -> Tensor:
 
 @constant(8)
 def _factor(scale: float) -> Tensor:
-    """A number as a tensor, which every product with a float would make anew."""
+    """Return a number as a tensor, which every product with a float would make anew."""
     return torch.tensor(scale, dtype=torch.float32)
 
 

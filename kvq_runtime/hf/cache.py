@@ -174,11 +174,11 @@ class KVQCache(HookedCache, Cache):
         return self._decodes or self.blocks.refusal
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that every layer has seen."""
+        """Return the number of tokens that every layer has seen."""
         return self.blocks.length
 
     def memory_report(self) -> MemoryReport:
-        """Bytes held, by kind, and what 16 bits would hold; `print` it, or read its fields.
+        """Count the bytes held, by kind, and those of 16 bits; `print` the report, or read its fields.
 
         Layers that transformers' own classes hold are counted and the states of recurrent ones.
         """

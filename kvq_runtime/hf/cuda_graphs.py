@@ -202,7 +202,7 @@ class CudaGraphs:
         return out
 
     def _find(self, given: dict[str, Any]) -> tuple[RecordedStep, str] | tuple[None, str]:
-        """The step to replay; or None, and why not."""
+        """Find the step to replay; or return None, and the reason."""
         if self._refused is not None:
             return None, self._refused
         if self._step is not None and self._step.recorded.ready():

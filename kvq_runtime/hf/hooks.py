@@ -34,7 +34,6 @@ class HookedCache:
         """Announce to the blocks which tokens are real, their positions and rotation, and the attention in use."""
         if attention != "kvq":
             self._check_other(attention)
-        self._pass.announced = attention == "kvq"
         positions, real, alone = self.blocks.positions, None, True
         if mask is not None and positions_BT is not None:
             count = positions_BT.shape[-1]
@@ -44,6 +43,7 @@ class HookedCache:
             elif real is not None:
                 alone = positions.agrees(mask, count)
         positions.announce(real, positions_BT, rotary, alone, "positions" in self.blocks.recipe.needs)
+        self._pass.announced = attention == "kvq"
 
     def _check_other(self, attention: str | None) -> None:
         """Refuse other attention than ours where the recipe needs ours; warn once where it would read less under it."""

@@ -27,7 +27,7 @@ CACHE = "cache" if tuple(map(int, __version__.split(".")[:2])) >= (5, 24) else "
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a call, by either name; None: there is none."""
+    """Return the cache among the arguments of a call, by either name; None: there is none."""
     return given.get(CACHE) if given.get(CACHE) is not None else given.get("past_key_values")
 
 
@@ -54,12 +54,12 @@ def check_model(model: Any) -> None:
 
 
 def decoder_of(model: Any) -> Any:
-    """The module that has the layers."""
+    """Return the module that has the layers."""
     return model.get_decoder()
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """A decoder's configuration as a dict: a setting of another name in its file has the common name, too."""
+    """Return a decoder's configuration as a dict: a setting of another name in its file has the common name, too."""
     found = config.to_dict()
     named = {name: found[other] for name, other in config.attribute_map.items() if other in found and name not in found}
     kinds = getattr(config, "layer_types", None)
@@ -67,7 +67,7 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:
-    """The shape of a loaded model's cache, of the layers that attend to all tokens.
+    """Return the shape of a loaded model's cache, of the layers that attend to all tokens.
 
     Raises ValueError if its configuration does not say it, or there are no such layers.
     """
@@ -124,7 +124,7 @@ class Served:
 
 
 def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
-    """The fingerprint of a loaded model: shape, RoPE, and a probe of its key and value projections.
+    """Return the fingerprint of a loaded model: shape, RoPE, and a probe of its key and value projections.
 
     Raises ValueError for a model of another family than the listed ones, and for one without these projections.
     """
@@ -162,7 +162,7 @@ def held(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
 
 
 def rotary_module(decoder: Any) -> Any:
-    """The module that makes a decoder's rotations; None if there is none."""
+    """Return the module that makes a decoder's rotations; None if there is none."""
     return getattr(decoder, "rotary_emb", None)
 
 
@@ -181,7 +181,7 @@ def rotary_of(module: nn.Module | None, dtype: torch.dtype) -> Rotary | None:
 
 
 def rotary_of_config(config: Any, dtype: torch.dtype) -> Rotary:
-    """The rotation of a model that is not loaded, from its decoder's configuration; ValueError if it varies."""
+    """Return the rotation of a model that is not loaded, from its decoder's configuration; ValueError if it varies."""
     settings = rope.settings(config.to_dict())
     kind = settings.get("rope_type", "default")
     if kind not in rope.FIXED_TYPES:
@@ -195,7 +195,7 @@ def rotary_of_config(config: Any, dtype: torch.dtype) -> Rotary:
 
 
 def rotary_of_folder(folder: Path, dtype: torch.dtype) -> Rotary:
-    """The same by the config.json of a model's folder."""
+    """Return the rotation of a model's folder, from its config.json."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return rotary_of_config(config.get_text_config(decoder=True), dtype)
 
@@ -217,7 +217,7 @@ def real_tokens(mask: Any, count: int) -> Tensor | None:
 
 
 def visible(mask: Tensor) -> Tensor:
-    """A mask as bool, of one that is added to scores too."""
+    """Return a mask, also one that is added to scores, as bool."""
     return mask if mask.dtype == torch.bool else mask >= 0
 
 

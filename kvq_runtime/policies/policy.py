@@ -89,7 +89,7 @@ class Policy:
         """
 
     def queried(self, layer: int, q_BHTD: Tensor) -> None:
-        """The queries, after RoPE, of what a layer has taken in, [B, query heads, T, D]."""
+        """Take the queries, after RoPE, of what a layer has taken in, [B, query heads, T, D]."""
 
     def may_encode(self, layer: int) -> bool:
         """True if a layer may encode the blocks that are due, now that it has attended."""
@@ -103,16 +103,16 @@ class Policy:
         return {}
 
     def end(self, step: Step) -> None:
-        """All layers have attended and encoded. An error raised here still undoes the pass."""
+        """Hear that all layers have attended and encoded. An error raised here still undoes the pass."""
 
     def check_crop(self, length: int) -> None:
         """Raise a RuntimeError if the first `length` tokens cannot be had back; nothing has been changed yet."""
 
     def crop(self, length: int) -> None:
-        """The cache has gone back to its first `length` tokens; 0: it is empty."""
+        """Hear that the cache has gone back to its first `length` tokens; 0: it is empty."""
 
     def reorder(self, rows: Tensor) -> None:
-        """The cache has kept these rows, in this order."""
+        """Hear that the cache has kept these rows, in this order."""
 
     def bytes(self) -> dict[str, int]:
         """Allocated bytes, by kind, of what the policy holds."""

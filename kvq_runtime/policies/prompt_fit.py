@@ -62,13 +62,13 @@ class PromptFit(PolicySetting):
             raise ValueError('a mean of keys is fitted to the prompt before RoPE alone; use position "pre"')
 
     def needs(self, recipe: Any) -> frozenset[str]:
-        """Queries where a stage is fitted to them, and the positions of those before RoPE."""
+        """Return queries where a stage is fitted to them, and the positions of those before RoPE."""
         asked = {one for scheme in recipe.schemes for one in requested(scheme, Fitting.packages)}
         queries = {one.queries for one in asked if isinstance(one, QueryMoment)}
         return frozenset({"queries"} if queries else ()) | ({"positions"} if queries - {"after"} else set())
 
     def enough(self, sinks: int, block: int) -> int:
-        """The tokens that every row must have."""
+        """Return the tokens that every row must have."""
         return max(sinks + 1, block if self.fit_tokens == "prompt" else self.fit_tokens)
 
     def policy(self, cache: CacheParts) -> Policy:
@@ -118,7 +118,7 @@ class PromptFitPolicy(Policy):
         return True
 
     def crop(self, length: int) -> None:
-        """A fit stays until the cache is empty."""
+        """Keep a fit until the cache is empty."""
         if length == 0:
             self._fitted.clear()
         self._queries = {layer: q[:, :length].clone() for layer, q in self._queries.items() if length}
@@ -157,11 +157,11 @@ class PromptFitPolicy(Policy):
         return RowCodec(codecs)
 
     def _of_row(self, q_TC: Tensor, positions_T: Tensor, which: Queries) -> Tensor:
-        """Queries of one row, before or after RoPE, float32."""
+        """Return queries of one row, before or after RoPE, float32."""
         return q_TC.float() if which == "after" else self._before_rope(q_TC.float(), positions_T)
 
     def _before_rope(self, x_TC: Tensor, positions_T: Tensor) -> Tensor:
-        """Keys or queries of one row, before RoPE."""
+        """Return keys or queries of one row, before RoPE."""
         tables = self.cache.positions.require().tables(positions_T[None])
         return rope.unrotate(x_TC[None].unflatten(-1, (-1, self.cache.geometry.head_size)), *tables)[0].flatten(-2)
 

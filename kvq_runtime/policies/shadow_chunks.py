@@ -84,11 +84,11 @@ class ShadowChunks(PolicySetting):
         return self.budget // self.chunk
 
     def extra_bits(self, role: Role, dtype: torch.dtype) -> float:
-        """A landmark per chunk of keys."""
+        """Return the bits of one landmark per chunk of keys."""
         return 8 * dtype.itemsize / self.chunk if role == "key" else 0.0
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes of the outlier chunks of each head: their numbers, cosines and exact keys."""
+        """Count the bytes of the outlier chunks of each head: their numbers, cosines and exact keys."""
         chunks = max(0, tokens - window.recent) // window.block * (window.block // self.chunk)
         each = 4 + 4 + self.chunk * geometry.head_size * dtype.itemsize
         return {"chunks": geometry.layers * geometry.kv_heads * min(self.outliers, chunks) * each}
@@ -208,7 +208,7 @@ class Selected(Path):
     def _tokens(
         self, store: LayerStore, outliers: OutlierChunks, q_BHGTD: Tensor, cap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """The slots of all tokens read from blocks, and which of them may be: [B, H, M] each."""
+        """Return the slots of all tokens read from blocks, and which of them may be: [B, H, M] each."""
         chosen, usable = self.choose(store, outliers, q_BHGTD, cap)
         known = outliers.chunk_BHO.long()
         chunk = torch.cat([known.clamp(min=0), chosen], 2)
@@ -246,7 +246,7 @@ class ShadowChunksPolicy(Policy):
         step.on_undo(self._restore, dict(self.outliers))
 
     def extra_fields(self, store: LayerStore) -> Slab:
-        """The block's landmarks [B, chunks, C], zero where no token of a chunk counts; its outliers are kept."""
+        """Return the block's landmarks [B, chunks, C], zero where no token of a chunk counts; its outliers are kept."""
         size, start = store.window.block, store.encoded
         x_BTC = store.window_2BTC[0, :, :size]
         valid_BT = self.cache.positions.valid(start, start + size, store.window.sinks).to(x_BTC.device)

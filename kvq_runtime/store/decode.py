@@ -46,7 +46,7 @@ class Decoder:
         self._rooms: dict[int, Tensor] = {}
 
     def whole(self, layer: int) -> Pair:
-        """Blocks decoded and window in one tensor each."""
+        """Return blocks decoded and window in one tensor each."""
         store, out = self.stores[layer], []
         for role, window_BTC in enumerate(store.window_2BTC):
             whole = self._room(role, window_BTC, store.length)
@@ -65,7 +65,7 @@ class Decoder:
         return out[0], out[1]
 
     def run(self, layer: int, role: int, run: Run) -> Tensor:
-        """Keys, after RoPE, or values of one run of blocks, [B, T, C]; sinks are not put back."""
+        """Return keys, after RoPE, or values of one run of blocks, [B, T, C]; sinks are not put back."""
         store = self.stores[layer]
         if self.keep:
             return self._decoded_once(layer)[role][:, slice(*store.tokens(run))]
@@ -77,12 +77,12 @@ class Decoder:
         return room
 
     def below(self, layer: int, run: Run) -> list[Pair]:
-        """A run of the layers that this one's predictions read, decoded, nearest first."""
+        """Return a run of the layers that this one's predictions read, decoded, nearest first."""
         layers = range(layer - 1, layer - 1 - self._reads[layer], -1)
         return [self.block(one, run[0]) if run[1] - run[0] == 1 else self._pair(one, run) for one in layers]
 
     def block(self, layer: int, block: int) -> Pair:
-        """One decoded block of a layer: at hand from this forward pass, or decoded again."""
+        """Return one decoded block of a layer: at hand from this forward pass, or decoded again."""
         if (layer, block) not in self._fresh:
             run = block, block + 1
             self._fresh[layer, block] = self._decode_pair(layer, run, self.below(layer, run))
@@ -94,7 +94,7 @@ class Decoder:
         (self._fresh if stop - first == 1 else self._carried)[layer, first] = pair
 
     def survivors(self, layer: int, role: int, block: int) -> Tensor:
-        """One block as it is read, [B, block, C], sinks put back: what a crop in the middle of it keeps."""
+        """Return one block as it is read, [B, block, C], sinks put back: what a crop in the middle of it keeps."""
         store, run = self.stores[layer], (block, block + 1)
         decoded = self.block(layer, block)[role] if self.recipe.cross_layer else self._decode(store, role, run)
         tokens = store.buffer_2BTC.new_empty(store.rows, store.window.block, self.geometry.width)
@@ -141,7 +141,7 @@ class Decoder:
             self._restore(store, role, x_NTC, run, out_BTC)
 
     def _decoded_once(self, layer: int) -> Pair:
-        """All decoded blocks of a layer, [B, encoded, C] each, sinks not put back; only new ones are decoded."""
+        """Return all decoded blocks of a layer, [B, encoded, C] each, sinks not put back; only new ones are decoded."""
         store, block = self.stores[layer], self.stores[layer].window.block
         keys_BTC, values_BTC = self._history.get(layer, (store.window_2BTC[0, :, :0], store.window_2BTC[1, :, :0]))
         for first, stop in store.runs:

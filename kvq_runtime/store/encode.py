@@ -152,7 +152,7 @@ class Encoder:
         return counted.expand(store.rows, -1).unflatten(1, (stop - first, block)).flatten(0, 1)
 
     def _inputs(self, store: LayerStore, role: int, run: Run) -> tuple[Tensor, Context]:
-        """Blocks of the window as their codec wants them, those of a row side by side: [B · count, block, C].
+        """Return blocks of the window as their codec wants them, those of a row side by side: [B · count, block, C].
 
         Blocks in which every slot holds a token of its own are prepared together, from the first after which all do.
         """

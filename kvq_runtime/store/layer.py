@@ -109,7 +109,7 @@ class LayerStore:
         return self.beyond(self.recent)
 
     def beyond(self, recent: int, count: int = 0) -> int:
-        """Whole blocks that the window holds beyond `recent` tokens, once `count` more have come."""
+        """Return whole blocks that the window holds beyond `recent` tokens, once `count` more have come."""
         return max(0, self._stop - self._start + count - recent) // self.window.block
 
     def fields(self, part: int, start: int, stop: int) -> dict[str, Tensor]:

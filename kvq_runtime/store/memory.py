@@ -61,7 +61,7 @@ class MemoryReport:
     sliding_bytes: int = 0
 
     def with_sliding(self, size: int) -> MemoryReport:
-        """The same beside what slides or recurs: so many bytes in either cache."""
+        """Add the bytes of layers that slide or recur, as many in either cache."""
         total, exact = self.total_bytes + size, self.exact_bytes + size
         return replace(self, total_bytes=total, exact_bytes=exact, sliding_bytes=self.sliding_bytes + size)
 
@@ -149,7 +149,7 @@ def layer_bytes(store: LayerStore) -> dict[str, int]:
 
 
 def shared_bytes(codecs: Iterable[Codec], others: Sequence[Tensor] = ()) -> int:
-    """Bytes of fitted tensors and rotations, and of others, each storage once."""
+    """Count the bytes of fitted tensors and rotations, and of others, each storage once."""
     return storage_bytes([*others, *(tensor for codec in codecs for tensor in codec.shared)])
 
 
@@ -167,7 +167,7 @@ def scheme_bits(recipe: Recipe, layer: int, role, geometry: Geometry, dtype: tor
 
 
 def human(size: float) -> str:
-    """Bytes for people, to three digits, as in 213 KiB."""
+    """Write bytes for people, to three digits, as in 213 KiB."""
     if size < 1024:
         return f"{size:.0f} B"
     unit = next((unit for unit in ("KiB", "MiB") if (size := size / 1024) < 1024), None)

@@ -142,7 +142,7 @@ class Positions:
         )
 
     def rope(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the slots from `start` to `stop`, [B or 1, T, K] each."""
+        """Return cos and sin of the slots from `start` to `stop`, [B or 1, T, K] each."""
         rotary = self.require()
         positions_BT = self.tokens_BT if self.positions_BT is None else self.positions_BT
         if positions_BT is None:
@@ -150,7 +150,7 @@ class Positions:
         return rotary.tables(positions_BT[:, start:stop])
 
     def rope_at(self, slots_BM: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of single slots of each row, [B, M, K] each."""
+        """Return cos and sin of single slots of each row, [B, M, K] each."""
         held = self.tokens_BT if self.positions_BT is None else self.positions_BT
         return self.require().tables(slots_BM if held is None else held.expand(len(slots_BM), -1).gather(1, slots_BM))
 
@@ -162,13 +162,13 @@ class Positions:
         return (real_BT & (real_BT.cumsum(1) > sinks))[:, start:]
 
     def of_row(self, row: int, device: torch.device) -> Tensor:
-        """The positions of a row's tokens, [T]."""
+        """Return the positions of a row's tokens, [T]."""
         if self.positions_BT is None:
             return torch.arange(self.length, device=device)
         return self.positions_BT[row if len(self.positions_BT) > 1 else 0]
 
     def require(self) -> Rotary:
-        """The model's rotation; a RuntimeError if it has not been announced."""
+        """Return the model's rotation; a RuntimeError if it has not been announced."""
         if self.rotary is None:
             raise RuntimeError(
                 "the recipe needs the positions of its tokens, which only the model knows: "

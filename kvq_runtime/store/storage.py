@@ -23,7 +23,7 @@ SLACK = 64  # tokens that one step may add where the window is
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of their storages; tensors that share one count once."""
+    """Count the bytes of their storages, each once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
@@ -124,5 +124,5 @@ def send(rows: Tensor, place: Tensor) -> None:
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, likewise; on the host itself."""
+    """Return a copy of a host's tensor on a device, without waiting for it; for the host the tensor itself."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

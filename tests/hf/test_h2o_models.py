@@ -9,7 +9,7 @@ from feeding import make, small
 from generating import WAYS, replayed, stock
 from heavy import EXACT, held
 from models import prompt, random_model
-from tiers import together
+from tiers import some, together
 
 from kvq_runtime.hf import KVQCache, geometry_of
 from kvq_runtime.recipe import preset
@@ -38,7 +38,7 @@ def test_other_attention_is_refused_by_name():
     assert step is not None and cache.step is step, "the pass that is under way goes on"
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "yarn"])
+@pytest.mark.parametrize("kind", some(["llama", "qwen3", "yarn"], "yarn"))
 def test_a_model_reads_what_is_held_as_if_the_rest_were_masked(kind):
     """The stock cache with everything else masked out gives the same logits, at the same positions."""
     model, ids = random_model(kind, attention="kvq"), prompt(2, 90)
@@ -61,8 +61,9 @@ def test_a_model_reads_what_is_held_as_if_the_rest_were_masked(kind):
     assert cache.memory_report().kept < 50
 
 
-@pytest.mark.parametrize("way, name", together([*WAYS], ["aqua-h2o-2bit", "h2o"]))
-def test_every_way_of_generating_works(name, way):
+@pytest.mark.parametrize("case", some(together([*WAYS], ["aqua-h2o-2bit", "h2o"]), ("beams", "aqua-h2o-2bit")))
+def test_every_way_of_generating_works(case):
+    way, name = case
     model = random_model("llama", attention="kvq")
     ids = prompt(1 if way in ("lookup", "assisted") else 2)
     cache = cached(name, model)

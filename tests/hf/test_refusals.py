@@ -47,11 +47,7 @@ def test_architectures_that_cannot_be_held_are_refused_and_left_alone(kind):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_layers_of_other_shapes_are_refused_when_made_or_first_seen():
-    model = random_model("llama")
-    model.model.layers[2].self_attn.v_proj = torch.nn.Linear(64, 96)
-    with pytest.raises(ValueError, match="layer 2 of LlamaForCausalLM are 64 and 96 wide, not 2 heads of 32"):
-        KVQCache.from_recipe("exact", model)
+def test_layers_of_other_shapes_are_refused_when_first_seen():
     cache = kvq("exact", random_model("llama"))
     with pytest.raises(
         ValueError, match="layer 0 caches values of 2 heads of 16; the configuration says 2 heads of 32"

@@ -243,7 +243,7 @@ def test_other_attention_reads_all_tokens_and_says_so_once():
 @pytest.mark.parametrize(
     "name", ["svdq-shadow-2bit-v4", pytest.param("svdq-shadow-online-2.25bit", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("way", some(WAYS, "beams", "assisted"))
+@pytest.mark.parametrize("way", some(WAYS, "beams"))
 def test_every_way_of_generating_works(way, name):
     model = random_model("llama", attention="kvq")
     ids = prompt(1 if way in ("lookup", "assisted") else 2)

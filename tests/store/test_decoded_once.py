@@ -14,9 +14,7 @@ def caches(recipe):
     return again, once
 
 
-@pytest.mark.parametrize(
-    "name", ["exact", "higgs-2bit", "kivi-2bit", "aqua-2bit", "gear-2bit", "kvquant-3bit", "squat-pre-2bit"]
-)
+@pytest.mark.parametrize("name", ["kivi-2bit", "aqua-2bit", "squat-pre-2bit"])
 def test_blocks_decoded_once_are_those_decoded_again(name):
     recipe = RECIPES[name]
     recent, block = recipe.window.recent, recipe.window.block

@@ -12,16 +12,7 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch
 
-FAMILIES = (
-    "exact",
-    "rtn-2bit",
-    "kivi-2bit",
-    "higgs-head-2bit",
-    "polar-3bit",
-    "aqua-2bit",
-    "gear-2bit",
-    "svdq-shadow-2bit-v4",
-)
+FAMILIES = ("exact", "kivi-2bit", "aqua-2bit", "svdq-shadow-2bit-v4")
 
 
 @pytest.fixture(autouse=True)
