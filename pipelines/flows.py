@@ -8,7 +8,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.states import State
 
-from kvq_calib.evaluate import held_out
+from kvq_calib.evaluate import quality_checks
 from kvq_calib.flow.flow import calibrated, failed
 from kvq_calib.job.job import Job
 from kvq_calib.model import catalog
@@ -78,7 +78,7 @@ def nightly(
     return failed("; ".join(reasons)) if reasons else rows
 
 
-check = task(name="measure", cache_policy=NO_CACHE, persist_result=False)(held_out.check_drift)
+check = task(name="measure", cache_policy=NO_CACHE, persist_result=False)(quality_checks.check_drift)
 
 
 @flow(name="drift", flow_run_name="{model}", persist_result=False)
@@ -113,7 +113,7 @@ def drift(
         max_kl: bound on the KL divergence of a full encode from 16 bit, nats per token
         max_beyond: bound on the share of blocks with errors beyond the calibration's
     """
-    text_seed = held_out.week(datetime.now(UTC).date()) if seed is None else seed
+    text_seed = quality_checks.week(datetime.now(UTC).date()) if seed is None else seed
     bounds = Bounds(max_perplexity_ratio, max_kl, max_beyond)
     checked = check(artifacts, model, corpus, bounds, text_seed, windows, length, alias, device, registry)
     rows = [

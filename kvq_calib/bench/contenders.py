@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
-from kvq_calib.evaluate.subject import find
+from kvq_calib.evaluate.candidate import find
 from kvq_calib.model.files import ModelFiles
 from kvq_runtime.hf import KVQCache
 
@@ -32,6 +32,6 @@ def quantized(name: str) -> dict[str, Make]:
 
 def compressed(text: str, files: ModelFiles, registry: str | None = None) -> dict[str, Make]:
     """Return the cache of an unfitted recipe or an artifact, found as by `kvq eval`."""
-    subject = find(text, files, registry)
-    recipe = subject.recipe.check(files.geometry)
-    return {subject.name: lambda model: KVQCache(recipe, model, subject.tensors or None)}
+    candidate = find(text, files, registry)
+    recipe = candidate.recipe.check(files.geometry)
+    return {candidate.name: lambda model: KVQCache(recipe, model, candidate.tensors or None)}

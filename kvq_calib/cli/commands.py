@@ -70,7 +70,7 @@ def _run(function: str, args: argparse.Namespace) -> int:
 
 def _add_eval(command: argparse.ArgumentParser) -> None:
     text = "a reference, a .safetensors file, or an unfitted recipe; with --tasks none: the 16-bit model alone"
-    command.add_argument("subjects", metavar="REF|RECIPE", nargs="*", help=text)
+    command.add_argument("candidates", metavar="REF|RECIPE", nargs="*", help=text)
     _add_text(command)
     _add_protocol(command)
     command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
@@ -102,7 +102,7 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("subjects", metavar="REF|RECIPE", nargs="+", help="references, .safetensors files, recipes")
+    add("candidates", metavar="REF|RECIPE", nargs="+", help="references, .safetensors files, recipes")
     _add_machine(command, "as stored; bfloat16 where that has 32 bits")
     add("--context", type=counts, metavar="L,L", default=(1024,), help="tokens of a prompt (default: 1024)")
     add("--batch", type=counts, metavar="B,B", default=(1,), help="rows (default: 1)")

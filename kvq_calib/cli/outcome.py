@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvq_calib.evaluate import held_out
+from kvq_calib.evaluate import quality_checks
 from kvq_calib.evaluate.record import fits, whole_bytes
 from kvq_calib.job import published
 from kvq_calib.job.job import Job
@@ -26,7 +26,7 @@ def plan(job: Job, work: Run) -> dict[str, Any]:
     plan, files, asked = work.plan, work.files, job.evaluation
     needs = plan.needs(files)
     evaluation = {
-        "windows_at_most": asked.eval_windows or held_out.windows(plan, plan.seq_len),
+        "windows_at_most": asked.eval_windows or quality_checks.windows(plan, plan.seq_len),
         "baselines": list(asked.baselines),
         "bounds": dict(asked.bounds.given),
         "bytes": whole_bytes(files, plan.device),

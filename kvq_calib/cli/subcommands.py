@@ -16,8 +16,8 @@ import torch
 from kvq_calib.bench import contenders, rounds
 from kvq_calib.cli.progress import Bar, measuring
 from kvq_calib.evaluate import record, tasks
-from kvq_calib.evaluate.ledger import Ledger
-from kvq_calib.evaluate.subject import Subject, choose, find, keep
+from kvq_calib.evaluate.candidate import Candidate, choose, find, keep
+from kvq_calib.evaluate.saved_results import SavedResults
 from kvq_calib.job import prepare, run
 from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
 from kvq_calib.model import find as models
@@ -44,18 +44,18 @@ R = TypeVar("R", bound=Record)
 
 def evaluate(args: Namespace) -> int:
     """Run `kvq eval`."""
-    if not args.subjects and not args.tasks:
+    if not args.candidates and not args.tasks:
         raise ValueError("nothing is named to be measured; give a recipe or an artifact, or --tasks for 16 bit alone")
     files = models.resolve(args.model)
-    subjects = [find(text, files, args.registry) for text in args.subjects]
-    recipe_text.distinct(subject.recipe for subject in subjects if subject.sha256 is None)
+    candidates = [find(text, files, args.registry) for text in args.candidates]
+    recipe_text.distinct(candidate.recipe for candidate in candidates if candidate.sha256 is None)
     if args.tasks:
-        return _tasks(args, files, subjects)
+        return _tasks(args, files, candidates)
     batch = _text(args, files, args.corpus or files.entry.corpus)
     protocol = _protocol(args)
-    with measuring(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
-        records = record.evaluate(files, batch, subjects, protocol, *_used(args), progress)
-    shown = _named(subjects, records, TextRecord)
+    with measuring(record.work(files, batch, len(candidates), protocol), args.quiet) as progress:
+        records = record.evaluate(files, batch, candidates, protocol, *_used(args), progress)
+    shown = _named(candidates, records, TextRecord)
     if args.plots:
         disk.make_folder(Path(args.plots))
         for name, picture in plots.pictures(shown).items():
@@ -66,7 +66,7 @@ def evaluate(args: Namespace) -> int:
         if args.layers:
             print()
             print_table([{"recipe": one.name, **row} for one in shown for row in one.result.layers], False)
-    _keep(args, subjects, records)
+    _keep(args, candidates, records)
     return 0
 
 
@@ -79,25 +79,25 @@ def _text(args: Namespace, files: ModelFiles, source: str) -> corpus.Batch:
     return corpus.select(source, files.path, args.windows, _length(args, files), args.seed, "held-out")
 
 
-def _named(subjects: Sequence[Subject], records: Sequence[Any], kind: type[R]) -> list[R]:
-    """Parse records, and name them as their subjects were given."""
-    return tables.named([parse(one, kind) for one in records], [subject.name for subject in subjects])
+def _named(candidates: Sequence[Candidate], records: Sequence[Any], kind: type[R]) -> list[R]:
+    """Parse records, and name them as their candidates were given."""
+    return tables.named([parse(one, kind) for one in records], [candidate.name for candidate in candidates])
 
 
-def _keep(args: Namespace, subjects: Sequence[Subject], records: Sequence[Any]) -> None:
+def _keep(args: Namespace, candidates: Sequence[Candidate], records: Sequence[Any]) -> None:
     """Keep records of artifacts in their registries."""
-    for subject, one in zip(subjects, records, strict=True):
-        keep(subject, one, args.registry)
+    for candidate, one in zip(candidates, records, strict=True):
+        keep(candidate, one, args.registry)
 
 
-def _tasks(args: Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> int:
+def _tasks(args: Namespace, files: ModelFiles, candidates: Sequence[Candidate]) -> int:
     """Run `kvq eval --tasks`: names that kvq does not have are lm-eval's."""
     if args.plots or args.layers or args.by_layer or args.protocol == "full":
         raise ValueError(
             "--plots, --layers, --by-layer and --protocol full are of text, which --tasks does not measure"
         )
     protocol = _protocol(args)
-    subjects, ledger = [protocol.subject(one) for one in subjects], Ledger(reference.home() / "evaluated")
+    candidates, saved = [protocol.candidate(one) for one in candidates], SavedResults(reference.home() / "evaluated")
     named = args.tasks.split(",")
     own = [task for task in named if task in needles.TASKS]
     foreign = [task for task in named if task not in own]
@@ -110,28 +110,28 @@ def _tasks(args: Namespace, files: ModelFiles, subjects: Sequence[Subject]) -> i
         haystack = tasks.haystack(args.corpus or "demo")
         settings = tuple(lengths), tuple(args.depths), args.samples, args.seed
         plan = tasks.Plan(tuple(own), haystack, *settings)
-        with measuring(tasks.work(plan, len(subjects)), args.quiet) as progress:
-            groups.append(tasks.evaluate(files, subjects, plan, *device, progress, ledger))
+        with measuring(tasks.work(plan, len(candidates)), args.quiet) as progress:
+            groups.append(tasks.evaluate(files, candidates, plan, *device, progress, saved))
     if foreign:
         from kvq_calib.lm_eval import model as harness
 
         given = harness.Asked(tuple(foreign), args.limit, apply_chat_template=args.chat)
-        groups.append(harness.evaluate(files, subjects, given, *device, args.include_path, args.quiet))
+        groups.append(harness.evaluate(files, candidates, given, *device, args.include_path, args.quiet))
     if not _give(args, [one for group in groups for one in group]):
-        names = ["16 bit", *(subject.name for subject in subjects)]
+        names = ["16 bit", *(candidate.name for candidate in candidates)]
         for number, group in enumerate(groups):
             shown = tables.named([parse(one, TasksRecord) for one in group], names)
             print("\n" * bool(number), end="")
             print_table(tables.tasks(shown), False)
             print("".join(f"\n{note}" for note in tables.task_notes(shown)), end="")
     for group in groups:
-        _keep(args, subjects, group[1:])
+        _keep(args, candidates, group[1:])
     return 0
 
 
 def compare(args: Namespace) -> int:
     """Run `kvq compare`."""
-    files, ledger = models.resolve(args.model), Ledger(Path(args.folder or reference.home()) / "evaluated")
+    files, saved = models.resolve(args.model), SavedResults(Path(args.folder or reference.home()) / "evaluated")
     automatic = ["auto"] if args.bits else []
     texts = [text for text in args.recipes if text != "auto"]
     chosen, notes = choose(texts, files) if texts or not args.recipes else ([], [])
@@ -139,7 +139,7 @@ def compare(args: Namespace) -> int:
         say("kvq", note)
     source, length = corpus.pin(args.corpus or files.entry.corpus), _length(args, files)
     batch = _text(args, files, source)
-    subjects = {recipe.name: Subject(recipe.name, recipe, {}) for recipe in chosen}
+    candidates = {recipe.name: Candidate(recipe.name, recipe, {}) for recipe in chosen}
     written = {recipe_text.read(text).name: text for text in texts if recipe_text.is_recipe(text)}
     fitted = [written.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted] + automatic
     if fitted:
@@ -150,14 +150,14 @@ def compare(args: Namespace) -> int:
         work = prepare.prepare(job)
         prepare.preflight(job, work)
         with closing(Bar(work.plan, args.quiet)) as bar:
-            subjects |= {subject.name: subject for subject in run.fit(replace(work, listener=bar))}
+            candidates |= {candidate.name: candidate for candidate in run.fit(replace(work, listener=bar))}
     protocol = _protocol(args)
-    uneven = sorted({block for one in subjects.values() if length % (block := one.recipe.window.block)})
+    uneven = sorted({block for one in candidates.values() if length % (block := one.recipe.window.block)})
     if uneven and args.protocol != "in-use":
         blocks = " and ".join(map(str, uneven))
         say("kvq", f"windows of {length} tokens: the last stay exact in a full encode; use a multiple of {blocks}")
-    with measuring(record.work(files, batch, len(subjects), protocol), args.quiet) as progress:
-        measured = record.evaluate(files, batch, list(subjects.values()), protocol, *_used(args), progress, ledger)
+    with measuring(record.work(files, batch, len(candidates), protocol), args.quiet) as progress:
+        measured = record.evaluate(files, batch, list(candidates.values()), protocol, *_used(args), progress, saved)
     records = tables.by_bits([parse(one, TextRecord) for one in measured])
     if args.plot:
         Path(args.plot).write_bytes(plots.png(plots.cost_by_bits(records)))
@@ -178,7 +178,7 @@ def bench(args: Namespace) -> int:
     for name in args.beside.split(",") if args.beside != "none" else ():
         every |= contenders.quantized(name)
     stock = set(every)
-    for text in args.subjects:
+    for text in args.candidates:
         every |= contenders.compressed(text, files, args.registry)
     with measuring(rounds.work(len(every), plan), args.quiet) as progress:
         rows = rounds.measure(rounds.load(files, device, dtype), every, plan, progress)

@@ -33,7 +33,7 @@ from kvq_runtime.recipe import ROLES, Recipe
 def by_layer(
     stream: Stream,
     tokens_BT: Tensor,
-    subjects: Mapping[str, tuple[Recipe, Mapping[str, Tensor]]],
+    candidates: Mapping[str, tuple[Recipe, Mapping[str, Tensor]]],
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the errors of each (recipe, tensors), by name: one dict per layer, with the keys listed above.
@@ -44,8 +44,8 @@ def by_layer(
     """
     geometry = stream.files.geometry
     works = {
-        name: _Work(*subject, geometry, len(tokens_BT), stream.device)
-        for name, subject in subjects.items() if not subject[0].fits_prompt
+        name: _Work(*candidate, geometry, len(tokens_BT), stream.device)
+        for name, candidate in candidates.items() if not candidate[0].fits_prompt
     }  # fmt: skip
     hidden = [stream.embed(row[None]).cpu() for row in tokens_BT]
     tables = stream.rope(tokens_BT.shape[1])

@@ -38,7 +38,7 @@ from kvq_calib.evaluate.caches import (
     count_reads,
     encoded_by_layer,
 )
-from kvq_calib.evaluate.ledger import NOWHERE, Ledger
+from kvq_calib.evaluate.saved_results import NOWHERE, SavedResults
 from kvq_calib.model.streamed import Stream
 from kvq_calib.text.corpus import digest_of
 from kvq_runtime.hf import KVQCache
@@ -197,7 +197,7 @@ def scores(
     step: int = STEP,
     rows: int | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
-    ledger: Ledger = NOWHERE,
+    saved: SavedResults = NOWHERE,
 ) -> dict[str, Score]:
     """Score the 16-bit model ("16 bit") and each cache on the same windows.
 
@@ -207,7 +207,7 @@ def scores(
     rows       windows that go through side by side (default: 8192 tokens' worth, fewer where the vocabulary is large);
                no result depends on it but by rounding, and where a dynamic window decides for all rows together
     progress   gets the number of tokens done, counted once per cache
-    ledger     keeps the score of each cache on each group of rows
+    saved     keeps the score of each cache on each group of rows
     """
     length = tokens_BT.shape[1]
     if length < 2 or step < 1:
@@ -218,7 +218,7 @@ def scores(
         windows = Windows(group, model.device, partial(logits, model, group, None, step))
         for name, total in totals.items():
             unit = {"score": name, "tokens": digest_of(group), "step": step}
-            total.add(Score.of_json(ledger.kept(partial(_score, model, windows, caches.get(name), step), **unit)))
+            total.add(Score.of_json(saved.kept(partial(_score, model, windows, caches.get(name), step), **unit)))
             progress(group.numel())
     return totals
 
@@ -264,7 +264,7 @@ def layered(
     caches: Mapping[str, Callable[[], FullCache]],
     rows: int | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
-    ledger: Ledger = NOWHERE,
+    saved: SavedResults = NOWHERE,
 ) -> dict[str, Score]:
     """Score full encodes as `scores` does, running the model a layer at a time.
 
@@ -274,8 +274,8 @@ def layered(
     length, names = tokens_BT.shape[1], (REFERENCE, *caches)
     groups = tokens_BT.split(rows or rows_of(length, stream.files.vocabulary))
     units = [{name: {"layered": name, "tokens": digest_of(group)} for name in names} for group in groups]
-    saved: list[dict[str, Any]] = [{name: ledger.read(**unit) for name, unit in own.items()} for own in units]
-    left = [name for name in names if any(own[name] is None for own in saved)]
+    results: list[dict[str, Any]] = [{name: saved.read(**unit) for name, unit in own.items()} for own in units]
+    left = [name for name in names if any(own[name] is None for own in results)]
     progress(tokens_BT.numel() * (len(names) - len(left)))
     if left:
         states: list[dict[str, State]] = []
@@ -287,16 +287,16 @@ def layered(
             states.append({name: (embedded, cache) for name, cache in own.items()})
         _through(stream, states, tokens_BT.numel() * len(left), progress)
         head = stream.head()
-        for group, own, scores, unit in zip(groups, states, saved, units, strict=True):
+        for group, own, scores, unit in zip(groups, states, results, units, strict=True):
             windows = Windows(group, stream.device, partial(_logits_of_head, head, own[REFERENCE][0]))
             for name in left:
                 hidden, cache = own[name]
                 score = windows.score(windows.expected if cache is None else _logits_of_head(head, hidden))
                 reads = None if cache is None else count_reads(cache, ({}, 0), range(length))
                 scores[name] = asdict(score.with_cache(cache, reads))
-                ledger.write(scores[name], **unit[name])
+                saved.write(scores[name], **unit[name])
     totals = {name: Score() for name in names}
-    for scores in saved:
+    for scores in results:
         for name, total in totals.items():
             total.add(Score.of_json(scores[name]))
     return totals

@@ -6,8 +6,8 @@
 
 Each protocol has figures with the share of decoded reads, or {"reason": why there are none}.
 
-All subjects are evaluated in one pass over the text. A registry keeps the records of what it holds:
-`registry.add_evaluation(record)`. A ledger keeps the score of each cache on a few windows.
+All candidates are evaluated in one pass over the text. A registry keeps the records of what it holds:
+`registry.add_evaluation(record)`. `saved_results.py` keeps the score of each cache on a few windows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from kvq_calib.evaluate import errors, perplexity
 from kvq_calib.evaluate.caches import FullCache, fit_tokens, in_use, refusal
-from kvq_calib.evaluate.ledger import NOWHERE, Ledger, code, digest_of
+from kvq_calib.evaluate.candidate import Candidate, costs
 from kvq_calib.evaluate.perplexity import REFERENCE, Score, layered
-from kvq_calib.evaluate.subject import Subject, costs
+from kvq_calib.evaluate.saved_results import NOWHERE, SavedResults, code, digest_of
 from kvq_calib.model import find
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.streamed import Stream
@@ -38,7 +38,7 @@ from kvq_runtime.registry.evaluation_records import FULL, IN_USE, PROTOCOLS
 ERROR_WINDOWS = 4
 
 Progress = Callable[[int], object]
-Subjects = Mapping[str, Subject]  # by their digest
+Candidates = Mapping[str, Candidate]  # by their digest
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Protocol:
         if self.by_layer and FULL not in self.protocols:
             raise ValueError(f"protocols={self.protocols!r}: {perplexity.ONLY_FULL}; use --protocol full")
 
-    def subject(self, given: Subject) -> Subject:
-        """Return the subject with as many exact tokens as it is measured with."""
+    def candidate(self, given: Candidate) -> Candidate:
+        """Return the candidate with as many exact tokens as it is measured with."""
         return replace(given, recipe=given.recipe.with_exact(self.sinks, self.recent).check())
 
     def to_json(self, files: ModelFiles, batch: Batch) -> dict[str, Any]:
@@ -110,53 +110,55 @@ def fits(files: ModelFiles, device: str, dtype: torch.dtype | None = None) -> bo
     return whole_bytes(files, device, dtype) <= 0.9 * free_on(device)
 
 
-def setting(files: ModelFiles, device: str, dtype: torch.dtype, ledger: Ledger) -> tuple[dict[str, Any], Ledger]:
-    """Return the environment as records have it, and the ledger of this code's results with a model in it."""
+def setting(
+    files: ModelFiles, device: str, dtype: torch.dtype, saved: SavedResults
+) -> tuple[dict[str, Any], SavedResults]:
+    """Return the environment for records, and the results of this code with a model in it."""
     used = environment(device, str(dtype).removeprefix("torch."), torch.get_num_threads())
-    return used, ledger.within(model=[files.id, files.revision, find.digest(files)], environment=used, code=code())
+    return used, saved.within(model=[files.id, files.revision, find.digest(files)], environment=used, code=code())
 
 
-def of_subject(
-    files: ModelFiles, subject: Subject | None, parts: Mapping[str, Any], length: int, corpus: str,
+def of_candidate(
+    files: ModelFiles, candidate: Candidate | None, parts: Mapping[str, Any], length: int, corpus: str,
     protocol: Mapping[str, Any], used: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a record of a subject, or without one of the 16-bit model.
+    """Return a record of a candidate, or without one of the 16-bit model.
 
     parts    figures by protocol; `length`: of the texts, tokens
     corpus   digest of the text; `used`: the environment
     """
-    result: dict[str, Any] = {"recipe": subject.recipe.name if subject else REFERENCE, "protocols": parts}
-    if subject is not None:
-        result["window"] = asdict(subject.recipe.window)
-        result["bits"] = costs(subject.recipe, files.geometry, files.sliding, length)
-    artifact = subject.sha256 if subject is not None and subject.sha256 else result["recipe"]
+    result: dict[str, Any] = {"recipe": candidate.recipe.name if candidate else REFERENCE, "protocols": parts}
+    if candidate is not None:
+        result["window"] = asdict(candidate.recipe.window)
+        result["bits"] = costs(candidate.recipe, files.geometry, files.sliding, length)
+    artifact = candidate.sha256 if candidate is not None and candidate.sha256 else result["recipe"]
     return {"artifact": artifact, "corpus": corpus, "protocol": protocol, "environment": used, "result": result}
 
 
 def evaluate(
     files: ModelFiles,
     batch: Batch,
-    subjects: Sequence[Subject],
+    candidates: Sequence[Candidate],
     protocol: Protocol = Protocol(),
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     progress: Progress = lambda tokens: None,
-    ledger: Ledger = NOWHERE,
+    saved: SavedResults = NOWHERE,
 ) -> list[dict[str, Any]]:
-    """Return one record per subject, in their order. `progress` gets the number of `work(...)` tokens done."""
+    """Return one record per candidate, in their order. `progress` gets the number of `work(...)` tokens done."""
     length = batch.tokens_BT.shape[1]
     if length > files.context:
         raise ValueError(f"windows of {length} tokens; {files.id} was made for at most {files.context}: use --length")
-    if len({subject.name for subject in subjects}) < len(subjects):
-        raise ValueError(f"{[subject.name for subject in subjects]}; name each once")
+    if len({candidate.name for candidate in candidates}) < len(candidates):
+        raise ValueError(f"{[candidate.name for candidate in candidates]}; name each once")
     dtype = dtype or _default_dtype(files, device)
     if protocol.by_layer is None:
         protocol = replace(protocol, by_layer=not fits(files, device, dtype))
-    used, ledger = setting(files, device, dtype, ledger)
-    measured = [protocol.subject(subject) for subject in subjects]
-    by_digest = {digest_of(subject.identity): subject for subject in measured}
-    records = _Work(files, protocol, device, dtype, progress, ledger).records(batch, by_digest, used)
-    return [records[digest_of(subject.identity)] for subject in measured] if measured else []
+    used, saved = setting(files, device, dtype, saved)
+    measured = [protocol.candidate(candidate) for candidate in candidates]
+    by_digest = {digest_of(candidate.identity): candidate for candidate in measured}
+    records = _Work(files, protocol, device, dtype, progress, saved).records(batch, by_digest, used)
+    return [records[digest_of(candidate.identity)] for candidate in measured] if measured else []
 
 
 @dataclass(frozen=True)
@@ -168,45 +170,47 @@ class _Work:
     device: str
     dtype: torch.dtype
     progress: Progress
-    ledger: Ledger
+    saved: SavedResults
 
-    def records(self, batch: Batch, subjects: Subjects, used: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Measure each subject; return the records by digest."""
+    def records(self, batch: Batch, candidates: Candidates, used: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Measure each candidate; return the records by digest."""
         tokens_BT, files, protocol = batch.tokens_BT, self.files, self.protocol
         stream = Stream(files, self.device, self.dtype)
-        for subject in subjects.values():  # unsuitable recipes are refused before weights are read
-            in_use(subject.recipe, stream.blank, subject.tensors, subject.bounds)
-        scores = self._scores(tokens_BT, subjects, protocol.protocols)
+        for candidate in candidates.values():  # unsuitable recipes are refused before weights are read
+            in_use(candidate.recipe, stream.blank, candidate.tensors, candidate.bounds)
+        scores = self._scores(tokens_BT, candidates, protocol.protocols)
         windows_BT = tokens_BT[: protocol.error_windows]
-        given = {digest: (subject.recipe, subject.tensors) for digest, subject in subjects.items()}
+        given = {digest: (candidate.recipe, candidate.tensors) for digest, candidate in candidates.items()}
         layers = errors.by_layer(stream, windows_BT, given, self.progress) if len(windows_BT) else {}
         about, corpus = protocol.to_json(files, batch), batch.description["corpus_digest"]
         records = {}
-        for digest, subject in subjects.items():
-            parts = {name: self._part(name, subject.recipe, tokens_BT, scores[name], digest) for name in scores}
-            records[digest] = of_subject(files, subject, parts, tokens_BT.shape[1], corpus, about, used)
+        for digest, candidate in candidates.items():
+            parts = {name: self._part(name, candidate.recipe, tokens_BT, scores[name], digest) for name in scores}
+            records[digest] = of_candidate(files, candidate, parts, tokens_BT.shape[1], corpus, about, used)
             records[digest]["result"]["layers"] = layers.get(digest, [])
         return records
 
-    def _scores(self, tokens_BT: Tensor, subjects: Subjects, protocols: Sequence[str]) -> dict[str, dict[str, Score]]:
+    def _scores(
+        self, tokens_BT: Tensor, candidates: Candidates, protocols: Sequence[str]
+    ) -> dict[str, dict[str, Score]]:
         """Return scores by protocol and digest; the model is gone when this returns."""
         protocol, length = self.protocol, tokens_BT.shape[1]
-        if not subjects:
+        if not candidates:
             self.progress(tokens_BT.numel() * len(protocols))
             return {name: {} for name in protocols}
         stream = Stream(self.files, self.device, self.dtype) if protocol.by_layer else None
         model = load_model(self.files, self.device, self.dtype) if stream is None else stream.blank
         scores: dict[str, dict[str, Score]] = {name: {} for name in PROTOCOLS if name in protocols}
         for name in scores:
-            suited = {digest: one for digest, one in subjects.items() if self._refusal(name, one.recipe) is None}
-            self.progress(tokens_BT.numel() * (len(subjects) - len(suited) + (not suited)))
+            suited = {digest: one for digest, one in candidates.items() if self._refusal(name, one.recipe) is None}
+            self.progress(tokens_BT.numel() * (len(candidates) - len(suited) + (not suited)))
             if not suited:
                 continue
             make: Any = partial(FullCache, length=length) if name == FULL else in_use
             caches = {
                 digest: partial(make, one.recipe, model, one.tensors, one.bounds) for digest, one in suited.items()
             }
-            common = (protocol.rows, self.progress, self.ledger.within(protocol=name))
+            common = (protocol.rows, self.progress, self.saved.within(protocol=name))
             if stream is not None:
                 scores[name] = layered(stream, tokens_BT, caches, *common)
             else:
@@ -247,9 +251,9 @@ def _nothing_encoded(name: str, window: Window, step: int, length: int) -> str:
     return f"nothing was encoded: windows of {counted(length, 'token')} are shorter than {needs}"
 
 
-def work(files: ModelFiles, batch: Batch, subjects: int, protocol: Protocol) -> int:
+def work(files: ModelFiles, batch: Batch, candidates: int, protocol: Protocol) -> int:
     """Return the tokens that `evaluate` reports to `progress`, in all."""
-    if not subjects:
+    if not candidates:
         return 0
     by_layer = batch.tokens_BT[: protocol.error_windows].numel() * files.geometry.layers
-    return batch.tokens_BT.numel() * (subjects + 1) * len(set(protocol.protocols)) + by_layer
+    return batch.tokens_BT.numel() * (candidates + 1) * len(set(protocol.protocols)) + by_layer

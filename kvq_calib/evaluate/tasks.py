@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.caches import attending, encoded_share, in_use
-from kvq_calib.evaluate.ledger import NOWHERE, Ledger, digest_of
+from kvq_calib.evaluate.candidate import Candidate
 from kvq_calib.evaluate.perplexity import REFERENCE, mean_and_error
-from kvq_calib.evaluate.record import load_model, of_subject, setting
-from kvq_calib.evaluate.subject import Subject
+from kvq_calib.evaluate.record import load_model, of_candidate, setting
+from kvq_calib.evaluate.saved_results import NOWHERE, SavedResults, digest_of
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.tasks import needles
 from kvq_calib.tasks.needles import STEPS, Haystack
@@ -72,14 +72,14 @@ class Plan:
 
 def evaluate(
     files: ModelFiles,
-    subjects: Sequence[Subject],
+    candidates: Sequence[Candidate],
     plan: Plan,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     progress: Progress = lambda tokens: None,
-    ledger: Ledger = NOWHERE,
+    saved: SavedResults = NOWHERE,
 ) -> list[dict[str, Any]]:
-    """Return one record for the 16-bit model, then one per subject. `progress` gets `work(...)` tokens in all.
+    """Return one record for the 16-bit model, then one per candidate. `progress` gets `work(...)` tokens in all.
 
     Raises ValueError for texts longer than the model was made for, or shorter than their task needs.
     """
@@ -87,22 +87,22 @@ def evaluate(
         raise ValueError(f"texts of {max(plan.lengths)} tokens; {files.id} was made for at most {files.context}")
     cases = {(length, task): make_cases(files, task, length, plan) for length in plan.lengths for task in plan.tasks}
     model = load_model(files, device, dtype)
-    used, ledger = setting(files, device, model.dtype, ledger)
+    used, saved = setting(files, device, model.dtype, saved)
     about = {"name": "tasks", "version": 1, "protocols": [IN_USE], "model": files.about} | plan.to_json()
     digest = digest_of(plan.to_json())
     records = list[dict[str, Any]]()
-    for subject in (None, *subjects):
-        unit = {"plan": digest, "tasks": REFERENCE if subject is None else subject.identity}
-        part = _part(model, subject, plan, cases, progress, ledger.within(**unit))
+    for candidate in (None, *candidates):
+        unit = {"plan": digest, "tasks": REFERENCE if candidate is None else candidate.identity}
+        part = _part(model, candidate, plan, cases, progress, saved.within(**unit))
         if records and "reason" not in part:
             part["reference"] = records[0]["result"]["protocols"][IN_USE]["tasks"]
-        records.append(of_subject(files, subject, {IN_USE: part}, max(plan.lengths), digest, about, used))
+        records.append(of_candidate(files, candidate, {IN_USE: part}, max(plan.lengths), digest, about, used))
     return records
 
 
-def work(plan: Plan, subjects: int) -> int:
+def work(plan: Plan, candidates: int) -> int:
     """Return the tokens that `evaluate` reports to `progress`, in all."""
-    return len(plan.tasks) * len(plan.depths) * plan.samples * sum(plan.lengths) * (1 + subjects)
+    return len(plan.tasks) * len(plan.depths) * plan.samples * sum(plan.lengths) * (1 + candidates)
 
 
 def make_cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tuple[float, Case]]:
@@ -114,15 +114,15 @@ def make_cases(files: ModelFiles, task: str, length: int, plan: Plan) -> list[tu
 
 
 def _part(
-    model: PreTrainedModel, subject: Subject | None, plan: Plan,
-    cases: Mapping[tuple[int, str], Sequence[tuple[float, Case]]], progress: Progress, ledger: Ledger,
+    model: PreTrainedModel, candidate: Candidate | None, plan: Plan,
+    cases: Mapping[tuple[int, str], Sequence[tuple[float, Case]]], progress: Progress, saved: SavedResults,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the scores of one recipe, or the reason for having none."""
     scores: dict[str, list[float]] = {task: [] for task in plan.tasks}
     cells: list[dict[str, Any]] = []
     shares: dict[str, float] = {}
     for (length, task), own in cases.items():
-        answered = ledger.kept(partial(_scores, model, subject, [case for _, case in own]), task=task, length=length)
+        answered = saved.kept(partial(_scores, model, candidate, [case for _, case in own]), task=task, length=length)
         progress(length * len(own))
         share, scored = answered["encoded"], answered["scores"]
         if share == 0:
@@ -135,17 +135,17 @@ def _part(
         if share is not None:
             shares[str(length)] = min(shares.get(str(length), 1.0), share)
     tasks = {task: summary(own) for task, own in scores.items()}
-    return {"tasks": tasks, "cells": cells} | ({"decoded": shares} if subject else {})
+    return {"tasks": tasks, "cells": cells} | ({"decoded": shares} if candidate else {})
 
 
-def _scores(model: PreTrainedModel, subject: Subject | None, cases: Sequence[Case]) -> dict[str, Any]:
+def _scores(model: PreTrainedModel, candidate: Candidate | None, cases: Sequence[Case]) -> dict[str, Any]:
     """Return the score of each text, and the least share of a text that was encoded; None for the 16-bit model."""
     scores, shares = list[float](), list[float]()
     for case in cases:
-        if subject is None:
+        if candidate is None:
             cache: Cache = DynamicCache(config=model.config)
         else:
-            cache = in_use(subject.recipe, model, subject.tensors)
+            cache = in_use(candidate.recipe, model, candidate.tensors)
         scores.append(case.score(answer(model, cache, case)))
         shares += [encoded_share(cache)] if isinstance(cache, KVQCache) else []
     return {"scores": scores, "encoded": min(shares, default=None)}

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from kvq_calib.evaluate import held_out, record
+from kvq_calib.evaluate import quality_checks, record
 from kvq_calib.evaluate.caches import encodes
-from kvq_calib.evaluate.subject import find
+from kvq_calib.evaluate.candidate import find
 from kvq_calib.job.job import Job, Machine
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
@@ -158,5 +158,5 @@ def rehearse(job: Job, work: Run) -> list[str]:
     corpus.select(plan.corpus, files.path, plan.samples, plan.seq_len, plan.seed)
     if evaluation.evaluate:
         with tempfile.TemporaryDirectory() as folder:
-            held_out.choose(replace(work, folder=Path(folder)), evaluation.eval_windows)
+            quality_checks.choose(replace(work, folder=Path(folder)), evaluation.eval_windows)
     return []

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from kvq_calib.evaluate import held_out
-from kvq_calib.evaluate.subject import Subject, find
+from kvq_calib.evaluate import quality_checks
+from kvq_calib.evaluate.candidate import Candidate, find
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.job.published import Published, PublishedAt
@@ -44,9 +44,9 @@ def complete(job: Job, work: Run) -> tuple[list[Published], dict[str, float]]:
         return publish(job, work, fitted, records), calibrate.seconds(work) | spent
 
 
-def fit(work: Run) -> list[Subject]:
+def fit(work: Run) -> list[Candidate]:
     """Fit the recipes in the run folder without publishing; raise Conflict if another process does the same."""
-    return held_out.subjects(calibrate.calibrate(work))
+    return quality_checks.candidates(calibrate.calibrate(work))
 
 
 def executor(job: Job, work: Run) -> AbstractContextManager[Executor]:
@@ -64,7 +64,7 @@ def begin(job: Job, work: Run) -> None:
         checkpoint.check_beside(job.artifact_name(work.files, recipe.name))
     calibrate.start(work)
     if job.evaluation.evaluate:
-        held_out.choose(work, job.evaluation.eval_windows)
+        quality_checks.choose(work, job.evaluation.eval_windows)
 
 
 def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[s
     if not asked.evaluate:
         return []
     baselines = [find(text, work.files, job.publication.registry) for text in asked.baselines]
-    records = held_out.evaluate(work, fitted, baselines, asked.eval_windows)
+    records = quality_checks.evaluate(work, fitted, baselines, asked.eval_windows)
     records = [rating.with_gate(one, asked.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
     disk.save(work.folder / "evaluation.json", (json.dumps(records, indent=1) + "\n").encode())
     return records

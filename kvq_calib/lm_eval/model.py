@@ -33,10 +33,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvq_calib.evaluate.caches import attending, encoded_by_layer, in_use
-from kvq_calib.evaluate.ledger import Ledger, digest_of
+from kvq_calib.evaluate.candidate import Candidate, find
 from kvq_calib.evaluate.perplexity import REFERENCE, STEP
-from kvq_calib.evaluate.record import load_model, of_subject, setting
-from kvq_calib.evaluate.subject import Subject, find
+from kvq_calib.evaluate.record import load_model, of_candidate, setting
+from kvq_calib.evaluate.saved_results import SavedResults, digest_of
 from kvq_calib.evaluate.tasks import Continuation, loglikelihoods
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
@@ -79,7 +79,7 @@ class CompressedLM(HFLM):
         revision: str | None = None,
         registry: str | None = None,
         *,
-        subject: Subject | None = None,
+        candidate: Candidate | None = None,
         loaded: PreTrainedModel | None = None,
         quiet: bool = False,
         **options: Any,
@@ -93,7 +93,7 @@ class CompressedLM(HFLM):
         batch_size   requests side by side
         device       None or cuda: a GPU if there is one, else the CPU; dtype: None: float32 on a CPU, else as stored
         registry     of artifacts; None: $KVQ_REGISTRY, else $KVQ_HOME/registry
-        subject      the subject that `recipe` names, and `loaded`, the model, if they are at hand
+        candidate      the candidate that `recipe` names, and `loaded`, the model, if they are at hand
         quiet        no progress bars
         options      OPTIONS, of lm-eval's own model
 
@@ -107,20 +107,20 @@ class CompressedLM(HFLM):
         if not str(batch_size).isdecimal() or int(batch_size) < 1 or step < 1:
             raise ValueError(f"batch_size={batch_size}, step={step}; use whole numbers of at least 1")
         files = models.resolve(pretrained, revision)
-        if subject is None and recipe != NONE:
-            subject = find(recipe, files, registry)
+        if candidate is None and recipe != NONE:
+            candidate = find(recipe, files, registry)
         if loaded is None:
             # lm-eval's command line says cuda:0 where nobody has said anything, whatever there is
             missing = not torch.cuda.is_available() and (device or "cuda").startswith("cuda")
             device = "cpu" if missing else usable(device or "cuda")
             loaded = load_model(files, device, getattr(torch, dtype) if dtype else None)
         super().__init__(loaded, tokenizer=str(files.path), batch_size=int(batch_size), **options)
-        self.subject, self.step, self._quiet = subject, step, quiet
+        self.candidate, self.step, self._quiet = candidate, step, quiet
         self.through: dict[str, dict[str, float]] = {}
         self._shares: list[float] = []
-        about = subject.identity if subject else REFERENCE
-        _, kept = setting(files, str(loaded.device), loaded.dtype, Ledger(home() / "evaluated"))
-        self._ledger = kept.within(lm_eval=about)
+        about = candidate.identity if candidate else REFERENCE
+        _, kept = setting(files, str(loaded.device), loaded.dtype, SavedResults(home() / "evaluated"))
+        self._saved = kept.within(lm_eval=about)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._by_task(super().loglikelihood, requests, disable_tqdm)
@@ -142,8 +142,8 @@ class CompressedLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval writes beside its results."""
-        name = self.subject.recipe.name if self.subject else REFERENCE
-        artifact = self.subject.sha256 if self.subject else None
+        name = self.candidate.recipe.name if self.candidate else REFERENCE
+        artifact = self.candidate.sha256 if self.candidate else None
         return super().get_model_info() | {
             "kvq": {"recipe": name, "artifact": artifact, "step": self.step, "through_the_cache": self.through}
         }
@@ -158,22 +158,22 @@ class CompressedLM(HFLM):
             shares = self._shares = []
             own = answer([requests[number] for number in numbers], disable_tqdm=disable_tqdm or self._quiet)
             answers |= dict(zip(numbers, own, strict=True))
-            if self.subject is not None and not any(shares):
-                window = self.subject.recipe.window
+            if self.candidate is not None and not any(shares):
+                window = self.candidate.recipe.window
                 raise NotThroughTheCache(
                     f"{task}: nothing was encoded that any of its {len(shares)} requests read, so that the figures "
                     f"would be the 16-bit model's: {window.recent} recent tokens and a block of {window.block} stay "
                     "exact; use longer prompts, or a recipe+window.recent=0"
                 )
-            if self.subject is not None:
+            if self.candidate is not None:
                 counts = {"requests": len(shares), "read_encoded": sum(share > 0 for share in shares)}
                 self.through[task] = {**counts, "decoded": sum(shares) / len(shares)}
         return [answers[number] for number in range(len(requests))]
 
     def _cache(self) -> Cache:
-        if self.subject is None:
+        if self.candidate is None:
             return DynamicCache(config=self.model.config)
-        return in_use(self.subject.recipe, self.model, self.subject.tensors)
+        return in_use(self.candidate.recipe, self.model, self.candidate.tensors)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
@@ -196,7 +196,7 @@ class CompressedLM(HFLM):
                 Continuation(place, tuple(requests[number][2])) for place, number in zip(places, numbers, strict=True)
             ]
             unit = {"rows": batch, "step": self.step, "continuations": [[one.row, one.tokens] for one in asked]}
-            kept = self._ledger.kept(lambda batch=batch, asked=asked: self._scored(batch, asked), **unit)
+            kept = self._saved.kept(lambda batch=batch, asked=asked: self._scored(batch, asked), **unit)
             for number, place, answer in zip(numbers, places, kept["answers"], strict=True):
                 found[number] = (tuple(answer), kept["shares"][place])
         self._shares += [share for _, share in found]
@@ -225,7 +225,7 @@ class CompressedLM(HFLM):
             return {"tokens": tokens.tolist(), "shares": _encoded_shares(cache, mask) if read else [0.0] * len(mask)}
 
         sampled = bool(settings.get("do_sample"))
-        kept = generated() if sampled else self._ledger.kept(generated, **asked, settings=settings)
+        kept = generated() if sampled else self._saved.kept(generated, **asked, settings=settings)
         self._shares += kept["shares"]
         return torch.tensor(kept["tokens"], device=context.device)
 
@@ -260,14 +260,14 @@ class Asked:
 
 def evaluate(
     files: ModelFiles,
-    subjects: Sequence[Subject],
+    candidates: Sequence[Candidate],
     asked: Asked,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     include_path: str | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return one record for the 16-bit model, then one per subject.
+    """Return one record for the 16-bit model, then one per candidate.
 
     include_path   a folder of task files beside lm-eval's own
 
@@ -281,20 +281,20 @@ def evaluate(
     about = {"name": "lm-eval", "version": 1, "lm_eval": version("lm_eval"), "protocols": [IN_USE]}
     about |= {"model": files.about, **asdict(asked)}
     records = []
-    for subject in (None, *subjects):
-        lm = CompressedLM(str(files.path), NONE, subject=subject, loaded=model, quiet=quiet)
+    for candidate in (None, *candidates):
+        lm = CompressedLM(str(files.path), NONE, candidate=candidate, loaded=model, quiet=quiet)
         part: dict[str, Any] = {"tasks": {}}
         prompts: dict[str, str] = {}
         for task in asked.tasks:
             figures, digests = _answered(lm, manager, task, asked)
             part["tasks"] |= figures
             prompts |= digests
-        if subject is not None:
+        if candidate is not None:
             part["through_the_cache"] = lm.through
             part["reference"] = records[0]["result"]["protocols"][IN_USE]["tasks"]
         # prompts do not depend on the recipe, and the 16-bit model, asked first, is never refused
         corpus = records[0]["corpus"] if records else digest_of(prompts)
-        records.append(of_subject(files, subject, {IN_USE: part}, AT_LENGTH, corpus, about, used))
+        records.append(of_candidate(files, candidate, {IN_USE: part}, AT_LENGTH, corpus, about, used))
     return records
 
 

@@ -1,18 +1,18 @@
-"""Divide a budget of bits among layers, keys and values, by what errors cost in each place.
+"""Divide a budget of bits among layers, keys and values, by the cost of errors in each place.
 
 `aqua-fisher-*` divides its bits over all latent channels by their variances; `auto` is this recipe with paths that
 weigh tokens, and a budget as its target:
 
-    draft   fit the recipe with its target in every place, to the beginning of the text; note the latent variances λ of
-            each place, times the cost of errors there
-    then    fill all latent channels of all places in one order, and fit with the targets that this gives each
+    draft   fit the recipe with its target in every place, to the beginning of the text; note each place's latent
+            variances λ times the cost of its errors
+    then    fill the latent channels of all places in one order, and fit with the resulting targets
 
 For vLLM (`--for vllm`), whose layers read their own pages alone, `auto` is a recipe after RoPE: the mean removed, and a
 width of the codebook that rounds each head of a token by itself. While a layer is fitted each of these settings decodes
 held-out chunks; then an exact knapsack takes the settings with the least sum of costs within the budget.
 
 Costs are in nats, by the second moments of the model's gradients (`gradients.py`): they compare between layers, and
-between keys and values. That later layers are predicted from what an error is in, they do not count.
+between keys and values. They do not count the predictions of later layers.
 
 Source: Cover and Thomas, 2006, section 10.3.3 (reverse water-filling); Shoham and Gersho, 1988 (allocation among
 arbitrary quantizers by measured error); Kellerer, Pferschy and Pisinger, 2004, chapter 11 (the knapsack).
@@ -61,7 +61,7 @@ def auto_recipe(bits: float, geometry: Geometry) -> Recipe:
 
 
 def auto_vllm_recipe(bits: float, geometry: Geometry) -> Recipe:
-    """The recipe whose settings a budget chooses for vLLM: in every layer the dearest one within the budget.
+    """Return the recipe whose settings a budget chooses for vLLM: in every layer the dearest within the budget.
 
     ValueError: no such budget."""
     settings = vllm_settings(geometry)
@@ -100,8 +100,7 @@ def count_rounds(plan: Plan) -> int:
 
 
 def rounds(run: Run) -> Iterator[Run]:
-    """The draft of recipes whose bits are divided, if there are any, then the run itself. Finish the first before the
-    second."""
+    """Yield the draft of recipes that divide bits, if any, then the run itself; finish the first before the second."""
     count = count_rounds(run.plan)
     if count > 1:
         yield replace(run, plan=draft_plan(run.plan), folder=run.folder / DRAFT)
@@ -109,14 +108,14 @@ def rounds(run: Run) -> Iterator[Run]:
 
 
 def draft_plan(plan: Plan) -> Plan:
-    """The plan of the draft: of the recipes that divide bits, to the beginning of the text."""
+    """Plan the draft: the recipes that divide bits, on the beginning of the text."""
     recipes = tuple(map(_drafted, filter(is_divided, plan.recipes)))
     return replace(plan.beginning(), recipes=recipes, draft=True, budgets={})
 
 
 def _drafted(recipe: Recipe) -> Recipe:
-    """The recipe as it is fitted for its variances alone: without gains to choose or predictors in 4 bits, which cost
-    more to fit than all else, and change what is left by less than bits are divided by."""
+    """Return the recipe without gains and predictors in 4 bits: they take most of the time of a fit, and change the
+    variances little."""
 
     def plain(scheme: Scheme) -> Scheme:
         if not divides(scheme):
@@ -130,9 +129,9 @@ def _drafted(recipe: Recipe) -> Recipe:
 
 
 def divided(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, Any]]) -> Recipe:
-    """The recipe with a target of its own in every place, as many bits in all as the targets it had.
+    """Return the recipe with a target in every place, and equal bits in all.
 
-    notes   of each layer, by role: latent variances times what errors cost
+    notes   of each layer, by role: latent variances times the cost of errors
     """
     places: list[tuple[int, Role]] = [
         (n, role) for n in range(geometry.layers) for role in ROLES if divides(recipe.scheme(n, role))
@@ -159,7 +158,6 @@ def divided(recipe: Recipe, geometry: Geometry, notes: Sequence[Mapping[str, Any
             for role, scheme in zip(ROLES, recipe.at(layer), strict=True)
         )
         recipe = recipe.with_schemes(layer, key, value)
-    # of which every layer has its own now
     return replace(recipe, key=_alone(recipe.key), value=_alone(recipe.value))
 
 
@@ -171,9 +169,9 @@ def _alone(scheme: Scheme) -> Scheme:
 def chosen(
     recipe: Recipe, bits: float, geometry: Geometry, notes: Sequence[Mapping[str, Any]]
 ) -> tuple[Recipe, list[dict[str, Any]]]:
-    """The recipe with the best of vLLM's settings within a budget, and their measures by layer and role.
+    """Return the recipe with the best of vLLM's settings within a budget, and their measures by layer and role.
 
-    notes   of each layer, by role: the measures of every setting
+    notes   of each layer, by role: measures of every setting
     """
     settings, block = vllm_settings(geometry), recipe.window.block * geometry.width
     places = [(layer, role) for layer in range(geometry.layers) for role in ROLES]
@@ -186,12 +184,12 @@ def chosen(
 
 
 def choose(costs: Sequence[int], errors: Sequence[Sequence[float]], budget: int) -> list[int]:
-    """The option of each place, so that the errors' sum is least and the costs' sum at most `budget`.
+    """Choose an option for each place: the least sum of errors at a sum of costs of at most `budget`.
 
-    Exactly, by dynamic programming over what may be spent: what was measured need not fall convexly, or at all.
+    Exact, by dynamic programming over the budget: errors need not be convex, or fall at all.
 
     costs    of the options, ascending
-    errors   of each place's options. On equal errors the cheaper option is taken
+    errors   of each place's options; of equal ones the cheaper option is chosen
     """
     room = budget - costs[0] * len(errors)
     if room < 0:

@@ -1,7 +1,7 @@
-"""The stages of a calibration as plain functions: prepare → layer 0 → layer 1 → ... → artifacts.
+"""Run the stages of a calibration: prepare → layer 0 → layer 1 → ... → artifacts.
 
-Each function reads what the one before left in the run folder, so any of them can be a task of a workflow engine, and
-a run that was killed goes on at the layer where it was. One pass over the model serves all recipes of the plan.
+Each stage is a function of the run folder, so that it can be a task of a workflow engine, and a killed run resumes at
+its layer. One pass over the model serves all recipes of the plan.
 """
 
 import time
@@ -33,10 +33,10 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Sums over all chunks, collected while a layer was captured.
+    """Sums over all chunks of a captured layer.
 
     moments   of keys and of values, by the number of sinks left out
-    queries   second moments of the queries to fit on, where a recipe asks for queries
+    queries   second moments of the fit's queries, if a recipe requests them
     """
 
     moments: dict[int, tuple[MeanVariance, MeanVariance]]
@@ -44,14 +44,14 @@ class LayerStatistics:
 
 
 def calibrate(run: Run) -> dict[str, Artifact]:
-    """Do the whole plan, or what is left of it, and return an artifact per recipe."""
+    """Execute the plan, or the rest of it; return an artifact per recipe."""
     with run.claimed():
         return fit(run)
 
 
 def fit(run: Run) -> dict[str, Artifact]:
-    """`calibrate` in a run folder that is claimed already."""
-    start(run)  # what a draft begins with
+    """Calibrate in a claimed run folder."""
+    start(run)  # a draft copies it
     for part in bit_allocation.rounds(run):
         stream = start(part)
         for layer in range(first_unfinished(part), part.plan.geometry.layers):
@@ -59,7 +59,7 @@ def fit(run: Run) -> dict[str, Artifact]:
     return artifacts(run)
 
 
-@torch.inference_mode(False)  # which a caller may be in, and gradients are taken
+@torch.inference_mode(False)  # gradients need it off
 def start(run: Run) -> Stream:
     """Set the numeric environment, open the run folder and the model, and prepare the text."""
     plan = run.plan
@@ -71,14 +71,14 @@ def start(run: Run) -> Stream:
 
 
 def first_unfinished(run: Run) -> int:
-    """The layer at which the run goes on. What that layer reads is checked against its digests."""
+    """Return the layer to resume at, after comparing its inputs with their digests."""
     last = checkpoint.rewind(run.folder, run.plan.geometry.layers)
     if last < run.plan.geometry.layers - 1:
         run.activations.resume(run.folder)
         checkpoint.verify(run.folder, last)
         for layer in range(max(0, last - run.plan.depth + 1), last):
             checkpoint.verify(run.folder, layer, tuple(recipe.name for recipe in run.plan.recipes))
-    else:  # it may have been killed before it deleted what no layer reads
+    else:  # it may have been killed before it deleted activations
         checkpoint.thin(run.folder, last, run.plan.depth, last=True)
     for layer in range(last + 1):
         checkpoint.verify(run.folder, layer, ("fit",))
@@ -86,7 +86,7 @@ def first_unfinished(run: Run) -> int:
 
 
 def prepare(run: Run, stream: Stream) -> None:
-    """Choose the tokens, and collect the gradients that fits need."""
+    """Choose the tokens, and collect the gradients of fits."""
     plan = run.plan
     if checkpoint.record(run.folder, -1) is not None:
         return
@@ -102,7 +102,7 @@ def prepare(run: Run, stream: Stream) -> None:
 
 
 def _begin_draft(run: Run) -> None:
-    """Take what the run that the draft is of begins with: of tokens the first sequences, and gradients."""
+    """Copy the first sequences and the gradients of the draft's run."""
     before = checkpoint.folder_of(run.folder.parent, -1)
     with checkpoint.sealed(checkpoint.folder_of(run.folder, -1), {}) as folder:
         tokens_BT = checkpoint.load(before / passes.TOKENS)["tokens"]
@@ -113,7 +113,7 @@ def _begin_draft(run: Run) -> None:
 
 @torch.inference_mode(False)
 def fit_layer(run: Run, stream: Stream, layer: int) -> None:
-    """Capture one layer, fit every recipe in it, and leave what the next layer reads."""
+    """Capture one layer, fit every recipe in it, and save the inputs of the next layer."""
     plan, started = run.plan, time.perf_counter()
     record: dict = {name: {} for name in ("fit", "recipes", "settings", "variances", "seconds")}
     record["layer"] = layer
@@ -142,7 +142,7 @@ def fit_layer(run: Run, stream: Stream, layer: int) -> None:
 
 
 def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) -> LayerStatistics:
-    """Run the layer on every chunk, keep its keys and values, and sum what fits need of them and of its queries."""
+    """Run the layer on every chunk, save its keys and values, and sum their moments and those of queries."""
     plan, width, device = run.plan, run.plan.geometry.width, stream.device
     sums = {
         sinks: (Moments(width, device), Moments(width, device))
@@ -167,9 +167,9 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
 def _fit_recipe(
     run: Run, stream: Stream, layer: int, recipe: Recipe, collected: LayerStatistics, folder: Path
 ) -> tuple[dict[str, Tensor], dict, RecipeWork]:
-    """Keys first, then values, each: the stages fitted, then every chunk decoded.
+    """Fit the stages of keys and decode every chunk, then those of values.
 
-    Returns tensors, measures, and the work, whose schemes have the settings that the fit found.
+    Returns tensors, measures, and the work, with the fitted schemes.
     """
     plan, work = run.plan, RecipeWork(run, stream, layer, recipe, folder)
     tensors: dict[str, Tensor] = {}
@@ -187,14 +187,14 @@ def _fit_recipe(
         work.fits[role] = fit
         tensors |= {f"layers.{layer}.{role}.{name}": tensor.cpu() for name, tensor in fit.tensors.items()}
         measures[role] = summary(errors, plan.held_out > 0)
-    work.leave()
+    work.save_moments()
     return tensors, measures, work
 
 
 def _divided(run: Run, recipe: Recipe, layer: int) -> Recipe:
-    """The recipe with the bits that the draft's variances give each place of it, if they are divided.
+    """Return the recipe with its bits divided by the draft's variances, if it divides them.
 
-    The notes of all layers of the draft are read once, for the first layer; the others read those of the layer below.
+    Reads the notes of the draft for the first layer, and those of the layer below for the others.
     """
     if run.plan.draft or not is_divided(recipe):
         return recipe
@@ -205,14 +205,14 @@ def _divided(run: Run, recipe: Recipe, layer: int) -> Recipe:
 
 
 def _notes(folder: Path, plan: Plan, kind: str, name: str) -> list[Any]:
-    """Notes of one kind on a recipe, by layer."""
+    """Read the notes of one kind on a recipe, by layer."""
     return [(checkpoint.record(folder, layer) or {})[kind][name] for layer in range(plan.geometry.layers)]
 
 
 def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
-    """By role, of schemes whose bits are divided, the latent variances times what errors cost.
+    """Return latent variances times the cost of errors, by role, of schemes that share bits.
 
-    A prediction from I inputs, fitted to n tokens, leaves 1 - I / n as much of them as of others."""
+    A prediction from I inputs, fitted to n tokens, leaves 1 - I / n as much variance of these as of other tokens."""
     recipe, geometry, layer = work.recipe, work.run.plan.geometry, work.layer
     roles: list[Role] = [role for role in ROLES if divides(recipe.scheme(layer, role))]
     variances, count = {}, collected.moments[recipe.window.sinks][0].count
@@ -226,12 +226,12 @@ def _variances(work: RecipeWork, collected: LayerStatistics) -> dict[str, Any]:
 
 
 def _cost(work: RecipeWork, role: Role) -> float:
-    """Twice the nats that a unit of squared error costs, in the mean over channels."""
+    """Return twice the nats that a unit of squared error costs, in the mean over channels."""
     return float(_gradients(work, role).diagonal(dim1=-2, dim2=-1).mean())
 
 
 def _measured_settings(work: RecipeWork, collected: LayerStatistics) -> dict[str, list[dict[str, Any]]]:
-    """By role, the measures of all settings that a budget chooses from; `nats`: what their errors cost."""
+    """Measure all settings that a budget chooses from, by role; `nats`: the cost of their errors."""
     run, settings, measures = work.run, bit_allocation.vllm_settings(work.run.plan.geometry), {}
     for role in ROLES:
         fit, source = work.fits[role], _source(work, role, collected.queries)
@@ -249,7 +249,7 @@ def _measured_settings(work: RecipeWork, collected: LayerStatistics) -> dict[str
 
 
 def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Source:
-    """Everything that this run knows of a layer's keys, or values."""
+    """Return the sources of statistics of a layer's keys, or values."""
     run, layer = work.run, work.layer
 
     def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:
@@ -264,12 +264,12 @@ def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Sourc
 
 
 def _gradients(work: RecipeWork, role: Role) -> Tensor:
-    """Second moments of the gradients at keys, or at values, float64 [H, D, D]."""
+    """Return second moments of the gradients at keys, or at values, float64 [H, D, D]."""
     return gradients.moment(work.run, work.layer, role, work.recipe.window.sinks).to(work.run.plan.device)
 
 
 def artifacts(run: Run) -> dict[str, Artifact]:
-    """Put the layers together: an artifact per recipe."""
+    """Assemble the layers into an artifact per recipe."""
     return {recipe.name: _artifact(run, recipe) for recipe in run.plan.recipes}
 
 
@@ -278,25 +278,25 @@ def _artifact(run: Run, recipe: Recipe) -> Artifact:
     for layer in range(plan.geometry.layers):
         fitted = checkpoint.load(checkpoint.folder_of(run.folder, layer) / "fit.safetensors")
         tensors |= {n.split("/", 1)[1]: tensor for n, tensor in fitted.items() if n.split("/", 1)[0] == name}
-    found = plan.to_json()
+    settings = plan.to_json()
     provenance = {
-        key: found[key] for key in ("model", "revision", "samples", "seq_len", "seed", "held_out", "environment")
+        key: settings[key] for key in ("model", "revision", "samples", "seq_len", "seed", "held_out", "environment")
     } | run.files.provenance
     provenance["corpus"] = (checkpoint.record(run.folder, -1) or {})["corpus"]
     fit: dict[str, Any] = {"layers": _notes(run.folder, plan, "fit", name)}
     recipe = _resolved(recipe, list(map(Recipe.from_json, _notes(run.folder, plan, "recipes", name))))
     if name in plan.budgets:
-        bits, settings = plan.budgets[name], _notes(run.folder, plan, "settings", name)
-        recipe, fit["layers"] = bit_allocation.chosen(recipe, bits, plan.geometry, settings)
+        bits, measured = plan.budgets[name], _notes(run.folder, plan, "settings", name)
+        recipe, fit["layers"] = bit_allocation.chosen(recipe, bits, plan.geometry, measured)
         fit["budget"] = {"bits": bits}
     return Artifact(recipe=recipe, fingerprint=run.files.fingerprint(), tensors=tensors, provenance=provenance, fit=fit)
 
 
-def _resolved(recipe: Recipe, found: list[Recipe]) -> Recipe:
-    """The recipe with what the fit found for the schemes of each layer, if it found anything."""
-    for layer, one in enumerate(found):
-        if one.at(layer) != recipe.at(layer):
-            recipe = recipe.with_schemes(layer, *one.at(layer))
+def _resolved(recipe: Recipe, fitted: list[Recipe]) -> Recipe:
+    """Return the recipe with the fitted schemes of each layer that differ from its own."""
+    for layer, own in enumerate(fitted):
+        if own.at(layer) != recipe.at(layer):
+            recipe = recipe.with_schemes(layer, *own.at(layer))
     return recipe
 
 

@@ -1,12 +1,12 @@
-"""Keep a run's files so that it can be killed at any moment: a layer's folder appears whole, or not at all.
+"""Save a run so that it survives a kill at any moment: the folder of a layer appears whole, or not at all.
 
-    <run>/plan.json                     the plan, and the numeric environment in it
-    <run>/layer-start/                  the tokens, and moments of gradients
-    <run>/layer-0003/                   hidden states above layer 3, and per recipe its decoded keys and values, a file
-                                        per chunk; fit.safetensors, the fitted tensors; done.json, sha256 of every file
-    <run>/layer-0004.partial/           the layer at work
-    <run>/kept-0003/                    where activations are held in memory (`run.py`): those that the layers
-                                        above layer 3 read; then layers' own folders have fitted tensors alone
+    <run>/plan.json             the plan, with the numeric environment
+    <run>/layer-start/          the tokens, and moments of gradients
+    <run>/layer-0003/           hidden states above layer 3, and decoded keys and values by recipe, a file a chunk;
+                                fit.safetensors, the fitted tensors; done.json, the sha256 of every file
+    <run>/layer-0004.partial/   the layer in progress
+    <run>/kept-0003/            the activations in memory that layers above layer 3 read (`run.InMemory`); the folders
+                                of layers then have fitted tensors alone
 
 A folder is written under its partial name, every file is fsynced, then the folder is renamed.
 """
@@ -29,15 +29,15 @@ from kvq_calib.run.plan import Plan
 from kvq_runtime.disk import files
 from kvq_runtime.errors import Conflict
 
-# names in a run folder, its own and those of the draft, workers and the evaluation
-_OWN = re.compile(
+# names in a run folder, those of the draft, workers and the evaluation included
+_RESERVED = re.compile(
     r"lock|plan\.json|evaluation\.json|evaluated|workers|draft|(layer-start|(layer|kept)-\d+)(\.partial)?"
 )
 
 
 def check_beside(name: str) -> None:
-    """Raise a ValueError where an artifact's folder would be in the place of what a run folder has."""
-    if _OWN.fullmatch(name):
+    """Raise ValueError for the name of an artifact that a run folder uses itself."""
+    if _RESERVED.fullmatch(name):
         raise ValueError(f"name {name!r}: a run folder has something else by that name; use another")
 
 
@@ -47,7 +47,7 @@ class AlreadyRunning(Conflict, RuntimeError):
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Hold the run folder; a lock of the operating system, so it ends with the process however that ends."""
+    """Lock the run folder, until this process ends in whatever way."""
     files.make_folder(folder)
     lock = FileLock(folder / "lock")
     try:
@@ -61,13 +61,13 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def open_run(plan: Plan, folder: Path) -> None:
-    """Write the plan, or compare it with the one that is there."""
+    """Write the plan, or compare it with the folder's."""
     files.make_folder(folder)
-    files.sync(folder)  # whoever finished its last layer may have died before
-    path, given = folder / "plan.json", json.dumps(plan.to_json(), sort_keys=True, indent=1)
+    files.sync(folder)  # the writer of its last layer may have died before
+    path, text = folder / "plan.json", json.dumps(plan.to_json(), sort_keys=True, indent=1)
     if not path.exists():
-        files.save(path, given.encode())
-    elif (theirs := _object(path, folder)) != (ours := json.loads(given)):
+        files.save(path, text.encode())
+    elif (theirs := _object(path, folder)) != (ours := json.loads(text)):
         differ = sorted(key for key in {*ours, *theirs} if theirs.get(key) != ours.get(key))
         raise ValueError(
             f"{folder} holds the run of another plan, or of another numeric environment ({', '.join(differ)} differ); "
@@ -76,13 +76,13 @@ def open_run(plan: Plan, folder: Path) -> None:
 
 
 def folder_of(run: Path, layer: int) -> Path:
-    """The folder of a finished layer; -1: the folder of what a run begins with."""
+    """Return the folder of a finished layer; -1: of the start."""
     return run / ("layer-start" if layer < 0 else f"layer-{layer:04d}")
 
 
 @contextmanager
-def sealed(final: Path, noted: dict) -> Iterator[Path]:
-    """Give a partial folder to fill; on leaving, seal it with digests and what is `noted`, and rename it into place."""
+def sealed(final: Path, notes: dict) -> Iterator[Path]:
+    """Yield a partial folder to fill; then seal it with digests and notes, and rename it."""
     partial = final.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     files.fault_point("layer.begun")
@@ -90,23 +90,34 @@ def sealed(final: Path, noted: dict) -> Iterator[Path]:
     files.fault_point("layer.made")
     yield partial
     digests = _seal(sorted(path for path in partial.iterdir() if path.is_file()))
-    files.save(partial / "done.json", json.dumps(noted | {"files": digests}, sort_keys=True).encode())
+    files.save(partial / "done.json", json.dumps(notes | {"files": digests}, sort_keys=True).encode())
     partial.rename(final)
     files.fault_point("layer.renamed")
     files.sync(final.parent)
     files.fault_point("layer.done")
 
 
-def keep(run: Path, layer: int, held: Mapping[Path, Mapping[str, Tensor]]) -> None:
-    """Write what layers above this one read, by the path that it would have as a file; earlier ones are removed."""
-    with sealed(_kept(run, layer), {}) as folder:
-        for path, tensors in sorted(held.items()):
+def _seal(paths: list[Path]) -> dict[str, str]:
+    """Fsync files; return their digests by name, computed by other threads meanwhile."""
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(files.digest, paths)
+        for path in paths:
+            files.sync(path)
+            files.fault_point("layer.sealed")
+        return {path.name: digest for path, (digest, _) in zip(paths, digests, strict=True)}
+
+
+def keep(run: Path, layer: int, activations: Mapping[Path, Mapping[str, Tensor]]) -> None:
+    """Write the activations that layers above this one read, by path; remove earlier ones."""
+    final = run / f"kept-{layer:04d}"
+    with sealed(final, {}) as folder:
+        for path, tensors in sorted(activations.items()):
             save(dict(tensors), folder / f"{path.parent.name}.{path.name}")
-    _remove_kept(run, but=_kept(run, layer))
+    _remove_kept(run, but=final)
 
 
-def _kept(run: Path, layer: int) -> Path:
-    return run / f"kept-{layer:04d}"
+def _newest_kept(run: Path) -> Path | None:
+    return max(run.glob("kept-????"), default=None)
 
 
 def _remove_kept(run: Path, but: Path | None = None) -> None:
@@ -120,61 +131,58 @@ def _remove_kept(run: Path, but: Path | None = None) -> None:
 
 
 def kept_files(run: Path) -> dict[Path, Path]:
-    """The files that `keep` wrote last: by the path that each would have as a file, its place."""
-    folder = max(run.glob("kept-????"), default=None)
-    found = [] if folder is None else sorted(folder.glob("*.safetensors"))
-    return {run.joinpath(*path.name.split(".", 1)): path for path in found}
+    """Return the files that `keep` wrote last, by the paths of their activations."""
+    folder = _newest_kept(run)
+    written = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    return {run.joinpath(*path.name.split(".", 1)): path for path in written}
 
 
 def kept_file(path: Path) -> Path | None:
-    """The path at which the newest `keep` wrote what would be this file; None if the file is there, or neither is."""
+    """Return the newest file that `keep` wrote for the activations of a path; None if the path is a file itself."""
     name = f"{path.parent.name.removesuffix('.partial')}.{path.name}"
     return None if path.is_file() else max(path.parent.parent.glob(f"kept-????/{name}"), default=None)
 
 
 def newest(run: Path, layers: int) -> int:
-    """The newest layer that a run goes on after: the activations that it leaves are in files. -1: the beginning; the
-    last of all layers: the run is finished."""
-    noted = {layer: note for layer in range(layers) if (note := record(run, layer))}
-    if layers - 1 in noted:
+    """Return the newest layer to resume after: files hold its activations, or it is the last. -1: the start."""
+    notes = {layer: note for layer in range(layers) if (note := record(run, layer))}
+    if layers - 1 in notes:
         return layers - 1
-    in_files = [layer for layer, note in noted.items() if any(name.startswith("hidden-") for name in note["files"])]
+    in_files = [layer for layer, note in notes.items() if any(name.startswith("hidden-") for name in note["files"])]
     return max([*in_files, *(int(folder.name[-4:]) for folder in run.glob("kept-????"))], default=-1)
 
 
 def rewind(run: Path, layers: int) -> int:
-    """Remove the folders of layers after the newest that a run goes on after; a process that was killed held their
-    activations in memory. Returns that layer.
+    """Remove the layers after the newest one to resume after, whose activations a killed process held in memory.
 
-    RuntimeError: what a killed process kept of it is missing or damaged.
+    Returns that layer. Raises RuntimeError if its kept activations are missing or damaged.
     """
-    found = newest(run, layers)
-    for layer in range(layers - 1, found, -1):
-        folder = folder_of(run, layer)
+    layer = newest(run, layers)
+    for later in range(layers - 1, layer, -1):
+        folder = folder_of(run, later)
         if folder.is_dir():
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
             folder.rename(partial)
             shutil.rmtree(partial)
-    kept = max(run.glob("kept-????"), default=None)
-    if kept is not None and found < layers - 1:
-        _remove_kept(run, but=kept)  # whoever removed older ones may have died before that was done
+    kept = _newest_kept(run)
+    if kept is not None and layer < layers - 1:
+        _remove_kept(run, but=kept)  # an earlier removal may have been killed
         _check(kept, _object(kept / "done.json", run)["files"], run)
-    return found
+    return layer
 
 
 def record(run: Path, layer: int) -> dict | None:
-    """Read the notes on a finished layer; None if it is not finished."""
+    """Read the notes on a finished layer; None: not finished."""
     folder = folder_of(run, layer)
     return _object(folder / "done.json", run) if folder.is_dir() else None
 
 
-def verify(run: Path, layer: int, kinds: tuple[str, ...] | None = None) -> None:
-    """Compare a finished layer's files with their digests; `kinds`: only files whose name starts so."""
+def verify(run: Path, layer: int, prefixes: tuple[str, ...] = ("",)) -> None:
+    """Compare a finished layer's files, or those whose names begin so, with their digests."""
     digests = (record(run, layer) or {"files": {}})["files"]
-    _check(
-        folder_of(run, layer), {n: digest for n, digest in digests.items() if kinds is None or n.startswith(kinds)}, run
-    )
+    named = {name: digest for name, digest in digests.items() if name.startswith(prefixes)}
+    _check(folder_of(run, layer), named, run)
 
 
 def _check(folder: Path, digests: Mapping[str, str], run: Path) -> None:
@@ -184,14 +192,14 @@ def _check(folder: Path, digests: Mapping[str, str], run: Path) -> None:
 
 
 def _object(path: Path, run: Path) -> dict[str, Any]:
-    """Read a file of JSON in a run folder."""
+    """Read a JSON object in a run folder."""
     try:
-        found = json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
         raise _damaged(path, run) from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise _damaged(path, run)
-    return found
+    return value
 
 
 def _damaged(path: Path, run: Path) -> RuntimeError:
@@ -199,14 +207,13 @@ def _damaged(path: Path, run: Path) -> RuntimeError:
 
 
 def thin(run: Path, layer: int, depth: int, last: bool) -> None:
-    """Delete what no layer above `layer` reads, `depth` layers down at most: older hidden states, older decoded keys
-    and values."""
-    gone = []
+    """Delete the files of activations that no layer above `layer` reads, `depth` layers down at most; `last`: all."""
+    unread = []
     for older in range(-1, layer + 1):
         for path in folder_of(run, older).glob("*-?????.safetensors"):
             if last or is_past(path.name, older, layer, depth):
-                gone.append(path)
-    for path in gone:
+                unread.append(path)
+    for path in unread:
         path.unlink()
         files.fault_point("thin.unlinked")
     if last:
@@ -214,12 +221,12 @@ def thin(run: Path, layer: int, depth: int, last: bool) -> None:
 
 
 def is_past(name: str, older: int, layer: int, depth: int) -> bool:
-    """True if no layer above `layer`, which reads `depth` layers down, reads a file of an older layer."""
+    """Return whether no layer above `layer`, `depth` layers down at most, reads a file of an older layer."""
     return older <= layer - depth or (older < layer and name.startswith("hidden-"))
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors; they are made durable when their layer is sealed."""
+    """Write tensors, to be fsynced with their layer's folder."""
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     except SafetensorError as error:  # the disk is full, or worse
@@ -230,13 +237,3 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
 def load(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     """Read tensors, memory-mapped on a CPU."""
     return load_file(path, device=device)
-
-
-def _seal(paths: list[Path]) -> dict[str, str]:
-    """Make files durable; their digests by name, which other threads find meanwhile."""
-    with ThreadPoolExecutor() as pool:
-        digests = pool.map(files.digest, paths)
-        for path in paths:
-            files.sync(path)
-            files.fault_point("layer.sealed")
-        return {path.name: digest for path, (digest, _) in zip(paths, digests, strict=True)}

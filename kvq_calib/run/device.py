@@ -18,7 +18,7 @@ KEPT = 1 << 30  # bytes that may stay unused
 
 
 def usable(device: str) -> str:
-    """The device itself, if tensors can be on it here.
+    """Return the device if this machine has it.
 
     Raises ValueError for text that names no device, RuntimeError for one that this machine does not have.
     """
@@ -32,14 +32,14 @@ def usable(device: str) -> str:
         raise ValueError(f"device {device!r:.80}; use cpu, cuda, cuda:1, ..., mps or xpu")
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):  # which one, and its words, differ by kind and build
+    except (RuntimeError, AssertionError):  # both occur, by kind and build
         text = f"device {device} cannot be used: torch {torch.__version__} finds none on this machine"
         raise RuntimeError(f"{text}; use --device cpu, or leave --device out") from None
     return device
 
 
 def free_on(device: str) -> int:
-    """Bytes that are free on a device."""
+    """Return the free bytes of a device."""
     if device.startswith("cuda"):
         import torch
 
@@ -50,7 +50,7 @@ def free_on(device: str) -> int:
 
 
 def settle(device: "str | torch.device") -> None:
-    """Wait until a device has done all that it was given: a clock that is read next counts it."""
+    """Wait until a device has finished its work, so that a clock counts it."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -58,7 +58,7 @@ def settle(device: "str | torch.device") -> None:
 
 
 def cores() -> int:
-    """Cores that this process may use: physical ones, or OMP_NUM_THREADS."""
+    """Count the cores that this process may use: physical ones, or OMP_NUM_THREADS."""
     import psutil
 
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
@@ -71,7 +71,7 @@ def cores() -> int:
 def keep_memory() -> bool:
     """Keep freed memory for the next tensor: glibc gives large pieces back, and each page comes anew as a fault.
 
-    Raises both thresholds where there are such, and leaves alone what the environment sets. Whether they were raised.
+    Raises both thresholds unless the environment sets them; returns whether it did.
     """
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return False

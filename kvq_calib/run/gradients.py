@@ -1,12 +1,12 @@
-"""Measure what errors of keys and values cost the whole model: second moments of its gradients, layer by layer.
+"""Measure the cost of errors of keys and values to the model: second moments of its gradients, layer by layer.
 
     g_t = ∂/∂x_t Σ_u (log p(y_u) - log p(y'_u)) / √2      x_t a token's keys before RoPE, or values
-    M   = E[g gᵀ] by KV head      Fisher information: an error e of a token moves what follows by ½ e M eᵀ nats
+    M   = E[g gᵀ] by KV head      Fisher information: an error e of a token moves later predictions by ½ e M eᵀ nats
 
 y_u and y'_u are drawn from the model's own p at u. Their difference has mean 0 and, over √2, the second moment that one
 of them has about its mean: squares of single predictions add up, not the square of their sum, and the mean over all of
-the vocabulary need not be computed. M is in nats in every layer, for keys as for values: what errors cost compares
-between all of them.
+the vocabulary need not be computed. M is in nats in every layer, for keys as for values, so that costs are
+comparable.
 
 The first sequences of the fit part go up through the layers once, and their gradients down again; one layer is on the
 device at a time, hidden states are files. The way down costs as much as two to three forward passes of these sequences.
@@ -35,16 +35,16 @@ LEAST = 1e-3  # of the mean token's energy, so that a gradient of zero has a log
 
 
 def chunks(plan: Plan) -> list[range]:
-    """The sequences that gradients are of, chunk by chunk."""
+    """Return the sequences to take gradients of, chunk by chunk."""
     return plan.beginning().chunks
 
 
 def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: dict[str, float]) -> dict[str, Tensor]:
-    """Second moments of the gradients, float64 [H, D, D] each, of every layer and role, by the number of sinks that
-    are left out, by name (`moment_name`); and the squared length of each gradient, float32 [sequences, T, H].
+    """Return second moments of gradients by `moment_name`, float64 [H, D, D], and squared lengths by `energy_name`,
+    float32 [sequences, T, H].
 
-    folder    for hidden states and gradients on the way
-    seconds   to note what the way up and the way down took
+    folder    for temporary hidden states and gradients
+    seconds   gets the time of both ways
     """
     sinks = sorted({recipe.window.sinks for recipe in run.plan.recipes})
     moments: dict[str, Tensor] = {}
@@ -57,7 +57,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
         run.report(-1, "gradients", done, work, len(parts[index]) * plan.seq_len)
 
     def hidden(layer: int, index: int) -> Path:
-        """The file of the hidden states under a layer."""
+        """Return the file of the hidden states under a layer."""
         return folder / f"stream-{layer:04d}.{index:05d}.safetensors"
 
     def gradient(index: int) -> Path:
@@ -114,14 +114,14 @@ def energy_name(layer: int, role: Role) -> str:
 
 
 def moment(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
-    """M of a layer's keys, or values, of tokens without the first `sinks`, as it was collected: float64 [H, D, D]."""
+    """Read M of a layer's keys, or values, without the first `sinks` tokens: float64 [H, D, D]."""
     return checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[moment_name(layer, role, sinks)]
 
 
 def log_importance(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
-    """Logarithms of how much an error of each token counts at a layer's keys, or values: float32 [sequences, T].
+    """Read log weights of tokens' errors at a layer's keys, or values: float32 [sequences, T].
 
-    That is the squared length of a token's gradient, of each head over the mean of that: noisy, of one draw a token.
+    A weight is the squared length of a token's gradient over its head's mean, averaged over heads: noisy, of one draw.
     """
     energy_NTH = checkpoint.load(checkpoint.folder_of(run.folder, -1) / FILE)[energy_name(layer, role)]
     mean_H = energy_NTH[:, sinks:].mean((0, 1)).clamp_min(torch.finfo(torch.float32).tiny)
@@ -129,7 +129,7 @@ def log_importance(run: Run, layer: int, role: Role, sinks: int) -> Tensor:
 
 
 def _drawn(head: Head, h_BTE: Tensor, seed: int, index: int) -> Tensor:
-    """The gradient of Σ (log p(y) - log p(y')) / √2 with respect to the hidden states under the head."""
+    """Return the gradient of Σ (log p(y) - log p(y')) / √2 with respect to the hidden states under the head."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
     tiles = [tile_TE for row_TE in h_BTE for tile_TE in row_TE.split(TILE)]
     uniform = [
@@ -139,7 +139,7 @@ def _drawn(head: Head, h_BTE: Tensor, seed: int, index: int) -> Tensor:
 
 
 def _energy(g_NTC: Tensor, heads: int) -> Tensor:
-    """Squared lengths of the gradients of every head, float32 [N, T, H]."""
+    """Return squared lengths of the gradients of every head, float32 [N, T, H]."""
     return g_NTC.float().unflatten(-1, (heads, -1)).square().sum(-1).cpu()
 
 

@@ -1,8 +1,8 @@
-"""Process one chunk of one layer: the unit of work, in this process or on a worker.
+"""Process one chunk of one layer: the unit of work, in this process or a worker.
 
-A pass over the chunks is a task (`capture`, `collect`, `decode`), what all chunks share, and their numbers; an executor
-(`run.py`, `workers.py`) does it. A task reads and saves activations, and returns what one reducer adds up in ascending
-order, so that who did which chunk leaves no trace in the bytes.
+A pass is a task (`capture`, `collect`, `decode`, `measure`), the state that its chunks share, and their indices; an
+executor (`run.py`, `workers.py`) runs it. A task loads and saves activations, and returns sums. One process adds them
+in ascending order, so that bytes do not depend on the workers.
 """
 
 import time
@@ -27,15 +27,15 @@ from kvq_runtime.stages.stage import Inputs, Place
 
 Pair = tuple[Tensor, Tensor]
 
-TOKENS = "tokens.safetensors"  # of all sequences, beside what is under the first layer
+TOKENS = "tokens.safetensors"  # of all sequences
 
 
 @dataclass(frozen=True)
 class Capture:
-    """The shared state of the chunks of a layer's capture.
+    """The shared state of capturing a layer.
 
-    sinks     the numbers of sinks that are left out, each, of moments
-    queries   whether moments of queries are asked for
+    sinks     numbers of sinks to leave out of moments
+    queries   whether to sum moments of queries
     """
 
     run: Run
@@ -47,7 +47,7 @@ class Capture:
 
     @cached_property
     def module(self) -> Layer:
-        """The layer, read where the first chunk needs it and held as long as this is."""
+        """The layer, loaded with the first chunk."""
         return self.stream.layer(self.layer)
 
 
@@ -56,7 +56,7 @@ class ChunkStatistics:
     """Sums over one chunk.
 
     moments   of keys and values, by the number of sinks left out
-    queries   None: they were not asked for, or the chunk is held out
+    queries   None: not requested, or the chunk is held out
     forward   seconds of the model itself
     """
 
@@ -68,7 +68,7 @@ class ChunkStatistics:
 def capture(shared: Capture, index: int) -> ChunkStatistics:
     """Run the layer on a chunk, keep its keys, values and output, and sum their moments."""
     run, folder = shared.run, shared.folder
-    hidden = under(run, shared.stream, shared.layer, index)
+    hidden = inputs(run, shared.stream, shared.layer, index)
     begun = time.perf_counter()
     fitted, geometry = index < run.plan.fitted_chunks, run.plan.geometry
     captured = shared.module.forward(hidden, shared.queries and fitted)
@@ -88,8 +88,8 @@ def capture(shared: Capture, index: int) -> ChunkStatistics:
     return ChunkStatistics(moments, queries, spent)
 
 
-def under(run: Run, stream: Stream, layer: int, index: int) -> Tensor:
-    """The hidden states of a chunk under a layer, on the device; under the first, its tokens' rows of the table."""
+def inputs(run: Run, stream: Stream, layer: int, index: int) -> Tensor:
+    """Load the hidden states that enter a layer, on the device; embed the tokens of the first."""
     folder, rows = checkpoint.folder_of(run.folder, layer - 1), run.plan.chunks[index]
     if layer:
         return run.activations.load(folder / file("hidden", index), str(stream.device))["hidden"]
@@ -97,7 +97,7 @@ def under(run: Run, stream: Stream, layer: int, index: int) -> Tensor:
 
 
 class RecipeWork:
-    """One recipe in one layer: reads a chunk as its codecs see it, and keeps what it decodes for the next layer."""
+    """One recipe in one layer: loads a chunk as its codecs see it, and saves decoded chunks for the layers above."""
 
     def __init__(self, run: Run, stream: Stream, layer: int, recipe: Recipe, folder: Path):
         self.run, self.stream, self.layer, self.recipe, self.folder = run, stream, layer, recipe, folder
@@ -106,15 +106,15 @@ class RecipeWork:
 
     @property
     def schemes(self) -> tuple[Scheme, Scheme]:
-        """Keys' and values', as fitted."""
+        """The fitted schemes of keys and values."""
         return self.fits["key"].scheme, self.fits["value"].scheme
 
     def hidden(self, index: int) -> Tensor:
         """The hidden states under the layer, of a chunk."""
-        return under(self.run, self.stream, self.layer, index)
+        return inputs(self.run, self.stream, self.layer, index)
 
     def data(self, index: int, role: Role, clean: bool) -> tuple[Blocks, Context]:
-        """A chunk, and what it is predicted from: as decoded, or, `clean`, as it was."""
+        """Load a chunk and the inputs of its prediction, decoded, or exact with `clean`."""
         data = self._blocks(role, index, self.folder)
         reads = self._inputs(self.layer, role)
         nearest = range(1, max(reads.below, default=0) + 1)
@@ -127,13 +127,13 @@ class RecipeWork:
         return data, Context(rope=data.rope, keys=keys, below=below)
 
     def is_read(self, role: Role) -> bool:
-        """True if a prediction reads decoded keys, or values, of this layer: that of its values, or one above."""
+        """Return whether the prediction of this layer's values, or of a layer above, reads decoded keys, or values."""
         above = range(self.layer + 1, self.run.plan.geometry.layers)
         below = (n - max(self._inputs(n, role).below, default=0) <= self.layer for n in above for role in ROLES)
         return any(below) or (role == "key" and self._inputs(self.layer, "value").keys)
 
     def known(self, role: Role) -> Known | None:
-        """Sums by other fits of what keys, or values, of this layer are predicted from."""
+        """Return the moments of the prediction's inputs that an earlier fit summed already."""
         if clean(self.recipe.scheme(self.layer, role)) or not self.layer:
             return None
         if role == "value":
@@ -143,8 +143,8 @@ class RecipeWork:
         moment_KK = self.run.activations.load(path, str(self.stream.device))["moment"]
         return Known(self._passed(self.layer), moment_KK) if len(moment_KK) else None
 
-    def leave(self) -> None:
-        """Keep what the fit of the keys of the layer above is to know, once values are fitted."""
+    def save_moments(self) -> None:
+        """Save the moments that the fit of the next layer's keys reuses, once values are fitted."""
         if self.layer + 1 < self.run.plan.geometry.layers:
             known, width = self.fits["value"].left, self.run.plan.geometry.width
             places: list[Place] = [(depth - 1, role) for depth, role in self._passed(self.layer + 1)]
@@ -153,7 +153,7 @@ class RecipeWork:
             self.run.activations.save({"moment": moment_KK}, path)
 
     def _passed(self, layer: int) -> list[Place]:
-        """Inputs of the prediction of a layer's keys that the values of the layer below were predicted from, too."""
+        """List the common inputs of the predictions of a layer's keys and of the values below it."""
         below = self._inputs(layer - 1, "value").places("value")
         passed: list[Place] = [(depth + 1, role) for depth, role in below]
         return [place for place in passed if place in self._inputs(layer, "key").places("key")]
@@ -162,23 +162,23 @@ class RecipeWork:
         return self.recipe.scheme(layer, role).inputs(layer, role)
 
     def keep(self, index: int, role: str, decoded: Tensor) -> None:
-        """Store decoded keys, or values, of a chunk, in the dtype that predictions read."""
+        """Save decoded keys, or values, of a chunk, in the dtype that predictions read."""
         name = file(f"{self.recipe.name}-{role}", index)
         self.run.activations.save({role: decoded.to(torch.bfloat16)}, self.folder / name)
 
     def _load(self, folder: Path, index: int, roles: tuple[str, ...] = ROLES) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        decoded: dict[str, Tensor] = {}
         for role in roles:
             path = folder / file(f"{self.recipe.name}-{role}", index)
-            found |= self.run.activations.load(path, str(self.stream.device))
-        return found
+            decoded |= self.run.activations.load(path, str(self.stream.device))
+        return decoded
 
     def _decoded(self, depth: int, index: int) -> Pair:
-        found = self._load(checkpoint.folder_of(self.run.folder, self.layer - depth), index)
-        return found["key"], found["value"]
+        decoded = self._load(checkpoint.folder_of(self.run.folder, self.layer - depth), index)
+        return decoded["key"], decoded["value"]
 
     def _clean(self, depth: int, index: int) -> Pair:
-        """The exact keys and values of a layer below, centred by its own fitted means."""
+        """Load the exact keys and values of a layer below, centred by its fitted means."""
         layer, geometry = self.layer - depth, self.run.plan.geometry
         folder = checkpoint.folder_of(self.run.folder, layer)
         fitted = checkpoint.load(folder / "fit.safetensors", str(self.stream.device))
@@ -190,7 +190,7 @@ class RecipeWork:
         return pair[0], pair[1]
 
     def keys(self, index: int) -> Tensor:
-        """The layer's keys of a chunk in the recipe's position, [N, block, C]."""
+        """Load the layer's keys of a chunk in the recipe's position, [N, block, C]."""
         return self._blocks("key", index, self.folder).x
 
     def _blocks(self, role: Role, index: int, folder: Path) -> Blocks:
@@ -201,9 +201,9 @@ class RecipeWork:
 
 @dataclass(frozen=True)
 class Pass:
-    """The shared state of a pass over the decoded layers below: one scheme of one recipe, as far as it is fitted.
+    """The shared state of a pass over the decoded layers below: one scheme of one recipe, fitted in part.
 
-    asked   the statistics that the pass collects, and what their sums begin with
+    asked   the requested statistics, and the start of their sums
     """
 
     work: RecipeWork
@@ -212,7 +212,7 @@ class Pass:
 
 
 def collect(shared: Pass, index: int) -> list[Sums]:
-    """The sums of one chunk that stages are fitted to; residuals are always those that inference will see."""
+    """Sum the statistics of one chunk; residuals are those of inference."""
     work, codec = shared.work, shared.fit.codec
     exact_below = clean(shared.fit.scheme) and any("inputs" in one.passes for one, _ in shared.asked)
     data, context = work.data(index, codec.role, exact_below)
@@ -220,10 +220,10 @@ def collect(shared: Pass, index: int) -> list[Sums]:
 
 
 def decode(shared: Pass, index: int) -> Errors:
-    """Keep a chunk as it is decoded, where a prediction reads it; its errors, where they count.
+    """Save a decoded chunk if a prediction reads it; return its errors if they count.
 
-    Where they do not, no codes are searched for: a fit reads the moments of errors, and a search takes as long as most
-    of the rest."""
+    Without errors to count, an approximation replaces the search for codes, which takes most of the time: a fit reads
+    moments of errors alone."""
     work, codec, plan = shared.work, shared.fit.codec, shared.work.run.plan
     counts = plan.held_out == 0 or index >= plan.fitted_chunks
     kept, measured = work.is_read(codec.role), counts and not plan.draft
@@ -241,14 +241,14 @@ def decode(shared: Pass, index: int) -> Errors:
 
 @dataclass(frozen=True)
 class Settings:
-    """The shared state of a pass that decodes with several settings of a recipe's keys, or values."""
+    """The shared state of a pass that decodes keys, or values, with several settings."""
 
     work: RecipeWork
     fits: Sequence[SchemeFit]
 
 
 def measure(shared: Settings, index: int) -> list[Errors]:
-    """The errors of one chunk, by setting."""
+    """Measure the errors of one chunk, by setting."""
     data, context = shared.work.data(index, shared.fits[0].codec.role, clean=False)
     return [fit.errors(data, context, *fit.codec.encode_decode(data.x, context)) for fit in shared.fits]
 
@@ -258,16 +258,16 @@ def _centred(codec: Codec, data: Blocks) -> Tensor:
 
 
 def clean(scheme: Scheme) -> bool:
-    """True if the scheme's prediction is fitted on exact layers below."""
+    """Return whether the scheme's prediction is fitted on exact layers below."""
     return scheme.predict is not None and scheme.predict.fitted_on_exact
 
 
 def file(kind: str, index: int) -> str:
-    """The name of a chunk's file."""
+    """Return the name of a chunk's file."""
     return f"{kind}-{index:05d}.safetensors"
 
 
 def _moments(x_NTC: Tensor) -> Moments:
-    found = Moments(x_NTC.shape[-1], x_NTC.device)
-    found.update(x_NTC)
-    return found
+    moments = Moments(x_NTC.shape[-1], x_NTC.device)
+    moments.update(x_NTC)
+    return moments

@@ -1,4 +1,4 @@
-"""Plan a calibration before it starts: the plan is all that its bytes depend on."""
+"""Plan a calibration before it starts: its bytes depend on the plan alone."""
 
 import hashlib
 import json
@@ -22,10 +22,10 @@ from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.ops import product
 from kvq_runtime.recipe import Recipe, Scheme
 
-CHUNK_TOKENS, GPU_CHUNK_TOKENS = 8192, 32768  # a GPU is at work for less time than its launches take, on fewer
-FITS = 4  # raised with what changes a fit's numbers, or its folder: runs that began before are not gone on with
-BEGINNING = 4096  # tokens of each corpus, of the fit part, that gradients are of
-MEASURED = 4  # chunks that the settings of a budget are measured on
+CHUNK_TOKENS, GPU_CHUNK_TOKENS = 8192, 32768  # fewer do not outlast a GPU's launches
+FITS = 4  # raised with each change of a fit's numbers or folder, so that no earlier run is resumed
+BEGINNING = 4096  # fit tokens of each corpus to take gradients of
+MEASURED = 4  # chunks to measure the settings of a budget on
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,7 @@ class Plan:
         return self.samples * self.seq_len
 
     def beginning(self) -> "Plan":
-        """The plan of the first sequences that are fitted on, those of at least so many tokens of each corpus of a
-        mixture, if there are, and no other."""
+        """Plan the first sequences of the fit alone, with at least `gradient_tokens` of each corpus if it has them."""
         count = math.ceil((self.gradient_tokens or BEGINNING) / self.seq_len) * len(corpus.sources_of(self.corpus))
         count = min(count, self.samples - self.held_out)
         return replace(self, samples=count, held_out=0)
@@ -130,17 +129,16 @@ class Plan:
         return max((depth for one in inputs for depth in one.below), default=0)
 
     def to_json(self) -> dict:
-        """The plan as JSON: no clock, no host, no path."""
+        """Return the plan as JSON, without clock, host or path."""
         return asdict(self) | {"recipes": [recipe.to_json() for recipe in self.recipes]}
 
     @property
     def digest(self) -> str:
-        """sha256 of the plan: the name of its run folder."""
+        """sha256 of the plan, which names its run folder."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def needs(self, files: ModelFiles) -> dict[str, int]:
-        """Bytes of memory on the device (layer, chunk), of activations that are held of two layers, and of disk in the
-        run folder, at the most."""
+        """Estimate bytes at most: on the device (layer, chunk), of two layers' activations (held), and of disk."""
         from kvq_calib.model.streamed import TILE
 
         width, itemsize = self.geometry.width, getattr(torch, self.dtype).itemsize
@@ -164,12 +162,12 @@ class Plan:
 
 
 def by_gradients(recipe: Recipe) -> bool:
-    """True if a fit of the recipe needs the model's gradients."""
+    """Return whether a fit of the recipe needs the model's gradients."""
     return takes(recipe, "gradients")
 
 
 def takes(recipe: Recipe, name: str) -> bool:
-    """True if a fit of the recipe requests a statistic that takes this pass."""
+    """Return whether a fit of the recipe requests a statistic of this pass."""
     return any(name in one.passes for one in _requested(recipe))
 
 
@@ -178,17 +176,17 @@ def _requested(recipe: Recipe) -> Iterator[Statistic[Any]]:
 
 
 def divides(scheme: Scheme) -> bool:
-    """True if the scheme's bits are a part of its recipe's."""
+    """Return whether the scheme shares the bits of its recipe."""
     return getattr(scheme.quantize, "shared", False)
 
 
 def is_divided(recipe: Recipe) -> bool:
-    """True if any bits of the recipe are divided among layers."""
+    """Return whether layers share bits of the recipe."""
     return any(map(divides, recipe.schemes))
 
 
 def check(recipe: Recipe, files: ModelFiles) -> Recipe:
-    """Return the recipe. ValueError: the model's rotation, or the metric of its bases, does not allow its fit."""
+    """Return the recipe. Raises ValueError if the model's RoPE or the metric of its bases forbids its fit."""
     if "positions" in recipe.needs and files.rope_refusal:
         raise ValueError(
             f"{recipe.name} undoes RoPE, but of {files.id} {files.rope_refusal}; use a recipe that is fitted after "
@@ -203,41 +201,33 @@ def check(recipe: Recipe, files: ModelFiles) -> Recipe:
 
 
 def environment(device: str, dtype: str, threads: int) -> dict:
-    """Return what the bytes of a run depend on beside its plan: versions and the kind of machine, without its name."""
-    found = {name: version(name) for name in ("kvq-runtime", "transformers")}
-    found |= {"torch": torch.__version__, "machine": platform.machine()}
-    found |= {"dtype": dtype, "threads": threads, "device": device, "cpu": torch.backends.cpu.get_cpu_capability()}
+    """Describe versions and the kind of machine, which the bytes of a run depend on."""
+    described = {name: version(name) for name in ("kvq-runtime", "transformers")}
+    described |= {"torch": torch.__version__, "machine": platform.machine()}
+    described |= {"dtype": dtype, "threads": threads, "device": device, "cpu": torch.backends.cpu.get_cpu_capability()}
     if device == "cpu" and not product.multiplies_bfloat16():
-        found["products"] = "float32"  # of bfloat16 numbers; else in bfloat16
+        described["products"] = "float32"  # of bfloat16 numbers; else in bfloat16
     if device.startswith("cuda"):
-        found["device"] = torch.cuda.get_device_name(device)
-    return found
+        described["device"] = torch.cuda.get_device_name(device)
+    return described
 
 
 def set_arithmetic(plan: Plan) -> None:
-    """Set this process' threads and precision to those of the plan; on a GPU, sums in one order.
+    """Set this process' threads and precision to those of the plan; on a GPU, a fixed order of sums.
 
-    RuntimeError: another default dtype, which is of all threads and so the caller's to set; another default device, or
-    autocast.
+    Raises RuntimeError for settings of torch that change the numbers of a fit.
     """
-    if torch.get_default_dtype() != torch.float32:
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(torch.device(plan.device).type)
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    if dtype != torch.float32 or device.type != "cpu" or autocast:
         raise RuntimeError(
-            f"torch's default dtype is {torch.get_default_dtype()}, by which random numbers of a fit would differ; "
-            "call torch.set_default_dtype(torch.float32) before a calibration"
-        )
-    if torch.get_default_device().type != "cpu":
-        raise RuntimeError(
-            f"torch's default device is {torch.get_default_device()}, and a calibration names its own where it is not "
-            "the CPU; call torch.set_default_device(None), or leave the torch.device(...) that it is called in"
-        )
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(torch.device(plan.device).type):
-        raise RuntimeError(
-            "autocast is on, which would round what a fit multiplies; call a calibration outside of torch.autocast"
+            f"torch's default dtype is {dtype}, its default device {device}, "
+            f"autocast is {'on' if autocast else 'off'}; a calibration needs float32, cpu and no autocast"
         )
     torch.set_num_threads(plan.threads)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.use_deterministic_algorithms(plan.device.startswith("cuda"))
-    # memory that is filled before it is used takes as long as all else of some fits
+    # filling takes as long as the rest of some fits
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

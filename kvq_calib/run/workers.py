@@ -1,13 +1,12 @@
-"""Share the chunks of a pass among other processes, with Ray: of this machine, or of a cluster. Only importer of ray.
+"""Distribute the chunks of a pass to processes of this machine or a cluster, with Ray. Only importer of ray.
 
-Ray starts with the run and ends with it; where RAY_ADDRESS is set, the run goes to the cluster that is there. A worker
-takes one chunk at a time, in the precision of the plan; it reads and writes the run folder, which all machines must
-see under the same path, and keeps the layer it has read until the next pass. A chunk whose worker is killed is done
-again by another one. Results come back in ascending order, no more than twice as many ahead as there are workers: the
-process that started the run adds them up, alone.
+Ray starts and ends with the run; RAY_ADDRESS names a running cluster instead. A worker processes one chunk at a time,
+in the precision of the plan. It reads and writes the run folder, which all machines must see under the same path, and
+holds its layer until the next pass. Another worker repeats the chunk of a killed one. The process of the run alone adds
+up results, in ascending order; at most twice as many chunks as workers are in flight.
 
-Prefect's own Ray runner would make every chunk of every pass a task run, 100,000 of them in 80 layers, that a worker
-reports to a server it must reach; a calibration needs no server. A layer is what Prefect sees, Ray works inside it.
+A layer is a task of Prefect, and Ray works inside it: Prefect's own Ray runner would make every chunk a task run,
+100,000 of them in 80 layers, each reported to a server.
 """
 
 import logging
@@ -20,9 +19,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-for _name, _value in {  # read by ray, and by what it starts, when it is imported
+for _name, _value in {  # read at import, by ray and its processes
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what will be the default of ray, without its warning
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # ray's future default, without its warning
     # patience: with five processes to a core, a start takes a third of the 30 s that ray would give it
     "RAY_gcs_server_port_wait_time_s": "600",
     "RAY_raylet_start_wait_time_s": "600",
@@ -30,7 +29,7 @@ for _name, _value in {  # read by ray, and by what it starts, when it is importe
     "RAY_worker_register_timeout_seconds": "600",
     "RAY_gcs_rpc_server_connect_timeout_s": "60",
     "RAY_gcs_server_request_timeout_seconds": "600",
-    "RAY_health_check_failure_threshold": "60",  # times 3 s; who has died is known at once, without it
+    "RAY_health_check_failure_threshold": "60",  # times 3 s; deaths are noticed at once, without it
 }.items():
     os.environ.setdefault(_name, _value)
 
@@ -41,12 +40,12 @@ from kvq_calib.run.plan import FITS, environment, set_arithmetic  # noqa: E402
 from kvq_calib.run.run import Executor, Run, Task  # noqa: E402
 from kvq_runtime.disk import files  # noqa: E402
 
-MARK = "workers"  # a file in the run folder, by which workers know that they see the same one
+MARK = "workers"  # a file that proves that a worker sees the same run folder
 
 
 @dataclass(frozen=True)
 class PassTask:
-    """A pass as workers get it; `mark` is what they must find in the run folder."""
+    """A pass to send to workers; `mark` is the content of the run folder's MARK."""
 
     run: Run
     mark: str
@@ -56,11 +55,11 @@ class PassTask:
 
 @contextmanager
 def ray_executor(run: Run, count: int) -> Iterator[Executor]:
-    """An executor on `count` workers, which Ray starts here and stops at the end."""
+    """Start `count` workers, yield their executor, and stop them."""
     mark = uuid.uuid4().hex
     files.save(run.folder / MARK, mark.encode())
     cluster = "RAY_ADDRESS" in os.environ
-    # local: else Ray joins any cluster that runs on this machine, or one that was killed, and so never signed off
+    # local: else Ray joins any cluster of this machine, even a killed one
     address, cores = (None, None) if cluster else ("local", count)
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # a warning that tokens are checked
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
@@ -86,31 +85,28 @@ def ray_executor(run: Run, count: int) -> Iterator[Executor]:
 def _result(waited: ray.ObjectRef) -> Any:
     try:
         return ray.get(waited)
-    except RayTaskError:  # the task's own error: it is an instance of that error's class, too
+    except RayTaskError:  # an instance of the task's own error, too
         raise
     except RayError as error:
         raise RuntimeError(f"a chunk could not be done by any worker: {error}; the same command goes on") from error
 
 
-_kept: dict[str, PassTask] = {}
+_current: dict[str, PassTask] = {}
 
 
 def _do(sent: list[ray.ObjectRef], index: int) -> Any:
-    """In a worker: one chunk. What is sent comes in a list, so that Ray hands over its name and it is read once."""
+    """Process one chunk in a worker. In a list, Ray sends the reference: the pass is fetched once."""
     name = sent[0].hex()
-    if name not in _kept:
-        _kept.clear()  # before the next is read: one layer at a time
+    if name not in _current:
+        _current.clear()  # before the fetch: one layer at a time
         received = ray.get(sent[0])
         check_worker(received.run, received.mark)
-        _kept[name] = received
-    return _kept[name].task(_kept[name].shared, index)
+        _current[name] = received
+    return _current[name].task(_current[name].shared, index)
 
 
 def check_worker(run: Run, mark: str) -> None:
-    """Check that this process works in the run's folder on a machine of its kind; set its precision to the plan's.
-
-    RuntimeError: it does not.
-    """
+    """Set this process' precision to the plan's. Raises RuntimeError for another folder or kind of machine."""
     path, plan = run.folder / MARK, run.plan
     if not path.is_file() or path.read_text() != mark:
         raise RuntimeError(f"a worker on another machine does not see {run.folder}; give --run a folder that all share")

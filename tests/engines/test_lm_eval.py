@@ -16,8 +16,8 @@ pytest.importorskip("lm_eval", reason="lm-eval is in an environment of its own: 
 import lm_eval
 from lm_eval.tasks import TaskManager
 
+from kvq_calib.evaluate.candidate import find
 from kvq_calib.evaluate.record import load_model
-from kvq_calib.evaluate.subject import find
 from kvq_calib.lm_eval import model as models_of
 from kvq_calib.lm_eval.model import Asked, CompressedLM, NotThroughTheCache, evaluate
 from kvq_calib.model.find import resolve
@@ -105,7 +105,7 @@ def home(tmp_path, monkeypatch):
 
 
 def lm(model, recipe: str | None, **settings) -> CompressedLM:
-    return CompressedLM("demo", "none", subject=recipe and find(recipe, DEMO), loaded=model, quiet=True, **settings)
+    return CompressedLM("demo", "none", candidate=recipe and find(recipe, DEMO), loaded=model, quiet=True, **settings)
 
 
 def results(folder: Path, lm, *names: str, **settings) -> dict:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 
-from kvq_calib.evaluate import perplexity, record, subject
+from kvq_calib.evaluate import candidate, perplexity, record
 from kvq_calib.job import prepare
 from kvq_calib.report import plots
 from kvq_calib.run import calibrate as graph
@@ -107,7 +107,7 @@ def shaped(*shape: int) -> Any:
 
 
 def test_every_family_is_represented_by_default():
-    chosen = {recipe.name for recipe in subject.choose([], shaped(6, 2, 64))[0]}
+    chosen = {recipe.name for recipe in candidate.choose([], shaped(6, 2, 64))[0]}
     for name, family in families().items():
         assert name == "exact" or chosen & set(family.presets), name
         assert set(family.compared) <= set(family.presets), name
@@ -115,10 +115,10 @@ def test_every_family_is_represented_by_default():
 
 def test_unsuited_recipes_are_left_out_with_a_reason_or_refused_by_name():
     small = shaped(5, 4, 8)
-    chosen, notes = subject.choose(["all"], small)
+    chosen, notes = candidate.choose(["all"], small)
     assert chosen and len(chosen) + len(notes) == len(presets())
     with pytest.raises(ValueError, match="no recipe 'aqua-9bit'"):
-        subject.choose(["aqua-9bit"], small)
+        candidate.choose(["aqua-9bit"], small)
     for note in notes:
         with pytest.raises(ValueError):
-            subject.choose([note.split()[0]], small)
+            candidate.choose([note.split()[0]], small)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvq_calib.evaluate import errors, perplexity, record
+from kvq_calib.evaluate.candidate import Candidate, find
 from kvq_calib.evaluate.perplexity import REFERENCE
-from kvq_calib.evaluate.subject import Subject, find
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream
 from kvq_calib.text import corpus
@@ -154,9 +154,11 @@ def test_a_recipe_is_found_as_it_is_written(demo, tmp_path):
     """By name, with other settings, and in a file, under a name of its own; none of it asks the registry."""
     (tmp_path / "mine.json").write_text(json.dumps(preset("kivi-2bit").to_json() | {"name": "mine"}))
     texts = ["kivi-2bit", "kivi-2bit+window.recent=32", f"{tmp_path}/mine.json+window.recent=32"]
-    subjects = [find(text, demo.files, str(tmp_path / "none")) for text in texts]
-    assert [one.name for one in subjects] == ["kivi-2bit", "kivi-2bit-window.recent-32", "mine-window.recent-32"]
-    assert [one.recipe.window.recent for one in subjects] == [128, 32, 32] and not any(s.published for s in subjects)
+    candidates = [find(text, demo.files, str(tmp_path / "none")) for text in texts]
+    assert [one.name for one in candidates] == ["kivi-2bit", "kivi-2bit-window.recent-32", "mine-window.recent-32"]
+    assert [one.recipe.window.recent for one in candidates] == [128, 32, 32] and not any(
+        s.published for s in candidates
+    )
 
 
 def test_what_cannot_be_evaluated(demo, fitted, tmp_path):
@@ -167,7 +169,7 @@ def test_what_cannot_be_evaluated(demo, fitted, tmp_path):
     with pytest.raises(artifact.ArtifactError, match="rope"):
         find(str(tmp_path / "other.safetensors"), demo.files)
     short = replace(demo.files, config={**demo.files.config, "max_position_embeddings": 64})
-    exact = Subject("exact", preset("exact"), {})
+    exact = Candidate("exact", preset("exact"), {})
     with pytest.raises(ValueError, match=r"windows of 256 tokens; .* at most 64"):
         record.evaluate(short, demo.batch, [exact])
     with pytest.raises(ValueError, match="name each once"):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from kvq_calib.evaluate import caches, perplexity, record
 from kvq_calib.evaluate.caches import FullCache, Reads, attending, in_use
-from kvq_calib.evaluate.subject import find
+from kvq_calib.evaluate.candidate import find
 from kvq_calib.model import find as models
 from kvq_calib.report import tables
 from kvq_calib.text import corpus
@@ -265,8 +265,8 @@ def test_what_chooses_tokens_has_no_full_encode(small, name, word):
 
 def evaluated(small, names, length=256, **settings):
     batch = corpus.select(str(tiny.text(small.folder)), small.folder, 2, length, 0, "held-out")
-    subjects = [find(name, small.files) for name in names]
-    return record.evaluate(small.files, batch, subjects, record.Protocol(error_windows=0, **settings))
+    candidates = [find(name, small.files) for name in names]
+    return record.evaluate(small.files, batch, candidates, record.Protocol(error_windows=0, **settings))
 
 
 def test_a_block_of_another_size_changes_nothing_in_a_full_encode(small):

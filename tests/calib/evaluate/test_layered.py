@@ -13,10 +13,10 @@ from architectures import random
 
 from kvq_calib.evaluate import perplexity, record
 from kvq_calib.evaluate.caches import FullCache
-from kvq_calib.evaluate.ledger import Ledger
+from kvq_calib.evaluate.candidate import Candidate
 from kvq_calib.evaluate.perplexity import layered
 from kvq_calib.evaluate.record import Protocol
-from kvq_calib.evaluate.subject import Subject
+from kvq_calib.evaluate.saved_results import SavedResults
 from kvq_calib.model import find as models
 from kvq_calib.model.streamed import Stream
 from kvq_calib.text.corpus import Batch
@@ -40,9 +40,9 @@ def small(tmp_path_factory) -> SimpleNamespace:
 DESCRIPTION = {"source": "random", "corpus_digest": "0" * 64}
 
 
-def subject(name: str, files) -> Subject:
+def candidate(name: str, files) -> Candidate:
     recipe = preset(name)
-    return Subject(name, recipe, fitted.tensors(recipe, files.geometry) if recipe.fitted else {})
+    return Candidate(name, recipe, fitted.tensors(recipe, files.geometry) if recipe.fitted else {})
 
 
 def figures(found: dict) -> dict:
@@ -60,9 +60,9 @@ def near(one: dict, other: dict) -> None:
 
 def test_it_is_the_whole_models_full_encode(small):
     """Of recipes of every kind; what has no full encode says so, and in use is not measured."""
-    subjects = [subject(name, small.files) for name in NAMES]
-    whole = record.evaluate(small.files, small.batch, subjects, Protocol(error_windows=0, by_layer=False))
-    parts = record.evaluate(small.files, small.batch, subjects, Protocol(error_windows=0, by_layer=True))
+    candidates = [candidate(name, small.files) for name in NAMES]
+    whole = record.evaluate(small.files, small.batch, candidates, Protocol(error_windows=0, by_layer=False))
+    parts = record.evaluate(small.files, small.batch, candidates, Protocol(error_windows=0, by_layer=True))
     for name, one, other in zip(NAMES, parts, whole, strict=True):
         if name == "h2o":
             assert figures(one) == figures(other) and "reason" in figures(one)
@@ -84,9 +84,9 @@ def test_of_other_architectures(kind: str, tmp_path: Path):
     tokens = torch.randint(
         1, files.vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(3), dtype=torch.int32
     )
-    subjects = [subject("kivi-2bit", files), subject("higgs-2bit", files)]
+    candidates = [candidate("kivi-2bit", files), candidate("higgs-2bit", files)]
     both = [
-        record.evaluate(files, Batch(tokens, "x", DESCRIPTION), subjects, Protocol(protocols=("full",), by_layer=way))
+        record.evaluate(files, Batch(tokens, "x", DESCRIPTION), candidates, Protocol(protocols=("full",), by_layer=way))
         for way in (True, False)
     ]
     for one, other in zip(*both, strict=True):
@@ -101,13 +101,13 @@ def test_each_layer_is_read_once_and_what_is_kept_is_not_done_again(small, tmp_p
     def caches(*names: str):
         return {name: lambda name=name: FullCache(preset(name), stream.blank, length=LENGTH) for name in names}
 
-    given, ledger = (stream, small.batch.tokens_BT), Ledger(tmp_path)
-    first = layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, ledger)
+    given, saved = (stream, small.batch.tokens_BT), SavedResults(tmp_path)
+    first = layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, saved)
     assert read == dict.fromkeys(range(stream.layers), 1) and sum(done) == 3 * small.batch.tokens_BT.numel()
     assert len(done) > stream.layers, "it is told while layers are run"
-    again = layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, ledger)
+    again = layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, saved)
     assert again == first and read.total() == stream.layers
-    more = layered(*given, caches("higgs-2bit", "rtn-4bit"), 1, done.append, ledger)
+    more = layered(*given, caches("higgs-2bit", "rtn-4bit"), 1, done.append, saved)
     assert read.total() == 2 * stream.layers and more["higgs-2bit"] == first["higgs-2bit"]
     assert more[perplexity.REFERENCE] == first[perplexity.REFERENCE] and sum(done) == 9 * small.batch.tokens_BT.numel()
 

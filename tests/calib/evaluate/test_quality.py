@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvq_calib.evaluate import record
-from kvq_calib.evaluate.subject import find
+from kvq_calib.evaluate.candidate import find
 from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
 from kvq_calib.job.run import run
 from kvq_calib.model import find as models
@@ -14,10 +14,10 @@ from kvq_runtime.registry.evaluation_records import parse
 
 
 def scores(files, batch, names) -> dict[str, Any]:
-    subjects = [find(name, files) for name in names]
+    candidates = [find(name, files) for name in names]
     protocol = record.Protocol(error_windows=0, protocols=("full",))
-    found = record.evaluate(files, batch, subjects, protocol)
-    return {subject.name: parse(one).figures("full") for subject, one in zip(subjects, found, strict=True)}
+    found = record.evaluate(files, batch, candidates, protocol)
+    return {candidate.name: parse(one).figures("full") for candidate, one in zip(candidates, found, strict=True)}
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ from transformers.cache_utils import DynamicCache
 from kvq_calib.cli import subcommands as commanded
 from kvq_calib.evaluate import tasks
 from kvq_calib.evaluate.caches import in_use
-from kvq_calib.evaluate.ledger import Ledger
+from kvq_calib.evaluate.candidate import Candidate
 from kvq_calib.evaluate.record import load_model
-from kvq_calib.evaluate.subject import Subject
+from kvq_calib.evaluate.saved_results import SavedResults
 from kvq_calib.evaluate.tasks import Continuation, loglikelihoods
 from kvq_calib.model import find as models
 from kvq_calib.tasks.needles import STEPS, Haystack
@@ -63,7 +63,7 @@ def test_figures_are_means_of_cells_and_errors_are_over_texts(files, monkeypatch
         tasks, "make", lambda *given, make=tasks.make: replace(make(*given), score=lambda _: next(scored))
     )
     asked = plan(samples=2, tasks=("needle",), lengths=(320,))
-    for record in tasks.evaluate(files, [Subject("rtn-2bit", preset("rtn-2bit"), {})], asked):
+    for record in tasks.evaluate(files, [Candidate("rtn-2bit", preset("rtn-2bit"), {})], asked):
         part = record["result"]["protocols"]["in-use"]
         assert [cell["accuracy"] for cell in part["cells"]] == [0.5, 1.0]
         assert part["tasks"]["needle"] == {"accuracy": 0.75, "se": pytest.approx(0.25), "texts": 4}
@@ -73,13 +73,13 @@ def test_figures_are_means_of_cells_and_errors_are_over_texts(files, monkeypatch
 
 def test_a_text_that_stays_exact_gives_a_reason_and_no_figures(files):
     asked = plan(lengths=(160,), tasks=("needle",), samples=1)
-    _, record = tasks.evaluate(files, [Subject("rtn-2bit", preset("rtn-2bit"), {})], asked)
+    _, record = tasks.evaluate(files, [Candidate("rtn-2bit", preset("rtn-2bit"), {})], asked)
     part = record["result"]["protocols"]["in-use"]
     assert "nothing was encoded" in part["reason"] and "tasks" not in part
 
 
 def test_a_stopped_evaluation_repeats_nothing(files, monkeypatch, tmp_path):
-    asked, exact = plan(tasks=("passkey",), depths=(0.5,)), Subject("exact", preset("exact").with_exact(recent=0), {})
+    asked, exact = plan(tasks=("passkey",), depths=(0.5,)), Candidate("exact", preset("exact").with_exact(recent=0), {})
     answer, seen, most = tasks.answer, [], 1
 
     def stopping(*given):
@@ -90,9 +90,9 @@ def test_a_stopped_evaluation_repeats_nothing(files, monkeypatch, tmp_path):
 
     monkeypatch.setattr(tasks, "answer", stopping)
     with pytest.raises(KeyboardInterrupt):
-        tasks.evaluate(files, [exact], asked, ledger=Ledger(tmp_path))
+        tasks.evaluate(files, [exact], asked, saved=SavedResults(tmp_path))
     most = -1
-    records = tasks.evaluate(files, [exact], asked, ledger=Ledger(tmp_path))
+    records = tasks.evaluate(files, [exact], asked, saved=SavedResults(tmp_path))
     assert [one["result"]["recipe"] for one in records] == ["16 bit", "exact"]
     assert len(seen) == len(set(seen)) == 2, "the 16-bit model, then the recipe"
 

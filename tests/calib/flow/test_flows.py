@@ -10,9 +10,10 @@ import tiny_artifact
 from patience import until
 
 from kvq_calib.cli import calibrate as cli
-from kvq_calib.evaluate import held_out
+from kvq_calib.evaluate import quality_checks
 from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import resolve as registry
+from kvq_runtime.registry.rating import Bounds
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
 NAME = "tiny-model-aqua-2bit"
@@ -176,9 +177,9 @@ def test_a_drift_check_of_what_is_withdrawn_measures_nothing_and_says_so(model, 
     place.publish(NAME, tiny_artifact.data())
     place.yank(NAME, "1.0.0", "of the wrong text")
     with pytest.raises(NotFound, match=f"every version of {NAME} is yanked, and no alias production points to one"):
-        held_out.check_drift([NAME], str(model), "demo", held_out.Bounds(1.05), seed=0, registry_url=place.url)
+        quality_checks.check_drift([NAME], str(model), "demo", Bounds(1.05), seed=0, registry_url=place.url)
 
 
 def test_a_drift_check_without_bounds_is_refused(model):
     with pytest.raises(ValueError, match="needs a bound"):
-        held_out.check_drift([NAME], model, "demo", held_out.Bounds(), seed=0)
+        quality_checks.check_drift([NAME], model, "demo", Bounds(), seed=0)

@@ -9,13 +9,14 @@ import psutil
 import pytest
 import tiny
 
-from kvq_calib.evaluate import held_out
+from kvq_calib.evaluate import quality_checks
 from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
 from kvq_calib.job.prepare import preflight, prepare
 from kvq_calib.model import find
 from kvq_calib.run import plan as plans
 from kvq_runtime.errors import NotFound
 from kvq_runtime.recipe import preset
+from kvq_runtime.registry.rating import Bounds
 
 PLENTY = 1 << 50
 
@@ -65,7 +66,7 @@ def test_names_that_are_none_are_told_before_a_model_is_fetched(job, monkeypatch
     with pytest.raises(NotFound, match="no recipe 'aqua-9bit'"):
         prepare(job.with_settings(recipes=("aqua-9bit",)))
     with pytest.raises(NotFound, match="nosuch"):
-        held_out.check_drift(["nosuch"], "demo", "demo", held_out.Bounds(1.05), seed=0)
+        quality_checks.check_drift(["nosuch"], "demo", "demo", Bounds(1.05), seed=0)
 
 
 @pytest.mark.parametrize(

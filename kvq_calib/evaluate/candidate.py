@@ -1,4 +1,4 @@
-"""Find the subject of an evaluation, a fitted artifact or an unfitted recipe, and compute the size of its cache."""
+"""Find the candidates of an evaluation, fitted artifacts or unfitted recipes, and compute the size of their caches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Subject:
+class Candidate:
     """A recipe with its tensors, to be evaluated.
 
-    name       as the user gave it
-    sha256     of the artifact; None for an unfitted recipe
-    published  whether a registry holds it, and so keeps its records
+    name       in the user's words
+    sha256     of the artifact; None: an unfitted recipe
+    published  whether a registry holds it, and with it its records
     bounds     of the errors of blocks; None: unknown
     """
 
@@ -39,18 +39,18 @@ class Subject:
     bounds: Bounds | None = None
 
     @staticmethod
-    def of(artifact: Artifact, sha256: str, name: str | None = None, published: bool = True) -> "Subject":
-        """Make a subject of a loaded artifact."""
+    def of(artifact: Artifact, sha256: str, name: str | None = None, published: bool = True) -> "Candidate":
+        """Return the candidate of a loaded artifact."""
         name, bounds = name or artifact.recipe.name, bounds_in(artifact.fit)
-        return Subject(name, artifact.recipe, artifact.tensors, sha256, published, bounds)
+        return Candidate(name, artifact.recipe, artifact.tensors, sha256, published, bounds)
 
     @property
     def identity(self) -> list[Any]:
-        """All that its measurements depend on, as JSON; its name is not."""
+        """All that its measurements depend on, as JSON, without its name."""
         return [self.sha256, self.recipe.to_json()]
 
 
-def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subject:
+def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Candidate:
     """Find an unfitted recipe, as `recipe_text.read` takes it, or an artifact by its reference or path.
 
     Raises NotFound for a fitted recipe without an artifact and for an unknown reference, ArtifactError for the artifact
@@ -58,7 +58,7 @@ def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subj
     """
     known = recipe_text.read(given) if recipe_text.is_recipe(given) else None
     if known is not None and not known.fitted:
-        return Subject(known.name, known, {})
+        return Candidate(known.name, known, {})
     try:
         resolved = registry.resolve_name(given if known is None else known.name, registry_url)
     except registry.NotFound as error:
@@ -68,14 +68,14 @@ def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Subj
         raise registry.NotFound(text) from None
     artifact = load(resolved.path, resolved.sha256, resolved.size)
     fingerprint.check_match(artifact.fingerprint, files.fingerprint())
-    return Subject.of(artifact, resolved.sha256, given, published=bool(resolved.version))
+    return Candidate.of(artifact, resolved.sha256, given, published=bool(resolved.version))
 
 
-def keep(subject: Subject, record: Mapping[str, Any], registry_url: str | None = None) -> None:
-    """Store a record in the registry that holds the artifact; do nothing for any other subject."""
-    if not subject.published:
+def keep(candidate: Candidate, record: Mapping[str, Any], registry_url: str | None = None) -> None:
+    """Store a record in the registry that holds the artifact; do nothing for any other candidate."""
+    if not candidate.published:
         return
-    name = reference.parse(subject.name)
+    name = reference.parse(candidate.name)
     assert isinstance(name, reference.Reference), "an artifact of a registry is named by a reference"
     registry.open_registry(name.registry or registry_url).add_evaluation(record, name.name)
 
@@ -83,8 +83,7 @@ def keep(subject: Subject, record: Mapping[str, Any], registry_url: str | None =
 def choose(asked: Sequence[str], files: ModelFiles) -> tuple[list[Recipe], list[str]]:
     """Return the recipes to compare, and why others are left out.
 
-    asked   texts as `recipe_text.read` takes them, each of which must suit the model; ["all"]; or nothing: those
-            that each family compares
+    asked   texts for `recipe_text.read`, each suited to the model; ["all"]; or none: the families' own choices
     """
 
     def suited(recipe: Recipe) -> Recipe:

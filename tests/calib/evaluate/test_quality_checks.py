@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 import kvq_calib
 import kvq_runtime
 from kvq_calib.cli import calibrate as cli
-from kvq_calib.evaluate import held_out, ledger, perplexity, record
-from kvq_calib.evaluate.ledger import Ledger
-from kvq_calib.evaluate.subject import find
+from kvq_calib.evaluate import perplexity, quality_checks, record, saved_results
+from kvq_calib.evaluate.candidate import find
+from kvq_calib.evaluate.saved_results import SavedResults
 from kvq_calib.fit import scheme
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
@@ -40,12 +40,12 @@ def model(tmp_path_factory) -> Path:
 
 def arguments(model: Path, run: Path, *more: str) -> list[str]:
     corpus = str(model / "corpus.txt")
-    given = ["--model", str(model), "--corpus", corpus, "--samples", "4", "--seq-len", "384", "--run", str(run)]
-    return [*given, "--json", *more]
+    given = ["--model", str(model), "--corpus", corpus, "--samples", "4", "--seq-len", "384"]
+    return [*given, "--held-out", "1", "--run", str(run), "--json", *more]
 
 
 def asked(model: Path, run: Path, **settings) -> Job:
-    given = {"corpus": str(model / "corpus.txt"), "samples": 4, "seq_len": 384, "run": str(run)}
+    given = {"corpus": str(model / "corpus.txt"), "samples": 4, "held_out": 1, "seq_len": 384, "run": str(run)}
     return Job.from_settings(model=str(model), **given | settings)
 
 
@@ -56,8 +56,8 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     written = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert written[0] == kept and [one["artifact"] for one in written] == [resolved.sha256, "higgs-2bit"]
     work = prepare(asked(model, tmp_path / "other"))
-    files, batch = work.files, held_out.choose(work)
-    again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], held_out.PROTOCOL)
+    files, batch = work.files, quality_checks.choose(work)
+    again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], quality_checks.PROTOCOL)
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
     first, second = (parse(one).figures("full") for one in (kept, again[0]))
     assert first.beyond == second.beyond and 0 <= first.beyond <= 1
@@ -82,8 +82,8 @@ def test_without_evaluation_nothing_is_measured(model, tmp_path, capsys):
 def test_the_default_is_a_small_part_of_a_run(model):
     small = prepare(asked(model, Path("run"))).plan
     large = prepare(asked(model, Path("run"), samples=256, seq_len=8192)).plan
-    assert held_out.windows(small, 384) == 2
-    assert held_out.windows(large, 8192) * 8192 * held_out.SHARE <= large.tokens
+    assert quality_checks.windows(small, 384) == 2
+    assert quality_checks.windows(large, 8192) * 8192 * quality_checks.SHARE <= large.tokens
 
 
 @pytest.mark.slow
@@ -219,15 +219,15 @@ def kept(run: Path) -> list[Path]:
     return [folder / name for name in os.listdir(folder) if name.endswith(".json")] if folder.is_dir() else []
 
 
-# ---- the ledger ------------------------------------------------------------------------------------------------------
+# ---- the saved ------------------------------------------------------------------------------------------------------
 
 
 def test_a_ledger_tells_units_apart(tmp_path):
-    own = Ledger(tmp_path).within(model="a")
+    own = SavedResults(tmp_path).within(model="a")
     own.write({"x": 0.1}, unit=1)
     assert own.read(unit=1) == {"x": 0.1}
     assert own.read(unit=2) is None and own.within(model="b").read(unit=1) is None
-    assert Ledger().read(unit=1) is None
+    assert SavedResults().read(unit=1) is None
     next(tmp_path.glob("*.json")).write_text("{")
     with pytest.raises(RuntimeError, match="damaged; delete it"):
         own.read(unit=1)
@@ -241,7 +241,7 @@ def test_a_ledger_tells_models_of_one_name_apart(tmp_path):
         tensors = load_file(folder / "model.safetensors")
         tensors["model.layers.0.mlp.down_proj.weight"] *= factor
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        about.append(record.setting(models.resolve(str(folder)), "cpu", torch.float32, Ledger(tmp_path))[1].about)
+        about.append(record.setting(models.resolve(str(folder)), "cpu", torch.float32, SavedResults(tmp_path))[1].about)
     assert about[0]["model"][:2] == about[1]["model"][:2] and about[0] != about[1]
 
 
@@ -254,5 +254,5 @@ def test_code_is_every_source_of_both_packages(tmp_path, monkeypatch):
     for name, text in (("a.py", "1"), ("a.py", "2"), ("room/b.py", "2"), ("data.json", "{}")):
         for package in ("kvq_runtime", "kvq_calib"):
             (tmp_path / package / name).write_text(text)
-            digests.add(ledger.code.__wrapped__())
+            digests.add(saved_results.code.__wrapped__())
     assert len(digests) == 6  # of four changes of each package the last is none

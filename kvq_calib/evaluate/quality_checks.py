@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from kvq_calib.evaluate import record
-from kvq_calib.evaluate.ledger import Ledger
+from kvq_calib.evaluate.candidate import Candidate, find
 from kvq_calib.evaluate.record import Protocol
-from kvq_calib.evaluate.subject import Subject, find
+from kvq_calib.evaluate.saved_results import SavedResults
 from kvq_calib.model import find as models
 from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
@@ -46,7 +46,7 @@ def choose(run: Run, count: int | None = None) -> Batch:
 
     count   raises ValueError for fewer windows; None: `windows(...)`, or all
     """
-    plan, files, ledger = run.plan, run.files, Ledger(run.folder / "evaluated")
+    plan, files, saved = run.plan, run.files, SavedResults(run.folder / "evaluated")
     length = min(plan.seq_len, files.context)
     at_most = count or windows(plan, length)
 
@@ -57,13 +57,13 @@ def choose(run: Run, count: int | None = None) -> Batch:
         except corpus.TooLittle as error:
             raise ValueError(f"{error}; --no-eval leaves the evaluation out") from None
 
-    return Batch.from_json(ledger.kept(select, text=[plan.corpus, files.id, count, at_most, length, plan.seed]))
+    return Batch.from_json(saved.kept(select, text=[plan.corpus, files.id, count, at_most, length, plan.seed]))
 
 
-def subjects(fitted: Mapping[str, Artifact]) -> list[Subject]:
-    """Make subjects of fitted artifacts before publication, named by their recipes."""
+def candidates(fitted: Mapping[str, Artifact]) -> list[Candidate]:
+    """Make candidates of fitted artifacts before publication, named by their recipes."""
     return [
-        Subject.of(made, hashlib.sha256(artifact.to_bytes(made)).hexdigest(), name, published=False)
+        Candidate.of(made, hashlib.sha256(artifact.to_bytes(made)).hexdigest(), name, published=False)
         for name, made in fitted.items()
     ]
 
@@ -71,15 +71,15 @@ def subjects(fitted: Mapping[str, Artifact]) -> list[Subject]:
 def evaluate(
     run: Run,
     fitted: Mapping[str, Artifact],
-    beside: Sequence[Subject] = (),
+    beside: Sequence[Candidate] = (),
     count: int | None = None,
     protocol: Protocol = PROTOCOL,
 ) -> list[dict[str, Any]]:
-    """Return a record per artifact, then one per subject `beside` them, on `count` windows.
+    """Return a record per artifact, then one per candidate `beside` them, on `count` windows.
 
     Loads the whole model, in the precision of `kvq eval`: float32 on a CPU, else as stored.
     """
-    batch, measured = choose(run, count), [*subjects(fitted), *beside]
+    batch, measured = choose(run, count), [*candidates(fitted), *beside]
     total, done = record.work(run.files, batch, len(measured), protocol), 0
 
     def progressed(tokens: int) -> None:
@@ -88,8 +88,8 @@ def evaluate(
         run.report(-1, "evaluation", done, total, tokens)
 
     torch.use_deterministic_algorithms(False)  # of a fit; what a cache does has no such version for every operation
-    ledger = Ledger(run.folder / "evaluated")
-    return record.evaluate(run.files, batch, measured, protocol, run.plan.device, progress=progressed, ledger=ledger)
+    saved = SavedResults(run.folder / "evaluated")
+    return record.evaluate(run.files, batch, measured, protocol, run.plan.device, progress=progressed, saved=saved)
 
 
 @dataclass(frozen=True)
@@ -134,18 +134,20 @@ def check_drift(
         raise ValueError("a drift check needs a bound: max_perplexity_ratio, max_kl, or both")
     references = [_version(name, alias, registry_url) for name in names]
     files = models.resolve(model)  # which may be a long download
-    subjects = [find(reference, files, registry_url) for reference in references]
+    candidates = [find(reference, files, registry_url) for reference in references]
     length = length or min(files.entry.seq_len, files.context)
     batch = corpus.select(source, files.path, windows, length, seed, "held-out")
     results = []
-    for subject, measured in zip(subjects, record.evaluate(files, batch, subjects, PROTOCOL, device), strict=True):
+    for candidate, measured in zip(
+        candidates, record.evaluate(files, batch, candidates, PROTOCOL, device), strict=True
+    ):
         judged = rating.with_gate(measured, bounds)
-        registry, version = _open(subject.name, registry_url)
+        registry, version = _open(candidate.name, registry_url)
         registry.add_evaluation(judged, version.name)
         parsed = parse(judged, TextRecord)
         protocol, figures = parsed.decisive or (None, None)
         costs = (1 + figures.relative, figures.kl) if figures else (None, None)
-        results.append(DriftResult(subject.name, *costs, protocol, rating.failed_bounds(parsed, bounds)))
+        results.append(DriftResult(candidate.name, *costs, protocol, rating.failed_bounds(parsed, bounds)))
     return results
 
 

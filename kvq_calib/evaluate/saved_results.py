@@ -1,7 +1,7 @@
-"""Keep finished units of an evaluation on disk, so that a stopped evaluation resumes and repeats nothing.
+"""Save finished units of an evaluation, so that a stopped evaluation resumes and repeats nothing.
 
-A unit is named by the digest of all that its result depends on: weights, recipe, tokens, settings, environment, and the
-code itself. So a folder may serve any number of evaluations.
+The name of a unit is a digest of everything its result depends on: weights, recipe, tokens, settings, environment, and
+the code itself. So any number of evaluations can share a folder.
 """
 
 import hashlib
@@ -18,18 +18,18 @@ from kvq_runtime.disk import files
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """A folder of small JSON files, one a unit, each written whole or not at all.
+class SavedResults:
+    """A folder of JSON files, one a unit, each written whole or not at all.
 
-    folder   None: nothing is kept
-    about    what all its units depend on
+    folder   None: save nothing
+    about    common dependencies of all units
     """
 
     folder: Path | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
-    def within(self, **about: Any) -> "Ledger":
-        """Return the ledger of units that depend on this, too."""
+    def within(self, **about: Any) -> "SavedResults":
+        """Return the results of units that depend on this, too."""
         return replace(self, about={**self.about, **about})
 
     def read(self, **unit: Any) -> Any | None:
@@ -41,18 +41,18 @@ class Ledger:
             result = json.loads(path.read_text())["found"]
         except (ValueError, KeyError):
             raise RuntimeError(f"{path} is damaged; delete it, and it is measured again") from None
-        files.sync(path.parent)  # its writer may have died before it was sure to last
+        files.sync(path.parent)  # its writer may have died before it synced
         return result
 
     def write(self, result: Any, **unit: Any) -> None:
-        """Keep the result of a unit: JSON."""
+        """Save the result of a unit: JSON."""
         path = self._path(unit)
         if path is not None:
             files.make_folder(path.parent)
             files.save(path, json.dumps({"unit": {**self.about, **unit}, "found": result}).encode())
 
     def kept(self, compute: Callable[[], Any], **unit: Any) -> Any:
-        """Return the result of a unit, computed and kept unless it is there."""
+        """Return the saved result of a unit; compute and save it if there is none."""
         result = self.read(**unit)
         if result is None:
             result = compute()
@@ -63,7 +63,7 @@ class Ledger:
         return None if self.folder is None else self.folder / f"{digest_of({**self.about, **unit})}.json"
 
 
-NOWHERE = Ledger()
+NOWHERE = SavedResults()
 
 
 def digest_of(value: Any) -> str:
