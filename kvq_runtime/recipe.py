@@ -23,8 +23,7 @@ from kvq_runtime.errors import NotFound, check_type
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.policy_setting import PolicySetting, policy_kinds
 from kvq_runtime.stages.kinds import check_keys, kinds, stage_from, stage_json
-from kvq_runtime.stages.scheme import Scheme, Site
-from kvq_runtime.stages.stage import SLOTS, Stage
+from kvq_runtime.stages.stage import SLOTS, Scheme, Site, Stage
 
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
 
@@ -58,7 +57,7 @@ class Recipe:
         return f"Recipe({'; '.join(filter(None, [self.name, about, fit, exact]))})"
 
     def at(self, layer: int) -> tuple[Scheme, Scheme]:
-        """The Schemes of keys and values in this layer."""
+        """Return the Schemes of keys and values in this layer."""
         return self.layers.get(layer, (self.key, self.value))
 
     def scheme(self, layer: int, role: Role) -> Scheme:
@@ -66,17 +65,17 @@ class Recipe:
         return self.at(layer)[ROLES.index(role)]
 
     def sites(self, geometry: Geometry, layers: Iterable[int] | None = None) -> Iterator[Site]:
-        """The sites of its Schemes: keys, then values, of each of these layers; None: of all."""
+        """Return the sites of its Schemes: keys, then values, of each of these layers; None: of all."""
         for layer in range(geometry.layers) if layers is None else layers:
             for role, scheme in zip(ROLES, self.at(layer), strict=True):
                 yield Site(scheme, role, layer, self.position, self.window, geometry)
 
     def policy(self, slot: str) -> PolicySetting | None:
-        """The policy of this slot, "window", "select" or "online"; None if the recipe has none."""
+        """Return the policy of this slot, "window", "select" or "online"; None if the recipe has none."""
         return next((policy for policy in self.policies if policy.slot == slot), None)
 
     def with_schemes(self, layer: int, key: Scheme, value: Scheme) -> "Recipe":
-        """The same recipe with these Schemes in one layer."""
+        """Return the same recipe with these Schemes in one layer."""
         return replace(self, layers={**self.layers, layer: (key, value)})
 
     @property
@@ -106,7 +105,7 @@ class Recipe:
         return not self.fits_prompt and any(scheme.fitted for scheme in self.schemes)
 
     def fits(self, scheme: Scheme) -> bool:
-        """True if a cache fits this scheme itself."""
+        """Return True if a cache fits this scheme itself."""
         return self.fits_prompt and scheme.fitted
 
     @cached_property
@@ -187,7 +186,7 @@ class Recipe:
             _asked(self.name, policy.check, self, None)
 
     def to_json(self) -> dict:
-        """The recipe as JSON; `from_json` gives back an equal one."""
+        """Return the recipe as JSON; `from_json` gives back an equal one."""
         return {
             "name": self.name,
             "summary": self.summary,
@@ -227,18 +226,18 @@ class Recipe:
 
 
 def with_each(recipe: Recipe, change: Callable[[Scheme], Scheme]) -> Recipe:
-    """The recipe with every Scheme changed."""
+    """Return the recipe with every Scheme changed."""
     layers = {layer: (change(key), change(value)) for layer, (key, value) in recipe.layers.items()}
     return replace(recipe, key=change(recipe.key), value=change(recipe.value), layers=layers)
 
 
 def attends(recipe: Recipe) -> bool:
-    """True if a recipe needs our own attention: its queries, its weights, or a reading that they choose."""
+    """Return True if a recipe needs our own attention: its queries, its weights, or a reading that they choose."""
     return bool(recipe.needs & OURS) or weighs(recipe)
 
 
 def weighs(recipe: Recipe) -> bool:
-    """True if a policy of it holds, keeps exact or reads tokens by the weight that attention gives them."""
+    """Return True if a policy of it holds, keeps exact or reads tokens by the weight that attention gives them."""
     return "attention" in recipe.needs or any(policy.chooses_by_query for policy in recipe.policies)
 
 
@@ -312,12 +311,12 @@ def presets() -> dict[str, Recipe]:
 
 
 def is_preset(name: str) -> bool:
-    """True if a recipe of this name comes with kvq."""
+    """Return True if a recipe of this name comes with kvq."""
     return _maker(name) is not None
 
 
 def preset(name: str) -> Recipe:
-    """The recipe of this name; `kvq recipes` lists them. NotFound, a ValueError, lists similar names."""
+    """Return the recipe of this name; `kvq recipes` lists them. NotFound, a ValueError, lists similar names."""
     check_type("name", name, str, 'that of a recipe, as in preset("kivi-4bit")')
     make = _maker(name)
     if make is not None:
@@ -337,7 +336,7 @@ def preset(name: str) -> Recipe:
 
 
 def _maker(name: str) -> Callable[[str], Recipe] | None:
-    """The function that makes a preset; a file that the name begins with is read before the others."""
+    """Return the function that makes a preset; a file that the name begins with is read before the others."""
     for file in sorted(_files(), key=lambda file: not name.startswith(file.replace("_", "-"))):
         if name in (found := _family(file).presets):
             return found[name]

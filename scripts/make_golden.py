@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvq_calib.fit import rotate
 from kvq_calib.fit.chunks import Blocks, Chunk, blocks
-from kvq_calib.fit.scheme import Asked, SchemeFit, Source, Sums, summed
+from kvq_calib.fit.scheme import Asked, LayerSource, SchemeFit, Sums, summed
 from kvq_calib.fit.statistics import Moments, Pair, QueryMoments
 from kvq_runtime.artifact import artifact, recipe_text
 from kvq_runtime.artifact.fingerprint import Fingerprint, probe
@@ -99,7 +99,7 @@ def fit(recipe: Recipe) -> tuple[Recipe, dict[str, Tensor], dict[str, Tensor]]:
     return recipe, tensors, expected
 
 
-def one_chunk(layer: int, tables: Pair, role: Role, data: Blocks, context: Context) -> Source:
+def one_chunk(layer: int, tables: Pair, role: Role, data: Blocks, context: Context) -> LayerSource:
     """A source of statistics: all sequences of a layer in one chunk. For gradients stand queries, and a channel."""
 
     def keys() -> Tensor:
@@ -114,7 +114,7 @@ def one_chunk(layer: int, tables: Pair, role: Role, data: Blocks, context: Conte
     found = sums.value()
     rows_NTC = activations(layer)[ROLES.index(role)]
     logs = rows_NTC[..., 0]  # of what errors count
-    return Source(partials, found, lambda: found.before, lambda: logs)
+    return LayerSource(partials, found, lambda: found.before, lambda: logs)
 
 
 def first_block(recipe: Recipe, role: Role, x_NTC: Tensor) -> tuple[Tensor, Pair]:

@@ -14,7 +14,7 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.context import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Role
-from kvq_runtime.stages.stage import Place
+from kvq_runtime.stages.stage import InputTensor
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Chunk:
     data: Blocks
     context: Context
     keys: Callable[[], Tensor]
-    order: Sequence[Place] | None = None
+    order: Sequence[InputTensor] | None = None
 
     @cached_property
     def residual(self) -> Tensor:
@@ -80,9 +80,9 @@ class Chunk:
         x, codec = self.data.x, self.codec
         return x if codec.predictor is None else x - codec.mean(self.context)
 
-    def inputs(self, order: Sequence[Place] | None = None) -> Tensor:
-        """The inputs of the prediction, [N, T, I], in their order or another one."""
-        return self.codec.inputs(self.context, order) if self.codec.places else self.data.x[..., :0]
+    def inputs(self, order: Sequence[InputTensor] | None = None) -> Tensor:
+        """Return the inputs of the prediction, [N, T, I], in their order or another one."""
+        return self.codec.inputs(self.context, order) if self.codec.input_tensors else self.data.x[..., :0]
 
     def residuals(self, places_K: Tensor) -> Tensor:
         """Residuals of tokens at these places in [N · T], float32 [K, C]."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvq_calib.fit.chunks import Chunk
 from kvq_calib.fit.rotate import metric
-from kvq_calib.fit.scheme import Empty, SchemeFit, Source, Summed
+from kvq_calib.fit.scheme import Empty, LayerSource, SchemeFit, Summed
 from kvq_calib.fit.statistics import CrossMoments
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import mixed
@@ -54,7 +54,7 @@ class Importance(Summed[Tensor]):
 
     passes = ("gradients", "residuals")
 
-    def empty(self, fit: SchemeFit, source: Source) -> Empty:
+    def empty(self, fit: SchemeFit, source: LayerSource) -> Empty:
         return partial(LogImportance, source.log_importance(), fit.zeros(fit.codec.geometry.width))
 
     def add(self, sums: LogImportance, chunk: Chunk) -> None:

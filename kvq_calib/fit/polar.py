@@ -18,5 +18,5 @@ __all__ = ["requests", "solve"]
 
 
 def solve(stage: PolarFitted, statistics: Statistics, codec: Codec) -> tuple[PolarFitted, dict[str, Tensor]]:
-    """The codebooks of every level."""
+    """Return the codebooks of every level."""
     return polar.solve(stage, statistics, codec, lambda x_N, count: centres(x_N, count, statistics.seed))

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq_calib.fit.chunks import Chunk
-from kvq_calib.fit.scheme import Empty, Given, Inputs, SchemeFit, Source, Summed
+from kvq_calib.fit.scheme import Empty, Given, Inputs, LayerSource, SchemeFit, Summed
 from kvq_calib.fit.statistics import Centred, Sample
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit.statistics import SAMPLE_ROWS, Statistic, Statistics, fixed_sign
@@ -55,7 +55,7 @@ class InputRows(Summed[Tensor]):
     passes = ("inputs",)
     rows: int = SAMPLE_ROWS
 
-    def empty(self, fit: SchemeFit, source: Source) -> Empty:
+    def empty(self, fit: SchemeFit, source: LayerSource) -> Empty:
         return partial(Sample, self.rows, _inputs(fit) + fit.codec.geometry.width)
 
     def add(self, sums: Sample, chunk: Chunk) -> None:
@@ -69,7 +69,7 @@ class InputChunks(Given[Chunks]):
 
     passes = ("inputs",)
 
-    def read(self, fit: SchemeFit, source: Source) -> Chunks:
+    def read(self, fit: SchemeFit, source: LayerSource) -> Chunks:
         return lambda: (torch.cat(rows) for (rows,) in source.partials(fit, [(self, list)]))
 
     def add(self, sums: list[Tensor], chunk: Chunk) -> None:
@@ -179,13 +179,13 @@ def inverse_root(covariance_II: Tensor, count: int = 0) -> Tensor:
 
 
 def damped(covariance_II: Tensor, ridge: float) -> Tensor:
-    """A covariance with a part of its mean more on the diagonal."""
+    """Return a covariance with a part of its mean more on the diagonal."""
     diagonal = covariance_II.diagonal()
     return covariance_II + torch.diag(ridge * diagonal.mean().expand_as(diagonal))
 
 
 def cholesky(matrix_II: Tensor, count: int = 0) -> Tensor:
-    """The lower factor; what is not positive definite by rounding alone gets a little more on its diagonal.
+    """Return the lower factor; what is not positive definite by rounding alone gets a little more on its diagonal.
 
     count   samples that the matrix is of, which an error names; 0: unknown
     """
@@ -203,7 +203,7 @@ def cholesky(matrix_II: Tensor, count: int = 0) -> Tensor:
 def fit_mlp(
     predictor: MLP, z_NI: Tensor, y_NO: Tensor, seed: int, steps: int = STEPS, batch: int = BATCH
 ) -> dict[str, Tensor]:
-    """The tensors of an MLP, as its `specs` names them but for "mean", from a sample: y is centred already."""
+    """Return the tensors of an MLP, as its `specs` names them but for "mean", from a sample: y is centred already."""
     random = torch.Generator().manual_seed(seed)
     z, y = z_NI.float(), y_NO.float()
     unit, reach = (float(x.square().mean().sqrt().clamp_min(1e-12)) for x in (y, z))
@@ -219,7 +219,7 @@ def fit_mlp(
 def fit_mlp_to_all(
     predictor: MLP, joint: Centred, chunks: Chunks, seed: int, steps: int = STEPS, batch: int = BATCH
 ) -> dict[str, Tensor]:
-    """The same from every token.
+    """Return the same from every token.
 
     joint    moments of all inputs and targets: how many there are, and how large
     chunks   () → the tokens of each chunk, inputs and centred targets side by side, [N, I + O]; called for every pass

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit.chunks import Chunk
-from kvq_calib.fit.scheme import Empty, Given, SchemeFit, Source, Summed
+from kvq_calib.fit.scheme import Empty, Given, LayerSource, SchemeFit, Summed
 from kvq_calib.fit.statistics import Attended
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.fit import rotate
@@ -39,7 +39,7 @@ class GradientMetric(Given[Tensor]):
 
     passes = ("gradients",)
 
-    def read(self, fit: SchemeFit, source: Source) -> Tensor:
+    def read(self, fit: SchemeFit, source: LayerSource) -> Tensor:
         return gradient_metric(source.gradients())
 
 
@@ -49,7 +49,7 @@ class AttendedMoment(Summed[Tensor]):
 
     passes = ("capture", "residuals")
 
-    def empty(self, fit: SchemeFit, source: Source) -> Empty:
+    def empty(self, fit: SchemeFit, source: LayerSource) -> Empty:
         assert source.queries is not None, "values are weighed by queries"
         return partial(Attended, source.queries.after)
 

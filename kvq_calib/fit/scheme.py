@@ -49,7 +49,7 @@ from kvq_runtime.fit.statistics import (
     Statistics,
 )
 from kvq_runtime.recipe import Scheme
-from kvq_runtime.stages.stage import SLOTS, Fields, Place
+from kvq_runtime.stages.stage import SLOTS, Fields, InputTensor
 from kvq_runtime.store.block_errors import FIELD, QUANTILE, block_errors
 
 V = TypeVar("V", covariant=True)
@@ -59,7 +59,7 @@ Asked = Sequence[tuple[Any, Empty]]  # what a pass adds up
 
 
 @dataclass(frozen=True)
-class Source:
+class LayerSource:
     """Everything that a calibration knows of a layer's keys, or values.
 
     partials         a pass: the sums of every chunk to fit on (`summed`), in ascending order
@@ -78,7 +78,7 @@ class Summed(Statistic[V], ABC):
     """A statistic that is added up over the chunks of a pass, the last of `passes`."""
 
     @abstractmethod
-    def empty(self, fit: "SchemeFit", source: Source) -> Empty:
+    def empty(self, fit: "SchemeFit", source: LayerSource) -> Empty:
         """Sums before any chunk."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Summed(Statistic[V], ABC):
         """Add the tokens of a chunk that are ever encoded."""
 
     def value(self, sums: Sums, fit: "SchemeFit") -> V:
-        """The value of the sums of all chunks."""
+        """Return the value of the sums of all chunks."""
         return sums.value()
 
 
@@ -94,12 +94,12 @@ class Given(Statistic[V], ABC):
     """A statistic that takes no pass of its own."""
 
     @abstractmethod
-    def read(self, fit: "SchemeFit", source: Source) -> V:
+    def read(self, fit: "SchemeFit", source: LayerSource) -> V:
         """Its value."""
 
 
 def summed(asked: Asked, chunk: Chunk) -> list[Sums]:
-    """The sums of one chunk."""
+    """Return the sums of one chunk."""
     found = [empty() for _, empty in asked]
     for (statistic, _), sums in zip(asked, found, strict=True):
         statistic.add(sums, chunk)
@@ -124,14 +124,14 @@ class Errors:
 class Known(NamedTuple):
     """Decoded tokens that a prediction reads, side by side, and their second moment about zero, float64 [K, K]."""
 
-    places: Sequence[Place]
+    tensors: Sequence[InputTensor]
     moment_KK: Tensor
 
-    def among(self, places: Sequence[Place], width: int) -> "Known":
-        """Those that are among these places."""
-        kept = [number for number, place in enumerate(self.places) if place in places]
+    def among(self, wanted: Sequence[InputTensor], width: int) -> "Known":
+        """Keep the tensors that are wanted, too."""
+        kept = [number for number, tensor in enumerate(self.tensors) if tensor in wanted]
         columns_K = (torch.tensor(kept, dtype=torch.int64)[:, None] * width + torch.arange(width)).flatten()
-        return Known([self.places[number] for number in kept], self.moment_KK[columns_K][:, columns_K])
+        return Known([self.tensors[number] for number in kept], self.moment_KK[columns_K][:, columns_K])
 
 
 class SchemeFit(Fitting):
@@ -152,10 +152,10 @@ class SchemeFit(Fitting):
         return self.__dict__ | {"statistics": statistics, "known": known}
 
     @property
-    def order(self) -> list[Place]:
+    def order(self) -> list[InputTensor]:
         """The inputs of the prediction, the known ones last."""
-        known = list(self.known.places) if self.known else []
-        return [place for place in self.codec.places if place not in known] + known
+        known = list(self.known.tensors) if self.known else []
+        return [tensor for tensor in self.codec.input_tensors if tensor not in known] + known
 
     @property
     def joint(self) -> Centred | None:
@@ -168,17 +168,17 @@ class SchemeFit(Fitting):
         """The moments of its inputs, for other fits; None: it has none."""
         joint = self.joint
         moment = None if joint is None else joint.xx_II + torch.outer(joint.mean_x_I, joint.mean_x_I)
-        return None if moment is None else Known(self.codec.places, moment)
+        return None if moment is None else Known(self.codec.input_tensors, moment)
 
     def zeros(self, size: int) -> Tensor:
-        """A vector of zeros where the fit computes."""
+        """Return a vector of zeros where the fit computes."""
         return self.statistics.mean_C.new_zeros(size)
 
-    def fit(self, source: Source) -> None:
+    def fit(self, source: LayerSource) -> None:
         """Fit every stage."""
         self.solve(partial(self.collect, source))
 
-    def collect(self, source: Source, asked: Sequence[Statistic[Any]]) -> dict[Statistic[Any], Any]:
+    def collect(self, source: LayerSource, asked: Sequence[Statistic[Any]]) -> dict[Statistic[Any], Any]:
         """The values of statistics, those that are summed in one pass over the inputs, and one over residuals."""
         ways = {one: way(one) for one in asked}
         found = {one: own.read(self, source) for one, own in ways.items() if isinstance(own, Given)}
@@ -199,7 +199,7 @@ class SchemeFit(Fitting):
         return found
 
     def with_rounding(self, scheme: Scheme, statistics: Statistics, collect: Collect) -> "SchemeFit":
-        """The same prediction with the stages of another scheme after it, fitted to what the prediction leaves.
+        """Return the same prediction with the stages of another scheme after it, fitted to what the prediction leaves.
 
         collect   gives what `statistics` does not have yet
         """
@@ -212,7 +212,7 @@ class SchemeFit(Fitting):
         return other
 
     def errors(self, data: Blocks, context: Context, fields: Fields, decoded: Tensor) -> Errors:
-        """The errors of a chunk's blocks, as they are decoded."""
+        """Return the errors of a chunk's blocks, as they are decoded."""
         x = data.x
         centred = x - self.codec.turned(self.statistics.mean_C, context)
         predicted = self.codec.predicted(context)
@@ -250,7 +250,7 @@ def quantile_of(errors_N: Tensor) -> float:
 
 
 def way(asked: Statistic[Any]) -> Summed[Any] | Given[Any]:
-    """The statistic itself, if it says how a calibration collects it; of one that rows have, too, what does."""
+    """Return the statistic itself, if it says how a calibration collects it; of one that rows have, too, what does."""
     own = {Residuals: _Residuals, ResidualMoment: _ResidualMoment, QueryMoment: _QueryMoment}.get(type(asked))
     found = asked if own is None else own(**vars(asked))
     assert isinstance(found, Summed | Given), f"{asked} does not say how a calibration collects it"
@@ -260,7 +260,7 @@ def way(asked: Statistic[Any]) -> Summed[Any] | Given[Any]:
 class _Residuals(Residuals, Summed[Tensor]):
     """The tokens with the smallest hashes."""
 
-    def empty(self, fit: SchemeFit, source: Source) -> Empty:
+    def empty(self, fit: SchemeFit, source: LayerSource) -> Empty:
         among = 0 if fit.joint is None else int(fit.joint.count)
         rows = min(self.rows, fit.rows or self.rows)
         return partial(Sample, rows, fit.codec.geometry.width, fit.statistics.seed, among)
@@ -273,7 +273,7 @@ class _Residuals(Residuals, Summed[Tensor]):
 
 
 class _ResidualMoment(ResidualMoment, Summed[Tensor]):
-    def empty(self, fit: SchemeFit, source: Source) -> Empty:
+    def empty(self, fit: SchemeFit, source: LayerSource) -> Empty:
         return partial(CrossMoments, fit.zeros(fit.codec.geometry.width), fit.zeros(0))
 
     def add(self, sums: CrossMoments, chunk: Chunk) -> None:
@@ -290,10 +290,10 @@ class Inputs(Summed[Centred]):
 
     passes = ("inputs",)
 
-    def empty(self, fit: SchemeFit, source: Source) -> Empty:
+    def empty(self, fit: SchemeFit, source: LayerSource) -> Empty:
         width = fit.codec.geometry.width
-        known = width * len(fit.known.places) if fit.known else 0
-        return partial(CrossMoments, fit.zeros(width * len(fit.codec.places)), fit.zeros(width), known)
+        known = width * len(fit.known.tensors) if fit.known else 0
+        return partial(CrossMoments, fit.zeros(width * len(fit.codec.input_tensors)), fit.zeros(width), known)
 
     def add(self, sums: CrossMoments, chunk: Chunk) -> None:
         sums.update(chunk.inputs(chunk.order), chunk.target, chunk.data.mask_NT)
@@ -302,13 +302,13 @@ class Inputs(Summed[Centred]):
         found = sums.value(fit.known.moment_KK if fit.known else None)
         width, order = fit.codec.geometry.width, fit.order
         blocks = torch.arange(width * len(order), device=found.xx_II.device).view(len(order), width)
-        own_I = blocks[[order.index(place) for place in fit.codec.places]].flatten()
+        own_I = blocks[[order.index(tensor) for tensor in fit.codec.input_tensors]].flatten()
         return replace(
             found, mean_x_I=found.mean_x_I[own_I], xx_II=found.xx_II[own_I][:, own_I], xy_IO=found.xy_IO[own_I]
         )
 
 
 class _QueryMoment(QueryMoment, Given[Queried]):
-    def read(self, fit: SchemeFit, source: Source) -> Queried:
+    def read(self, fit: SchemeFit, source: LayerSource) -> Queried:
         assert source.queries is not None, "queries are summed while a layer is captured"
         return Queried(source.queries.moment(self.queries), source.queries.sequence)

@@ -63,7 +63,7 @@ class Centred:
         return self.yy_OO.diagonal()
 
     def left(self, weight_IO: Tensor, bias_O: Tensor) -> Tensor:
-        """The second moment about zero of y - x W - b, float64 [O, O]."""
+        """Return the second moment about zero of y - x W - b, float64 [O, O]."""
         weight_IO, mean_O = weight_IO.double(), self.mean_y_O - bias_O.double()
         mean_O = mean_O - self.mean_x_I @ weight_IO
         crossed_OO = weight_IO.mT @ (self.xx_II @ weight_IO / 2 - self.xy_IO)
@@ -260,7 +260,7 @@ class Sample:
         self.merged += 1
 
     def value(self) -> Tensor:
-        """The rows [R, C] in the order of their hashes."""
+        """Return the rows [R, C] in the order of their hashes."""
         return self._rows_RC
 
     def _keep(self, hashes: Tensor, sequence: Tensor, position: Tensor, rows: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit import rotate
-from kvq_calib.fit.scheme import Asked, Errors, SchemeFit, Source, Sums, summary
+from kvq_calib.fit.scheme import Asked, Errors, LayerSource, SchemeFit, Sums, summary
 from kvq_calib.fit.statistics import LayerQueries, MeanVariance, Moments, QueryMoments
 from kvq_calib.model.streamed import Stream
 from kvq_calib.run import bit_allocation, checkpoint, gradients, passes
@@ -248,14 +248,14 @@ def _measured_settings(work: RecipeWork, collected: LayerStatistics) -> dict[str
     return measures
 
 
-def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> Source:
+def _source(work: RecipeWork, role: Role, queries: LayerQueries | None) -> LayerSource:
     """Return the sources of statistics of a layer's keys, or values."""
     run, layer = work.run, work.layer
 
     def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:
         return run.executor(passes.collect, passes.Pass(work, fit, asked), range(run.plan.fitted_chunks))
 
-    return Source(
+    return LayerSource(
         partials,
         queries,
         gradients=lambda: _gradients(work, role),

@@ -23,7 +23,7 @@ from kvq_calib.run.device import settle
 from kvq_calib.run.run import Run
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
-from kvq_runtime.stages.stage import Inputs, Place
+from kvq_runtime.stages.stage import Inputs, InputTensor
 
 Pair = tuple[Tensor, Tensor]
 
@@ -138,7 +138,7 @@ class RecipeWork:
             return None
         if role == "value":
             known = self.fits["key"].left
-            return known and known.among(self._inputs(self.layer, role).places(role), self.run.plan.geometry.width)
+            return known and known.among(self._inputs(self.layer, role).tensors(role), self.run.plan.geometry.width)
         path = checkpoint.folder_of(self.run.folder, self.layer - 1) / file(f"{self.recipe.name}-moment", 0)
         moment_KK = self.run.activations.load(path, str(self.stream.device))["moment"]
         return Known(self._passed(self.layer), moment_KK) if len(moment_KK) else None
@@ -147,16 +147,16 @@ class RecipeWork:
         """Save the moments that the fit of the next layer's keys reuses, once values are fitted."""
         if self.layer + 1 < self.run.plan.geometry.layers:
             known, width = self.fits["value"].left, self.run.plan.geometry.width
-            places: list[Place] = [(depth - 1, role) for depth, role in self._passed(self.layer + 1)]
-            moment_KK = known.among(places, width).moment_KK if known else torch.empty(0, 0)
+            wanted: list[InputTensor] = [(depth - 1, role) for depth, role in self._passed(self.layer + 1)]
+            moment_KK = known.among(wanted, width).moment_KK if known else torch.empty(0, 0)
             path = self.folder / file(f"{self.recipe.name}-moment", 0)
             self.run.activations.save({"moment": moment_KK}, path)
 
-    def _passed(self, layer: int) -> list[Place]:
+    def _passed(self, layer: int) -> list[InputTensor]:
         """List the common inputs of the predictions of a layer's keys and of the values below it."""
-        below = self._inputs(layer - 1, "value").places("value")
-        passed: list[Place] = [(depth + 1, role) for depth, role in below]
-        return [place for place in passed if place in self._inputs(layer, "key").places("key")]
+        below = self._inputs(layer - 1, "value").tensors("value")
+        passed: list[InputTensor] = [(depth + 1, role) for depth, role in below]
+        return [tensor for tensor in passed if tensor in self._inputs(layer, "key").tensors("key")]
 
     def _inputs(self, layer: int, role: Role) -> Inputs:
         return self.recipe.scheme(layer, role).inputs(layer, role)

@@ -22,7 +22,7 @@ def block_input(
     turn: Literal["apply", "undo"] | None = None,
     kv_heads: int = 1,
 ) -> tuple[Tensor, Pair | None]:
-    """The tokens [N, S, C] as a codec encodes them, and their cos and sin, [N, S, K] each, if there are any.
+    """Return the tokens [N, S, C] as a codec encodes them, and their cos and sin, [N, S, K] each, if there are any.
 
     source   the token that each slot holds, an index into T, the same for all rows if its first dimension is 1;
              -1: none, so zeros, at position 0. None: every slot holds its own
@@ -44,7 +44,7 @@ def block_input(
 
 
 def _filled(x_NTC: Tensor, source_NS: Tensor, empty: float) -> Tensor:
-    """The rows of `x` that `source` names; `empty` for -1."""
+    """Return the rows of `x` that `source` names; `empty` for -1."""
     index_NS = source_NS.clamp(min=0)
     if len(source_NS) == 1:
         taken = x_NTC.index_select(1, index_NS[0])

@@ -28,7 +28,7 @@ from kvq_runtime.ops import dispatch, product, rope
 from kvq_runtime.ops.constant import lasting
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
-from kvq_runtime.stages.stage import SLOTS, Place, Specs
+from kvq_runtime.stages.stage import SLOTS, InputTensor, Specs
 
 _CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ class Codec:
             self._scale_last = self.scheme.axis == "token" and size % self.back.shape[-2] == 0
 
     def to(self, device: torch.device) -> "Codec":
-        """The codec with every tensor on the device: itself if they are there."""
+        """Return the codec with every tensor on the device: itself if they are there."""
         if device == self.device:
             return self
         moved = copy.copy(self)
@@ -291,7 +291,7 @@ class Codec:
         return x_NTC if self.predictor is None else x_NTC + self.mean(context).to(x_NTC.dtype)
 
     def mean(self, context: Context) -> Tensor:
-        """The mean that is removed, float32: [C], or [N, T, C] where it turns with the position."""
+        """Return the mean that is removed, float32: [C], or [N, T, C] where it turns with the position."""
         return self.turned(self.centre, context)
 
     @property
@@ -300,7 +300,7 @@ class Codec:
         return self._own["predict"]["mean"]
 
     def turned(self, mean_C: Tensor, context: Context) -> Tensor:
-        """A mean of values, or of keys before RoPE, where this scheme's tokens are: [C] or [N, T, C]."""
+        """Return a mean of values, or of keys before RoPE, where this scheme's tokens are: [C] or [N, T, C]."""
         if not self._turn_mean:
             return mean_C
         assert context.rope is not None, "a mean after RoPE needs the cos and sin in use"
@@ -309,21 +309,21 @@ class Codec:
         return rope.rotate(mean_HD.expand(*cos.shape[:2], -1, -1), cos, sin).flatten(-2)
 
     @property
-    def places(self) -> list[Place]:
+    def input_tensors(self) -> list[InputTensor]:
         """The inputs of the prediction, in order."""
-        return self.scheme.inputs(self.layer, self.role).places(self.role)
+        return self.scheme.inputs(self.layer, self.role).tensors(self.role)
 
-    def inputs(self, context: Context, places: Sequence[Place] | None = None) -> Tensor:
-        """The inputs of the prediction, side by side, in their order or another one: [N, T, I]."""
+    def inputs(self, context: Context, order: Sequence[InputTensor] | None = None) -> Tensor:
+        """Return the inputs of the prediction, side by side, in their order or another one: [N, T, I]."""
         parts = [
             context.below[depth - 1][ROLES.index(role)] if depth else context.keys
-            for depth, role in (self.places if places is None else places)
+            for depth, role in (self.input_tensors if order is None else order)
         ]
         assert all(part is not None for part in parts), "a prediction without what it reads"
         return torch.cat([part.to(torch.bfloat16) for part in parts], -1)  # type: ignore[union-attr]
 
     def predicted(self, context: Context) -> Tensor | None:
-        """The centred prediction, bfloat16; None where only a mean, or nothing, is predicted."""
+        """Return the centred prediction, bfloat16; None where only a mean, or nothing, is predicted."""
         if self.predictor is None or not self.predictor.cross_layer:
             return None
         if context.predicted is not None:
@@ -346,7 +346,7 @@ class Codec:
 
 
 def specs(recipe: Recipe, layer: int, role: Role, geometry: Geometry) -> Specs:
-    """The tensors an artifact holds for one scheme of one layer: {"predict.weight": (shape, dtype), ...}."""
+    """Return the tensors an artifact holds for one scheme of one layer: {"predict.weight": (shape, dtype), ...}."""
     site = [*recipe.sites(geometry, (layer,))][ROLES.index(role)]
     return {} if recipe.fits_prompt else site.scheme.tensors(site, geometry)
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops import fragment, pack
 from kvq_runtime.ops.constant import constant
-from kvq_runtime.stages.scheme import Scheme
-from kvq_runtime.stages.stage import Specs
+from kvq_runtime.stages.stage import Scheme, Specs
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class KernelOrder:
         return found
 
     def specs(self, encoded: Specs) -> Specs:
-        """The fields of a block as they are arranged, of those that a codec encodes."""
+        """Return the fields of a block as they are arranged, of those that a codec encodes."""
         heads = self.geometry.kv_heads
         found: Specs = {}
         for name, (shape, dtype) in encoded.items():

@@ -9,14 +9,13 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages import stage as contract
-from kvq_runtime.stages.scheme import Scheme
-from kvq_runtime.stages.stage import Quantizer, Tensors
+from kvq_runtime.stages.stage import Quantizer, Scheme, Tensors
 
 
 def matrices(
     scheme: Scheme, width: int, geometry: Geometry, tensors: Tensors, device: torch.device
 ) -> tuple[Rotation, Tensor | None]:
-    """The rotation before rounding, and the one back (bfloat16), its rows in stored order. None: there is none.
+    """Return the rotation before rounding, and the one back (bfloat16), its rows in stored order. None: there is none.
 
     Of a matrix for each head both are [H, D, D].
     """
@@ -38,7 +37,7 @@ def stored_places(quantize: Quantizer, width: int, geometry: Geometry, device: t
 
 
 def _stored_rows(back_HDD: Tensor, order_W: Tensor) -> Tensor:
-    """The rows of each head's matrix in stored order, which stays inside heads."""
+    """Return the rows of each head's matrix in stored order, which stays inside heads."""
     heads, size, _ = back_HDD.shape
     inside_D = order_W[:size].to(back_HDD.device)
     assert torch.equal(order_W.view(heads, size), order_W[:size] + torch.arange(0, heads * size, size)[:, None])
@@ -49,7 +48,7 @@ def _stored_rows(back_HDD: Tensor, order_W: Tensor) -> Tensor:
 def _fixed(
     rotate: contract.Rotation | None, quantize: Quantizer, width: int, geometry: Geometry, device: torch.device
 ) -> tuple[Rotation, Tensor | None]:
-    """The same for a rotation that is known without a fit: codecs of all layers share the two."""
+    """Return the same for a rotation that is known without a fit: codecs of all layers share the two."""
     order = quantize.order(width, geometry)
     if rotate is None and torch.equal(order, torch.arange(width)):
         return None, None
@@ -65,7 +64,7 @@ def _fixed(
 
 
 def _period(order: Tensor) -> int:
-    """The shortest run after which the stored order repeats itself."""
+    """Return the shortest run after which the stored order repeats itself."""
     width = len(order)
     for size in (n for n in range(1, width + 1) if width % n == 0):
         if torch.equal(

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.constant import constant
-from kvq_runtime.stages.scheme import Scheme
-from kvq_runtime.stages.stage import PackedCodes
+from kvq_runtime.ops.pack import PackedCodes
+from kvq_runtime.stages.stage import Scheme
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PackedReader:
         return self.packed.group
 
     def view_blocks(self, fields: Mapping[str, Tensor], first: int) -> PackedBlocks:
-        """The blocks [B, n, block, ...] of a run, from token `first` on."""
+        """Return the blocks [B, n, block, ...] of a run, from token `first` on."""
         fields = {name: field.flatten(1, 2)[:, first:] for name, field in fields.items()}
         scale_BTM, low_BTM = self.packed.ends(fields)
         batch, tokens, groups = scale_BTM.shape
@@ -133,7 +133,7 @@ def _turned(x_YNA: Tensor, turn: Tensor) -> Tensor:
 
 
 def packed_reader(scheme: Scheme, geometry: Geometry, back: Tensor | None, device: torch.device) -> PackedReader | None:
-    """The reader of a scheme; None where blocks have to be decoded: predicted, per channel, or corrected.
+    """Return the reader of a scheme; None where blocks have to be decoded: predicted, per channel, or corrected.
 
     back   what rotates a run of decoded elements, in stored order, back; or None
     """
@@ -153,7 +153,7 @@ def packed_reader(scheme: Scheme, geometry: Geometry, back: Tensor | None, devic
 
 
 def _by_head(codes: PackedCodes, geometry: Geometry, back_HDD: Tensor, device: torch.device) -> PackedReader | None:
-    """The reader where every head has a matrix of its own; groups lie inside heads."""
+    """Return the reader where every head has a matrix of its own; groups lie inside heads."""
     size = geometry.head_size
     if size % codes.group:
         return None
@@ -165,7 +165,7 @@ def _by_head(codes: PackedCodes, geometry: Geometry, back_HDD: Tensor, device: t
 
 @constant(64)
 def _rotation(order: Tensor | None, back: Tensor | None) -> Tensor | None:
-    """The rotation back, float32, its rows in the order in which packed codes are read; None: there is none."""
+    """Return the rotation back, float32, its rows in the order in which packed codes are read; None: there is none."""
     if order is None:
         return None if back is None else back.float()
     if back is None and torch.equal(order, torch.arange(len(order))):
@@ -178,7 +178,7 @@ def _rotation(order: Tensor | None, back: Tensor | None) -> Tensor | None:
 
 @constant(64)
 def _turn(back_EE: Tensor | None, span: int, size: int, device: torch.device) -> Tensor | None:
-    """The rotation of a whole span, transposed, and cut by heads if they are several; None: nothing to do."""
+    """Return the rotation of a whole span, transposed, and cut by heads if they are several; None: nothing to do."""
     if back_EE is None and span == size:
         return None
     parts = [torch.eye(span, dtype=torch.float32)] if back_EE is None else [back_EE] * (span // len(back_EE))

@@ -122,7 +122,7 @@ class RowCodec:
         return False
 
     def mean(self, context: Context) -> Tensor:
-        """The mean that is removed, float32 [B, 1, C]."""
+        """Return the mean that is removed, float32 [B, 1, C]."""
         return torch.stack([codec.mean(context) for codec in self.rows])[:, None]
 
     def select(self, rows: Tensor) -> "RowCodec":

@@ -20,13 +20,13 @@ def requests(stage: QueryOrthogonal) -> tuple[QueryMoment]:
 
 
 def solve(stage: QueryOrthogonal, statistics: Statistics, codec: Codec) -> tuple[QueryOrthogonal, dict[str, Tensor]]:
-    """The tensors of the stage: a move for every block of channels but the last, bfloat16."""
+    """Return the tensors of the stage: a move for every block of channels but the last, bfloat16."""
     rotation_DD = stage.turn(codec.scheme.axis, codec.scheme.rotate, codec.geometry)
     return stage, moves(stage, *statistics[QueryMoment(stage.queries)], rotation_DD)
 
 
 def moves(stage: QueryOrthogonal, moment_HDD: Tensor, sequence: float, rotation_DD: Tensor | None) -> dict[str, Tensor]:
-    """The tensors of the stage, by name; `rotation` is that of a head's channels, if there is one."""
+    """Return the tensors of the stage, by name; `rotation` is that of a head's channels, if there is one."""
     metric_HDD = metric(stage, moment_HDD, sequence)
     if rotation_DD is not None:
         rotation = rotation_DD.to(metric_HDD)

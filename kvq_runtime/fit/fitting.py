@@ -100,7 +100,7 @@ class Fitting:
                 self.hold({f"{slot}.{field}": tensor for field, tensor in tensors.items()})
 
     def _fitted(self, slots: Sequence[str]) -> Iterator[tuple[str, Stage]]:
-        """The stages of these slots that have anything to fit."""
+        """Return the stages of these slots that have anything to fit."""
         for slot in slots:
             stage = self.predictor if slot == "predict" else getattr(self.scheme, slot)
             if stage is not None and has_to_be_solved(stage):
@@ -115,7 +115,7 @@ def fit_row(
     x_NC: Tensor,
     queries: Callable[[Queries], Tensor] | None = None,
 ) -> Codec:
-    """The codec of one scheme of one layer, fitted to these tokens of one row.
+    """Return the codec of one scheme of one layer, fitted to these tokens of one row.
 
     x_NC      keys in the recipe's position, or values, float32; at least one
     queries   as of a `Row`

@@ -36,7 +36,7 @@ def requests(stage: Mixed) -> tuple[ResidualMoment, Residuals]:
 
 
 def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, dict[str, Tensor]]:
-    """The scales, float32 [R], as the stage's codebook names them; `codec` holds the basis."""
+    """Return the scales, float32 [R], as the stage's codebook names them; `codec` holds the basis."""
     moment_CC = statistics[ResidualMoment()]
     own = {name.partition(".")[2]: tensor for name, tensor in codec.tensors.items() if name.startswith("rotate.")}
     rotate: Any = codec.scheme.rotate
@@ -75,7 +75,7 @@ def with_gain(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) ->
 
 
 def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int, fine: bool = True) -> dict[str, Tensor]:
-    """The tensors of the quantizer, from a sample of latents and their deviations.
+    """Return the tensors of the quantizer, from a sample of latents and their deviations.
 
     fine   of the candidates, which follow each other by size, those beside the best of one in COARSE are tried too
     """

@@ -32,12 +32,12 @@ def requests(stage: PolarFitted) -> tuple[Residuals]:
 def solve(
     stage: PolarFitted, statistics: Statistics, codec: Codec, centres: Centres = lloyd.centres
 ) -> tuple[PolarFitted, dict[str, Tensor]]:
-    """The codebooks, on the sample as the quantizer sees it: rotated."""
+    """Return the codebooks, on the sample as the quantizer sees it: rotated."""
     return stage, codebooks(stage, codec.rotated(statistics[Residuals()]), codec.geometry, centres)
 
 
 def codebooks(quantize: PolarFitted, rows_NC: Tensor, geometry: Geometry, centres: Centres) -> dict[str, Tensor]:
-    """The tensors of the quantizer, from a sample of tokens as it sees them, float32."""
+    """Return the tensors of the quantizer, from a sample of tokens as it sees them, float32."""
     size, bits = quantize.sizes(rows_NC.shape[-1], geometry)
     x = rows_NC.unflatten(-1, (-1, size)).double()
     boundaries, points = [], []

@@ -17,10 +17,10 @@ def requests(stage: Basis) -> tuple[ResidualMoment]:
 
 
 def solve(stage: Basis, statistics: Statistics, codec: Codec) -> tuple[Basis, dict[str, Tensor]]:
-    """The basis, and with a metric its dual: bfloat16 [C, R]."""
+    """Return the basis, and with a metric its dual: bfloat16 [C, R]."""
     return stage, leading(statistics.directions()[1], codec.scheme.quantize.stored(codec.geometry.width))
 
 
 def leading(matrices: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """The first columns of the basis, and of its dual."""
+    """Return the first columns of the basis, and of its dual."""
     return {name: matrix_CC[:, :count].to(torch.bfloat16).contiguous() for name, matrix_CC in matrices.items()}

@@ -117,7 +117,7 @@ def capped(s: Tensor, cap: float | None) -> Tensor:
 
 
 def kept(lse_BHT: Tensor, logit_H: Tensor) -> Tensor:
-    """The share of weight that tokens keep beside the logit of no token, from log Σ e^s of theirs, [B, H, T]."""
+    """Return the share of weight that tokens keep beside the logit of no token, from log Σ e^s of theirs, [B, H, T]."""
     return torch.sigmoid(lse_BHT - logit_H.float()[:, None])
 
 

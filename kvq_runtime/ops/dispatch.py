@@ -24,7 +24,7 @@ _forced: list[bool] = []
 
 @cache
 def available() -> bool:
-    """True if triton is installed."""
+    """Return True if triton is installed."""
     return find_spec("triton") is not None
 
 
@@ -39,24 +39,24 @@ def forced(kernels: bool) -> Iterator[None]:
 
 
 def runs_kernel(x: torch.Tensor) -> bool:
-    """True if a kernel computes an op on this tensor."""
+    """Return True if a kernel computes an op on this tensor."""
     return _forced[-1] if _forced else x.is_cuda and available()
 
 
 def is_waited_for(x: torch.Tensor) -> bool:
-    """True if reading a value of the tensor makes the host wait for a device."""
+    """Return True if reading a value of the tensor makes the host wait for a device."""
     return x.is_cuda
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """A kernel of an op, "module.name" of kernels/encode/."""
+    """Return a kernel of an op, "module.name" of kernels/encode/."""
     module, function = name.split(".")
     return getattr(kernels(f"encode.{module}"), function)
 
 
 @cache
 def kernels(module: str) -> ModuleType:
-    """A module of kernels, imported when the first is needed."""
+    """Return a module of kernels, imported when the first is needed."""
     return import_module(f"kvq_runtime.kernels.{module}")
 
 

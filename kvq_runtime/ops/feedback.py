@@ -47,7 +47,7 @@ def updates(metric_HDD: Tensor, blocks: int) -> list[Tensor]:
 
 
 def push(x_NHDK: Tensor, moves: Sequence[Tensor], rounded: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """The vectors to round in place of `x`: K of them for each head, channels in the second last dimension.
+    """Return the vectors to round in place of `x`: K of them for each head, channels in the second last dimension.
 
     moves     of `updates`: [H, R, g] each, or [N, H, R, g] where every row has its own
     rounded   rounds and decodes some channels of such a tensor, those of one block; none of another block may

@@ -113,7 +113,7 @@ class Section(NamedTuple):
 
 @lru_cache(maxsize=256)
 def order(bits: int, block: int, size: int, groups: int = 1) -> Order | None:
-    """The order of a head's block, [block, size]; None where tiles do not fill words.
+    """Return the order of a head's block, [block, size]; None where tiles do not fill words.
 
     bits     of a code: 1, 2, 3, 4 or 8
     block    tokens: 16 times a power of two
@@ -124,14 +124,14 @@ def order(bits: int, block: int, size: int, groups: int = 1) -> Order | None:
         return None
     tiles = min(block // EDGE, MAX_TILES, 16 // max(width for width, _ in PLANES[bits]))
     count, start = size // EDGE, 0
-    found: list[list[Place]] = []
+    found: list[list[PlaneSlot]] = []
     for width, up in PLANES[bits]:
         each = 16 // (width * tiles)  # groups of channels of a word
         words, rest = divmod(count, each)
         if rest and rest * tiles * width != 8:
             return None
         found.append([
-            Place(width, up, start + j // each * 512, j % each * tiles, 16 if j < words * each else 8)
+            PlaneSlot(width, up, start + j // each * 512, j % each * tiles, 16 if j < words * each else 8)
             for j in range(count)
         ])  # fmt: skip
         start += words * 512 + (256 if rest else 0)
@@ -140,7 +140,7 @@ def order(bits: int, block: int, size: int, groups: int = 1) -> Order | None:
     return Order(bits, tiles, block // (EDGE * tiles), start, words, runs)
 
 
-class Place(NamedTuple):
+class PlaneSlot(NamedTuple):
     """The place of one plane of a group of channels' codes: the byte of its word, and as in `Plane` and `Words`."""
 
     WIDTH: int
@@ -150,7 +150,7 @@ class Place(NamedTuple):
     BITS: int
 
 
-def _runs(channels: list[tuple[int, tuple[Place, ...]]]) -> tuple[tuple[Words, ...], tuple[Run, ...]]:
+def _runs(channels: list[tuple[int, tuple[PlaneSlot, ...]]]) -> tuple[tuple[Words, ...], tuple[Run, ...]]:
     """Groups of channels whose codes are alike placed, and evenly apart, in runs of powers of two."""
     alike: dict[tuple, list[int]] = {}
     for j, (group, places) in enumerate(channels):
@@ -207,7 +207,7 @@ def collect(ordered: Tensor, order: Order, rows: str) -> Tensor:
 
 
 def sections(order: Order) -> list[Section]:
-    """The sections of a sub-block, in the order of their bytes."""
+    """Return the sections of a sub-block, in the order of their bytes."""
     count, start = sum(run.COUNT for run in order.RUNS), 0
     found = []
     for width, up in PLANES[order.BITS]:

@@ -43,7 +43,7 @@ def tables(file: str) -> dict[str, Tensor]:
 
 
 def pinned(kind: str, name: str, table: Tensor, digest: str) -> Tensor:
-    """The table itself, checked against its pinned digest."""
+    """Return the table itself, checked against its pinned digest."""
     found = sha256(table.view(torch.uint8).numpy().tobytes()).hexdigest()
     if found != digest:
         raise RuntimeError(f"{kind} {name} has sha256 {found}, pinned is {digest}; reinstall kvq-runtime")
@@ -52,7 +52,7 @@ def pinned(kind: str, name: str, table: Tensor, digest: str) -> Tensor:
 
 @constant(16)
 def points(dim: int, size: int) -> Tensor:
-    """The grid, float32 [size, dim], checked against its pinned digest."""
+    """Return the grid, float32 [size, dim], checked against its pinned digest."""
     name = f"d{dim}_n{size}"
     if (dim, size) not in DIGESTS:
         raise ValueError(f"no grid with dim={dim} size={size}; there are {sorted(DIGESTS)}")
@@ -60,7 +60,7 @@ def points(dim: int, size: int) -> Tensor:
 
 
 def scan(x_ND: Tensor, grid: Tensor) -> Tensor:
-    """The index of the nearest point of any grid, lowest on a tie: float [N, d] and [n, d] to int64 [N].
+    """Return the index of the nearest point of any grid, lowest on a tie: float [N, d] and [n, d] to int64 [N].
 
     argmin |x - g|² = argmax x·g - |g|²/2. The maximum is found in two steps, over the maxima of runs of points and then
     inside the best run, because an argmax costs ten times a maximum.
@@ -92,7 +92,7 @@ def _strip(x: Tensor) -> int:
 
 @constant(16)
 def _cells(size: int, device: torch.device) -> Tensor:
-    """The nearest point throughout each square cell, int16 [_SIDE²]; -1 where it is not one and the same.
+    """Return the nearest point throughout each square cell, int16 [_SIDE²]; -1 where it is not one and the same.
 
     The points nearer to g than to any other are a convex set: if it has the four corners it has the cell. Blocks of
     cells are tested first, and then the corners inside those that have more than one nearest point.
@@ -113,7 +113,7 @@ def _cells(size: int, device: torch.device) -> Tensor:
 
 
 def _common(corner: Tensor) -> Tensor:
-    """The code that the four corners of each square share, or -1."""
+    """Return the code that the four corners of each square share, or -1."""
     shared = corner[:-1, :-1].clone()
     for other in (corner[1:, :-1], corner[:-1, 1:], corner[1:, 1:]):
         shared[shared != other] = -1
@@ -121,7 +121,7 @@ def _common(corner: Tensor) -> Tensor:
 
 
 def nearest(x: Tensor, dim: int, size: int) -> Tensor:
-    """The index of the grid point nearest to each vector, as `scan` finds it: float32 [..., d] to int32 [...].
+    """Return the index of the grid point nearest to each vector, as `scan` finds it: float32 [..., d] to int32 [...].
 
     In two dimensions nearly every vector lies in a cell of the plane that has one nearest point; only the others are
     scanned, in float64.

@@ -33,7 +33,7 @@ LEVELS = 8  # of importance, on either side of the mean token's
 
 @constant(MAX_BITS + 1)
 def gaussian(bits: int) -> tuple[Tensor, Tensor]:
-    """The 2^bits - 1 boundaries and 2^bits centroids, float64; no bits: the mean alone."""
+    """Return the 2^bits - 1 boundaries and 2^bits centroids, float64; no bits: the mean alone."""
     if not 0 <= bits <= MAX_BITS:
         raise ValueError(f"bits={bits}; a latent channel has 0 to {MAX_BITS}")
     every = grid.pinned("codebook", "gaussian", grid.tables("codebooks")["gaussian"], GAUSSIAN)
@@ -47,14 +47,14 @@ def _ends(boundaries: Tensor) -> Tensor:
 
 
 def _mass(ends: Tensor) -> Tensor:
-    """The share of a standard Gaussian between ends; from the nearer tail, so that no digits are lost."""
+    """Return the share of a standard Gaussian between ends; from the nearer tail, so that no digits are lost."""
     tails, below = torch.special.ndtr(-ends.abs()), ends < 0
     crosses = below[:-1] & (ends[1:] > 0)
     return torch.where(crosses, 1 - tails[:-1] - tails[1:], tails.diff().abs())
 
 
 def means(boundaries: Tensor) -> Tensor:
-    """The means of a standard Gaussian between boundaries."""
+    """Return the means of a standard Gaussian between boundaries."""
     ends = _ends(boundaries)
     density = torch.exp(-ends.square() / 2) / math.sqrt(2 * math.pi)
     found = -density.diff() / _mass(ends)
@@ -84,7 +84,7 @@ def _compared(x_NRT: Tensor, bits: int) -> Tensor:
 
 
 def _looked_up(x_NRT: Tensor, bits: int) -> Tensor:
-    """The same by a table of cells so narrow that none holds two boundaries; one comparison is left."""
+    """Return the same by a table of cells so narrow that none holds two boundaries; one comparison is left."""
     below, following = _cells(bits, x_NRT.device)
     cell = (x_NRT * FINE).clamp_(-REACH * FINE, REACH * FINE - 1).floor_().int()
     cell = cell.clamp_(min=-REACH * FINE).add_(REACH * FINE).flatten()  # a NaN is any whole number until here
@@ -104,7 +104,7 @@ def _cells(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def errors_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    """The squared errors [N, R, T] that encoding would leave, without codes: distances to the nearest point."""
+    """Return the squared errors [N, R, T] that encoding would leave, without codes: distances to the nearest point."""
     if not 1 <= bits <= PAIRED:
         return (decode_gaussian(encode_gaussian(z_NRT, deviation_R, bits), deviation_R, bits) - z_NRT).square_()
     return _away(z_NRT.abs(), deviation_R[:, None], bits).square_()
@@ -157,7 +157,7 @@ def decode_uniform(codes_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> T
 
 
 def gains(ends_2: Tensor, bits: int) -> Tensor:
-    """The 2^bits factors of tokens, float32: evenly spaced logarithms between these ends."""
+    """Return the 2^bits factors of tokens, float32: evenly spaced logarithms between these ends."""
     low, high = ends_2.double()
     return torch.exp(low + (high - low) * torch.arange(2**bits, device=ends_2.device) / (2**bits - 1)).float()
 
@@ -185,5 +185,5 @@ def importance(x_NTC: Tensor, direction_C: Tensor) -> Tensor:
 
 
 def token_scale(level_NT: Tensor) -> Tensor:
-    """The square root of what errors of tokens of these levels count, float32."""
+    """Return the square root of what errors of tokens of these levels count, float32."""
     return (level_NT.float() / 4).exp_()

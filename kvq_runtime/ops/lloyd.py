@@ -28,7 +28,7 @@ BITS = (1, 2, 3, 4)
 
 
 def solve(low: float, high: float, density: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The 2^bits - 1 boundaries and 2^bits centroids, float64, that have the least squared error.
+    """Return the 2^bits - 1 boundaries and 2^bits centroids, float64, that have the least squared error.
 
     density   any multiple of it, at the middles of equal steps from `low` to `high`; symmetric about the middle
     """
@@ -98,7 +98,7 @@ def _between(centroids: Tensor) -> Tensor:
 
 
 def cell_means(boundaries: Tensor, mass: Tensor, moment: Tensor) -> Tensor:
-    """The mean of a quantity inside every cell: running integrals of the density and of density times quantity.
+    """Return the mean of a quantity inside every cell: running integrals of the density and of density times quantity.
 
     boundaries   in steps of the running integrals
     """
@@ -112,7 +112,7 @@ def running(x: Tensor) -> Tensor:
 
 
 def _at(place: Tensor, running: Tensor) -> Tensor:
-    """The running integral at fractional places, with its two ends."""
+    """Return the running integral at fractional places, with its two ends."""
     below = place.floor().clamp(0, len(running) - 2).long()
     inner = torch.lerp(running[below], running[below + 1], place - below)
     return torch.cat([running[:1], inner, running[-1:]])
@@ -152,7 +152,7 @@ def encode(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) -> tup
 
 
 def _scale(x: Tensor, rms: Tensor, codes: Tensor, centroids: Tensor, scale: Scale) -> Tensor:
-    """The scales float32 [...]; centroids are rounded to bfloat16, as they are decoded."""
+    """Return the scales float32 [...]; centroids are rounded to bfloat16, as they are decoded."""
     if scale == "plain":
         return rms
     chosen = centroids.bfloat16().float()[codes.int()]

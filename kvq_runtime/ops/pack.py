@@ -7,7 +7,9 @@ Codes are looked up in a table of rows, several numbers per code, as words: gath
 word of 16 bytes, four float32, is the widest that a tensor can hold and the fastest per number.
 """
 
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +20,24 @@ from kvq_runtime.ops.constant import constant
 _WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
+class PackedCodes(NamedTuple):
+    """A quantizer's codes, to attend to without decoding: x = scale_g · y + low_g for the elements of group g.
+
+    group   elements of a group
+    read    packed codes → y, float32, the elements of each row in `order`
+    ends    fields → (scale [..., groups], low [..., groups] or None for 0)
+    order   the natural place, inside a run that repeats, of each element that `read` gives; None: stored order
+    """
+
+    group: int
+    read: Callable[[Tensor], Tensor]
+    ends: Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor | None]]
+    order: Tensor | None = None
+
+
 @cache
 def planes(bits: int) -> tuple[int, ...]:
-    """The plane widths, low bits first, that `bits` is stored as; ValueError unless 1 to 8."""
+    """Return the plane widths, low bits first, that `bits` is stored as; ValueError unless 1 to 8."""
     if not 1 <= bits <= 8:
         raise ValueError(f"bits={bits}; codes have 1 to 8 bits")
     return tuple(width for width in (8, 4, 2, 1) if bits & width)
@@ -100,7 +117,7 @@ def pick(packed: Tensor, start: Tensor, place: Tensor, bits: int, count: int) ->
 
 
 def _streams(byte: Tensor, width: int) -> Tensor:
-    """The codes of one plane, stream after stream; eight bytes at a time where they are whole words."""
+    """Return the codes of one plane, stream after stream; eight bytes at a time where they are whole words."""
     mask, words = (1 << width) - 1, byte
     if byte.numel() and byte.shape[-1] % 8 == 0 and byte.is_contiguous() and byte.storage_offset() % 8 == 0:
         mask, words = mask * 0x0101010101010101, byte.reshape(-1).view(torch.int64)
@@ -119,22 +136,22 @@ def word_table(rows_RE: Tensor) -> Tensor:
 
 
 def codes_together(size: int, bits: int) -> int:
-    """The number of codes that one lookup reads: all of a byte, where they fill it and are a word together."""
+    """Return the number of codes that one lookup reads: all of a byte, where they fill it and are a word together."""
     return 8 // bits if bits in (2, 4) and size % (8 // bits) == 0 else 1
 
 
 @constant(64)
 def order_together(size: int, together: int) -> Tensor:
-    """The natural place, among `size` elements, of each that is read `together` at a time."""
+    """Return the natural place, among `size` elements, of each that is read `together` at a time."""
     return torch.arange(size).view(together, -1).mT.flatten()
 
 
 def codes_of_bytes(bits: int, device: torch.device) -> Tensor:
-    """The codes that fill every byte, [256, 8/bits]."""
+    """Return the codes that fill every byte, [256, 8/bits]."""
     byte = torch.arange(256, device=device)
     return torch.stack([(byte >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], 1)
 
 
 def take(table: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows of uint8 codes, one after another, [codes · E], in the dtype the table was made of."""
+    """Return the rows of uint8 codes, one after another, [codes · E], in the dtype the table was made of."""
     return table.index_select(0, codes.int().view(-1)).view(dtype)

@@ -31,7 +31,7 @@ Points = Literal["unit", "mean"]
 
 @constant(64)
 def _density(level: int) -> Tensor:
-    """The density of the angle above level 1 on [0, π/2], float64, at the middles of lloyd.CELLS steps."""
+    """Return the density of the angle above level 1 on [0, π/2], float64, at the middles of lloyd.CELLS steps."""
     return (2 * _middles()).sin() ** (2 ** (level - 1) - 1)
 
 
@@ -90,7 +90,7 @@ def encode(
 
 
 def angles(x: Tensor, bits: Sequence[int], boundaries: Sequence[Tensor] | None = None) -> tuple[list[Tensor], Tensor]:
-    """The cells of the angles of float32 [..., K]: codes uint8 [..., K/2^l] of each level l, radii [..., K/2^L].
+    """Return the cells of the angles of float32 [..., K]: codes uint8 [..., K/2^l] of each level l, radii [..., K/2^L].
 
     boundaries   inside (0, 2π) at level 1, where cell 0 begins at 0, and inside (0, π/2) above it
     """

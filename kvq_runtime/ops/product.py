@@ -17,7 +17,7 @@ _WITHOUT = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """True if this machine's CPU has instructions for products of bfloat16, and oneDNN may use them."""
+    """Return True if this machine's CPU has instructions for products of bfloat16, and oneDNN may use them."""
     if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT:
         return False
     if hasattr(torch.cpu, "get_capabilities"):
@@ -33,12 +33,12 @@ def without_bfloat16(device: str) -> str | None:
 
 
 def widened(x: Tensor) -> bool:
-    """True if products of this tensor are computed in float32."""
+    """Return True if products of this tensor are computed in float32."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not multiplies_bfloat16()
 
 
 def wide(x: Tensor) -> Tensor:
-    """The same numbers in the dtype in which products of them are computed."""
+    """Return the same numbers in the dtype in which products of them are computed."""
     return x.float() if widened(x) else x
 
 

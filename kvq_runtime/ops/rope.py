@@ -52,7 +52,7 @@ def rotate(x_NTHD: Tensor, cos_NTK: Tensor, sin_NTK: Tensor) -> Tensor:
 
 
 def spread(cos_NTK: Tensor, sin_NTK: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
-    """The factors of every channel of all heads, [N, T, C] each: of the channel itself, and of its partner."""
+    """Return the factors of every channel of all heads, [N, T, C] each: of the channel itself, and of its partner."""
     rest = size - 2 * cos_NTK.shape[-1]
     cos = torch.nn.functional.pad(torch.cat([cos_NTK, cos_NTK], -1), (0, rest), value=1.0)
     sin = torch.nn.functional.pad(torch.cat([-sin_NTK, sin_NTK], -1), (0, rest))

@@ -72,7 +72,7 @@ def by_runs(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def in_tile(rotation: Rotation, size: int) -> bool:
-    """True if a kernel rotates groups of `size` elements in registers, in the launch that encodes them.
+    """Return True if a kernel rotates groups of `size` elements in registers, in the launch that encodes them.
 
     Its runs have to be inside a group, and a matrix one operand of a tile's product, the same for all heads. Any other
     rotation is a launch before it: of `hadamard`, or a product, which may round a row otherwise in other company.
@@ -108,7 +108,7 @@ def check(size: int, shape: torch.Size) -> None:
 
 @constant(64)
 def signs(size: int, seed: int) -> Tensor:
-    """The ±1 of one run, float32 [size]."""
+    """Return the ±1 of one run, float32 [size]."""
     ones = [1.0 if hash64(seed, position) & 1 else -1.0 for position in range(size)]
     return torch.tensor(ones, dtype=torch.float32)
 
@@ -125,7 +125,7 @@ def hadamard_matrix(size: int, seed: int) -> Tensor:
 
 @constant(16)
 def random_matrix(size: int, seed: int) -> Tensor:
-    """A random orthogonal matrix, float32 [size, size]: hash → uniform → Gaussian (Box–Muller) → QR."""
+    """Return a random orthogonal matrix, float32 [size, size]: hash → uniform → Gaussian (Box–Muller) → QR."""
     radius, angle = uniform(seed, 2 * size * size).view(2, size, size)
     gaussian = (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
     q, r = torch.linalg.qr(gaussian)

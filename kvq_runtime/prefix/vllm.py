@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, Transfer, open_stores
 from kvq_runtime.vllm import page, plugin
-from kvq_runtime.vllm.page import Rows
+from kvq_runtime.vllm.page import PageRows
 
 
 @dataclass
@@ -96,7 +96,7 @@ class KVQConnector(KVConnectorBase_V1):
                 write = partial(module.impl.do_kv_cache_update, module)
                 with torch.inference_mode():
                     orders[kind] = page.places_of(cache, geometry.kv_heads, geometry.head_size, write)
-            layers.append(Rows(cache, orders[kind], self._page // cache.shape[2]))
+            layers.append(PageRows(cache, orders[kind], self._page // cache.shape[2]))
         self._worker = PrefixWorker(self._stores[0], layers, self._page)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

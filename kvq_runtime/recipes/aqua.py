@@ -40,7 +40,7 @@ def over_higgs(name: str, bits: str) -> Recipe:
 
 
 def first_16bit(name: str) -> Recipe:
-    """The paper's setting for Qwen models."""
+    """Return the paper's setting for Qwen models."""
     return aqua(name, higgs.scheme("2bit"), EXACT, summary="AQUA-KV, 2 bits: first layer as it is")
 
 

@@ -41,7 +41,7 @@ RIDGE = 1e-4
 
 
 def aqua_fisher(name: str, bits: float) -> Recipe:
-    """The recipe with `bits` bits per element, averaged over all layers, keys and values."""
+    """Return the recipe with `bits` bits per element, averaged over all layers, keys and values."""
     rounding = Mixed(target=bits, codebook="trellis", gain=GAIN, shared=True)
     two = Linear(below=(1, 2), both=True, ridge=RIDGE, storage="gptq4")
     scheme = Scheme(rounding, predict=two, rotate=GradientBasis())

@@ -69,7 +69,7 @@ class HeavyHitters(Evicting):
 
 
 def held(recipe: Recipe, name: str, policy: HeavyHitters) -> Recipe:
-    """The recipe over the tokens that the policy holds."""
+    """Return the recipe over the tokens that the policy holds."""
     how = ", half of them the newest" if policy.recent else ""
     summary = f"{recipe.summary}, over the {policy.share:.0%} of tokens that H2O holds{how}"
     return replace(recipe, name=name, policies=(policy,), summary=summary)

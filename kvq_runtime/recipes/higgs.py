@@ -22,7 +22,7 @@ GRIDS = {"1bit": (8, 256), "1.5bit": (4, 64), "2bit": (2, 16), "2bit-slow": (4, 
 
 
 def scheme(bits: str, group: str = "all", predict=None) -> Scheme:
-    """A scheme of HIGGS at these bits, with one scale per token ("all") or per head."""
+    """Return a scheme of HIGGS at these bits, with one scale per token ("all") or per head."""
     dim, size = GRIDS[bits]
     return Scheme(quantize=Grid(dim, size, group), rotate=Hadamard(group), predict=predict)
 

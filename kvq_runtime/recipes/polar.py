@@ -42,13 +42,13 @@ def full(name: str, bits: str) -> Recipe:
 
 
 def published(name: str) -> Recipe:
-    """The paper's four levels."""
+    """Return the paper's four levels."""
     own = Scheme(quantize=Polar(), rotate=Random())
     return Recipe(name, own, own, summary="PolarQuant as published, 3.875 bits", window=PAPER)
 
 
 def fitted(name: str, where: str = "the calibration's", policies=()) -> Recipe:
-    """The same with codebooks from angles of a calibration, or of each prompt."""
+    """Return the same with codebooks from angles of a calibration, or of each prompt."""
     own = Scheme(quantize=PolarFitted(), rotate=Random())
     summary = f"PolarQuant with codebooks from {where} angles"
     return Recipe(name, own, own, summary=summary, window=PAPER, policies=policies)

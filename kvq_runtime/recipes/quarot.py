@@ -13,7 +13,7 @@ from kvq_runtime.stages.rtn import Rtn
 
 
 def scheme(bits: int, group: str = "all", predict=None) -> Scheme:
-    """A scheme of QuaRot at these bits."""
+    """Return a scheme of QuaRot at these bits."""
     return Scheme(quantize=Rtn(bits, group), rotate=Hadamard(group), predict=predict)
 
 

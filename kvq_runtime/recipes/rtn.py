@@ -14,7 +14,7 @@ from kvq_runtime.stages.rtn import Rtn
 
 
 def scheme(bits: int, group: str | int = 64) -> Scheme:
-    """A scheme of plain rounding per token."""
+    """Return a scheme of plain rounding per token."""
     return Scheme(quantize=Rtn(bits, group))
 
 

@@ -92,7 +92,7 @@ class DynamicWindow(PolicySetting):
         return recent + self.blocks * block
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """A difference of weights a layer."""
+        """Count a difference of weights for each layer."""
         return {"timeline": 4 * geometry.layers}
 
     def policy(self, cache: CacheParts) -> Policy:
@@ -145,12 +145,12 @@ class DynamicWindowPolicy(Policy):
         return self.setting.most(window.recent, window.block)
 
     def _edge(self, store: LayerStore) -> int:
-        """The first slot that stays exact; if the layer decides, that may stay so."""
+        """Return the first slot that stays exact; if the layer decides, that may stay so."""
         leaving = store.due if self.setting.per == "cache" else store.beyond(self._most)
         return (store.blocks + leaving) * store.window.block
 
     def observe(self, store: LayerStore, p_BHGTW: Tensor, slots: range) -> None:
-        """The edge is that of the window as this pass leaves it."""
+        """Return the edge: that of the window as this pass leaves it."""
         p_BHGW, edge, real_BT = p_BHGTW[..., -1, :], self._edge(store), self.positions.real_BT
         self.gaps[store.layer] = gaps(p_BHGW, edge, store.window.sinks, real_BT, store.encoded)
 
@@ -191,12 +191,12 @@ def gaps(p_BHGW: Tensor, edge: int, sinks: int, real_BT: Tensor | None, encoded:
 
 
 def keep_edge(gaps_LB: Tensor) -> bool:
-    """The decision; if no row has a vote, nothing is kept."""
+    """Return the decision; if no row has a vote, nothing is kept."""
     return float(gaps_LB.double().nanmean()) <= 0
 
 
 def subkv(name: str, bits: int, per: Literal["cache", "layer"] = "cache") -> Recipe:
-    """The paper's method at `bits` bits."""
+    """Return the paper's method at `bits` bits."""
     summary = f"SubKV, {bits} bits, groups of 32, N from 32 to 128{', by layer' if per == 'layer' else ''}"
     schemes, policies = (kivi.keys(bits), kivi.values(bits)), (DynamicWindow(per=per),)
     return Recipe(name, *schemes, summary=summary, window=WINDOW, policies=policies)

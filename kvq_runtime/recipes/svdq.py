@@ -50,7 +50,7 @@ def scheme(quantize: Mixed) -> Scheme:
 
 
 def scheduled(name: str, bits: str, value: Scheme, policies=(), how: str = "its schedule") -> Recipe:
-    """The paper's schedule of these bits."""
+    """Return the paper's schedule of these bits."""
     summary = f"SVDq, keys {bits}, {how}; values {'16 bit' if value == EXACT else '4 bits'}"
     key = scheme(Mixed(SCHEDULES[bits], codebook="uniform"))
     return Recipe(name, key, value, "pre", summary=summary, policies=policies)

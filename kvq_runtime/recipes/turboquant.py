@@ -43,7 +43,7 @@ def lloyd(name: str, bits: int) -> Recipe:
 
 
 def mean_lloyd_post(name: str, bits: int) -> Recipe:
-    """The same with the mean removed after RoPE."""
+    """Return the same with the mean removed after RoPE."""
     own = scheme(bits, predict=Mean())
     return Recipe(name, own, own, summary=f"scalar Lloyd–Max, {bits} bits, mean removed after RoPE")
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import grid, lloyd, pack, product
 from kvq_runtime.ops.constant import constant
+from kvq_runtime.ops.pack import PackedCodes
 from kvq_runtime.ops.rotation import Rotation, in_tile
-from kvq_runtime.stages.stage import NOTHING, Fields, PackedCodes, Quantizer, Specs, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
 
 Read = Callable[[Tensor], Tensor]
 
@@ -35,7 +36,7 @@ class Codebook(Quantizer):
 
     @abstractmethod
     def points(self, size: int) -> Tensor:
-        """The points [2^bits, dim] for groups of `size` elements."""
+        """Return the points [2^bits, dim] for groups of `size` elements."""
 
     @abstractmethod
     def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
@@ -51,7 +52,7 @@ class Codebook(Quantizer):
         return {"codes": ((rows, count, packed), torch.uint8), "scale": ((rows, count), torch.float16)}
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """True if a kernel rotates, rounds and packs rows of `width` in one launch."""
+        """Return True if a kernel rotates, rounds and packs rows of `width` in one launch."""
         return in_tile(rotation, self.group_size(width, geometry))
 
     def encode(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
@@ -96,7 +97,7 @@ class Codebook(Quantizer):
 
 @constant(64)
 def _table(quantize: Codebook, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values of every index, rounded to bf16 whatever the dtype."""
+    """Return the values of every index, rounded to bf16 whatever the dtype."""
     points = quantize.points(size).to(device, torch.bfloat16).to(dtype)
     if pack.codes_together(size // quantize.dim, quantize.bits) == 1:
         return pack.word_table(points)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack
-from kvq_runtime.stages.scheme import Site
-from kvq_runtime.stages.stage import Correction, Fields, Specs, Tensors
+from kvq_runtime.stages.stage import Correction, Fields, Site, Specs, Tensors
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Sparse(Correction):
         return "outliers"
 
     def fields(self, block: int, geometry: Geometry) -> Specs:
-        """The fields of a block beside the quantizer's."""
+        """Return the fields of a block beside the quantizer's."""
         width = geometry.width
         shapes = {"token": (block, width), "channel": (width, block), "block": (1, block * width)}
         groups, size = shapes[self.group]
@@ -64,7 +63,7 @@ class Sparse(Correction):
         }
 
     def rest(self, x_NTC: Tensor) -> Tensor:
-        """The quantizer's input: outliers are replaced by the median of their group."""
+        """Return the quantizer's input: outliers are replaced by the median of their group."""
         if self.group == "block":
             return x_NTC
         x_NGK = self._grouped(x_NTC)
@@ -141,7 +140,7 @@ class LowRank(Correction):
             self.fields(site.window.block, site.geometry)
 
     def fields(self, block: int, geometry: Geometry) -> Specs:
-        """The fields of a block beside the quantizer's; a rank that it cannot have is a ValueError."""
+        """Return the fields of a block beside the quantizer's; a rank that it cannot have is a ValueError."""
         heads, size = geometry.kv_heads, geometry.head_size
         if self.rank > min(block, size):
             raise ValueError(f"rank={self.rank} of blocks [{block}, {size}]; use at most {min(block, size)}")
@@ -202,7 +201,7 @@ class LowRankSparse(Correction):
         return "outliers" if field.startswith("sparse_") else "scales"
 
     def fields(self, block: int, geometry: Geometry) -> Specs:
-        """The fields of a block beside the quantizer's."""
+        """Return the fields of a block beside the quantizer's."""
         return self.sparse.fields(block, geometry) | self.low_rank.fields(block, geometry)
 
     def rest(self, x_NTC: Tensor) -> Tensor:

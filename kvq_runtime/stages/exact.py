@@ -8,8 +8,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rotation import Rotation
-from kvq_runtime.stages.scheme import Site
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Tensors
 
 
 @dataclass(frozen=True)

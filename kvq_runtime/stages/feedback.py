@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import feedback
-from kvq_runtime.stages.scheme import Scheme, Site
-from kvq_runtime.stages.stage import Axis, Feedback, Queries, Rounded, Specs, Tensors
+from kvq_runtime.stages.stage import Axis, Feedback, Queries, Rounded, Scheme, Site, Specs, Tensors
 
 Normalize = Literal["paper", "length-invariant"]
 MAX_BLOCKS = 256  # blocks of a head
@@ -65,7 +64,7 @@ class QueryOrthogonal(Feedback):
             self._check_groups(site.scheme, geometry)
 
     def check_prompt_fit(self) -> None:
-        """A row's own queries have a moment."""
+        """Allow it: a row's own queries have a moment."""
 
     def _check_groups(self, scheme: Scheme, geometry: Geometry) -> None:
         """Groups must lie inside the blocks of channels, and rotations inside heads."""
@@ -87,7 +86,7 @@ class QueryOrthogonal(Feedback):
             )
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """The fitted moves of `ops.feedback.updates`."""
+        """Return the fitted moves of `ops.feedback.updates`."""
         heads, head = geometry.kv_heads, geometry.head_size
         size = head // self.blocks
         return {

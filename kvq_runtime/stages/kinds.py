@@ -19,7 +19,7 @@ from kvq_runtime.stages.stage import SLOTS, Stage, setting_types
 
 @cache
 def kinds() -> dict[str, dict[str, type]]:
-    """The classes of all stages: slot → kind → class, in alphabetical order of files."""
+    """Return the classes of all stages: slot → kind → class, in alphabetical order of files."""
     found: dict[str, dict[str, type]] = {slot: {} for slot in SLOTS}
     for cls in classes_in(("kvq_runtime.stages",), Stage):
         found[cls.slot][cls.kind] = cls
@@ -27,7 +27,7 @@ def kinds() -> dict[str, dict[str, type]]:
 
 
 def classes_in(packages: Sequence[str], base: type) -> list[Any]:
-    """The classes in the files of packages that are derived from `base` and have a kind of their own."""
+    """Return the classes in the files of packages that are derived from `base` and have a kind of their own."""
     names = [f"{one}.{file.name}" for one in packages for file in pkgutil.iter_modules(import_module(one).__path__)]
     return [
         cls
@@ -39,7 +39,7 @@ def classes_in(packages: Sequence[str], base: type) -> list[Any]:
 
 
 def stage_json(stage: Any) -> dict:
-    """A stage or policy as JSON: its kind and its settings."""
+    """Return a stage or policy as JSON: its kind and its settings."""
     return json.loads(json.dumps({"kind": stage.kind} | dataclasses.asdict(stage)))
 
 
@@ -61,7 +61,7 @@ def stage_from(name: str, stated: Any, known: Mapping[str, type]) -> Any:
 
 
 def fits_type(value: Any, expected: Any) -> bool:
-    """True if a JSON value may be a setting of this type; a list stands for a tuple, of at most 8 items."""
+    """Return True if a JSON value may be a setting of this type; a list stands for a tuple, of at most 8 items."""
     origin, arguments = get_origin(expected), get_args(expected)
     if origin in (Union, types.UnionType):
         return any(fits_type(value, part) for part in arguments)

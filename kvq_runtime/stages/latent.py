@@ -10,8 +10,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import latent, pack, trellis
 from kvq_runtime.ops.rotation import Rotation, rotate
-from kvq_runtime.stages.scheme import Site
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 # What errors cost with paths that weigh tokens, of what they cost with others, by which bits are shared out: by
 # SmolLM2's gradients 0.80 to 0.87 (two sequences, 2 bits), of Gaussian channels 0.77 to 0.83 if ln w deviates by 0.8.
@@ -296,7 +295,7 @@ class Mixed(Quantizer):
         return latent.gains(tensors["gain_ends"], self.gain)[codes.long()]
 
     def _parts(self, width: int, ends: Tensors) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
-        """The channels of each run, their bits, and what scales them."""
+        """Return the channels of each run, their bits, and what scales them."""
         start = 0
         for count, bits in self.runs(width):
             part = slice(start, start + count)

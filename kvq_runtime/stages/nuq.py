@@ -9,8 +9,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import pack, product
 from kvq_runtime.ops.rotation import Rotation, rotate
-from kvq_runtime.stages.scheme import Site
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 
 @dataclass(frozen=True)

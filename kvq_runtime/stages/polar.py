@@ -14,8 +14,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import pack, polar
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
-from kvq_runtime.stages.scheme import Site
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 # quantized radii: 2^(-code/16) of the vector's norm, so from 1 down to 2^-15.9, each to 2.2%
 RADII = 2.0 ** (-torch.arange(256, dtype=torch.float64) / 16)
@@ -94,7 +93,7 @@ class Polar(Quantizer):
         return {"codes": polar.pack_levels(codes, bits), "radius": _radius_code(ratio), "norm": norm}
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """True if a kernel rotates, rounds and packs rows of `width` in one launch; not with radii of 8 bits."""
+        """Return True if a kernel rotates, rounds and packs rows of `width` in one launch; not with radii of 8 bits."""
         return self.radius == "fp16" and in_tile(rotation, geometry.group_size(self.group, width))
 
     def decode(
@@ -118,7 +117,7 @@ class Polar(Quantizer):
         return self.sizes(width, geometry)[0]
 
     def _boundaries(self, bits: tuple[int, ...], tensors: Tensors) -> Sequence[Tensor] | None:
-        """The boundaries of the angles of each level, [2^bits - 1]; None: those of the exact density."""
+        """Return the boundaries of the angles of each level, [2^bits - 1]; None: those of the exact density."""
         return None
 
     def points_of(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:
@@ -141,10 +140,10 @@ class PolarFitted(Polar):
     fitted = True
 
     def check_prompt_fit(self) -> None:
-        """A row's own tokens have angles."""
+        """Allow it: a row's own tokens have angles."""
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """The codebooks, level after level: boundaries inside the range, and what a code decodes to."""
+        """Return the codebooks, level after level: boundaries inside the range, and what a code decodes to."""
         counts = [2**wide for wide in self.sizes(geometry.width, geometry)[1]]
         return {
             "boundaries": ((sum(counts) - len(counts),), torch.float32),
@@ -159,6 +158,6 @@ class PolarFitted(Polar):
 
 
 def _radius_code(ratio: Tensor) -> Tensor:
-    """The nearest of RADII, on the logarithmic scale."""
+    """Return the nearest of RADII, on the logarithmic scale."""
     between = (RADII * 2 ** (-1 / 32))[:-1].flip(0).to(ratio.device, torch.float32)
     return (255 - torch.bucketize(ratio.contiguous(), between)).to(torch.uint8)

@@ -39,7 +39,7 @@ class Mean(Predictor):
     kind: ClassVar[str] = "mean"
 
     def check_prompt_fit(self) -> None:
-        """Any tokens have a mean."""
+        """Allow it: any tokens have a mean."""
 
     def specs(self, inputs: int, width: int) -> Specs:
         return {"mean": ((width,), torch.float32)}
@@ -109,7 +109,7 @@ class Linear(Neighbours):
         return _means(width) | rtn.matrix_specs(inputs, width)
 
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
-        """The centred prediction, in the dtype of the inputs."""
+        """Return the centred prediction, in the dtype of the inputs."""
         return _affine(z_NTI, self.matrix(tensors, z_NTI.shape[-1]), tensors["bias"])
 
     def unpacked(self, tensors: Tensors, inputs: int) -> Tensors:

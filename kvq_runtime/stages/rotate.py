@@ -10,8 +10,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import rotation as rotations
 from kvq_runtime.ops.rotation import SignedHadamard, hadamard_matrix, random_matrix
-from kvq_runtime.stages.scheme import Site
-from kvq_runtime.stages.stage import Rotation, Specs, Tensors
+from kvq_runtime.stages.stage import Rotation, Site, Specs, Tensors
 
 
 class Fixed(Rotation):
@@ -19,7 +18,7 @@ class Fixed(Rotation):
 
     @abstractmethod
     def matrix(self, width: int, geometry: Geometry) -> Tensor:
-        """The orthogonal matrix of one group, float32 [size, size]."""
+        """Return the orthogonal matrix of one group, float32 [size, size]."""
 
     def pair(self, width: int, geometry: Geometry, tensors: Tensors) -> tuple[Tensor, Tensor]:
         matrix = self.matrix(width, geometry)
@@ -50,7 +49,7 @@ class Hadamard(Fixed):
             raise ValueError(f"group={self.group}; a Hadamard group is a power of two")
 
     def size(self, width: int, geometry: Geometry) -> int:
-        """The group size for vectors of `width` (the model's width, or a block's tokens)."""
+        """Return the group size for vectors of `width` (the model's width, or a block's tokens)."""
         if isinstance(self.group, int):
             if width % self.group:
                 raise ValueError(f"rotate: group={self.group} does not divide the width {width}")
@@ -59,7 +58,7 @@ class Hadamard(Fixed):
         return min(size & -size, 1024)
 
     def matrix(self, width: int, geometry: Geometry) -> Tensor:
-        """The orthogonal matrix of one group, float32."""
+        """Return the orthogonal matrix of one group, float32."""
         return hadamard_matrix(self.size(width, geometry), self.seed)
 
     def forward(self, width: int, geometry: Geometry) -> rotations.Rotation:
@@ -83,14 +82,14 @@ class Random(Fixed):
         check_group(self.group)
 
     def size(self, width: int, geometry: Geometry) -> int:
-        """The group size for vectors of `width` (the model's width, or a block's tokens)."""
+        """Return the group size for vectors of `width` (the model's width, or a block's tokens)."""
         size = geometry.group_size(self.group, width)
         if size > 1024:
             raise ValueError(f"rotate: a random rotation of {size} elements; use at most 1024, or kind hadamard")
         return size
 
     def matrix(self, width: int, geometry: Geometry) -> Tensor:
-        """The orthogonal matrix of one group, float32."""
+        """Return the orthogonal matrix of one group, float32."""
         return random_matrix(self.size(width, geometry), self.seed)
 
 
@@ -117,11 +116,11 @@ class Basis(Rotation):
         return (tensors["basis"], tensors["basis"].mT) if tensors else None
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """The fitted basis."""
+        """Return the fitted basis."""
         return {"basis": ((geometry.width, site.scheme.quantize.stored(geometry.width)), torch.bfloat16)}
 
     def check_prompt_fit(self) -> None:
-        """A row's own tokens have a second moment."""
+        """Allow it: a row's own tokens have a second moment."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class GradientBasis(Basis):
         return (tensors["basis"], tensors["dual"].mT) if tensors else None
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """The fitted basis B, and its dual D, DᵀB = 1."""
+        """Return the fitted basis B, and its dual D, DᵀB = 1."""
         basis = super().tensors(site, geometry)
         return basis | {"dual": basis["basis"]}
 
@@ -188,7 +187,7 @@ class Oscar(Rotation):
         return None if rotation_HDD is None else (rotation_HDD, rotation_HDD.mT.to(torch.bfloat16))
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """The rotation of each head, float32."""
+        """Return the rotation of each head, float32."""
         return {"rotation": ((geometry.kv_heads, geometry.head_size, geometry.head_size), torch.float32)}
 
     def check(self, site: Site) -> None:

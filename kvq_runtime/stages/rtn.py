@@ -14,9 +14,9 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import pack, rtn
 from kvq_runtime.ops.constant import constant
+from kvq_runtime.ops.pack import PackedCodes
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
-from kvq_runtime.stages.scheme import Scheme
-from kvq_runtime.stages.stage import NOTHING, Fields, PackedCodes, Quantizer, Specs, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Scheme, Specs, Tensors
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Rtn(Quantizer):
         return rtn.encode(x, self.bits, self.range, rotation)
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """True if a kernel rotates, rounds and packs rows of `width` in one launch."""
+        """Return True if a kernel rotates, rounds and packs rows of `width` in one launch."""
         return in_tile(rotation, self.group_size(width, geometry))
 
     def decode(
@@ -102,7 +102,7 @@ class Rtn(Quantizer):
 
 @constant(8)
 def _table(bits: int, zero: float, device: torch.device) -> Tensor:
-    """The codes of every byte, less `zero`."""
+    """Return the codes of every byte, less `zero`."""
     return pack.word_table(pack.codes_of_bytes(bits, device).float() - zero)
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rotation import Rotation, rotate
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.scheme import Site
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,10 @@ class Separable(Quantizer):
         return Rtn(self.bits, self.group, self.range)
 
     def check_prompt_fit(self) -> None:
-        """The tokens of one row have a maximum: the paper's own way."""
+        """Allow it: the tokens of one row have a maximum: the paper's own way."""
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """The scale c of each channel, over 0."""
+        """Return the scale c of each channel, over 0."""
         return {"scale": ((geometry.width,), torch.float32)}
 
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:

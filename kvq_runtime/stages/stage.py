@@ -5,7 +5,7 @@
 A stage is a frozen dataclass of settings that JSON can hold, with a `kind` that names it there. What is fitted for it
 are tensors, named and shaped by `tensors`; they come as arguments. Five base classes say what each part does, with a
 default for what only some stages can do; a new stage is a class in a file of this folder, and is found there by its
-kind (`kinds.py`). A Scheme, in `scheme.py`, has one stage of each slot.
+kind (`kinds.py`).
 
 Shapes: N blocks · R rows of a block, W elements of a row: a row is a token, W = C, where a scheme works per token, and
 a channel, W = the tokens of a block, where it works per channel · V decoded elements of a row, in stored order.
@@ -13,22 +13,21 @@ a channel, W = the tokens of a block, where it works per channel · V decoded el
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from kvq_runtime.geometry import ROLES, Geometry, Role
+from kvq_runtime.geometry import ROLES, Geometry, Role, Window
 from kvq_runtime.ops import product
+from kvq_runtime.ops.pack import PackedCodes
 from kvq_runtime.ops.rotation import Rotation as Turn
-
-if TYPE_CHECKING:
-    from kvq_runtime.stages.scheme import Scheme, Site
 
 SLOTS = ("predict", "rotate", "quantize", "feedback", "correct")
 
@@ -38,13 +37,13 @@ Fields = Mapping[str, Tensor]
 Queries = Literal["after", "before"]  # RoPE
 Axis = Literal["token", "channel"]
 Rounded = Callable[[Tensor], Tensor]  # rows encoded and decoded
-Place = tuple[int, Role]  # of a decoded tensor: how many layers below, 0 for this one, and keys or values
+InputTensor = tuple[int, Role]  # of a decoded tensor: how many layers below, 0 for this one, and keys or values
 NOTHING: Tensors = MappingProxyType({})
 
 
 @cache
 def setting_types(cls: Any) -> dict[str, Any]:
-    """The settings of a stage and their annotated types."""
+    """Return the settings of a stage and their annotated types."""
     hints = get_type_hints(cls)
     return {setting.name: hints[setting.name] for setting in fields(cls)}
 
@@ -71,11 +70,11 @@ class Stage(ABC):
                 raise ValueError(f"{name}={getattr(self, name)!r}; use one of {get_args(kind)}")
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """The tensors of a fit at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
+        """Return the tensors of a fit at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
         return {}
 
     def papers_in(self, scheme: Scheme) -> tuple[str, ...]:
-        """The papers that it comes from, beside the other stages of this scheme."""
+        """Return the papers that it comes from, beside the other stages of this scheme."""
         return self.papers
 
     def check(self, site: Site) -> None:  # noqa: B027
@@ -104,12 +103,12 @@ class Inputs(NamedTuple):
         """The number of tensors, each as wide as a token, side by side."""
         return self.keys + len(self.below) * (1 + self.both)
 
-    def places(self, role: Role) -> list[Place]:
-        """The depth below this layer, 0 for itself, and the role of each of them, in order."""
+    def tensors(self, role: Role) -> list[InputTensor]:
+        """Return the depth below this layer, 0 for itself, and the role of each tensor, in order."""
         other: Role = ROLES[1 - ROLES.index(role)]
         roles = (role, other) if self.both else (role,)
-        own: list[Place] = [(0, "key")] if self.keys else []
-        return own + [(depth, one) for one in roles for depth in self.below]
+        own: list[InputTensor] = [(0, "key")] if self.keys else []
+        return own + [(depth, role) for role in roles for depth in self.below]
 
 
 class Predictor(Stage):
@@ -132,20 +131,20 @@ class Predictor(Stage):
         return Inputs()
 
     def in_layer(self, layer: int, role: Role) -> Predictor:
-        """The predictor of this layer: itself, or a simpler one where there is nothing to read."""
+        """Return the predictor of this layer: itself, or a simpler one where there is nothing to read."""
         return self
 
     def in_full(self) -> Predictor:
-        """The same predictor, its own tensors stored in 16 bits."""
+        """Return the same predictor, its own tensors stored in 16 bits."""
         return self
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
-        """The mean, and what the prediction is computed with."""
+        """Return the mean, and what the prediction is computed with."""
         return self.specs(geometry.width * self.inputs(site.layer, site.role).tokens, geometry.width)
 
     @abstractmethod
     def specs(self, inputs: int, width: int) -> Specs:
-        """The same for so many input channels and channels of a token."""
+        """Return the same for so many input channels and channels of a token."""
 
     def unpacked(self, tensors: Tensors, inputs: int) -> Tensors:
         """The same tensors as `apply` takes them for many blocks: larger, and nothing is to be done to them first."""
@@ -183,21 +182,6 @@ class Rotation(Stage):
         return None if pair is None else pair[0]
 
 
-class PackedCodes(NamedTuple):
-    """A quantizer's codes, to attend to without decoding: x = scale_g · y + low_g for the elements of group g.
-
-    group   elements of a group
-    read    packed codes → y, float32, the elements of each row in `order`
-    ends    fields → (scale [..., groups], low [..., groups] or None for 0)
-    order   the natural place, inside a run that repeats, of each element that `read` gives; None: stored order
-    """
-
-    group: int
-    read: Callable[[Tensor], Tensor]
-    ends: Callable[[Fields], tuple[Tensor, Tensor | None]]
-    order: Tensor | None = None
-
-
 class Quantizer(Stage):
     """The rounding: rows of a block in, packed fields out.
 
@@ -228,7 +212,7 @@ class Quantizer(Stage):
 
     @abstractmethod
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
-        """The fields of one block [rows, width]; `dtype` is the model's. Bits billed are the bytes of these.
+        """Return the fields of one block [rows, width]; `dtype` is the model's. Bits billed are the bytes of these.
 
         ValueError: rows of this width cannot be encoded."""
 
@@ -240,7 +224,7 @@ class Quantizer(Stage):
         """
 
     def one_launch(self, rotation: Turn, width: int, geometry: Geometry) -> bool:
-        """True if a kernel rotates, rounds and packs rows of `width` in one launch, each as it would alone."""
+        """Return True if a kernel rotates, rounds and packs rows of `width` in one launch, each as it would alone."""
         return False
 
     @abstractmethod
@@ -300,7 +284,7 @@ class Quantizer(Stage):
         return None
 
     def memory_kind(self, field: str) -> str:
-        """The kind of a field in a memory report: "codes" or "scales"."""
+        """Return the kind of a field in a memory report: "codes" or "scales"."""
         return "codes" if field in ("codes", "x") else "scales"
 
 
@@ -316,7 +300,7 @@ class Feedback(Stage):
 
     @abstractmethod
     def turn(self, axis: Axis, rotate: Rotation | None, geometry: Geometry) -> Tensor | None:
-        """The rotation [D, D] of a head's channels between keys and rounding; None: there is none."""
+        """Return the rotation [D, D] of a head's channels between keys and rounding; None: there is none."""
 
     @abstractmethod
     def apply(self, x_NRW: Tensor, axis: Axis, geometry: Geometry, tensors: Tensors, rounded: Rounded) -> Tensor:
@@ -330,7 +314,7 @@ class Correction(Stage):
 
     @abstractmethod
     def fields(self, block: int, geometry: Geometry) -> Specs:
-        """The fields of a block beside the quantizer's."""
+        """Return the fields of a block beside the quantizer's."""
 
     def rest(self, x_NTC: Tensor) -> Tensor:
         """Return what the quantizer has to round."""
@@ -346,5 +330,102 @@ class Correction(Stage):
         """Correct decoded blocks, in the same tensor if it can be."""
 
     def memory_kind(self, field: str) -> str:
-        """The kind of a field in a memory report."""
+        """Return the kind of a field in a memory report."""
         return "scales"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The storage of the keys, or of the values, of a layer.
+
+    quantize  the rounding
+    predict   what is subtracted first, or None
+    rotate    the rotation of what is left, or None
+    feedback  what the error of channels rounded before moves in those after, or None; of keys
+    correct   what is stored beside the rounding to reduce its error, or None
+    axis      "token": groups are channels of one token; "channel": groups are tokens of one channel, inside a block
+    """
+
+    quantize: Quantizer
+    predict: Predictor | None = None
+    rotate: Rotation | None = None
+    feedback: Feedback | None = None
+    correct: Correction | None = None
+    axis: Axis = "token"
+
+    @property
+    def stages(self) -> Iterator[tuple[str, Stage]]:
+        """(slot, stage) of those it has, in the order in which they are fitted and encode."""
+        for slot in SLOTS:
+            if getattr(self, slot) is not None:
+                yield slot, getattr(self, slot)
+
+    @property
+    def fitted(self) -> bool:
+        """True if any stage has tensors of a fit."""
+        return any(stage.fitted for _, stage in self.stages)
+
+    @property
+    def cross_layer(self) -> bool:
+        """True if it is predicted from other decoded tensors."""
+        return self.predict is not None and self.predict.cross_layer
+
+    def inputs(self, layer: int, role: Role) -> Inputs:
+        """Return the inputs of this layer's prediction."""
+        return Inputs() if self.predict is None else self.predict.inputs(layer, role)
+
+    def predictor(self, layer: int, role: Role) -> Predictor | None:
+        """Return the predictor of this layer: with nothing underneath to predict from, the mean."""
+        return None if self.predict is None else self.predict.in_layer(layer, role)
+
+    def width(self, block: int, geometry: Geometry) -> int:
+        """W: elements of a row that is rounded."""
+        return geometry.width if self.axis == "token" else block
+
+    def fields(self, block: int, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> Specs:
+        """Names, shapes and dtypes of one encoded block of so many tokens; `dtype` is the model's."""
+        rows, width = (block, geometry.width) if self.axis == "token" else (geometry.width, block)
+        stored = self.quantize.fields(rows, width, geometry, dtype)
+        return stored if self.correct is None else stored | self.correct.fields(block, geometry)
+
+    def memory_kinds(self, block: int, geometry: Geometry) -> dict[str, str]:
+        """Return the kind of each field of an encoded block in a memory report."""
+        correct, kinds = self.correct, {name: self.quantize.memory_kind(name) for name in self.fields(block, geometry)}
+        own = {} if correct is None else {name: correct.memory_kind(name) for name in correct.fields(block, geometry)}
+        return kinds | own
+
+    def bits(self, block: int, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
+        """Return the bits of a stored element: codes and everything stored beside them, without fitted tensors."""
+        fields = self.fields(block, geometry, dtype).values()
+        return 8 * sum(math.prod(shape) * kind.itemsize for shape, kind in fields) / (block * geometry.width)
+
+    def tensors(self, site: Site, geometry: Geometry) -> Specs:
+        """Return the tensors of a fit for all its stages: {"predict.weight": (shape, dtype), ...}."""
+        stages = dict(self.stages)
+        if self.predict is not None:
+            stages["predict"] = self.predict.in_layer(site.layer, site.role)
+        return {
+            f"{slot}.{name}": spec
+            for slot, stage in stages.items()
+            for name, spec in stage.tensors(site, geometry).items()
+        }
+
+
+@dataclass(frozen=True)
+class Site:
+    """The place where a stage is used.
+
+    scheme     the Scheme that it is part of
+    role       "key" or "value"
+    layer      the layer; 0 before the model is known
+    position   "pre": keys are encoded as they are before RoPE · "post": as the model caches them
+    window     of the recipe
+    geometry   of the model, once it is known
+    """
+
+    scheme: Scheme
+    role: Role
+    layer: int
+    position: Literal["pre", "post"]
+    window: Window
+    geometry: Geometry | None = None

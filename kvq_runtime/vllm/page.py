@@ -211,7 +211,7 @@ class PageReader:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PageRows:
     """A layer's 16-bit cache, [B, H, N, 2 D] as vLLM shows it, and the inner order of its pages.
 
     places   where in a page each element of its tokens is, int64 [N · H · 2 · D], by token, head, key or value, element

@@ -19,7 +19,7 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.prefix import vllm_requests
 from kvq_runtime.prefix.store import PrefixBlocks
 from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, Transfer, open_stores
-from kvq_runtime.vllm.page import Rows, places_of
+from kvq_runtime.vllm.page import PageRows, places_of
 
 PAGE, KERNEL, BLOCK = 8, 4, 16  # tokens of an engine's page, of a cache's, and of rtn-2bit's and aqua-2bit's blocks
 COUNT = 5 * BLOCK + 3
@@ -127,7 +127,7 @@ class Engine:
         shape = (64, GEOMETRY.kv_heads, KERNEL, 2 * GEOMETRY.head_size)
         self.caches = [torch.full(shape, 9.0, dtype=torch.bfloat16) for _ in range(GEOMETRY.layers)]
         places = places_of(self.caches[0], GEOMETRY.kv_heads, GEOMETRY.head_size, put)
-        self.worker = PrefixWorker(self.store, [Rows(x, places, PAGE // KERNEL) for x in self.caches], PAGE)
+        self.worker = PrefixWorker(self.store, [PageRows(x, places, PAGE // KERNEL) for x in self.caches], PAGE)
         self.free = torch.randperm(31).add(1).tolist()
 
     def pages(self, tokens: int) -> tuple[int, ...]:

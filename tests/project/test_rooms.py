@@ -52,6 +52,4 @@ def test_no_stage_is_asked_for_its_class():
 
 
 def _stages() -> list[Path]:
-    return [
-        path for path in (ROOT / "kvq_runtime" / "stages").glob("*.py") if path.stem not in ("stage", "kinds", "scheme")
-    ]
+    return [path for path in (ROOT / "kvq_runtime" / "stages").glob("*.py") if path.stem not in ("stage", "kinds")]

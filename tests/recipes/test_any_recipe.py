@@ -17,8 +17,7 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.recipe import Recipe, families, presets
 from kvq_runtime.stages.kinds import kinds
-from kvq_runtime.stages.scheme import Scheme
-from kvq_runtime.stages.stage import SLOTS, Stage
+from kvq_runtime.stages.stage import SLOTS, Scheme, Stage
 
 GEOMETRIES = [Geometry(2, 2, 32), Geometry(3, 1, 64), Geometry(2, 3, 16), Geometry(2, 2, 24), Geometry(1, 1, 8)]
 SETTINGS: dict[str, list[Any]] = {  # by name; a Literal and a bool are drawn from what they may be

@@ -12,7 +12,6 @@ from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import Recipe, presets
 from kvq_runtime.stages.kinds import kinds, stage_from, stage_json
 from kvq_runtime.stages.rtn import Rtn
-from kvq_runtime.stages.scheme import Scheme, Site
 from kvq_runtime.stages.stage import (
     SLOTS,
     Correction,
@@ -20,6 +19,8 @@ from kvq_runtime.stages.stage import (
     Predictor,
     Quantizer,
     Rotation,
+    Scheme,
+    Site,
     setting_types,
 )
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit.chunks import Blocks, Chunk
-from kvq_calib.fit.scheme import Asked, SchemeFit, Source, Sums, summed
+from kvq_calib.fit.scheme import Asked, LayerSource, SchemeFit, Sums, summed
 from kvq_calib.fit.statistics import LayerQueries, Moments
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit.statistics import Statistics
@@ -41,13 +41,13 @@ def fitted(scheme: Scheme, x_NTC: Tensor, role="key", gradients_HDD: Tensor = NO
 
 def chunks(
     given: list[tuple[Blocks, Context]], queries: LayerQueries | None = None, gradients_HDD: Tensor = NOTHING
-) -> Source:
+) -> LayerSource:
     """A source of statistics: of these chunks, these queries and this second moment of gradients."""
 
     def partials(fit: SchemeFit, asked: Asked) -> Iterator[list[Sums]]:
         return (summed(asked, Chunk(fit.codec, *one, keys=lambda: NOTHING)) for one in given)
 
-    return Source(
+    return LayerSource(
         partials,
         queries,
         gradients=lambda: gradients_HDD,
