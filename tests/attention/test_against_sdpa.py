@@ -87,8 +87,9 @@ def test_sinks_may_lie_in_several_blocks_and_blocks_in_several_slabs(blocks, sin
 
 
 @pytest.mark.parametrize("name", ["exact", "rtn-2bit", "kivi-2bit", "higgs-head-2bit", "aqua-2bit"])
-@pytest.mark.parametrize("short, new", some([(3, 1), (30, 1), (30, 7)], (30, 7)))
-def test_padded_rows_see_their_own_tokens_only(name, short, new):
+@pytest.mark.parametrize("case", some([(3, 1), (30, 1), (30, 7)], (30, 7)))
+def test_padded_rows_see_their_own_tokens_only(name, case):
+    short, new = case
     recipe = RECIPES[name]
     total = recipe.window.block * 2 + recipe.window.recent + 10
     real = torch.arange(total) >= torch.tensor([total - short, 0])[:, None]
