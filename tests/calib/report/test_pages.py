@@ -115,7 +115,7 @@ def test_damage_has_a_page_and_is_told(store, quick):
 
 
 def test_nothing_of_a_registry_becomes_markup(store):
-    provenance = {"model": {"id": EVIL}, "corpus": {"source": EVIL}, "environment": EVIL}
+    provenance = {"model": EVIL, "corpus": {"source": EVIL}, "environment": EVIL}
     data = tiny.resealed(provenance=provenance, fit={"layers": [{EVIL: EVIL}, EVIL]})
     published = store.publish("tiny-2bit", data, attachments={"README.md": f"# {EVIL}".encode()})
     record = many.record(published.sha256, 0.5, recipe=EVIL, gate={"bounds": {EVIL: 0.5}, "failed": [EVIL]})
