@@ -33,7 +33,7 @@ LENGTH, WRITTEN = 1024, 48  # tokens of a sequence, and to generate
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; return its exit code."""
     top = argparse.ArgumentParser("kvq_calib.cli.demo", description=__doc__)
-    top.add_argument("--full", action="store_true", help="more text, and a text of another kind")
+    top.add_argument("--full", action="store_true", help="more text")
     top.add_argument("--model", default="demo", help="another model: a folder, or a name that kvq-calibrate takes")
     top.add_argument("--json", metavar="FILE", default="build/demo.json", help="records; the picture lies beside it")
     args = top.parse_args(argv)

@@ -221,7 +221,7 @@ class Disk:
         waiting = {entry for entry in self.entries if not _is_draft(entry) and not _is_draft(new)}
         if "/events/" not in new and "/layer-" not in new:  # names without references need only the folders above them
             waiting &= {str(parent) for parent in Path(new).parents}
-        waiting = {entry for entry in waiting if "/kept-" not in entry}  # activations behind the work are not needed
+        waiting = {entry for entry in waiting if "/kept-" not in entry}  # runs go on without them
         assert not waiting, f"{new} is named while {waiting} may be lost"
         self.entries.add(new)
 

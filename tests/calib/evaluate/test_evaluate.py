@@ -140,6 +140,7 @@ def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
     assert printed[0]["protocol"]["model"]["parameters"] == demo.model.num_parameters()
 
 
+@pytest.mark.slow
 def test_versions_of_an_artifact_are_rows_by_reference(fitted, tmp_path, capsys):
     registry = LocalRegistry(tmp_path / "registry")
     for seed in (1, 2):

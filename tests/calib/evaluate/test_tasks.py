@@ -71,6 +71,7 @@ def test_figures_are_means_of_cells_and_errors_are_over_texts(files, monkeypatch
     assert tasks.summary([1.0])["se"] is None
 
 
+@pytest.mark.slow
 def test_a_text_that_stays_exact_gives_a_reason_and_no_figures(files):
     asked = plan(lengths=(160,), tasks=("needle",), samples=1)
     _, record = tasks.evaluate(files, [Candidate("rtn-2bit", preset("rtn-2bit"), {})], asked)
@@ -144,6 +145,7 @@ def rows(model):
 ASKED = [Continuation(0, (5, 7)), Continuation(1, tuple(range(3, 203))), Continuation(2, (9,)), Continuation(2, (11,))]
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_exact_is_the_model_without_a_cache(model, rows):
     asked = [Continuation(1, (*rows[1][-199:], 4)), *ASKED[2:]]
@@ -159,6 +161,7 @@ def test_exact_is_the_model_without_a_cache(model, rows):
     assert loglikelihoods(model, cache(model, "exact"), rows, [likeliest], 32)[0][0][1] is True
 
 
+@pytest.mark.slow
 def test_rows_side_by_side_are_scored_as_alone(model, rows):
     together, shares = loglikelihoods(model, cache(model, f"kivi-2bit{SHORT}"), rows, ASKED, 32)
     for row, tokens in enumerate(rows):

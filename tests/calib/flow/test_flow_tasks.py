@@ -2,12 +2,14 @@
 
 from uuid import uuid4
 
+import pytest
 import tiny
 
 from kvq_calib.job import prepare, run
 from kvq_calib.job.job import Job
 
 
+@pytest.mark.slow
 def test_tasks_make_the_bytes_of_a_run_and_resume_it(tmp_path, monkeypatch):
     from kvq_calib.flow import flow
 

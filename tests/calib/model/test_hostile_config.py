@@ -116,7 +116,7 @@ def test_a_tokenizer_of_another_model_is_refused(demo_model, tmp_path):
     given = json.loads((folder / "config.json").read_text()) | {"vocab_size": 300}
     (folder / "config.json").write_text(json.dumps(given))
     (tmp_path / "text.txt").write_text("Some words that are tokens of no small number. " * 99)
-    with pytest.raises(ValueError, match=r"makes token \d+, and the model knows 300"):
+    with pytest.raises(ValueError, match=r"makes token \d+, and the model has 300"):
         corpus.select(str(tmp_path / "text.txt"), folder, 2, 64)
 
 

@@ -107,7 +107,7 @@ def test_a_table_has_a_row_a_recipe():
     assert rows[2]["full"] == "+10.00%" and rows[2]["full beyond"] == "1.25%"
 
 
-@pytest.mark.parametrize("name", ["aqua-2bit", "subkv-aqua-2bit"])
+@pytest.mark.parametrize("name", ["aqua-2bit", pytest.param("subkv-aqua-2bit", marks=pytest.mark.slow)])
 def test_the_snippet_runs(name, capsys):
     made = fit(name)
     open_registry().publish(f"demo-{name}", artifact.to_bytes(made))

@@ -162,6 +162,7 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
         digests(a_run(model, tmp_path, InMemory(), names=("aqua-2bit",)))
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(model, tmp_path, monkeypatch):
     names = ("aqua-2bit",)
     whole = digests(a_run(model, tmp_path / "whole", InMemory(), names=names))
