@@ -23,10 +23,13 @@ from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.recipe_text import read
+from kvq_runtime.geometry import ROLES
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.recipes import aqua, rtn
 from kvq_runtime.stages.predict import Linear
+from kvq_runtime.store import block_errors
+from kvq_runtime.store.block_errors import BlockErrors
 
 SAMPLES, HELD_OUT, SEQ_LEN, SINKS, GROUP = 6, 2, 256, 4, 16
 FITTED = SAMPLES - HELD_OUT
@@ -230,17 +233,29 @@ def test_nothing_depends_on_exact_sinks(model, undisturbed, tmp_path, monkeypatc
 # ---- bounds of block errors
 
 
-def test_bounds_are_the_errors_that_a_cache_has_of_the_held_out_sequences(model, made):
+def test_bounds_are_of_the_errors_that_a_cache_has_in_the_held_out_sequences(model, made, monkeypatch):
     """Two sequences of two blocks: four errors of keys and of values in each layer, in a cache without a window."""
     tokens = corpus.select(str(model / "corpus.txt"), model, SAMPLES, SEQ_LEN, seed=0).tokens_BT.long()[FITTED:]
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for factor in (1.02, 0.98):  # of the largest of each site
-        layers = [
-            {role: {"block_error": one[role]["block_error"] * factor} for role in ("key", "value")}
-            for one in made.fit["layers"]
-        ]
-        changed = replace(made, recipe=made.recipe.with_exact(recent=0), fit={"layers": layers})
-        cache = KVQCache.from_artifact(changed, whole)
-        with torch.no_grad():
-            whole(tokens, past_key_values=cache)
-        assert (cache.memory_report().beyond == 0) == (factor > 1)
+    seen: dict[tuple[int, int], list[float]] = {}
+    add, measured = BlockErrors.add, block_errors.block_errors
+
+    def noted(self, layer, role, *given):
+        def kept(*gap):
+            errors_N = measured(*gap)
+            seen.setdefault((layer, role), []).extend(errors_N.tolist())
+            return errors_N
+
+        monkeypatch.setattr(block_errors, "block_errors", kept)
+        return add(self, layer, role, *given)
+
+    monkeypatch.setattr(BlockErrors, "add", noted)
+    cache = KVQCache.from_artifact(replace(made, recipe=made.recipe.with_exact(recent=0)), whole)
+    with torch.no_grad():
+        whole(tokens, past_key_values=cache)
+    assert len(seen) == 2 * len(made.fit["layers"])
+    for (layer, role), errors in seen.items():
+        logs = np.log(errors)
+        limit = logs.mean() + 10.2145 * logs.std(ddof=1) * np.sqrt(1 + 1 / 4)  # t at 0.999, of 3 degrees of freedom
+        assert len(errors) == 4
+        assert made.fit["layers"][layer][ROLES[role]]["block_error"] == pytest.approx(np.exp(limit), rel=0.02)
