@@ -137,7 +137,7 @@ def _attend(layer: PagedLayer, batch: Batch, group: list[int], q_THD: Tensor, ou
 
 def _add_first(layer: PagedLayer, batch: Batch, group: list[int], sums: _Sums, encoded_RQ: Tensor) -> Tensor:
     """Add the exact first tokens, in place of their codes; return how many each request has, [R, 1]."""
-    if batch.exact is None or layer.exact_E2SC is None:
+    if batch.exact is None or layer.exact_E2SC is None or not layer.sinks:
         return torch.zeros_like(encoded_RQ[:, :1])
     entries_R = torch.tensor([batch.exact.firsts[i] for i in group], device=encoded_RQ.device)
     exact_R1 = torch.where(entries_R >= 0, layer.sinks, 0)[:, None]
