@@ -105,7 +105,7 @@ def begin(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dic
     ):
         kwargs["attention_mask"] = mask = None
     positions_BT, turned = kwargs.get("position_ids"), "positions" in cache.blocks.recipe.needs
-    if positions_BT is None and count is not None:  # decoders number them so
+    if positions_BT is None and tokens is not None and count is not None:  # decoders number them so
         length = cache.blocks.length
         positions_BT = torch.arange(length, length + count, device=tokens.device)[None]
     elif positions_BT is not None and positions_BT.ndim == 3:

@@ -217,9 +217,12 @@ class Positions:
         if self.real_BT is not None:
             starts_B = (~self.real_BT).sum(1, dtype=torch.int32)
         since_BT = torch.arange(self.length, device=device) - starts_B[:, None]
-        real = self.real_BT is None or torch.equal(self.real_BT, since_BT >= 0)
         held_BT = torch.arange(self.length, device=device)[None] if self.positions_BT is None else self.positions_BT
-        return starts_B, real, bool(((held_BT == since_BT) | (since_BT < 0)).all())
+        counted = ((held_BT == since_BT) | (since_BT < 0)).all()
+        if self.real_BT is None:
+            return starts_B, True, bool(counted)
+        answers = int(counted + 2 * (self.real_BT == (since_BT >= 0)).all())  # the device is asked once
+        return starts_B, answers > 1, answers % 2 == 1
 
     def source(self, start: int, stop: int, sinks: int) -> Tensor | None:
         """Return the slot that each slot of a block is encoded as: itself, or of a sink or padding the nearest token.

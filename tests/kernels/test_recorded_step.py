@@ -152,9 +152,9 @@ def test_rows_that_change_places_take_their_padding_along():
     assert torch.equal(again(), two.step(1, expected=False)[0])
 
 
-@pytest.mark.parametrize("padded, waits", [(False, 1), (True, 2)])
+@pytest.mark.parametrize("padded, waits", [(False, 1), (True, 3)])
 def test_an_eager_step_with_a_mask_waits_for_the_device(padded, waits):
-    """Once to see that nothing is padded; with padding once for transformers' mask, once for the newest slot."""
+    """Once to see that nothing is padded; with padding for the model's mask, ours and the starts."""
     with no_kernels(), torch.no_grad():
         model = random_model("llama", attention="kvq", head_dim=64)
         cache, ids, mask = KVQCache(RECIPES["rtn-2bit"], model), prompt(2, 20), torch.ones(2, 26, dtype=torch.long)
