@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
@@ -232,6 +233,22 @@ class KVQCache(HookedCache, Cache):
         """Take the rows in this order, int64 [rows]; rows may be repeated or left out (beam search)."""
         self.blocks.reorder(beam_idx)
         self._each("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, copies side by side."""
+        self._whole("batch_repeat_interleave", repeats)
+        if self.blocks.layers:
+            rows = torch.arange(self.blocks.rows)
+            self.blocks.reorder(rows.repeat_interleave(repeats))
+        self._each("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, int64, in this order."""
+        self._whole("batch_select_indices", indices.tolist())
+        if self.blocks.layers:
+            indices = torch.arange(self.blocks.rows, device=indices.device)[indices]  # as transformers: bool, -1
+        self.blocks.reorder(indices)
+        self._each("batch_select_indices", indices)
 
     @staticmethod
     def unhook(model: PreTrainedModel) -> None:

@@ -78,7 +78,7 @@ def unhook(model: nn.Module) -> None:
 
 
 def begin(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Announce the decoder's next pass to the cache among its arguments; refuse one of no token.
+    """Announce the decoder's next pass to the cache among its arguments; refuse one of no token, or of all again.
 
     A step without padding needs no mask: to find that out waits for the device once, to read the mask thrice.
     """
@@ -88,9 +88,15 @@ def begin(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dic
     tokens = args[0] if args else kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     count = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim > 1 else None
-    if cache.blocks.length and count == 0:
+    length = cache.blocks.length
+    if length and count is not None and count > length and kwargs.get("use_cache") is False:
         raise ValueError(
-            f"the cache holds {cache.blocks.length:,} tokens, and the prompt has none beyond them: reset() the cache "
+            f"the cache holds {length:,} tokens, and use_cache=False would have it take in the whole text again at "
+            "every step; pass use_cache=True to generate()"
+        )
+    if length and count == 0:
+        raise ValueError(
+            f"the cache holds {length:,} tokens, and the prompt has none beyond them: reset() the cache "
             "for another text, or pass all of the text that it holds, and more"
         )
     cache._begin()
@@ -106,7 +112,6 @@ def begin(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dic
         kwargs["attention_mask"] = mask = None
     positions_BT, turned = kwargs.get("position_ids"), "positions" in cache.blocks.recipe.needs
     if positions_BT is None and tokens is not None and count is not None:  # decoders number them so
-        length = cache.blocks.length
         positions_BT = torch.arange(length, length + count, device=tokens.device)[None]
     elif positions_BT is not None and positions_BT.ndim == 3:
         positions_BT = _positions_of_text(positions_BT, turned)

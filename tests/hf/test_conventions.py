@@ -79,7 +79,8 @@ def test_what_is_internal_is_named_so(model):
     """Beside what transformers asks of a cache, a KVQCache has only what docs/api.md describes."""
     own = {name for name in vars(KVQCache) if not name.startswith("_")}
     assert own == {
-        "attention", "crop", "from_artifact", "from_pretrained", "from_recipe", "get_seq_length", "memory_report",
+        "attention", "batch_repeat_interleave", "batch_select_indices", "crop", "from_artifact",
+        "from_pretrained", "from_recipe", "get_seq_length", "memory_report",
         "refusal", "reorder_cache", "reset", "unhook",
     }  # fmt: skip
     assert KVQCache.__init__.__doc__ and kvq("higgs-2bit", model).artifact is None

@@ -73,7 +73,9 @@ def test_crop_and_selection_of_rows():
         for cache in (kvq("exact", model), stock(model)):
             model(ids, past_key_values=cache)
             cache.crop(-5)
-            cache.reorder_cache(torch.tensor([0, 2, 2, 0]))
+            cache.batch_select_indices(torch.tensor([2, 0]))
+            cache.batch_repeat_interleave(2)
+            cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
             found.append(model(ids[[0, 2, 2, 0], 45:], past_key_values=cache).logits)
             assert cache.batch_size == 4 if isinstance(cache, KVQCache) else True
     assert torch.equal(*found)

@@ -182,3 +182,14 @@ def test_a_shorter_prompt_into_a_full_cache_is_refused_and_changes_nothing():
     again = model.generate(prompt(2, 10), past_key_values=cache, max_new_tokens=4, do_sample=False)
     fresh = model.generate(prompt(2, 10), past_key_values=kvq("higgs-2bit", model), max_new_tokens=4, do_sample=False)
     assert torch.equal(again, fresh)
+
+
+def test_a_step_that_would_take_in_all_of_the_text_again_is_refused():
+    """With use_cache=False, `generate` hands on the whole text at every step."""
+    model, ids = random("llama", use_cache=False), prompt(2, 60)
+    asked = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1}
+    with pytest.raises(ValueError, match="holds 60 tokens, and use_cache=False .*; pass use_cache=True to generate"):
+        model.generate(ids, past_key_values=kvq("exact", model), **asked)
+    expected = model.generate(ids, **asked)
+    found = model.generate(ids, past_key_values=kvq("exact", model), **asked, use_cache=True)
+    assert torch.equal(found, expected)
