@@ -75,7 +75,7 @@ class Bar:
                 self._open(progress.stage, progress.total)
                 self._whole = progress.stage
             assert self._bar is not None
-            self._bar.update(progress.tokens)
+            self._bar.update(progress.done - self._bar.n)
             return
         if (progress.round, progress.layer) != self._at:
             self._at, self._seen = (progress.round, progress.layer), []

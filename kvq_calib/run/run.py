@@ -33,7 +33,7 @@ Executor = Callable[[Task, Any, Iterable[int]], Iterator[Any]]  # results in the
 class Progress:
     """One report of progress: `done` of the `total` units of work of a stage of a layer.
 
-    layer    from 0; -1: the whole model, whose units are `total` tokens
+    layer    from 0; -1: the whole model
     tokens   done since the last report; 0: those of one chunk
     round    0, or 1 after a draft (`bit_allocation.py`)
     """
