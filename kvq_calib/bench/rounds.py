@@ -34,7 +34,7 @@ WARM = 2  # steps before those that are timed: in the first a graph is recorded,
 
 @dataclass(frozen=True)
 class Plan:
-    """The prompts to measure: of each length, in batches of each size; `tokens` are timed in each row and round."""
+    """Prompts of each length, in batches of each size; `tokens` are timed in each row and round."""
 
     contexts: tuple[int, ...] = (1024,)
     batches: tuple[int, ...] = (1,)

@@ -150,7 +150,7 @@ class Windows:
 
     @cached_property
     def expected(self) -> list[Tensor]:
-        """The 16-bit model's logits, kept off the device."""
+        """Keep the 16-bit model's logits off the device."""
         return [logits.cpu() for logits in self._exact()]
 
     @cached_property

@@ -163,7 +163,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Work:
-    """What the measurements of an evaluation share."""
+    """Settings and text that all measurements of an evaluation share."""
 
     files: ModelFiles
     protocol: Protocol

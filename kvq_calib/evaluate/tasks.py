@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """The questions of an evaluation: `samples` texts of each task, length and depth."""
+    """Questions of an evaluation: `samples` texts of each task, length and depth."""
 
     tasks: tuple[str, ...]
     haystack: Haystack
@@ -202,7 +202,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The last tokens of a row and the one after it.
+    """Last tokens of a row and the one after it.
 
     row      its number
     tokens   scored tokens: the row has all of them but the last

@@ -52,7 +52,7 @@ def blocks(recipe: Recipe, role: Role, geometry: Geometry, x_NTC: Tensor, tables
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of one chunk that a fit reads.
+    """Part of one chunk that a fit reads.
 
     keys    () → the layer's keys of it in the recipe's position, [N, block, C]
     order   inputs of the prediction, the known ones last; None: none are known
