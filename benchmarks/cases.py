@@ -18,7 +18,7 @@ from kvq_runtime.recipe import Recipe, preset
 
 FAMILIES = (
     *("kivi-2bit-g128", "rtn-2bit", "lloyd-2bit", "higgs-head-2bit", "kivi-4bit-g128", "rtn-4bit", "quarot-head-4bit"),
-    *("lloyd-4bit", "polar-3bit", "lloyd-3bit", "kivi-2bit", "squat-pre-2bit"),
+    *("lloyd-4bit", "polar-3bit", "lloyd-3bit", "kivi-2bit"),
     *("mean-higgs-head-2bit-post", "polar-paper"),
 )
 LENGTHS = (32768, 16384, 131072, 4096, 2048)
@@ -98,11 +98,11 @@ def row(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def layouts(recipe: Recipe, geometry: Geometry, position: str = "") -> tuple[Any, Any]:
-    """The readers of keys and values; None for what has no kernel. `position` instead of the recipe's."""
+def layouts(recipe: Recipe, geometry: Geometry) -> tuple[Any, Any]:
+    """The readers of keys and values; None for what has no kernel."""
     layout, block = dispatch.kernels("attend.launch").layout, recipe.window.block
     schemes = zip(ROLES, (recipe.key, recipe.value), strict=True)
-    keys, values = (layout(scheme, block, geometry, role, position or recipe.position) for role, scheme in schemes)
+    keys, values = (layout(scheme, block, geometry, role) for role, scheme in schemes)
     return keys, values
 
 
@@ -131,7 +131,7 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
     rope = None
     if "positions" in recipe.needs:
         speed = 10_000.0 ** (-torch.arange(geometry.head_size // 2, device=device) * 2 / geometry.head_size)
-        rope = attention.RopeTables.of(speed, 1.0, 128, case.blocks + 1, starts, recipe.position)
+        rope = attention.RopeTables.of(speed, 1.0, 128, case.blocks + 1, starts)
 
     def step(q: Tensor) -> tuple[Tensor, Tensor]:
         assert alive

@@ -37,7 +37,7 @@ SPILLED = 400  # bytes of stack a lane, at most
 WIDE = {"attend higgs-head-2bit d256": 2048, "attend lloyd-3bit d256": 2048}  # tables in registers, twice the channels
 ARCHS = (80, 90, 100)
 FAMILIES = (
-    *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-4bit", "squat-pre-2bit"),
+    *("kivi-2bit-g128", "kivi-4bit-g128", "kivi-2bit", "kivi-4bit"),
     *("rtn-2bit", "rtn-4bit", "rtn-8bit", "quarot-head-2bit", "quarot-head-4bit"),
     *("lloyd-2bit", "lloyd-3bit", "lloyd-4bit", "higgs-head-2bit"),
     *("mean-higgs-head-2bit-post", "mean-lloyd-3bit-post", "polar-paper", "polar-3bit"),
@@ -46,12 +46,11 @@ PAGES = ("kivi-2bit-g128", "kivi-2bit", "quarot-head-2bit")  # over a serving en
 
 
 def attends(
-    recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tokens: int = 1, position: str = "",
-    batch: int = 2, splits: int = 32,
+    recipe: Recipe, size: int = 128, heads: int = 8, ratio: int = 4, tokens: int = 1, batch: int = 2, splits: int = 32,
 ):  # fmt: skip
     """A decode step over one slab of this recipe, as the host would launch it; None where there is no kernel."""
-    geometry, position = Geometry(1, heads, size), position or recipe.position
-    read = layouts(recipe, geometry, position)
+    geometry = Geometry(1, heads, size)
+    read = layouts(recipe, geometry)
     if None in read:
         return None
 
@@ -66,8 +65,8 @@ def attends(
         q = torch.zeros(batch, heads * ratio, tokens, size, dtype=torch.bfloat16)
         lengths, starts = torch.zeros(4, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
         rope = None
-        if position == "pre" or recipe.key.predict is not None:
-            rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, recipe.window.block, 8, starts, position)
+        if recipe.key.predict is not None:
+            rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, recipe.window.block, 8, starts)
         launch.attend(q, *schemes, exact, lengths, starts, size**-0.5, splits, rope)
 
     return call
@@ -94,9 +93,9 @@ def attends_pages(recipe: Recipe):
         exact = launch.Exact(*tails.unbind(1), *sinks.unbind(1))
         q, lengths = torch.zeros(batch, heads * ratio, 1, size, dtype=torch.bfloat16), torch.zeros(batch, 4).int()
         rope = None
-        if recipe.position == "pre" or recipe.key.predict is not None:
+        if recipe.key.predict is not None:
             starts = torch.zeros(batch, dtype=torch.int32)
-            rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, tokens, 8, starts, recipe.position)
+            rope = launch.RopeTables.of(torch.ones(size // 2), 1.0, tokens, 8, starts)
         launch.attend(q, *schemes, exact, lengths, None, size**-0.5, splits, rope)
 
     return call
@@ -112,8 +111,6 @@ def calls() -> dict[str, Callable[[], Any]]:
         found |= {f"attend {name} d{size}": attends(read(name), size) for size in (64, 80)}
     kivi = read("kivi-2bit-g128")
     found["attend kivi-2bit-g128 mean"] = attends(replace(kivi, key=replace(kivi.key, predict=Mean())))
-    for bits in (2, 4):
-        found[f"attend kivi-{bits}bit-g128 pre"] = attends(read(f"kivi-{bits}bit-g128"), position="pre")
     for name in ("kivi-2bit-g128", "rtn-4bit", "higgs-head-2bit", "lloyd-3bit"):
         for tokens in (2, 4, 8) if not name.startswith("kivi") else (8,):
             found[f"attend {name} m{8 * tokens}"] = attends(read(name), ratio=8, tokens=tokens)

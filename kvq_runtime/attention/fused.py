@@ -47,20 +47,24 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     found = layouts(recipe, geometry, layer)
     for role, scheme, layout in zip(ROLES, (key, value), found, strict=True):
         if layout is None:
-            turned = scheme.rotate is not None and scheme.rotate.fitted
-            why = "; kernels take one rotation for all heads, known without a fit" if turned else ""
+            why = ""
+            if scheme.rotate is not None and scheme.rotate.fitted:
+                why = "; kernels take one rotation for all heads, known without a fit"
+            elif role == "key" and recipe.position == "pre":
+                why = "; kernels read keys after RoPE"
             return f"there is no kernel for its {role}s{why}"
     if found[0].rounded != found[1].rounded:
         return "kernels read keys and values of one kind: both in operand order, or both angles"
-    if key.predict is not None and recipe.position == "post" and geometry.head_size > MAX_HEAD:
+    if key.predict is not None and geometry.head_size > MAX_HEAD:
         return f"heads of more than {MAX_HEAD} channels leave no registers for the mean of keys after RoPE"
     return None
 
 
 def layouts(recipe: Recipe, geometry: Geometry, layer: int) -> list[Any]:
     """Return the kernel's layouts of a layer's keys and values; None for one that it cannot read."""
-    given = zip(recipe.at(layer), ROLES, strict=True)
-    return [kernels().layout(one, recipe.window.block, geometry, role, recipe.position) for one, role in given]
+    block, (key, value) = recipe.window.block, recipe.at(layer)
+    keys = None if recipe.position == "pre" else kernels().layout(key, block, geometry, "key")
+    return [keys, kernels().layout(value, block, geometry, "value")]
 
 
 def kernels() -> ModuleType:
@@ -68,9 +72,9 @@ def kernels() -> ModuleType:
     return dispatch.kernels("attend.launch")
 
 
-def reader(codec: Codec, position: str, device: torch.device) -> Any:
+def reader(codec: Codec, device: torch.device) -> Any:
     """Make the reader of a scheme's blocks, without their addresses; a fitted codec gets one of its own."""
-    given = (codec.scheme, codec.block, codec.geometry, codec.role, position)
+    given = (codec.scheme, codec.block, codec.geometry, codec.role)
     made = _made(device, *given, codec.fitted) if codec.fitted else _shared(device, *given)
     return replace(made, mean=codec.tensors.get("predict.mean"))
 
@@ -144,7 +148,7 @@ class Fused(Path):
         if not dispatch.runs_kernel(k_BTC) or _reason(self.recipe, self.geometry, layer):
             return None
         window = self.recipe.window
-        readers = [reader(codec, self.recipe.position, k_BTC.device) for codec in codecs]
+        readers = [reader(codec, k_BTC.device) for codec in codecs]
         self.shared += [x for one in readers for x in (one.lookup, one.rotation) if x is not None]
         self._readers[layer] = readers
         columns = [1 + len(one.layout.names) for one in readers]
@@ -165,8 +169,8 @@ class Fused(Path):
 
         A mask is taken to be that of the padding announced with this pass; one that was not announced is not for the
         kernel, except in a step that is recorded: its token sees all that is real. Nor are padded slots after a row's
-        first real one, or, before RoPE or with a mean, keys that RoPE rotates in part, or not by their place after the
-        padding; nor more query tokens than are worth it.
+        first real one, or, with a mean, keys that RoPE rotates in part, or not by their place after the padding; nor
+        more query tokens than are worth it.
         """
         (store, q_BHTD, _, scale, cap), layer, index = query, query.store.layer, query.store.index
         if index is None or not self.takes(query) or not self.fits(q_BHTD) or not self.regular:
@@ -175,7 +179,7 @@ class Fused(Path):
         self.publish({layer: store})
         keys, values = self._read(layer, index)
         exact = host.Exact(*store.buffer_2BTC, *index.sinks_2BSC)
-        rope = self._tables(store, index) if self.recipe.position == "pre" or keys.mean is not None else None
+        rope = self._tables(store, index) if keys.mean is not None else None
         given = (q_BHTD, keys, values, exact, index.counts, self.padding.starts_B)
         shape = layer, len(q_BHTD), q_BHTD.shape[2]
         if shape not in self._splits:
@@ -200,8 +204,8 @@ class Fused(Path):
 
     @property
     def regular(self) -> bool:
-        """True if padding is on the left, and RoPE, where the kernel applies it, rotates whole heads by position."""
-        if "positions" not in self.recipe.needs:  # keys after RoPE, without a mean
+        """True if padding is on the left, and RoPE, where a mean needs it, rotates whole heads by position."""
+        if "positions" not in self.recipe.needs:
             return self.padding.real
         whole = 2 * self.positions.rotary_pairs == self.geometry.head_size
         return self.padding.real and self.padding.counted and whole
@@ -256,7 +260,7 @@ class Fused(Path):
     def bytes(self) -> dict[str, int]:
         """Allocated bytes, by kind, of what is held beside the layers."""
         rope, counts = self._rope or (), () if self._counts_L4 is None else (self._counts_L4,)
-        tables = storage_bytes([self.padding.starts_B, *counts, *rope[:5]])
+        tables = storage_bytes([self.padding.starts_B, *counts, *rope[:4]])
         return {"tables": tables} if tables else {}
 
     def _read(self, layer: int, index: DeviceIndex) -> list[Any]:
@@ -275,12 +279,7 @@ class Fused(Path):
             frequencies_K = rotary.frequencies_K.to(index.counts.device)
             with torch.inference_mode(False):
                 self._rope = kernels().RopeTables.of(
-                    frequencies_K,
-                    rotary.scaling,
-                    store.window.block,
-                    blocks,
-                    self.padding.starts_B,
-                    self.recipe.position,
+                    frequencies_K, rotary.scaling, store.window.block, blocks, self.padding.starts_B
                 )
         return self._rope
 

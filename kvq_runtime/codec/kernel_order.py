@@ -26,7 +26,6 @@ class KernelOrder:
     role       keys are multiplied from the right, by the query, values from the left, by weights: see `rows`
     axis       of its scheme: "channel", a scale for each channel and group of tokens; "token"
     group      tokens, or channels, with one scale
-    pairs      whether channel c is stored beside c + D / 2, with which RoPE rotates it
     order      of a head's block
     elements   that a code stands for: 2, channels c and c + D / 2, or 1
     stored     what each code is stored as; (): as it is
@@ -39,7 +38,6 @@ class KernelOrder:
     role: Role
     axis: str
     group: int
-    pairs: bool
     order: fragment.Order
     elements: int = 1
     stored: tuple[int, ...] = ()
@@ -55,14 +53,12 @@ class KernelOrder:
     def collected(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Undo `arranged`."""
         codes_TD = _renamed(fragment.collect(fields["codes"], self.order, self.rows), _inverse(self.stored))
-        if self.axis == "channel":
-            rows = codes_TD.mT[..., self._back, :].flatten(-3, -2)  # [B, n, C, T]
-        else:
-            rows = codes_TD.transpose(-3, -2).flatten(-2)
+        by_channel = self.axis == "channel"
+        rows = codes_TD.mT.flatten(-3, -2) if by_channel else codes_TD.transpose(-3, -2).flatten(-2)
         found = {"codes": pack.pack(rows.unflatten(-1, (-1, self.group // self.elements)), self.order.BITS)}
         for name, x in fields.items():
-            if name != "codes" and self.axis == "channel":
-                found[name] = x[..., self._back].mT.flatten(-3, -2)
+            if name != "codes" and by_channel:
+                found[name] = x.mT.flatten(-3, -2)
             elif name != "codes":
                 found[name] = x.permute(0, 1, 4, 2, 3).flatten(-2)
         return found
@@ -85,32 +81,22 @@ class KernelOrder:
         """Rows of the operand: what is not summed over."""
         return "tokens" if self.role == "key" else "channels"
 
-    @property
-    def _places(self) -> Tensor:
-        """The head's channel in each stored place."""
-        return _places(self.geometry.head_size, self.pairs)
-
-    @property
-    def _back(self) -> Tensor:
-        """The stored place of each of the head's channels."""
-        return self._places.argsort()
-
     def _codes(self, codes: Tensor) -> Tensor:
         """[B, n, H, T, D]"""
         x = _renamed(pack.unpack(codes, self.order.BITS, self.group // self.elements).flatten(-2), self.stored)
         heads = (self.geometry.kv_heads, self.geometry.head_size // self.elements)
         if self.axis == "channel":
-            return x.unflatten(-2, heads)[..., self._places, :].mT
+            return x.unflatten(-2, heads).mT
         return x.unflatten(-1, heads).transpose(-3, -2)
 
     def _numbers(self, x: Tensor) -> Tensor:
         heads = self.geometry.kv_heads
         if self.axis == "channel":
-            return x.unflatten(-2, (heads, -1)).mT[..., self._places].contiguous()
+            return x.unflatten(-2, (heads, -1)).mT.contiguous()
         return x.unflatten(-1, (heads, -1)).permute(0, 1, 3, 4, 2).contiguous()
 
 
-def kernel_order(scheme: Scheme, block: int, geometry: Geometry, role: Role, before_rope: bool) -> KernelOrder | None:
+def kernel_order(scheme: Scheme, block: int, geometry: Geometry, role: Role) -> KernelOrder | None:
     """The order of a scheme's codes; None where they stay as they are encoded: no kernel reads these otherwise."""
     quantize: Any = scheme.quantize  # one that a kernel reads has groups and bits
     size, elements = geometry.head_size, 1
@@ -120,7 +106,7 @@ def kernel_order(scheme: Scheme, block: int, geometry: Geometry, role: Role, bef
     group = quantize.group_size(block if channel else geometry.width, geometry)
     if group % fragment.EDGE or group > (block if channel else size) or (channel and group & (group - 1)):
         return None
-    if quantize.kernel != "uniform" and (channel or before_rope):
+    if quantize.kernel != "uniform" and channel:
         return None
     if quantize.kernel == "grid":
         elements = quantize.dim
@@ -128,7 +114,7 @@ def kernel_order(scheme: Scheme, block: int, geometry: Geometry, role: Role, bef
             return None
     order = fragment.order(quantize.bits, block, size // elements, 1 if channel else size // group)
     stored = _SIGNED[quantize.bits] if quantize.kernel == "lloyd" else ()
-    return order and KernelOrder(geometry, block, role, scheme.axis, group, before_rope, order, elements, stored)
+    return order and KernelOrder(geometry, block, role, scheme.axis, group, order, elements, stored)
 
 
 # codes of a symmetric codebook, the negative half first, as sign (set where positive) and magnitude: of 3 bits the sign
@@ -150,10 +136,3 @@ def _renamed(codes: Tensor, names: tuple[int, ...]) -> Tensor:
 @constant(32)
 def _table(names: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(names, dtype=torch.uint8, device=device)
-
-
-@constant(32)
-def _places(size: int, pairs: bool) -> Tensor:
-    if not pairs:
-        return torch.arange(size)
-    return torch.arange(size).view(2, -1, 8).transpose(0, 1).flatten()  # 8 of the first half, 8 of the second

@@ -155,8 +155,8 @@ class Shared:
         if self._rope is None or len(self._rope.leads_B2K) < rows or len(self._rope.bases_N2K) < pages:
             starts_B = torch.zeros(2 * rows, dtype=torch.int32, device=device)  # room for steps of more rows
             frequencies_K, scaling = self.rotary.frequencies_K.to(device), self.rotary.scaling
-            block, position = self.recipe.window.block, self.recipe.position
-            self._rope = fused.kernels().RopeTables.of(frequencies_K, scaling, block, pages, starts_B, position)
+            block = self.recipe.window.block
+            self._rope = fused.kernels().RopeTables.of(frequencies_K, scaling, block, pages, starts_B)
         return self._rope
 
 
@@ -177,7 +177,7 @@ class PageReader:
         """Read these pages, of codecs on the same device. ValueError: they are not where the kernel can read them."""
         self._encoded = []
         for role, codec in codecs.items():
-            reader = fused.reader(codec, self.shared.recipe.position, codec.device)
+            reader = fused.reader(codec, codec.device)
             no_table = torch.zeros(1, 1, device=codec.device)
             pages = fused.kernels().Pages.of(views[role], reader.layout.names, no_table)
             self._encoded.append(replace(reader, addresses=pages))

@@ -19,7 +19,7 @@ QUANTIZERS = [Rtn(3, 32), Grid(2, 16, "head"), *(Lloyd(bits, "head") for bits in
 @pytest.mark.parametrize("role", ["key", "value"])
 def test_there_and_back(quantize, role):
     scheme = Scheme(quantize, rotate=Hadamard("head"))
-    order = kernel_order(scheme, 32, GEOMETRY, role, False)
+    order = kernel_order(scheme, 32, GEOMETRY, role)
     assert order is not None
     codec = Codec(Recipe("test", scheme, scheme, window=Window(0, 0, 32)), 0, role, GEOMETRY, {})
     fields = codec.encode(torch.randn(6, 32, GEOMETRY.width), Context())
@@ -32,7 +32,7 @@ def test_there_and_back(quantize, role):
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_codes_of_a_symmetric_codebook_are_stored_as_sign_and_magnitude(bits):
-    order = kernel_order(Scheme(Lloyd(bits, "head")), 32, GEOMETRY, "value", False)
+    order = kernel_order(Scheme(Lloyd(bits, "head")), 32, GEOMETRY, "value")
     assert order is not None
     sign = 1 if bits == 3 else 8  # set where positive
     codes = torch.arange(2**bits)

@@ -41,17 +41,10 @@ def test_several_heads(monkeypatch):
     check(Case(*FAMILIES["mixed"], heads=2, blocks=1, window=5), monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "pair, position",
-    [
-        (kivi(2), "post"),
-        pytest.param(kivi(2), "pre", marks=pytest.mark.slow),
-        pytest.param(MEAN, "post", marks=pytest.mark.slow),
-    ],
-)
-def test_capped_scores(pair, position, monkeypatch):
+@pytest.mark.parametrize("pair", [kivi(2), pytest.param(MEAN, marks=pytest.mark.slow)])
+def test_capped_scores(pair, monkeypatch):
     """Most scores come near the cap; the window's and the sinks' too."""
-    check(Case(*pair, position=position, cap=1.5, starts=(40,), **SMALL), monkeypatch)
+    check(Case(*pair, cap=1.5, starts=(40,), **SMALL), monkeypatch)
 
 
 @pytest.mark.slow
@@ -62,22 +55,19 @@ def test_widths_whose_sub_blocks_differ(key, value, monkeypatch):
     check(Case(*pair, size=32, heads=1, blocks=1, starts=(70,)), monkeypatch)
 
 
-BEFORE_ROPE = {
-    "one group": (kivi(2), {"starts": (7,)}),
-    "groups": (squat(2), {"starts": (40,)}),
+GROUPS = {
+    "padded": (squat(2), {"starts": (40,)}),
     "3 bits, padded rows": (squat(3), PADDED),
     "4 bits, several queries": (squat(4), {"ratio": 8, "tokens": 8}),
-    "blocks of 128": (squat(2, block=128), {}),
     "no sinks": (squat(2, 32, 64, sinks=0), {}),
-    "heads of 80": (squat(3, 64, 128), {"size": 80}),
     "heads of 256": (squat(2, 64, 128), {"size": 256}),
 }
 
 
-@pytest.mark.parametrize("name", some(BEFORE_ROPE, "groups"))
-def test_keys_before_rope(name, monkeypatch):
-    pair, given = BEFORE_ROPE[name]
-    check(Case(*pair, position="pre", **SMALL | given), monkeypatch)
+@pytest.mark.parametrize("name", some(GROUPS, "padded"))
+def test_groups_of_tokens_and_of_channels(name, monkeypatch):
+    pair, given = GROUPS[name]
+    check(Case(*pair, **SMALL | given), monkeypatch)
 
 
 MEANS = {
@@ -142,7 +132,7 @@ REAL = {
     "a scale a channel": (kivi(2, block=128), {}),
     "a scale a token": (same(scheme(Rtn(2, "head"), block=128)), {}),
     "looked up": (same(scheme(Grid(2, 16, "head"), Hadamard("head"), block=128)), {}),
-    "before RoPE": (squat(2, 32, 128), {"position": "pre", "starts": (21,)}),
+    "groups, padded": (squat(2, 32, 128), {"starts": (21,)}),
     # the part of a slab after its padding; the interpreter takes long
     "angles": (same(scheme(Polar(), Random(), block=128)), {"starts": (31 * 128 + 5,)}),
 }

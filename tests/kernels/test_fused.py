@@ -28,7 +28,7 @@ from kvq_runtime.hf.model import CACHE
 from kvq_runtime.hf.recorded import captured
 
 # one of each layout for `make test`
-QUICK = ("kivi-2-pre-16", "lloyd-3bit", "mean-higgs-head-2bit-post")
+QUICK = ("kivi-2-16", "lloyd-3bit", "mean-higgs-head-2bit-post")
 
 
 @pytest.mark.parametrize("name", some(FAMILIES, *QUICK))
@@ -84,7 +84,7 @@ def test_reset_crop_and_other_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kivi-2-pre-16", "lloyd-3bit"])
+@pytest.mark.parametrize("name", ["kivi-2-16", "lloyd-3bit"])
 def test_blocks_are_the_same_however_many_are_due(name):
     one, two = Driver(FAMILIES[name], PADDED), Driver(FAMILIES[name], PADDED)
     one.step(64, expected=False)
@@ -110,7 +110,7 @@ def test_blocks_are_the_same_however_many_are_due(name):
         ("h2o-higgs-2bit", "keeps tokens by their attention weights"),
         ("svdq-shadow-2bit-v4", "chunks that each query asks for"),
         ("polar-online", "a codec of its own"),
-        ("squat-pre-online-2bit", "a codec of its own"),
+        ("squat-pre-2bit", "no kernel for its keys; kernels read keys after RoPE"),
     ],
 )
 def test_other_recipes_say_so(name, says):
@@ -175,9 +175,7 @@ def test_padding_that_comes_in_a_step_is_looked_at():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "starts, name", [(PADDED, "kivi-2-pre-16"), (torch.tensor([70, 0]), "mean-higgs-head-2bit-post")]
-)
+@pytest.mark.parametrize("starts, name", [(PADDED, "kivi-2-16"), (torch.tensor([70, 0]), "mean-higgs-head-2bit-post")])
 def test_many_queries_attend_slab_by_slab(name, starts, monkeypatch):
     monkeypatch.setattr("kvq_runtime.kernels.attend.launch.attend", None)
     driver = Driver(FAMILIES[name], starts)
@@ -219,7 +217,7 @@ def test_many_queries_are_multiplied_in_the_models_dtype(dtype, most, starts, mo
 @pytest.mark.slow
 def test_slabs_are_merged_by_their_largest_score():
     """Scores of some hundreds, whose exponentials are no float32."""
-    driver = Driver(FAMILIES["kivi-2-pre-16"])
+    driver = Driver(FAMILIES["kivi-2-16"])
     driver.q *= 60
     driver.step(90, expected=False)
     out, wanted = driver.step(66)
@@ -229,7 +227,7 @@ def test_slabs_are_merged_by_their_largest_score():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kivi-2-post-16", "higgs-head-2bit"])
+@pytest.mark.parametrize("name", ["kivi-2-16", "higgs-head-2bit"])
 def test_capped_scores_on_all_paths(name):
     """A step, then more queries than the kernel takes, where most scores come near the cap."""
     driver = Driver(FAMILIES[name], PADDED)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_case import FAMILIES, Case, centred, encoded, kivi, run, squat
+from attention_case import FAMILIES, Case, centred, encoded, kivi, run
 from tiers import some
 
 pytest.importorskip("triton")
@@ -80,16 +80,6 @@ def test_blocks_of_padding_are_not_read(traffic, slabs):
         read = traffic.within(traffic.loads, fields_of(slabs, half))
         whole = ideal(replace(case, blocks=2), slabs[half])
         assert 0.8 * whole <= read <= whole
-
-
-def test_keys_before_rope_are_read_once(traffic, slabs):
-    case = Case(*bare(squat(2)), **CASE | {"position": "pre"})
-    run(case)
-    codes = [part["codes"] for part in slabs["key"]]
-    once = traffic.within(traffic.loads, codes, shared=True)
-    assert traffic.within(traffic.loads, codes) == once
-    # a step is loaded by every lane that multiplies by it: four of a warp, which the memory serves by one access
-    assert traffic.within(traffic.loads, fields_of(slabs, "key"), shared=True) == ideal(case, slabs["key"]) > once
 
 
 @pytest.mark.slow

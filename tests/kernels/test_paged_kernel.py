@@ -35,7 +35,6 @@ RECIPES = {
     **{name: name for name in ("rtn-2bit", "quarot-head-2bit", "lloyd-3bit", "higgs-head-2bit", "polar-3bit")},
     "kivi-2bit": "kivi-2bit+window.block=32",
     "kivi-2bit groups": "kivi-2bit+window.block=32+key.quantize.group=16+value.quantize.group=16",
-    "squat-pre-2bit": "squat-pre-2bit-paper+window.recent=32+window.block=32",  # before RoPE
     "mean": "mean-higgs-head-2bit-post",
 }
 QUICK = [name for name in RECIPES if name not in ("polar-3bit", "kivi-2bit groups")]
@@ -136,10 +135,9 @@ def test_as_near_to_float64_as_over_slabs(name):
     assert error(found, torch.einsum("qhk,khd->qhd", weights, whole[1])) < 1.5e-3
 
 
-@pytest.mark.parametrize("name", some(["rtn-2bit", "squat-pre-2bit"], "rtn-2bit"))
-def test_first_tokens_of_some_rows(name):
+def test_first_tokens_of_some_rows():
     """Those of one row are not kept exact: its first page is read from its first slot on."""
-    server = server_of(name)
+    server = server_of("rtn-2bit")
     one, other, new = server.add(70), server.add(70), server.add(70)
     arrived(server, {one: (0, 66), other: (0, 65)})
     batch = arrived(server, {one: (66, 67), other: (65, 66), new: (0, 1)})
@@ -147,7 +145,7 @@ def test_first_tokens_of_some_rows(name):
     assert exact is not None and exact.firsts == [0, 1, 2]
     for firsts in ([0, -1, 2], [-1, -1, -1]):
         assert agree(server, replace(batch, exact=replace(exact, firsts=firsts), groups={})) == []
-    without = server_of(name, sinks=0)
+    without = server_of("rtn-2bit", sinks=0)
     text = without.add(70)
     arrived(without, {text: (0, 40)})
     check(without, {text: (40, 41)})
@@ -222,17 +220,16 @@ def test_pages_are_read_once(name, traffic: Traffic):
     layer = server.layer
     assert isinstance(layer, BlockLayer) and layer.tails_E2NC is not None
     raw_BX = raw(server)
-    shared = name.startswith("squat-pre")  # steps of keys before RoPE are loaded by every lane that multiplies by them
-    own = [traffic.within(traffic.loads, [raw_BX[at]], shared) for at in server.tables[long][:3]]
+    own = [traffic.within(traffic.loads, [raw_BX[at]]) for at in server.tables[long][:3]]
     assert own == [sum(one.stop - one.start for one in layer.page.fields)] * 3
-    assert traffic.within(traffic.loads, [raw_BX], shared) == sum(own)
+    assert traffic.within(traffic.loads, [raw_BX]) == sum(own)
     width = layer.tails_E2NC[0, :, 0].nbytes
     assert traffic.within(traffic.loads, [layer.tails_E2NC]) == (8 + 4) * width
 
 
 def test_pages_cost_what_they_did():
     """In the kernel's order a page has the same fields at the same places, of other shapes."""
-    for name in ("kivi-2bit", "squat-pre-2bit", "lloyd-3bit", "higgs-head-2bit", "polar-3bit"):
+    for name in ("kivi-2bit", "lloyd-3bit", "higgs-head-2bit", "polar-3bit"):
         recipe, size = preset(name), Geometry(1, 8, 128)
         shared = page.Shared(recipe, size, None)
         plain = page_of(recipe, 0, size, torch.bfloat16)
@@ -248,7 +245,7 @@ def test_what_the_kernel_does_not_read_is_said():
     assert page.refusal(recipe, size, None) is None
     odd = replace(recipe, window=replace(recipe.window, block=24))
     assert "multiples of 16" in str(page.refusal(odd, size, None))
-    server = server_of("squat-pre-2bit")
+    server = server_of("mean")
     part = replace(server.rotary, frequencies_K=server.rotary.frequencies_K[:16])
     assert "part of a head" in str(page.refusal(server.recipe, SIZE, part))
     assert "no kernel for its keys" in str(page.refusal_of_all(preset("higgs-2bit"), size, None))

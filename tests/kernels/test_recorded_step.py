@@ -86,7 +86,7 @@ def test_a_step_is_one_graph(name, starts):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Tensor.cpu is the interpreter's here")
 @pytest.mark.parametrize(
-    "name", some(["rtn-2bit", "kivi-2-pre-16", "mean-higgs-head-2bit-post"], "mean-higgs-head-2bit-post")
+    "name", some(["rtn-2bit", "kivi-2-16", "mean-higgs-head-2bit-post"], "mean-higgs-head-2bit-post")
 )
 def test_a_step_asks_the_device_nothing(name, monkeypatch):
     driver = Driver(FAMILIES[name], PADDED)

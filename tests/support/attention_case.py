@@ -45,7 +45,6 @@ class Case:
     window: int = 20
     splits: int = 2
     starts: tuple[int, ...] = (0,)  # of each row
-    position: str = "post"
     dtype: torch.dtype = torch.float32
     scaling: float = 1.0  # of cos and sin
     slow: float = 3.0  # the means of slow channels; those of the others are around 1
@@ -99,9 +98,9 @@ def frequencies(size: int) -> Tensor:
     return FREQUENCIES ** (-torch.arange(0, size, 2, device=DEVICE) / size)
 
 
-def turned(case: Case, x_BTHD: Tensor, first: int) -> Tensor:
-    """Keys before RoPE at slots from `first` on, turned by their positions."""
-    slots = torch.arange(first, first + x_BTHD.shape[1], device=DEVICE)
+def turned(case: Case, x_BTHD: Tensor) -> Tensor:
+    """Turn keys by the positions of their slots."""
+    slots = torch.arange(x_BTHD.shape[1], device=DEVICE)
     positions = slots[None] - torch.tensor(case.starts, device=DEVICE)[:, None]
     angles = positions[..., None].double() * frequencies(case.size)
     return rope.rotate(x_BTHD.double(), case.scaling * angles.cos(), case.scaling * angles.sin())
@@ -152,7 +151,7 @@ def encoded(case: Case, role: Role, x_BTC: Tensor) -> tuple[Encoded, Tensor, lis
             if field.shape[1] else field.new_full((case.batch, 1, *field.shape[2:]), 77)
             for name, field in rows.items()
         })  # fmt: skip
-    shape = layout(one, one.block, geometry, role, case.position)
+    shape = layout(one, one.block, geometry, role)
     assert shape is not None
     if shape.order is not None:
         parts = [shape.order.arranged(part) for part in parts]
@@ -180,10 +179,7 @@ def run(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             read[role] = replace(read[role], mean=mean_of(case, role))
             given = mean_of(case, role).expand_as(given)
         given = given.unflatten(2, (case.heads, -1))
-        if role == "key" and case.position == "pre":
-            decoded = turned(case, decoded + given, 0)
-        else:
-            decoded = decoded + (turned(case, given, 0) if role == "key" else given)
+        decoded = decoded + (turned(case, given) if role == "key" else given)
         kept[role], windows[role] = kept[role].to(case.dtype), windows[role].to(case.dtype)
         for row, start in enumerate(case.starts):
             count = max(0, min(sinks, coded - start))
@@ -193,8 +189,8 @@ def run(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lengths = torch.tensor([case.blocks, 3, case.window], dtype=torch.int32, device=DEVICE)
     starts = torch.tensor(case.starts, dtype=torch.int32, device=DEVICE)
     tables = None
-    if case.position == "pre" or case.key.predict is not None:
-        tables = RopeTables.of(frequencies(case.size), case.scaling, block, case.blocks + 1, starts, case.position)
+    if case.key.predict is not None:
+        tables = RopeTables.of(frequencies(case.size), case.scaling, block, case.blocks + 1, starts)
     exact = Exact(*buffers, kept["key"], kept["value"])
     scale = case.size**-0.5
     out, level = attend(query, read["key"], read["value"], exact, lengths, starts, scale, case.splits, tables, case.cap)

@@ -25,13 +25,12 @@ RATIO = 2  # query heads of a KV head
 SCALE = ONE.head_size**-0.5
 
 
-def kivi(bits: int, position: str = "post", block: int = 16) -> Recipe:
+def kivi(bits: int, block: int = 16) -> Recipe:
     """KIVI, keys in groups of 16: a block or a part of it."""
     group = 16
     value = Scheme(Rtn(bits, "head" if group == block else group))
     key = replace(value, quantize=Rtn(bits, group), axis="channel")
-    name = f"kivi-{bits}-{position}-{block}"
-    return Recipe(name, key, value, position, window=Window(2, 8, block))  # type: ignore[arg-type]
+    return Recipe(f"kivi-{bits}-{block}", key, value, window=Window(2, 8, block))
 
 
 def centred(roles: str) -> Recipe:
@@ -43,7 +42,7 @@ def centred(roles: str) -> Recipe:
 
 # families (a) and (b) of the kernel
 FAMILIES = {
-    **{recipe.name: recipe for recipe in (kivi(2), kivi(2, block=32), kivi(2, "pre"), kivi(2, "pre", 32))},
+    **{recipe.name: recipe for recipe in (kivi(2), kivi(2, block=32))},
     **{name: RECIPES[name] for name in ("rtn-2bit", "quarot-head-4bit", "higgs-head-2bit")},
     **{name: replace(RECIPES[name], window=Window(2, 8, 32)) for name in ("lloyd-3bit", "mean-lloyd-3bit-post")},
     **{

@@ -12,11 +12,9 @@ class Traffic:
         self.loads: list[tuple[np.ndarray, int]] = []
         self.stores: list[tuple[np.ndarray, int]] = []
 
-    def within(self, moved: list[tuple[np.ndarray, int]], tensors, shared: bool = False) -> int:
-        """Bytes moved to or from these tensors; shared: what several lanes of one load ask for counts once."""
+    def within(self, moved: list[tuple[np.ndarray, int]], tensors) -> int:
+        """Bytes moved to or from these tensors."""
         spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]
-        if shared:
-            moved = [(np.unique(at), size) for at, size in moved]
         return sum(size * int(((at >= a) & (at < b)).sum()) for at, size in moved for a, b in spans)
 
     def total(self, moved: list[tuple[np.ndarray, int]]) -> int:

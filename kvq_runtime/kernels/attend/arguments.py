@@ -77,7 +77,6 @@ class RoundedSettings(NamedTuple):
     FIELDS    of a block: 3, codes, steps and low ends; 2, codes and scales, where codes have tables
     GROUP     tokens with one scale, of keys per channel: 16 times a power of two, which divides T; else T
     GROUPS    parts of a head's channels with scales of their own, of codes per token; else 1
-    PAIRS     1: channel c is stored beside c + D / 2, which RoPE rotates it with
     TILES, SUBS, BYTES, WORDS, RUNS   as in `Order` of ops/fragment.py; runs for each table, one after another
     TABLES    for each element that a code stands for, the bits of a float16 for every stored code: fragment.py; ():
               codes are rounded evenly
@@ -87,7 +86,6 @@ class RoundedSettings(NamedTuple):
     FIELDS: int
     GROUP: int
     GROUPS: int
-    PAIRS: int
     TILES: int
     SUBS: int
     BYTES: int

@@ -29,14 +29,6 @@ import triton.language as tl
 from kvq_runtime.kernels.attend.arguments import COMPILED
 
 PAIRED = tl.constexpr("0x3120")  # the two containers' bytes, those of the same codes side by side
-# two channels of a pair, of two float16 each: $0, $1 = rotated (x - 1) step + low, see scores_of_pairs
-TURNED_PAIR = tl.constexpr("""{
-    .reg .b32 m, a, b, s, t;
-    mov.b32 m, 0xBC00BC00; add.rn.f16x2 a, $2, m; add.rn.f16x2 b, $3, m;
-    fma.rn.f16x2 a, a, $4, $6; fma.rn.f16x2 b, b, $5, $7;
-    mul.rn.f16x2 s, b, $9; neg.f16x2 s, s; mul.rn.f16x2 t, a, $9;
-    fma.rn.f16x2 $0, a, $8, s; fma.rn.f16x2 $1, b, $8, t;
-}""")
 
 
 @triton.constexpr_function
@@ -180,91 +172,6 @@ def no_sums(S: tl.constexpr, RUN: tl.constexpr, M: tl.constexpr):
     R: tl.constexpr = S.RUNS[RUN]
     COUNT: tl.constexpr = R.COUNT
     return tl.zeros((16 * COUNT, M), tl.float32)
-
-
-# ---- heads in pairs: channels 16 i + f and 16 i + 8 + f are those that RoPE rotates together, f below 8 -------------
-
-
-@triton.jit
-def frequencies(S: tl.constexpr, RUN: tl.constexpr):
-    """RoPE's frequencies of a run: int32 [8 · I]."""
-    R: tl.constexpr = S.RUNS[RUN]
-    FIRST: tl.constexpr = R.FIRST
-    STEP: tl.constexpr = R.STEP
-    COUNT: tl.constexpr = R.COUNT
-    o_f = tl.arange(0, 8 * COUNT)
-    return (FIRST + o_f // 8 * STEP) * 8 + o_f % 8
-
-
-@triton.jit
-def pairs_of_lanes(S: tl.constexpr, RUN: tl.constexpr):
-    """Return the places of a run's left and right channels in lanes: int32 [2 · I, 64 = (8 g, 4 t, 2 h)]."""
-    R: tl.constexpr = S.RUNS[RUN]
-    FIRST: tl.constexpr = R.FIRST
-    STEP: tl.constexpr = R.STEP
-    COUNT: tl.constexpr = R.COUNT
-    o_r, o_c = tl.arange(0, 2 * COUNT)[:, None], tl.arange(0, 64)[None, :]
-    o_f = o_c // 2 % 4 * 2 + o_c % 2  # written as o_c % 8, Triton would give a lane all eight
-    return (FIRST + o_r // 2 * STEP) * 16 + o_r % 2 * 8 + o_f
-
-
-@triton.jit
-def halves_of_pairs(b_x, S: tl.constexpr, RUN: tl.constexpr):
-    """Split what was loaded from `pairs_of_lanes` into left and right channels: [I, 8 g, 4 t, 2 h] each."""
-    R: tl.constexpr = S.RUNS[RUN]
-    COUNT: tl.constexpr = R.COUNT
-    return tl.split(tl.permute(tl.reshape(b_x, (COUNT, 2, 8, 4, 2)), (0, 2, 3, 4, 1)))
-
-
-@triton.jit
-def angles_of_tile(p_table, i_tile, L: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
-    """cos and sin of the positions of a tile in its block: float16 [I, 8 g, 4 t, 2 r, 2 h] each.
-
-    p_table   as `RopeTables.block` has them, for keys before RoPE
-    """
-    R: tl.constexpr = S.RUNS[RUN]
-    FIRST: tl.constexpr = R.FIRST
-    STEP: tl.constexpr = R.STEP
-    COUNT: tl.constexpr = R.COUNT
-    o_i, o_lane = tl.arange(0, COUNT)[:, None], tl.arange(0, 256)[None, :]
-    b_both = tl.load(p_table + (i_tile * (L.D // 16) + FIRST + o_i * STEP) * 256 + o_lane)
-    return tl.split(tl.permute(tl.reshape(b_both, (COUNT, 8, 4, 2, 2, 2)), (0, 1, 2, 4, 5, 3)))
-
-
-@triton.jit
-def scores_of_pairs(b_x, b_steps, b_lows, b_angles, b_q, b_s, S: tl.constexpr, RUN: tl.constexpr):
-    """Scores b_s [16, M] plus those of a tile whose channels are decoded and rotated: (x - 1) step + low.
-
-    b_x               [I, 256], see `operand`
-    b_steps, b_lows   of left and right channels, float16 [I, 8 g, 4 t, 2 h] each
-    b_angles          cos and sin, float16 [I, 8 g, 4 t, 2 r, 2 h]
-    b_q               left and right channels of the query, float16 [8 · I, M]
-    """
-    R: tl.constexpr = S.RUNS[RUN]
-    COUNT: tl.constexpr = R.COUNT
-    M: tl.constexpr = b_s.shape[1]
-    b_left, b_right = tl.split(tl.permute(tl.reshape(b_x, (COUNT, 8, 4, 2, 2, 2)), (0, 1, 2, 3, 5, 4)))
-    b_step1, b_step2 = b_steps[0][:, :, :, None, :], b_steps[1][:, :, :, None, :]
-    b_low1, b_low2 = b_lows[0][:, :, :, None, :], b_lows[1][:, :, :, None, :]
-    b_cos, b_sin = b_angles
-    if COMPILED:
-        b_left, b_right = tl.inline_asm_elementwise(
-            TURNED_PAIR, "=&r,=&r,r,r,r,r,r,r,r,r",
-            [b_left, b_right, b_step1, b_step2, b_low1, b_low2, b_cos, b_sin],
-            dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        b_left, b_right = (b_left - 1.0) * b_step1 + b_low1, (b_right - 1.0) * b_step2 + b_low2
-        b_left, b_right = b_left * b_cos - b_right * b_sin, b_right * b_cos + b_left * b_sin
-        b_left, b_right = b_left.to(tl.float16), b_right.to(tl.float16)
-    if COUNT == 1:  # a product takes no fewer than 16 channels
-        b_k = tl.permute(tl.join(b_left, b_right), (3, 1, 0, 5, 2, 4))
-        b_both = tl.permute(tl.join(b_q[0], b_q[1]), (2, 0, 1))
-        b_s = tl.dot(tl.reshape(b_k, (16, 16)), tl.reshape(b_both, (16, M)), b_s)
-    else:
-        b_s = tl.dot(tl.reshape(tl.permute(b_left, (3, 1, 0, 2, 4)), (16, 8 * COUNT)), b_q[0], b_s)
-        b_s = tl.dot(tl.reshape(tl.permute(b_right, (3, 1, 0, 2, 4)), (16, 8 * COUNT)), b_q[1], b_s)
-    return b_s
 
 
 # ---- codes that are looked up ----------------------------------------------------------------------------------------

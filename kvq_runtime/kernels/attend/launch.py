@@ -93,7 +93,7 @@ def attend(
     starts_B   int32: the first real slot of each row; of pages None
     scale      of the scores
     splits     parts that the blocks are cut into, see `choose_splits`
-    rope       for keys before RoPE, and for keys after it whose mean was removed
+    rope       for keys whose mean was removed
     cap        bound of a score, which is cap · tanh(score / cap); None: there is none
 
     ValueError: there are more query tokens than `takes` allows.
@@ -112,7 +112,7 @@ def attend(
     part = torch.empty(lines, parts, rows, size, dtype=torch.float32, device=q_BHTD.device)
     part_lse = torch.empty(lines, rows, parts, dtype=torch.float32, device=q_BHTD.device)
     out, lse = torch.empty_like(q_BHTD), part_lse.new_empty(batch, q_heads, tokens)
-    pointers = None if rope is None else rope.pointers(keys.mean)
+    pointers = None if rope is None or keys.mean is None else rope.pointers(keys.mean)
     warps, registers = resources(keys.layout, values.layout)
     with on(q_BHTD):
         attend_kernel[(_tiles(rows), lines, parts)](
@@ -162,7 +162,7 @@ def resources(keys: Layout, values: Layout) -> tuple[int, int]:
     few = all(settings.GROUPS == 1 and settings.BITS in (1, 2, 4) for settings in both)
     few = few and all(settings.BITS == 1 or not settings.TABLES for settings in both)
     few = few and min(keys.block, 128) <= keys.settings.GROUP
-    plain = not keys.settings.PAIRS and not keys.mean and keys.geometry.head_size <= 128
+    plain = not keys.mean and keys.geometry.head_size <= 128
     return 1, 168 if few and plain else 255
 
 

@@ -1,8 +1,8 @@
 """Choose how the kernel reads one scheme of a layer: scan, its settings and its tables; None where none reads it.
 
 The kernel takes codes in operand order (codec/kernel_order.py), whose groups are a head's, a part of it, or a channel's
-in a block; or angles of whole heads. Blocks of other schemes are decoded first. A mean may have been removed, but from
-keys before RoPE. Keys and values are both ordered, or neither is: the two kinds lie differently.
+in a block; or angles of whole heads. Blocks of other schemes are decoded first. A mean may have been removed. Keys
+before RoPE have no kernel. Keys and values are both ordered, or neither is: the two kinds lie differently.
 """
 
 from collections.abc import Mapping
@@ -57,24 +57,19 @@ class Layout:
         return self.order is not None
 
 
-def layout(
-    scheme: Scheme, block: int, geometry: Geometry, role: Role, position: str = "post", tensors: Tensors = _NOTHING
-) -> Layout | None:
+def layout(scheme: Scheme, block: int, geometry: Geometry, role: Role, tensors: Tensors = _NOTHING) -> Layout | None:
     """The layout of a scheme whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel.
 
-    role      whether it stores keys or values
-    position  of keys, whether they are stored before or after RoPE: the recipe's, "pre" or "post"
+    role      whether it stores keys, after RoPE, or values
     tensors   what was fitted for the quantizer; without it a fitted codebook's layout has no lookup
     """
-    before_rope = role == "key" and position == "pre"
-    if scheme.correct is not None or (scheme.predict is not None and (scheme.predict.cross_layer or before_rope)):
+    if scheme.correct is not None or (scheme.predict is not None and scheme.predict.cross_layer):
         return None
     rotation = _rotation(scheme, geometry)
     if scheme.rotate is not None and (rotation is None or scheme.axis == "channel"):
         return None
-    ordered = _rounded(scheme, block, geometry, role, before_rope, rotation)
-    found = ordered or (None if before_rope else _polar(scheme, block, geometry, rotation, tensors))
-    return found and replace(found, mean=scheme.predict is not None)
+    made = _rounded(scheme, block, geometry, role, rotation) or _polar(scheme, block, geometry, rotation, tensors)
+    return made and replace(made, mean=scheme.predict is not None)
 
 
 def padded(count: int) -> int:
@@ -86,16 +81,12 @@ def tile(slots: int, columns: int) -> TileSettings:
     return TileSettings(slots, columns, padded(columns))
 
 
-def _rounded(
-    scheme: Scheme, block: int, geometry: Geometry, role: Role, pairs: bool, rotation: Tensor | None
-) -> Layout | None:
-    found = kernel_order(scheme, block, geometry, role, pairs)
+def _rounded(scheme: Scheme, block: int, geometry: Geometry, role: Role, rotation: Tensor | None) -> Layout | None:
+    found = kernel_order(scheme, block, geometry, role)
     if found is None or (scheme.quantize.kernel == "uniform" and scheme.quantize.range != "minmax"):
         return None
     quantize, order, tables = scheme.quantize, found.order, _tables(scheme, found)
     channel = scheme.axis == "channel"
-    if pairs and not channel:
-        return None
     group, groups = (found.group, 1) if channel else (block, geometry.head_size // found.group)
     runs = tuple(
         run._replace(FIRST=run.FIRST + part * geometry.head_size // (fragment.EDGE * found.elements))
@@ -103,10 +94,10 @@ def _rounded(
     )  # fmt: skip
     names = ("codes", "scale") if tables else ("codes", "step", "low")
     settings = RoundedSettings(
-        quantize.bits, len(names), group, groups, int(pairs), order.TILES, order.SUBS, order.BYTES, order.WORDS, runs,
+        quantize.bits, len(names), group, groups, order.TILES, order.SUBS, order.BYTES, order.WORDS, runs,
         tables,
     )  # fmt: skip
-    scores = rounded.before_rope if pairs else rounded.per_channel if channel else rounded.per_token
+    scores = rounded.per_channel if channel else rounded.per_token
     return Layout(geometry, block, rounded.scan, scores, settings, names, rotation=rotation, order=found)
 
 

@@ -1,4 +1,4 @@
-"""RoPE, advanced block by block: for queries against keys before RoPE, or the mean removed from keys after it.
+"""Give scores back the mean that was removed from keys: RoPE, advanced block by block.
 
 A pair of tiles [K, M], K = D / 2 channels, stands for Σ_f left_f cos θ_f t + right_f sin θ_f t. Rotated to a position,
 t counts from there. It is rotated by a padded row's start and a block's first position; within a block t enters by a
@@ -29,11 +29,10 @@ CHUNK = tl.constexpr(32)  # frequencies that a product takes at a time: more wou
 class RopePointers(NamedTuple):
     """RoPE's argument of the kernel: the tensors of RopeTables, and the mean that was removed from keys.
 
-    mean   of keys before RoPE, float32 [H · D]; or None
+    mean   of keys before RoPE, float32 [H · D]
     """
 
     block: Any
-    step: Any
     bases: Any
     leads: Any
     mean: Any
@@ -42,11 +41,9 @@ class RopePointers(NamedTuple):
 class RopeTables(NamedTuple):
     """Cos and sin by positions: constant but for `leads`. K = D / 2 frequencies.
 
-    block           of the positions of a block, float16, as lanes hold a tile of 16 tokens, T and K rounded up, zeros
-                    beyond K: cos and sin for keys before RoPE, [T / 16, K / 8, 8 g, 4 t, 2, 2 r, 2 h], token g + 8 r,
-                    frequency 2 t + h; cos - 1 and sin for the mean of keys after it, of 16 frequencies, the operand A
-                    of ops/fragment.py, [T / 16, K / 16, 2, 8 g, 4 t, 2 r, 2 w, 2 h], frequency 2 t + h + 8 w
-    step_2K         of T, float32
+    block           cos - 1 and sin of the positions of a block, float16, T and K rounded up, zeros beyond K: the
+                    operand A of ops/fragment.py, [T / 16, K / 16, 2, 8 g, 4 t, 2 r, 2 w, 2 h], token g + 8 r,
+                    frequency 2 t + h + 8 w
     bases_N2K       of every block's first position, float32
     leads_B2K       of every row's start, float32, times `scaling`
     frequencies_K   radians a token, float64
@@ -54,45 +51,35 @@ class RopeTables(NamedTuple):
     """
 
     block: Tensor
-    step_2K: Tensor
     bases_N2K: Tensor
     leads_B2K: Tensor
     frequencies_K: Tensor
     scaling: float
 
     @staticmethod
-    def of(
-        frequencies_K: Tensor, scaling: float, block: int, blocks: int, starts_B: Tensor, position: str = "pre"
-    ) -> "RopeTables":
-        """Tables of `blocks` blocks of `block` tokens, for keys before or after RoPE, by the recipe's `position`.
+    def of(frequencies_K: Tensor, scaling: float, block: int, blocks: int, starts_B: Tensor) -> "RopeTables":
+        """Make tables of `blocks` blocks of `block` tokens.
 
         starts_B   the first real slot of each row
         """
         frequencies_K = frequencies_K.double()
         inside_T2K = _circle(torch.arange(-(-block // EDGE) * EDGE), frequencies_K)
-        if position == "pre":
-            tiles = inside_T2K.view(-1, 2, 8, 2, len(frequencies_K) // 8, 4, 2)  # T / 16, r, g, 2, K / 8, t, h
-            table = tiles.permute(0, 4, 2, 5, 3, 1, 6)
-        else:
-            # cos x - 1 = -2 sin²(x / 2), which loses nothing where cos is near 1
-            half_TK = _circle(torch.arange(len(inside_T2K), dtype=torch.float64) / 2, frequencies_K)[:, 1]
-            both_T2K = torch.stack([-2 * half_TK.square(), inside_T2K[:, 1]], 1)
-            padded_T2K = torch.nn.functional.pad(both_T2K, (0, -len(frequencies_K) % CHUNK.value))
-            table = padded_T2K.view(
-                -1, 2, 8, 2, padded_T2K.shape[2] // EDGE, 2, 4, 2
-            )  # T / 16, r, g, 2, K / 16, w, t, h
-            table = table.permute(0, 4, 3, 2, 6, 1, 5, 7)
-        step_2K = _circle(torch.tensor([block]), frequencies_K)[0].float()
+        # cos x - 1 = -2 sin²(x / 2), which loses nothing where cos is near 1
+        half_TK = _circle(torch.arange(len(inside_T2K), dtype=torch.float64) / 2, frequencies_K)[:, 1]
+        both_T2K = torch.stack([-2 * half_TK.square(), inside_T2K[:, 1]], 1)
+        padded_T2K = torch.nn.functional.pad(both_T2K, (0, -len(frequencies_K) % CHUNK.value))
+        tiles = padded_T2K.view(-1, 2, 8, 2, padded_T2K.shape[2] // EDGE, 2, 4, 2)  # T / 16, r, g, 2, K / 16, w, t, h
+        table = tiles.permute(0, 4, 3, 2, 6, 1, 5, 7)
         bases_N2K = _circle(torch.arange(blocks) * block, frequencies_K).float()
         leads_B2K = _leads(starts_B, frequencies_K, scaling)
-        return RopeTables(table.half().contiguous(), step_2K, bases_N2K, leads_B2K, frequencies_K, scaling)
+        return RopeTables(table.half().contiguous(), bases_N2K, leads_B2K, frequencies_K, scaling)
 
     def start_at(self, starts_B: Tensor) -> None:
         """Write `leads_B2K` anew for other padding of as many rows."""
         self.leads_B2K.copy_(_leads(starts_B, self.frequencies_K, self.scaling))
 
-    def pointers(self, mean: Tensor | None) -> RopePointers:
-        return RopePointers(self.block, self.step_2K, self.bases_N2K, self.leads_B2K, mean)
+    def pointers(self, mean: Tensor) -> RopePointers:
+        return RopePointers(self.block, self.bases_N2K, self.leads_B2K, mean)
 
 
 def _leads(starts_B: Tensor, frequencies_K: Tensor, scaling: float) -> Tensor:

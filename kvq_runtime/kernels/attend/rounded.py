@@ -43,11 +43,8 @@ def scan(
     VALUES: tl.constexpr = TILES // VS.TILES
     b_q = ()
     for run in tl.static_range(len(KS.RUNS)):
-        if KS.PAIRS:
-            b_q = b_q + _pair_of_row(q, scale, p_rope, i_b, i_h, L, KS, run)
-        else:
-            o_d = fragment.channels(KS, run)
-            b_q = b_q + (load_query(q, scale, i_b * L.H + i_h, o_d, o_d < L.D, L).to(tl.float16),)
+        o_d = fragment.channels(KS, run)
+        b_q = b_q + (load_query(q, scale, i_b * L.H + i_h, o_d, o_d < L.D, L).to(tl.float16),)
     b_top = tl.full((M,), float("-inf"), tl.float32)
     b_total = tl.zeros((16, M), tl.float32)
     b_rest = ()
@@ -64,10 +61,10 @@ def scan(
         b_k = ()
         for one in tl.static_range(KEYS):
             b_k = b_k + (fragment.load_words(p_k + (i_h * KS.SUBS + i_sub * KEYS + one) * KS.BYTES, KS),)
-        b_mean = rope.mean_of_block(q_exact, scale, None if KS.PAIRS else p_rope, i_b, i_h, i_block, L)
+        b_mean = rope.mean_of_block(q_exact, scale, p_rope, i_b, i_h, i_block, L)
         b_s = ()
         for one in tl.static_range(KEYS):
-            b_s = b_s + SCORES(b_q, b_k[one], p_keys, p_rope, i_block, i_sub * KEYS + one, i_b, i_h, L, KS)
+            b_s = b_s + SCORES(b_q, b_k[one], p_keys, i_block, i_sub * KEYS + one, i_b, i_h, L, KS)
         b_v = ()
         for one in tl.static_range(VALUES):
             b_v = b_v + (fragment.load_words(p_v + (i_h * VS.SUBS + i_sub * VALUES + one) * VS.BYTES, VS),)
@@ -128,7 +125,7 @@ def _rest(runs, number):
 
 
 @triton.jit
-def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
+def per_channel(b_q, b_k, p_keys, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
     """Scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a channel and group of tokens."""
     M: tl.constexpr = L.M
     NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
@@ -168,70 +165,7 @@ def per_channel(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.conste
 
 
 @triton.jit
-def before_rope(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
-    """As `per_channel`, of keys before RoPE: decoded in the tile, and rotated as if the block began at position 0.
-
-    The query, left and right channels of each run in turn, is rotated back by the block's first position. Steps and
-    lows are loaded a run and group ahead: all of a sub-block would lie in registers.
-    """
-    M: tl.constexpr = L.M
-    NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
-    TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
-    p_step = field_of(p_keys, i_block, i_b, SCALE, S.FIELDS, NUMBERS, tl.float16, L)
-    p_low = field_of(p_keys, i_block, i_b, LOW, S.FIELDS, NUMBERS, tl.float16, L)
-    o_first = (i_h * (L.T // S.GROUP) + i_sub * S.TILES * 16 // S.GROUP) * L.D
-    b_next = _numbers_of_pairs(p_step + o_first, p_low + o_first, S, 0)
-    p_angles = p_rope.block + rope.zero(i_block)
-    b_turned = ()
-    for run in tl.static_range(len(S.RUNS)):
-        o_k = fragment.frequencies(S, run)
-        b_left, b_right = rope.to_block(b_q[2 * run], b_q[2 * run + 1], o_k, p_rope, i_block, L.D // 2)
-        b_turned = b_turned + (b_left.to(tl.float16), b_right.to(tl.float16))
-    b_s = ()
-    for first in tl.static_range(0, tl.constexpr(S.TILES), TOGETHER):
-        b_group = (tl.zeros((16, M), tl.float32),) * TOGETHER
-        for run in tl.static_range(len(S.RUNS)):
-            b_steps = fragment.halves_of_pairs(b_next[0], S, run)
-            b_lows = fragment.halves_of_pairs(b_next[1], S, run)
-            o_group = o_first + (first // TOGETHER + (run + 1) // len(S.RUNS)) * L.D
-            if (run + 1) % len(S.RUNS) > 0 or first + TOGETHER < S.TILES:
-                b_next = _numbers_of_pairs(p_step + o_group, p_low + o_group, S, (run + 1) % len(S.RUNS))
-            b_more = ()
-            for tile in tl.static_range(TOGETHER):
-                b_weight = tl.full((1, 1, 1, 1), fragment.weight(S.RUNS[run].PLANES, first + tile), tl.float16)
-                b_x = fragment.operand(b_k, first + tile, S, run)
-                b_angles = fragment.angles_of_tile(p_angles, i_sub * S.TILES + first + tile, L, S, run)
-                b_one = fragment.scores_of_pairs(
-                    b_x, (b_steps[0] * b_weight, b_steps[1] * b_weight), b_lows, b_angles,
-                    (b_turned[2 * run], b_turned[2 * run + 1]), b_group[tile], S, run,
-                )  # fmt: skip
-                b_more = b_more + (b_one,)
-            b_group = b_more
-        b_s = b_s + b_group
-    return b_s
-
-
-@triton.jit
-def _numbers_of_pairs(p_step, p_low, S: tl.constexpr, RUN: tl.constexpr):
-    """Steps and lows of a run's channels: see `fragment.pairs_of_lanes`."""
-    o_c = fragment.pairs_of_lanes(S, RUN)
-    return tl.load(p_step + o_c), tl.load(p_low + o_c)
-
-
-@triton.jit
-def _pair_of_row(q, scale, p_rope, i_b, i_h, L: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
-    """Left and right channels of a run of the query, float32 [8 · I, M] each, as keys before RoPE of the row meet it.
-
-    Keys of slot t are rotated by t less the row's start: so the query is rotated forward by that.
-    """
-    o_k = fragment.frequencies(S, RUN)
-    b_left = load_query(q, scale, i_b * L.H + i_h, o_k, o_k < L.D // 2, L)
-    b_right = load_query(q, scale, i_b * L.H + i_h, L.D // 2 + o_k, o_k < L.D // 2, L)
-    return rope.to_row(b_left, b_right, o_k, p_rope, i_b, L.D // 2)
-
-
-@triton.jit
-def per_token(b_q, b_k, p_keys, p_rope, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
+def per_token(b_q, b_k, p_keys, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
     """Scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a token and group of channels."""
     M: tl.constexpr = L.M
     b_steps, b_lows = _numbers(p_keys, i_block, i_sub, i_b, i_h, L, S, S.TILES)
