@@ -27,7 +27,7 @@ from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.kernel import ENOUGH, EXACT, merge_parts
 from kvq_runtime.kernels.attend.kernel import SHARED as SHARED_ROWS
-from kvq_runtime.ops import dispatch, feedback, fragment, grid, latent, lloyd, pack, polar, rotation, rtn, trellis
+from kvq_runtime.ops import dispatch, fragment, grid, latent, lloyd, polar, rotation, rtn, trellis
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.store import storage
@@ -126,10 +126,6 @@ def _ops() -> dict[str, Callable[[], Any]]:
     lines, parts, rows = ENOUGH, EXACT.value + 4, SHARED_ROWS
     part, level = torch.zeros(lines, parts, rows, 128), torch.zeros(lines, rows, parts)
     return {
-        "pack 3": lambda: pack.pack(c, 3),
-        "unpack 3": lambda: pack.unpack(c, 3, 128),
-        "hadamard 128": lambda: rotation.hadamard(x, 128, 0),
-        "hadamard 1024": lambda: rotation.hadamard(x.view(64, 1024), 1024, 0),
         "encode rtn 2 per channel": lambda: rtn.encode(z.mT.unflatten(-1, (1, 64)), 2),
         "encode rtn 4 rotated": lambda: rtn.encode(x, 4, "minmax", signed),
         "encode grid 2 256 rotated": lambda: grid.encode(x, 2, 256, signed),
@@ -137,16 +133,12 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "encode polar": lambda: polar.encode(x, (4, 2, 2, 2), matrix),
         "encode polar fitted": lambda: polar.encode(x, (4, 2), None, [torch.zeros(15), torch.zeros(3)]),
         "order codes": lambda: fragment.arrange(c.view(2, 4, 64, 128), fragment.order(2, 64, 128), "tokens"),
-        "decode rtn": lambda: rtn.decode(c, s, s, 2),
-        "encode latent": lambda: latent.encode_gaussian(z, torch.ones(64), 4),
-        "decode latent": lambda: latent.decode_uniform(z, torch.ones(64), torch.ones(64), 4),
         "try gains": lambda: latent.errors_with_gains(z, torch.ones(64), 4, torch.ones(8)),
         "round matrix": lambda: predict.round_group(
             z[0].double(), torch.eye(64).double(), s.view(-1)[:128], s.view(-1)[:128]
         ),
         "encode path": lambda: trellis.encode_path(z, torch.ones(64), 2, torch.ones(2, 128)),
         "encode trellis": lambda: trellis.best_path(x, s.float(), trellis.table(2).float(), 2),
-        "feedback": lambda: feedback.follow(z.view(2, 1, 64, 128), torch.zeros(1, 32, 32), z[:, None, :32].clone()),
         "merge rotated": lambda: merge_parts(
             part, level, matrix.half(), None, counts, part[:, 0].bfloat16(), level[..., 0].contiguous()
         ),

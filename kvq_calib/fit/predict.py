@@ -156,7 +156,7 @@ def rounded(weight_IO: Tensor, upper_II: Tensor) -> Tensors:
     return {name: torch.stack(parts, 1) for name, parts in found.items()}
 
 
-@dispatch.paired("feedback.round_group")
+@dispatch.paired("gptq.round_group")
 def round_group(weight_KO: Tensor, upper_KK: Tensor, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Round the inputs of one group in turn: codes [O, K], and each input's error over its U_ii, [K, O]."""
     rest, step, low = weight_KO.clone(), step.double(), low.double()

@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import dispatch
-
 
 def metric(moment_HDD: Tensor, weight: float | Tensor, rank: int = 0) -> Tensor:
     """P = I + weight · C, where C is the moment, or its part in the `rank` leading directions (0: all); float64.
@@ -57,16 +55,5 @@ def push(x_NHDK: Tensor, moves: Sequence[Tensor], rounded: Callable[[Tensor, sli
     for move_HRG in moves:
         end = x.shape[-2] - move_HRG.shape[-2]
         part = slice(end - move_HRG.shape[-1], end)
-        follow(x, move_HRG, rounded(x, part))
+        x[..., end:, :] += move_HRG @ (rounded(x, part) - x[..., part, :])
     return x
-
-
-@dispatch.paired("feedback.follow")
-def follow(x_NHDK: Tensor, move_HRG: Tensor, decoded_NHGK: Tensor) -> Tensor:
-    """Move the last R channels by the error of the G before them, in place: x_R += move (decoded - x_G).
-
-    move   [H, R, G], or [N, H, R, G] where every row has its own
-    """
-    end = x_NHDK.shape[-2] - move_HRG.shape[-2]
-    x_NHDK[..., end:, :] += move_HRG @ (decoded_NHGK - x_NHDK[..., end - move_HRG.shape[-1] : end, :])
-    return x_NHDK

@@ -68,7 +68,6 @@ def distortion(bits: int) -> float:
     return 1 - float((_mass(_ends(boundaries)) * centroids.square()).sum())
 
 
-@dispatch.paired("latent.encode_gaussian")
 def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, R, T] of float32 channels with these standard deviations [R]; one of 0 is coded as zeros."""
     x_NRT = z_NRT * product.inverse(deviation_R)[:, None]
@@ -136,20 +135,17 @@ def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Ten
     return torch.stack([_away(size_NRT, scale_R1, bits).square_().sum(1) for scale_R1 in scales])
 
 
-@dispatch.paired("latent.decode_gaussian")
 def decode_gaussian(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
     """Decode codes [N, R, T] of 1 to 8 bits, with deviations [R], to float32."""
     table = gaussian(bits)[1].to(codes_NRT.device, torch.float32)
     return table.index_select(0, codes_NRT.flatten().int()).view(codes_NRT.shape) * deviation_R[:, None]
 
 
-@dispatch.paired("latent.encode_uniform")
 def encode_uniform(z_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
     """Codes uint8 [N, R, T] of float32 channels between ends [R] or [N, R]; what is outside them is clipped."""
     return rtn.coded(z_NRT, low, (high - low) / (2**bits - 1), bits)
 
 
-@dispatch.paired("latent.decode_uniform")
 def decode_uniform(codes_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
     """Decode codes [N, R, T] of 1 to 8 bits, with ends [R] or [N, R], to float32."""
     step = (high - low) / (2**bits - 1)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import dispatch
 from kvq_runtime.ops.constant import constant
 
 _WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16}
@@ -48,7 +47,6 @@ def packed_size(count: int, bits: int) -> int:
     return sum(-(-count * width // 8) for width in planes(bits))
 
 
-@dispatch.paired("tile.pack")
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack integer codes [..., n] in [0, 2**bits) into uint8 [..., packed_size(n, bits)]."""
     count, codes = codes.shape[-1], codes.to(torch.uint8)
@@ -68,7 +66,6 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return torch.cat(packed, -1) if len(packed) > 1 else packed[0].contiguous()
 
 
-@dispatch.paired("tile.unpack")
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Undo `pack`: uint8 [..., packed_size(count, bits)] to uint8 codes [..., count]."""
     codes, start, shift = None, 0, 0

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import dispatch, product
+from kvq_runtime.ops import product
 from kvq_runtime.ops.constant import constant
 
 # Rows of a matrix that a kernel multiplies a tile with: whole in shared memory, and a shape of the tensor cores.
@@ -86,7 +86,6 @@ def in_tile(rotation: Rotation, size: int) -> bool:
     return square and size % run == 0
 
 
-@dispatch.paired("tile.hadamard")
 def hadamard(x: Tensor, size: int, seed: int) -> Tensor:
     """Rotate runs of `size` elements of [..., K] by a signed Hadamard matrix, to float32; K as in `rotate`."""
     check(size, x.shape)

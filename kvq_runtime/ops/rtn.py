@@ -54,7 +54,6 @@ def coded(x: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
     return ((x - low[..., None]) * product.inverse(step)[..., None]).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
-@dispatch.paired("groups.decode_rtn")
 def decode(codes: Tensor, step: Tensor, low: Tensor | None, bits: int, out: Tensor | None = None) -> Tensor:
     """Decode unpacked codes uint8 [..., K] to float32, into `out` if not None; without `low` the group is symmetric."""
     step = step.float()[..., None]

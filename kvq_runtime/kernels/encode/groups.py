@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.encode.tile import BLOCK, FUSED, Rows, load_rows, on, pack, rotated, rounded, store_codes
+from kvq_runtime.kernels.encode.tile import Rows, load_rows, on, rotated, rounded, store_codes
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.grid import points
 from kvq_runtime.ops.lloyd import Scale, sphere
-from kvq_runtime.ops.pack import packed_size
+from kvq_runtime.ops.pack import pack, packed_size
 from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.ops.rtn import Range
 
@@ -62,32 +62,6 @@ def _rtn(
     b_inverse = tl.where(b_step > 0, 1 / tl.maximum(b_step, 1e-30), 0.0)
     b_code = rounded(tl.minimum(tl.maximum((b_x - b_low[:, None]) * b_inverse[:, None], 0.0), TOP))
     store_codes(b_code.to(tl.int32), p_codes, i_row, n, STORED, K)
-
-
-def decode_rtn(codes: Tensor, step: Tensor, low: Tensor | None, bits: int, out: Tensor | None = None) -> Tensor:
-    if out is None:
-        out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    codes, size = codes.contiguous(), codes.shape[-1]
-    target = out if out.is_contiguous() else torch.empty_like(codes, dtype=out.dtype)
-    if codes.numel():
-        with on(codes):
-            low = low if low is None else low.contiguous()
-            grid = (triton.cdiv(codes.numel(), BLOCK),)
-            _decode[grid](codes, step.contiguous(), low, target, codes.numel(), size, bits, BLOCK, **FUSED)
-    return out if target is out else out.copy_(target)
-
-
-@triton.jit
-def _decode(p_codes, p_step, p_low, p_out, n, size, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK of n codes, `size` to a group."""
-    i_code = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m_code, i_group = i_code < n, i_code // size
-    b_step = tl.load(p_step + i_group, mask=m_code, other=0.0).to(tl.float32)
-    b_low = b_step * (-((1 << BITS) - 1) / 2)
-    if p_low is not None:
-        b_low = tl.load(p_low + i_group, mask=m_code, other=0.0).to(tl.float32)
-    b_x = tl.load(p_codes + i_code, mask=m_code, other=0).to(tl.float32) * b_step + b_low
-    tl.store(p_out + i_code, b_x, mask=m_code)
 
 
 def encode_lloyd(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) -> tuple[Tensor, Tensor]:

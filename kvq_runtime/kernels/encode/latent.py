@@ -1,9 +1,6 @@
-"""Encode and decode latent channels, each with its own scale, [..., R, T]; see ops/latent.py, and ops/trellis.py.
+"""Encode latent channels: try the gains of tokens, see ops/latent.py, and find paths through a trellis, ops/trellis.py.
 
-One kernel goes over elements; what it does with one is a jit function that it takes as an argument. Another one goes
-over tokens and channels, and tries gains.
-
-The best paths through a trellis take two launches. In the first the costs of all states lie in registers: of each step
+The best paths take two launches. In the first the costs of all states lie in registers: of each step
 nothing is written but which code each path has dropped. The second follows the drops from the last state back. Numbers
 are finite.
 """
@@ -13,12 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.encode.tile import FUSED, on, rounded
+from kvq_runtime.kernels.encode.tile import FUSED, on
 from kvq_runtime.ops import trellis
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.latent import gaussian
 
-TOKENS = 128  # of a program
 GAINS, TRIED, AT_ONCE = 8, 16, 16  # gains and tokens of a program that tries them, and its channels at a time
 TILE = 4096  # costs of a program, at the most those of ROWS rows
 ROWS = 8  # of 2^7 states; more leave room for fewer warps
@@ -26,22 +22,6 @@ FOLLOWED = 32  # rows of a program that goes back
 DROPPED = 1 << 28  # bytes that all steps of the rows of one launch keep
 # Products and sums are rounded one by one, as in torch: the paths are the same ones.
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 1}
-
-
-def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    return _launch(_cell, z_NRT, torch.uint8, deviation_R, _tables(bits, z_NRT.device)[0], bits)
-
-
-def decode_gaussian(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    return _launch(_centroid, codes_NRT, torch.float32, deviation_R, _tables(bits, codes_NRT.device)[1], bits)
-
-
-def encode_uniform(z_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
-    return _launch(_level, z_NRT, torch.uint8, low, high, bits)
-
-
-def decode_uniform(codes_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
-    return _launch(_value, codes_NRT, torch.float32, low, high, bits)
 
 
 def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Tensor) -> Tensor:
@@ -65,28 +45,6 @@ def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Boundaries and centroids on the device."""
     boundaries, centroids = gaussian(bits)
     return boundaries.to(device, torch.float32), centroids.to(device, torch.float32)
-
-
-def _launch(element, x_NRT: Tensor, dtype: torch.dtype, scale: Tensor, other: Tensor, bits: int) -> Tensor:
-    """Apply `element` everywhere; `scale` is [R] or [N, R], and `other` the same or a table."""
-    x_NRT, out = x_NRT.contiguous(), torch.empty(x_NRT.shape, dtype=dtype, device=x_NRT.device)
-    rows, tokens = x_NRT.numel() // max(1, x_NRT.shape[-1]), x_NRT.shape[-1]
-    if x_NRT.numel():
-        with on(x_NRT):
-            scale, other = scale.contiguous(), other.contiguous()
-            grid = (rows, triton.cdiv(tokens, TOKENS))
-            _elements[grid](x_NRT, out, scale, other, tokens, scale.numel(), bits, element, TOKENS, **FUSED)
-    return out
-
-
-@triton.jit(do_not_specialize=["period", "bits"])
-def _elements(p_x, p_out, p_scale, p_other, tokens, period, bits, element: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK tokens of one channel; scales repeat after `period` channels."""
-    i_row = tl.program_id(0).to(tl.int64)
-    i_token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    o_x = i_row * tokens + i_token
-    b_x = tl.load(p_x + o_x, mask=i_token < tokens, other=0)
-    tl.store(p_out + o_x, element(b_x, p_scale, p_other, i_row % period, bits), mask=i_token < tokens)
 
 
 @triton.jit(do_not_specialize=["batch", "channels", "tokens", "s_n", "gains", "bits"])
@@ -115,14 +73,6 @@ def _errors(
 
 
 @triton.jit
-def _cell(b_z, p_deviation, p_boundaries, i_channel, bits):
-    """The cell of z / σ; tiles [BLOCK]."""
-    deviation = tl.load(p_deviation + i_channel)
-    b_z = b_z.to(tl.float32) * tl.where(deviation > 0, 1 / tl.maximum(deviation, 1.1754944e-38), 0.0)
-    return _halved(b_z, p_boundaries, bits).to(tl.uint8)
-
-
-@triton.jit
 def _halved(b_z, p_boundaries, bits):
     """The cells of numbers, by halving: their bits from the highest down; any shape."""
     b_code = tl.zeros(b_z.shape, tl.int32)
@@ -130,29 +80,6 @@ def _halved(b_z, p_boundaries, bits):
         step = 1 << (bits - 1 - i)
         b_code += tl.where(b_z > tl.load(p_boundaries + b_code + (step - 1)), step, 0)
     return b_code
-
-
-@triton.jit
-def _centroid(b_code, p_deviation, p_centroids, i_channel, bits):
-    """σ times the centroid; tiles [BLOCK]."""
-    return tl.load(p_centroids + b_code.to(tl.int32)) * tl.load(p_deviation + i_channel)
-
-
-@triton.jit
-def _level(b_z, p_low, p_high, i_channel, bits):
-    """The nearest of the levels from low to high; tiles [BLOCK]."""
-    low = tl.load(p_low + i_channel)
-    step = (tl.load(p_high + i_channel) - low) / ((1 << bits) - 1)
-    inverse = tl.where(step > 0, 1 / tl.maximum(step, 1.1754944e-38), 0.0)
-    b_code = tl.minimum(tl.maximum((b_z.to(tl.float32) - low) * inverse, 0.0), (1 << bits) - 1)
-    return rounded(b_code).to(tl.uint8)
-
-
-@triton.jit
-def _value(b_code, p_low, p_high, i_channel, bits):
-    """The level of a code; tiles [BLOCK]."""
-    low = tl.load(p_low + i_channel)
-    return low + b_code.to(tl.float32) * ((tl.load(p_high + i_channel) - low) / ((1 << bits) - 1))
 
 
 # ---- the best path through a trellis --------------------------------------------------------------------------------

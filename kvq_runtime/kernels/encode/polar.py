@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.encode.tile import Rows, load_rows, on, rotated, stream_bytes
+from kvq_runtime.kernels.encode.tile import Rows, load_rows, on, rotated
 from kvq_runtime.ops import polar
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import packed_size
@@ -157,7 +157,19 @@ def _pack_run(
         if WIDTH & (8 >> log) != 0:
             length = (COUNT * (8 >> log) + 7) // 8
             p_run = p_codes + (K - (K >> LEVEL))
-            b_byte |= stream_bytes(p_run, m_row, i_byte - first, length, COUNT, 8 >> log, WIDTH)
+            b_byte |= _stream_bytes(p_run, m_row, i_byte - first, length, COUNT, 8 >> log, WIDTH)
             first += length
     tl.store(p_packed + i_byte, b_byte.to(tl.uint8), mask=m_row & (i_byte < first))
     return p_packed + first
+
+
+@triton.jit
+def _stream_bytes(p_codes, m_row, i_byte, length, count, W: tl.constexpr, BITS: tl.constexpr):
+    """Bytes i_byte of a plane of W bits, of `length` bytes; 0 where they are not inside it. The shape of i_byte."""
+    b_byte = i_byte.to(tl.int32) * 0
+    for stream in tl.static_range(8 // W):
+        i_code = i_byte + stream * length
+        m_code = m_row & (i_byte >= 0) & (i_byte < length) & (i_code < count)
+        b_code = tl.load(p_codes + i_code, mask=m_code, other=0).to(tl.int32)
+        b_byte |= ((b_code >> (BITS - BITS % (2 * W))) & ((1 << W) - 1)) << (stream * W)
+    return b_byte
