@@ -118,9 +118,9 @@ def built(case: Case, device: torch.device) -> Callable[..., tuple[Tensor, Tenso
             for _ in range(-(-case.blocks // SLAB))
         ]
         alive.append(full)
-        mean = torch.zeros(geometry.width, device=device) if one.mean else None
-        read = attention.Encoded.of(one, attention.block_table(full, one.names, len(full), device))
-        schemes.append(replace(read, mean=mean))
+        mean = None if scheme.predict is None else torch.zeros(geometry.width, device=device)
+        table = attention.block_table(full, one.names, len(full), device)
+        schemes.append(replace(one.on(device), addresses=table, mean=mean))
     sinks = recipe.window.sinks
     tokens = case.tokens - 128 * case.blocks
     shape = (case.batch, tokens, geometry.width)

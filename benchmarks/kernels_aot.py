@@ -59,7 +59,7 @@ def attends(
         for one, scheme in zip(read, (recipe.key, recipe.value), strict=True):
             addresses = torch.zeros(4, 1 + len(one.names), dtype=torch.int64)
             mean = None if scheme.predict is None else torch.zeros(geometry.width)
-            schemes.append(replace(launch.Encoded.of(one, addresses), mean=mean))
+            schemes.append(replace(one, addresses=addresses, mean=mean))
         held, sinks = torch.zeros(batch, 256, geometry.width, dtype=torch.bfloat16), recipe.window.sinks
         exact = launch.Exact(held, held, held[:, :sinks].clone(), held[:, :sinks].clone())
         q = torch.zeros(batch, heads * ratio, tokens, size, dtype=torch.bfloat16)
@@ -85,8 +85,7 @@ def attends_pages(recipe: Recipe):
         table = torch.zeros(batch, 256, dtype=torch.int32)
         schemes = []
         for one, role in zip(read, ROLES, strict=True):
-            encoded = launch.Encoded.of(one, torch.empty(0))
-            schemes.append(replace(encoded, addresses=launch.Pages.of(views[role], one.names, table)))
+            schemes.append(replace(one, addresses=launch.Pages.of(views[role], one.names, table)))
         tails, sinks = (
             torch.zeros(8, 2, count, geometry.width, dtype=torch.bfloat16) for count in (tokens, recipe.window.sinks)
         )

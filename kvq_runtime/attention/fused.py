@@ -53,7 +53,7 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
             elif role == "key" and recipe.position == "pre":
                 why = "; kernels read keys after RoPE"
             return f"there is no kernel for its {role}s{why}"
-    if found[0].rounded != found[1].rounded:
+    if (found[0].order is None) != (found[1].order is None):
         return "kernels read keys and values of one kind: both in operand order, or both angles"
     if key.predict is not None and geometry.head_size > MAX_HEAD:
         return f"heads of more than {MAX_HEAD} channels leave no registers for the mean of keys after RoPE"
@@ -73,19 +73,21 @@ def kernels() -> ModuleType:
 
 
 def reader(codec: Codec, device: torch.device) -> Any:
-    """Make the reader of a scheme's blocks, without their addresses; a fitted codec gets one of its own."""
-    given = (codec.scheme, codec.block, codec.geometry, codec.role)
-    made = _made(device, *given, codec.fitted) if codec.fitted else _shared(device, *given)
+    """Return the layout of a codec's blocks on a device, without their addresses.
+
+    Codecs without fitted tensors share one set of tables.
+    """
+    settings = codec.scheme, codec.block, codec.geometry, codec.role
+    made = _layout_on(device, *settings, codec.fitted) if codec.fitted else _shared_layout_on(device, *settings)
     return replace(made, mean=codec.tensors.get("predict.mean"))
 
 
-def _made(device: torch.device, *given: Any) -> Any:
-    """Make the reader of the layout of these."""
-    return kernels().Encoded.of(kernels().layout(*given), torch.empty(0, device=device))
+def _layout_on(device: torch.device, *settings: Any) -> Any:
+    """Return `kernels().layout` of these settings on a device."""
+    return kernels().layout(*settings).on(device)
 
 
-# of schemes without fitted tensors: all layers share one set of tables on the device
-_shared = constant(64)(_made)
+_shared_layout_on = constant(64)(_layout_on)
 
 
 class LeftPadding:
@@ -151,9 +153,9 @@ class Fused(Path):
         readers = [reader(codec, k_BTC.device) for codec in codecs]
         self.shared += [x for one in readers for x in (one.lookup, one.rotation) if x is not None]
         self._readers[layer] = readers
-        columns = [1 + len(one.layout.names) for one in readers]
+        columns = [1 + len(one.names) for one in readers]
         sinks_2BSC = k_BTC.new_zeros(2, len(k_BTC), window.sinks, k_BTC.shape[2])
-        orders = readers[0].layout.order, readers[1].layout.order
+        orders = readers[0].order, readers[1].order
         slabs = -(-self.max_tokens // (SLAB * window.block))
         return DeviceIndex(self._counts(k_BTC.device)[layer], (columns[0], columns[1]), slabs, sinks_2BSC, orders)
 
@@ -240,7 +242,7 @@ class Fused(Path):
         if len(store.slabs[0]) > len(index.tables[0]):
             index.make_tables(2 * len(store.slabs[0]))
         for role, reader in enumerate(self._readers[layer]):
-            names, listed = reader.layout.names, index.listed[role]
+            names, listed = reader.names, index.listed[role]
             found = [(slab[names[0]].data_ptr(), slab[names[0]].shape[1]) for slab in store.slabs[role]]
             pairs = enumerate(zip(listed, found, strict=False))
             same = next((place for place, (one, other) in pairs if one != other), len(listed))

@@ -179,7 +179,7 @@ class PageReader:
         for role, codec in codecs.items():
             reader = fused.reader(codec, codec.device)
             no_table = torch.zeros(1, 1, device=codec.device)
-            pages = fused.kernels().Pages.of(views[role], reader.layout.names, no_table)
+            pages = fused.kernels().Pages.of(views[role], reader.names, no_table)
             self._encoded.append(replace(reader, addresses=pages))
 
     def takes(self, q_THD: Tensor, requests: int, count: int) -> bool:
@@ -203,7 +203,7 @@ class PageReader:
             replace(one, addresses=one.addresses._replace(table=table, width=table.stride(0))) for one in self._encoded
         )
         rope = self.shared.rope(len(q_BHTD), pages, q_BHTD.device)
-        kind = (keys.layout.settings, values.layout.settings, len(q_BHTD), q_BHTD.shape[2], pages)
+        kind = (keys.settings, values.settings, len(q_BHTD), q_BHTD.shape[2], pages)
         if kind not in splits:
             splits[kind] = host.choose_splits(q_BHTD, keys, values, pages)
         exact = host.Exact(*windows, *sinks)

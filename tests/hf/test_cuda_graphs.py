@@ -39,7 +39,7 @@ def exact_alone(q_BHTD: Tensor, keys: Any, values: Any, exact: Any, lengths: Ten
     How many blocks there are, and where rows start, changes the result too.
     """
     blocks, first, count = lengths[:3].unbind()
-    k_window, v_window, heads = exact.k_window, exact.v_window, keys.layout.geometry.kv_heads
+    k_window, v_window, heads = exact.k_window, exact.v_window, keys.geometry.kv_heads
     place = torch.arange(k_window.shape[1])
     seen = (place >= first) & (place < first + count)
     k, v = (

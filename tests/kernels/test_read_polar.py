@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels.attend import polar
-from kvq_runtime.kernels.attend.launch import Encoded, Layout, block_table, constants, layout
+from kvq_runtime.kernels.attend.launch import Layout, block_table, constants, layout
 from kvq_runtime.recipe import Scheme
 from kvq_runtime.stages.polar import Polar, PolarFitted
 
@@ -45,14 +45,14 @@ def read(made: Layout, fields: dict[str, torch.Tensor], geometry: Geometry) -> t
     """The second of two batch rows, one block, as the kernel reads it: [T, H, D]."""
     parts = {name: x.view(2, 1, TOKENS, *x.shape[1:]).to(DEVICE) for name, x in fields.items()}
     addresses = block_table([parts], made.names, 1, torch.device(DEVICE))
-    layer = constants(Encoded(made, addresses), Encoded(made, addresses), 0)[0]
+    layer = constants(made, made, 0)[0]
     found = []
     for head in range(geometry.kv_heads):
         out = torch.full((TOKENS, geometry.head_size), float("nan"), device=DEVICE)
         scale = torch.ones(TOKENS, device=DEVICE)
         assert made.lookup is not None and made.rotation is not None
         _read[(1,)](addresses, made.lookup.to(DEVICE), out, scale, head, layer, made.settings)
-        found.append(out * scale[:, None] @ made.rotation.to(DEVICE).mT)
+        found.append(out * scale[:, None] @ made.rotation.float().to(DEVICE))
     return torch.stack(found, 1).cpu()
 
 

@@ -9,7 +9,7 @@ from fused_driver import FAMILIES, Driver, with_kernels  # noqa: F401
 pytest.importorskip("triton")
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels.attend import launch
-from kvq_runtime.kernels.attend.launch import Encoded, choose_splits, layout, resident_programs
+from kvq_runtime.kernels.attend.launch import choose_splits, layout, resident_programs
 from kvq_runtime.recipe import preset
 
 H200 = SimpleNamespace(
@@ -42,7 +42,7 @@ def test_programs_of_a_multiprocessor(name, size, device, programs):
 
 @pytest.mark.parametrize("batch", [1, 4, 8, 64, 2112])
 def test_splits_fill_the_device_and_need_no_second_round(batch, monkeypatch):
-    keys, values = (Encoded(one, torch.empty(0)) for one in layouts("rtn-2bit"))
+    keys, values = layouts("rtn-2bit")
     q = SimpleNamespace(shape=(batch, 32, 1, 128), is_cuda=True, device=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     cut, lines, places = choose_splits(q, keys, values, 1 << 20), 8 * batch, 132 * 12  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from kvq_runtime.stages.rotate import Hadamard, Random
 from kvq_runtime.stages.rtn import Rtn
 
 pytest.importorskip("triton")
-from kvq_runtime.kernels.attend.launch import Encoded, Exact, RopeTables, attend, block_table, layout
+from kvq_runtime.kernels.attend.launch import Exact, Layout, RopeTables, attend, block_table, layout
 
 FREQUENCIES = 10000.0
 
@@ -131,7 +131,7 @@ def restored(one: Sized, fields: dict[str, Tensor], geometry: Geometry) -> Tenso
     return x if one.axis == "token" else x.mT
 
 
-def encoded(case: Case, role: Role, x_BTC: Tensor) -> tuple[Encoded, Tensor, list]:
+def encoded(case: Case, role: Role, x_BTC: Tensor) -> tuple[Layout, Tensor, list]:
     """The blocks of one side in two slabs, the last with room to spare, and what they decode to."""
     geometry = Geometry(1, case.heads, case.size)
     bare = [replace(one, predict=None) for one in (case.key, case.value)]
@@ -155,7 +155,9 @@ def encoded(case: Case, role: Role, x_BTC: Tensor) -> tuple[Encoded, Tensor, lis
     assert shape is not None
     if shape.order is not None:
         parts = [shape.order.arranged(part) for part in parts]
-    return Encoded.of(shape, block_table(parts, shape.names, len(parts) + 1, torch.device(DEVICE))), decoded, parts
+    device = torch.device(DEVICE)
+    table = block_table(parts, shape.names, len(parts) + 1, device)
+    return replace(shape.on(device), addresses=table), decoded, parts
 
 
 def run(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:

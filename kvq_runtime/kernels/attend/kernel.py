@@ -60,7 +60,7 @@ def attend(
     """Write each split's mean of the values and the log2 of its Σ 2^s; `merge` merges them.
 
     p_q              queries [B, Hq, tokens, D]
-    p_rotation       of the keys, float16 [D, D], of launch.Encoded, which rotates the queries too; or None
+    p_rotation       of the keys, float16 [D, D], of layout.Layout, which rotates the queries too; or None
     scale            of the scores, times log2 e
     p_rope           RopePointers, or None
     p_keys, p_values                  block tables, int64; or Pages
@@ -216,7 +216,7 @@ def merge(
     """One program per (batch row, KV head), ROWS query rows and WIDE channels, CHUNK splits at a time.
 
     p_part, p_lse   float32 [B · H, EXACT + splits, rows, D] and [B · H, rows, EXACT + splits], as `attend` writes them
-    p_rotation      of the values: float16 [D, D], of Encoded, or None; not of the exact splits
+    p_rotation      of the values: float16 [D, D], of layout.Layout, or None; not of the exact splits
     p_mean          of the values, float32 [H, D], or None; not of the exact splits
     p_lengths       int32 [3], the first: encoded blocks; PAGED: [B, 4], of each row
     p_out           [B · H, rows, D] in the queries' dtype

@@ -8,7 +8,6 @@ Nothing here asks the device anything: lengths and starts are tensors on it, sla
 the number of splits is fixed; so that a decode step can be captured as one graph.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from kvq_runtime.kernels.attend.rope import RopeTables
 from kvq_runtime.kernels.encode.tile import FUSED, on
 
 __all__ = [
-    "Encoded", "Exact", "Layout", "Pages", "RopeTables", "attend", "block_table", "choose_splits", "layout", "takes",
+    "Exact", "Layout", "Pages", "RopeTables", "attend", "block_table", "choose_splits", "layout", "takes",
 ]  # fmt: skip
 
 COLUMNS = 8  # of a tile of queries
@@ -32,31 +31,6 @@ TOKENS = 8  # of a query, that any number of heads may have
 LINES = 65535  # KV heads of all rows of a batch: an axis of the grid
 ANGLES = 128  # tokens of a tile of angles
 SHARED = 144  # bytes of shared memory a warp and channel, as compiled for sm_90
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """One scheme's blocks.
-
-    layout      how they are read
-    addresses   their block table, int64 [slabs, 1 + fields]; or the pages of an engine's cache
-    lookup      the layout's lookup on the device, or None
-    rotation    the layout's rotation, transposed, on the device, float16 [D, D]: x̂ = what is read · rotation; or None
-    mean        what was removed from each channel, of keys before RoPE, float32 [C], or None
-    """
-
-    layout: Layout
-    addresses: Tensor | Pages
-    lookup: Tensor | None = None
-    rotation: Tensor | None = None
-    mean: Tensor | None = None
-
-    @staticmethod
-    def of(layout: Layout, addresses: Tensor) -> "Encoded":
-        """With the layout's tensors on the device of the addresses."""
-        back = None if layout.rotation is None else layout.rotation.mT.half().contiguous()
-        lookup, rotation = (None if x is None else x.to(addresses.device) for x in (layout.lookup, back))
-        return Encoded(replace(layout, lookup=None, rotation=None), addresses, lookup, rotation)
 
 
 class Exact(NamedTuple):
@@ -74,8 +48,8 @@ class Exact(NamedTuple):
 
 def attend(
     q_BHTD: Tensor,
-    keys: Encoded,
-    values: Encoded,
+    keys: Layout,
+    values: Layout,
     exact: Exact,
     lengths: Tensor,
     starts_B: Tensor | None,
@@ -100,7 +74,7 @@ def attend(
     """
     q_BHTD = q_BHTD.contiguous()
     batch, q_heads, tokens, size = q_BHTD.shape
-    heads = keys.layout.geometry.kv_heads
+    heads = keys.geometry.kv_heads
     ratio, lines = q_heads // heads, batch * heads
     if not takes(lines, ratio, tokens):
         raise ValueError(
@@ -113,7 +87,7 @@ def attend(
     part_lse = torch.empty(lines, rows, parts, dtype=torch.float32, device=q_BHTD.device)
     out, lse = torch.empty_like(q_BHTD), part_lse.new_empty(batch, q_heads, tokens)
     pointers = None if rope is None or keys.mean is None else rope.pointers(keys.mean)
-    warps, registers = resources(keys.layout, values.layout)
+    warps, registers = resources(keys, values)
     with on(q_BHTD):
         attend_kernel[(_tiles(rows), lines, parts)](
             q_BHTD, keys.rotation, scale * LOG2E.value, pointers, keys.addresses, values.addresses, keys.lookup,
@@ -139,14 +113,13 @@ def _tiles(rows: int) -> int:
     return -(-rows // COLUMNS)
 
 
-def constants(keys: Encoded, values: Encoded, sinks: int, cap: float | None = None) -> tuple:
+def constants(keys: Layout, values: Layout, sinks: int, cap: float | None = None) -> tuple:
     """The compile-time arguments of the kernel, in its order."""
-    layout = keys.layout
-    heads, size = layout.geometry.kv_heads, layout.geometry.head_size
-    bound, angles = LOG2E.value * (cap or 0.0), min(ANGLES, padded(layout.block))
+    heads, size = keys.geometry.kv_heads, keys.geometry.head_size
+    bound, angles = LOG2E.value * (cap or 0.0), min(ANGLES, padded(keys.block))
     paged = int(isinstance(keys.addresses, Pages))
-    layer = LayerSettings(heads, size, layout.block, COLUMNS, angles, sinks, paged, bound)
-    return layer, layout.scan, layout.scores, layout.settings, values.layout.settings, tile(1, size)
+    layer = LayerSettings(heads, size, keys.block, COLUMNS, angles, sinks, paged, bound)
+    return layer, keys.scan, keys.scores, keys.settings, values.settings, tile(1, size)
 
 
 def resources(keys: Layout, values: Layout) -> tuple[int, int]:
@@ -162,11 +135,11 @@ def resources(keys: Layout, values: Layout) -> tuple[int, int]:
     few = all(settings.GROUPS == 1 and settings.BITS in (1, 2, 4) for settings in both)
     few = few and all(settings.BITS == 1 or not settings.TABLES for settings in both)
     few = few and min(keys.block, 128) <= keys.settings.GROUP
-    plain = not keys.mean and keys.geometry.head_size <= 128
+    plain = keys.mean is None and keys.geometry.head_size <= 128
     return 1, 168 if few and plain else 255
 
 
-def choose_splits(q_BHTD: Tensor, keys: Encoded, values: Encoded, blocks: int) -> int:
+def choose_splits(q_BHTD: Tensor, keys: Layout, values: Layout, blocks: int) -> int:
     """Return the number of parts that `attend` should cut the blocks of these queries into.
 
     It is what the device runs at once, or fewer where blocks are fewer. Splits are equally long (kernel.py), so that a
@@ -177,12 +150,12 @@ def choose_splits(q_BHTD: Tensor, keys: Encoded, values: Encoded, blocks: int) -
     blocks   that there is room for
     """
     batch, q_heads, tokens, _ = q_BHTD.shape
-    heads = keys.layout.geometry.kv_heads
+    heads = keys.geometry.kv_heads
     lines = batch * heads * _tiles(q_heads // heads * tokens)
     programs = 12
     if q_BHTD.is_cuda:
         limits = torch.cuda.get_device_properties(q_BHTD.device)
-        programs = limits.multi_processor_count * resident_programs(keys.layout, values.layout, limits)
+        programs = limits.multi_processor_count * resident_programs(keys, values, limits)
     return max(1, min(blocks, programs // max(1, lines)))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvq_runtime.codec.kernel_order import KernelOrder, kernel_order
 from kvq_runtime.geometry import MATRIX_SIZES, Geometry
 from kvq_runtime.kernels.attend import polar, rounded
-from kvq_runtime.kernels.attend.arguments import PolarSettings, RoundedSettings, TileSettings
+from kvq_runtime.kernels.attend.arguments import Pages, PolarSettings, RoundedSettings, TileSettings
 from kvq_runtime.ops import fragment, grid, lloyd
 from kvq_runtime.recipe import Role, Scheme
 
@@ -27,17 +27,18 @@ _NOTHING: Tensors = {}
 
 @dataclass(frozen=True)
 class Layout:
-    """The kernel's way to read one scheme.
+    """The kernel's way to read one scheme's blocks.
 
     geometry   of the model, and `block`, the tokens of a block
     scan       the loop over blocks: that of rounded.py or of polar.py
     scores     the function that scores keys, in rounded.py; None for angles
     settings   of both, see arguments.py
     names      the fields, in the order of their addresses in the block table
-    lookup     the codebooks of angles, see `_lookup`, or None
-    rotation   of a head, float32 [D, D]: x̂ = what is read · rotationᵀ; or None
-    mean       whether a mean was removed, which x̂ lacks
     order      of the codes in slabs; None: they lie as they are encoded
+    lookup     the codebooks of angles, see `_lookup`, or None
+    rotation   of a head, float16 [D, D]: x̂ = what is read · rotation; or None
+    addresses  of the blocks: their block table, int64 [slabs, 1 + fields]; or the pages of an engine's cache
+    mean       what was removed from each channel, of keys before RoPE, float32 [C], or None
     """
 
     geometry: Geometry
@@ -46,15 +47,16 @@ class Layout:
     scores: Any
     settings: RoundedSettings | PolarSettings
     names: tuple[str, ...]
+    order: KernelOrder | None = None
     lookup: Tensor | None = None
     rotation: Tensor | None = None
-    mean: bool = False
-    order: KernelOrder | None = None
+    addresses: Tensor | Pages | None = None
+    mean: Tensor | None = None
 
-    @property
-    def rounded(self) -> bool:
-        """True if codes are stored as the tensor core reads them: rounded ones, or indices into registers."""
-        return self.order is not None
+    def on(self, device: torch.device) -> "Layout":
+        """Return the same with its tables on a device."""
+        lookup, rotation = (None if x is None else x.to(device) for x in (self.lookup, self.rotation))
+        return replace(self, lookup=lookup, rotation=rotation)
 
 
 def layout(scheme: Scheme, block: int, geometry: Geometry, role: Role, tensors: Tensors = _NOTHING) -> Layout | None:
@@ -68,8 +70,7 @@ def layout(scheme: Scheme, block: int, geometry: Geometry, role: Role, tensors: 
     rotation = _rotation(scheme, geometry)
     if scheme.rotate is not None and (rotation is None or scheme.axis == "channel"):
         return None
-    made = _rounded(scheme, block, geometry, role, rotation) or _polar(scheme, block, geometry, rotation, tensors)
-    return made and replace(made, mean=scheme.predict is not None)
+    return _rounded(scheme, block, geometry, role, rotation) or _polar(scheme, block, geometry, rotation, tensors)
 
 
 def padded(count: int) -> int:
@@ -98,7 +99,7 @@ def _rounded(scheme: Scheme, block: int, geometry: Geometry, role: Role, rotatio
         tables,
     )  # fmt: skip
     scores = rounded.per_channel if channel else rounded.per_token
-    return Layout(geometry, block, rounded.scan, scores, settings, names, rotation=rotation, order=found)
+    return Layout(geometry, block, rounded.scan, scores, settings, names, found, rotation=_back(rotation))
 
 
 def _tables(scheme: Scheme, found: KernelOrder) -> tuple[tuple[int, ...], ...]:
@@ -143,7 +144,12 @@ def _polar(scheme: Scheme, block: int, geometry: Geometry, rotation: Tensor | No
     settings = PolarSettings(*tile(size // columns, columns), len(bits), int(mirrored))
     pairs = torch.arange(size).view(2, -1).mT.flatten()  # read in pairs of a head's two halves
     turned = (torch.eye(size, dtype=torch.float32) if rotation is None else rotation)[:, pairs].contiguous()
-    return Layout(geometry, block, polar.scan, None, settings, ("codes", "radius"), lookup, turned)
+    return Layout(geometry, block, polar.scan, None, settings, ("codes", "radius"), None, lookup, _back(turned))
+
+
+def _back(rotation: Tensor | None) -> Tensor | None:
+    """Return what undoes a rotation of rows, float16, as kernels read it."""
+    return None if rotation is None else rotation.mT.half().contiguous()
 
 
 def _lookup(points: list[Tensor], mirrored: bool) -> Tensor:

@@ -26,7 +26,7 @@ class Query(NamedTuple):
     """Argument of the scans: the queries.
 
     pointer    to [B, H, rows, D], any float dtype
-    rotation   to float16 [D, D], of launch.Encoded: q · (read · rotation) = (rotation · q) · read; or None
+    rotation   to float16 [D, D], of layout.Layout: q · (read · rotation) = (rotation · q) · read; or None
     rows       query heads of a KV head, times query tokens: row r is head r // tokens, token r % tokens
     first      row that is the first of this program's tile
     """
