@@ -27,7 +27,7 @@ from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import launch
 from kvq_runtime.kernels.attend.kernel import ENOUGH, EXACT, merge_parts
 from kvq_runtime.kernels.attend.kernel import SHARED as SHARED_ROWS
-from kvq_runtime.ops import dispatch, fragment, grid, latent, lloyd, polar, rotation, rtn, trellis
+from kvq_runtime.ops import dispatch, grid, lloyd, polar, rotation, rtn, trellis
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.store import storage
@@ -118,7 +118,7 @@ def calls() -> dict[str, Callable[[], Any]]:
 
 
 def _ops() -> dict[str, Callable[[], Any]]:
-    x, c = torch.randn(64, 8, 128), torch.zeros(64, 8, 128, dtype=torch.uint8)
+    x = torch.randn(64, 8, 128)
     s, z = torch.ones(64, 8).half(), torch.randn(2, 64, 128)
     signed, matrix = rotation.SignedHadamard(128, 0), torch.eye(128)
     tokens, counts = torch.zeros(2, 64, 1, 1024, dtype=torch.bfloat16).unbind(0), torch.zeros(4, dtype=torch.int32)
@@ -131,8 +131,6 @@ def _ops() -> dict[str, Callable[[], Any]]:
         "encode lloyd 3 matrix": lambda: lloyd.encode(x, 3, "norm", matrix),
         "encode polar": lambda: polar.encode(x, (4, 2, 2, 2), matrix),
         "encode polar fitted": lambda: polar.encode(x, (4, 2), None, [torch.zeros(15), torch.zeros(3)]),
-        "order codes": lambda: fragment.arrange(c.view(2, 4, 64, 128), fragment.order(2, 64, 128), "tokens"),
-        "try gains": lambda: latent.errors_with_gains(z, torch.ones(64), 4, torch.ones(8)),
         "round matrix": lambda: predict.round_group(
             z[0].double(), torch.eye(64).double(), s.view(-1)[:128], s.view(-1)[:128]
         ),

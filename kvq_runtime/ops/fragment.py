@@ -21,8 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import dispatch
-
 EDGE = 16  # tokens and channels of a tile
 LANES = 256  # elements of a tile
 MAX_TILES = 8  # tiles of a sub-block: their scores lie in registers
@@ -82,6 +80,7 @@ class Order(NamedTuple):
     BYTES    of a sub-block
     WORDS    its words, as they are loaded; runs share them where a container has codes of several groups of channels
     RUNS     its channels
+    SECTIONS its parts, in the order of their bytes
     """
 
     BITS: int
@@ -90,6 +89,7 @@ class Order(NamedTuple):
     BYTES: int
     WORDS: tuple[Words, ...]
     RUNS: tuple[Run, ...]
+    SECTIONS: tuple["Section", ...]
 
 
 class Section(NamedTuple):
@@ -123,38 +123,42 @@ def order(bits: int, block: int, size: int, groups: int = 1) -> Order | None:
     if bits not in PLANES or block % EDGE or size % EDGE or block & (block - 1) or size % (EDGE * groups):
         return None
     tiles = min(block // EDGE, MAX_TILES, 16 // max(width for width, _ in PLANES[bits]))
-    count, start = size // EDGE, 0
-    found: list[list[PlaneSlot]] = []
+    count, start, sections = size // EDGE, 0, list[Section]()
     for width, up in PLANES[bits]:
         each = 16 // (width * tiles)  # groups of channels of a word
         words, rest = divmod(count, each)
         if rest and rest * tiles * width != 8:
             return None
-        found.append([
-            PlaneSlot(width, up, start + j // each * 512, j % each * tiles, 16 if j < words * each else 8)
-            for j in range(count)
-        ])  # fmt: skip
-        start += words * 512 + (256 if rest else 0)
-    channels = [(j * groups // count, tuple(places[j] for places in found)) for j in range(count)]
-    words, runs = _runs(channels)
-    return Order(bits, tiles, block // (EDGE * tiles), start, words, runs)
+        for first, number, together, container in ((0, words, each, 16), (words * each, 1, rest, 8)):
+            if number and together:
+                sections.append(Section(width, up, first, number, together, container, start))
+                start += number * LANES * container // 8
+    words, runs = _runs([(j * groups // count, _places(sections, j, tiles)) for j in range(count)])
+    return Order(bits, tiles, block // (EDGE * tiles), start, words, runs, tuple(sections))
 
 
 class PlaneSlot(NamedTuple):
-    """The place of one plane of a group of channels' codes: the byte of its word, and as in `Plane` and `Words`."""
+    """The place of one plane of a group of channels' codes: its section, the byte of its word, and as in `Plane`."""
 
-    WIDTH: int
-    UP: int
+    SECTION: Section
     BYTE: int
     SLOT: int
-    BITS: int
+
+
+def _places(sections: list[Section], group: int, tiles: int) -> tuple[PlaneSlot, ...]:
+    """Return the place of a group of channels in each plane."""
+    inside = ((section, *divmod(group - section.FIRST, section.EACH)) for section in sections)
+    return tuple(
+        PlaneSlot(section, section.START + word * 2 * LANES, slot * tiles)
+        for section, word, slot in inside if 0 <= word < section.WORDS
+    )  # fmt: skip
 
 
 def _runs(channels: list[tuple[int, tuple[PlaneSlot, ...]]]) -> tuple[tuple[Words, ...], tuple[Run, ...]]:
     """Groups of channels whose codes are alike placed, and evenly apart, in runs of powers of two."""
     alike: dict[tuple, list[int]] = {}
     for j, (group, places) in enumerate(channels):
-        alike.setdefault((group, tuple((place.SLOT, place.BITS) for place in places)), []).append(j)
+        alike.setdefault((group, tuple((place.SLOT, place.SECTION.BITS) for place in places)), []).append(j)
     words: dict[Words, int] = {}
     runs = []
     for (group, _), members in alike.items():
@@ -166,13 +170,13 @@ def _runs(channels: list[tuple[int, tuple[PlaneSlot, ...]]]) -> tuple[tuple[Word
             planes = []
             for at, place in enumerate(channels[first][1]):
                 stride = channels[chosen[1]][1][at].BYTE - place.BYTE if count > 1 else 0
-                loaded = words.setdefault(Words(place.BYTE, stride, count, place.BITS), len(words))
-                planes.append(Plane(place.WIDTH, place.UP, loaded, place.SLOT))
+                section = place.SECTION
+                loaded = words.setdefault(Words(place.BYTE, stride, count, section.BITS), len(words))
+                planes.append(Plane(section.WIDTH, section.UP, loaded, place.SLOT))
             runs.append(Run(first, step, count, group, tuple(planes)))
     return tuple(words), tuple(runs)
 
 
-@dispatch.paired("stored.arrange")
 def arrange(codes: Tensor, order: Order, rows: str) -> Tensor:
     """Order codes uint8 [..., T, D] of a head: bytes uint8 [..., SUBS · BYTES].
 
@@ -180,12 +184,12 @@ def arrange(codes: Tensor, order: Order, rows: str) -> Tensor:
     """
     x = _tiles(codes, order, rows)
     parts = []
-    for width, up, start, count, each, bits, _ in sections(order):
+    for width, up, start, count, each, bits, _ in order.SECTIONS:
         plane = (x >> up) & ((1 << width) - 1)  # [..., SUBS, J, S, 256]
         slots = plane[..., start : start + count * each, :, :].reshape(*x.shape[:-3], count, -1, LANES)
-        shifts = torch.arange(slots.shape[-2], device=x.device, dtype=torch.int32) * width
-        container = (slots << shifts[:, None]).sum(-2, dtype=torch.int32)
-        whole = container.to(torch.uint8) if bits == 8 else container.to(torch.int16).contiguous().view(torch.uint8)
+        shifts = torch.arange(slots.shape[-2], device=x.device, dtype=torch.int16) * width
+        container = (slots.to(torch.int16) << shifts[:, None]).sum(-2, dtype=torch.int16)
+        whole = container.to(torch.uint8) if bits == 8 else container.contiguous().view(torch.uint8)
         parts.append(whole.flatten(-2))
     return torch.cat(parts, -1).flatten(-2)
 
@@ -195,7 +199,7 @@ def collect(ordered: Tensor, order: Order, rows: str) -> Tensor:
     subs = ordered.unflatten(-1, (order.SUBS, order.BYTES))
     count = sum(run.COUNT for run in order.RUNS)
     x = torch.zeros(*subs.shape[:-1], count, order.TILES, LANES, dtype=torch.uint8, device=ordered.device)
-    for width, up, start, words, each, bits, offset in sections(order):
+    for width, up, start, words, each, bits, offset in order.SECTIONS:
         size = words * LANES * bits // 8
         part = subs[..., offset : offset + size].contiguous()
         container = part if bits == 8 else part.view(torch.int16)
@@ -206,23 +210,9 @@ def collect(ordered: Tensor, order: Order, rows: str) -> Tensor:
     return _untiled(x, rows)
 
 
-def sections(order: Order) -> list[Section]:
-    """Return the sections of a sub-block, in the order of their bytes."""
-    count, start = sum(run.COUNT for run in order.RUNS), 0
-    found = []
-    for width, up in PLANES[order.BITS]:
-        each = 16 // (width * order.TILES)
-        words, rest = divmod(count, each)
-        for first, number, groups, bits in ((0, words, each, 16), (words * each, 1, rest, 8)):
-            if number and groups:
-                found.append(Section(width, up, first, number, groups, bits, start))
-                start += number * LANES * bits // 8
-    return found
-
-
 def _tiles(codes: Tensor, order: Order, rows: str) -> Tensor:
-    """[..., T, D] as int32 [..., SUBS, J, S, 256], elements of a tile as lanes hold them: g, t, r, w, h."""
-    x = codes.to(torch.int32).unflatten(-1, (-1, EDGE)).unflatten(-3, (order.SUBS, order.TILES, EDGE))
+    """[..., T, D] as [..., SUBS, J, S, 256], elements of a tile as lanes hold them: g, t, r, w, h."""
+    x = codes.unflatten(-1, (-1, EDGE)).unflatten(-3, (order.SUBS, order.TILES, EDGE))
     lead = x.ndim - 5
     sub, tile, token, group, channel = range(lead, lead + 5)
     row, column = (token, channel) if rows == "tokens" else (channel, token)

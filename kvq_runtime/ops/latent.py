@@ -19,13 +19,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import dispatch, grid, product, rtn, trellis
+from kvq_runtime.ops import grid, product, rtn, trellis
 from kvq_runtime.ops.constant import constant
 
 MAX_BITS = 8  # bits of a code
 # sha256 of the boundaries of 0 to MAX_BITS bits, float64; `python scripts/build_tables.py gaussian` builds them again.
 GAUSSIAN = "72ff842e59e68f1904fa5875257ef954cf1efce5828932063d478bff0cda5e70"
-FEW = 2  # up to so many bits comparing with every boundary is the faster way
 FINE, REACH = 64, 8  # cells of a table to a unit, and the largest number in it
 PAIRED = 4  # up to so many bits errors are found without codes
 LEVELS = 8  # of importance, on either side of the mean token's
@@ -69,21 +68,11 @@ def distortion(bits: int) -> float:
 
 
 def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [N, R, T] of float32 channels with these standard deviations [R]; one of 0 is coded as zeros."""
+    """Codes uint8 [N, R, T] of float32 channels with these standard deviations [R]; one of 0 is coded as zeros.
+
+    A code counts the boundaries below, by a table of cells so narrow that none holds two; one comparison is left.
+    """
     x_NRT = z_NRT * product.inverse(deviation_R)[:, None]
-    return _compared(x_NRT, bits) if bits <= FEW else _looked_up(x_NRT, bits)
-
-
-def _compared(x_NRT: Tensor, bits: int) -> Tensor:
-    """Encode numbers by comparing them with every boundary: the code counts the boundaries below."""
-    codes_NRT = torch.zeros_like(x_NRT, dtype=torch.uint8)
-    for boundary in gaussian(bits)[0].float().tolist():
-        codes_NRT += (x_NRT > boundary).view(torch.uint8)
-    return codes_NRT
-
-
-def _looked_up(x_NRT: Tensor, bits: int) -> Tensor:
-    """Return the same by a table of cells so narrow that none holds two boundaries; one comparison is left."""
     below, following = _cells(bits, x_NRT.device)
     cell = (x_NRT * FINE).clamp_(-REACH * FINE, REACH * FINE - 1).floor_().int()
     cell = cell.clamp_(min=-REACH * FINE).add_(REACH * FINE).flatten()  # a NaN is any whole number until here
@@ -95,7 +84,7 @@ def _looked_up(x_NRT: Tensor, bits: int) -> Tensor:
 def _cells(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return, for each cell [n, n + 1) / FINE, the boundaries below it, uint8, and the next one, float32."""
     boundaries = gaussian(bits)[0].float()
-    assert float(boundaries.diff().min()) > 1 / FINE and float(boundaries.abs().max()) < REACH - 1 / FINE
+    assert bool((boundaries.diff() > 1 / FINE).all()) and float(boundaries.abs().max()) < REACH - 1 / FINE
     edges = torch.arange(-REACH * FINE, REACH * FINE, dtype=torch.float32) / FINE
     below = torch.bucketize(edges, boundaries)
     following = torch.cat([boundaries, boundaries.new_full((1,), math.inf)])[below]
@@ -125,7 +114,6 @@ def _away(size_NRT: Tensor, scale_R1: Tensor, bits: int) -> Tensor:
     return nearest
 
 
-@dispatch.paired("latent.errors_with_gains")
 def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Tensor) -> Tensor:
     """The squared errors that encoding would leave of all channels, if tokens had each of these gains: [G, N, T]."""
     if not 1 <= bits <= PAIRED:

@@ -47,7 +47,7 @@ def table(bits: int) -> Tensor:
     return grid.pinned("trellis", name, grid.tables("trellises")[name], DIGESTS[bits])
 
 
-@dispatch.paired("latent.best_path")
+@dispatch.paired("trellis.best_path")
 def best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Tensor:
     """The states int64 [N, G · K] of the path from state 0 with the least Σ (rms · (x - table[state]))², all float32.
 

@@ -104,7 +104,7 @@ class DeviceIndex:
         return [*self.tables, self.sinks_2BSC]
 
 
-@dispatch.paired("stored.append")
+@dispatch.paired("window.append")
 def append(k_BTC: Tensor, v_BTC: Tensor, window_2BWC: Tensor, counts: Tensor) -> None:
     """Write keys and values of T tokens behind the window's last, and count them.
 

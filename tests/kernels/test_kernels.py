@@ -6,7 +6,7 @@ from parity import DEVICE, error, normal, poisoned
 from tiers import some, together
 
 from kvq_calib.fit.predict import inverse_root, round_group, rounded
-from kvq_runtime.ops import dispatch, fragment, grid, latent, lloyd, pack, polar, rtn, trellis
+from kvq_runtime.ops import dispatch, grid, lloyd, pack, polar, rtn, trellis
 from kvq_runtime.ops.rotation import SignedHadamard
 from kvq_runtime.store import storage
 
@@ -88,29 +88,13 @@ def test_lloyd(shape, bits):
     assert error(found[1], wanted[1]) <= HALF
 
 
-@pytest.mark.parametrize("bits", some(range(1, 9), 2))
-def test_errors_with_gains(bits):
-    """Of channels that lie side by side, and of tokens that do; with 8 gains, 5 and 19."""
-    gains, deviation = latent.gains(torch.tensor([-0.7, 1.1], device=DEVICE), 3), normal(40, seed=1).abs()
-    deviation[2] = 0
-    z = normal(3, 40, 21) * deviation[:, None] * normal(21, seed=2).exp()
-    many = latent.gains(torch.tensor([-0.7, 1.1], device=DEVICE), 6)[:19]
-    for given, gain in ((z, gains), (z.mT.contiguous().mT, gains[:5]), (z.mT.contiguous().mT, many)):
-        found, wanted = both(latent.errors_with_gains, given, deviation, bits, gain)
-        assert found[0].shape == wanted[0].shape == (len(gain), 3, 21)
-        assert error(found[0], wanted[0]) <= FLOAT32
-        assert len(wanted[0].argmin(0).unique()) > 2
-    found, wanted = both(latent.errors_with_gains, z[:0], deviation, bits, gains)
-    assert found[0].shape == wanted[0].shape == (8, 0, 21)
-
-
 @pytest.mark.parametrize("bits", some(trellis.DIGESTS, 2))
 @pytest.mark.parametrize("shape", [(9, 3, 8), (5, 6, 1), (1, 1, 1), (0, 2, 3)])
 def test_paths(shape, bits, monkeypatch):
     """The same ones, bit by bit; of several launches, too."""
     values = trellis.table(bits).to(DEVICE, torch.float32)
     rms = normal(*shape[:2], seed=1).exp()
-    monkeypatch.setattr(dispatch.kernels("encode.latent"), "DROPPED", 1 << 14)
+    monkeypatch.setattr(dispatch.kernels("encode.trellis"), "DROPPED", 1 << 14)
     found, wanted = both(trellis.best_path, normal(*shape), rms, values, bits)
     assert found[0].dtype == wanted[0].dtype and torch.equal(found[0], wanted[0])
 
@@ -193,6 +177,6 @@ def test_no_rows(op, settings):
 
 
 TESTED = [
-    *(rtn.encode, grid.encode, lloyd.encode, polar.encode, fragment.arrange),
-    *(latent.errors_with_gains, trellis.best_path, round_group, storage.append),
+    *(rtn.encode, grid.encode, lloyd.encode, polar.encode),
+    *(trellis.best_path, round_group, storage.append),
 ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiers import some
 
-from kvq_runtime.ops import dispatch, fragment
+from kvq_runtime.ops import fragment
 
 SIZES = [(block, size) for block in (16, 32, 128) for size in (64, 80, 96, 128, 256)]
 CASES = [(bits, *one) for bits in (1, 2, 3, 4, 8) for one in SIZES if fragment.order(bits, *one)]
@@ -58,16 +58,3 @@ def test_a_lane_finds_its_share_of_the_operand(case, rows):
             container = int.from_bytes(bytes(ordered[first : first + size_of]), "little")
             found |= (container >> plane.WIDTH * (plane.SLOT + tile) & (1 << plane.WIDTH) - 1) << plane.UP
         assert found == wanted
-
-
-@pytest.mark.parametrize("case", some(CASES, CASES[0], (3, 128, 80), (2, 32, 64)), ids=str)
-@pytest.mark.parametrize("rows", ["tokens", "channels"])
-def test_the_kernel_orders_them_so_too(case, rows):
-    pytest.importorskip("triton")
-    (bits, block, size), order = case, fragment.order(*case)
-    assert order is not None
-    codes = torch.randint(0, 1 << bits, (2, 1, 2, size, block), dtype=torch.uint8).mT  # any strides
-    with dispatch.forced(False):
-        wanted = fragment.arrange(codes, order, rows)
-    with dispatch.forced(True):
-        assert torch.equal(fragment.arrange(codes, order, rows), wanted)

@@ -1,6 +1,6 @@
-"""Encode latent channels: try the gains of tokens, see ops/latent.py, and find paths through a trellis, ops/trellis.py.
+"""Find the best paths through a trellis in two launches; see ops/trellis.py.
 
-The best paths take two launches. In the first the costs of all states lie in registers: of each step
+In the first the costs of all states lie in registers: of each step
 nothing is written but which code each path has dropped. The second follows the drops from the last state back. Numbers
 are finite.
 """
@@ -10,79 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_runtime.kernels.encode.tile import FUSED, on
+from kvq_runtime.kernels.encode.tile import on
 from kvq_runtime.ops import trellis
-from kvq_runtime.ops.constant import constant
-from kvq_runtime.ops.latent import gaussian
 
-GAINS, TRIED, AT_ONCE = 8, 16, 16  # gains and tokens of a program that tries them, and its channels at a time
 TILE = 4096  # costs of a program, at the most those of ROWS rows
 ROWS = 8  # of 2^7 states; more leave room for fewer warps
 FOLLOWED = 32  # rows of a program that goes back
 DROPPED = 1 << 28  # bytes that all steps of the rows of one launch keep
 # Products and sums are rounded one by one, as in torch: the paths are the same ones.
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 1}
-
-
-def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Tensor) -> Tensor:
-    batch, channels, tokens = z_NRT.shape
-    gains, together = len(gain_G), min(GAINS, triton.next_power_of_2(len(gain_G)))
-    out = torch.empty(gains, batch, tokens, dtype=torch.float32, device=z_NRT.device)
-    if out.numel():
-        boundaries, centroids = _tables(bits, z_NRT.device)
-        with on(z_NRT):
-            grid = (triton.cdiv(tokens, TRIED), batch, triton.cdiv(gains, together))
-            _errors[grid](
-                z_NRT, out, deviation_R.contiguous(), gain_G.contiguous(), boundaries, centroids,
-                batch, channels, tokens, *z_NRT.stride(), gains, bits, together, AT_ONCE, TRIED,
-                **FUSED,
-            )  # fmt: skip
-    return out
-
-
-@constant(32)
-def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Boundaries and centroids on the device."""
-    boundaries, centroids = gaussian(bits)
-    return boundaries.to(device, torch.float32), centroids.to(device, torch.float32)
-
-
-@triton.jit(do_not_specialize=["batch", "channels", "tokens", "s_n", "gains", "bits"])
-def _errors(
-    p_z, p_out, p_deviation, p_gain, p_boundaries, p_centroids, batch, channels, tokens, s_n, s_r, s_t, gains, bits,
-    GAINS: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """The errors of TOKENS tokens with each of GAINS gains, over all channels: CHANNELS of them at a time."""
-    i_gain = tl.program_id(2) * GAINS + tl.arange(0, GAINS)
-    i_token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    m_gain, m_token = i_gain < gains, i_token < tokens
-    b_gain = tl.load(p_gain + i_gain, mask=m_gain, other=1.0)[:, None, None]
-    b_error = tl.zeros((GAINS, TOKENS), tl.float32)
-    p_z += tl.program_id(1).to(tl.int64) * s_n
-    for first in range(0, channels, CHANNELS):
-        i_channel = first + tl.arange(0, CHANNELS)
-        m_channel = i_channel < channels
-        o_z = i_channel[:, None] * s_r + i_token[None, :] * s_t
-        b_z = tl.load(p_z + o_z, mask=m_channel[:, None] & m_token[None, :], other=0.0).to(tl.float32)[None, :, :]
-        b_scale = b_gain * tl.load(p_deviation + i_channel, mask=m_channel, other=0.0)[None, :, None]
-        b_code = _halved(b_z * tl.where(b_scale > 0, 1 / tl.maximum(b_scale, 1.1754944e-38), 0.0), p_boundaries, bits)
-        b_left = tl.load(p_centroids + b_code) * b_scale - b_z
-        b_error += tl.sum(b_left * b_left, 1)
-    o_out = (i_gain[:, None] * batch + tl.program_id(1)) * tokens + i_token[None, :]
-    tl.store(p_out + o_out, b_error, mask=m_gain[:, None] & m_token[None, :])
-
-
-@triton.jit
-def _halved(b_z, p_boundaries, bits):
-    """The cells of numbers, by halving: their bits from the highest down; any shape."""
-    b_code = tl.zeros(b_z.shape, tl.int32)
-    for i in range(bits):
-        step = 1 << (bits - 1 - i)
-        b_code += tl.where(b_z > tl.load(p_boundaries + b_code + (step - 1)), step, 0)
-    return b_code
-
-
-# ---- the best path through a trellis --------------------------------------------------------------------------------
 
 
 def best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Tensor:
