@@ -25,8 +25,7 @@ from kvq_calib.fit import predict
 from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.geometry import ROLES, Geometry
 from kvq_runtime.kernels.attend import launch
-from kvq_runtime.kernels.attend.kernel import ENOUGH, EXACT, merge_parts
-from kvq_runtime.kernels.attend.kernel import SHARED as SHARED_ROWS
+from kvq_runtime.kernels.attend.kernel import EXACT, merge_parts
 from kvq_runtime.ops import dispatch, grid, lloyd, polar, rotation, rtn, trellis
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.predict import Mean
@@ -122,7 +121,7 @@ def _ops() -> dict[str, Callable[[], Any]]:
     s, z = torch.ones(64, 8).half(), torch.randn(2, 64, 128)
     signed, matrix = rotation.SignedHadamard(128, 0), torch.eye(128)
     tokens, counts = torch.zeros(2, 64, 1, 1024, dtype=torch.bfloat16).unbind(0), torch.zeros(4, dtype=torch.int32)
-    lines, parts, rows = ENOUGH, EXACT.value + 4, SHARED_ROWS
+    lines, parts, rows = 2, EXACT.value + 4, 4
     part, level = torch.zeros(lines, parts, rows, 128), torch.zeros(lines, rows, parts)
     return {
         "encode rtn 2 per channel": lambda: rtn.encode(z.mT.unflatten(-1, (1, 64)), 2),

@@ -5,8 +5,7 @@ import torch
 from parity import DEVICE, error, normal, poisoned
 
 pytest.importorskip("triton")
-from kvq_runtime.kernels.attend import kernel
-from kvq_runtime.kernels.attend.kernel import EXACT, merge_parts, merged
+from kvq_runtime.kernels.attend.kernel import EXACT, merge_parts
 
 EXACTS, LINES, HEADS, ROWS = EXACT.value, 2, 2, 6
 
@@ -26,27 +25,16 @@ def reference(part, lse, rotation, mean, used) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize(
-    "size, splits, blocks, turned, centred, shared, levels",
+    "size, splits, blocks, turned, centred, levels",
     [
-        (80, 300, 290, False, True, 1, 0.0),
-        (128, 70, 500, True, True, 1, 300.0),
-        (
-            128,
-            20,
-            15,
-            True,
-            True,
-            4,
-            -300.0,
-        ),  # the second program of a head has two rows
-        (80, 3, 3, True, False, 4, 0.0),
-        (64, 9, 0, True, True, 4, 0.0),
+        (80, 300, 290, False, True, 0.0),
+        (128, 70, 500, True, True, 300.0),
+        (128, 20, 15, True, True, -300.0),
+        (64, 9, 0, True, False, 0.0),
     ],
 )
-def test_merge(size, splits, blocks, turned, centred, shared, levels, monkeypatch):
+def test_merge(size, splits, blocks, turned, centred, levels, monkeypatch):
     """`levels`: how far those of blocks are above the window's; no 2^300 is a float32."""
-    monkeypatch.setattr(kernel, "ENOUGH", LINES * ROWS // shared)
-    assert merged(size, splits, turned, LINES * ROWS)[3] == shared or not turned
     used = -(-blocks // max(1, -(-blocks // splits)))  # all as long as the longest, see kernel.py
     part = normal(LINES, EXACTS + splits, ROWS, size)
     lse = 4 * normal(LINES, ROWS, EXACTS + splits, seed=1)
@@ -64,13 +52,6 @@ def test_merge(size, splits, blocks, turned, centred, shared, levels, monkeypatc
     wanted, levels_LR = reference(part, lse, rotation, mean, used)
     assert error(out.view(LINES, ROWS, size), wanted) < 1e-6 and (held[-4:] == 7).all()
     assert float((level.view(LINES, ROWS).double() - levels_LR).abs().max()) < 1e-4
-
-
-def test_a_large_batch_shares_a_rotation():
-    """Four rows a program where that leaves a program for each multiprocessor of an H200."""
-    assert [merged(128, 4, True, rows)[3] for rows in (32, 527, 528, 4096)] == [1, 1, 4, 4]
-    assert merged(128, 4, True, 528)[1:3] == (32, 8)  # as many elements at once as of one row: 128 channels, 32 splits
-    assert merged(256, 4, True, 4096)[3] == 1 and merged(128, 4, False, 4096)[3] == 1
 
 
 def test_no_token_at_all():
