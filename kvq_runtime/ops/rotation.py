@@ -24,7 +24,6 @@ from kvq_runtime.ops.constant import constant
 
 # Rows of a matrix that a kernel multiplies a tile with: whole in shared memory, and a shape of the tensor cores.
 TILE_MATRICES = (16, 32, 64, 128)
-_MASK = (1 << 64) - 1
 
 
 class SignedHadamard(NamedTuple):
@@ -108,8 +107,7 @@ def check(size: int, shape: torch.Size) -> None:
 @constant(64)
 def signs(size: int, seed: int) -> Tensor:
     """Return the ±1 of one run, float32 [size]."""
-    ones = [1.0 if hash64(seed, position) & 1 else -1.0 for position in range(size)]
-    return torch.tensor(ones, dtype=torch.float32)
+    return ((hashes(seed, size) & 1) * 2 - 1).float()
 
 
 @constant(64)
@@ -131,25 +129,18 @@ def random_matrix(size: int, seed: int) -> Tensor:
     return (q * r.diagonal().sign()).float()
 
 
-def hash64(*words: int) -> int:
-    """Mix whole numbers into 64 bits (splitmix64), the same everywhere."""
-    state = 0
-    for word in words:
-        state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
-    return state
-
-
 def uniform(seed: int, count: int) -> Tensor:
-    """Numbers inside (0, 1), float64 [count]: the upper 53 bits of `hash64(seed, position)`."""
-    x = mix(torch.arange(count) ^ _signed(hash64(seed)))
-    return (_shifted(x, 11).double() + 0.5) / 2**53
+    """Numbers inside (0, 1), float64 [count]: the upper 53 bits of `hashes`."""
+    return (_shifted(hashes(seed, count), 11).double() + 0.5) / 2**53
+
+
+def hashes(seed: int, count: int) -> Tensor:
+    """Mix a seed and each position into 64 bits, int64 [count]."""
+    return mix(torch.arange(count) ^ mix(torch.tensor(_signed(seed % 2**64))))
 
 
 def mix(x: Tensor) -> Tensor:
-    """Mix the bits of each int64 by a step of `hash64`; products wrap. Source: Steele et al., 2014 (splitmix64)."""
+    """Mix the bits of each int64, the same everywhere; products wrap. Source: Steele et al., 2014 (splitmix64)."""
     x = x + _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ _shifted(x, shift)) * _signed(factor)
@@ -158,7 +149,7 @@ def mix(x: Tensor) -> Tensor:
 
 def _signed(word: int) -> int:
     """64 bits as torch's int64 holds them."""
-    return word - (1 << 64) if word >> 63 else word
+    return word - 2**64 if word >> 63 else word
 
 
 def _shifted(x: Tensor, places: int) -> Tensor:

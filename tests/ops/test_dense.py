@@ -15,7 +15,7 @@ def drawn(queries: int, read: int):
 
 
 @pytest.mark.parametrize("softmax", [Softmax(), Softmax(cap=2.0), Softmax(logit_H=LOGIT), Softmax(2.0, LOGIT)], ids=str)
-@pytest.mark.parametrize("queries, read", [(9, 9), (1, 9), (4, 9)])
+@pytest.mark.parametrize("queries, read", [(9, 9), (4, 9)])
 @pytest.mark.parametrize("masked", [None, "bool", "added"])
 def test_formulas(softmax, queries, read, masked, monkeypatch):
     monkeypatch.setattr(dense, "SCORES", 2 * 4 * read * 3)  # three queries at a time
@@ -34,10 +34,3 @@ def test_formulas(softmax, queries, read, masked, monkeypatch):
             own = s[:, :0] if softmax.logit_H is None else softmax.logit_H[head].double().expand(queries, 1)
             p = torch.cat([s, own], 1).softmax(-1)[:, :read]
             torch.testing.assert_close(found[row, head], (p @ v[row, head // 2].double()).float(), rtol=1e-4, atol=1e-5)
-
-
-def test_a_logit_of_no_token_takes_its_share():
-    q, k, v = drawn(1, 5)
-    plain, sunk = (dense.attention(q, k, v, None, 0.25, softmax) for softmax in (Softmax(), Softmax(logit_H=LOGIT)))
-    assert float(sunk[:, 2].norm()) < 1e-6 * float(plain[:, 2].norm())
-    torch.testing.assert_close(sunk[:, 3], plain[:, 3])

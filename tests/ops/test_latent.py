@@ -18,17 +18,6 @@ def test_the_gaussian_codebook_is_maxs(bits):
     assert float(found) == pytest.approx(RATIOS[bits], abs=0.03 if bits < 7 else 0.1)
 
 
-@pytest.mark.parametrize("bits", range(latent.MAX_BITS + 1))
-def test_its_distortion_is_what_integration_finds(bits):
-    boundaries, centroids = latent.gaussian(bits)
-    z = torch.linspace(-9, 9, 400_001, dtype=torch.float64)
-    density = torch.exp(-z.square() / 2)
-    nearest = centroids[torch.bucketize(z, boundaries)]
-    assert float((density * (z - nearest).square()).sum() / density.sum()) == pytest.approx(
-        latent.distortion(bits), rel=1e-4
-    )
-
-
 @pytest.mark.parametrize("bits", [0, 1, 2, 4])
 def test_its_boundaries_are_built(bits):
     boundaries, centroids = latent.gaussian(bits)
@@ -77,7 +66,7 @@ def test_every_channel_has_its_own_bits(codebook):
         assert torch.equal(decoded[:, :, channel], expected[:, 0].bfloat16().float())
 
 
-@pytest.mark.parametrize("bits", range(1, latent.MAX_BITS + 1))
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_errors_without_codes_are_those_of_the_codes(bits):
     z = torch.randn(2, 4, 300, generator=torch.Generator().manual_seed(bits)) * 2
     deviation = torch.tensor([0.5, 1.0, 3.0, 0.0])

@@ -11,23 +11,13 @@ from kvq_runtime.ops import lloyd
 from kvq_runtime.stages.codebook import Lloyd
 from kvq_runtime.stages.rotate import Hadamard, Random
 
-# the positive centroids for vectors of 128, the error of a coordinate, and the same for Gaussian numbers
-SPHERE = {1: [0.79944], 2: [0.45243, 1.5051], 3: [0.24432, 0.75306, 1.33625, 2.13114]}
+# the error of a coordinate of vectors of 128, and of Gaussian numbers
 ERRORS = {1: 0.3609, 2: 0.1160, 3: 0.03397, 4: 0.00932}
 GAUSSIAN_ERRORS = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.00950}
 
 
-@pytest.mark.parametrize("bits", SPHERE)
-def test_codebooks_are_the_published_ones(bits):
-    """At 3 bits the published one had not quite converged: see the next test for the exact conditions."""
-    centroids = lloyd.sphere(128, bits)[1]
-    assert torch.equal(centroids, -centroids.flip(0))
-    role = torch.tensor(SPHERE[bits])
-    torch.testing.assert_close(centroids[2 ** (bits - 1) :], role, atol=1e-4 if bits < 3 else 5e-4, rtol=0)
-
-
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [5, 32, 80, 128, 1024])
+@pytest.mark.parametrize("size", [5, 128, 1024])
 def test_centroids_are_the_means_of_their_cells(size, bits):
     """Lloyd's two conditions by another integration, and for vectors of 128 the published error."""
     boundaries, centroids = (part.tolist() for part in lloyd.sphere(size, bits))

@@ -44,14 +44,6 @@ def test_round_trip_and_layout(case):
     assert packed.tolist() == [by_hand(row, bits) for row in given_codes.tolist()]
 
 
-def test_bytes_of_one_row_of_a_wider_table_are_unpacked():
-    table = torch.randint(0, 256, (3, 756), dtype=torch.uint8)
-    for bits in (1, 2, 4):
-        slice_ = table[1:2, 8:24]
-        count = 16 * 8 // bits
-        assert torch.equal(pack.unpack(slice_, bits, count), pack.unpack(slice_.clone(), bits, count))
-
-
 @pytest.mark.parametrize("bits", [1, 7, 8, 14, 17, 24])
 @pytest.mark.parametrize("count", [5, 129])
 def test_places_of_any_width(bits, count):

@@ -8,24 +8,16 @@ from kvq_runtime.ops import product
 from kvq_runtime.stages.predict import MLP, Linear, LowRank
 
 
-@pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(product, "multiplies_bfloat16", lambda: False)
-
-
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def test_the_result_is_the_exact_one_rounded(without):
+def test_the_result_is_the_exact_one_rounded(monkeypatch: pytest.MonkeyPatch):
     """Where a machine sums in float32, as with instructions: less than one last bit of bfloat16 beside it."""
+    monkeypatch.setattr(product, "multiplies_bfloat16", lambda: False)
     x, y, bias = numbers(40, 96), numbers(96, 24, seed=1), numbers(24, seed=2)
     exact = x.double() @ y.double()
-    for found, expected in (
-        (product.matmul(x, y), exact),
-        (product.matmul(x.unflatten(0, (2, 20)), y[None].expand(2, -1, -1)).flatten(0, 1), exact),
-        (product.addmm(bias, x, y), exact + bias.double()),
-    ):
+    for found, expected in ((product.matmul(x, y), exact), (product.addmm(bias, x, y), exact + bias.double())):
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
 
@@ -64,7 +56,7 @@ def test_predictions_multiply_no_bfloat16(stage, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("named", "has", "expected"),
-    [("", True, True), ("", False, False), ("AVX2", True, False), ("avx512_core", True, False), ("ALL", True, True)],
+    [("", True, True), ("", False, False), ("avx512_core", True, False)],
 )
 def test_what_the_machine_has(named: str, has: bool, expected: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", named)

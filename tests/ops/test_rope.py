@@ -44,10 +44,3 @@ def test_the_inverse_of_the_models_own_bf16_arithmetic():
     pair = x.float().unflatten(-1, (2, 16)).norm(dim=-2).repeat(1, 1, 1, 2)
     assert ((back - x.float()).abs() <= 2**-6 * pair).all()
     assert float((back - x.float()).norm() / x.float().norm()) < 2**-8
-
-
-def test_relative_positions_alone_decide_scores():
-    x, (cos, sin) = keys(20, 16), tables(20, 8, 1.0)
-    q, k = x[:1, :1].expand(1, 20, 3, 16), x[1:, :1].expand(1, 20, 3, 16)
-    scores = torch.einsum("nthd,nshd->hts", rope.rotate(q, cos, sin), rope.rotate(k, cos, sin))
-    torch.testing.assert_close(scores[:, 5, 2], scores[:, 15, 12], rtol=1e-4, atol=1e-4)
