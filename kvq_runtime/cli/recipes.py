@@ -11,6 +11,7 @@ from kvq_runtime.attention import fused
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import NotFound, counted
+from kvq_runtime.families import lists_layers
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, Geometry, Sliding
 from kvq_runtime.recipe import Recipe, families, is_preset, preset
 from kvq_runtime.store.estimate import Sizes
@@ -110,6 +111,10 @@ def _model(text: str) -> Model:
         )
     config = files.json_object(path / "config.json" if path.is_dir() else path)
     config = config.get("text_config", config)  # of a model of images and text
+    if not lists_layers(config):
+        from kvq_runtime.hf.model import settings_of_folder  # with transformers, which other models do without
+
+        config = settings_of_folder(path)
     try:
         return Model(path.name if path.is_dir() else path.parent.name, Geometry.from_config(config),
                      Sliding.from_config(config))  # fmt: skip

@@ -66,6 +66,12 @@ def settings_of(config: Any) -> dict[str, Any]:
     return found | named | ({} if kinds is None else {"layer_types": kinds})
 
 
+def settings_of_folder(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the decoder in a model's folder, as `settings_of`."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return settings_of(config.get_text_config(decoder=True))
+
+
 def geometry_of(model: PreTrainedModel) -> Geometry:
     """Return the shape of a loaded model's cache, of the layers that attend to all tokens.
 
