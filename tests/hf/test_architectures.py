@@ -16,7 +16,7 @@ from kvq_runtime.artifact import fingerprint
 from kvq_runtime.families import FAMILIES, lists_layers
 from kvq_runtime.geometry import SLAB, Geometry, Sliding
 from kvq_runtime.hf.cuda_graphs import StepArguments
-from kvq_runtime.hf.model import CACHE, fingerprint_of, geometry_of, looks_ahead, real_tokens, settings_of
+from kvq_runtime.hf.model import CACHE, fingerprint_of, geometry_of, real_tokens, settings_of
 from kvq_runtime.prefix.transformers import PrefixStore
 
 CUTS = ((0, 40), (40, 41), (41, 60))
@@ -179,16 +179,13 @@ def test_other_caches_are_refused_by_name(kind, settings):
 
 
 def test_masks_of_models_of_images():
-    """Padding is read from the newest query's row; a token that sees a later one is told from causal ones."""
+    """Padding is read from the newest query's row."""
     mask = torch.ones(2, 1, 4, 6).tril(2).bool()
     mask[0, :, :, 0] = False
     least = torch.finfo(torch.float32).min
     for given in (mask, torch.zeros(mask.shape).masked_fill(~mask, least)):
         real: Any = real_tokens({"full_attention": given}, 6)
         assert real.tolist() == [[False] + [True] * 5, [True] * 6]
-        assert not looks_ahead({"full_attention": given}, 4)
-    mask[1, 0, 0, 4] = True
-    assert looks_ahead({"full_attention": mask}, 4) and not looks_ahead({"full_attention": None}, 4)
     flat = torch.tensor([[0, 1, 1, 1]])
     real = real_tokens({"full_attention": flat}, 2)
     assert real.tolist() == [[True, True]]

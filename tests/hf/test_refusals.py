@@ -20,12 +20,12 @@ from kvq_runtime.hf.model import check_model
 
 PLAIN = {name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")}
 REFUSED = {
-    "bert": ("causal", PLAIN, "no decoder with layers as Llama has"),
-    "t5": ("seq2seq", {"d_model": 32, "d_ff": 32, "num_layers": 1, "d_kv": 16}, "an encoder and attention across"),
+    "bert": ("causal", PLAIN, "no decoder alone with layers as Llama has"),
+    "t5": ("seq2seq", {"d_model": 32, "d_ff": 32, "num_layers": 1, "d_kv": 16}, "no decoder alone"),
     "mamba": (
         "causal",
         {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2},
-        "no decoder with layers|is not a family",
+        "no decoder alone|no layer of this model attends to all",
     ),
 }
 
