@@ -15,7 +15,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.families import FAMILIES, lists_layers
 from kvq_runtime.geometry import SLAB, Geometry, Sliding
-from kvq_runtime.hf.cuda_graphs import StepArguments
+from kvq_runtime.hf.cuda_graphs import step_refusal
 from kvq_runtime.hf.model import CACHE, fingerprint_of, geometry_of, real_tokens, settings_of
 from kvq_runtime.prefix.transformers import PrefixStore
 
@@ -119,7 +119,7 @@ def test_layers_that_recur_are_not_kept_or_recorded():
     with torch.no_grad():
         model(prompt(1, 60), past_key_values=cache)
     step = {"input_ids": prompt(1, 1), "position_ids": torch.tensor([[60]]), CACHE: cache}
-    assert "transformers' own classes" in str(StepArguments(model, step).refused(cache))
+    assert "transformers' own classes" in str(step_refusal(model, step))
     with pytest.raises(RuntimeError, match="not offloaded"):
         cache.layers[-1].offload()
 

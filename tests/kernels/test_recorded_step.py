@@ -18,7 +18,7 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf import KVQCache
 
 pytest.importorskip("triton")
-from kvq_runtime.hf.recorded import captured
+from kvq_runtime.hf.cuda_graphs import captured
 
 
 def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 4, masked: bool = False) -> None:

@@ -5,7 +5,7 @@ import torch
 from fused_driver import FAMILIES, SCALE, Driver, with_kernels  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvq_runtime.hf.recorded import trial
+from kvq_runtime.hf.cuda_graphs import trial
 
 pytest.importorskip("triton")
 
