@@ -28,9 +28,8 @@ from kvq_runtime.recipe import OURS, Recipe, weighs
 from kvq_runtime.store.block_errors import WARN, BlockErrors, Bounds, warning
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
-from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.layer import LayerStore
-from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
+from kvq_runtime.store.memory import MemoryReport, Sizes, report, shared_bytes
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import Slab

@@ -14,8 +14,7 @@ from kvq_runtime.errors import NotFound, counted
 from kvq_runtime.families import lists_layers
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, Geometry, Sliding
 from kvq_runtime.recipe import Recipe, families, is_preset, preset
-from kvq_runtime.store.estimate import Sizes
-from kvq_runtime.store.memory import asymptotic_bits
+from kvq_runtime.store.memory import Sizes, asymptotic_bits
 
 ADVICE = {  # README.md gives the same
     "kivi-4bit": "nothing to calibrate: begin here",
@@ -138,13 +137,13 @@ def _rows(model: Model, recipes: list[Recipe], tokens: list[int], args: Namespac
         row = {"model": model.name, "recipe": recipe.name, "bits": round(asymptotic_bits(recipe, geometry), 4)}
         row["shared MiB"] = round(sizes.shared / (1 << 20), 1)
         for size in held:
-            row[f"bits at {size.tokens}"] = round(size.bits, 3)
-            row[f"GiB at {size.tokens}"] = round(size.total / GIB, 3)
+            row[f"bits at {size.tokens}"] = round(size.all_bits, 3)
+            row[f"GiB at {size.tokens}"] = round(size.total_bytes / GIB, 3)
         row["under 16 bit from"] = sizes.smaller_from(args.batch)
         if args.json:
             row["bytes"] = [
-                {"tokens": size.tokens, "batch": size.batch, "total": size.total, "exact": size.exact}
-                | {"sequence": size.sequence, "shared": size.shared, "sliding": size.sliding}
+                {"tokens": size.tokens, "batch": size.batch, "total": size.total_bytes, "exact": size.exact_bytes}
+                | {"sequence": size.sequence_bytes, "shared": size.shared_bytes, "sliding": size.sliding_bytes}
                 for size in held
             ]
         yield row
