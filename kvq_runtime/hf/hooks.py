@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf.attention import Pass
 from kvq_runtime.hf.model import cache_in, decoder_of, real_tokens, rotary_module, rotary_of
-from kvq_runtime.ops.dispatch import is_waited_for
+from kvq_runtime.ops.dispatch import runs_kernel
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import OURS, attends
 
@@ -43,8 +43,8 @@ class HookedCache:
                 alone = count == 1  # of several, those of an image may see later ones
             elif real is not None:
                 alone = positions.agrees(mask, count)
-        if rotary is None and positions_BT is not None and positions_BT.shape[-1] == 1 and is_waited_for(positions_BT):
-            positions_BT = None  # to compare them would wait for the device at each step
+        if rotary is None and positions_BT is not None and positions_BT.shape[-1] == 1 and runs_kernel(positions_BT):
+            positions_BT = None  # to compare them would wait for a GPU at each step
         positions.announce(real, positions_BT, rotary, alone)
         self._pass.announced = attention == "kvq"
 

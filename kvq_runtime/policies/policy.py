@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvq_runtime.attention.path import Path
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.ops import dispatch
 from kvq_runtime.store.encode import Encoder
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
@@ -46,8 +45,7 @@ class CacheParts:
         encoded = 0
         for layer, store in self.stores.items():
             encoded = store.encoded
-            if dispatch.is_waited_for(store.buffer_2BTC):  # else looked at as it arrived
-                self.encoder.watch(layer, store.window_2BTC, encoded)
+            self.encoder.watch(layer, store.window_2BTC, encoded)
         self.encoder.refuse_nan()
         if encoded + kept_BK.shape[1] == self.positions.length:
             return

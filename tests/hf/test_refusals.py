@@ -81,14 +81,6 @@ def test_layers_of_one_model_on_several_devices(layout, fits):
         KVQCache.from_recipe("exact", model)
 
 
-def test_a_layer_that_comes_from_another_device_is_refused():
-    cache = kvq("exact", random_model("llama"))
-    x = torch.zeros(1, 2, 5, 32)
-    cache.update(x, x, 0)
-    with pytest.raises(ValueError, match="layer 1 is on meta, layer 0 on cpu; kvq needs all layers on one device"):
-        cache.update(x.to("meta"), x.to("meta"), 1)
-
-
 # ---- misuse ----
 
 

@@ -94,7 +94,6 @@ def test_a_step_asks_the_device_nothing(name, monkeypatch):
     driver.silent = True
     driver.step(1, expected=False)
     driver.step(1, expected=False)
-    monkeypatch.setattr("kvq_runtime.ops.dispatch.is_waited_for", lambda x: True)  # as of a GPU
     driver.announce(1)
     new = driver.x[0, :, :, driver.at : driver.at + 1].unbind(0)
     launched = []
