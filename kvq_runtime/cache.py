@@ -78,7 +78,7 @@ class BlockCache:
         self.encoder = Encoder(self.decoder, BlockErrors(self.bounds) if self.bounds else None)
         self.fused = Fused(recipe, geometry, self.positions, self._max_tokens)
         self.policies = Policies(CacheParts(self.codecs, self.encoder))
-        self.encoder.extra = self.policies.extra_fields
+        self.encoder.encoding = self.policies.encoding
         weigh = self.policies.weighed if self.policies.newest else None
         own = [policy.path for policy in self.policies if policy.path is not None]
         self.paths = Paths(self.decoder, self.fused, own, weigh)

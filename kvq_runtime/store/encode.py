@@ -14,21 +14,18 @@ from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore, Run
 from kvq_runtime.store.storage import Slab
 
-# a layer → what is stored beside its window's oldest block: the same fields for every block of the layer
-Extra = Callable[[LayerStore], Slab]
-
 
 class Encoder:
     """Turns the oldest blocks of windows into encoded ones.
 
     errors     of the blocks, counted; None: they are not measured
-    extra      what policies store beside a block
+    encoding   hears of a layer's oldest blocks, so many, before they are encoded
     together   predicted blocks that share matrix products: 1, so that a block does not depend on its company, but for a
                cache of one pass that is not kept, which takes a third of the time with whole slabs
     """
 
     together = 1
-    extra: Extra
+    encoding: Callable[[LayerStore, int], None]
 
     def __init__(self, decoder: Decoder, errors: BlockErrors | None = None):
         self.decoder, self.stores = decoder, decoder.stores
@@ -54,13 +51,13 @@ class Encoder:
         codecs = store.codecs
         if self.recipe.cross_layer and count > 1:
             codecs = [codec.unpacked() for codec in codecs if isinstance(codec, Codec)]  # none is fitted to a prompt
+        self.encoding(store, count)
         while store.blocks < target:
-            most = SLAB if self.recipe.cross_layer and not self.recipe.policies else together
+            most = SLAB if self.recipe.cross_layer else together
             some = min(most, target - store.blocks, SLAB - store.blocks % SLAB)
             keys, values = self._encoded(store, codecs, _runs(store.blocks, store.blocks + some, together))
             self._watch_scales(layer, store.blocks, (keys, values))
-            extra = {name: field[:, None] for name, field in self.extra(store).items()}
-            store.add_blocks(some, keys, values, extra)
+            store.add_blocks(some, keys, values)
 
     def watch(self, layer: int, x_2BTC: Tensor, start: int) -> None:
         """Have `refuse_nan` look for NaN and infinity in these tokens, from slot `start` on; waits for nothing."""

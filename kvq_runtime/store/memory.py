@@ -2,7 +2,7 @@
 
 exact     sinks, recent and block tokens, in the model's dtype
 blocks    ⌊(T - recent) / block⌋, in slabs of 32, of which the last grows by doubling
-policies  what a policy stores beside them, by its `held_bytes` and `extra_bits`
+policies  what a policy holds beside them, by its `held_bytes`
 shared    fitted tensors and rotations: once, whatever the tokens and rows
 """
 
@@ -152,14 +152,14 @@ def report(
 
 
 def layer_bytes(store: LayerStore) -> dict[str, int]:
-    """Allocated bytes by kind, which the stage of a field decides; fields of policies are kinds of their own."""
+    """Allocated bytes by kind, which the stage of a field decides."""
     sinks = store.sinks_2BSC.nbytes
     parts = Counter({"window": storage_bytes([store.buffer_2BTC]) - sinks, "sinks": sinks})
     kinds = [codec.scheme.memory_kinds(store.window.block, codec.geometry) for codec in store.codecs]
-    for slabs, kind_of in zip(store.slabs, [*kinds, {}], strict=True):
+    for slabs, kind_of in zip(store.slabs, kinds, strict=True):
         for slab in slabs:
             for name, held in slab.items():
-                parts[kind_of.get(name, name)] += storage_bytes([held])
+                parts[kind_of[name]] += storage_bytes([held])
     if store.index is not None:
         parts["tables"] = storage_bytes(store.index.tensors)
         home = store.index.window_2BTC
@@ -218,9 +218,9 @@ class Sizes:
     @cached_property
     def _block(self) -> float:
         """Bytes of one block of one row in all layers."""
-        sites = self.recipe.sites(self.geometry)
-        bits = sum(scheme_bits(self.recipe, site.layer, site.role, self.geometry, self.dtype) for site in sites)
-        return bits * self.recipe.window.block * self.geometry.width / 8
+        block, sites = self.recipe.window.block, self.recipe.sites(self.geometry)
+        bits = sum(site.scheme.bits(block, self.geometry, self.dtype) for site in sites)
+        return bits * block * self.geometry.width / 8
 
     def at(self, tokens: int, batch: int = 1) -> CacheBytes:
         """Return the bytes that a cache of `batch` rows of `tokens` tokens holds in a step."""
