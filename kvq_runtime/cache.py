@@ -9,7 +9,6 @@ Knows nothing of transformers: see `hf/`. Tensors are [B, T, C], all heads side 
 """
 
 import logging
-import math
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -22,15 +21,14 @@ from kvq_runtime.attention.path import Query
 from kvq_runtime.attention.paths import Paths
 from kvq_runtime.codec import shared
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import dense, dispatch
+from kvq_runtime.ops import dense
 from kvq_runtime.policies.policy import CacheParts, Policies
 from kvq_runtime.recipe import OURS, Recipe, weighs
 from kvq_runtime.store.block_errors import WARN, BlockErrors, Bounds, warning
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
-from kvq_runtime.store.estimate import Sizes
 from kvq_runtime.store.layer import LayerStore
-from kvq_runtime.store.memory import MemoryReport, report, shared_bytes
+from kvq_runtime.store.memory import MemoryReport, Sizes, report, shared_bytes
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import Slab
@@ -65,7 +63,7 @@ class BlockCache:
         self.recipe = recipe.check(geometry)
         self.geometry = geometry
         self.codecs = shared.build(recipe, geometry, tensors or {})
-        self._last, self._width, self._max_tokens = geometry.layers - 1, geometry.width, max_tokens
+        self._last, self._max_tokens = geometry.layers - 1, max_tokens
         self.dtype, self.bounds = dtype, bounds
         self._smaller: dict[tuple[int, torch.dtype], int | None] = {}  # than 16 bit, from so many tokens
         self.warned = False
@@ -80,7 +78,7 @@ class BlockCache:
         self.encoder = Encoder(self.decoder, BlockErrors(self.bounds) if self.bounds else None)
         self.fused = Fused(recipe, geometry, self.positions, self._max_tokens)
         self.policies = Policies(CacheParts(self.codecs, self.encoder))
-        self.encoder.extra = self.policies.extra_fields
+        self.encoder.encoding = self.policies.encoding
         weigh = self.policies.weighed if self.policies.newest else None
         own = [policy.path for policy in self.policies if policy.path is not None]
         self.paths = Paths(self.decoder, self.fused, own, weigh)
@@ -126,12 +124,7 @@ class BlockCache:
         """Take in a layer's new keys (after RoPE) and values, which `finish` encodes; True if they are its first."""
         try:
             store = self._arrive(layer, k_BTC)
-            before, step = store.length, self.step
-            # a sum of products, which a NaN or infinity in either would spoil
-            looked_at = step is not None and step.waits  # when the pass has ended
-            if not looked_at and not math.isfinite(torch.dot(k_BTC.reshape(-1), v_BTC.reshape(-1)).item()):
-                self.encoder.watch(layer, torch.stack([k_BTC, v_BTC]), before)
-                self.encoder.refuse_nan()
+            before = store.length
             store.append(k_BTC, v_BTC)
         except Exception:
             self.settle()
@@ -205,23 +198,12 @@ class BlockCache:
 
     def _arrive(self, layer: int, k_BTC: Tensor) -> LayerStore:
         """Begin a forward pass with its first layer; one that stopped midway is undone first."""
-        batch, count, width = k_BTC.shape
+        batch, count, _ = k_BTC.shape
         step = self.step
         if step is not None and (layer in step.taken or count != step.count):
             self.settle()
             step = None
-        if not 0 <= layer <= self._last:
-            raise ValueError(f"layer {layer}; the cache was made for layers 0 to {self._last}")
-        if width != self._width:
-            raise ValueError(f"keys of width {width}; the cache was made for {self.geometry}")
         store = self.layers.get(layer)
-        if store is None and self.layers:
-            first, held = next(iter(self.layers.items()))
-            if held.buffer_2BTC.device != k_BTC.device:
-                raise ValueError(
-                    f"layer {layer} is on {k_BTC.device}, layer {first} on {held.buffer_2BTC.device}; kvq needs all "
-                    "layers on one device"
-                )
         if store is not None and batch != store.buffer_2BTC.shape[1]:
             raise ValueError(f"{batch} rows; the cache holds {store.rows}: reset() it, or make one for each batch")
         if step is None and count:
@@ -242,7 +224,7 @@ class BlockCache:
         """Begin a forward pass of so many tokens a row, with keys like these."""
         self.decoder.clear()
         device = like.device
-        step = self.step = Step(self.positions.seen, count, batch, device, dispatch.is_waited_for(like))
+        step = self.step = Step(self.positions.seen, count, batch, device)
         step.on_undo(self.positions.restore, *self.positions.state)
         if (errors := self.encoder.errors) is not None:
             step.on_undo(errors.restore, errors.blocks, errors.beyond)
@@ -307,12 +289,7 @@ class BlockCache:
             self.layers.clear()
 
     def reorder(self, rows: Tensor) -> None:
-        """Keep these rows of every tensor that has rows, in this order: beam search, batch changes.
-
-        Raises ValueError for what are no rows, on the host, before anything is changed.
-        """
-        if self.layers and not dispatch.is_waited_for(rows):
-            _check_rows(rows, self.rows)
+        """Keep these rows, int64, of every tensor that has rows, in this order: beam search, batch changes."""
         self.settle()
         self.decoder.restart()
         self.fused.forget()
@@ -350,13 +327,3 @@ class BlockCache:
             scratch_peak=self.decoder.scratch_peak, smaller_than_16bit_from=self._smaller[case],
             beyond=None if errors is None else errors.share,
         )  # fmt: skip
-
-
-def _check_rows(rows: Tensor, count: int) -> None:
-    """Raise a ValueError unless these are numbers of `count` rows."""
-    whole = rows.ndim == 1 and rows.dtype in (torch.int32, torch.int64)
-    if not whole or bool(((rows < 0) | (rows >= count)).any()):
-        raise ValueError(
-            f"rows {rows.tolist()!s:.80}, {rows.dtype}; the cache holds {count}: give whole numbers from 0 to "
-            f"{count - 1}, int64, one dimension"
-        )

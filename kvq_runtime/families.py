@@ -5,7 +5,7 @@ Layers that attend to all tokens are compressed; layers that slide over a window
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvq_runtime import settings
@@ -14,7 +14,7 @@ LAYERS, ATTENTION = "layers", "self_attn"  # the decoder's name for its layers, 
 FULL, RECURRENT = "full_attention", "linear_attention"
 SLIDING = "sliding_attention"
 Rope = Literal["full", "partial", "some layers"]
-Window = Literal["none", "given", "asked"]
+Mixed = Literal["never", "asked", "always"]
 
 
 @dataclass(frozen=True)
@@ -22,48 +22,32 @@ class Family:
     """What differs between families.
 
     rope      channels of a key that RoPE turns, first half with second: all, the first ones, or none in some layers
-    window    whether layers slide: never; where `sliding_window` is set; or where `use_sliding_window` is set, too
-    every     without `layer_types` in config.json, every so manieth layer attends to all tokens
-    period    the setting of config.json that gives another number
-    others    the type of layers between
+    mixed     whether layers are of several types, which `layer_types` lists: never, where `use_sliding_window` is set,
+              or always
     fused     the name of one projection to queries, keys and values, in this order; "": there are k_proj and v_proj
     shared    whether values may be the projection of keys, and the last layers may read keys that others cache
     sinks     whether attention has one learned logit a head, of no token
-    images    whether config.json describes a decoder of text in `text_config`, beside a tower of images
     """
 
     rope: Rope = "full"
-    window: Window = "none"
-    every: int = 1
-    period: str = ""
-    others: str = SLIDING
+    mixed: Mixed = "never"
     fused: str = ""
     shared: bool = False
     sinks: bool = False
-    images: bool = False
 
-
-PLAIN = Family()
-RECURRING = Family("partial", every=4, period="full_attention_interval", others=RECURRENT)
-GEMMA3 = Family(window="given", every=6, period="sliding_window_pattern")
-GEMMA4 = Family(window="given", every=6, shared=True)
 
 FAMILIES: Mapping[str, Family] = {
-    **dict.fromkeys(("llama", "granite", "olmo2", "seed_oss"), PLAIN),
-    **dict.fromkeys(("mistral", "ministral3", "mixtral"), Family(window="given")),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), Family(window="asked")),
-    "phi3": Family("partial", window="given", fused="qkv_proj"),
-    "gemma2": Family(window="given", every=2, period="sliding_window_pattern"),
-    "gemma3_text": GEMMA3,
-    "gemma3": replace(GEMMA3, images=True),
-    "gemma4_text": GEMMA4,
-    "gemma4": replace(GEMMA4, images=True),
-    "olmo3": Family(window="given", every=4),
-    "smollm3": Family("some layers", window="asked"),
+    **dict.fromkeys(("llama", "granite", "olmo2", "seed_oss", "mistral", "ministral3", "mixtral"), Family()),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), Family(mixed="asked")),
+    "phi3": Family("partial", fused="qkv_proj"),
+    **dict.fromkeys(("gemma2", "gemma3_text", "gemma3", "olmo3"), Family(mixed="always")),
+    **dict.fromkeys(("gemma4_text", "gemma4"), Family(mixed="always", shared=True)),
+    "smollm3": Family("some layers", mixed="asked"),
     "glm4_moe": Family("partial"),
-    "gpt_oss": Family(window="given", every=2, sinks=True),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), RECURRING),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), replace(RECURRING, images=True)),
+    "gpt_oss": Family(mixed="always", sinks=True),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"), Family("partial", mixed="always")
+    ),
 }
 SERVED = ", ".join(FAMILIES)
 
@@ -89,51 +73,36 @@ def owners(config: Mapping[str, Any]) -> int:
     return count - shared
 
 
-def layer_types(config: Mapping[str, Any]) -> Sequence[str]:
-    """Return the type of each layer, which config.json may leave to transformers.
+def lists_layers(config: Mapping[str, Any]) -> bool:
+    """True if a configuration says which layers attend to all tokens; False if only transformers knows."""
+    mixed = (family_of(config) or Family()).mixed
+    return config.get("layer_types") is not None or mixed == "never" or (mixed == "asked" and not _slides(config))
 
-    Raises ValueError for settings that no model has.
-    """
+
+def layer_types(config: Mapping[str, Any]) -> Sequence[str]:
+    """Return the type of each layer. Raises ValueError for settings that no model has, or that are not complete."""
     settings.check(config)
     owners(config)
-    count, kinds, family = config["num_hidden_layers"], config.get("layer_types"), family_of(config) or PLAIN
+    count, kinds = config["num_hidden_layers"], config.get("layer_types")
     if isinstance(kinds, (list, tuple)):
         if len(kinds) < count:
             raise ValueError(f"layer_types has {len(kinds)} for {count} layers; one each is needed")
         return kinds
-    if not _windowed(config, family):
-        return [FULL] * count
-    if family.window == "asked":  # above a layer, or, of Qwen 2's experts, every other one below it
-        first = config.get("max_window_layers")
-        first = first if type(first) is int else 0
-        if config.get("model_type") == "qwen2_moe":
-            return [SLIDING if n % 2 == 0 and n < first else FULL for n in range(count)]
-        return [SLIDING if n >= first else FULL for n in range(count)]
-    every = config.get(family.period) if family.period else None
-    every = every if type(every) is int and every > 0 else family.every
-    kinds = [FULL if every > 1 and n % every == every - 1 else family.others for n in range(count)]
-    if family.shared and kinds:
-        kinds[-1] = FULL
-    return kinds
+    if not lists_layers(config):
+        raise ValueError(f"config.json of {config['model_type']} has no layer_types; read it by AutoConfig")
+    return [SLIDING if _slides(config) else FULL] * count
 
 
-def _windowed(config: Mapping[str, Any], family: Family) -> bool:
-    """Whether some layers do not attend to all tokens, where config.json does not say which."""
-    if family.others != SLIDING:
-        return True
-    if family.window == "none" and family is not PLAIN:
-        return False
-    if config.get("sliding_window", 1 if family.every > 1 else None) is None:
-        return False
-    return bool(config.get("use_sliding_window", family.window != "asked"))
+def _slides(config: Mapping[str, Any]) -> bool:
+    """Whether some layers, or all, slide over a window."""
+    asked = (family_of(config) or Family()).mixed == "asked"
+    return config.get("sliding_window") is not None and bool(config.get("use_sliding_window", not asked))
 
 
 def attending(config: Mapping[str, Any]) -> Sequence[int]:
     """The layers that cache all tokens, by their number in the model; the others slide, recur, or read what a layer
     below them caches.
 
-    config   as in config.json, which may leave out what transformers knows of its type; or with its defaults
-
-    Raises ValueError for settings that no model has.
+    Raises ValueError for settings that no model has, or that are not complete.
     """
     return [n for n, kind in enumerate(layer_types(config)[: owners(config)]) if kind == FULL]

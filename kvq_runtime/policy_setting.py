@@ -69,7 +69,7 @@ class PolicySetting(ABC):
         return None
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """Count the bytes that it holds for each row of `tokens` tokens, by kind, without those of `extra_bits`."""
+        """Count the bytes that it holds for each row of `tokens` tokens, by kind."""
         return {}
 
     def extra_bits(self, role: Role, dtype: torch.dtype) -> float:

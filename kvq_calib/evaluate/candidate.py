@@ -15,8 +15,7 @@ from kvq_runtime.recipe import Recipe, families, presets
 from kvq_runtime.registry import reference
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.store.block_errors import Bounds, bounds_in
-from kvq_runtime.store.estimate import Sizes
-from kvq_runtime.store.memory import asymptotic_bits
+from kvq_runtime.store.memory import Sizes, asymptotic_bits
 
 TOKENS = 4096
 
@@ -112,10 +111,10 @@ def costs(recipe: Recipe, geometry: Geometry, sliding: Sliding, length: int) -> 
     here, there = sizes.at(length), sizes.at(TOKENS)
     return {
         "asymptotic": asymptotic_bits(recipe, geometry),
-        "at_length": here.sequence_bits,
-        f"at_{TOKENS}": there.sequence_bits,
-        f"all_at_{TOKENS}": there.bits,
-        f"bytes_at_{TOKENS}": there.total,
-        f"exact_bytes_at_{TOKENS}": there.exact,
-        "shared_bytes": there.shared,
+        "at_length": here.bits_per_element,
+        f"at_{TOKENS}": there.bits_per_element,
+        f"all_at_{TOKENS}": there.all_bits,
+        f"bytes_at_{TOKENS}": there.total_bytes,
+        f"exact_bytes_at_{TOKENS}": there.exact_bytes,
+        "shared_bytes": there.shared_bytes,
     }

@@ -13,8 +13,7 @@ from kvq_runtime.artifact import header
 from kvq_runtime.artifact.artifact import Artifact, to_bytes
 from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.disk import files
-from kvq_runtime.store.estimate import Sizes
-from kvq_runtime.store.memory import asymptotic_bits, human
+from kvq_runtime.store.memory import Sizes, asymptotic_bits, human
 
 CARD = "README.md"
 LENGTHS = (4096, 32768, 131072)  # tokens of one row
@@ -41,8 +40,8 @@ def sizes(artifact: Artifact) -> dict[str, Any]:
     caches = [estimate.at(tokens) for tokens in LENGTHS]
     return {
         "bits": round(asymptotic_bits(recipe, geometry), 4),
-        "bytes": {str(cache.tokens): cache.total for cache in caches},
-        "bytes_of_16bit": {str(cache.tokens): cache.exact for cache in caches},
+        "bytes": {str(cache.tokens): cache.total_bytes for cache in caches},
+        "bytes_of_16bit": {str(cache.tokens): cache.exact_bytes for cache in caches},
         "smaller_than_16bit_from": estimate.smaller_from(),
     }
 

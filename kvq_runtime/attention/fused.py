@@ -1,7 +1,7 @@
 """Attend to the layers of a cache with the decode kernel, which reads their blocks packed: one launch and a merge.
 
 A step asks the device nothing: blocks are in the slabs of `store/layer.py`, which a table on the device finds; blocks
-and tokens are counted on the device too (`store/storage.py`). So it can be recorded as one graph (`hf/recorded.py`).
+and tokens are counted on the device too (`store/storage.py`). So it can be recorded as one graph (`hf/cuda_graphs.py`).
 A block is encoded eagerly, at a step that the host knows; the device learns of it at the next.
 
 Imports the kernels, and with them triton, when the first layer is kept so: see ops/dispatch.py.

@@ -11,10 +11,10 @@ from kvq_runtime.attention import fused
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files
 from kvq_runtime.errors import NotFound, counted
+from kvq_runtime.families import lists_layers
 from kvq_runtime.geometry import MODELS, NONE_SLIDE, Geometry, Sliding
 from kvq_runtime.recipe import Recipe, families, is_preset, preset
-from kvq_runtime.store.estimate import Sizes
-from kvq_runtime.store.memory import asymptotic_bits
+from kvq_runtime.store.memory import Sizes, asymptotic_bits
 
 ADVICE = {  # README.md gives the same
     "kivi-4bit": "nothing to calibrate: begin here",
@@ -110,6 +110,10 @@ def _model(text: str) -> Model:
         )
     config = files.json_object(path / "config.json" if path.is_dir() else path)
     config = config.get("text_config", config)  # of a model of images and text
+    if not lists_layers(config):
+        from kvq_runtime.hf.model import settings_of_folder  # with transformers, which other models do without
+
+        config = settings_of_folder(path)
     try:
         return Model(path.name if path.is_dir() else path.parent.name, Geometry.from_config(config),
                      Sliding.from_config(config))  # fmt: skip
@@ -133,13 +137,13 @@ def _rows(model: Model, recipes: list[Recipe], tokens: list[int], args: Namespac
         row = {"model": model.name, "recipe": recipe.name, "bits": round(asymptotic_bits(recipe, geometry), 4)}
         row["shared MiB"] = round(sizes.shared / (1 << 20), 1)
         for size in held:
-            row[f"bits at {size.tokens}"] = round(size.bits, 3)
-            row[f"GiB at {size.tokens}"] = round(size.total / GIB, 3)
+            row[f"bits at {size.tokens}"] = round(size.all_bits, 3)
+            row[f"GiB at {size.tokens}"] = round(size.total_bytes / GIB, 3)
         row["under 16 bit from"] = sizes.smaller_from(args.batch)
         if args.json:
             row["bytes"] = [
-                {"tokens": size.tokens, "batch": size.batch, "total": size.total, "exact": size.exact}
-                | {"sequence": size.sequence, "shared": size.shared, "sliding": size.sliding}
+                {"tokens": size.tokens, "batch": size.batch, "total": size.total_bytes, "exact": size.exact_bytes}
+                | {"sequence": size.sequence_bytes, "shared": size.shared_bytes, "sliding": size.sliding_bytes}
                 for size in held
             ]
         yield row

@@ -14,7 +14,6 @@ from transformers.masking_utils import sdpa_mask
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.ops import dense as whole
 from kvq_runtime.recipe import weighs
-from kvq_runtime.store.step import Step
 
 # What models pass on, and does not change what a query gets: masks have what positions and kinds of tokens say. Only
 # training has dropout.
@@ -22,7 +21,6 @@ HARMLESS = frozenset(
     {"dropout", "position_ids", "cache_position", "token_type_ids", "mm_token_type_ids", "use_cache", "labels"}
     | {"output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"}
 )
-HIDDEN = -1e4  # and less: what hides a token, where it is added to its score
 SINKS = "s_aux"  # one learned logit a head, of no token
 # over whole keys and values
 DENSE = HARMLESS | {"is_causal", "position_bias", "cache", "softcap", SINKS}
@@ -71,7 +69,7 @@ class KVQLayer(CacheLayerMixin):
         if device != "meta" and torch.is_autocast_enabled(device):  # which would round what we multiply
             with torch.autocast(device, enabled=False):
                 return KVQLayer.update(self, key_states, value_states)
-        current, step = self.current, self.blocks.step
+        current = self.current
         if self.index == 0:  # the first layer of a pass takes up what was announced
             current.attended, current.announced = bool(current.announced), None
         self.first = self.index not in self.blocks.layers
@@ -84,8 +82,6 @@ class KVQLayer(CacheLayerMixin):
         if k_BTC.dtype != v_BTC.dtype:
             k_BTC = k_BTC.to(v_BTC.dtype)
         if current.attended and not self.decodes:
-            if step is not None and len(step.taken) > len(step.done) and self.index:
-                self._check_read(step)
             self.blocks.take(self.index, k_BTC, v_BTC)
             _newest.set((self, key_states))
             return key_states, value_states
@@ -96,15 +92,6 @@ class KVQLayer(CacheLayerMixin):
         if self.decodes:  # code of a model's own may want them as transformers' cache has them
             return key_states.contiguous(), value_states.contiguous()
         return key_states, value_states
-
-    def _check_read(self, step: Step) -> None:
-        """Refuse a pass in which a layer below has taken in what attention has not been asked for since."""
-        if unread := step.taken - step.done - {self.index}:
-            self.blocks.settle()
-            raise ValueError(
-                f"kvq attention does not know keys and values that a model changes behind a cache, or reads by code of "
-                f"its own, as those of layer {min(unread)}; {EAGER}"
-            )
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refuse the first keys and values if they are not of the shape that the cache was made for."""
@@ -176,11 +163,8 @@ def attention(
         _check(kwargs, layer, sliding_window)
     if layer is None:
         return dense(module, query, key, value, attention_mask, scaling, **kwargs)
-    if attention_mask is not None:
-        if attention_mask.ndim == 4 and attention_mask.shape[1] > 1:
-            raise ValueError(f"kvq attention does not know masks by head, as {type(module).__name__} makes; {EAGER}")
-        if attention_mask.is_floating_point():
-            attention_mask = _seen(attention_mask)
+    if attention_mask is not None and (attention_mask.dtype != torch.bool or attention_mask.shape[1] > 1):
+        raise ValueError(f"kvq attention takes masks of bool, one for all heads, as transformers makes; {EAGER}")
     if torch.is_autocast_enabled(value.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)
         with torch.autocast(value.device.type, enabled=False):
@@ -228,16 +212,6 @@ def dense(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
     factor = scaling if scaling is not None else query.shape[-1] ** -0.5
     return whole.attention(query, key, value, attention_mask, factor, softmax).transpose(1, 2).contiguous(), None
-
-
-def _seen(mask: Tensor) -> Tensor:
-    """The tokens that a mask of the caller's own, which is added to scores, leaves to see; ValueError: it weighs."""
-    seen = mask == 0
-    if not bool((seen | (mask <= HIDDEN)).all()):
-        raise ValueError(
-            f"kvq attention does not know a mask that weighs tokens, by other numbers than 0 and -inf; {EAGER}"
-        )
-    return seen
 
 
 def _check(arguments: dict[str, Any], layer: KVQLayer | None, sliding_window: int | None) -> None:

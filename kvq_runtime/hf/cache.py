@@ -31,7 +31,6 @@ from kvq_runtime.hf.model import (
     Served,
     check_model,
     fingerprint_of,
-    settings_of,
 )
 from kvq_runtime.recipe import Recipe, attends, weighs
 from kvq_runtime.store.block_errors import Bounds, bounds_in
@@ -61,7 +60,7 @@ class KVQCache(HookedCache, Cache):
     pickled between two forward passes, and goes on as the original would, with the same model or a copy of it.
 
     Making one puts a forward hook on the model, once, which does nothing unless a KVQCache is passed; the model can be
-    pickled and copied with it. `KVQCache.unhook(model)` takes it off.
+    pickled and copied with it.
     """
 
     def __init__(
@@ -81,9 +80,9 @@ class KVQCache(HookedCache, Cache):
         check_type("recipe", recipe, Recipe, "a Recipe, or its name to from_recipe")
         check_model(model)
         layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        if families.family_of({"model_type": model.config.model_type}) is None:
-            _check_unlisted(model, layers, recipe)
         served = Served(model)
+        if served.family is None:
+            _check_unlisted(served, layers, recipe)
         settings, family, modules = served.settings, served.family, served.attention()
         if [n for n, layer in enumerate(layers) if type(layer) is DynamicLayer] != list(modules):
             raise ValueError(
@@ -250,14 +249,6 @@ class KVQCache(HookedCache, Cache):
         self.blocks.reorder(indices)
         self._each("batch_select_indices", indices)
 
-    @staticmethod
-    def unhook(model: PreTrainedModel) -> None:
-        """Remove kvq's hook from a model; the next cache of it adds it again.
-
-        Caches of this model that are still in use get no padding and positions any more.
-        """
-        hooks.unhook(model)
-
     def _whole(self, method: str, given: Any) -> None:
         """Refuse what transformers' recurrent layers do not do."""
         if self._recurrent and given:
@@ -282,12 +273,10 @@ class KVQCache(HookedCache, Cache):
                 getattr(layer, method)(*args)
 
 
-def _check_unlisted(model: PreTrainedModel, layers: list[Any], recipe: Recipe) -> None:
+def _check_unlisted(served: Served, layers: list[Any], recipe: Recipe) -> None:
     """Refuse a model of no listed family, unless a recipe after RoPE and without a fit can serve its standard cache."""
-    settings = settings_of(model.config.get_text_config(decoder=True))
-    refusal = families.refusal({"model_type": model.config.model_type})
-    standard = len(layers) == settings["num_hidden_layers"] and {type(layer) for layer in layers} <= STANDARD
-    if not standard or DynamicLayer not in map(type, layers) or settings.get("kv_lora_rank"):
+    refusal, kinds = families.refusal(served.kind), {type(layer) for layer in layers}
+    if len(layers) != served.settings["num_hidden_layers"] or not kinds <= STANDARD or DynamicLayer not in kinds:
         raise ValueError(f"{refusal}; its cache is not one of keys and values by head in every layer")
     if recipe.fitted or recipe.needs:
         raise ValueError(f"{refusal}, or a recipe after RoPE that needs no fit and no queries")

@@ -1,4 +1,8 @@
-"""Have `model.generate` replay its decode steps as CUDA graphs: one line, and a reason wherever it cannot.
+"""Record a decode step as one CUDA graph, and replay it: for `model.generate`, or in a loop of one's own (`captured`).
+
+What a step does on the device depends on what is counted there, not on what the host counts (`store/storage.py`), so
+that it can be replayed; what the host counts is counted after each replay (`advance`), and what encodes a block
+between is eager.
 
 `generate` asks its model twice: whether a step may be compiled (`_valid_auto_compile_criteria`), and for the call that
 takes it (`get_compiled_call`). Greedy search and sampling take every step after the prompt with that call, and here it
@@ -6,23 +10,23 @@ is answered for a KVQCache. Their mask grows by ones alone, so that no step has 
 
 Why not what transformers does there by itself, for a cache that `is_compileable`: it builds a 4-D mask as long as the
 cache for each step, which our kernel does not read and which hides from the cache where padding is; and torch.compile
-traces what the host counts, another number at each step. A recorded step depends on none of these counts
-(`hf/recorded.py`).
+traces what the host counts, another number at each step.
 """
 
 import logging
 from collections import Counter
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import CACHE, check_model
-from kvq_runtime.hf.recorded import Record, captured, graph, not_yet, refused
 
 _log = logging.getLogger(__name__)
 
@@ -31,56 +35,181 @@ FILLED = ("input_ids", "position_ids")  # what is new in each step
 TAKEN = {*FILLED, "attention_mask", CACHE}
 SEVERAL = "a pass of several tokens, as of assisted decoding; a graph is of one"
 
+T = TypeVar("T")
+Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
-class StepArguments:
-    """The arguments of a step beside its token, and its model: a recorded step gives nothing else."""
 
-    def __init__(self, model: PreTrainedModel, given: dict[str, Any]):
-        others = {name: value for name, value in given.items() if name not in TAKEN and value is not None}
-        self.settings = {name: value for name, value in others.items() if isinstance(value, (bool, int, float, str))}
-        self.unknown = sorted(others.keys() - self.settings.keys())
-        mask, places = given.get("attention_mask"), given.get("position_ids")
-        if mask is not None and mask.ndim != 2:
-            self.unknown.append("a mask of the caller's own")
-        if places is None:
-            self.unknown.append("no position_ids")
-        self.shapes = [given[name].shape for name in FILLED if given.get(name) is not None]
-        self.attention = model.config.get_text_config(decoder=True)._attn_implementation
-        self.autocast = torch.is_autocast_enabled(model.device.type)
-        self.model = model.training, [weight.data_ptr() for weight in model.parameters()]
+def graph(step: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    """Record a step on the device: its result, and what replays it."""
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
+        out = step()
+    return out, recorded.replay
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StepArguments) and vars(self) == vars(other)
 
-    def refused(self, cache: KVQCache) -> str | None:
-        """Return the reason why a step of this kind is never recorded; None: it may be."""
-        if self.attention != "kvq":
-            way = 'call model.set_attn_implementation("kvq")'
-            return f"{self.attention} attention decodes the history at each step; {way}"
-        if self.unknown:
-            return f"the model is given {' and '.join(self.unknown)}, which no replay fills in"
-        if self.autocast:
-            return "autocast is on, which keeps weights in another dtype that may be gone at the next step"
-        if len(cache.places) < len(cache.layers):
-            return "some layers are held by transformers' own classes, whose tensors grow with every token"
-        return cache._decodes or refused(cache.blocks)
+def refused(cache: BlockCache) -> str | None:
+    """Return the reason why no step of this cache can be recorded while it holds these rows; None: one can."""
+    stores = list(cache.layers.values())
+    if len(stores) < cache.geometry.layers:
+        return cache.refusal or "the cache holds no tokens yet"
+    if cache.recipe.policies:
+        kinds = " and ".join(policy.kind for policy in cache.recipe.policies)
+        return f"the {kinds} policy of {cache.recipe.name} asks the host"
+    if any(store.index is None for store in stores):
+        return cache.refusal or f"the cache is on {stores[0].buffer_2BTC.device}, and graphs are of CUDA devices"
+    cache.fused.look(stores[0].rows, 1, stores[0].buffer_2BTC.device)
+    if not cache.fused.regular:
+        return "padding is not on the left, or RoPE rotates a part of a head; no kernel takes this step"
+    return None
+
+
+def not_yet(cache: BlockCache) -> str | None:
+    """Return the reason why the very next step cannot be recorded, though a later one can; None: it can."""
+    first = next(iter(cache.layers.values()))
+    if any(store.beyond(store.recent, 1) for store in cache.layers.values()):
+        return "the next step encodes a block; take it first, then record"
+    sinks, length = first.window.sinks, cache.positions.length
+    if cache.positions.complete(sinks, length) > length:
+        return f"a row has fewer than its {sinks} exact first tokens; take a few steps first, then record"
+    return None
+
+
+def captured(cache: BlockCache, step: Callable[[], T], record: Record = graph) -> "Recorded[T]":
+    """Record a decode step of one token as a CUDA graph; return what takes that step, again and again.
+
+    step     a forward pass from tensors to tensors that stay where they are: fill in the token, and its position,
+             before each call. It runs once here, and is undone. Its token is taken to be real and to follow the last.
+    record   step -> (its result, a function that replays it)
+
+    Raises RuntimeError with the reason of `refused` or `not_yet`, and whatever the step raises.
+    """
+    cache.settle()
+    reason = refused(cache) or not_yet(cache)
+    if reason:
+        raise RuntimeError(f"a step of this cache is no graph: {reason}")
+    with trial(cache):
+        step()
+    cache.fused.publish(cache.layers)
+    with trial(cache):
+        out, replay = record(step)
+    return Recorded(cache, out, replay)
+
+
+@contextmanager
+def trial(cache: BlockCache) -> Iterator[None]:
+    """Undo the forward pass that is made inside when it has ended; the host counts its tokens, and does no more."""
+    cache.positions.recorded = True
+    try:
+        yield
+    finally:
+        cache.positions.recorded = False
+        cache.undo()
+
+
+def advance(cache: BlockCache) -> None:
+    """Count the token that a replayed step has taken in, in every layer, and encode what is due."""
+    stores = cache.layers.values()
+    first = next(iter(stores))
+    if not any(store.beyond(store.recent, 1) for store in stores):  # nothing that could fail, and be undone
+        cache.positions.extend(first.rows, 1, first.buffer_2BTC.device)
+        for store in stores:
+            store.arrived(1)
+        return
+    step = cache.begin(1, first.rows, first.buffer_2BTC)
+    for store in stores:
+        store.begin(step)
+        store.arrived(1)
+        step.taken.add(store.layer)
+    for layer in sorted(cache.layers):
+        cache.finish(layer)
+
+
+class Recorded(Generic[T]):
+    """A recorded step: called, it takes one token in all layers, and encodes what is due.
+
+    It stays good over flushes, crops, eager passes, and a reorder of as many rows. After a reset, other rows or more
+    tokens than the tables have room for it is not: `ready` says so.
+    """
+
+    def __init__(self, cache: BlockCache, out: T, replay: Callable[[], None]):
+        self._cache, self._out, self._replay = cache, out, replay
+        self._stores = dict(cache.layers)
+        self._addresses = self._find_addresses()
+
+    def __call__(self) -> T:
+        """The step's own result, to be read before the next call. Raises RuntimeError where it is not `ready`."""
+        if not self.ready():
+            raise RuntimeError("the cache is not where it was when the step was recorded; record it again")
+        return self.replay()
+
+    def ready(self) -> bool:
+        """Send the device the host's changes; True if the cache's tensors are still where they were recorded, and
+        padding is as the kernel takes it. Between replays the device is asked nothing."""
+        cache = self._cache
+        cache.settle()
+        if any(cache.layers.get(layer) is not store for layer, store in self._stores.items()):
+            return False
+        cache.fused.publish(self._stores)
+        first = next(iter(self._stores.values()))
+        cache.fused.look(first.rows, 1, first.buffer_2BTC.device)
+        return cache.fused.regular and self._find_addresses() == self._addresses
+
+    def replay(self) -> T:
+        """As called, where `ready` has just said that it is."""
+        self._replay()
+        advance(self._cache)
+        return self._out
+
+    def _find_addresses(self) -> list[int]:
+        """Return the addresses at which the kernel finds the layers."""
+        found = [self._cache.fused.padding.starts_B]
+        for store in self._stores.values():
+            assert store.index is not None
+            found += [store.buffer_2BTC, store.index.sinks_2BSC, store.index.counts, *store.index.tables]
+        return [tensor.data_ptr() for tensor in found]
+
+
+def step_refusal(model: PreTrainedModel, given: dict[str, Any]) -> str | None:
+    """Return the reason why no step with these arguments is recorded: a replay gives its token alone; None: it is."""
+    cache, mask = given[CACHE], given.get("attention_mask")
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if attention != "kvq":
+        way = 'call model.set_attn_implementation("kvq")'
+        return f"{attention} attention decodes the history at each step; {way}"
+    unknown = sorted(given.keys() - TAKEN - _settings(given).keys() - {n for n, x in given.items() if x is None})
+    if mask is not None and mask.ndim != 2:
+        unknown.append("a mask of the caller's own")
+    if given.get("position_ids") is None:
+        unknown.append("no position_ids")
+    if unknown:
+        return f"the model is given {' and '.join(unknown)}, which no replay fills in"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast is on, which keeps weights in another dtype that may be gone at the next step"
+    if len(cache.places) < len(cache.layers):
+        return "some layers are held by transformers' own classes, whose tensors grow with every token"
+    return cache._decodes or refused(cache.blocks)
+
+
+def _settings(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are the same in every step."""
+    return {n: x for n, x in given.items() if n not in TAKEN and isinstance(x, (bool, int, float, str))}
 
 
 class RecordedStep:
-    """A step of one cache: its own token and position to be filled in, and the class in which its logits go back.
+    """A step of one `generate`: its own token and position to be filled in, and the class in which its logits go back.
 
     Raises RuntimeError where the step cannot be recorded.
     """
 
-    def __init__(self, model: PreTrainedModel, arguments: StepArguments, given: dict[str, Any], record: Record):
-        cache, self.arguments = given[CACHE], arguments
+    def __init__(self, model: PreTrainedModel, given: dict[str, Any], record: Record):
+        cache, settings = given[CACHE], _settings(given)
         with torch.inference_mode(False):
             self.inputs = {name: given[name].clone() for name in FILLED}
         self.kind: type[ModelOutput] = ModelOutput
         inputs = self.inputs
 
         def step() -> Tensor:
-            out = model(**inputs, **{CACHE: cache}, **arguments.settings)
+            out = model(**inputs, **{CACHE: cache}, **settings)
             others = [name for name in out if name not in ("logits", CACHE)]
             if others:
                 raise RuntimeError(f"the model gives {' and '.join(others)} beside logits")
@@ -106,10 +235,9 @@ class CudaGraphs:
         print(graphs)
 
     A recorded step is launched at once, where an eager one asks the host for some dozens of launches in each layer. It
-    is recorded after the prompt, by two passes that are undone, and again after `reset`, for other rows or other
-    weights, and when the cache outgrows its tables; a later `generate` that goes on with the cache replays it. It gives
-    the eager step's tokens, in greedy search and in sampling, whatever streamer, stopping criteria and padding on the
-    left. A step that completes a block encodes it eagerly.
+    is recorded after the prompt of each `generate`, by two passes that are undone, and again when the cache outgrows
+    its tables. It gives the eager step's tokens, in greedy search and in sampling, whatever streamer, stopping criteria
+    and padding on the left. A step that completes a block encodes it eagerly.
 
     Every other step is eager, as without this; `reason` and the log say why: no CUDA device, another attention than
     "kvq", a recipe without a kernel or with a policy that asks the host, layers that transformers holds, padding
@@ -122,9 +250,8 @@ class CudaGraphs:
     eager      {reason: steps that were not replays}
     reason     why the newest step was not a replay; None if it was one, or there was none yet
 
-    What is changed in the model between two steps without another tensor or training flag is not seen by a recorded
-    step, such as an adapter that is switched off: `close` before, and make another. Copy the model after `close`, too.
-    Raises TypeError if the model is no transformers model that generates, RuntimeError if it has CudaGraphs already.
+    Copy the model after `close`, not before. Raises TypeError if the model is no transformers model that generates,
+    RuntimeError if it has CudaGraphs already.
     """
 
     def __init__(self, model: PreTrainedModel, record: Record = graph):
@@ -142,7 +269,6 @@ class CudaGraphs:
         self.replayed = self.recorded = 0
         self.eager: Counter[str] = Counter()
         self.reason: str | None = None
-        self._steps: WeakKeyDictionary[KVQCache, RecordedStep] = WeakKeyDictionary()
         self._next = False  # whether the call asked for next is ours
         self._begin()
         self._stock = [getattr(model, name) for name in ASKED]
@@ -153,7 +279,6 @@ class CudaGraphs:
         """Let generate take eager steps again, and free the recorded ones."""
         for name in ASKED:
             vars(self.model).pop(name, None)
-        self._steps.clear()
         self._begin()
 
     def __enter__(self) -> "CudaGraphs":
@@ -207,19 +332,13 @@ class CudaGraphs:
             return None, self._refused
         if self._step is not None and self._step.recorded.ready():
             return self._step, ""
-        cache = given[CACHE]
-        arguments = StepArguments(self.model, given)
-        held = self._steps.pop(cache, None)
-        if held is None or held.arguments != arguments or not held.recorded.ready():
-            self._refused = arguments.refused(cache)
-            soon = None if self._refused else not_yet(cache.blocks)
-            if self._refused or soon:
-                return None, self._refused or soon or ""
-            try:
-                held = RecordedStep(self.model, arguments, given, self.record)
-            except RuntimeError as error:  # what CUDA cannot record: a step of this model that waits for the device
-                self._refused = f"it cannot be recorded: {str(error).partition(chr(10))[0]}"
-                return None, self._refused
-            self.recorded += 1
-        self._step = self._steps[cache] = held
-        return held, ""
+        self._refused = step_refusal(self.model, given)
+        if reason := self._refused or not_yet(given[CACHE].blocks):
+            return None, reason
+        try:
+            self._step = RecordedStep(self.model, given, self.record)
+        except RuntimeError as error:  # what CUDA cannot record: a step of this model that waits for the device
+            self._refused = f"it cannot be recorded: {str(error).partition(chr(10))[0]}"
+            return None, self._refused
+        self.recorded += 1
+        return self._step, ""

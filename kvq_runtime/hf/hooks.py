@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf.attention import Pass
-from kvq_runtime.hf.model import cache_in, decoder_of, looks_ahead, real_tokens, rotary_module, rotary_of
+from kvq_runtime.hf.model import cache_in, decoder_of, real_tokens, rotary_module, rotary_of
+from kvq_runtime.ops.dispatch import runs_kernel
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import OURS, attends
 
@@ -39,10 +40,12 @@ class HookedCache:
             count = positions_BT.shape[-1]
             real = real_tokens(mask, count)
             if isinstance(mask, Mapping):
-                alone = not looks_ahead(mask, count)
+                alone = count == 1  # of several, those of an image may see later ones
             elif real is not None:
                 alone = positions.agrees(mask, count)
-        positions.announce(real, positions_BT, rotary, alone, "positions" in self.blocks.recipe.needs)
+        if rotary is None and positions_BT is not None and positions_BT.shape[-1] == 1 and runs_kernel(positions_BT):
+            positions_BT = None  # to compare them would wait for a GPU at each step
+        positions.announce(real, positions_BT, rotary, alone)
         self._pass.announced = attention == "kvq"
 
     def _check_other(self, attention: str | None) -> None:
@@ -67,14 +70,6 @@ def hook(model: PreTrainedModel) -> None:
     decoder = decoder_of(model)
     if begin not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(begin, with_kwargs=True)
-
-
-def unhook(model: nn.Module) -> None:
-    """Take the hook off a model."""
-    for module in model.modules():
-        for key in [key for key, found in module._forward_pre_hooks.items() if found is begin]:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def begin(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

@@ -1,8 +1,8 @@
 """Read what a cache needs from a loaded model: its shape, its fingerprint, the rotation in use; refuse others.
 
-From the mask of a forward pass: which tokens are padding, where they stand, whether one sees a later one. A model of
-text hands its decoder [B, all tokens]; a model of images hands it a mask by the type of layer, [B, 1, T, all tokens],
-bool or what is added to scores, or [B, all tokens] under flash attention.
+From the mask of a forward pass: which tokens are padding. A model of text hands its decoder [B, all tokens]; a model of
+images hands it a mask by the type of layer, [B, 1, T, all tokens], bool or what is added to scores, or [B, all tokens]
+under flash attention.
 """
 
 import copy
@@ -39,10 +39,9 @@ def check_model(model: Any) -> None:
             "AutoModelForCausalLM.from_pretrained returns it"
         )
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} has an encoder and attention across to it; kvq takes decoders alone; {LISTED}")
-    if not isinstance(getattr(decoder_of(model), LAYERS, None), nn.ModuleList):
-        raise ValueError(f"{name} has no decoder with layers as Llama has; {LISTED}")
+    encodes = getattr(model.config, "is_encoder_decoder", False)
+    if encodes or not isinstance(getattr(decoder_of(model), LAYERS, None), nn.ModuleList):
+        raise ValueError(f"{name} is no decoder alone with layers as Llama has; {LISTED}")
     layout = getattr(model, "hf_device_map", None) or {}
     on = {str(torch.device("cuda", place) if isinstance(place, int) else place) for place in layout.values()}
     computing = sorted(on - {"cpu", "disk"})  # weights that accelerate keeps there compute elsewhere
@@ -64,6 +63,12 @@ def settings_of(config: Any) -> dict[str, Any]:
     named = {name: found[other] for name, other in config.attribute_map.items() if other in found and name not in found}
     kinds = getattr(config, "layer_types", None)
     return found | named | ({} if kinds is None else {"layer_types": kinds})
+
+
+def settings_of_folder(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the decoder in a model's folder, as `settings_of`."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return settings_of(config.get_text_config(decoder=True))
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:
@@ -95,17 +100,13 @@ class Served:
 
     def attention(self) -> dict[int, Any]:
         """{number of a layer: its attention module}. Raises ValueError for a layer that a cache cannot hold."""
-        found, stack = {}, getattr(self.decoder, LAYERS)
+        modules, stack = {}, getattr(self.decoder, LAYERS)
         for n in self.layers:
             module = getattr(stack[n], ATTENTION, None) if n < len(stack) else None
-            if not isinstance(module, nn.Module):
-                raise ValueError(f"layer {n} of {self.name} has no {ATTENTION}, as Llama's has; {LISTED}")
-            if not getattr(module, "is_causal", True):
-                raise ValueError(
-                    f"layer {n} of {self.name} attends in both directions; kvq takes decoders alone; {LISTED}"
-                )
-            found[n] = module
-        return found
+            if not isinstance(module, nn.Module) or not getattr(module, "is_causal", True):
+                raise ValueError(f"layer {n} of {self.name} has no causal {ATTENTION}, as Llama's has; {LISTED}")
+            modules[n] = module
+        return modules
 
     def rope_refusal(self) -> str | None:
         """Return the reason why the RoPE of the compressed layers cannot be undone; None if it can."""
@@ -118,7 +119,7 @@ class Served:
             turned = self.settings["no_rope_layers"]
             if (still := next((n for n in self.layers if not turned[n]), None)) is not None:
                 return f"layer {still} ({self.settings['model_type']}) has no RoPE"
-        if frequencies(rotary_module(self.decoder)) is None:
+        if rotary_of(rotary_module(self.decoder), self.model.dtype) is None:
             return f"{type(self.decoder).__name__} has no rotary_emb with one inv_freq for all compressed layers"
         return None
 
@@ -166,18 +167,16 @@ def rotary_module(decoder: Any) -> Any:
     return getattr(decoder, "rotary_emb", None)
 
 
-def frequencies(rotary: Any) -> tuple[Tensor, float] | None:
-    """inv_freq and scaling of the layers that attend to all tokens; None of a module that has none."""
-    start = "" if hasattr(rotary, "inv_freq") else f"{FULL}_"
-    if (found := getattr(rotary, f"{start}inv_freq", None)) is None:
-        return None
-    return torch.as_tensor(found), float(getattr(rotary, f"{start}attention_scaling", 1.0))
-
-
 def rotary_of(module: nn.Module | None, dtype: torch.dtype) -> Rotary | None:
-    """The rotation that a decoder's rotary module makes, for hidden states of this dtype; None: it has no inv_freq."""
-    found = frequencies(module)
-    return None if found is None else Rotary(found[0].float(), found[1], dtype)
+    """The rotation of the layers that attend to all tokens, for hidden states of this dtype; None: it has no inv_freq.
+
+    module   of the decoder, or None
+    """
+    start = "" if hasattr(module, "inv_freq") else f"{FULL}_"
+    if (frequencies := getattr(module, f"{start}inv_freq", None)) is None:
+        return None
+    scaling = float(getattr(module, f"{start}attention_scaling", 1.0))
+    return Rotary(torch.as_tensor(frequencies).float(), scaling, dtype)
 
 
 def rotary_of_config(config: Any, dtype: torch.dtype) -> Rotary:
@@ -210,20 +209,8 @@ def real_tokens(mask: Any, count: int) -> Tensor | None:
         if mask is not None and not isinstance(mask, Tensor):
             raise RuntimeError("this attention hands a cache no mask of a model of images; use sdpa or eager attention")
         if mask is not None and mask.ndim == 4:
-            mask = visible(mask)[:, 0, -1]  # to the newest query, which sees all that is real
+            mask = mask[:, 0, -1]  # to the newest query, which sees all that is real
+            mask = mask if mask.dtype == torch.bool else mask >= 0  # added to scores
     if mask is None or mask.ndim != 2:
         return None
     return mask[:, -count:].bool()
-
-
-def visible(mask: Tensor) -> Tensor:
-    """Return a mask, also one that is added to scores, as bool."""
-    return mask if mask.dtype == torch.bool else mask >= 0
-
-
-def looks_ahead(mask: Mapping[str, Any], count: int) -> bool:
-    """True if one of the newest tokens sees a later one, as the tokens of an image may."""
-    whole = mask.get(FULL)
-    if count < 2 or not isinstance(whole, Tensor) or whole.ndim != 4:
-        return False
-    return bool(visible(whole)[..., -count:].triu(1).any())

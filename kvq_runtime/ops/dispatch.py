@@ -43,11 +43,6 @@ def runs_kernel(x: torch.Tensor) -> bool:
     return _forced[-1] if _forced else x.is_cuda and available()
 
 
-def is_waited_for(x: torch.Tensor) -> bool:
-    """Return True if reading a value of the tensor makes the host wait for a device."""
-    return x.is_cuda
-
-
 def kernel(name: str) -> Callable[..., Any]:
     """Return a kernel of an op, "module.name" of kernels/encode/."""
     module, function = name.split(".")

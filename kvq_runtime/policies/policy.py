@@ -5,7 +5,7 @@ pass by pass and layer by layer, and asks what may be done. A new policy is a fi
 its `kind`, as recipes and stages are; the cache names none. One that evicts tokens is a setting alone, with a score and
 a budget: `policies/evict.py`.
 
-    begin → (per layer: path, observe → queried → may_encode → extra_fields) → end       one forward pass
+    begin → (per layer: path, observe → queried → may_encode → encoding) → end           one forward pass
     check_crop → crop, reorder                                                             between two of them
 """
 
@@ -16,11 +16,9 @@ from torch import Tensor
 
 from kvq_runtime.attention.path import Path
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.ops import dispatch
 from kvq_runtime.store.encode import Encoder
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
-from kvq_runtime.store.storage import Slab
 
 ALL = 1 << 30  # queries, as many as a forward pass has
 
@@ -46,8 +44,7 @@ class CacheParts:
         encoded = 0
         for layer, store in self.stores.items():
             encoded = store.encoded
-            if dispatch.is_waited_for(store.buffer_2BTC):  # else looked at as it arrived
-                self.encoder.watch(layer, store.window_2BTC, encoded)
+            self.encoder.watch(layer, store.window_2BTC, encoded)
         self.encoder.refuse_nan()
         if encoded + kept_BK.shape[1] == self.positions.length:
             return
@@ -95,12 +92,8 @@ class Policy:
         """True if a layer may encode the blocks that are due, now that it has attended."""
         return True
 
-    def extra_fields(self, store: LayerStore) -> Slab:
-        """Return fields to store beside the oldest block of the window, which is about to be encoded, [B, ...] each.
-
-        They are the same for every block of the layer. Memory reports count them under the name of the field.
-        """
-        return {}
+    def encoding(self, store: LayerStore, count: int) -> None:
+        """Hear that the `count` oldest blocks of a layer's window are about to be encoded."""
 
     def end(self, step: Step) -> None:
         """Hear that all layers have attended and encoded. An error raised here still undoes the pass."""
@@ -148,6 +141,7 @@ class Policies(list[Policy]):
         """True if all let the layer encode; each is asked."""
         return all([policy.may_encode(layer) for policy in self])
 
-    def extra_fields(self, store: LayerStore) -> Slab:
-        """Return the fields that they store beside the oldest block of the window."""
-        return {name: x for policy in self for name, x in policy.extra_fields(store).items()}
+    def encoding(self, store: LayerStore, count: int) -> None:
+        """Tell each that a layer's oldest blocks are about to be encoded."""
+        for policy in self:
+            policy.encoding(store, count)

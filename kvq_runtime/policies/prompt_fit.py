@@ -16,7 +16,7 @@ from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.fit.fitting import Fitting, fit_row, requested
 from kvq_runtime.fit.statistics import QueryMoment
 from kvq_runtime.geometry import ROLES, Geometry, Role
-from kvq_runtime.ops import dispatch, rope
+from kvq_runtime.ops import rope
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
 from kvq_runtime.stages.stage import Queries
@@ -140,9 +140,8 @@ class PromptFitPolicy(Policy):
 
     def _fit(self, layer: int, store: LayerStore, role: Role, rank_BT: Tensor, q_BTC: Tensor | None) -> RowCodec:
         recipe, positions = self.recipe, self.cache.positions
-        if dispatch.is_waited_for(store.buffer_2BTC):
-            self.cache.encoder.watch(layer, store.window_2BTC, 0)
-            self.cache.encoder.refuse_nan()
+        self.cache.encoder.watch(layer, store.window_2BTC, 0)
+        self.cache.encoder.refuse_nan()
         last = rank_BT.shape[1] if self.setting.fit_tokens == "prompt" else self.setting.fit_tokens
         x_BTC, codecs = store.window_2BTC[ROLES.index(role)], []
         for index, rank_T in enumerate(rank_BT):

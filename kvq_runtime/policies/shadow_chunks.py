@@ -3,8 +3,8 @@
     landmark = mean of the chunk's keys after RoPE, by head         outlier: smallest min_t cos(key_t, landmark)
     score = max over query heads of Σ over queries of softmax(q · landmark)         by KV head
 
-Landmarks are stored with the block they belong to. The recipe's number of outlier chunks is kept, by row and head,
-of all that have been encoded so far; a chunk that others push out is still there, encoded like all.
+The recipe's number of outlier chunks is kept, by row and head, of all that have been encoded so far; a chunk that
+others push out is still there, encoded like all.
 
 The chunks with the largest scores, as many as the budget holds, are decoded token by token from the packed codes of
 their blocks. Read beside them, always: exact sinks, outlier chunks with their exact keys, the exact window. Work is
@@ -34,11 +34,9 @@ from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
 from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.decode import Decoder
-from kvq_runtime.store.layer import EXTRA, LayerStore
+from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
-from kvq_runtime.store.storage import Slab, storage_bytes
-
-LANDMARKS = "landmarks"  # the field beside a block that holds its chunks' landmarks, [B, chunks, C]
+from kvq_runtime.store.storage import storage_bytes
 
 
 @dataclass(frozen=True)
@@ -88,10 +86,11 @@ class ShadowChunks(PolicySetting):
         return 8 * dtype.itemsize / self.chunk if role == "key" else 0.0
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
-        """Count the bytes of the outlier chunks of each head: their numbers, cosines and exact keys."""
+        """Count the bytes of all landmarks, and of each head's outliers: their numbers, cosines and exact keys."""
         chunks = max(0, tokens - window.recent) // window.block * (window.block // self.chunk)
         each = 4 + 4 + self.chunk * geometry.head_size * dtype.itemsize
-        return {"chunks": geometry.layers * geometry.kv_heads * min(self.outliers, chunks) * each}
+        outliers = geometry.layers * geometry.kv_heads * min(self.outliers, chunks) * each
+        return {"landmarks": geometry.layers * geometry.width * chunks * dtype.itemsize, "chunks": outliers}
 
     def policy(self, cache: CacheParts) -> Policy:
         return ShadowChunksPolicy(self, cache)
@@ -108,12 +107,14 @@ def _check_tokens(quantize: Quantizer, geometry: Geometry) -> None:
         )
 
 
-class OutlierChunks(NamedTuple):
-    """The outlier chunks of one layer: O of them in each row (B) and head (H), each of K tokens.
+class Chunks(NamedTuple):
+    """The chunks of one layer: all landmarks, and O outliers in each row (B) and head (H), each of K tokens.
 
+    mark_BNC    landmarks, in the model's dtype; zero where no token of a chunk counts
     chunk_BHO   which chunk; -1: none yet       cosine_BHO   its smallest cosine       k_BHOKD   its keys after RoPE
     """
 
+    mark_BNC: Tensor
     chunk_BHO: Tensor
     cosine_BHO: Tensor
     k_BHOKD: Tensor
@@ -122,26 +123,26 @@ class OutlierChunks(NamedTuple):
 class Selected(Path):
     """Reads chunks of `chunk` tokens, `count` of them for each query.
 
-    outliers   by layer, those that are always read; a layer that is not there has no chunks yet
+    chunks   by layer; a layer that is not there has none yet
     """
 
-    def __init__(self, decoder: Decoder, outliers: dict[int, OutlierChunks], chunk: int, count: int):
+    def __init__(self, decoder: Decoder, chunks: dict[int, Chunks], chunk: int, count: int):
         self.decoder, self.positions = decoder, decoder.positions
-        self.outliers, self.chunk, self.count = outliers, chunk, count
+        self.chunks, self.chunk, self.count = chunks, chunk, count
         self._heads = decoder.geometry.kv_heads
 
     def attend(self, query: Query) -> Attended | None:
         """As `Path.attend`; the queries of one call share their chunks."""
         store, q_BHTD, mask, scale, cap = query
-        if store.layer not in self.outliers:
+        if store.layer not in self.chunks:
             return None
-        outliers = self.outliers[store.layer]
+        chunks = self.chunks[store.layer]
         batch, heads, count, _ = q_BHTD.shape
         mask = causal(count, store.length, q_BHTD.device) if mask is None else mask
         mask = mask.expand(batch, 1, count, -1)
         q_BHGTD = (q_BHTD.float() * scale).unflatten(1, (self._heads, -1))
-        slots_BHM, open_BHM = self._tokens(store, outliers, q_BHGTD, cap)
-        known = outliers.k_BHOKD.flatten(2, 3)
+        slots_BHM, open_BHM = self._tokens(store, chunks, q_BHGTD, cap)
+        known = chunks.k_BHOKD.flatten(2, 3)
         chosen = self.gather(store, 0, slots_BHM[:, :, known.shape[2] :])
         sinks, recent = ([by_head(x, self._heads) for x in exact] for exact in (store.sinks_2BSC, store.window_2BTC))
         k_BHND = torch.cat([sinks[0], known.float(), chosen, recent[0]], 2)
@@ -158,15 +159,13 @@ class Selected(Path):
         return Attended(torch.cat(out, 2), None)
 
     def choose(
-        self, store: LayerStore, outliers: OutlierChunks, q_BHGTD: Tensor, cap: float | None = None
+        self, store: LayerStore, chunks: Chunks, q_BHGTD: Tensor, cap: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """The chunks that queries ask for, [B, H, N], and which of them may be read: not empty, and no outlier."""
-        marks = [slab[LANDMARKS] for slab in store.slabs[EXTRA]]
-        mark_BNC = torch.cat([x.flatten(1, 2) for x in marks], 1)[:, : store.encoded // self.chunk]
-        mark_BHND = by_head(mark_BNC, self._heads)
+        mark_BHND = by_head(chunks.mark_BNC, self._heads)
         valid_BT = self.positions.valid(0, store.encoded, store.window.sinks).to(mark_BHND.device)
         open_BHN = valid_BT.unflatten(1, (-1, self.chunk)).any(-1)[:, None].expand(mark_BHND.shape[:3])
-        place = outliers.chunk_BHO.long()
+        place = chunks.chunk_BHO.long()
         taken = torch.zeros(open_BHN.shape, dtype=torch.int32, device=place.device).scatter_add_(
             2, place.clamp(min=0), (place >= 0).int()
         )
@@ -205,12 +204,10 @@ class Selected(Path):
                 out[:, head] = rope.rotate(out[:, head, :, None], *tables)[:, :, 0]
         return out
 
-    def _tokens(
-        self, store: LayerStore, outliers: OutlierChunks, q_BHGTD: Tensor, cap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def _tokens(self, store: LayerStore, chunks: Chunks, q_BHGTD: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
         """Return the slots of all tokens read from blocks, and which of them may be: [B, H, M] each."""
-        chosen, usable = self.choose(store, outliers, q_BHGTD, cap)
-        known = outliers.chunk_BHO.long()
+        chosen, usable = self.choose(store, chunks, q_BHGTD, cap)
+        known = chunks.chunk_BHO.long()
         chunk = torch.cat([known.clamp(min=0), chosen], 2)
         inside = torch.arange(self.chunk, device=chunk.device)
         slots_BHM = (chunk[..., None] * self.chunk + inside).flatten(2)
@@ -232,64 +229,64 @@ class Selected(Path):
 
 
 class ShadowChunksPolicy(Policy):
-    """The outlier chunks of one cache's layers.
+    """The chunks of one cache's layers.
 
-    outliers   by layer, once it has blocks
+    chunks   by layer, once it has blocks
     """
 
     def __init__(self, setting: ShadowChunks, cache: CacheParts):
         self.setting, self.cache = setting, cache
-        self.outliers: dict[int, OutlierChunks] = {}
-        self.path = Selected(cache.decoder, self.outliers, setting.chunk, setting.count)
+        self.chunks: dict[int, Chunks] = {}
+        self.path = Selected(cache.decoder, self.chunks, setting.chunk, setting.count)
 
     def begin(self, step: Step) -> None:
-        step.on_undo(self._restore, dict(self.outliers))
+        step.on_undo(self._restore, dict(self.chunks))
 
-    def extra_fields(self, store: LayerStore) -> Slab:
-        """Return the block's landmarks [B, chunks, C], zero where no token of a chunk counts; its outliers are kept."""
-        size, start = store.window.block, store.encoded
-        x_BTC = store.window_2BTC[0, :, :size]
+    def encoding(self, store: LayerStore, count: int) -> None:
+        """Mark the chunks of the blocks, and keep those with the smallest cosines of all so far."""
+        size, start, chunk = count * store.window.block, store.encoded, self.setting.chunk
+        x_BTC, heads = store.window_2BTC[0, :, :size], self.cache.geometry.kv_heads
         valid_BT = self.cache.positions.valid(start, start + size, store.window.sinks).to(x_BTC.device)
-        chunk, count, heads = self.setting.chunk, size // self.setting.chunk, self.cache.geometry.kv_heads
-        k_BHNKD = x_BTC.unflatten(-1, (heads, -1)).transpose(1, 2).unflatten(2, (count, chunk))
-        valid = valid_BT.expand(len(x_BTC), -1).unflatten(1, (count, chunk))[:, None, :, :, None]
+        k_BHNKD = x_BTC.unflatten(-1, (heads, -1)).transpose(1, 2).unflatten(2, (-1, chunk))
+        valid = valid_BT.expand(len(x_BTC), -1).unflatten(1, (-1, chunk))[:, None, :, :, None]
         keys = k_BHNKD.float()
         mark_BHND = (keys * valid).sum(3) / valid.sum(3).clamp(min=1)
         cosine = torch.cosine_similarity(keys, mark_BHND[:, :, :, None], dim=-1)
         cosine_BHN = cosine.masked_fill(~valid[..., 0], torch.inf).amin(-1)
-        number = torch.arange(store.blocks * count, (store.blocks + 1) * count, dtype=torch.int32, device=x_BTC.device)
+        number = torch.arange(start // chunk, (start + size) // chunk, dtype=torch.int32, device=x_BTC.device)
         number_BHN = number.expand_as(cosine_BHN).masked_fill(cosine_BHN == torch.inf, -1)
-        self._keep_lowest(store.layer, OutlierChunks(number_BHN, cosine_BHN, k_BHNKD))
-        return {LANDMARKS: mark_BHND.transpose(1, 2).flatten(2).to(x_BTC.dtype)}
-
-    def _keep_lowest(self, layer: int, new: OutlierChunks) -> None:
-        """Keep the chunks with the smallest cosines, of a new block and of those kept so far."""
-        held = self.outliers.get(layer)
-        every = new if held is None else OutlierChunks(*(torch.cat(pair, 2) for pair in zip(held, new, strict=True)))
+        every = Chunks(mark_BHND.transpose(1, 2).flatten(2).to(x_BTC.dtype), number_BHN, cosine_BHN, k_BHNKD)
+        if (held := self.chunks.get(store.layer)) is not None:
+            mark_BNC = torch.cat([held.mark_BNC, every.mark_BNC], 1)
+            every = Chunks(mark_BNC, *(torch.cat(pair, 2) for pair in zip(held[1:], every[1:], strict=True)))
         best = every.cosine_BHO.argsort(dim=-1, stable=True)[..., : self.setting.outliers]
         keys = every.k_BHOKD.gather(2, best[..., None, None].expand(-1, -1, -1, *every.k_BHOKD.shape[3:]))
-        self.outliers[layer] = OutlierChunks(every.chunk_BHO.gather(2, best), every.cosine_BHO.gather(2, best), keys)
+        kept = every.chunk_BHO.gather(2, best), every.cosine_BHO.gather(2, best)
+        self.chunks[store.layer] = Chunks(every.mark_BNC, *kept, keys)
 
     def crop(self, length: int) -> None:
-        """Forget the chunks of blocks that are gone; what they had pushed out does not come back."""
-        for layer, held in list(self.outliers.items()):
+        """Forget the chunks of blocks that are gone; the outliers that they had pushed out do not come back."""
+        for layer, held in list(self.chunks.items()):
             store = self.cache.stores.get(layer)
             if length == 0 or store is None or not store.blocks:
-                del self.outliers[layer]
+                del self.chunks[layer]
                 continue
-            gone = held.chunk_BHO >= store.encoded // self.setting.chunk
-            self.outliers[layer] = OutlierChunks(
-                held.chunk_BHO.masked_fill(gone, -1), held.cosine_BHO.masked_fill(gone, torch.inf), held.k_BHOKD
-            )
+            count = store.encoded // self.setting.chunk
+            gone = held.chunk_BHO >= count
+            self.chunks[layer] = Chunks(
+                held.mark_BNC[:, :count].clone(), held.chunk_BHO.masked_fill(gone, -1),
+                held.cosine_BHO.masked_fill(gone, torch.inf), held.k_BHOKD,
+            )  # fmt: skip
 
     def reorder(self, rows: Tensor) -> None:
-        for layer, held in self.outliers.items():
-            here = rows.to(held.chunk_BHO.device)
-            self.outliers[layer] = OutlierChunks(*(x.index_select(0, here) for x in held))
+        for layer, held in self.chunks.items():
+            here = rows.to(held.mark_BNC.device)
+            self.chunks[layer] = Chunks(*(x.index_select(0, here) for x in held))
 
     def bytes(self) -> dict[str, int]:
-        return {"chunks": storage_bytes(x for held in self.outliers.values() for x in held)}
+        marks = storage_bytes(held.mark_BNC for held in self.chunks.values())
+        return {"landmarks": marks, "chunks": storage_bytes(x for held in self.chunks.values() for x in held[1:])}
 
-    def _restore(self, outliers: dict[int, OutlierChunks]) -> None:
-        self.outliers.clear()
-        self.outliers.update(outliers)
+    def _restore(self, chunks: dict[int, Chunks]) -> None:
+        self.chunks.clear()
+        self.chunks.update(chunks)

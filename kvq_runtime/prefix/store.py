@@ -108,7 +108,7 @@ class PrefixBlocks:
         Raises ValueError for a cache with padding, or with positions that do not count from 0.
         """
         positions = cache.positions
-        if positions.real_BT is not None or positions.elsewhere or positions.dropped:
+        if positions.real_BT is not None or positions.positions_BT is not None or positions.dropped:
             raise ValueError(
                 "the cache has padded slots, or positions that do not count from 0; keep prompts one by one, unpadded"
             )

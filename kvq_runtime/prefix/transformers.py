@@ -13,9 +13,8 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import check_type
 from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
-from kvq_runtime.hf.model import decoder_of, frequencies, geometry_of, held, rotary_module
+from kvq_runtime.hf.model import decoder_of, geometry_of, held, rotary_module, rotary_of
 from kvq_runtime.ops import rope
-from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import block_codec, chain
 from kvq_runtime.prefix.store import PrefixBlocks, check_recipe
 from kvq_runtime.recipe import Recipe
@@ -62,10 +61,8 @@ class PrefixStore:
         kind = rope.settings(config).get("rope_type")
         if kind in rope.VARYING_TYPES:
             raise ValueError(f"rope_type={kind} rotates keys by the length of the whole text; no prefix of it is kept")
-        rotary = None
-        if "positions" in self.recipe.needs:
-            rotation: Any = frequencies(rotary_module(decoder_of(model)))  # a cache was made, so there is one
-            rotary = Rotary(rotation[0].float(), rotation[1], model.dtype)
+        turned = "positions" in self.recipe.needs
+        rotary = rotary_of(rotary_module(decoder_of(model)), model.dtype) if turned else None
         self._digest = weights_digest(model)
         self._blocks = PrefixBlocks(
             path, self.recipe, geometry_of(model), self._artifact.tensors if self._artifact else None,

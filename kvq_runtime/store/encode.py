@@ -1,7 +1,6 @@
 """Encode the oldest tokens of a layer's window, one whole block at a time, when they are due."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,42 +9,36 @@ from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.geometry import ROLES, SLAB
-from kvq_runtime.ops import dispatch
 from kvq_runtime.store.block_errors import BlockErrors
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore, Run
 from kvq_runtime.store.storage import Slab
-
-# a layer → what is stored beside its window's oldest block: the same fields for every block of the layer
-Extra = Callable[[LayerStore], Slab]
 
 
 class Encoder:
     """Turns the oldest blocks of windows into encoded ones.
 
     errors     of the blocks, counted; None: they are not measured
-    extra      what policies store beside a block
+    encoding   hears of a layer's oldest blocks, so many, before they are encoded
     together   predicted blocks that share matrix products: 1, so that a block does not depend on its company, but for a
                cache of one pass that is not kept, which takes a third of the time with whole slabs
     """
 
     together = 1
-    extra: Extra
+    encoding: Callable[[LayerStore, int], None]
 
     def __init__(self, decoder: Decoder, errors: BlockErrors | None = None):
         self.decoder, self.stores = decoder, decoder.stores
         self.recipe, self.positions = decoder.recipe, decoder.positions
         self.errors = errors
-        # largest |number|s of tokens, [2, B, T], or of scales, [B]; and what says which of them is not finite
-        self._watched: list[tuple[Tensor, Callable[[Tensor], str]]] = []
+        self._watched: list[tuple[Tensor, str]] = []  # largest |number|s, and the error where one is not finite
 
     def flush(self, layer: int) -> None:
         """Encode every block of a layer that is due."""
         store = self.stores[layer]
         if not store.due:
             return
-        if dispatch.is_waited_for(store.buffer_2BTC):  # else looked at as it arrived
-            self.watch(layer, store.window_2BTC[:, :, : store.due * store.window.block], store.encoded)
+        self.watch(layer, store.window_2BTC[:, :, : store.due * store.window.block], store.encoded)
         self.encode(layer, store.due)
 
     def encode(self, layer: int, count: int) -> None:
@@ -58,13 +51,13 @@ class Encoder:
         codecs = store.codecs
         if self.recipe.cross_layer and count > 1:
             codecs = [codec.unpacked() for codec in codecs if isinstance(codec, Codec)]  # none is fitted to a prompt
+        self.encoding(store, count)
         while store.blocks < target:
-            most = SLAB if self.recipe.cross_layer and not self.recipe.policies else together
+            most = SLAB if self.recipe.cross_layer else together
             some = min(most, target - store.blocks, SLAB - store.blocks % SLAB)
             keys, values = self._encoded(store, codecs, _runs(store.blocks, store.blocks + some, together))
             self._watch_scales(layer, store.blocks, (keys, values))
-            extra = {name: field[:, None] for name, field in self.extra(store).items()}
-            store.add_blocks(some, keys, values, extra)
+            store.add_blocks(some, keys, values)
 
     def watch(self, layer: int, x_2BTC: Tensor, start: int) -> None:
         """Have `refuse_nan` look for NaN and infinity in these tokens, from slot `start` on; waits for nothing."""
@@ -72,15 +65,18 @@ class Encoder:
         if self.positions.real_BT is not None:
             real_BT = self.positions.real_BT[:, start : start + x_2BTC.shape[2]]
             peak_2BT = peak_2BT.where(real_BT, 0)
-        self._watched.append((peak_2BT, partial(self._bad_token, layer, start)))
+        for role, peak_BT in zip(ROLES, peak_2BT, strict=True):
+            where = f"layer {layer}, from token {start + self.positions.dropped} on"
+            self._watched.append((peak_BT.amax(), f"{where}: NaN or infinity in the model's {role}s"))
 
     def _watch_scales(self, layer: int, block: int, slabs: Sequence[Slab]) -> None:
         """Have `refuse_nan` look for scales of these blocks that float16 does not hold; waits for nothing."""
         for role, fields in zip(ROLES, slabs, strict=True):
             for field in fields.values():
                 if field.dtype == torch.float16 and field.numel():  # where all channels have 0 bits there are no scales
-                    peak_B = torch.linalg.vector_norm(field.flatten(1), torch.inf, 1)
-                    self._watched.append((peak_B, partial(self._bad_scale, layer, block, role)))
+                    why = f"too large for the scales of {self.recipe.name}, which are float16, up to 65504"
+                    where = f"layer {layer}, from block {block} on: the model's {role}s are {why}: use the recipe exact"
+                    self._watched.append((torch.linalg.vector_norm(field, torch.inf), where))
 
     def forget(self) -> None:
         """Watch nothing any more: the pass is undone."""
@@ -93,22 +89,12 @@ class Encoder:
         Waits for the device, once for all layers; not where nothing was watched.
         """
         watched, self._watched = self._watched, []
-        if not watched or bool(torch.cat([peak.flatten().float() for peak, _ in watched]).isfinite().all()):
+        if not watched:
             return
-        peak, reason = next((peak, reason) for peak, reason in watched if not bool(peak.isfinite().all()))
-        raise ValueError(f"{reason(peak)}; the cache keeps the tokens before this forward pass")
-
-    def _bad_token(self, layer: int, start: int, peak_2BT: Tensor) -> str:
-        """Name the first token that is not finite, of keys before values."""
-        role, at = divmod(int((~peak_2BT.isfinite().all(1)).flatten().int().argmax()), peak_2BT.shape[2])
-        block, token = (start + at) // self.recipe.window.block, start + at + self.positions.dropped
-        return f"layer {layer}, block {block}: NaN or infinity in the model's {ROLES[role]}s at token {token}"
-
-    def _bad_scale(self, layer: int, block: int, role: str, _: Tensor) -> str:
-        return (
-            f"layer {layer}, from block {block} on: {role}s of the model are too large for the scales of "
-            f"{self.recipe.name}, which are float16, up to 65504: use the recipe exact"
-        )
+        finite = torch.stack([peak.float() for peak, _ in watched]).isfinite()
+        if not bool(finite.all()):
+            _, why = watched[finite.tolist().index(False)]
+            raise ValueError(f"{why}; the cache keeps the tokens before this forward pass")
 
     def _encoded(self, store: LayerStore, codecs: Sequence[Codec | RowCodec], runs: Sequence[Run]) -> tuple[Slab, Slab]:
         """Return the fields of the window's oldest blocks of keys and of values, [B, blocks, ...] each.

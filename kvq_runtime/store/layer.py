@@ -25,7 +25,6 @@ from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import SLACK, DeviceIndex, Slab
 
 Run = tuple[int, int]  # (first, last + 1) of the blocks of one slab
-EXTRA = 2  # where in `slabs` the fields of policies are, after those of keys and values
 
 
 class LayerStore:
@@ -34,7 +33,7 @@ class LayerStore:
     codecs   of keys and of values
     layer    its number
     recent   newest tokens that are not due to be encoded; a policy may keep more than the recipe's window
-    slabs    of keys, of values, and of what policies store beside each block: [B, blocks, ...] a field
+    slabs    of keys and of values, [B, blocks, ...] a field
     index    where a kernel on the device finds all that; None: no kernel reads this layer
     orders   how codes lie in `slabs`, for a kernel; None: as they were encoded
     length   all tokens     encoded   those in blocks     runs   the blocks of each slab     sizes   and their tokens
@@ -53,10 +52,10 @@ class LayerStore:
         self.codecs: tuple[Codec | RowCodec, Codec | RowCodec] = codecs
         self.layer = codecs[0].layer
         self.window, self.positions, self.index = window, positions, index
-        self.orders = (None, None, None) if index is None else (*index.orders, None)
+        self.orders = (None, None) if index is None else index.orders
         self.recent = window.recent
         self.blocks = 0
-        self.slabs: tuple[list[Slab], list[Slab], list[Slab]] = ([], [], [])
+        self.slabs: tuple[list[Slab], list[Slab]] = ([], [])
         self._step: Step | None = None
         self._before = 0  # tokens before that step
         self._saved = True  # whether the step can restore the window that it found
@@ -112,12 +111,11 @@ class LayerStore:
         """Return whole blocks that the window holds beyond `recent` tokens, once `count` more have come."""
         return max(0, self._stop - self._start + count - recent) // self.window.block
 
-    def fields(self, part: int, start: int, stop: int) -> dict[str, Tensor]:
-        """The fields of blocks `start` to `stop` of one slab, as they were encoded, [B, blocks, ...]; of keys (0),
-        values (1), or EXTRA."""
-        if not self.slabs[part]:
+    def fields(self, role: int, start: int, stop: int) -> dict[str, Tensor]:
+        """Return the fields of blocks `start` to `stop` of one slab, as they were encoded, [B, blocks, ...]."""
+        if not self.slabs[role]:
             return {}
-        fields, order = dict(self.slabs[part][start // SLAB]), self.orders[part]
+        fields, order = dict(self.slabs[role][start // SLAB]), self.orders[role]
         for name, field in fields.items():
             fields[name] = field[:, start % SLAB : (stop - 1) % SLAB + 1]
         return fields if order is None else order.collected(fields)
@@ -199,14 +197,13 @@ class LayerStore:
         self._place(sinks, live)
 
     @lasting
-    def add_blocks(self, count: int, keys: Slab, values: Slab, extra: Slab) -> None:
+    def add_blocks(self, count: int, keys: Slab, values: Slab) -> None:
         """Append the encoded form of the window's oldest blocks, all of one slab, and drop their exact tokens.
 
         keys, values   as their codecs encode them, [B, count, ...] a field
-        extra          what policies store beside them, [B, count, ...] a field; of every block the same fields
         """
         self._save_window()
-        self._take_blocks(count, keys, values, extra)
+        self._take_blocks(count, keys, values)
         sinks_2BSC = self.sinks_2BSC.clone()
         size = count * self.window.block
         self._place(self._start + size, self._stop - self._start - size)
@@ -221,17 +218,16 @@ class LayerStore:
         while self.blocks < count:
             stop = min(self.blocks + SLAB, count)
             own, other = ({n: x[:, self.blocks : stop] for n, x in fields.items()} for fields in (keys, values))
-            self._take_blocks(stop - self.blocks, own, other, {})
+            self._take_blocks(stop - self.blocks, own, other)
         self.sinks_2BSC[:, :, : sinks_2BSC.shape[2]] = sinks_2BSC
         self._place(self._start, 0)
 
-    def _take_blocks(self, count: int, keys: Slab, values: Slab, extra: Slab) -> None:
-        for part, fields in enumerate((keys, values, extra)):
-            order = self.orders[part]
+    def _take_blocks(self, count: int, keys: Slab, values: Slab) -> None:
+        for role, fields in enumerate((keys, values)):
+            order = self.orders[role]
             if fields:
-                by_group = part != EXTRA and self.codecs[part].packed_reader is not None
                 arranged = fields if order is None else order.arranged(fields)
-                storage.put(self.slabs[part], self.blocks, arranged, by_group)
+                storage.put(self.slabs[role], self.blocks, arranged, self.codecs[role].packed_reader is not None)
         self.blocks += count
         self._count_blocks()
 

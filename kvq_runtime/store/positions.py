@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops import dispatch, rope
+from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.store.storage import storage_bytes
 
@@ -30,10 +30,8 @@ class Positions:
         self._sources: dict[tuple[int, int, int], Tensor | None] = {}
         self._next: tuple[Tensor | None, Tensor | None] = (None, None)
         self._complete: dict[int, int] = {}
-        self.elsewhere = False  # whether tokens were announced to stand elsewhere than where they come, stored or not
         # whether it was announced which of the newest tokens are padding, and their mask says nothing else
         self.told = self._next_told = False
-        self._stores = True
         # whether a step is being recorded as a graph: the host counts its tokens, and does no more
         self.recorded = False
 
@@ -43,16 +41,13 @@ class Positions:
         return self.length + self.dropped
 
     def announce(
-        self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None, alone: bool = True,
-        stores: bool = True,
-    ) -> None:  # fmt: skip
+        self, real_BT: Tensor | None, positions_BT: Tensor | None, rotary: Rotary | None, alone: bool = True
+    ) -> None:
         """Set which of the next tokens are real, and their positions; None: all, and counting on.
 
-        alone    whether each sees what is real up to itself: of an image some may see later ones, a mask may hide more
-        stores   whether positions that do not count on are stored; else they are looked at, where the host need not
-                 wait for a device at each step
+        alone   whether each sees what is real up to itself: of an image some may see later ones, a mask may hide more
         """
-        self._next, self._next_told, self._stores = (real_BT, positions_BT), real_BT is not None and alone, stores
+        self._next, self._next_told = (real_BT, positions_BT), real_BT is not None and alone
         self.rotary = rotary or self.rotary
 
     def agrees(self, mask_BT: Tensor, count: int) -> bool:
@@ -74,10 +69,6 @@ class Positions:
             self.length += count
             return
         self.forget_factors()
-        if positions is not None and not self._stores:
-            asked = count > 1 or not dispatch.is_waited_for(positions)
-            self.elsewhere = self.elsewhere or (asked and not _follow(positions, self.seen))
-            positions = None
         if positions is not None and positions.shape[-1] != count:
             raise RuntimeError(f"positions for {positions.shape[-1]} tokens were announced, but {count} arrived")
         if self.real_BT is None and real is not None and not bool(real.all()):
@@ -88,7 +79,7 @@ class Positions:
         if self.positions_BT is None and positions is not None and not _follow(positions, self.seen):
             held = self.tokens_BT
             held = torch.arange(self.length, dtype=torch.int32, device=device) if held is None else held.clone()
-            self.positions_BT, self.elsewhere = held.expand(batch, -1), True
+            self.positions_BT = held.expand(batch, -1)
         if self.positions_BT is not None:
             new = positions
             if new is None:
@@ -113,13 +104,13 @@ class Positions:
     @property
     def state(self) -> tuple[Any, ...]:
         """Return the state for `restore`. Its tensors are never written to."""
-        return self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT, self.elsewhere
+        return self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT
 
     def restore(self, *state: Any) -> None:
         """Go back to a state, of which what came since is forgotten."""
         self.forget_factors()
         same = self.dropped == state[1]  # slots are those that they were
-        self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT, self.elsewhere = state
+        self.length, self.dropped, self.tokens_BT, self.real_BT, self.positions_BT = state
         self._complete = {sinks: at for sinks, at in self._complete.items() if same and at <= self.length}
 
     def crop(self, length: int) -> None:
@@ -127,7 +118,7 @@ class Positions:
         self.forget_factors()
         self._complete.clear()
         self.length = length
-        self.dropped, self.elsewhere = (self.dropped, self.elsewhere) if length else (0, False)
+        self.dropped = self.dropped if length else 0
         self._change(lambda x_BT: x_BT[:, :length].clone() if length else None)
 
     def reorder(self, rows: Tensor) -> None:

@@ -14,12 +14,12 @@ class Step:
 
     before   tokens of a row that the cache had seen
     count    tokens that every layer takes in, at least one
-    batch    rows;   device   of the new keys and values;   waits   whether reading one makes the host wait for it
+    batch    rows;   device   of the new keys and values
     taken    layers that have taken in their tokens;   done   those that have also encoded what was due
     """
 
-    def __init__(self, before: int, count: int, batch: int, device: torch.device, waits: bool = False):
-        self.before, self.count, self.batch, self.device, self.waits = before, count, batch, device, waits
+    def __init__(self, before: int, count: int, batch: int, device: torch.device):
+        self.before, self.count, self.batch, self.device = before, count, batch, device
         self.taken: set[int] = set()
         self.done: set[int] = set()
         self.open = True

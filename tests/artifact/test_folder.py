@@ -10,7 +10,7 @@ import yaml
 from kvq_runtime import load_artifact, save_pretrained
 from kvq_runtime.artifact import artifact, folder
 from kvq_runtime.recipe import preset
-from kvq_runtime.store.estimate import Sizes
+from kvq_runtime.store.memory import Sizes
 
 
 def front(text: str) -> dict:
@@ -36,7 +36,7 @@ def test_the_card_says_it_to_people_and_to_the_hub(tmp_path):
     text = (tmp_path / "README.md").read_text()
     given, counted, sizes = front(text), folder.sizes(made), Sizes(made.recipe, made.fingerprint.geometry)
     for tokens in (4096, 32768, 131072):
-        assert counted["bytes"][str(tokens)] == sizes.at(tokens).total
+        assert counted["bytes"][str(tokens)] == sizes.at(tokens).total_bytes
         assert counted["bytes_of_16bit"][str(tokens)] == 2 * 2 * 2 * 16 * tokens  # layers, roles, bytes, width
     assert counted["smaller_than_16bit_from"] == sizes.smaller_from() and 2 < counted["bits"] < 7
     assert (given["library_name"], given["pipeline_tag"], given["kvq"]) == ("kvq", "text-generation", counted)

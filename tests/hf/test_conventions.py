@@ -81,6 +81,6 @@ def test_what_is_internal_is_named_so(model):
     assert own == {
         "attention", "batch_repeat_interleave", "batch_select_indices", "crop", "from_artifact",
         "from_pretrained", "from_recipe", "get_seq_length", "memory_report",
-        "refusal", "reorder_cache", "reset", "unhook",
+        "refusal", "reorder_cache", "reset",
     }  # fmt: skip
     assert KVQCache.__init__.__doc__ and kvq("higgs-2bit", model).artifact is None

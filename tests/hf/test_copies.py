@@ -6,11 +6,9 @@ import pickle
 
 import pytest
 import torch
-from generating import kvq, stock
+from generating import kvq
 from models import prompt, random_model
 from tiers import some
-
-from kvq_runtime.hf import KVQCache
 
 WAYS = some(
     [("exact-pre", "sdpa"), ("rtn-2bit", "kvq"), ("aqua-2bit", "sdpa"), ("aqua-2bit", "kvq"),
@@ -82,18 +80,3 @@ def test_a_model_is_copied_with_its_hooks(made):
         for a, b in ((0, 40), (40, 60)):
             one, two = (m(ids[:, a:b], past_key_values=c).logits for m, c in zip((model, other), caches, strict=True))
             assert torch.equal(one, two)
-
-
-def test_hooks_can_be_taken_off():
-    model, ids = random_model("llama"), prompt(2, 60)
-    own = model.model.register_forward_pre_hook(lambda *_: None)
-    first = kvq("exact", model)
-    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == 2
-    KVQCache.unhook(model)
-    assert list(model.model._forward_pre_hooks) == [own.id]
-    assert not model.model._forward_pre_hooks_with_kwargs
-    with torch.no_grad():
-        assert torch.equal(model(ids, past_key_values=first).logits, model(ids, past_key_values=stock(model)).logits)
-        cache = kvq("aqua-2bit", model)  # which puts them on again
-        model(ids, past_key_values=cache)
-    assert cache.blocks.layers[0].blocks > 0

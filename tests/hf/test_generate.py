@@ -81,20 +81,6 @@ def test_crop_and_selection_of_rows():
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("rows", [[0, 2], [0.0]])
-def test_what_are_no_rows_is_refused_and_changes_nothing(rows):
-    """Padding was put in that order before the layers refused it, so that rows had each other's."""
-    model, (ids, mask) = random_model("llama"), padded(prompt(2, 50), 45, 20)
-    with torch.no_grad():
-        cache, other = kvq("higgs-2bit", model), kvq("higgs-2bit", model)
-        for held in (cache, other):
-            model(ids[:, :45], attention_mask=mask[:, :45], past_key_values=held)
-        with pytest.raises(ValueError, match="the cache holds 2: give whole numbers from 0 to 1"):
-            cache.reorder_cache(torch.tensor(rows))
-        found = model(ids[:, 45:], attention_mask=mask, past_key_values=cache).logits
-        assert torch.equal(found, model(ids[:, 45:], attention_mask=mask, past_key_values=other).logits)
-
-
 # ---- lossy recipes ----
 
 

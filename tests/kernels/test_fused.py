@@ -24,8 +24,8 @@ pytest.importorskip("triton")
 from kvq_runtime.attention import long_query
 from kvq_runtime.attention.fused import refusal
 from kvq_runtime.attention.path import Query
+from kvq_runtime.hf.cuda_graphs import captured
 from kvq_runtime.hf.model import CACHE
-from kvq_runtime.hf.recorded import captured
 
 # one of each layout for `make test`
 QUICK = ("kivi-2-16", "lloyd-3bit", "mean-higgs-head-2bit-post")

@@ -18,7 +18,7 @@ from kvq_runtime.cache import BlockCache
 from kvq_runtime.hf import KVQCache
 
 pytest.importorskip("triton")
-from kvq_runtime.hf.recorded import captured
+from kvq_runtime.hf.cuda_graphs import captured
 
 
 def replayed(name: str, starts: Tensor | None, record: Callable | None, count: int = 4) -> None:
@@ -89,7 +89,6 @@ def test_a_step_asks_the_device_nothing(name, monkeypatch):
     driver.silent = True
     driver.step(1, expected=False)
     driver.step(1, expected=False)
-    monkeypatch.setattr("kvq_runtime.ops.dispatch.is_waited_for", lambda x: True)  # as of a GPU
     driver.announce(1)
     new = driver.x[0, :, :, driver.at : driver.at + 1].unbind(0)
     launched = []

@@ -5,7 +5,7 @@ import torch
 from fused_driver import FAMILIES, SCALE, Driver, with_kernels  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvq_runtime.hf.recorded import trial
+from kvq_runtime.hf.cuda_graphs import trial
 
 pytest.importorskip("triton")
 
@@ -38,7 +38,6 @@ def test_a_step_is_three_launches(name, monkeypatch):
     assert store.blocks and store.index is not None
     while store.index.stale or store.beyond(store.recent, 1):  # the step before, or this one, encodes a block
         driver.step(1, expected=False)
-    monkeypatch.setattr("kvq_runtime.ops.dispatch.is_waited_for", lambda x: True)  # as of a GPU
     driver.announce(1)
     new = [x.clone() for x in driver.x[0, :, :, driver.at : driver.at + 1]]
     q_BHTD = driver.q[:, :, :1].to(torch.bfloat16).contiguous()

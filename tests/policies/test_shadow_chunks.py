@@ -113,7 +113,7 @@ def test_with_a_budget_for_all_it_is_plain_attention(name, new):
         for layer in range(3):
             cache.take(layer, *x[layer, :, :, -new:].unbind(0))
             out = cache.attend(layer, q[layer], None, SCALE)
-            held = cache.policies[0].outliers[layer].chunk_BHO
+            held = cache.policies[0].chunks[layer].chunk_BHO
             exact = torch.zeros(2, HEADS, x.shape[3], dtype=torch.bool)
             held = held.repeat_interleave(8, 2) * 8 + torch.arange(8).repeat(outliers)
             exact.scatter_(2, held.long(), True)
@@ -137,7 +137,7 @@ def test_the_chunks_read_are_those_of_the_paper(name, new, short):
         outliers, picked = chunks(x, q, layer, encoded, select, sinks, real)
         cache.take(layer, *x[layer, :, :, -new:].unbind(0))
         policy = cache.policies[0]
-        held = policy.outliers[layer]
+        held = policy.chunks[layer]
         scaled = (q[layer] * SCALE).unflatten(1, (HEADS, GROUP))
         best, usable = policy.path.choose(cache.layers[layer], held, scaled)
         out = cache.attend(layer, q[layer], mask if short else None, SCALE)
@@ -182,7 +182,7 @@ def test_only_what_is_chosen_is_decoded(monkeypatch):
 
 
 def state_of(cache: BlockCache) -> list[Tensor]:
-    return [part for _, held in sorted(cache.policies[0].outliers.items()) for part in held]
+    return [part for _, held in sorted(cache.policies[0].chunks.items()) for part in held]
 
 
 def test_outliers_are_those_of_the_tokens_however_they_came():
@@ -209,9 +209,9 @@ def test_outliers_follow_rows_crops_and_passes_that_fail():
         feed_in(each, x[:, :, rows], [70])
     assert all(torch.equal(a, b) for a, b in zip(state_of(cache), state_of(other), strict=True))
     cache.crop(40)
-    assert all(int(held.chunk_BHO.max()) < 32 // 8 for held in cache.policies[0].outliers.values())
+    assert all(int(held.chunk_BHO.max()) < 32 // 8 for held in cache.policies[0].chunks.values())
     report = cache.memory_report()
-    assert report.parts["chunks"] == sum(part.nbytes for part in state_of(cache))
+    assert report.parts["chunks"] == sum(part.nbytes for held in cache.policies[0].chunks.values() for part in held[1:])
 
 
 def test_recipes_whose_tokens_cannot_be_decoded_one_by_one():

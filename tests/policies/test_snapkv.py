@@ -87,7 +87,7 @@ def test_undo_crop_and_rows():
     drive(cache, x, q, 80, layers=2)  # stops midway
     broken = x.clone()
     broken[2, 1, 0, 40, 3] = torch.nan
-    with pytest.raises(ValueError, match="NaN or infinity in the model's values at token 40"):
+    with pytest.raises(ValueError, match="NaN or infinity in the model's values"):
         drive(cache, broken, q, 80)
     assert cache.length == 0
     for each in (cache, other):

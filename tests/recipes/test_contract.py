@@ -266,17 +266,18 @@ def test_rows_of_nothing_but_zeros_or_a_constant(recipe):
 @every_recipe
 def test_a_bad_number_is_refused_by_name_and_leaves_no_trace(recipe):
     recent, block = recipe.window.recent, recipe.window.block
-    x, cache, other = tensors(2 * recent + 3 * block), make(recipe), make(recipe)
-    sizes = [recent + block, block - 1, 1, recent]
-    for bad, size in zip((torch.nan, torch.inf, -torch.inf, torch.nan), sizes, strict=True):
-        start, broken = cache.length, x.clone()
-        broken[1, 1, 0, start + size - 1, 7] = bad
-        where = f"layer 1, block {(start + size - 1) // block}: NaN or infinity in the model's values at token"
-        with pytest.raises(ValueError, match=where):
-            feed(cache, broken, start, start + size)
-        assert cache.length == start
-        feed(cache, x, start, start + size)
-        feed(other, x, start, start + size)
+    start, stop = recent + block + 1, 2 * recent + 8 * block
+    x, cache, other = tensors(stop), make(recipe), make(recipe)
+    feed_in(cache, x, [start])
+    before = state(cache)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        broken = x.clone()
+        broken[1, 1, 0, start + block, 7] = bad
+        with pytest.raises(ValueError, match="layer 1, from token .* on: NaN or infinity in the model's values"):
+            feed(cache, broken, start, stop)
+        assert cache.length == start and same(before, state(cache))
+    feed(cache, x, start, stop)
+    feed_in(other, x, [start, stop - start])
     assert cache.reencoded == 0 and same(state(cache), state(other))
 
 

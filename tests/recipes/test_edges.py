@@ -189,11 +189,3 @@ def test_a_recipe_that_needs_positions_says_so_at_once(name):
         cache.update(0, *x[0].unbind(0))
     assert cache.length == 0
     feed_in(cache, x, [3])
-
-
-def test_keys_of_another_width_and_layers_beyond_the_last():
-    cache = make(RECIPES["higgs-2bit"])
-    with pytest.raises(ValueError, match="width 32; the cache was made for"):
-        cache.update(0, torch.zeros(1, 1, 32), torch.zeros(1, 1, 32))
-    with pytest.raises(ValueError, match="layer 3; the cache was made for"):
-        cache.update(3, torch.zeros(1, 1, 64), torch.zeros(1, 1, 64))

@@ -8,7 +8,7 @@ from feeding import GEOMETRY, feed_in, filled, make, tensors
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import MODELS, Geometry
 from kvq_runtime.recipe import preset
-from kvq_runtime.store.estimate import Sizes
+from kvq_runtime.store.memory import Sizes
 
 SMALL = Geometry(layers=2, kv_heads=2, head_size=32)
 EIGHT = MODELS["llama-3.1-8b"]
@@ -25,8 +25,10 @@ def test_an_estimate_is_what_a_cache_holds_within_2_percent(name):
         pytest.skip("not for such small heads")
     for tokens in (500, 1501, 2600):
         held, report = sizes.at(tokens), filled(recipe, SMALL, tokens, fitted.tensors(recipe, SMALL) or None)
-        assert held.total == pytest.approx(report.total_bytes, rel=0.02), tokens
-        assert held.shared == pytest.approx(report.shared_bytes, rel=0.02) and held.exact == report.exact_bytes
+        assert held.total_bytes == pytest.approx(report.total_bytes, rel=0.02), tokens
+        assert (
+            held.shared_bytes == pytest.approx(report.shared_bytes, rel=0.02) and held.exact_bytes == report.exact_bytes
+        )
 
 
 def test_rows_hold_as_much_each_and_share_what_is_fitted():
@@ -34,7 +36,7 @@ def test_rows_hold_as_much_each_and_share_what_is_fitted():
     cache = make(recipe)
     feed_in(cache, tensors(900, rows=3).to(torch.bfloat16), [899, 1])
     report, held = cache.memory_report(), Sizes(recipe, GEOMETRY).at(900, 3)
-    assert held.total == pytest.approx(report.total_bytes, rel=0.02) and held.exact == report.exact_bytes
+    assert held.total_bytes == pytest.approx(report.total_bytes, rel=0.02) and held.exact_bytes == report.exact_bytes
 
 
 def test_a_large_model_by_pencil():
@@ -42,7 +44,9 @@ def test_a_large_model_by_pencil():
     tokens, elements = 131072, 2 * 32 * 1024
     kivi = Sizes(preset("kivi-2bit"), EIGHT).at(tokens)
     blocks, window = 1024, 256  # 1023 blocks in slabs of 32
-    assert kivi.sequence == blocks * 128 * elements * 3 // 8 + window * elements * 2 and kivi.exact == 16 << 30
+    assert (
+        kivi.sequence_bytes == blocks * 128 * elements * 3 // 8 + window * elements * 2 and kivi.exact_bytes == 16 << 30
+    )
     maps = 31 * 3 * 1024 * 1024 * 2
     assert Sizes(preset("aqua-2bit"), EIGHT).shared == pytest.approx(maps, rel=0.05)
 
@@ -54,7 +58,7 @@ def test_from_the_break_even_on_all_bytes_are_fewer(name, batch):
     start = sizes.smaller_from(batch)
     assert start is not None
     before, *after = [sizes.at(tokens, batch) for tokens in (start - 1, *range(start, 3 * start + 9000, 97))]
-    assert before.total >= before.exact and all(one.total < one.exact for one in after)
+    assert before.total_bytes >= before.exact_bytes and all(one.total_bytes < one.exact_bytes for one in after)
 
 
 def test_sixteen_bits_and_more_never_save():

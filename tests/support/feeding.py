@@ -14,7 +14,6 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rope import Rotary, rotate
 from kvq_runtime.policies.prompt_fit import PromptFit
 from kvq_runtime.recipe import OURS, Recipe, Window
-from kvq_runtime.store.layer import EXTRA
 from kvq_runtime.store.memory import MemoryReport
 
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
@@ -179,7 +178,7 @@ def state(cache: BlockCache) -> list[dict[str, Tensor]]:
         for role in (0, 1):
             held = {"window": window_2BTC[role].clone(), "sinks": sinks_2BSC[role].where(arrived[..., None], 0.0)}
             for run in store.runs:
-                fields = store.fields(role, *run) | (store.fields(EXTRA, *run) if role == 0 else {})
+                fields = store.fields(role, *run)
                 for name, field in fields.items():
                     held[name] = torch.cat([held[name], field], 1) if name in held else field.clone()
             found.append(held)

@@ -16,7 +16,7 @@ from kvq_runtime.codec.codec import all_specs
 from kvq_runtime.geometry import MODELS
 from kvq_runtime.registry import resolve as registry
 from kvq_runtime.stages.predict import MLP
-from kvq_runtime.store.estimate import Sizes
+from kvq_runtime.store.memory import Sizes
 
 
 def problem(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
