@@ -122,7 +122,7 @@ def _publish(
 ) -> PublishedAt:
     """Publish to one registry, with a snippet in the card that loads from there."""
     text = card.addressed(beside["README.md"].decode(), target.url, name)
-    known = target.current_state(name).with_digest(hashlib.sha256(data).hexdigest())
+    known = target.state(name).with_digest(hashlib.sha256(data).hexdigest())
     version = target.publish(name, data, number, {**beside, "README.md": text.encode()})
     if record:
         target.add_evaluation(record, name)

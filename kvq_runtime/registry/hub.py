@@ -40,6 +40,8 @@ class HubRegistry(Registry):
     Every request may raise NotFound, PermissionError or RuntimeError: see `hub_client.call`.
     """
 
+    access = "; a private or gated one needs `hf auth login`, or HF_TOKEN"
+
     def __init__(self, org: str, private: bool | None = None):
         self.org, self.private = reference.check_org(org), private
         self._heads: dict[str, Head] = {}  # last read of each name
@@ -75,21 +77,18 @@ class HubRegistry(Registry):
         pairs = hub_client.call(f"{self.org}/*", lambda api: [model.id.partition("/") for model in listed(api)])
         return sorted(name for owner, _, name in pairs if owner == self.org and reference.is_name(name))
 
-    def current_state(self, name: str) -> State:
-        """Return the state at the head of main, asked of the Hub; empty without a repository."""
+    def state(self, name: str) -> State:
+        """Return the state at the head of main, empty without a repository; offline, the last known one."""
         try:
             return self._parsed(name, self._ask(name))
         except NotFound:
             return State(name)
 
-    def state(self, name: str) -> State:
-        """Return the state at the head of main; offline, the last known one."""
-        known = hub_client.load_head(self.org, reference.check_name(name)) if hub_client.is_offline() else None
-        return self._parsed(name, known or self._ask(name))
-
     def _ask(self, name: str) -> Head:
         """Ask for the head of main, and for kvq.json if the commit is new; NotFound without a repository."""
         repo, known = self.repo(name), hub_client.load_head(self.org, name)
+        if known is not None and hub_client.is_offline():
+            return known
         ask = lambda api: api.model_info(repo, files_metadata=True, timeout=hub_client.SILENCE)  # noqa: E731
         head, git_digest = hub_client.call(repo, lambda api: _head(ask(api)))
         if known is not None and known.commit == head.commit:
@@ -117,14 +116,9 @@ class HubRegistry(Registry):
                 state = events.fold(name, parsed)
             except ArtifactError as error:
                 raise ArtifactError(f"{where}: {error}; restore it from an earlier commit") from None
-        if not head.cached:
-            hub_client.save_head(self.org, name, head)
+        hub_client.save_head(self.org, name, head)
         state.commit = head.commit
         return state
-
-    def cached(self, sha256: str, size: int) -> Path | None:
-        """Return a file from the cache, without a request; its reader checks the digest."""
-        return hub_client.blob(sha256, size)
 
     def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
         """Return a file of a version, checked, from the cache or downloaded."""

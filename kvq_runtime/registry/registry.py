@@ -45,8 +45,8 @@ class Registry(ABC):
         """List every name with events, and those whose events cannot be read."""
 
     @abstractmethod
-    def current_state(self, name: str) -> State:
-        """Return versions, aliases and history of a name, never from a cache; empty without events."""
+    def state(self, name: str) -> State:
+        """Return versions, aliases and history of a name, empty without events; offline, the last known ones."""
 
     @abstractmethod
     def write(self, state: State, event: Event, content: Mapping[str, bytes]) -> bool:
@@ -74,16 +74,10 @@ class Registry(ABC):
 
     # ---- to override
 
-    def state(self, name: str) -> State:
-        """Return `current_state`, or offline the last known state of a Hub."""
-        return self.current_state(name)
+    access = ""  # what to do about a name that is not visible
 
-    def mend(self, name: str, content: Mapping[str, bytes]) -> None:
-        """Make the last event durable, and write files of its version again if they are missing or damaged."""
-        return None
-
-    def cached(self, sha256: str, size: int) -> Path | None:
-        """Return a Hub's file from the cache, without a request; its reader checks the digest."""
+    def mend(self, state: State, content: Mapping[str, bytes]) -> None:
+        """Make the last event durable, and write the files of a version again that is published already."""
         return None
 
     # ---- reading
@@ -92,7 +86,8 @@ class Registry(ABC):
         """Return the state of a name with events; NotFound for another name."""
         state = self.state(name)
         if not state.events:
-            raise NotFound(f"no artifact {name} in {self.url}; kvq list --registry {self.url} lists its names")
+            names = f"kvq list --registry {self.url} lists its names"
+            raise NotFound(f"no artifact {name} in {self.url}; {names}{self.access}")
         return state
 
     def attachments(self, name: str, version: Version) -> dict[str, bytes]:
@@ -155,12 +150,12 @@ class Registry(ABC):
         """
         unanswered: list[Event] = []
         for _ in range(TRIES):
-            state = self.current_state(name)
+            state = self.state(name)
             if any(event in state.events for event in unanswered):  # it was written, and the answer was lost
                 return state
             change = decide(state)
             if change is None:
-                self.mend(name, {})
+                self.mend(state, content)
                 return state
             event = Event(len(state.events) + 1, name, events.now(), change)
             state.add(event)
@@ -202,8 +197,6 @@ class Registry(ABC):
 
         published = self.change(name, decide, content).with_digest(sha256)
         assert published is not None, "the change that was written is in the state"
-        digests = {digest for digest, _ in published.content.values()}
-        self.mend(name, {file: held for file, held in content.items() if hash_of(held).hexdigest() in digests})
         return published
 
     def promote(
@@ -222,22 +215,19 @@ class Registry(ABC):
         reference.check_alias(alias)
         if expect not in (None, "none"):
             reference.check_version(expect)
-        state = self.existing(name) if expect is None else self.current_state(name)
-        before = state.at(alias) if expect is None else expect
-        if not force and version in state.versions:
-            rated = rating.rate_version(self, name, state.versions[version])
-            if rated.word == rating.LOSSY:
-                raise Conflict(
-                    f"{name}@{version} is {rated}; kvq compare measures other recipes, and --force (force=True) "
-                    "promotes this one all the same"
-                )
-        before = None if before == "none" else before
+        state = self.existing(name)
+        before = state.at(alias) if expect is None else None if expect == "none" else expect
+        rated = rating.rate_version(self, name, state.get(version))
+        if rated.word == rating.LOSSY and not force:
+            raise Conflict(
+                f"{name}@{version} is {rated}; kvq compare measures other recipes, and --force (force=True) promotes "
+                "this one all the same"
+            )
 
         def decide(state: State) -> Change | None:
             if state.at(alias) == version:
                 return None
             _check_unmoved(state, alias, before)
-            state.get(version)
             return Promote(alias, version)
 
         return self.change(name, decide)

@@ -110,7 +110,6 @@ def test_a_missing_name_is_3(given, kvq, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("given", ["nonsense", "show ../x", "show a@../x", "list --registry hf://../x", "show hf://org",
                                    "yank a@1.0.0", "promote", "history name@1.0.0",
-                                   "pull name --lowest 1.0.0",
                                    "list --regsitry x", "report", "calibrate", "calibrate --model demo --seq-len 1",
                                    "calibrate --model demo --max-perplexity-ratio 0.02"])  # fmt: skip
 def test_a_wrong_command_line_is_2(given, kvq):

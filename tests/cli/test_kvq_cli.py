@@ -123,40 +123,6 @@ def test_aliases_move_and_move_back(store, as_json, kvq):
     ]  # fmt: skip
 
 
-def test_diff_compares_losses_of_the_same_windows_bits_and_settings(store, as_json, kvq, tmp_path):
-    assert as_json("diff", NAME, NAME) == [] and kvq("diff", NAME, NAME)[1] == f"{NAME} and {NAME} are equal\n"
-    a, b = (resolve.resolve(f"{NAME}@{version}").sha256 for version in ("1.0.0", "1.0.1"))
-    for sha256, relative in ((a, 0.22), (b, 0.349)):
-        store.add_evaluation(record(sha256, relative))
-        store.add_evaluation(record(sha256, relative / 2, "e" * 64, windows=2))  # fewer tokens
-    rows = {(row["part"], row["name"]): row for row in as_json("diff", f"{NAME}@1.0.0", f"{NAME}@1.0.1")}
-    assert rows["evaluation", "verdict"]["a"] == "too lossy"
-    losses = rows["evaluation", "full encode: relative"]
-    assert (losses["a"], losses["b"]) == (0.22, 0.349)
-    other = tmp_path / "other.safetensors"
-    other.write_bytes(tiny.data(0, bits=3, environment="cuda"))
-    rows = {(row["part"], row["name"]): row for row in as_json("diff", f"{NAME}@1.0.0", other)}
-    assert rows["recipe", "key.quantize.bits"]["b"] == 3
-    assert rows["provenance", "environment"]["b"] == "cuda" and rows["evaluation", "losses"]
-
-
-@pytest.mark.parametrize("other", [{"digest": "e" * 64}, {"step": 64}, {"windows": 5}], ids=str)
-def test_losses_of_other_windows_are_not_compared(other, store, as_json):
-    version = store.publish("other", tiny.data(7))
-    store.add_evaluation(record(resolve.resolve(f"{NAME}@1.0.0").sha256, 0.2))
-    store.add_evaluation(record(version.sha256, 0.01, **other))
-    rows = as_json("diff", f"{NAME}@1.0.0", "other@1.0.0")
-    assert [row["name"] for row in rows if row["part"] == "evaluation"] == ["verdict", "losses"]
-
-
-def record(sha256: str, relative: float, digest: str = "d" * 64, windows: int = 4, step: int = 32) -> dict:
-    figures = {"perplexity": 12 * (1 + relative), "relative": relative, "kl": relative / 10, "top1": 0.9}
-    text = {"source": "book", "seed": 0, "token_digest": digest}
-    about = {"windows": windows, "length": 512, "step": step, "text": text}
-    result = {"recipe": "tiny", "protocols": {"full": figures}}
-    return {"artifact": sha256, "corpus": "c" * 64, "protocol": about, "environment": {}, "result": result}
-
-
 def test_a_registry_of_the_environment_is_checked_where_it_is_read(store, kvq, tmp_path, monkeypatch):
     copy, file = f"file://{tmp_path}/copy", tmp_path / "tiny.safetensors"
     file.write_bytes(tiny.data(0))

@@ -57,7 +57,7 @@ def test_a_number_says_what_changed_and_is_never_used_twice(store: Registry):
     for taken in ("1.0.0", "1.0.1"):
         with pytest.raises(Conflict, match=rf"{taken} is published with other bytes"):
             store.publish(NAME, tiny.data(5), version=taken)
-    assert list(store.current_state(NAME).versions) == ["1.0.0", "1.0.1", "1.1.0", "2.0.0"]
+    assert list(store.state(NAME).versions) == ["1.0.0", "1.0.1", "1.1.0", "2.0.0"]
 
 
 def test_only_artifacts_are_published(store: Registry):
@@ -85,7 +85,7 @@ def test_a_lost_race_is_decided_again(store: Registry):
         return events.Yank("1.0.0", "late")
 
     assert store.change(NAME, decide).versions["1.0.0"].yanked == "late"
-    assert seen == [1, 2] and len(store.current_state(NAME).events) == 3
+    assert seen == [1, 2] and len(store.state(NAME).events) == 3
 
 
 @pytest.mark.parametrize("step", ["change", "write"], ids=["look", "write"])
@@ -107,7 +107,7 @@ def test_a_promote_or_rollback_that_is_overtaken_loses(step, store: Registry, mo
             patched.setattr(type(store), step, overtaken)
             with pytest.raises(Conflict, match=r"points to 1\.0\.2, expected 1\.0\.1: somebody moved it"):
                 action()
-        assert came and store.current_state(NAME).at("production") == "1.0.2"
+        assert came and store.state(NAME).at("production") == "1.0.2"
         assert store.rollback(NAME).at("production") == "1.0.1"
 
 
@@ -128,7 +128,7 @@ def test_rollback_undoes_promote_and_passes_over_yanked_versions(store: Registry
     three(store)
     states = []
     for version in ("1.0.0", "1.0.1", "1.0.0", "1.0.2"):
-        states.append(store.current_state(NAME).aliases)
+        states.append(store.state(NAME).aliases)
         store.promote(NAME, version)
     while states[1:]:
         assert store.rollback(NAME).aliases == states.pop()
@@ -149,7 +149,7 @@ def test_a_stale_promote_loses_and_asks(store: Registry):
     with pytest.raises(ValueError, match="version '3'"):
         store.promote(NAME, "1.0.1", expect="3")
     assert store.promote(NAME, "1.0.1", expect="1.0.0").at("production") == "1.0.1"  # it is what was asked for
-    assert len(store.current_state(NAME).events) == 5
+    assert len(store.state(NAME).events) == 5
 
 
 def test_yanked_versions_are_chosen_only_by_number(store: Registry):

@@ -238,7 +238,7 @@ def test_private_gated_missing(hub, monkeypatch, tmp_path):
     assert hub.repos[REPO].private and store.names() == [NAME]
     clear(monkeypatch, tmp_path)
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(NotFound, match="does not exist, or is private.*hf auth login"):
+    with pytest.raises(NotFound, match="a private or gated one needs `hf auth login`"):
         resolve.resolve(URL)
     assert store.names() == []
     (tmp_path / "token").write_text(f"{TOKEN}\n")  # what `make flows-up` keeps

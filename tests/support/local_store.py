@@ -40,7 +40,7 @@ def damage(registry: Registry) -> dict[str, list[str]]:
             errors.setdefault(place, []).append(str(error))
 
     for name in registry.names():
-        state = attempt(name, registry.current_state, name)
+        state = attempt(name, registry.state, name)
         for version in state.versions.values() if state else ():
             place, digest = f"{name} {version.version}", version.sha256
             path = attempt(place, registry.fetch, name, version)
