@@ -21,9 +21,8 @@ from kvq_runtime.registry import lock, rating, reference
 from kvq_runtime.registry.evaluation_records import (
     PROTOCOLS,
     SPOKEN,
-    Record,
+    TextRecord,
     readable,
-    text_records,
 )
 from kvq_runtime.registry.events import Version
 from kvq_runtime.registry.lock import Lock
@@ -33,16 +32,16 @@ from kvq_runtime.registry.resolve import Resolved, open_registry, resolve, resol
 def run_show(args: Namespace) -> int:
     """Print everything about one version, with its evaluations."""
     resolved, loaded = _load(args.reference, args)
-    record, lead, records = _fields(resolved), [f"{resolved.name} {resolved.version}".rstrip()], []
+    record, lead, records = _fields(resolved), [f"{resolved.name} {resolved.version}".rstrip()], list[TextRecord]()
     if resolved.registry:
         registry = open_registry(resolved.registry)
         state = registry.existing(resolved.name)
         version = state.get(resolved.version)
         aliases = [alias for alias in state.aliases if state.at(alias) == resolved.version]
-        records = _evaluations(resolved)
         record |= {"published": version.at, "aliases": aliases, "files": dict(version.files)}
-        record["evaluations"] = [evaluation.raw for evaluation in records]
-        lead += [str(rating.rate_version(registry, resolved.name, version)), *aliases]
+        record["evaluations"] = registry.evaluations(version.sha256, resolved.name)
+        records = readable(record["evaluations"])
+        lead += [str(rating.rate_records(records, version.about["corpus"])), *aliases]
         lead += [] if version.yanked is None else [f"yanked: {version.yanked}"]
     record |= describe.artifact_record(loaded)
     if args.json:
@@ -66,17 +65,10 @@ def _load(text: str, args: Namespace) -> tuple[Resolved, Artifact]:
     return resolved, artifact.load(resolved.path, resolved.sha256, resolved.size)
 
 
-def _evaluations(resolved: Resolved) -> list[Record]:
-    """Return a registry's evaluations of a version; none of a file."""
-    if not resolved.registry:
-        return []
-    return readable(open_registry(resolved.registry).evaluations(resolved.sha256, resolved.name))
-
-
-def losses(records: Sequence[Record]) -> list[dict[str, Any]]:
+def losses(records: Sequence[TextRecord]) -> list[dict[str, Any]]:
     """Return a row for each measured protocol of each record."""
     rows = []
-    for record in text_records(records):
+    for record in records:
         about = record.protocol
         row = {"text": about.text.source, "windows": about.windows, "length": about.length}
         for protocol in PROTOCOLS:

@@ -3,13 +3,12 @@
 A copy can be repeated and resumes: equal content is left alone, other content under the same number is a Conflict.
 """
 
+import re
 from typing import Any
 
 from kvq_runtime.artifact import artifact, folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import Conflict
-from kvq_runtime.registry import card
-from kvq_runtime.registry.evaluation_records import readable
 from kvq_runtime.registry.events import Version
 from kvq_runtime.registry.hub import HubRegistry
 from kvq_runtime.registry.reference import HUB, Reference, parse
@@ -34,8 +33,8 @@ def copy_version(source: Registry, name: str, version: Version, target: Registry
         data = artifact.read(source.fetch(name, version), version.sha256, version.size)
         attachments = source.attachments(name, version)
         if "README.md" in attachments:
-            text = card.addressed(attachments["README.md"].decode(), target.url, name, version.version)
-            attachments["README.md"] = card.with_results(text, name, readable(evaluations)).encode()
+            text = addressed(attachments["README.md"].decode(), target.url, name, version.version)
+            attachments["README.md"] = text.encode()
         target.publish(name, data, version.version, attachments)
     kinds: tuple[Kind, ...] = ("evaluations", "signatures")
     for kind in kinds:
@@ -66,3 +65,10 @@ def push_to_hub(made: Artifact, repo_id: str, *, version: str | None = None, pri
     attachments = {folder.CARD: folder.card(made, f"{HUB}{org}/{target.name}")}
     published = HubRegistry(org, private).publish(target.name, data, version, attachments)
     return f"{org}/{target.name}@{published.version}"
+
+
+def addressed(text: str, url: str, name: str, version: str | None = None) -> str:
+    """Return the card with a snippet that loads the artifact, or one version of it, from the registry at `url`."""
+    reference = (f"{url}/{name}" if url.startswith("hf://") else name) + (f"@{version}" if version else "")
+    call = rf'KVQCache\.from_pretrained\("(?:hf://[^/"]+/)?{re.escape(name)}(?:@[^"]*)?"'
+    return re.sub(call, f'KVQCache.from_pretrained("{reference}"', text)

@@ -12,8 +12,9 @@ before anything is tried again: the event is in it or it is not.
 """
 
 import random
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePath
@@ -21,7 +22,8 @@ from typing import Any
 
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import card, events, hub_client, reference
+from kvq_runtime.registry import events, hub_client, reference
+from kvq_runtime.registry.evaluation_records import SPOKEN, TextRecord
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub_client import Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE
@@ -30,6 +32,12 @@ from kvq_runtime.registry.registry import MAX_RECORD, Registry
 INDEX = "kvq.json"
 MAX_NAMES = 4096
 _INITIAL_FILES = {".gitattributes", "README.md", "LICENSE"}  # the Hub's form for a new repository may create these
+_METRICS = {  # {field of an evaluation's result: (the Hub's identifier, title)}
+    "perplexity": ("perplexity", "perplexity with the compressed cache"),
+    "relative": ("relative_perplexity", "perplexity against 16 bit, relative"),
+    "kl": ("kl_divergence", "KL divergence from the 16-bit model, nats"),
+    "top1": ("accuracy", "top-1 agreement with the 16-bit model"),
+}
 
 
 class HubRegistry(Registry):
@@ -168,7 +176,7 @@ class HubRegistry(Registry):
             folder = f"versions/{event.change.version}"
             added = {f"{folder}/{file}": data for file, data in content.items()}
             text = content.get("README.md", f"# {name}\n".encode()).decode(errors="replace")
-            added["README.md"] = card.for_repository(text, content, folder).encode()
+            added["README.md"] = for_repository(text, content, folder).encode()
         index = strict_json.record({"name": name, "events": [event.to_json() for event in state.events]})
         added[INDEX] = index
         alias = f"{event.change.alias} " if isinstance(event.change, (Promote, Rollback)) else ""
@@ -206,3 +214,49 @@ def _head(info: Any) -> tuple[Head, str]:
     paths = {str(file.rfilename): int(file.size or 0) for file in info.siblings or []}
     digest = next((str(file.blob_id) for file in info.siblings or [] if file.rfilename == INDEX), "")
     return Head(reference.check_commit(info.sha), paths), digest
+
+
+# ---- cards -----------------------------------------------------------------------------------------------------------
+
+
+def for_repository(text: str, files: Iterable[str], folder: str) -> str:
+    """Adapt a version's card to be the card of its repository.
+
+    files    attachments: links to them become links into `folder`
+    Library name and tag kvq are added, which HubRegistry.names() searches for.
+    """
+    from huggingface_hub import ModelCard
+
+    for file in files:
+        text = text.replace(f"]({file})", f"]({folder}/{file})")
+    card = ModelCard(text if text.startswith("---\n") else f"---\nlibrary_name: kvq\n---\n{text}")
+    card.data.library_name = "kvq"
+    card.data.tags = list(dict.fromkeys([*(card.data.tags or []), "kvq"]))
+    return str(card)
+
+
+def eval_results(records: Sequence[TextRecord]) -> list[Any]:
+    """Return a huggingface_hub EvalResult for every metric of predicted text."""
+    from huggingface_hub import EvalResult
+
+    results = []
+    for record in records:
+        about = record.protocol
+        source = about.text.source[:200]
+        args = {"corpus": record.corpus, "model": about.model.id, "length": about.length}
+        for protocol, part in record.result.protocols.items():
+            fields: dict[str, Any] = {"task_type": "text-generation", "dataset_type": _dataset(source)}
+            fields |= {"dataset_name": source, "dataset_config": source}  # by which the Hub distinguishes texts
+            fields |= {"dataset_split": about.text.split, "metric_args": args | {"protocol": protocol}}
+            for field, (kind, title) in _METRICS.items():
+                value = getattr(part, field, None)
+                if value is not None:
+                    name = f"{title}, {SPOKEN[protocol]}"
+                    results.append(EvalResult(**fields, metric_name=name, metric_type=kind, metric_value=value))
+    return results
+
+
+def _dataset(source: str) -> str:
+    """Return the id of a dataset of the Hub; "text" for a file or an embedded corpus, which has none."""
+    match = re.match(r"[\w-][\w.-]*/[\w.-]+", source)
+    return match[0] if match else "text"

@@ -24,8 +24,6 @@ cache = KVQCache.from_pretrained("tiny-2bit", model=model)
 ```
 
 ![error](error.png)
-
-Not evaluated yet: `kvq eval` does that.
 """
 
 
@@ -72,10 +70,8 @@ def test_a_card_is_adapted_to_where_it_is(here, hub, as_json):
     text = hub.repos[f"org/{NAME}"].files["README.md"].decode()
     front = yaml.safe_load(text.split("---")[1])
     assert front["license"] == "mit" and front["tags"] == ["kvq", "tiny"]
-    metrics = {metric["type"]: metric["value"] for metric in front["model-index"][0]["results"][0]["metrics"]}
-    assert metrics == {"perplexity": 12.5, "kl_divergence": 0.025, "relative_perplexity": 0.01}
     assert f'KVQCache.from_pretrained("hf://org/{NAME}@1.0.0", model=model)' in text
-    assert "![error](versions/1.0.0/error.png)" in text and "Not evaluated" not in text and "| wiki |" in text
+    assert "![error](versions/1.0.0/error.png)" in text
 
 
 def test_commands_on_a_hub(here, hub, as_json, kvq, tmp_path):

@@ -60,7 +60,7 @@ LOCK["files"] = BESIDE
 
 @pytest.mark.parametrize(
     "change, message",
-    [({"name": "../x"}, "name '../x'"), ({"sha256": "../" + "a" * 61}, "sha256 '../"), ({"size": "1"}, "size '1'; expected int"),
+    [({"name": "../x"}, "name '../x'"), ({"sha256": "../" + "a" * 61}, "sha256 '../"), ({"size": "1"}, "size '1'"),
      ({"version": "latest"}, "version 'latest'"), ({"command": "rm"}, r"unknown keys \['command'\]"),
      ({"key": 1}, "key 1; expected str"), ({"signature": []}, "expected dict")],
 )  # fmt: skip
