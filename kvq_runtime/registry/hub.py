@@ -137,15 +137,17 @@ class HubRegistry(Registry):
         cached = hub_client.blob(sha256, size)
         if cached is not None and files.digest(cached) == (sha256, size):
             return cached
+        return hub_client.download(self.repo(name), path, self._last_head(name).commit, sha256, size)
+
+    def _last_head(self, name: str) -> Head:
+        """Return the head that was read last; NotFound without a repository."""
         if name not in self._heads:
-            self.state(name)
-        return hub_client.download(self.repo(name), path, self._heads[name].commit, sha256, size)
+            self.existing(name)
+        return self._heads[name]
 
     def list_records(self, name: str, folder: str) -> Iterator[tuple[PurePath, bytes]]:
         """Yield path and content of the records in a folder of main; offline, of those in the cache."""
-        if name not in self._heads:
-            self.state(name)
-        for path, size in sorted(self._heads[name].files.items()):
+        for path, size in sorted(self._last_head(name).files.items()):
             sha256 = PurePath(path).stem
             if PurePath(path).parent == PurePath(folder) and reference.is_sha256(sha256):
                 if size > MAX_RECORD:

@@ -19,13 +19,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvq_runtime.disk import files, strict_json
-from kvq_runtime.errors import ArtifactError, NotFound, check_type, extra, spoken
+from kvq_runtime.errors import ArtifactError, NotFound, check_type, extra
 from kvq_runtime.registry.reference import check_name, check_sha256, check_version
 
 LIMIT = 1 << 16  # bytes
 _OPTIONAL = {"key", "signature"}
 _CHECKS = {"name": check_name, "version": check_version, "sha256": check_sha256, "files": check_sha256}
 _TYPES = {"reference": str, "registry": str, "size": int, "key": str, "signature": dict}
+_SIGNED = {"name", "version", "sha256", "files"}  # the fields of a statement
 _HOW = "docs/consume.md shows how to make one"
 
 
@@ -93,12 +94,11 @@ def sign(name: str, version: str, sha256: str, files: str, key: Path, password: 
             signing.Config().use_elliptic_key_signer(private_key=key, password=secret).sign(statement, bundle)
         except FileNotFoundError:
             raise NotFound(f"key {key}: no such file; {_HOW}") from None
-        except (OSError, TypeError, ValueError, AttributeError) as error:  # the last of an RSA key, which has no curve
-            reason = "no elliptic-curve private key in PEM" if password is None else "not opened by KVQ_KEY_PASSWORD"
-            if isinstance(error, TypeError):  # a missing or unwanted password
-                reason = "set KVQ_KEY_PASSWORD if and only if the key is encrypted"
-            text = spoken(error) if isinstance(error, OSError) else f"{key}: {reason}"
-            raise ValueError(f"key {text}; {_HOW}") from None
+        except (TypeError, ValueError, AttributeError):  # the last of an RSA key, which has no curve
+            text = (
+                "no elliptic-curve private key in PEM that KVQ_KEY_PASSWORD opens; set that for an encrypted key alone"
+            )
+            raise ValueError(f"key {key}: {text}; {_HOW}") from None
         return strict_json.record(stated | {"bundle": json.loads(bundle.read_bytes())})
 
 
@@ -107,7 +107,7 @@ def find_signature(records: Iterable[bytes], name: str, version: str, sha256: st
     reason = "there is no signature"
     for data in records:
         try:
-            record = read_signature(data)
+            record = strict_json.keys(strict_json.loads(data, "signature", depth=32), _SIGNED | {"bundle"}, "signature")
             verify(record, name, version, sha256, key)
             return record
         except ArtifactError as error:
@@ -116,12 +116,6 @@ def find_signature(records: Iterable[bytes], name: str, version: str, sha256: st
         f"signature: {name} {version}, sha256 {sha256[:12]}..., has no valid signature of the required key ({reason}); "
         "do not use it, ask its publisher to run kvq sign"
     )
-
-
-def read_signature(data: bytes) -> dict[str, Any]:
-    """Parse a signature record; raises ArtifactError if it is malformed."""
-    fields = {"name", "version", "sha256", "files", "bundle"}
-    return strict_json.keys(strict_json.loads(data, "signature", depth=32), fields, "signature")
 
 
 def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key: str) -> None:
@@ -134,7 +128,7 @@ def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key:
         raise ArtifactError(f"signature: is of {signed[0]!r:.100} {signed[1]!r:.20}, sha256 {signed[2]!r:.14}...")
     _, verifying = _library()
     with TemporaryDirectory() as folder:
-        statement = _write_statement(Path(folder), {field: record[field] for field in record if field != "bundle"})
+        statement = _write_statement(Path(folder), {field: record[field] for field in _SIGNED})
         bundle, public = Path(folder) / "bundle.json", Path(folder) / "key.pem"
         bundle.write_text(json.dumps(record["bundle"]))
         public.write_text(key)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound, Unanswered
-from kvq_runtime.registry import events, reference
+from kvq_runtime.registry import evaluation_records, events, rating, reference
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.registry.reference import ARTIFACT_FILE, PRODUCTION
 
@@ -124,14 +124,10 @@ class Registry(ABC):
 
     def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
         """Store an evaluation record of an artifact; returns the record's digest."""
-        from kvq_runtime.registry import evaluation_records
-
         return self.add_record("evaluations", record["artifact"], evaluation_records.to_bytes(record), name)
 
     def evaluations(self, sha256: str, name: str = "") -> list[dict[str, Any]]:
         """Return every evaluation record of an artifact, ordered by digest."""
-        from kvq_runtime.registry import evaluation_records
-
         records = self.records("evaluations", sha256, name)
         return [evaluation_records.from_bytes(data, path) for path, data in records]
 
@@ -209,8 +205,6 @@ class Registry(ABC):
         Raises NotFound for an unknown name or version, Conflict if the alias has moved, or the version is yanked or too
         lossy.
         """
-        from kvq_runtime.registry import rating
-
         reference.check_version(version)
         reference.check_alias(alias)
         if expect not in (None, "none"):
