@@ -142,18 +142,12 @@ def _fields(resolved: Resolved) -> dict[str, Any]:
 
 
 def run_verify(args: Namespace) -> int:
-    """Load an artifact with every check, and print a row a check."""
+    """Load an artifact with every check, and print which were made."""
     resolved, _ = _load(args.reference, args)
     _warn_if_yanked(resolved)
-    stated = bool(args.lock or resolved.registry)
-    rows = [
-        {"check": check, "result": "ok" if stated or check not in ("size", "sha256") else "not compared: a path"}
-        for check in [*CHECKS, *(["lock"] if args.lock else [])]
-    ]
-    print_table(rows, args.json)
-    if not args.json:
-        version = f"{resolved.name} {resolved.version}".rstrip()
-        print(f"\nverified: {version}, {resolved.chosen_because}, sha256 {resolved.sha256}, {resolved.size} bytes")
+    stated = bool(args.lock or resolved.registry)  # size and digest of a path alone are compared with nothing
+    checks = [check for check in CHECKS if stated or check not in ("size", "sha256")] + ["lock"] * bool(args.lock)
+    print_record(_fields(resolved) | {"passed": checks}, args.json)
     return 0
 
 
