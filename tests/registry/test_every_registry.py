@@ -4,25 +4,18 @@ from hashlib import sha256
 
 import pytest
 import tiny_artifact as tiny
-from local_store import damage
+from hub_client import CARD, NAME
+from local_store import damage, three
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import events, resolve
+from kvq_runtime.registry import resolve
 from kvq_runtime.registry.registry import Registry
-
-NAME = "tiny-2bit"
-CARD = {"README.md": b"---\ntags: [kvq]\n---\n# card", "error.png": b"png"}
 
 
 @pytest.fixture
 def store(any_registry: Registry) -> Registry:
     return any_registry
-
-
-def three(store: Registry) -> None:
-    for seed in range(3):
-        store.publish(NAME, tiny.data(seed), attachments=CARD)
 
 
 def chosen(store: Registry, which: str = "") -> tuple[str, str]:
@@ -69,20 +62,6 @@ def test_only_artifacts_are_published(store: Registry):
 
 
 # ---- several publishers
-
-
-def test_a_lost_race_is_decided_again(store: Registry):
-    store.publish(NAME, tiny.data(0), attachments=CARD)
-    seen = []
-
-    def decide(state):
-        seen.append(len(state.events))
-        if len(seen) == 1:
-            resolve.open_registry(store.url).publish(NAME, tiny.data(1))  # somebody else, in between
-        return events.Yank("1.0.0", "late")
-
-    assert store.change(NAME, decide).versions["1.0.0"].yanked == "late"
-    assert seen == [1, 2] and len(store.state(NAME).events) == 3
 
 
 @pytest.mark.parametrize("step", ["change", "write"], ids=["look", "write"])

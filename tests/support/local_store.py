@@ -6,7 +6,6 @@ import tiny_artifact as tiny
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import resolve
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.registry import Registry
 
@@ -22,11 +21,6 @@ def three(store: LocalRegistry) -> LocalRegistry:
     for seed in range(3):
         store.publish(NAME, tiny.data(seed))
     return store
-
-
-def production() -> str:
-    """What a cache that is made now is made of."""
-    return resolve.resolve(f"{NAME}@production").version
 
 
 def damage(registry: Registry) -> dict[str, list[str]]:
