@@ -16,7 +16,7 @@ from kvq_runtime.cli import exit_codes
 from kvq_runtime.cli.options import Parser, add_registry, count, seconds
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.registry import rating
-from kvq_runtime.registry.evaluation_records import TextRecord, parse
+from kvq_runtime.registry.evaluation_records import parse
 
 # GOMP_SPINCOUNT: iterations an idle OpenMP thread spins before it sleeps. At libgomp's own number, 300,000, a fit with
 # two threads on busy cores takes about four times as long; with 0, one on idle cores nearly twice as long.
@@ -90,7 +90,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     else:
         done, spent = _here(job, work, args.quiet)
     records = json.loads((work.folder / "evaluation.json").read_text()) if job.evaluation.evaluate else []
-    outcome.show(done, [parse(one, TextRecord) for one in records], caution, args.json)
+    outcome.show(done, [parse(one) for one in records], caution, args.json)
     if not args.json:
         outcome.show_cost(time.perf_counter() - begun, spent)
     for made in done:

@@ -25,7 +25,7 @@ from kvq_calib.text import corpus
 from kvq_calib.text.tokenizer import whole
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf.model import CACHE
-from kvq_runtime.registry.evaluation_records import TextRecord, parse
+from kvq_runtime.registry.evaluation_records import parse
 
 LENGTH, WRITTEN = 1024, 48  # tokens of a sequence, and to generate
 
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     with closing(Bar(work.plan)) as bar:
         done, spent = run.complete(job, replace(work, listener=bar))
     found = json.loads((folder / "evaluation.json").read_text())
-    records = [parse(one, TextRecord) for one in found]
+    records = [parse(one) for one in found]
     outcome.show(done, records)
     outcome.show_cost(sum(spent.values()), spent)
     print("\n2. Load the published artifact, and go on writing a held-out text, with it and in 16 bit.")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -35,11 +35,9 @@ from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import extra
 from kvq_runtime.ops import product
 from kvq_runtime.registry import reference
-from kvq_runtime.registry.evaluation_records import PROTOCOLS, Record, TasksRecord, TextRecord, parse
+from kvq_runtime.registry.evaluation_records import PROTOCOLS, parse
 from kvq_runtime.registry.resolve import choose as choose_version
 from kvq_runtime.registry.resolve import open_registry
-
-R = TypeVar("R", bound=Record)
 
 
 def evaluate(args: Namespace) -> int:
@@ -55,7 +53,7 @@ def evaluate(args: Namespace) -> int:
     protocol = _protocol(args)
     with measuring(record.work(files, batch, len(candidates), protocol), args.quiet) as progress:
         records = record.evaluate(files, batch, candidates, protocol, *_used(args), progress)
-    shown = _named(candidates, records, TextRecord)
+    shown = tables.named(list(map(parse, records)), [candidate.name for candidate in candidates])
     if args.plots:
         disk.make_folder(Path(args.plots))
         for name, picture in plots.pictures(shown).items():
@@ -77,11 +75,6 @@ def _length(args: Namespace, files: ModelFiles) -> int:
 def _text(args: Namespace, files: ModelFiles, source: str) -> corpus.Batch:
     """Choose the windows to measure on."""
     return corpus.select(source, files.path, args.windows, _length(args, files), args.seed, "held-out")
-
-
-def _named(candidates: Sequence[Candidate], records: Sequence[Any], kind: type[R]) -> list[R]:
-    """Parse records, and name them as their candidates were given."""
-    return tables.named([parse(one, kind) for one in records], [candidate.name for candidate in candidates])
 
 
 def _keep(args: Namespace, candidates: Sequence[Candidate], records: Sequence[Any]) -> None:
@@ -120,10 +113,10 @@ def _tasks(args: Namespace, files: ModelFiles, candidates: Sequence[Candidate]) 
     if not _give(args, [one for group in groups for one in group]):
         names = ["16 bit", *(candidate.name for candidate in candidates)]
         for number, group in enumerate(groups):
-            shown = tables.named([parse(one, TasksRecord) for one in group], names)
+            rows, notes = tables.tasks(group, names)
             print("\n" * bool(number), end="")
-            print_table(tables.tasks(shown), False)
-            print("".join(f"\n{note}" for note in tables.task_notes(shown)), end="")
+            print_table(rows, False)
+            print("".join(f"\n{note}\n" for note in notes), end="")
     for group in groups:
         _keep(args, candidates, group[1:])
     return 0
@@ -158,7 +151,7 @@ def compare(args: Namespace) -> int:
         say("kvq", f"windows of {length} tokens: the last stay exact in a full encode; use a multiple of {blocks}")
     with measuring(record.work(files, batch, len(candidates), protocol), args.quiet) as progress:
         measured = record.evaluate(files, batch, list(candidates.values()), protocol, *_used(args), progress, saved)
-    records = tables.by_bits([parse(one, TextRecord) for one in measured])
+    records = tables.by_bits([parse(one) for one in measured])
     if args.plot:
         Path(args.plot).write_bytes(plots.png(plots.cost_by_bits(records)))
     if not _give(args, [one.raw for one in records]):

@@ -26,7 +26,7 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import rating, reference, resolve
-from kvq_runtime.registry.evaluation_records import TextRecord, parse
+from kvq_runtime.registry.evaluation_records import parse
 from kvq_runtime.registry.rating import Bounds
 from kvq_runtime.registry.reference import PRODUCTION, Reference
 from kvq_runtime.registry.registry import Registry
@@ -144,7 +144,7 @@ def check_drift(
         judged = rating.with_gate(measured, bounds)
         registry, version = _open(candidate.name, registry_url)
         registry.add_evaluation(judged, version.name)
-        parsed = parse(judged, TextRecord)
+        parsed = parse(judged)
         protocol, figures = parsed.decisive or (None, None)
         costs = (1 + figures.relative, figures.kl) if figures else (None, None)
         results.append(DriftResult(candidate.name, *costs, protocol, rating.failed_bounds(parsed, bounds)))

@@ -21,8 +21,9 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.header import ARTIFACT_FILE
 from kvq_runtime.disk import files as disk
-from kvq_runtime.registry import card, rating
-from kvq_runtime.registry.evaluation_records import TextRecord, parse
+from kvq_runtime.registry import rating
+from kvq_runtime.registry.copy import addressed
+from kvq_runtime.registry.evaluation_records import parse
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.memory import asymptotic_bits
 
@@ -86,7 +87,7 @@ def publish(
     targets, license = job.publication.targets, cards.license_of(work.files.path)
     pictures, named, done = {}, [], []
     if records:
-        parsed = [parse(one, TextRecord) for one in records]
+        parsed = [parse(one) for one in records]
         named = tables.named(parsed, [*fitted, *job.evaluation.baselines])
         pictures = plots.pictures(named)
     for number, (recipe, made) in enumerate(fitted.items()):
@@ -121,8 +122,8 @@ def _publish(
     record: Mapping[str, Any] | None,
 ) -> PublishedAt:
     """Publish to one registry, with a snippet in the card that loads from there."""
-    text = card.addressed(beside["README.md"].decode(), target.url, name)
-    known = target.current_state(name).with_digest(hashlib.sha256(data).hexdigest())
+    text = addressed(beside["README.md"].decode(), target.url, name)
+    known = target.state(name).with_digest(hashlib.sha256(data).hexdigest())
     version = target.publish(name, data, number, {**beside, "README.md": text.encode()})
     if record:
         target.add_evaluation(record, name)

@@ -23,8 +23,8 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.recipe import OURS, ROLES
 from kvq_runtime.registry import rating
-from kvq_runtime.registry.card import UNMEASURED, eval_results
-from kvq_runtime.registry.evaluation_records import SPOKEN, Record, text_records
+from kvq_runtime.registry.evaluation_records import SPOKEN, TextRecord
+from kvq_runtime.registry.hub import eval_results
 from kvq_runtime.store.memory import human
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
@@ -34,24 +34,24 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 def card(
     artifact: Artifact,
-    records: Sequence[Record] = (),
+    measured: Sequence[TextRecord] = (),
     name: str | None = None,
     license: Mapping[str, str] | None = None,
     pictures: Sequence[str] = (),
 ) -> str:
     """Return the text of README.md.
 
-    records   evaluation records; those of other artifacts are shown for comparison
+    measured  evaluation records; those of other artifacts are shown for comparison
     name      in the registry; None: the recipe's
     license   of the base model's weights, from which the artifact is derived, if known: see `license_of`
     pictures  files beside the card
     """
     name, license, recipe = name or artifact.recipe.name, license or {}, artifact.recipe
     model, revision = model_of(artifact)
-    measured, sizes = text_records(records), folder.sizes(artifact)
-    parameters = {record.protocol.model.parameters for record in records}
+    sizes = folder.sizes(artifact)
+    parameters = {record.protocol.model.parameters for record in measured}
     return _template().render(
-        front=_front(artifact, name, records, license),
+        front=_front(artifact, name, measured, license),
         name=name,
         verdict=rating.rate(next((one for one in measured if one.result.recipe == recipe.name), None)),
         bits=sizes["bits"],
@@ -71,7 +71,6 @@ def card(
         measured=measured[0].protocol if measured else None,
         losses=tables.table(measured) if measured else [],
         notes=tables.notes(measured) if measured else [],
-        unmeasured=UNMEASURED,
         gate=measured[0].result.gate if measured else None,
         spoken=SPOKEN,
         held_out=artifact.provenance.get("held_out"),
@@ -92,7 +91,7 @@ def _template() -> Template:
     return templates.get_template("card.md")
 
 
-def _front(artifact: Artifact, name: str, records: Sequence[Record], license: Mapping[str, str]) -> str:
+def _front(artifact: Artifact, name: str, records: Sequence[TextRecord], license: Mapping[str, str]) -> str:
     model, _ = model_of(artifact)
     fields: dict[str, Any] = folder.metadata(artifact) | dict(license)
     if _HUB.fullmatch(model):

@@ -23,7 +23,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.table import cell, percent
 from kvq_runtime.errors import ArtifactError, NotFound, counted
 from kvq_runtime.registry import rating
-from kvq_runtime.registry.evaluation_records import SPOKEN, Record, TextRecord, readable, text_records
+from kvq_runtime.registry.evaluation_records import SPOKEN, TextRecord, readable
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.reference import PRODUCTION, order
 from kvq_runtime.registry.registry import Registry
@@ -79,11 +79,11 @@ def of_version(registry: Registry, name: str, number: str) -> Page:
 
 
 def _version(
-    about: Mapping[str, Any], made: Artifact | None, records: Sequence[Record], main: TextRecord | None,
+    about: Mapping[str, Any], made: Artifact | None, records: Sequence[TextRecord], main: TextRecord | None,
     others: Sequence[TextRecord],
 ) -> str:  # fmt: skip
     points = [main, *others] if main else []
-    gated = [(rating.drift_week(one), one.result.gate) for one in text_records(records) if one.result.gate]
+    gated = [(rating.drift_week(one), one.result.gate) for one in records if one.result.gate]
     template = _templates().get_template("version.html")
     return template.render(
         about,
@@ -121,9 +121,9 @@ def _badges(state: State, version: Version) -> list[str]:
     return [*aliases, *([] if version.yanked is None else [f"yanked: {version.yanked}"])]
 
 
-def _drift(record: Record) -> dict[str, Any] | None:
+def _drift(record: TextRecord) -> dict[str, Any] | None:
     """Return the row of a weekly check; None for another record."""
-    if not isinstance(record, TextRecord) or record.decisive is None or (week := rating.drift_week(record)) is None:
+    if record.decisive is None or (week := rating.drift_week(record)) is None:
         return None
     return {"week": week, "KL": record.decisive[1].kl, "vs 16 bit": percent(record.decisive[1].relative)}
 
@@ -137,7 +137,7 @@ def _measured_alike(registry: Registry, version: Version, own: TextRecord) -> It
         try:
             for one in registry.state(name).versions.values():
                 if one.sha256 != version.sha256 and one.yanked is None:
-                    records = text_records(readable(registry.evaluations(one.sha256, name)))
+                    records = readable(registry.evaluations(one.sha256, name))
                     same = next((record for record in records if _windows(record) == _windows(own)), None)
                     yield from [replace(same, name=f"{name}@{one.version}")] if same else []
         except UNREADABLE:
@@ -193,7 +193,9 @@ def _rows(registry: Registry, state: State, now: datetime, faults: list[str]) ->
     return rows
 
 
-def _loss(records: Sequence[Record], main: TextRecord | None, damage: Sequence[str], served: bool) -> dict[str, Any]:
+def _loss(
+    records: Sequence[TextRecord], main: TextRecord | None, damage: Sequence[str], served: bool
+) -> dict[str, Any]:
     """Return verdict, bits, the loss that counts, the last weekly check over it, and the reasons for concern."""
     judged, concerns = rating.rate(main), [f"cannot be read: {one}" for one in damage]
     row: dict[str, Any] = dict.fromkeys(("bits", "relative", "KL", "drift")) | {"verdict": judged.word}

@@ -8,27 +8,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any
 
 from kvq_calib.evaluate.perplexity import mean_and_error
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cli.table import cell, percent
 from kvq_runtime.errors import counted
 from kvq_runtime.recipe import ROLES
-from kvq_runtime.registry import evaluation_records
 from kvq_runtime.registry.evaluation_records import (
     IN_USE,
     PROTOCOLS,
     Figures,
-    TasksRecord,
+    TextProtocol,
     TextRecord,
     Unmeasured,
-    Windows,
 )
 from kvq_runtime.store.memory import scheme_bits
 
 Records = Sequence[TextRecord]
-R = TypeVar("R", bound=evaluation_records.Record)
 EXACT = {"asymptotic": 16.0, "at_length": 16.0, "at_4096": 16.0}
 
 
@@ -70,7 +67,7 @@ def notes(records: Records) -> list[str]:
     return [about_text(records[0].protocol), *(f"{', '.join(names)}: {reason}." for reason, names in recipes.items())]
 
 
-def about_text(given: Windows) -> str:
+def about_text(given: TextProtocol) -> str:
     """Describe windows, and their overlap with the text of the fit."""
     text, overlap = given.text, given.text.overlap
     windows = f"{counted(given.windows, 'window')} of {counted(given.length, 'token')} of {text.source}"
@@ -121,21 +118,21 @@ def by_layer(artifact: Artifact) -> list[dict[str, Any]]:
     return rows
 
 
-def named(records: Sequence[R], references: Sequence[str] = ()) -> list[R]:
-    """Name each record by its recipe if that is unique; else by the reference of the request, or recipe and sha256.
+def named(records: Records, references: Sequence[str] = ()) -> list[TextRecord]:
+    """Name each record by `labels`.
 
-    references   one a record, or none at all
+    references   of the request, one a record; none: recipe and sha256
     """
-    recipes = Counter(record.result.recipe for record in records)
-    renamed = []
-    for number, record in enumerate(records):
-        name = record.result.recipe
-        if recipes[name] > 1:
-            name = references[number] if references else f"{name} ({record.artifact[:8]})"
-            if name.endswith(".safetensors"):  # the last two parts of its path
-                name = "/".join(PurePath(name).parts[-2:])
-        renamed.append(replace(record, name=name))
-    return renamed
+    recipes = [record.result.recipe for record in records]
+    references = references or [f"{record.result.recipe} ({record.artifact[:8]})" for record in records]
+    return [replace(record, name=name) for record, name in zip(records, labels(recipes, references), strict=True)]
+
+
+def labels(recipes: Sequence[str], references: Sequence[str]) -> list[str]:
+    """Return each recipe if it is unique, else its reference; of a path the last two parts."""
+    counts = Counter(recipes)
+    short = ["/".join(PurePath(one).parts[-2:]) if one.endswith(".safetensors") else one for one in references]
+    return [recipe if counts[recipe] == 1 else one for recipe, one in zip(recipes, short, strict=True)]
 
 
 def by_bits(records: Records) -> list[TextRecord]:
@@ -148,29 +145,30 @@ def by_bits(records: Records) -> list[TextRecord]:
     return sorted(records, key=order)
 
 
-def tasks(records: Sequence[TasksRecord]) -> list[dict[str, Any]]:
-    """Return a row a recipe and protocol, with a column a task and metric, standard errors included."""
-    rows = []
-    for record in records:
-        for part in record.result.protocols.values():
-            row: dict[str, Any] = {"recipe": record.name, "bits": record.result.bits.get("asymptotic", 16.0)}
-            answers = ((task, *figure) for task, answered in part.tasks.items() for figure in answered.figures.items())
-            for task, metric, figure in answers:
-                if figure.value is not None:
+def tasks(records: Sequence[Mapping[str, Any]], references: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a row a record and protocol, with a column a task and metric; then why tasks have no figures.
+
+    records      JSON of answered tasks
+    references   of the request, one a record
+    """
+    rows, notes = [], []
+    names = labels([record["result"]["recipe"] for record in records], references)
+    for name, result in zip(names, (record["result"] for record in records), strict=True):
+        for part in result["protocols"].values():
+            row: dict[str, Any] = {"recipe": name, "bits": result.get("bits", EXACT)["asymptotic"]}
+            for task, answered in part.get("tasks", {}).items():
+                figures = answered.get("metrics", {})
+                if "accuracy" in answered:
+                    figures = {"accuracy": {"value": answered["accuracy"], "se": answered["se"]}}
+                for metric, figure in figures.items():
                     head = task if metric == "accuracy" else f"{task} {metric.removesuffix(',none')}"
-                    form = ".1%" if 0 <= figure.value <= 1 else ".4g"
-                    row[head] = spread(f"{figure.value:{form}}", figure.se, form)
-            shares = [f"{share:.0%} of {length}" for length, share in part.decoded.items()]
-            shares += [f"{one['decoded']:.0%} of {task}" for task, one in part.through_the_cache.items()]
-            rows.append(row | {"decoded": part.reason if part.reason is not None else ", ".join(shares)})
-    return rows
-
-
-def task_notes(records: Sequence[TasksRecord]) -> list[str]:
-    """Return why tasks have no figures: a line for each recipe and task."""
-    parts = ((record.name, part) for record in records for part in record.result.protocols.values())
-    tasks = ((name, task) for name, part in parts for task in part.tasks.values())
-    return [f"{name}: {task.reason}\n" for name, task in tasks if task.reason is not None]
+                    form = ".1%" if 0 <= figure["value"] <= 1 else ".4g"
+                    row[head] = spread(f"{figure['value']:{form}}", figure["se"], form)
+                notes += [f"{name}: {answered['reason']}"] if "reason" in answered else []
+            shares = [f"{share:.0%} of {length}" for length, share in part.get("decoded", {}).items()]
+            shares += [f"{read['decoded']:.0%} of {task}" for task, read in part.get("through_the_cache", {}).items()]
+            rows.append(row | {"decoded": part.get("reason", ", ".join(shares))})
+    return rows, notes
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ references
     NAME                production, else the newest version that is not yanked
     NAME@1.2.0          a version; NAME@production: an alias; NAME@sha256:HEX: bytes
     hf://ORG/NAME@...   each of these, in that registry
-    PATH.safetensors    a file (show, verify, diff)
+    PATH.safetensors    a file (show, verify)
 
 examples
     kvq recipes                                        what to choose among
@@ -91,23 +91,16 @@ def parser() -> tuple[Parser, Any]:
     command.add_argument("--lock", metavar="FILE", help="require the file that this lock file pins")
     command = add("history", "names", "list every change of a name", "kvq history NAME")
     command.add_argument("name", metavar="NAME", help="NAME or hf://ORG/NAME")
-    command = add("diff", "version", "compare two artifacts", "kvq diff NAME@1.1.0 NAME@1.2.0")
-    command.add_argument("a", metavar="A", help="a reference or a file")
-    command.add_argument("b", metavar="B", help="a reference or a file")
 
     command = add("pull", "version", "copy a version and its files, checked", "kvq pull NAME@1.2.0 --lock kvq.lock")
     command.add_argument("reference", metavar="REF", help=f"NAME or {VERSION}")
     command.add_argument("-o", "--output", metavar="DIR", help="folder to write to (default: NAME)")
     command.add_argument("--lock", metavar="FILE", help="write a lock file that pins what was pulled")
     command.add_argument("--locked", metavar="FILE", help="pull what this lock file pins, or fail")
-    command.add_argument("--key", metavar="FILE", help="public key: require its signature, now and by the lock file")
-    command.add_argument("--lowest", metavar="VERSION", help="with --key: accept no version older than this")
-    command.add_argument("--follow", action="store_true", help="with --key: pin no version; the alias may move")
-    command.add_argument("--force", action="store_true", help="replace files of the same names that are not NAME's")
+    command.add_argument("--key", metavar="FILE", help="public key: require its signature, now and by --lock")
     command = add("verify", "version", "load an artifact with every check", "kvq verify out --lock kvq.lock")
     command.add_argument("reference", metavar="REF", help="a reference, a file, or a folder that kvq pull wrote")
     command.add_argument("--lock", metavar="FILE", help="check digest and size against this lock file too")
-    command.add_argument("--key", metavar="FILE", help="public key: check its signature too")
     command = add("sign", "version", "sign a version (extra `sign`)", "kvq sign NAME@1.2.0 --key private.pem")
     command.add_argument("reference", metavar="REF", help=VERSION)
     text = "private elliptic-curve key, PEM; its password is $KVQ_KEY_PASSWORD"

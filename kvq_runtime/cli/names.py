@@ -7,7 +7,7 @@ from kvq_runtime.cli.exit_codes import say
 from kvq_runtime.cli.options import check_exists
 from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.errors import ArtifactError, spoken
-from kvq_runtime.registry import reference
+from kvq_runtime.registry import rating, reference
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.reference import Reference
 from kvq_runtime.registry.registry import Registry
@@ -62,8 +62,6 @@ def run_history(args: Namespace) -> int:
 
 def run_promote(args: Namespace) -> int:
     """Point an alias to a version."""
-    from kvq_runtime.registry import rating
-
     registry, name, version = target(args, "promote")
     state = registry.promote(name, version.version, args.alias, args.expect, args.force)
     rated = rating.rate_version(registry, name, version)

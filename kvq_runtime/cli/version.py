@@ -5,7 +5,6 @@ import os
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,34 @@ from kvq_runtime.artifact.header import CHECKS
 from kvq_runtime.cli import options
 from kvq_runtime.cli.names import target
 from kvq_runtime.cli.table import percent, print_record, print_table, printable
-from kvq_runtime.disk import files, strict_json
+from kvq_runtime.disk import files
 from kvq_runtime.disk.strict_json import flatten
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.registry import lock, rating, reference
 from kvq_runtime.registry.evaluation_records import (
     PROTOCOLS,
     SPOKEN,
-    Record,
     TextRecord,
     readable,
-    text_records,
 )
 from kvq_runtime.registry.events import Version
 from kvq_runtime.registry.lock import Lock
-from kvq_runtime.registry.registry import Registry
-from kvq_runtime.registry.resolve import Resolved, accepted, open_registry, resolve, resolve_name
-from kvq_runtime.store.memory import asymptotic_bits
+from kvq_runtime.registry.resolve import Resolved, open_registry, resolve, resolve_name
 
 
 def run_show(args: Namespace) -> int:
     """Print everything about one version, with its evaluations."""
     resolved, loaded = _load(args.reference, args)
-    record, lead, records = _fields(resolved), [f"{resolved.name} {resolved.version}".rstrip()], []
+    record, lead, records = _fields(resolved), [f"{resolved.name} {resolved.version}".rstrip()], list[TextRecord]()
     if resolved.registry:
         registry = open_registry(resolved.registry)
         state = registry.existing(resolved.name)
         version = state.get(resolved.version)
         aliases = [alias for alias in state.aliases if state.at(alias) == resolved.version]
-        records = _evaluations(resolved)
         record |= {"published": version.at, "aliases": aliases, "files": dict(version.files)}
-        record["evaluations"] = [evaluation.raw for evaluation in records]
-        lead += [str(rating.rate_version(registry, resolved.name, version)), *aliases]
+        record["evaluations"] = registry.evaluations(version.sha256, resolved.name)
+        records = readable(record["evaluations"])
+        lead += [str(rating.rate_records(records, version.about["corpus"])), *aliases]
         lead += [] if version.yanked is None else [f"yanked: {version.yanked}"]
     record |= describe.artifact_record(loaded)
     if args.json:
@@ -70,17 +65,10 @@ def _load(text: str, args: Namespace) -> tuple[Resolved, Artifact]:
     return resolved, artifact.load(resolved.path, resolved.sha256, resolved.size)
 
 
-def _evaluations(resolved: Resolved) -> list[Record]:
-    """Return a registry's evaluations of a version; none of a file."""
-    if not resolved.registry:
-        return []
-    return readable(open_registry(resolved.registry).evaluations(resolved.sha256, resolved.name))
-
-
-def losses(records: Sequence[Record]) -> list[dict[str, Any]]:
+def losses(records: Sequence[TextRecord]) -> list[dict[str, Any]]:
     """Return a row for each measured protocol of each record."""
     rows = []
-    for record in text_records(records):
+    for record in records:
         about = record.protocol
         row = {"text": about.text.source, "windows": about.windows, "length": about.length}
         for protocol in PROTOCOLS:
@@ -91,53 +79,6 @@ def losses(records: Sequence[Record]) -> list[dict[str, Any]]:
     return rows
 
 
-def run_diff(args: Namespace) -> int:
-    """Compare two artifacts: verdicts, losses on the same windows, bits, and settings that differ."""
-    (first, a), (second, b) = _load(args.a, args), _load(args.b, args)
-    rows = [] if first.sha256 == second.sha256 else compare(a, b, _evaluations(first), _evaluations(second))
-    if rows or args.json:
-        print_table(rows, args.json)
-    else:
-        print(f"{args.a} and {args.b} are equal")
-    return 0
-
-
-def compare(a: Artifact, b: Artifact, of_a: Sequence[Record], of_b: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return rows {part, name, a, b}: evaluations first, then bits, then settings that differ.
-
-    of_a, of_b   evaluation records; losses are compared on windows that both were measured on
-    """
-    rows: list[tuple[Any, ...]] = []
-    rows.append(("evaluation", "verdict", *(rating.rate_records(records).word for records in (of_a, of_b))))
-    texts = product(text_records(of_a), text_records(of_b))
-    pairs = [(one, other) for one, other in texts if _windows(one) == _windows(other)]
-    if not pairs:
-        rows.append(("evaluation", "losses", "not on the same windows", "measure: kvq eval A B"))
-    for one, other in sorted(pairs, key=lambda pair: -pair[0].protocol.windows * pair[0].protocol.length)[:1]:
-        for protocol in PROTOCOLS:
-            before, after = one.figures(protocol), other.figures(protocol)
-            for name in ("relative", "kl", "top1") if before is not None and after is not None else ():
-                text = f"{SPOKEN[protocol]}: {name}"
-                rows.append(("evaluation", text, getattr(before, name), getattr(after, name)))
-    bits = [round(asymptotic_bits(made.recipe, made.fingerprint.geometry), 4) for made in (a, b)]
-    rows.append(("size", "bits per element", *bits))
-    described = [{"recipe": made.recipe.to_json(), "model": made.fingerprint.to_json(),
-                  "provenance": dict(made.provenance)} for made in (a, b)]  # fmt: skip
-    for part in described[0]:
-        before, after = (flatten(one[part]) for one in described)
-        names = dict.fromkeys([*before, *after])
-        rows += [
-            (part, name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)
-        ]
-    return [dict(zip(("part", "name", "a", "b"), row, strict=True)) for row in rows]
-
-
-def _windows(record: TextRecord) -> tuple[Any, ...]:
-    """Return what two records share if their figures can be compared."""
-    about = record.protocol
-    return about.text.token_digest or id(record), about.windows, about.length, about.step, about.recent
-
-
 def run_pull(args: Namespace) -> int:
     """Copy a version and the files beside it into a folder, checked; --lock pins it, --locked copies the pinned one.
 
@@ -146,31 +87,35 @@ def run_pull(args: Namespace) -> int:
     options.check_output("-o", args.output, folder=True)
     if args.lock and (args.output is None or Path(args.output).absolute() not in Path(args.lock).absolute().parents):
         options.check_output("--lock", args.lock)
-    policy = _policy(args)
+    key = _public_key(args.key) if args.key else _locked_key(args.lock)
     locked = lock.read_lock(args.locked) if args.locked else None
     resolved = resolve_name(args.reference, args.registry, args.locked)
     if not resolved.registry:
         raise ValueError(f"{args.reference} is a file already; pull copies a name from a registry")
     registry = open_registry(resolved.registry)
-    signature = policy and accepted(registry, resolved, policy)
     state = registry.existing(resolved.name)
     version = state.get(resolved.version)
-    _check_files(registry, resolved, version, locked, signature)
+    _warn_if_yanked(resolved := dataclasses.replace(resolved, yanked=version.yanked))
+    signature = None
+    if key:
+        records = registry.signatures(resolved.sha256, resolved.name)
+        signature = lock.find_signature(records, resolved.name, resolved.version, resolved.sha256, key)
+    _check_files(resolved, version, locked, signature)
     attachments = registry.attachments(resolved.name, version)
     data = artifact.read(registry.fetch(resolved.name, version), resolved.sha256, resolved.size)
     folder = Path(args.output or resolved.name)
     contents = {reference.ARTIFACT_FILE: data} | attachments
-    published = {entry["sha256"] for one in state.versions.values() for entry in one.files.values()}
-    foreign = [name for name in attachments if not (args.force or _may_replace(folder / name, published))]
+    published = {entry["sha256"] for known in state.versions.values() for entry in known.files.values()}
+    foreign = [name for name in attachments if not _may_replace(folder / name, published)]
     if foreign:
-        raise ArtifactError(f"{folder}: {', '.join(foreign)}: not of {resolved.name}; use another -o, or --force")
+        raise ArtifactError(f"{folder}: {', '.join(foreign)}: not of {resolved.name}; use another -o")
     files.make_folder(folder)
     for name, content in contents.items():
         files.save(folder / name, content)
     if args.lock:
         fields = {name: getattr(resolved, name) for name in ("name", "version", "sha256", "size")}
-        demanded = {"policy": policy, "signature": signature, "files": version.beside}
-        lock.write_lock(Path(args.lock), Lock(args.reference, resolved.registry, **fields, **demanded))
+        fields |= {"files": version.beside, "key": key, "signature": signature}
+        lock.write_lock(Path(args.lock), Lock(args.reference, resolved.registry, **fields))
     paths = [str(folder / name) for name in contents]
     print_record(_fields(resolved) | {"files": paths, "lock": args.lock}, args.json)
     return 0
@@ -186,28 +131,23 @@ def _may_replace(path: Path, published: set[str]) -> bool:
         return False
 
 
+def _warn_if_yanked(resolved: Resolved) -> None:
+    if resolved.yanked is not None:
+        warnings.warn(f"{resolved.name} {resolved.version} is yanked: {resolved.yanked}", stacklevel=3)
+
+
 def _fields(resolved: Resolved) -> dict[str, Any]:
     """Return a resolved reference as fields."""
     return dataclasses.asdict(resolved) | {"path": str(resolved.path)}
 
 
 def run_verify(args: Namespace) -> int:
-    """Load an artifact with every check, and print a row a check."""
+    """Load an artifact with every check, and print which were made."""
     resolved, _ = _load(args.reference, args)
-    if resolved.yanked is not None:
-        warnings.warn(f"{resolved.name} {resolved.version} is yanked: {resolved.yanked}", stacklevel=2)
-    stated = bool(args.lock or resolved.registry)
-    rows = [
-        {"check": check, "result": "ok" if stated or check not in ("size", "sha256") else "not compared: a path"}
-        for check in [*CHECKS, *(["lock"] if args.lock else [])]
-    ]
-    if args.key:
-        _check_signature(resolved, args.lock, _public_key(args.key))
-        rows.append({"check": "signature", "result": "ok"})
-    print_table(rows, args.json)
-    if not args.json:
-        version = f"{resolved.name} {resolved.version}".rstrip()
-        print(f"\nverified: {version}, {resolved.chosen_because}, sha256 {resolved.sha256}, {resolved.size} bytes")
+    _warn_if_yanked(resolved)
+    stated = bool(args.lock or resolved.registry)  # size and digest of a path alone are compared with nothing
+    checks = [check for check in CHECKS if stated or check not in ("size", "sha256")] + ["lock"] * bool(args.lock)
+    print_record(_fields(resolved) | {"passed": checks}, args.json)
     return 0
 
 
@@ -233,54 +173,23 @@ def _public_key(path: str) -> str:
     return text
 
 
-def _policy(args: Namespace) -> dict[str, Any] | None:
-    """Return the policy that `kvq pull --lock` writes: that of --key, else the one that the lock file has already."""
-    lowest = reference.check_version(args.lowest) if args.lowest else None
-    if args.key is not None:
-        if args.lock is None:
-            raise ValueError("--key needs --lock: the lock file keeps the key, and demands signatures from then on")
-        return {"key": _public_key(args.key), "lowest": lowest or "", "follow": args.follow}
-    kept = lock.read_lock(args.lock).policy if args.lock and Path(args.lock).exists() else None
-    if kept is not None:
-        return {**kept, "lowest": lowest or kept["lowest"], "follow": args.follow or kept["follow"]}
-    if lowest or args.follow:
-        raise ValueError("--lowest and --follow need --key: they limit which signed versions are accepted")
-    return None
+def _locked_key(path: str | None) -> str:
+    """Return the public key that a lock file requires already, "" for none and without a file."""
+    return lock.read_lock(path).key if path and Path(path).exists() else ""
 
 
 def _check_files(
-    registry: Registry, resolved: Resolved, version: Version, locked: Lock | None, signature: Mapping[str, Any] | None
+    resolved: Resolved, version: Version, locked: Lock | None, signature: Mapping[str, Any] | None
 ) -> None:
     """Raise ArtifactError if a lock file or a signature covers other files beside a version than the registry has.
 
     locked      the lock file that pins what to pull
-    signature   the signature that the policy demands
+    signature   that of the required key
     """
-    stated = [] if signature is None else [signature["files"]]
-    if locked is not None and locked.policy is not None and locked.policy["follow"]:
-        stated.append(accepted(registry, resolved, locked.policy)["files"])
-    elif locked is not None:
-        stated += [locked.files, *([locked.signature["files"]] if locked.signature else [])]
+    stated = [] if locked is None else [locked.files]
+    stated += [signed["files"] for signed in (signature, locked and locked.signature) if signed]
     if any(digest != version.beside for digest in stated):
         raise ArtifactError(
             f"files: {resolved.registry} has other files beside {resolved.name} {resolved.version} than lock file or "
             "signature say; nothing was written, ask its publisher"
         )
-
-
-def _check_signature(resolved: Resolved, lock_file: str | None, key: str) -> None:
-    """Raise ArtifactError unless the key has signed a version, or a file that a lock file pins.
-
-    lock_file   path of the lock file with the signature of a file that is not from a registry
-    key         public key, PEM
-    """
-    if resolved.registry:
-        records = open_registry(resolved.registry).signatures(resolved.sha256, resolved.name)
-        lock.find_signature(records, resolved.name, resolved.version, resolved.sha256, key)
-        return
-    pinned = lock.read_lock(lock_file) if lock_file else None
-    if pinned is None or pinned.signature is None:
-        text = f"{resolved.path} is a path: use a reference, or a --lock that holds a signature"
-        raise ArtifactError(f"signature: {text}")
-    records = [strict_json.dumps(pinned.signature).encode()]
-    lock.find_signature(records, pinned.name, pinned.version, resolved.sha256, key)

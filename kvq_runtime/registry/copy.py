@@ -3,14 +3,13 @@
 A copy can be repeated and resumes: equal content is left alone, other content under the same number is a Conflict.
 """
 
+import re
 from typing import Any
 
 from kvq_runtime.artifact import artifact, folder
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import Conflict
-from kvq_runtime.registry import card
-from kvq_runtime.registry.evaluation_records import readable
-from kvq_runtime.registry.events import State, Version
+from kvq_runtime.registry.events import Version
 from kvq_runtime.registry.hub import HubRegistry
 from kvq_runtime.registry.reference import HUB, Reference, parse
 from kvq_runtime.registry.registry import Kind, Registry
@@ -22,9 +21,11 @@ def copy_version(source: Registry, name: str, version: Version, target: Registry
     Raises Conflict if the target has other bytes under this number, or these bytes under another one; ArtifactError if
     the source is damaged.
     """
-    state = target.current_state(name)
-    _check_number(state, version, target.url)
-    there = state.with_digest(version.sha256)
+    there = target.state(name).with_digest(version.sha256)
+    if there is not None and there.version != version.version:
+        raise Conflict(
+            f"{target.url} has these bytes of {name} as {there.version}, not {version.version}; use that version"
+        )
     evaluations = source.evaluations(version.sha256, name)
     row = {"name": name, "version": version.version, "sha256": version.sha256, "size": version.size}
     row |= {"from": source.url, "to": target.url, "files": sorted(version.files), "evaluations": len(evaluations)}
@@ -32,8 +33,8 @@ def copy_version(source: Registry, name: str, version: Version, target: Registry
         data = artifact.read(source.fetch(name, version), version.sha256, version.size)
         attachments = source.attachments(name, version)
         if "README.md" in attachments:
-            text = card.addressed(attachments["README.md"].decode(), target.url, name, version.version)
-            attachments["README.md"] = card.with_results(text, name, readable(evaluations)).encode()
+            text = addressed(attachments["README.md"].decode(), target.url, name, version.version)
+            attachments["README.md"] = text.encode()
         target.publish(name, data, version.version, attachments)
     kinds: tuple[Kind, ...] = ("evaluations", "signatures")
     for kind in kinds:
@@ -66,15 +67,8 @@ def push_to_hub(made: Artifact, repo_id: str, *, version: str | None = None, pri
     return f"{org}/{target.name}@{published.version}"
 
 
-def _check_number(state: State, version: Version, url: str) -> None:
-    same_bytes = state.with_digest(version.sha256)
-    if same_bytes is not None and same_bytes.version != version.version:
-        raise Conflict(
-            f"{url} has these bytes of {state.name} as {same_bytes.version}, not {version.version}; use that version"
-        )
-    same_number = state.versions.get(version.version)
-    if same_number is not None and same_number.sha256 != version.sha256:
-        raise Conflict(
-            f"{url} has other bytes as {state.name} {version.version} (sha256 {same_number.sha256[:12]}); a version "
-            "never changes: publish these under another number (kvq-calibrate --artifact-version)"
-        )
+def addressed(text: str, url: str, name: str, version: str | None = None) -> str:
+    """Return the card with a snippet that loads the artifact, or one version of it, from the registry at `url`."""
+    reference = (f"{url}/{name}" if url.startswith("hf://") else name) + (f"@{version}" if version else "")
+    call = rf'KVQCache\.from_pretrained\("(?:hf://[^/"]+/)?{re.escape(name)}(?:@[^"]*)?"'
+    return re.sub(call, f'KVQCache.from_pretrained("{reference}"', text)

@@ -3,8 +3,8 @@
     {"artifact": sha256, "corpus": digest, "protocol": {...}, "environment": {...}, "result": {...}}
 
 A record is stored beside its artifact and never changed; its file is named by its own digest. Anybody who may write to
-a registry may add one, so it is parsed strictly into the classes below, which have the names of the JSON: a field with
-a default may be missing or null, and unknown fields are ignored.
+a registry may add one, so one of predicted text is parsed strictly into the classes below, which have the names of the
+JSON: a field with a default may be missing or null, and unknown fields are ignored. Records of tasks are only stored.
 
     full     every token but the sinks was encoded and decoded before anything attended to it
     in-use   tokens arrived in steps, and a block was encoded when the cache would encode it
@@ -27,7 +27,7 @@ from kvq_runtime.registry import reference
 FULL, IN_USE = "full", "in-use"
 PROTOCOLS = (FULL, IN_USE)
 SPOKEN = {FULL: "full encode", IN_USE: "in use"}
-TEXT, TASKS = "perplexity", ("tasks", "lm-eval")  # names of protocols: predicting text, answering tasks
+TEXT = "perplexity"  # the name of the protocol of predicted text; tasks have others
 FIELDS = {"artifact", "corpus", "protocol", "environment", "result"}
 LARGEST = 1e15  # magnitude of a number; larger ones overflow in plots
 
@@ -60,40 +60,26 @@ class Source:
     source: str
     split: str | None = None
     seed: int | None = None
-    corpus_digest: str | None = None
     token_digest: str | None = None
     overlap: Overlap | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windows:
-    """Windows of one text, `length` tokens each."""
+class TextProtocol:
+    """Windows of one text, `length` tokens each, and the settings of predicting it; None: the recipe's own setting."""
 
+    model: Model = Model()
     text: Source
     windows: int
     length: int
-
-    def __post_init__(self):
-        if min(self.windows, self.length) <= 0:
-            raise ValueError(f"{self.windows} windows of {self.length} tokens")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Protocol:
-    """What all protocols share."""
-
-    name: str = TEXT
-    model: Model = Model()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextProtocol(Windows, Protocol):
-    """Settings of predicting text; None: the recipe's own setting."""
-
     step: int | None = None
     recent: int | None = None
     sinks: int | None = None
     error_windows: int | None = None
+
+    def __post_init__(self):
+        if min(self.windows, self.length) <= 0:
+            raise ValueError(f"{self.windows} windows of {self.length} tokens")
 
 
 @dataclass(frozen=True)
@@ -141,9 +127,6 @@ class Figures(Part):
     windows: Scores | None = None
 
 
-Parts = Mapping[str, Unmeasured | Figures]
-
-
 @dataclass(frozen=True)
 class Gate:
     """Publication bounds, those that failed, and the protocol that was compared with them."""
@@ -159,63 +142,14 @@ class TextResult:
 
     recipe: str
     bits: Mapping[str, float] = field(default_factory=dict)
-    protocols: Parts
+    protocols: Mapping[str, Unmeasured | Figures]
     layers: tuple[Mapping[str, float | None], ...] = ()
     gate: Gate | None = None
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A figure and its standard error."""
-
-    value: float | None
-    se: float | None = None
-
-
-@dataclass(frozen=True)
-class Task:
-    """The figures of one task: lm-eval's metrics by name, or the accuracy of kvq's own tasks."""
-
-    reason: str | None = None
-    accuracy: float | None = None
-    se: float | None = None
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-
-    @property
-    def figures(self) -> Mapping[str, Metric]:
-        """All figures by name."""
-        return self.metrics if self.accuracy is None else {"accuracy": Metric(self.accuracy, self.se)}
-
-
-@dataclass(frozen=True)
-class TaskPart:
-    """Answers under one protocol; decoded: shares of reads by length.
-
-    through_the_cache   of lm-eval's tasks: the number of requests, and how many of them read encoded tokens
-    """
-
-    reason: str | None = None
-    tasks: Mapping[str, Task] = field(default_factory=dict)
-    decoded: Mapping[str, float] = field(default_factory=dict)
-    through_the_cache: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, kw_only=True)
-class TasksResult:
-    """Answers by protocol."""
-
-    recipe: str
-    bits: Mapping[str, float] = field(default_factory=dict)
-    protocols: Mapping[str, TaskPart]
-
-    def __post_init__(self):
-        if not self.protocols.keys() <= SPOKEN.keys():
-            raise ValueError(f"answers under {sorted(self.protocols)!r:.80}; allowed: {', '.join(SPOKEN)}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """A record of any protocol.
+class TextRecord:
+    """A record of predicted text.
 
     artifact   sha256 of the measured artifact, or the name of a recipe without one
     raw        the record's JSON
@@ -224,25 +158,10 @@ class Record:
 
     artifact: str = ""
     corpus: str
-    protocol: Protocol
-    result: TextResult | TasksResult
-    raw: Any = field(default=None, compare=False, repr=False)
-    name: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TasksRecord(Record):
-    """A record of answered tasks."""
-
-    result: TasksResult
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextRecord(Record):
-    """A record of predicted text."""
-
     protocol: TextProtocol
     result: TextResult
+    raw: Any = field(default=None, compare=False, repr=False)
+    name: str = ""
 
     def __post_init__(self):
         if not self.result.protocols:
@@ -262,11 +181,6 @@ class TextRecord(Record):
         """Return a sentence for each protocol without figures."""
         parts = self.result.protocols.items()
         return [f"{SPOKEN[name]}: {part.reason}" for name, part in parts if isinstance(part, Unmeasured)]
-
-
-def text_records(records: Iterable[Record]) -> list[TextRecord]:
-    """Select the records of predicted text."""
-    return [record for record in records if isinstance(record, TextRecord)]
 
 
 # ---- files and JSON --------------------------------------------------------------------------------------------------
@@ -289,27 +203,21 @@ def _check(record: Any, label: str) -> dict[str, Any]:
     return strict_json.keys(record, FIELDS, label, checks={"artifact": reference.check_sha256})
 
 
-R = TypeVar("R", bound=Record)
-
-
-def parse(record: Any, wanted: type[R] = Record) -> R:
-    """Parse a record's JSON; raises ArtifactError for another form, protocol or class."""
+def parse(record: Any) -> TextRecord:
+    """Parse a record's JSON; raises ArtifactError for another form or protocol."""
     try:
         name, parts = record["protocol"].get("name", TEXT), record["result"]["protocols"]
-        if name not in (TEXT, *TASKS):
-            raise ValueError(f"protocol {name!r:.80}; a newer kvq may have written it")
-        ordered = {protocol: parts[protocol] for protocol in PROTOCOLS if protocol in parts} if name == TEXT else parts
-        given = record | {"result": record["result"] | {"protocols": ordered}}
-        parsed = _object(TextRecord if name == TEXT else TasksRecord, given, "record")
-        if not isinstance(parsed, wanted):
-            raise ValueError(f"the protocol is {parsed.protocol.name!r:.80}; {wanted.__name__} has another")
+        if name != TEXT:
+            raise ValueError(f"protocol {name!r:.80}; expected {TEXT}")
+        ordered = {protocol: parts[protocol] for protocol in PROTOCOLS if protocol in parts}
+        parsed = _object(TextRecord, record | {"result": record["result"] | {"protocols": ordered}}, "record")
         return replace(parsed, raw=record, name=parsed.result.recipe)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ArtifactError(f"evaluation: {error}") from None
 
 
-def readable(records: Iterable[Mapping[str, Any]]) -> list[Record]:
-    """Parse records, and leave out those that are malformed or have numbers beyond LARGEST."""
+def readable(records: Iterable[Mapping[str, Any]]) -> list[TextRecord]:
+    """Parse records of text; leave out others, and those that are malformed or have numbers beyond LARGEST."""
     parsed = []
     for record in records:
         try:

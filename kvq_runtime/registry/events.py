@@ -228,7 +228,7 @@ class State:
         change = event.change
         if isinstance(change, Publish):
             if change.version in self.versions:
-                raise Conflict(f"{self.name} {change.version} is published with other bytes; a version never changes")
+                raise Conflict(f"{self.name} {change.version} is published with other bytes; use another number")
             self.versions[change.version] = Version(**vars(change), at=event.at)
         elif isinstance(change, Yank):
             self._yank(change)

@@ -12,8 +12,9 @@ before anything is tried again: the event is in it or it is not.
 """
 
 import random
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePath
@@ -21,7 +22,8 @@ from typing import Any
 
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import card, events, hub_client, reference
+from kvq_runtime.registry import events, hub_client, reference
+from kvq_runtime.registry.evaluation_records import SPOKEN, TextRecord
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub_client import Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE
@@ -30,6 +32,12 @@ from kvq_runtime.registry.registry import MAX_RECORD, Registry
 INDEX = "kvq.json"
 MAX_NAMES = 4096
 _INITIAL_FILES = {".gitattributes", "README.md", "LICENSE"}  # the Hub's form for a new repository may create these
+_METRICS = {  # {field of an evaluation's result: (the Hub's identifier, title)}
+    "perplexity": ("perplexity", "perplexity with the compressed cache"),
+    "relative": ("relative_perplexity", "perplexity against 16 bit, relative"),
+    "kl": ("kl_divergence", "KL divergence from the 16-bit model, nats"),
+    "top1": ("accuracy", "top-1 agreement with the 16-bit model"),
+}
 
 
 class HubRegistry(Registry):
@@ -39,6 +47,8 @@ class HubRegistry(Registry):
     private   whether repositories that a publish creates are private; None is the Hub's default
     Every request may raise NotFound, PermissionError or RuntimeError: see `hub_client.call`.
     """
+
+    access = "; a private or gated one needs `hf auth login`, or HF_TOKEN"
 
     def __init__(self, org: str, private: bool | None = None):
         self.org, self.private = reference.check_org(org), private
@@ -75,21 +85,18 @@ class HubRegistry(Registry):
         pairs = hub_client.call(f"{self.org}/*", lambda api: [model.id.partition("/") for model in listed(api)])
         return sorted(name for owner, _, name in pairs if owner == self.org and reference.is_name(name))
 
-    def current_state(self, name: str) -> State:
-        """Return the state at the head of main, asked of the Hub; empty without a repository."""
+    def state(self, name: str) -> State:
+        """Return the state at the head of main, empty without a repository; offline, the last known one."""
         try:
             return self._parsed(name, self._ask(name))
         except NotFound:
             return State(name)
 
-    def state(self, name: str) -> State:
-        """Return the state at the head of main; offline, the last known one."""
-        known = hub_client.load_head(self.org, reference.check_name(name)) if hub_client.is_offline() else None
-        return self._parsed(name, known or self._ask(name))
-
     def _ask(self, name: str) -> Head:
         """Ask for the head of main, and for kvq.json if the commit is new; NotFound without a repository."""
         repo, known = self.repo(name), hub_client.load_head(self.org, name)
+        if known is not None and hub_client.is_offline():
+            return known
         ask = lambda api: api.model_info(repo, files_metadata=True, timeout=hub_client.SILENCE)  # noqa: E731
         head, git_digest = hub_client.call(repo, lambda api: _head(ask(api)))
         if known is not None and known.commit == head.commit:
@@ -117,14 +124,9 @@ class HubRegistry(Registry):
                 state = events.fold(name, parsed)
             except ArtifactError as error:
                 raise ArtifactError(f"{where}: {error}; restore it from an earlier commit") from None
-        if not head.cached:
-            hub_client.save_head(self.org, name, head)
+        hub_client.save_head(self.org, name, head)
         state.commit = head.commit
         return state
-
-    def cached(self, sha256: str, size: int) -> Path | None:
-        """Return a file from the cache, without a request; its reader checks the digest."""
-        return hub_client.blob(sha256, size)
 
     def fetch(self, name: str, version: Version, file: str = ARTIFACT_FILE) -> Path:
         """Return a file of a version, checked, from the cache or downloaded."""
@@ -135,15 +137,17 @@ class HubRegistry(Registry):
         cached = hub_client.blob(sha256, size)
         if cached is not None and files.digest(cached) == (sha256, size):
             return cached
+        return hub_client.download(self.repo(name), path, self._last_head(name).commit, sha256, size)
+
+    def _last_head(self, name: str) -> Head:
+        """Return the head that was read last; NotFound without a repository."""
         if name not in self._heads:
-            self.state(name)
-        return hub_client.download(self.repo(name), path, self._heads[name].commit, sha256, size)
+            self.existing(name)
+        return self._heads[name]
 
     def list_records(self, name: str, folder: str) -> Iterator[tuple[PurePath, bytes]]:
         """Yield path and content of the records in a folder of main; offline, of those in the cache."""
-        if name not in self._heads:
-            self.state(name)
-        for path, size in sorted(self._heads[name].files.items()):
+        for path, size in sorted(self._last_head(name).files.items()):
             sha256 = PurePath(path).stem
             if PurePath(path).parent == PurePath(folder) and reference.is_sha256(sha256):
                 if size > MAX_RECORD:
@@ -174,7 +178,7 @@ class HubRegistry(Registry):
             folder = f"versions/{event.change.version}"
             added = {f"{folder}/{file}": data for file, data in content.items()}
             text = content.get("README.md", f"# {name}\n".encode()).decode(errors="replace")
-            added["README.md"] = card.for_repository(text, content, folder).encode()
+            added["README.md"] = for_repository(text, content, folder).encode()
         index = strict_json.record({"name": name, "events": [event.to_json() for event in state.events]})
         added[INDEX] = index
         alias = f"{event.change.alias} " if isinstance(event.change, (Promote, Rollback)) else ""
@@ -212,3 +216,49 @@ def _head(info: Any) -> tuple[Head, str]:
     paths = {str(file.rfilename): int(file.size or 0) for file in info.siblings or []}
     digest = next((str(file.blob_id) for file in info.siblings or [] if file.rfilename == INDEX), "")
     return Head(reference.check_commit(info.sha), paths), digest
+
+
+# ---- cards -----------------------------------------------------------------------------------------------------------
+
+
+def for_repository(text: str, files: Iterable[str], folder: str) -> str:
+    """Adapt a version's card to be the card of its repository.
+
+    files    attachments: links to them become links into `folder`
+    Library name and tag kvq are added, which HubRegistry.names() searches for.
+    """
+    from huggingface_hub import ModelCard
+
+    for file in files:
+        text = text.replace(f"]({file})", f"]({folder}/{file})")
+    card = ModelCard(text if text.startswith("---\n") else f"---\nlibrary_name: kvq\n---\n{text}")
+    card.data.library_name = "kvq"
+    card.data.tags = list(dict.fromkeys([*(card.data.tags or []), "kvq"]))
+    return str(card)
+
+
+def eval_results(records: Sequence[TextRecord]) -> list[Any]:
+    """Return a huggingface_hub EvalResult for every metric of predicted text."""
+    from huggingface_hub import EvalResult
+
+    results = []
+    for record in records:
+        about = record.protocol
+        source = about.text.source[:200]
+        args = {"corpus": record.corpus, "model": about.model.id, "length": about.length}
+        for protocol, part in record.result.protocols.items():
+            fields: dict[str, Any] = {"task_type": "text-generation", "dataset_type": _dataset(source)}
+            fields |= {"dataset_name": source, "dataset_config": source}  # by which the Hub distinguishes texts
+            fields |= {"dataset_split": about.text.split, "metric_args": args | {"protocol": protocol}}
+            for field, (kind, title) in _METRICS.items():
+                value = getattr(part, field, None)
+                if value is not None:
+                    name = f"{title}, {SPOKEN[protocol]}"
+                    results.append(EvalResult(**fields, metric_name=name, metric_type=kind, metric_value=value))
+    return results
+
+
+def _dataset(source: str) -> str:
+    """Return the id of a dataset of the Hub; "text" for a file or an embedded corpus, which has none."""
+    match = re.match(r"[\w-][\w.-]*/[\w.-]+", source)
+    return match[0] if match else "text"

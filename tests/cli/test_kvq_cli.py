@@ -6,7 +6,7 @@ import many_versions as many
 import pytest
 import tiny_artifact as tiny
 
-from kvq_runtime.cli import names, table
+from kvq_runtime.cli import table
 from kvq_runtime.registry import resolve
 from kvq_runtime.registry.local import LocalRegistry
 
@@ -22,7 +22,8 @@ def store() -> LocalRegistry:
     return store
 
 
-def test_list_goes_on_after_a_damaged_name(store, kvq, as_json):
+def test_list_goes_on_after_a_damaged_name(store, kvq, as_json, tmp_path):
+    assert "is empty; kvq-calibrate publishes artifacts" in kvq("list", "--registry", tmp_path)[1]
     published = store.state(NAME).versions["1.0.1"].at
     row = {"name": NAME, "production": None, "newest": "1.0.1", "versions": 2, "recipe": "tiny", "model": "tiny-model"}
     assert as_json("list") == [row | {"published": published}]
@@ -30,12 +31,6 @@ def test_list_goes_on_after_a_damaged_name(store, kvq, as_json):
     (store.events_folder(NAME) / "00000003.json").write_text("torn")
     code, out, _ = kvq("list")
     assert code == 1 and "cannot be read" in out and "whole" in out
-
-
-def test_an_empty_registry_lists_nothing(kvq, as_json):
-    assert as_json("list") == [] and "is empty; kvq-calibrate publishes artifacts" in kvq("list")[1]
-    code, _, err = kvq("show", NAME)
-    assert code == 3 and "no artifact" in err
 
 
 def test_show_has_everything_about_a_version(store, as_json, kvq):
@@ -69,12 +64,11 @@ def test_pull_copies_checks_and_locks(store, as_json, kvq, tmp_path):
     assert {*pulled["files"], str(lock)} == {str(path) for path in out.iterdir()}
     pinned = json.loads(lock.read_text())
     assert (pinned["version"], pinned["sha256"], pinned["size"]) == ("1.0.0", pulled["sha256"], len(tiny.data(0)))
-    assert {row["result"] for row in as_json("verify", out, "--lock", lock)} == {"ok"}
-    shown = kvq("verify", f"{NAME}@1.0.0", "--lock", lock)[1].splitlines()
-    assert shown[-3].split() == ["lock", "ok"]
-    assert shown[-1].startswith(f"verified: {NAME} 1.0.0, pinned by {lock}, sha256 {pulled['sha256']}")
-    rows = {row["check"]: row["result"] for row in as_json("verify", out / "kvq.safetensors")}
-    assert rows["finite"] == "ok" and "not compared" in rows["sha256"]
+    for given in (out, f"{NAME}@1.0.0"):
+        verified = as_json("verify", given, "--lock", lock)
+        assert verified["sha256"] == pulled["sha256"] and {"sha256", "finite", "lock"} <= {*verified["passed"]}
+    passed = as_json("verify", out / "kvq.safetensors")["passed"]
+    assert "finite" in passed and "sha256" not in passed
     assert kvq("pull", out / "kvq.safetensors")[0] == 2
     (tmp_path / "file").touch()
     assert kvq("pull", NAME, "-o", tmp_path / "file")[0] == 2
@@ -93,68 +87,11 @@ def test_pull_refuses_a_damaged_blob_and_writes_nothing(store, kvq, tmp_path):
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("data, says", [
-    (tiny.resealed(schema=7), "schema: the file has 7"),
-    (b"a text, which somebody has given this name", "it is damaged, or another kind of file"),
-], ids=["schema", "text"])  # fmt: skip
-def test_verify_names_the_failed_check(data, says, kvq, tmp_path):
+def test_verify_names_the_failed_check(kvq, tmp_path):
     path = tmp_path / "kvq.safetensors"
-    path.write_bytes(data)
+    path.write_bytes(tiny.resealed(schema=7))
     code, out, err = kvq("verify", path)
-    assert code == 1 and out == "" and err.startswith(f"kvq: {path}: ") and says in err
-
-
-def test_aliases_move_and_move_back(store, as_json, kvq):
-    moved = {"name": NAME, "alias": "production", "version": "1.0.0", "before": None}
-    assert as_json("promote", f"{NAME}@1.0.0") == moved
-    assert as_json("promote", f"{NAME}@1.0.1", "--expect", "1.0.0")["before"] == "1.0.0"
-    code, _, err = kvq("promote", f"{NAME}@1.0.0", "--expect", "1.0.0")
-    assert code == 4 and "somebody moved it" in err
-    assert as_json("rollback", NAME)["version"] == "1.0.0"
-    assert kvq("rollback", NAME)[0] == 3
-    code, _, err = kvq("promote", NAME)
-    assert code == 2 and "name the version" in err
-    assert kvq("yank", f"{NAME}@1.0.0", "--reason", "bad")[0] == 4
-    assert as_json("yank", f"{NAME}@1.0.1", "--reason", "bad")["yanked"] == "bad"
-    changes = [(row["change"], row["version"]) for row in as_json("history", NAME)]
-    assert changes == [
-        ("publish", "1.0.0"), ("publish", "1.0.1"), ("promote", "1.0.0"), ("promote", "1.0.1"),
-        ("rollback", "1.0.0"), ("yank", "1.0.1"),
-    ]  # fmt: skip
-
-
-def test_diff_compares_losses_of_the_same_windows_bits_and_settings(store, as_json, kvq, tmp_path):
-    assert as_json("diff", NAME, NAME) == [] and kvq("diff", NAME, NAME)[1] == f"{NAME} and {NAME} are equal\n"
-    a, b = (resolve.resolve(f"{NAME}@{version}").sha256 for version in ("1.0.0", "1.0.1"))
-    for sha256, relative in ((a, 0.22), (b, 0.349)):
-        store.add_evaluation(record(sha256, relative))
-        store.add_evaluation(record(sha256, relative / 2, "e" * 64, windows=2))  # fewer tokens
-    rows = {(row["part"], row["name"]): row for row in as_json("diff", f"{NAME}@1.0.0", f"{NAME}@1.0.1")}
-    assert rows["evaluation", "verdict"]["a"] == "too lossy"
-    losses = rows["evaluation", "full encode: relative"]
-    assert (losses["a"], losses["b"]) == (0.22, 0.349)
-    other = tmp_path / "other.safetensors"
-    other.write_bytes(tiny.data(0, bits=3, environment="cuda"))
-    rows = {(row["part"], row["name"]): row for row in as_json("diff", f"{NAME}@1.0.0", other)}
-    assert rows["recipe", "key.quantize.bits"]["b"] == 3
-    assert rows["provenance", "environment"]["b"] == "cuda" and rows["evaluation", "losses"]
-
-
-@pytest.mark.parametrize("other", [{"digest": "e" * 64}, {"step": 64}, {"windows": 5}], ids=str)
-def test_losses_of_other_windows_are_not_compared(other, store, as_json):
-    version = store.publish("other", tiny.data(7))
-    store.add_evaluation(record(resolve.resolve(f"{NAME}@1.0.0").sha256, 0.2))
-    store.add_evaluation(record(version.sha256, 0.01, **other))
-    rows = as_json("diff", f"{NAME}@1.0.0", "other@1.0.0")
-    assert [row["name"] for row in rows if row["part"] == "evaluation"] == ["verdict", "losses"]
-
-
-def record(sha256: str, relative: float, digest: str = "d" * 64, windows: int = 4, step: int = 32) -> dict:
-    figures = {"perplexity": 12 * (1 + relative), "relative": relative, "kl": relative / 10, "top1": 0.9}
-    text = {"source": "book", "seed": 0, "token_digest": digest}
-    about = {"windows": windows, "length": 512, "step": step, "text": text}
-    result = {"recipe": "tiny", "protocols": {"full": figures}}
-    return {"artifact": sha256, "corpus": "c" * 64, "protocol": about, "environment": {}, "result": result}
+    assert code == 1 and out == "" and err.startswith(f"kvq: {path}: schema: the file has 7")
 
 
 def test_a_registry_of_the_environment_is_checked_where_it_is_read(store, kvq, tmp_path, monkeypatch):
@@ -165,14 +102,6 @@ def test_a_registry_of_the_environment_is_checked_where_it_is_read(store, kvq, t
     assert kvq("copy", NAME, copy, "--registry", store.url)[0] == 0 and kvq("show", NAME)[0] == 0
 
 
-def test_an_interrupt_ends_a_command_without_a_traceback(kvq, monkeypatch):
-    def interrupted(args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(names, "run_list", interrupted)
-    assert kvq("list") == (130, "", "kvq: interrupted\n")
-
-
 def test_tables_align_and_control_no_terminal(capsys):
     table.print_table([{"name": "a\x1b[2J\nb", "n": 1.0}, {"name": "c", "n": None}], json=False)
     assert capsys.readouterr().out == "name         n\na\\x1b[2J\\nb  1\nc\n"
@@ -180,6 +109,5 @@ def test_tables_align_and_control_no_terminal(capsys):
     assert capsys.readouterr().out == "a.b      1, 2\na.c.0.d  yes\ne\n"
 
 
-@pytest.mark.parametrize("ratio, shown", [(0.0123, "+1.23%"), (-0.05, "-5.00%"), (-4e-5, "0.00%"), (1e-4, "+0.01%")])
-def test_a_ratio_that_rounds_to_zero_has_no_sign(ratio, shown):
-    assert table.percent(ratio) == shown
+def test_a_ratio_that_rounds_to_zero_has_no_sign():
+    assert [table.percent(ratio) for ratio in (0.0123, -0.05, -4e-5)] == ["+1.23%", "-5.00%", "0.00%"]

@@ -24,8 +24,6 @@ cache = KVQCache.from_pretrained("tiny-2bit", model=model)
 ```
 
 ![error](error.png)
-
-Not evaluated yet: `kvq eval` does that.
 """
 
 
@@ -64,7 +62,7 @@ def test_a_copy_brings_everything_and_again_is_the_same(here, hub, as_json, kvq,
     resolve.open_registry("hf://org").publish(NAME, tiny_artifact.data(9), version="1.2.0")
     here.publish(NAME, tiny_artifact.data(8), version="1.2.0")
     code, _, error = kvq("copy", f"{NAME}@1.2.0", "hf://org")
-    assert code == 4 and "has other bytes as tiny-2bit 1.2.0" in error
+    assert code == 4 and "1.2.0 is published with other bytes" in error
 
 
 def test_a_card_is_adapted_to_where_it_is(here, hub, as_json):
@@ -72,10 +70,8 @@ def test_a_card_is_adapted_to_where_it_is(here, hub, as_json):
     text = hub.repos[f"org/{NAME}"].files["README.md"].decode()
     front = yaml.safe_load(text.split("---")[1])
     assert front["license"] == "mit" and front["tags"] == ["kvq", "tiny"]
-    metrics = {metric["type"]: metric["value"] for metric in front["model-index"][0]["results"][0]["metrics"]}
-    assert metrics == {"perplexity": 12.5, "kl_divergence": 0.025, "relative_perplexity": 0.01}
     assert f'KVQCache.from_pretrained("hf://org/{NAME}@1.0.0", model=model)' in text
-    assert "![error](versions/1.0.0/error.png)" in text and "Not evaluated" not in text and "| wiki |" in text
+    assert "![error](versions/1.0.0/error.png)" in text
 
 
 def test_commands_on_a_hub(here, hub, as_json, kvq, tmp_path):
@@ -96,7 +92,7 @@ def test_commands_on_a_hub(here, hub, as_json, kvq, tmp_path):
     as_json("pull", f"{where}@production", "-o", out, "--lock", lock)
     assert (out / "kvq.safetensors").read_bytes() == tiny_artifact.data(0)
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "error.png", "kvq.safetensors"]
-    assert {row["result"] for row in as_json("verify", f"{where}@production", "--lock", lock)} == {"ok"}
+    assert "lock" in as_json("verify", f"{where}@production", "--lock", lock)["passed"]
 
 
 @pytest.mark.slow

@@ -4,25 +4,18 @@ from hashlib import sha256
 
 import pytest
 import tiny_artifact as tiny
-from local_store import damage
+from hub_client import CARD, NAME
+from local_store import damage, three
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
-from kvq_runtime.registry import events, resolve
+from kvq_runtime.registry import resolve
 from kvq_runtime.registry.registry import Registry
-
-NAME = "tiny-2bit"
-CARD = {"README.md": b"---\ntags: [kvq]\n---\n# card", "error.png": b"png"}
 
 
 @pytest.fixture
 def store(any_registry: Registry) -> Registry:
     return any_registry
-
-
-def three(store: Registry) -> None:
-    for seed in range(3):
-        store.publish(NAME, tiny.data(seed), attachments=CARD)
 
 
 def chosen(store: Registry, which: str = "") -> tuple[str, str]:
@@ -57,7 +50,7 @@ def test_a_number_says_what_changed_and_is_never_used_twice(store: Registry):
     for taken in ("1.0.0", "1.0.1"):
         with pytest.raises(Conflict, match=rf"{taken} is published with other bytes"):
             store.publish(NAME, tiny.data(5), version=taken)
-    assert list(store.current_state(NAME).versions) == ["1.0.0", "1.0.1", "1.1.0", "2.0.0"]
+    assert list(store.state(NAME).versions) == ["1.0.0", "1.0.1", "1.1.0", "2.0.0"]
 
 
 def test_only_artifacts_are_published(store: Registry):
@@ -65,27 +58,10 @@ def test_only_artifacts_are_published(store: Registry):
         store.publish(NAME, tiny.resealed({tiny.WEIGHT: tiny.tiny().tensors[tiny.WEIGHT] * float("nan")}))
     with pytest.raises(ArtifactError, match="^provenance: model 7; expected text"):
         store.publish(NAME, tiny.resealed(provenance={"model": 7}))
-    for name in ("../x", "a/b", "A"):
-        with pytest.raises(ValueError, match="name "):
-            store.publish(name, tiny.data())
     assert store.names() == []
 
 
 # ---- several publishers
-
-
-def test_a_lost_race_is_decided_again(store: Registry):
-    store.publish(NAME, tiny.data(0), attachments=CARD)
-    seen = []
-
-    def decide(state):
-        seen.append(len(state.events))
-        if len(seen) == 1:
-            resolve.open_registry(store.url).publish(NAME, tiny.data(1))  # somebody else, in between
-        return events.Yank("1.0.0", "late")
-
-    assert store.change(NAME, decide).versions["1.0.0"].yanked == "late"
-    assert seen == [1, 2] and len(store.current_state(NAME).events) == 3
 
 
 @pytest.mark.parametrize("step", ["change", "write"], ids=["look", "write"])
@@ -107,7 +83,7 @@ def test_a_promote_or_rollback_that_is_overtaken_loses(step, store: Registry, mo
             patched.setattr(type(store), step, overtaken)
             with pytest.raises(Conflict, match=r"points to 1\.0\.2, expected 1\.0\.1: somebody moved it"):
                 action()
-        assert came and store.current_state(NAME).at("production") == "1.0.2"
+        assert came and store.state(NAME).at("production") == "1.0.2"
         assert store.rollback(NAME).at("production") == "1.0.1"
 
 
@@ -124,20 +100,16 @@ def test_a_name_alone_is_production_else_the_newest(store: Registry):
     assert chosen(store, f"@sha256:{sha256(tiny.data(2)).hexdigest()}") == ("1.0.2", "asked for by digest")
 
 
-def test_rollback_undoes_promote_and_passes_over_yanked_versions(store: Registry):
+def test_rollback_undoes_promote(store: Registry):
     three(store)
     states = []
-    for version in ("1.0.0", "1.0.1", "1.0.0", "1.0.2"):
-        states.append(store.current_state(NAME).aliases)
+    for version in ("1.0.0", "1.0.1", "1.0.2"):
+        states.append(store.state(NAME).aliases)
         store.promote(NAME, version)
     while states[1:]:
         assert store.rollback(NAME).aliases == states.pop()
     with pytest.raises(NotFound, match="has no earlier version to go back to"):
         store.rollback(NAME)
-    for version in ("1.0.1", "1.0.2"):
-        store.promote(NAME, version)
-    store.yank(NAME, "1.0.1", "bad")
-    assert store.rollback(NAME).at("production") == "1.0.0"
 
 
 def test_a_stale_promote_loses_and_asks(store: Registry):
@@ -149,7 +121,7 @@ def test_a_stale_promote_loses_and_asks(store: Registry):
     with pytest.raises(ValueError, match="version '3'"):
         store.promote(NAME, "1.0.1", expect="3")
     assert store.promote(NAME, "1.0.1", expect="1.0.0").at("production") == "1.0.1"  # it is what was asked for
-    assert len(store.current_state(NAME).events) == 5
+    assert len(store.state(NAME).events) == 5
 
 
 def test_yanked_versions_are_chosen_only_by_number(store: Registry):
@@ -161,9 +133,6 @@ def test_yanked_versions_are_chosen_only_by_number(store: Registry):
         resolve.load_artifact(f"{NAME}@1.0.2", store.url)
     with pytest.raises(Conflict, match="is yanked"):
         store.promote(NAME, "1.0.2")
-    store.promote(NAME, "1.0.0")
-    with pytest.raises(Conflict, match="is production; promote another version first"):
-        store.yank(NAME, "1.0.0", "bad")
     with pytest.raises(Conflict, match="is yanked already"):
         store.yank(NAME, "1.0.2", "again")
     with pytest.raises(ValueError, match="reason"):

@@ -79,19 +79,6 @@ def test_a_hub_that_fails(name, cases):
         assert ended.code == 0 or trouble["times"] > 1, f"one {trouble} was not lived through: {ended.output}"
 
 
-def test_the_checks_would_see_a_torn_state(tmp_path):
-    """A draft named before it is synced, an event before its blob lasts, a file that is lost."""
-    disk = lambda *steps: chaos.Disk().play([list(step) for step in steps])  # noqa: E731
-    draft, blob, event = (f"{tmp_path}/{name}" for name in ("tmp/.1.tmp", "blobs/a", "events/1.json"))
-    good = [("write", draft), ("sync", draft), ("name", draft, blob), ("sync", f"{tmp_path}/blobs")]
-    disk(*good)
-    for missing, message in ((1, "named before it is synced"), (3, "a power cut would take")):
-        with pytest.raises(AssertionError, match=message):
-            disk(*good[:missing], *good[missing + 1 :])
-    with pytest.raises(AssertionError, match="may be lost"):
-        disk(*good[:3], ("write", draft), ("sync", draft), ("link", draft, event))
-
-
 def test_a_draft_is_removed_when_its_process_is_dead_or_it_is_old(tmp_path):
     """Of another machine the process cannot be asked for here, whatever has its number."""
     child = forked.process(forked.leave_draft, tmp_path)

@@ -2,10 +2,8 @@
 
 import os
 import stat
-import time
 from pathlib import Path
 
-import forked
 import pytest
 import tiny_artifact as tiny
 from hub_client import CARD
@@ -16,7 +14,6 @@ from kvq_runtime.cli import main as cli
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.registry import events, resolve
-from kvq_runtime.registry.copy import copy_version
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.lock import Lock, write_lock
 
@@ -24,12 +21,6 @@ from kvq_runtime.registry.lock import Lock, write_lock
 @pytest.fixture
 def store(tmp_path) -> LocalRegistry:
     return LocalRegistry(tmp_path / "registry")
-
-
-def age(path: Path, hours: float = 48) -> Path:
-    past = time.time() - hours * 3600
-    os.utime(path, (past, past))
-    return path
 
 
 # ---- order of writing
@@ -64,24 +55,8 @@ def test_a_file_and_its_folder_are_synced_before_anything_relies_on_them(store, 
     assert not list((store.root / "tmp").iterdir())
 
 
-def push(source: LocalRegistry, target: LocalRegistry) -> None:
-    for version in source.state(NAME).versions.values():
-        copy_version(source, NAME, version, target)
-
-
-WRITERS = {
-    "kvq copy": lambda source, target: cli.main(["copy", NAME, target.url, "--registry", source.url]),
-    "publish, promote, roll back": lambda source, target: (
-        three(target),
-        [target.promote(NAME, version) for version in ("1.0.0", "1.0.1")],
-        target.rollback(NAME),
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.filterwarnings("ignore:.* is yanked:UserWarning")
-@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_a_reader_finds_it_whole_at_every_point(write, store, tmp_path, monkeypatch, capsys):
+def test_a_reader_finds_it_whole_at_every_point(store, tmp_path, monkeypatch, capsys):
     """The writer stands still at each of its fault points, one between any two of its steps, and is read there."""
     data, target, seen = [tiny.data(seed) for seed in range(3)], LocalRegistry(tmp_path / "target"), []
     three(store)
@@ -105,21 +80,13 @@ def test_a_reader_finds_it_whole_at_every_point(write, store, tmp_path, monkeypa
         seen.append(now)
 
     monkeypatch.setattr(files, "fault_point", point)
-    write(store, target)
+    cli.main(["copy", NAME, target.url, "--registry", store.url])
+    target.promote(NAME, "1.0.2")
+    target.promote(NAME, "1.0.1")
+    target.rollback(NAME)
     monkeypatch.undo()
     assert len(seen) > 30 and seen[0] == [] and len({tuple(now) for now in seen}) >= 4
     assert set(seen[-1]) <= set(read())
-
-
-def test_a_publish_removes_drafts_of_dead_processes_alone(store):
-    store.publish(NAME, tiny.data())
-    child = forked.process(forked.leave_draft, store.root / "tmp")
-    child.start()
-    child.join()
-    (dead,) = (store.root / "tmp").iterdir()
-    with files.draft(store.root / "tmp") as (alive, _):
-        store.publish(NAME, tiny.data(1))
-        assert alive.exists() and not dead.exists()
 
 
 # ---- damage
@@ -143,17 +110,13 @@ def test_every_damage_is_found_with_its_path(store):
         assert all(str(path) in error for path, error in zip(paths, found[place], strict=True))
 
 
-@pytest.mark.parametrize("place", ["names/gone", "names/gone/events", "names"])
-def test_a_link_that_leads_nowhere_is_told(place, store, tmp_path, kvq):
+def test_a_link_that_leads_nowhere_is_told(store, tmp_path, kvq):
     """A share that is not mounted is no empty registry."""
     version = store.publish(NAME, tiny.data())
-    path = store.root / place
-    if place == "names":
-        path.rename(tmp_path / "moved")
-    path.parent.mkdir(exist_ok=True)
-    path.symlink_to(tmp_path / "not-mounted")
-    code, out, error = kvq("list", "--registry", store.url)
-    assert code == 1 and "a link that leads nowhere" in out + error
+    (store.root / "names").rename(tmp_path / "moved")
+    (store.root / "names").symlink_to(tmp_path / "not-mounted")
+    code, _, error = kvq("list", "--registry", store.url)
+    assert code == 1 and "a link that leads nowhere" in error
     with pytest.raises(ArtifactError, match="leads nowhere"):
         store.publish("gone", tiny.data(1))
     assert store.blob(version.sha256).exists()
@@ -182,13 +145,10 @@ def test_registry_and_lock_resealed_to_a_mutant_do_not_help_it(store, tmp_path):
     head = strict_json.dumps({"__metadata__": {"kvq": strict_json.dumps(about)}, **entries}).encode()
     name = f'"{tiny.WEIGHT}"'.encode()
     mutants = {
-        "header: .*truncated": good[:-1],
         "content: ": good[:-1] + bytes([good[-1] ^ 1]),
         "tensors: foreign": tiny.resealed({"layers.0.key.predict.spy": tiny.tiny().tensors[tiny.WEIGHT]}),
         "finite: ": tiny.resealed({tiny.WEIGHT: tiny.tiny().tensors[tiny.WEIGHT] / 0}),
-        "schema: ": tiny.resealed(schema=99),
         "header: tensor name '../../x'": tiny.with_header(head.replace(name, b'"../../x"'), tiny.parts(good)[2]),
-        "header: 1073741824 bytes long": (1 << 30).to_bytes(8, "little") + good[8:],
     }
     for number, (message, mutant) in enumerate(mutants.items()):
         digest, lock = store.put_blob(mutant), tmp_path / "kvq.lock"

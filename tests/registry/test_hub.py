@@ -45,7 +45,6 @@ def test_a_published_artifact_comes_back_on_another_machine(hub, store, monkeypa
 # ---- faults: never half a version, and the same command again succeeds with the same digest
 
 UPLOADS = {
-    "429": ("POST .*/commit/", "status", {"status": 429, "Retry_After": "1"}),
     "500": ("POST .*/commit/", "status", {"status": 500}),
     "reset in mid-upload": ("PUT /lfs", "reset", {}),
     "lost answer of a commit": ("POST .*/commit/", "lost", {}),
@@ -84,17 +83,6 @@ def test_a_load_lives_through_a_fault_and_keeps_nothing_wrong(kind, pattern, hub
     assert len(hub.faults.happened) == 1
 
 
-def test_a_lost_answer_of_an_alias_is_looked_up(hub, store):
-    for seed in range(2):
-        store.publish(NAME, tiny.data(seed))
-    store.promote(NAME, "1.0.0")
-    for action, wanted in ((lambda: store.promote(NAME, "1.0.1"), "1.0.1"), (lambda: store.rollback(NAME), "1.0.0")):
-        commits = len(hub.repos[REPO].log)
-        hub.faults.add("POST .*/commit/", "lost")
-        assert action().at("production") == wanted
-        assert len(hub.repos[REPO].log) == commits + 1
-
-
 def test_a_stale_head_makes_no_second_version_and_undoes_no_promote(hub, store, monkeypatch):
     """The Hub's answers lag behind its commits: the commit that was read is no parent any more."""
     left, info = [0], Handler.info
@@ -117,14 +105,17 @@ def test_a_stale_head_makes_no_second_version_and_undoes_no_promote(hub, store, 
     left[0] = 2
     with pytest.raises(Conflict, match="expected none"):
         store.promote(NAME, "1.0.1")
-    assert store.state(NAME).at("production") == "1.0.0"
+    left[0] = 0
+    for action, wanted in ((lambda: store.promote(NAME, "1.0.1"), "1.0.1"), (lambda: store.rollback(NAME), "1.0.0")):
+        commits = len(hub.repos[REPO].log)
+        hub.faults.add("POST .*/commit/", "lost")
+        assert action().at("production") == wanted and len(hub.repos[REPO].log) == commits + 1
 
 
 @pytest.mark.parametrize("wait, tries", [("60", hub_client.TRIES), ("61", 1)])
-@pytest.mark.parametrize("pattern", ["GET /api/models/org/", "POST .*/commit/"])
-def test_a_hub_that_asks_for_more_than_a_minute_is_not_waited_for(pattern, wait, tries, hub, store):
+def test_a_hub_that_asks_for_more_than_a_minute_is_not_waited_for(wait, tries, hub, store):
     store.publish(NAME, tiny.data())
-    hub.faults.add(pattern, "status", times=1000, status=429, Retry_After=wait)
+    hub.faults.add("POST .*/commit/", "status", times=1000, status=429, Retry_After=wait)
     with pytest.raises(RuntimeError, match=r"the Hub limits the rate of requests \(429\)"):
         store.yank(NAME, "1.0.0", "bad")
     assert len(hub.faults.happened) == tries
@@ -167,24 +158,18 @@ def test_a_hub_that_takes_a_request_and_says_nothing_is_given_up(hub, store, mon
             store.publish(NAME, tiny.data())
 
 
-def test_a_cache_that_cannot_be_written_forgets_and_drafts_of_the_dead_go(hub, store, monkeypatch, tmp_path):
+def test_a_cache_that_cannot_be_written_forgets(hub, store, monkeypatch, tmp_path):
     store.publish(NAME, tiny.data())
     clear(monkeypatch, tmp_path)
     monkeypatch.setattr(files, "save", lambda *given: (_ for _ in ()).throw(OSError("full")))
     assert resolve.resolve(URL).version == "1.0.0" and hub_client.load_head("org", NAME) is None
-    blobs = tmp_path / "another-home" / "hub" / "blobs"
-    (dead := blobs / f".999999999-{files._host()}{'0' * 16}.tmp").write_bytes(b"half")
-    store.publish(NAME, tiny.data(1))
-    resolve.resolve(f"{URL}@1.0.1")
-    assert not dead.exists() and len(list(blobs.iterdir())) == 2
 
 
 # ---- edited by hand
 
 
-def edit(hub: Hub, **changes: bytes | None) -> None:
-    changed = {name.replace("__", "/").replace("_dot_", "."): data for name, data in changes.items()}
-    edited = hub.repos[REPO].files | changed
+def edit(hub: Hub, changes: dict[str, bytes | None]) -> None:
+    edited = hub.repos[REPO].files | changes
     hub.repos[REPO].add("by hand", {path: data for path, data in edited.items() if data is not None})
 
 
@@ -200,7 +185,7 @@ def test_an_index_that_was_edited_by_hand_is_refused(hub, store):
     }
     for message, data in edits.items():
         assert data != index
-        edit(hub, kvq_dot_json=data)
+        edit(hub, {"kvq.json": data})
         for action in (lambda: resolve.resolve(URL), lambda: store.publish(NAME, tiny.data(5))):
             with pytest.raises(ArtifactError, match=f"{REPO} at .*kvq.json: .*{message}"):
                 action()
@@ -209,9 +194,9 @@ def test_an_index_that_was_edited_by_hand_is_refused(hub, store):
 
 def test_a_repository_of_something_else_is_left_alone(hub, store):
     HfApi(endpoint=hub.url).create_repo(REPO)
-    edit(hub, README_dot_md=b"---\nlicense: mit\n---\n")
+    edit(hub, {"README.md": b"---\nlicense: mit\n---\n"})
     store.publish(NAME, tiny.data())
-    edit(hub, kvq_dot_json=None)  # its numbers would be used again
+    edit(hub, {"kvq.json": None})  # its numbers would be used again
     commits = len(hub.repos[REPO].log)
     with pytest.raises(Conflict, match="has no kvq.json, but versions/1.0.0/kvq.safetensors"):
         store.publish(NAME, tiny.data(1))
@@ -222,7 +207,7 @@ def test_a_repository_of_something_else_is_left_alone(hub, store):
 
 def test_a_file_that_was_replaced_by_hand_is_refused_and_found(hub, store, monkeypatch, tmp_path):
     store.publish(NAME, tiny.data(0))
-    hub.repos[REPO].add("by hand", hub.repos[REPO].files | {"versions/1.0.0/kvq.safetensors": tiny.data(1)})
+    edit(hub, {"versions/1.0.0/kvq.safetensors": tiny.data(1)})
     clear(monkeypatch, tmp_path)
     with pytest.raises(ArtifactError, match="sha256: the Hub sent .* twice; .*nothing was kept"):
         resolve.resolve(URL)
@@ -238,7 +223,7 @@ def test_private_gated_missing(hub, monkeypatch, tmp_path):
     assert hub.repos[REPO].private and store.names() == [NAME]
     clear(monkeypatch, tmp_path)
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(NotFound, match="does not exist, or is private.*hf auth login"):
+    with pytest.raises(NotFound, match="a private or gated one needs `hf auth login`"):
         resolve.resolve(URL)
     assert store.names() == []
     (tmp_path / "token").write_text(f"{TOKEN}\n")  # what `make flows-up` keeps
@@ -270,19 +255,6 @@ def test_who_may_not_write_is_refused_before_a_publish(hub, monkeypatch):
         HubRegistry("org").check_writable()
 
 
-@pytest.mark.parametrize("name", ["a--b", "a..b", "name-", "x.git", "x.ipynb"])
-def test_a_name_that_a_hub_refuses_makes_no_request(name, hub, store):
-    """The client's own rule is an independent judge of which names those are."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    if not name.endswith(".ipynb"):  # the server's rule, not the client's
-        with pytest.raises(HFValidationError):
-            validate_repo_id(f"org/{name}")
-    with pytest.raises(ValueError, match=f"name '{name}'; use 1 to 96 of a-z"):
-        store.publish(name, tiny.data())
-    assert hub.requests == []
-
-
 # ---- the token
 
 
@@ -308,29 +280,19 @@ def test_the_token_is_seen_by_the_hub_alone(hub, store, monkeypatch, tmp_path, c
     assert not any(TOKEN.encode() in data for data in hub.repos[REPO].files.values())
 
 
-ACTIONS = {  # {action: (the request that is refused, how)}
-    "list names": ("GET /api/models$", lambda store: store.names()),
-    "upload": ("POST .*objects/batch", lambda store: store.publish(NAME, tiny.data(1))),
-    "add a record": ("POST .*/commit/", lambda store: store.add_record("evaluations", "0" * 64, b"{}", NAME)),
-    "ask whose token it is": ("GET /api/whoami", lambda store: store.check_writable()),
-}
-
-
 @pytest.mark.parametrize("status, kind", [(403, PermissionError), (500, RuntimeError)])
-@pytest.mark.parametrize("pattern, action", ACTIONS.values(), ids=ACTIONS)
-def test_a_refusal_that_repeats_the_token_is_quoted_without_it(pattern, action, status, kind, hub, store, caplog):
+def test_a_refusal_that_repeats_the_token_is_quoted_without_it(status, kind, hub, store, caplog):
     caplog.set_level(logging.DEBUG, "kvq_runtime")
     store.publish(NAME, tiny.data())
-    hub.faults.add(pattern, "status", times=1000, status=status)
+    hub.faults.add("POST .*objects/batch", "status", times=1000, status=status)
     with pytest.raises(kind) as error:
-        action(store)
+        store.publish(NAME, tiny.data(1))
     told = "".join(traceback.format_exception(error.value))
     assert "an injected fault, for Bearer <token>" in told  # the server's words are quoted, so it could have been there
     assert TOKEN not in told and TOKEN not in caplog.text
 
 
-@pytest.mark.parametrize("address", [f"https://me:{TOKEN}@huggingface.co/org", f"hf://me:{TOKEN}@org/name@1.0.0",
-                                     f"https://huggingface.co/org?token={TOKEN}", f"n@{TOKEN}"])  # fmt: skip
+@pytest.mark.parametrize("address", [f"hf://me:{TOKEN}@org/name@1.0.0", f"https://huggingface.co/org?token={TOKEN}"])
 def test_a_token_in_an_address_or_reference_is_not_repeated(address, kvq, tmp_path, hub, monkeypatch):
     for given in (("copy", f"{NAME}@1.0.0", address), ("show", address), ("history", address)):
         code, out, error = kvq(*given, "--registry", tmp_path.as_uri())

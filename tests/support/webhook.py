@@ -1,9 +1,9 @@
-"""An address on loopback that is told things, and a port that nobody else gets."""
+"""An address on loopback that is posted to, and a port that nobody else gets."""
 
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -22,22 +22,10 @@ def listening() -> Iterator[tuple[str, list[str]]]:
     """An address that is posted to, and the texts that were."""
     heard: list[str] = []
 
-    def hear(_headers: dict[str, str], body: bytes) -> int:
-        heard.append(json.loads(body)["text"])
-        return 200
-
-    with posted_to(hear) as address:
-        yield address, heard
-
-
-@contextmanager
-def posted_to(hear: Callable[[dict[str, str], bytes], int]) -> Iterator[str]:
-    """An address whose posts, headers and body, are heard; what that returns is answered."""
-
     class Listener(BaseHTTPRequestHandler):
         def do_POST(self):
-            self.send_response(hear(dict(self.headers), self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_header("Location", "/elsewhere")  # of redirects
+            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -48,7 +36,7 @@ def posted_to(hear: Callable[[dict[str, str], bytes], int]) -> Iterator[str]:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}/"
+            yield f"http://127.0.0.1:{server.server_port}/", heard
         finally:
             server.shutdown()
             thread.join()

@@ -21,7 +21,7 @@ def record(name: str, relative: float) -> TextRecord:
     figures = {"perplexity": 12 * (1 + relative), "reference_perplexity": 12.0, "relative": relative, "kl": 0.02}
     about = {"windows": 4, "length": 64, "text": {"source": "demo"}}
     result = {"recipe": name, "bits": {"asymptotic": 2.125}, "protocols": {"full": figures}}
-    return parse({"artifact": name, "corpus": "c", "protocol": about, "result": result}, TextRecord)
+    return parse({"artifact": name, "corpus": "c", "protocol": about, "result": result})
 
 
 GOOD, BASELINE = record("ab" * 32, -2e-6), record("higgs-2bit", 0.0312)
