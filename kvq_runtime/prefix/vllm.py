@@ -25,7 +25,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from kvq_runtime.ops.constant import own_defaults
-from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, Transfer, open_stores
+from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, Transfer, open_store
 from kvq_runtime.vllm import page, plugin
 from kvq_runtime.vllm.page import PageRows
 
@@ -39,7 +39,7 @@ class Metadata(KVConnectorMetadata):
 
 
 class KVQConnector(KVConnectorBase_V1):
-    """Loads and keeps prefixes; its options are those of `vllm_requests.open_stores`."""
+    """Loads and keeps prefixes; its options are those of `vllm_requests.open_store`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -47,12 +47,11 @@ class KVQConnector(KVConnectorBase_V1):
         options = self._kv_transfer_config.kv_connector_extra_config
         self._page = vllm_config.cache_config.block_size
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        rank = vllm_config.parallel_config.rank % ranks if role is KVConnectorRole.WORKER else None
+        rank = vllm_config.parallel_config.rank % ranks if role is KVConnectorRole.WORKER else 0
         with own_defaults():
-            self._stores = open_stores(options, vllm_config.model_config, ranks, rank)
+            self._store = open_store(options, vllm_config.model_config, rank, ranks)
         self._worker: PrefixWorker | None = None
-        recent = self._stores[0].format.recipe.window.recent
-        self._scheduler = PrefixScheduler(self._stores, self._page, recent)
+        self._scheduler = PrefixScheduler(self._store, self._page)
 
     # ---- in the scheduler's process
 
@@ -85,19 +84,16 @@ class KVQConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         modules = self._vllm_config.compilation_config.static_forward_context
         names = sorted(kv_caches, key=extract_layer_index)
-        geometry = self._stores[0].format.geometry
+        geometry, layers = self._store.format.geometry, []
         if [extract_layer_index(name) for name in names] != list(range(geometry.layers)):
             raise ValueError(f"KVQConnector: vLLM has caches of layers {', '.join(names)}; the model has {geometry}")
-        orders, layers = {}, []
         for name in names:
             module, cache = modules[name], kv_caches[name]
-            kind = type(module.impl), cache.shape, cache.stride(), cache.dtype
-            if kind not in orders:
-                write = partial(module.impl.do_kv_cache_update, module)
-                with torch.inference_mode():
-                    orders[kind] = page.places_of(cache, geometry.kv_heads, geometry.head_size, write)
-            layers.append(PageRows(cache, orders[kind], self._page // cache.shape[2]))
-        self._worker = PrefixWorker(self._stores[0], layers, self._page)
+            write = partial(module.impl.do_kv_cache_update, module)
+            with torch.inference_mode():
+                places_X = page.places_of(cache, geometry.kv_heads, geometry.head_size, write)
+            layers.append(PageRows(cache, places_X, self._page // cache.shape[2]))
+        self._worker = PrefixWorker(self._store, layers, self._page)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata: Any = self._get_connector_metadata()

@@ -19,18 +19,17 @@ from kvq_runtime.errors import ArtifactError, named
 from kvq_runtime.prefix import chain
 from kvq_runtime.prefix.store import PrefixBlocks, check_recipe
 from kvq_runtime.vllm import served_recipe
-from kvq_runtime.vllm.served_recipe import Shard, shard_of
+from kvq_runtime.vllm.served_recipe import shard_of
 
 PENDING = 1 << 30  # bytes of 16-bit keys and values that may wait to be encoded, in each worker
 _log = logging.getLogger(__name__)
 
 
-def open_stores(options: Mapping[str, Any], model: Any, ranks: int, rank: int | None = None) -> list[PrefixBlocks]:
-    """Open the store of a worker's shard; without a rank, those of all shards.
+def open_store(options: Mapping[str, Any], model: Any, rank: int, ranks: int) -> PrefixBlocks:
+    """Open the store of a worker's shard, by its rank among the workers of tensor parallelism.
 
     options   path: folder of the prefixes; recipe: a name or reference, as for KVQ_CACHE; budget: bytes of the folder
     model     vLLM's ModelConfig
-    ranks     workers of tensor parallelism
     Raises ValueError or ArtifactError for a recipe that cannot be kept or is not of this model.
     """
     if not {"path", "recipe"} <= set(options) <= {"path", "recipe", "budget"}:
@@ -50,17 +49,13 @@ def open_stores(options: Mapping[str, Any], model: Any, ranks: int, rank: int | 
             from kvq_runtime.hf.model import rotary_of_config  # with transformers
 
             rotary = rotary_of_config(model.hf_text_config, model.dtype)
-        shard = shard_of(whole, rank or 0, ranks)
-        shards = [shard] if rank is not None else [Shard(part, shard.parts) for part in range(shard.parts)]
-        return [
-            PrefixBlocks(
-                options["path"], recipe, shard.geometry(whole),
-                shard.tensors(recipe, whole, served.tensors) if recipe.fitted else {},
-                model=f"{digest} {shard.part}/{shard.parts}", dtype=model.dtype, rotary=rotary,
-                budget=options.get("budget", "20GB"),
-            )
-            for shard in shards
-        ]  # fmt: skip
+        shard = shard_of(whole, rank, ranks)
+        return PrefixBlocks(
+            options["path"], recipe, shard.geometry(whole),
+            shard.tensors(recipe, whole, served.tensors) if recipe.fitted else {},
+            model=f"{digest} {shard.part}/{shard.parts}", dtype=model.dtype, rotary=rotary,
+            budget=options.get("budget", "20GB"),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,15 +79,14 @@ class PrefixScheduler:
     """Plans the transfers of vLLM's requests.
 
     A request is loaded at most once: after a load that failed it is computed. Drafts are kept once they are accepted.
+    The newest tokens, as many as the recipe's window, are computed, to be exact.
 
-    stores   one for each shard of the model
+    store    of the first worker; if another one lacks a block, its load fails
     page     tokens of one of the engine's pages; divides a block
-    recent   newest tokens that are computed, to be exact
     """
 
-    def __init__(self, stores: Sequence[PrefixBlocks], page: int, recent: int):
-        self.stores, self.page, self.recent = stores, page, recent
-        self.block = stores[0].block
+    def __init__(self, store: PrefixBlocks, page: int):
+        self.store, self.page, self.block = store, page, store.block
         self._requests: dict[str, Any] = {}  # that have pages
         self._matched: dict[str, int] = {}  # of requests that wait for pages: the end of the kept prefix
         self._loads: dict[str, tuple[int, int]] = {}  # that begin with the next step: first token, end
@@ -107,9 +101,8 @@ class PrefixScheduler:
             return 0
         if name not in self._matched:
             tokens = list(request.all_token_ids)
-            tokens = tokens[: max(0, len(tokens) - max(1, self.recent))]
-            salt = request.cache_salt or ""
-            self._matched[name] = min(store.of_tenant(salt).longest(tokens) for store in self.stores)
+            tokens = tokens[: max(0, len(tokens) - max(1, self.store.format.recipe.window.recent))]
+            self._matched[name] = self.store.of_tenant(request.cache_salt or "").longest(tokens)
         return max(0, self._matched[name] - computed)
 
     def allocated(self, request: Any, external: int) -> None:
@@ -147,8 +140,8 @@ class PrefixScheduler:
 
     def finished(self, name: str) -> None:
         """Forget a request."""
-        for known in (self._requests, self._matched, self._loads, self._loaded, self._kept):
-            known.pop(name, None)
+        for state in (self._requests, self._matched, self._loads, self._loaded, self._kept):
+            state.pop(name, None)
 
     def _transfer(self, name: str, start: int, stop: int, pages_of: Callable[[str], Sequence[int]]) -> Transfer:
         request = self._requests[name]

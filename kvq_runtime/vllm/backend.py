@@ -86,8 +86,8 @@ class Served:
             reader = PageReader(self.kernel, index)
         layout = page.page_of(recipe, index, self.geometry, self.dtype, reader.orders if reader else {})
         exact = all(scheme.quantize.keeps_dtype for scheme in recipe.at(index))
-        given = self.codecs[index], layout, self.geometry, self.rotary, 0 if exact else recipe.window.sinks
-        return BlockLayer(*given, reader) if self.by_block else PagedLayer(*given)
+        kind, sinks = BlockLayer if self.by_block else PagedLayer, 0 if exact else recipe.window.sinks
+        return kind(self.codecs[index], layout, self.geometry, self.rotary, sinks, reader)
 
     def share(self, own: int, beside: int) -> tuple[int, int]:
         """As `page.shared_pages`, of a layer that needs `own` bytes a token; beside others all layers take the same."""
@@ -110,11 +110,10 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     whole = plugin.check_model(served, settings, model.model, model.revision)
     by_block = plugin.by_block(served.recipe, whole)
     with plugin.named(reference):
-        _check_engine(config, served.recipe.name, by_block)
+        _check_engine(config)
+        if by_block and model.is_hybrid:
+            raise ValueError(UNSHARED.format(served.recipe.name))
         recipe = plugin.paged(served.recipe, whole, config.cache_config.block_size)
-    if config.kv_transfer_config is not None and recipe.window.sinks:
-        logger.warning("kvq: first tokens are encoded like all others, as a KV connector moves pages alone")
-        recipe = recipe.with_exact(sinks=0)
     shard = shard_of(whole, rank, config.parallel_config.tensor_parallel_size)
     geometry, tensors = shard.geometry(whole), shard.tensors(recipe, whole, served.tensors)
     rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
@@ -128,10 +127,11 @@ def served_by(config: VllmConfig, rank: int) -> Served:
 def _kernel(config: VllmConfig, recipe: Recipe, geometry: Geometry, rotary: Rotary | None) -> Shared | None:
     """Return the kernel's shared state, so that pages are encoded whole; None: torch alone reads them."""
     model = config.model_config
-    if model.is_hybrid or config.kv_transfer_config is not None or model.get_sliding_window() is not None:
-        reason = "it reads whole pages, not for KV connectors, nor for models with sliding windows or other layers"
+    if model.is_hybrid or model.get_sliding_window() is not None:
+        reason = "it reads whole pages, which layers of other kinds would share"
     else:
-        reason = page.refusal_of_all(recipe, geometry, rotary)
+        reasons = [page.refusal(recipe, geometry, rotary, layer) for layer in range(geometry.layers)]
+        reason = None if None in reasons else reasons[0]
     if reason is not None:
         logger.warning_once("kvq: pages are read by torch operations, and by no kernel: %s", reason)
         return None
@@ -139,25 +139,20 @@ def _kernel(config: VllmConfig, recipe: Recipe, geometry: Geometry, rotary: Rota
     return Shared(recipe, geometry, rotary)
 
 
-def _check_engine(config: VllmConfig, name: str, by_block: bool) -> None:
-    """Raise ValueError for an engine in which the recipe of this name cannot be served."""
+def _check_engine(config: VllmConfig) -> None:
+    """Raise ValueError for an engine in which no recipe can be served."""
     method, dtype = getattr(config.speculative_config, "method", "ngram"), config.cache_config.cache_dtype
-    for refused, reason in [
-        (method != "ngram", f"layers of a draft model are not served (speculative method {method}); use ngram"),
-        (
-            config.cache_config.cache_dtype != "auto",
-            f"the recipe sets how the cache is stored; drop --kv-cache-dtype {dtype}",
-        ),
-        (config.parallel_config.decode_context_parallel_size > 1, "decode context parallelism is not served; drop it"),
-        (by_block and config.model_config.is_hybrid, UNSHARED.format(name)),
-        (
-            by_block and config.kv_transfer_config is not None,
-            f"{name} encodes whole pages, and a KV connector does not move the newest tokens, which are beside them; "
-            "drop --kv-transfer-config, or take a recipe that encodes token by token",
-        ),
-    ]:
-        if refused:
-            raise ValueError(reason)
+    why = None
+    if method != "ngram":
+        why = f"layers of a draft model are not served (speculative method {method}); use ngram"
+    elif dtype != "auto":
+        why = f"the recipe sets how the cache is stored; drop --kv-cache-dtype {dtype}"
+    elif config.parallel_config.decode_context_parallel_size > 1:
+        why = "decode context parallelism is not served; drop it"
+    elif config.kv_transfer_config is not None:
+        why = "a KV connector moves pages alone, and exact tokens are beside them; drop --kv-transfer-config"
+    if why is not None:
+        raise ValueError(why)
 
 
 _served: list[tuple[VllmConfig, Served]] = []  # by the engine of this process

@@ -133,12 +133,6 @@ def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: in
     return fused.refusal(recipe, geometry, layer)
 
 
-def refusal_of_all(recipe: Recipe, geometry: Geometry, rotary: Rotary | None) -> str | None:
-    """Return the first layer's reason why the kernel reads no layer's pages; None: it reads some, or all."""
-    reasons = [refusal(recipe, geometry, rotary, layer) for layer in range(geometry.layers)]
-    return None if None in reasons else reasons[0]
-
-
 class Shared:
     """State that the layers of an engine share: RoPE's tables, and the number of parts that pages are cut into."""
 
@@ -200,7 +194,8 @@ class PageReader:
         """
         host, splits, pages = fused.kernels(), self.shared.splits, table.shape[1]
         keys, values = (
-            replace(one, addresses=one.addresses._replace(table=table, width=table.stride(0))) for one in self._encoded
+            replace(codes, addresses=codes.addresses._replace(table=table, width=table.stride(0)))
+            for codes in self._encoded
         )
         rope = self.shared.rope(len(q_BHTD), pages, q_BHTD.device)
         kind = (keys.layout.settings, values.layout.settings, len(q_BHTD), q_BHTD.shape[2], pages)
