@@ -22,6 +22,7 @@ N = blocks of a chunk · T tokens of a chunk · X bytes.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from typing import Any
@@ -104,14 +105,15 @@ class ChunkCodec:
         return chunk.view(self._fused).unflatten(-1, (-1, 2, size)).movedim(-2, 0)
 
 
+@dataclass(frozen=True, eq=False)
 class ChunkCodecs:
     """The codecs of chunks by shape, dtype and worker, of one recipe and of a model of this geometry."""
 
-    def __init__(self, served: ServedRecipe, geometry: Geometry):
-        self.served, self.geometry = served, geometry
-        self.codec = cache(self._codec)
+    served: ServedRecipe
+    geometry: Geometry
 
-    def _codec(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int = 0, ranks: int | None = None) -> ChunkCodec:
+    @cache  # noqa: B019  # for as long as the server lives
+    def codec(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int = 0, ranks: int | None = None) -> ChunkCodec:
         """Return the codec of a worker's chunks. Raises ValueError for chunks that the recipe cannot keep.
 
         rank, ranks   the worker's number and the number of workers; None: it follows from the chunk's channels

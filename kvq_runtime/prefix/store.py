@@ -23,7 +23,7 @@ from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain
 from kvq_runtime.prefix.block_codec import BlockCodec, encoded_block
 from kvq_runtime.prefix.block_file import Block, BlockFormat, Link
-from kvq_runtime.prefix.folder import Folder, parse_bytes
+from kvq_runtime.prefix.folder import Folder, parse_budget
 from kvq_runtime.recipe import Recipe
 
 Tokens = Tensor | Iterable[int]  # ids of one row, [T] or [1, T]
@@ -58,7 +58,7 @@ class PrefixBlocks:
         check_recipe(recipe)
         self.codec = BlockCodec(recipe, geometry, tensors or {}, rotary)
         self.format = BlockFormat(recipe, geometry, dtype)
-        budget_bytes = parse_bytes(budget)
+        budget_bytes = parse_budget(budget)
         if self.format.largest > budget_bytes:
             raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.largest} bytes")
         self.root = self.format.digest(model, tensors or {})

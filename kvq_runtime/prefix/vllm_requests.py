@@ -40,10 +40,13 @@ def open_store(options: Mapping[str, Any], model: Any, rank: int, ranks: int) ->
         recipe, config = served.recipe, model.hf_text_config.to_dict()
         check_recipe(recipe)
         whole = served_recipe.match(served, config, model.model, model.revision)
-        folder = served_recipe.model_folder(model.model, model.revision)
-        if folder is None:
-            raise ArtifactError(f"the files of {model.model} are not on this machine; give its folder as the model")
-        digest = chain.model_digest(config, chain.folder_weights(folder), model.quantization or "")
+        weights = [*served_recipe.weights(served_recipe.model_folder(model.model, model.revision))]
+        if not weights:
+            raise ArtifactError(
+                f"no safetensors files of {model.model} on this machine, by which models are told apart; "
+                "save the model so, and give its folder"
+            )
+        digest = chain.model_digest(config, weights, model.quantization or "")
         rotary = None
         if "positions" in recipe.needs:
             from kvq_runtime.hf.model import rotary_of_config  # with transformers

@@ -302,7 +302,7 @@ def test_options_recipes_and_models_that_cannot_be_kept_are_refused(served: dict
             opened({"path": str(tmp_path / "kept")} | given if "recipe" in given else given, served)
     options, empty = {"path": str(tmp_path / "kept"), "recipe": "exact"}, tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ArtifactError, match="KVQConnector, recipe exact: .* no safetensors files"):
+    with pytest.raises(ArtifactError, match="KVQConnector, recipe exact: no safetensors files"):
         opened(options, served | {"model": str(empty)})
     (empty / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{not json at all")
     with pytest.raises(ArtifactError, match="no safetensors file"):
