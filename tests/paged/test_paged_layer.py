@@ -12,6 +12,7 @@ from kvq_runtime.codec import codec as codecs
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.recipe import preset
 from kvq_runtime.vllm import attend, exact, plugin
 from kvq_runtime.vllm.exact import ExactTokens, Tail
@@ -96,6 +97,20 @@ def test_pages_are_handed_out_for_as_many_tokens_as_fill_a_larger_one(own, besid
 def test_what_cannot_be_served_is_refused_with_the_reason(name: str, reason: str):
     with pytest.raises(ValueError, match=reason):
         plugin.check_recipe(preset(name), Geometry(28, 4, 128))
+
+
+def test_codecs_keep_float32_while_a_model_is_built():
+    """Its dtype is torch's default then; a rotation in bfloat16 would cost more than 3 bits do."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with own_defaults():
+            codec = shared.build(preset("lloyd-3bit"), Geometry(1, 3, 32), {})[0][0]
+    finally:
+        torch.set_default_dtype(before)
+    x = torch.randn(1, 8, 96)
+    decoded = codec.decode(codec.encode(x, Context()), Context())
+    assert (decoded - x).norm() < 0.25 * x.norm()
 
 
 def test_workers_encode_their_heads_as_one_would():
