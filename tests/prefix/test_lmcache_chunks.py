@@ -11,13 +11,13 @@ import torch
 from kept_blocks import decoded, ids, recipe_of, rows, store
 from torch import Tensor
 
-from kvq_runtime.artifact import artifact, fingerprint
+from kvq_runtime.artifact import fingerprint
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.prefix.lmcache_chunk import ChunkCodec, ChunkCodecs, read_settings
 from kvq_runtime.recipe import preset
-from kvq_runtime.vllm.served_recipe import ServedRecipe, model_config, projections
+from kvq_runtime.vllm.served_recipe import ServedRecipe, model_config
 
 SIZE, TOKENS, KEY = feeding.GEOMETRY, 64, b"a chunk"
 FRAME = 700  # bytes of a block's file beside its fields, at most
@@ -134,38 +134,32 @@ def fuse(chunk: Tensor, size: int) -> Tensor:
     return torch.stack([torch.cat(list(heads[:, :, :, h]), -1) for h in range(heads.shape[3])], 2).flatten(2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_each_worker_keeps_its_heads_in_every_layout(ranks: int):
-    """What ranks decode, side by side, is what one worker would; fused or apart, the bytes are the same."""
+def test_each_worker_keeps_its_heads_in_every_layout():
+    """What two ranks decode, side by side, is what one worker would; fused or apart, the bytes are the same."""
     whole = Geometry(2, 4, 32)
-    codecs = codecs_of("oscar-2bit", whole)
-    chunk, shape = torch.randn(2, 2, TOKENS, whole.width), (2, 2, TOKENS, whole.width // ranks)
-    wanted, one = torch.empty_like(chunk), codecs.codec(chunk.shape, torch.float32)
-    one.decode(encoded(one, chunk), KEY, wanted)
-    parts = []
-    for rank, part in enumerate(chunk.chunk(ranks, -1)):
-        apart, own = torch.empty(shape), codecs.codec(shape, torch.float32, rank, ranks)
-        data = encoded(own, part.contiguous())
-        own.decode(data, KEY, apart)
+    codecs, chunk, shape = codecs_of("oscar-2bit", whole), torch.randn(2, 2, TOKENS, 128), (2, 2, TOKENS, 64)
+    wanted, codec = torch.empty_like(chunk), codecs.codec(chunk.shape, torch.float32)
+    codec.decode(encoded(codec, chunk), KEY, wanted)
+    parts, files = [], []
+    for rank, part in enumerate(chunk.chunk(2, -1)):
+        apart, codec = torch.empty(shape), codecs.codec(shape, torch.float32, rank, 2)
+        files.append(encoded(codec, part.contiguous()))
+        codec.decode(files[-1], KEY, apart)
         parts.append(apart)
         for rows_LTW in (fuse(part, 32), fuse(part, 32)[None]):
-            codec, out = codecs.codec(rows_LTW.shape, torch.float32, rank, ranks), torch.empty_like(rows_LTW)
-            assert torch.equal(encoded(codec, rows_LTW), data)
-            codec.decode(data, KEY, out)
+            codec, out = codecs.codec(rows_LTW.shape, torch.float32, rank, 2), torch.empty_like(rows_LTW)
+            assert torch.equal(encoded(codec, rows_LTW), files[-1])
+            codec.decode(files[-1], KEY, out)
             assert torch.equal(out.view(rows_LTW.shape[-3:]), fuse(apart, 32))
     torch.testing.assert_close(torch.cat(parts, -1), wanted)
-    if ranks == 2:
-        first, other = (codecs.codec(shape, torch.float32, rank, 2) for rank in (0, 1))
-        with pytest.raises(ArtifactError, match="chain: "):
-            other.decode(encoded(first, chunk[..., : whole.width // 2].contiguous()), KEY, parts[0])
+    with pytest.raises(ArtifactError, match="chain: "):
+        codecs.codec(shape, torch.float32, 1, 2).decode(files[0], KEY, parts[0])
 
 
 def test_chunks_of_other_shapes_are_refused():
     """Of some layers, as under pipeline parallelism, of other heads, and of no keys and values."""
-    whole = Geometry(4, 2, 32)
-    codecs = codecs_of("rtn-2bit", whole)
-    for shape in [(2, 2, TOKENS, 64), (2, TOKENS, 128), (2, 4, TOKENS, 96), (2, 8, TOKENS, 64), (3, 4, TOKENS, 64),
-                  (4, TOKENS * 64), (2, 1, 4, TOKENS, 64), (4, TOKENS, 96), (1, 4, TOKENS, 576)]:  # fmt: skip
+    codecs = codecs_of("rtn-2bit", Geometry(4, 2, 32))
+    for shape in [(2, 2, TOKENS, 64), (2, TOKENS, 128), (2, 4, TOKENS, 96), (3, 4, TOKENS, 64), (4, TOKENS * 64)]:
         with pytest.raises(ValueError, match="a chunk of shape|workers cannot share"):
             codecs.codec(shape, torch.bfloat16)
     for shape in [(4, TOKENS, 64), (1, 4, TOKENS, 64), (2, 4, TOKENS, 32)]:  # half the heads
@@ -175,27 +169,17 @@ def test_chunks_of_other_shapes_are_refused():
 
 
 def test_settings_are_checked_before_anything_is_served(demo_model: Path, tmp_path: Path):
-    demo = str(demo_model)
+    demo, config = str(demo_model), model_config(str(demo_model), None)
     assert read_settings({"cache": "lloyd-3bit", "model": demo}).geometry == Geometry(6, 2, 64)
-    config, recipe, path = model_config(demo, None), preset("squat-2bit"), str(tmp_path / "mine.safetensors")
-    ours = fingerprint.from_config(config, projections(demo_model))
-    artifact.save(Artifact(recipe, ours, fitted.tensors(recipe, ours.geometry), {}, {}), path)
-    assert read_settings({"cache": path, "model": demo}).served.recipe.name == "squat-2bit"
-    other = {"rope_theta": 5e5, "rope_parameters": None}
     sliding = {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"] * 3,
                "sliding_window": 64}  # fmt: skip
-    for name, change in (("other", other), ("sliding", sliding)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(dict(config) | change))
-    for given, message in [
-        ({"model": demo}, "give cache and model"), ({"cache": "lloyd-3bit", "model": demo, "workers": 2}, "give cache"),
-        ({"cache": 3, "model": demo}, "cache=3; give text"), ({"cache": "no-such-name", "model": demo}, "no-such-name"),
+    (tmp_path / "config.json").write_text(json.dumps(dict(config) | sliding))
+    for settings, message in [
+        ({"model": demo}, "give cache and model"), ({"cache": 3, "model": demo}, "cache=3; give text"),
         ({"cache": "aqua-2bit", "model": demo}, "fitted"), ({"cache": "exact-pre", "model": demo}, "positions"),
-        ({"cache": "h2o", "model": demo}, "as they arrive"),
         ({"cache": "lloyd-3bit", "model": "no/such"}, "no config.json of no/such"),
-        ({"cache": path, "model": str(tmp_path / "other")}, "rope is .* in the model"),
-        ({"cache": "lloyd-3bit", "model": str(tmp_path / "sliding")}, "slide or recur"),
+        ({"cache": "lloyd-3bit", "model": str(tmp_path)}, "slide or recur"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message) as refused:
-            read_settings(given)
+            read_settings(settings)
         assert str(refused.value).startswith('serde "kvq": ')
