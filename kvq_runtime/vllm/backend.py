@@ -43,7 +43,7 @@ from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.memory import asymptotic_bits
-from kvq_runtime.vllm import attend, page, plugin
+from kvq_runtime.vllm import attend, page, plugin, served_recipe
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.exact import ExactTokens
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
@@ -107,10 +107,11 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     assert reference is not None, "kvq's attention without KVQ_CACHE"
     served, model = plugin.load(reference), config.model_config
     settings = model.hf_text_config.to_dict()
-    whole = plugin.check_model(served, settings, model.model, model.revision)
-    by_block = plugin.by_block(served.recipe, whole)
     with plugin.named(reference):
+        whole = served_recipe.match(served, settings, model.model, model.revision)
+        plugin.check_recipe(served.recipe, whole)
         _check_engine(config)
+        by_block = plugin.by_block(served.recipe, whole)
         if by_block and model.is_hybrid:
             raise ValueError(UNSHARED.format(served.recipe.name))
         recipe = plugin.paged(served.recipe, whole, config.cache_config.block_size)

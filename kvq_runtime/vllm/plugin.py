@@ -7,11 +7,9 @@ or, where codes belong to a whole block, when the page is full.
 
 import multiprocessing
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -77,15 +75,6 @@ def load(reference: str) -> ServedRecipe:
         served = served_recipe.read(reference)
         check_recipe(served.recipe, TYPICAL if served.artifact is None else served.artifact.fingerprint.geometry)
     return served
-
-
-def check_model(served: ServedRecipe, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
-    """Return the shape of the served model, described as for `served_recipe.match`. Raises ValueError or ArtifactError
-    unless the recipe and the artifact are for it."""
-    with named(served.reference):
-        geometry = served_recipe.match(served, config, model, revision)
-        check_recipe(served.recipe, geometry)
-    return geometry
 
 
 def register() -> None:
