@@ -118,14 +118,13 @@ class PrefixBlocks:
         dtype = cache.layers[0].buffer_2BTC.dtype
         return self._keep(token_T, dtype, lambda first, end: [encoded_block(cache, n, row) for n in range(first, end)])
 
-    def load(self, tokens: Tokens, limit: int | None = None, start: int = 0) -> list[Block]:
-        """Return the kept blocks of these tokens from token `start` on, checked: of the first `limit` tokens at most.
+    def load(self, tokens: Tokens, start: int = 0) -> list[Block]:
+        """Return the kept blocks of these tokens from token `start` on, checked.
 
         A damaged block, and all after it, are missing; it is removed, with a warning in the log.
         """
         assert start % self.block == 0
         token_T = chain.token_row(tokens)
-        token_T = token_T if limit is None else token_T[: max(0, limit)]
         names, first, blocks = self.names(token_T), start // self.block, list[Block]()
         for number in range(first, len(names)):
             block = self._read(names[number], self._link(names, token_T, number))

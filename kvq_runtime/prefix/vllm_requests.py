@@ -33,8 +33,8 @@ def open_store(options: Mapping[str, Any], model: Any, rank: int, ranks: int) ->
     Raises ValueError or ArtifactError for a recipe that cannot be kept or is not of this model.
     """
     if not {"path", "recipe"} <= set(options) <= {"path", "recipe", "budget"}:
-        given = ", ".join(sorted(options)) or "nothing"
-        raise ValueError(f"kv_connector_extra_config has {given}; give path and recipe, and budget if wanted")
+        names = ", ".join(sorted(options)) or "nothing"
+        raise ValueError(f"kv_connector_extra_config has {names}; give path and recipe, and budget if wanted")
     with named(f"KVQConnector, recipe {options['recipe']}"):
         served = served_recipe.read(str(options["recipe"]))
         recipe, config = served.recipe, model.hf_text_config.to_dict()
@@ -205,7 +205,7 @@ class PrefixWorker:
         """Load blocks into pages; return the token up to which they were found."""
         store = self.store.of_tenant(load.salt)
         first = load.start // store.block * store.block
-        blocks = store.load(load.tokens, load.stop, first)
+        blocks = store.load(load.tokens, first)
         stop = first + len(blocks) * store.block
         if stop <= load.start:
             return load.start

@@ -89,10 +89,10 @@ class Served:
         kind, sinks = BlockLayer if self.by_block else PagedLayer, 0 if exact else recipe.window.sinks
         return kind(self.codecs[index], layout, self.geometry, self.rotary, sinks, reader)
 
-    def share(self, own: int, beside: int) -> tuple[int, int]:
-        """As `page.shared_pages`, of a layer that needs `own` bytes a token; beside others all layers take the same."""
+    def share(self, needed: int, beside: int) -> tuple[int, int]:
+        """As `page.shared_pages`, of one layer; beside others all layers take the bytes of the widest."""
         if not beside:
-            return 1, own
+            return 1, needed
         tokens, layers = self.recipe.window.block, range(self.geometry.layers)
         widest = max(page.page_of(self.recipe, layer, self.geometry, self.dtype).per_token for layer in layers)
         blocks, per_token = page.shared_pages(widest, beside, tokens, self.dtype.itemsize)
@@ -205,10 +205,11 @@ class KVQImpl(STOCK.get_impl_cls()):
             "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type",
             "kv_sharing_target_layer_name",
         )  # fmt: skip
-        given = dict(zip(names, rest, strict=False)) | named
-        plain = given.get("sliding_window") is None and given.get("attn_type", "decoder") == AttentionType.DECODER
+        settings = dict(zip(names, rest, strict=False)) | named
+        decoder = settings.get("attn_type", AttentionType.DECODER) == AttentionType.DECODER
+        plain = decoder and settings.get("sliding_window") is None
         for name in ("alibi_slopes", "logits_soft_cap", "kv_sharing_target_layer_name", "sinks"):
-            if plain and given.get(name) not in (None, 0):
+            if plain and settings.get(name) not in (None, 0):
                 raise ValueError(f"KVQ_CACHE does not serve attention with {name}, which this model has")
         self._config = get_current_vllm_config()
         served = served_in(self._config)

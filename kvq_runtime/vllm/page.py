@@ -106,22 +106,22 @@ def page_of(
     return Page(tokens, -(-stop // (tokens * word)) * word, tuple(fields), orders)
 
 
-def shared_pages(own: int, beside: int, tokens: int, word: int) -> tuple[int, int]:
+def shared_pages(needed: int, beside: int, tokens: int, word: int) -> tuple[int, int]:
     """Return how many of kvq's pages vLLM hands out at a time, and the bytes of a token in them.
 
     Layers of different kinds take turns in one memory, so vLLM pads all pages to the bytes of the largest. Several of
     kvq's together fill that: as many as fit into it, which are widened, or one more, so that vLLM pads the others'.
     Whichever adds the smaller share is taken.
 
-    own      bytes a token that the recipe needs, a multiple of `word`
+    needed   bytes a token of the recipe, a multiple of `word`
     beside   bytes of the largest page of other layers; 0: there are none
     tokens   of one of kvq's pages
     """
-    if beside <= own * tokens:
-        return 1, own
-    few = beside // (own * tokens)
+    if beside <= needed * tokens:
+        return 1, needed
+    few = beside // (needed * tokens)
     wider = -(-beside // (few * tokens * word)) * word
-    return (few, wider) if wider / own <= (few + 1) * own * tokens / beside else (few + 1, own)
+    return (few, wider) if wider / needed <= (few + 1) * needed * tokens / beside else (few + 1, needed)
 
 
 def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: int = 0) -> str | None:
@@ -250,13 +250,13 @@ def places_of(cache_BHNC: Tensor, heads: int, size: int, write: Write) -> Tensor
         raise ValueError(f"a page is {shape}, {dtype}, and not {[heads, tokens, 2 * size]} in 16 or 32 bits")
     slots = torch.arange(tokens, device=cache_BHNC.device)
     numbers = torch.arange(tokens * heads * 2 * size, device=cache_BHNC.device)
-    held = torch.zeros_like(numbers)
+    written = torch.zeros_like(numbers)
     for power in range(-(-(len(numbers) - 1).bit_length() // 8)):
         x_NH2D = (numbers >> 8 * power).remainder(DIGIT).to(dtype).view(tokens, heads, 2, size)
         write(x_NH2D[:, :, 0].contiguous(), x_NH2D[:, :, 1].contiguous(), cache_BHNC, slots)
-        held += cache_BHNC[0].flatten().long() << 8 * power
+        written += cache_BHNC[0].flatten().long() << 8 * power
     cache_BHNC[0] = 0
-    ordered, places_X = held.sort()
+    ordered, places_X = written.sort()
     if not torch.equal(ordered, numbers):
         raise ValueError("the attention backend does not keep keys and values as they are")
     return places_X

@@ -49,9 +49,9 @@ def test_a_cache_goes_on_from_loaded_blocks_as_from_its_own(name, tmp_path):
     recipe, size = kept.format.recipe, 2 * kept.block
     whole = BlockCache(recipe.with_exact(recent=0), GEOMETRY, kept.codec.tensors or None)
     loaded = BlockCache(kept.codec.recipe, GEOMETRY, kept.codec.tensors)
-    block_codec.fill(loaded, kept.load(tokens, size), "cpu")
+    block_codec.fill(loaded, kept.load(tokens[:size]), "cpu")
     loaded.reset()
-    block_codec.fill(loaded, kept.load(tokens, size), "cpu")
+    block_codec.fill(loaded, kept.load(tokens[:size]), "cpu")
     assert loaded.length == size
 
     def feed(cache, start: int, stop: int) -> list:
