@@ -110,7 +110,9 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     with plugin.named(reference):
         whole = served_recipe.match(served, settings, model.model, model.revision)
         plugin.check_recipe(served.recipe, whole)
-        _check_engine(config)
+        plugin.check_engine(config)
+        if config.kv_transfer_config is not None:
+            raise ValueError("a KV connector moves pages, and exact tokens are beside them; drop --kv-transfer-config")
         by_block = plugin.by_block(served.recipe, whole)
         if by_block and model.is_hybrid:
             raise ValueError(UNSHARED.format(served.recipe.name))
@@ -138,22 +140,6 @@ def _kernel(config: VllmConfig, recipe: Recipe, geometry: Geometry, rotary: Rota
         return None
     logger.warning_once("kvq: a kernel, which has not been tried on a GPU, answers decode steps")
     return Shared(recipe, geometry, rotary)
-
-
-def _check_engine(config: VllmConfig) -> None:
-    """Raise ValueError for an engine in which no recipe can be served."""
-    method, dtype = getattr(config.speculative_config, "method", "ngram"), config.cache_config.cache_dtype
-    why = None
-    if method != "ngram":
-        why = f"layers of a draft model are not served (speculative method {method}); use ngram"
-    elif dtype != "auto":
-        why = f"the recipe sets how the cache is stored; drop --kv-cache-dtype {dtype}"
-    elif config.parallel_config.decode_context_parallel_size > 1:
-        why = "decode context parallelism is not served; drop it"
-    elif config.kv_transfer_config is not None:
-        why = "a KV connector moves pages alone, and exact tokens are beside them; drop --kv-transfer-config"
-    if why is not None:
-        raise ValueError(why)
 
 
 _served: list[tuple[VllmConfig, Served]] = []  # by the engine of this process

@@ -10,6 +10,7 @@ import os
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -35,6 +36,17 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
     if reason is not None:
         raise ValueError(f"vLLM cannot serve {recipe.name}: {reason}; docs/serve-vllm.md lists the recipes that it can")
     recipe.check(geometry)
+
+
+def check_engine(config: Any) -> None:
+    """Raise ValueError for an engine, by its VllmConfig, in which kvq neither holds nor keeps keys and values."""
+    method, dtype = getattr(config.speculative_config, "method", "ngram"), config.cache_config.cache_dtype
+    if method != "ngram":
+        raise ValueError(f"layers of a draft model are not served (speculative method {method}); use ngram")
+    if dtype != "auto":
+        raise ValueError(f"the recipe sets how keys and values are stored; drop --kv-cache-dtype {dtype}")
+    if config.parallel_config.decode_context_parallel_size > 1:
+        raise ValueError("a worker has to hold all tokens of its heads; drop decode context parallelism")
 
 
 def by_block(recipe: Recipe, geometry: Geometry) -> bool:

@@ -18,8 +18,14 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.prefix import vllm_requests
 from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, Transfer, open_store
-from kvq_runtime.vllm.page import PageRows, places_of
+from kvq_runtime.prefix.vllm_requests import (
+    PageRows,
+    PrefixScheduler,
+    PrefixWorker,
+    Transfer,
+    open_store,
+    places_of,
+)
 
 # tokens of an engine's page, of a cache's, of rtn-2bit's and aqua-2bit's blocks, and of their windows
 PAGE, KERNEL, BLOCK, RECENT = 8, 4, 16, 12
