@@ -115,7 +115,7 @@ build/lmcache/.installed: Makefile $(VENV)/.installed
 	@touch $@
 
 test-lmcache: build/lmcache/.installed ## keep chunks in a real LMCache's file tier, and load them in another process
-	LMCACHE_TRACK_USAGE=false PYTHONPATH=build/lmcache:tests/support:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
+	LMCACHE_TRACK_USAGE=false PYTHONPATH=build/lmcache:. OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
 	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lmcache.py \
 	    tests/engines/test_lmcache_server.py
 

@@ -7,12 +7,11 @@ under flash attention.
 
 import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel, __version__
+from transformers import PreTrainedModel, __version__
 
 from kvq_runtime import families
 from kvq_runtime.artifact import fingerprint
@@ -191,12 +190,6 @@ def rotary_of_config(config: Any, dtype: torch.dtype) -> Rotary:
     config.rope_parameters = settings
     module = LlamaRotaryEmbedding(config)
     return Rotary(torch.as_tensor(module.inv_freq).float(), float(module.attention_scaling), dtype)
-
-
-def rotary_of_folder(folder: Path, dtype: torch.dtype) -> Rotary:
-    """Return the rotation of a model's folder, from its config.json."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    return rotary_of_config(config.get_text_config(decoder=True), dtype)
 
 
 def real_tokens(mask: Any, count: int) -> Tensor | None:

@@ -10,16 +10,14 @@ right one. A model is identified by its configuration and a sample of each weigh
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
-from kvq_runtime.errors import ArtifactError, check_type
+from kvq_runtime.errors import check_type
 
 MAX_TOKEN = (1 << 31) - 1
 SAMPLES = 64  # elements of each weight, evenly spaced
@@ -80,20 +78,6 @@ def model_digest(config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]
         places = torch.arange(count, device=flat.device) * len(flat) // max(1, count)
         _update(digest, name, tensor, flat.view(torch.uint8).view(len(flat), flat.itemsize)[places].cpu())
     return digest.hexdigest()
-
-
-def folder_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor), mapped from disk, of a folder's safetensors files. Raises ArtifactError if it has none."""
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ArtifactError(f"{folder} has no safetensors files, by which models are told apart; save the model so")
-    for path in paths:
-        try:
-            with safetensors.safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    yield f"{path.name} {name}", file.get_tensor(name)
-        except safetensors.SafetensorError as error:
-            raise ArtifactError(f"{path}: no safetensors file: {error}") from None
 
 
 def _update(digest: Any, name: str, tensor: Tensor, elements: Tensor) -> None:

@@ -32,14 +32,14 @@ _DIGEST = "[0-9a-f]" * 64
 _log = logging.getLogger(__name__)
 
 
-def parse_bytes(size: str | int, name: str = "budget=") -> int:
-    """Parse "20GB", "512MiB" or a number of bytes. Raises ValueError, beginning with `name`, for anything else."""
+def parse_budget(size: str | int) -> int:
+    """Parse "20GB", "512MiB" or a number of bytes. Raises ValueError for anything else."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", str(size).upper())
     count = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
     if count < 1:
-        raise ValueError(f'{name}{size!r}; use a number of bytes, or text such as "20GB" or "512MiB"')
+        raise ValueError(f'budget={size!r}; use a number of bytes, or text such as "20GB" or "512MiB"')
     return count
 
 

@@ -1,16 +1,11 @@
 """Bring the serde `kvq` into LMCache: its server imports this module for an adapter of the type "plugin".
 
-A plugin (docs/prefix.md has the command) is imported before LMCache looks up the adapter's serde by name. A serde does
-not know where in its text a chunk begins. LMCache's server publishes it on its event bus before a chunk is written: for
-every prompt that is looked up and, where the server moves chunks itself, for each stored chunk, by the first worker,
-which may come after another.
-
+A plugin (docs/prefix.md has the command) is imported before LMCache looks up the adapter's serde by name.
 Pinned to LMCache 0.5.6.
 """
 
 import json
 import re
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -31,16 +26,12 @@ from lmcache.v1.distributed.serde import (
     register_serde_factory,
 )
 from lmcache.v1.memory_management import MemoryObj
-from lmcache.v1.mp_observability.event import Event, EventType
-from lmcache.v1.mp_observability.event_bus import get_event_bus
 
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.prefix.lmcache_chunk import ChunkCodec, ChunkCodecs, read_settings
 from kvq_runtime.store.memory import asymptotic_bits
 
 NAME = "kvq"
-MAX_STARTS = 1 << 16  # chunks whose places are remembered
-DELAY, PATIENCE = 0.05, 1.0  # seconds that the event bus, and the first worker, may be late
 logger = init_logger("lmcache.kvq")
 _warned: set[str] = set()
 
@@ -67,58 +58,17 @@ class Adapter(FSL2Adapter):
         return super().submit_store_task([key for key, _ in kept], [memory for _, memory in kept])
 
 
-class ChunkStarts:
-    """The places of chunks in their texts, from LMCache's event bus. Raises ValueError where there is none."""
-
-    def __init__(self) -> None:
-        self._starts: dict[bytes, int] = {}
-        self._added, self._patience = threading.Condition(), DELAY
-        bus = get_event_bus()
-        if not bus.enabled:
-            raise ValueError(
-                'serde "kvq": the recipe depends on where chunks begin, which the server publishes on its event bus; '
-                "start it without --disable-observability"
-            )
-        bus.subscribe(EventType.MP_TOKENS, self._add)
-        bus.subscribe(EventType.MP_LOOKUP, self._add)
-
-    def start(self, chunk_hash: bytes) -> int:
-        """Return the place of a chunk's first token. Raises ValueError for an unknown chunk."""
-        with self._added:
-            if not self._added.wait_for(lambda: chunk_hash in self._starts, self._patience):
-                raise ValueError("a chunk of which LMCache does not say where it begins")
-            return self._starts[chunk_hash]
-
-    def _add(self, event: Event) -> None:
-        hashes, starts = event.metadata["chunk_hashes"], event.metadata.get("token_offsets")
-        if starts is None:  # of a prompt that is looked up
-            starts = [number * event.metadata["chunk_size"] for number in range(len(hashes))]
-        else:
-            self._patience = PATIENCE
-        with self._added:
-            for chunk_hash, start in zip(hashes, starts, strict=True):
-                self._starts.pop(chunk_hash, None)
-                self._starts[chunk_hash] = start  # the newest
-            while len(self._starts) > MAX_STARTS:
-                del self._starts[next(iter(self._starts))]
-            self._added.notify_all()
-
-
 class KVQSerializer(Serializer):
-    """Chunks into bytes, none for a chunk that cannot be kept.
+    """Chunks into bytes, none for a chunk that cannot be kept."""
 
-    starts   places of chunks, of a recipe that depends on them
-    """
-
-    def __init__(self, codecs: ChunkCodecs, starts: ChunkStarts | None):
-        self.codecs, self.starts = codecs, starts
+    def __init__(self, codecs: ChunkCodecs):
+        self.codecs = codecs
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
         assert src.tensor is not None and dst.tensor is not None
         try:
-            start = 0 if self.starts is None else self.starts.start(key.chunk_hash)
             codec = _codec(self.codecs, src.tensor, key)
-            codec.encode(src.tensor, key_bytes(key), dst.tensor.view(-1)[: codec.bytes], start)
+            codec.encode(src.tensor, key_bytes(key), dst.tensor.view(-1)[: codec.bytes])
             return codec.bytes
         except ValueError as error:
             _warn_once(f"{error}; such chunks are not kept")
@@ -175,15 +125,13 @@ def key_bytes(key: ObjectKey) -> bytes:
 
 
 def build(options: dict[str, object]) -> SerdeProcessor:
-    """Make the serde of these settings. Raises what `read_settings` raises, and ValueError for a recipe that depends on
-    positions where the server does not publish them."""
+    """Make the serde of these settings. Raises as `read_settings` does."""
     codecs = read_settings(options)
     recipe = codecs.served.recipe
     logger.info("kvq: %s, %.4g bits per element", recipe.name, asymptotic_bits(recipe, codecs.geometry))
     if torch_device_type == "cpu":
         _warn_once("no GPU here; LMCache misreads the pages of vLLM on a CPU, and results are wrong (docs/prefix.md)")
-    starts = ChunkStarts() if "positions" in recipe.needs else None
-    return Processor(KVQSerializer(codecs, starts), KVQDeserializer(codecs))
+    return Processor(KVQSerializer(codecs), KVQDeserializer(codecs))
 
 
 def _codec(codecs: ChunkCodecs, tensor: torch.Tensor, key: ObjectKey) -> ChunkCodec:

@@ -1,15 +1,14 @@
 """Turn an LMCache chunk, keys and values of all layers of some tokens, into bytes and back.
 
-    | "kvqchunk" 8 | version 4 | number of the first block 4 | files of N blocks |
+    | file of block 0 | ... | file of block N - 1 |
 
-A chunk is consecutive blocks of a prefix, each as the file that a `PrefixStore` keeps (`prefix/block_file.py`), with
-the same codecs, exact sinks and checks. A block's `previous` is a sha256 of the recipe, fit and shape, of the chunk's
-key and of the block's number. So a chunk that was changed, moved to another key, or written by another recipe, artifact
-or shape is an ArtifactError, and is not decoded.
+Each block is the file that a `PrefixStore` keeps (`prefix/block_file.py`), with the same codecs and checks. LMCache
+does not say where in its text a chunk begins, so recipes that depend on positions are refused, and no token is an exact
+sink. All chunks of a shape have the same number of bytes.
 
-A recipe that depends on positions, since RoPE is undone or rotates a mean, is told the number of the first block
-(`prefix/lmcache.py`), and keeps the text's first tokens exact. Other recipes encode each chunk as if it were the first,
-without sinks. All chunks of a shape are padded to the same number of bytes.
+A block's `previous` is a sha256 of the recipe, fit and shape, of the chunk's key and of the block's number in it. So a
+chunk that was changed, moved to another key, or written by another recipe, artifact or shape is an ArtifactError, and
+is not decoded.
 
 LMCache has keys and values of all layers in one of these layouts, which are read and written in place:
 
@@ -23,11 +22,9 @@ N = blocks of a chunk · T tokens of a chunk · X bytes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
-from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,15 +33,12 @@ from torch import Tensor
 from kvq_runtime.errors import ArtifactError, named
 from kvq_runtime.families import attending
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix.block_codec import BlockCodec
 from kvq_runtime.prefix.block_file import BlockFormat, Link
 from kvq_runtime.prefix.store import check_recipe
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.vllm import served_recipe
 from kvq_runtime.vllm.served_recipe import ServedRecipe, shard_of
-
-_MAGIC = b"kvqchunk" + (1).to_bytes(4, "little")
 
 
 class ChunkCodec:
@@ -57,7 +51,6 @@ class ChunkCodec:
         tensors: Mapping[str, Tensor],
         shape: Sequence[int],
         dtype: torch.dtype,
-        rotary: Rotary | None = None,
     ):
         tokens, block = shape[-2], recipe.window.block
         self._apart = (2, geometry.layers, tokens, geometry.width)
@@ -69,53 +62,36 @@ class ChunkCodec:
                 f"{recipe.name} encodes blocks of {block} tokens, and a chunk has {tokens}; "
                 f"give LMCache's server a --chunk-size that {block} divides"
             )
-        if "positions" not in recipe.needs:
-            recipe = recipe.with_exact(sinks=0)
-        self.recipe, self.geometry, self.dtype = recipe, geometry, dtype
-        self.codec, self.format = BlockCodec(recipe, geometry, tensors, rotary), BlockFormat(recipe, geometry, dtype)
-        self._root = self.format.digest("", tensors)
-        self._count = tokens // block
-        self.bytes = self._ends(self._links(b"", 0))[-1]  # a text's first blocks have sinks
+        recipe = recipe.with_exact(sinks=0)
+        self.geometry = geometry
+        self.codec, self.format = BlockCodec(recipe, geometry, tensors), BlockFormat(recipe, geometry, dtype)
+        self._root, self._count = self.format.digest("", tensors), tokens // block
+        self._block_bytes = self.format.file_bytes(self._links(b"")[0])
+        self.bytes = self._count * self._block_bytes
 
-    def _links(self, key: bytes, first: int) -> list[Link]:
-        """Return the places of a chunk's blocks in a text."""
-        numbers = range(first, first + self._count)
-        return [Link(sha256(f"{self._root} {n} ".encode() + key).hexdigest(), n, ()) for n in numbers]
+    def _links(self, key: bytes) -> list[Link]:
+        """Return the places of a chunk's blocks."""
+        names = [sha256(f"{self._root} {n} ".encode() + key).hexdigest() for n in range(self._count)]
+        return [Link(name, n, ()) for n, name in enumerate(names)]
 
-    def _ends(self, links: Sequence[Link]) -> list[int]:
-        """Return the end of the header, and of each block's file, in bytes."""
-        return [*accumulate((self.format.file_bytes(link) for link in links), initial=len(_MAGIC) + 4)]
-
-    def encode(self, chunk: Tensor, key: bytes, out_X: Tensor, start: int = 0) -> None:
-        """Write a chunk into uint8 memory on the CPU, `bytes` of it.
-
-        start   its first token's place in the text, where the recipe depends on positions
-        Raises ValueError for NaN or infinity.
-        """
-        first, rest = divmod(start, self.recipe.window.block)
-        assert rest == 0
-        blocks = self.codec.encode(first, dict(enumerate(zip(*self._by_head(chunk).flatten(3), strict=True))))
+    def encode(self, chunk: Tensor, key: bytes, out_X: Tensor) -> None:
+        """Write a chunk into uint8 memory on the CPU, `bytes` of it. Raises ValueError for NaN or infinity."""
+        blocks = self.codec.encode(0, dict(enumerate(zip(*self._by_head(chunk).flatten(3), strict=True))))
         if len(blocks) < self._count:
             raise ValueError("NaN or infinity among the keys or values; nothing is kept of the chunk")
-        files = map(self.format.to_bytes, blocks, self._links(key, first))
-        data = bytearray().join([_MAGIC, first.to_bytes(4, "little"), *files])
-        out_X[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-        out_X[len(data) :] = 0
+        data = bytearray().join(map(self.format.to_bytes, blocks, self._links(key)))
+        out_X.copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def decode(self, data_X: Tensor, key: bytes, out: Tensor) -> None:
         """Read a chunk from uint8 memory on the CPU, which may be longer. Raises ArtifactError unless it is this one.
 
         `out` holds no chunk after an error.
         """
-        data = bytes(data_X.contiguous().view(-1).numpy().data[: self.bytes])
-        first = int.from_bytes(data[len(_MAGIC) : len(_MAGIC) + 4], "little")
-        links = self._links(key, first)
-        spans = [slice(*pair) for pair in pairwise(self._ends(links))]
-        if data[: len(_MAGIC)] != _MAGIC or len(data) < spans[-1].stop:
-            raise ArtifactError("header: this is no chunk of kvq's, or one of another version, or it was cut off")
-        blocks = [self.format.from_bytes(data[span], link) for span, link in zip(spans, links, strict=True)]
+        data, size = bytes(data_X.contiguous().view(-1).numpy().data[: self.bytes]), self._block_bytes
+        files = [data[n * size : (n + 1) * size] for n in range(self._count)]
+        blocks = list(map(self.format.from_bytes, files, self._links(key)))
         out_2LTHD = self._by_head(out)
-        for layer, *pair in self.codec.decode(blocks, start=first * self.recipe.window.block):
+        for layer, *pair in self.codec.decode(blocks):
             for role, x_THD in enumerate(pair):
                 if not bool(x_THD.float().abs().amax().isfinite()):  # a large scale overflows, above all in float16
                     raise ArtifactError(f"finite: layer {layer} decodes to NaN or infinity; it is computed again")
@@ -129,18 +105,15 @@ class ChunkCodec:
         return chunk.view(self._fused).unflatten(-1, (-1, 2, size)).movedim(-2, 0)
 
 
+@dataclass(frozen=True, eq=False)
 class ChunkCodecs:
-    """The codecs of chunks by shape, dtype and worker, of one recipe and model.
+    """The codecs of chunks by shape, dtype and worker, of one recipe and of a model of this geometry."""
 
-    geometry   of the whole model
-    rotary     its rotation, where the recipe depends on positions
-    """
+    served: ServedRecipe
+    geometry: Geometry
 
-    def __init__(self, served: ServedRecipe, geometry: Geometry, rotary: Rotary | None = None):
-        self.served, self.geometry, self.rotary = served, geometry, rotary
-        self.codec = cache(self._codec)
-
-    def _codec(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int = 0, ranks: int | None = None) -> ChunkCodec:
+    @cache  # noqa: B019  # for as long as the server lives
+    def codec(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int = 0, ranks: int | None = None) -> ChunkCodec:
         """Return the codec of a worker's chunks. Raises ValueError for chunks that the recipe cannot keep.
 
         rank, ranks   the worker's number and the number of workers; None: it follows from the chunk's channels
@@ -149,8 +122,7 @@ class ChunkCodecs:
         width = shape[-1] if len(shape) == 4 and shape[0] == 2 else shape[-1] // 2
         shard = shard_of(whole, rank, ranks or max(1, whole.width // max(1, width)))
         tensors = shard.tensors(recipe, whole, self.served.tensors) if recipe.fitted else {}
-        rotary = replace(self.rotary, dtype=dtype) if self.rotary else None
-        return ChunkCodec(recipe, shard.geometry(whole), tensors, shape, dtype, rotary)
+        return ChunkCodec(recipe, shard.geometry(whole), tensors, shape, dtype)
 
 
 @named('serde "kvq"')
@@ -168,12 +140,13 @@ def read_settings(settings: Mapping[str, Any]) -> ChunkCodecs:
             raise ValueError(f"{name}={value!r:.80}; give text")
     model, revision = settings["model"], settings.get("revision")
     served, config = served_recipe.read(settings["cache"]), served_recipe.model_config(model, revision)
-    geometry, rotary = served_recipe.match(served, config, model, revision), None
+    geometry = served_recipe.match(served, config, model, revision)
     check_recipe(served.recipe.check(geometry))
+    if "positions" in served.recipe.needs:
+        raise ValueError(
+            f"{served.recipe.name} encodes keys by their positions, which LMCache does not tell; use a recipe that "
+            "docs/recipes.md lists for LMCache, or kvq's own connector (docs/serve-vllm.md)"
+        )
     if len(attending(config)) < config["num_hidden_layers"]:
         raise ValueError(f"layers of {model} slide or recur, and LMCache does not say which layers a chunk holds")
-    if "positions" in served.recipe.needs:
-        from kvq_runtime.hf.model import rotary_of_folder  # with transformers, which other recipes do without
-
-        rotary = rotary_of_folder(served_recipe.model_folder(model, revision) or Path(model), torch.bfloat16)
-    return ChunkCodecs(served, geometry, rotary)
+    return ChunkCodecs(served, geometry)

@@ -23,7 +23,7 @@ from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain
 from kvq_runtime.prefix.block_codec import BlockCodec, encoded_block
 from kvq_runtime.prefix.block_file import Block, BlockFormat, Link
-from kvq_runtime.prefix.folder import Folder, parse_bytes
+from kvq_runtime.prefix.folder import Folder, parse_budget
 from kvq_runtime.recipe import Recipe
 
 Tokens = Tensor | Iterable[int]  # ids of one row, [T] or [1, T]
@@ -58,7 +58,7 @@ class PrefixBlocks:
         check_recipe(recipe)
         self.codec = BlockCodec(recipe, geometry, tensors or {}, rotary)
         self.format = BlockFormat(recipe, geometry, dtype)
-        budget_bytes = parse_bytes(budget)
+        budget_bytes = parse_budget(budget)
         if self.format.largest > budget_bytes:
             raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.largest} bytes")
         self.root = self.format.digest(model, tensors or {})
@@ -118,14 +118,13 @@ class PrefixBlocks:
         dtype = cache.layers[0].buffer_2BTC.dtype
         return self._keep(token_T, dtype, lambda first, end: [encoded_block(cache, n, row) for n in range(first, end)])
 
-    def load(self, tokens: Tokens, limit: int | None = None, start: int = 0) -> list[Block]:
-        """Return the kept blocks of these tokens from token `start` on, checked: of the first `limit` tokens at most.
+    def load(self, tokens: Tokens, start: int = 0) -> list[Block]:
+        """Return the kept blocks of these tokens from token `start` on, checked.
 
         A damaged block, and all after it, are missing; it is removed, with a warning in the log.
         """
         assert start % self.block == 0
         token_T = chain.token_row(tokens)
-        token_T = token_T if limit is None else token_T[: max(0, limit)]
         names, first, blocks = self.names(token_T), start // self.block, list[Block]()
         for number in range(first, len(names)):
             block = self._read(names[number], self._link(names, token_T, number))

@@ -76,7 +76,8 @@ class PrefixStore:
         nothing kept the cache is empty. A damaged block is a miss, and a warning in the log.
         """
         cache, token_T = self._empty(), chain.token_row(input_ids)
-        blocks = self._blocks.load(self._text(token_T), len(token_T) - max(1, self.recipe.window.recent))
+        computed = max(1, self.recipe.window.recent)
+        blocks = self._blocks.load(self._text(token_T)[: max(0, len(token_T) - computed)])
         if blocks:
             block_codec.fill(cache.blocks, blocks, self.model.device)
             for layer in cache.layers:

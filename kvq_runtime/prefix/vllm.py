@@ -24,10 +24,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from kvq_runtime.errors import named
 from kvq_runtime.ops.constant import own_defaults
-from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, Transfer, open_stores
-from kvq_runtime.vllm import page, plugin
-from kvq_runtime.vllm.page import PageRows
+from kvq_runtime.prefix.vllm_requests import PageRows, PrefixScheduler, PrefixWorker, Transfer, open_store, places_of
+from kvq_runtime.vllm import plugin
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Metadata(KVConnectorMetadata):
 
 
 class KVQConnector(KVConnectorBase_V1):
-    """Loads and keeps prefixes; its options are those of `vllm_requests.open_stores`."""
+    """Loads and keeps prefixes; its options are those of `vllm_requests.open_store`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -47,12 +47,11 @@ class KVQConnector(KVConnectorBase_V1):
         options = self._kv_transfer_config.kv_connector_extra_config
         self._page = vllm_config.cache_config.block_size
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        rank = vllm_config.parallel_config.rank % ranks if role is KVConnectorRole.WORKER else None
+        rank = vllm_config.parallel_config.rank % ranks if role is KVConnectorRole.WORKER else 0
         with own_defaults():
-            self._stores = open_stores(options, vllm_config.model_config, ranks, rank)
+            self._store = open_store(options, vllm_config.model_config, rank, ranks)
         self._worker: PrefixWorker | None = None
-        recent = self._stores[0].format.recipe.window.recent
-        self._scheduler = PrefixScheduler(self._stores, self._page, recent)
+        self._scheduler = PrefixScheduler(self._store, self._page)
 
     # ---- in the scheduler's process
 
@@ -85,19 +84,16 @@ class KVQConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         modules = self._vllm_config.compilation_config.static_forward_context
         names = sorted(kv_caches, key=extract_layer_index)
-        geometry = self._stores[0].format.geometry
+        geometry, layers = self._store.format.geometry, []
         if [extract_layer_index(name) for name in names] != list(range(geometry.layers)):
             raise ValueError(f"KVQConnector: vLLM has caches of layers {', '.join(names)}; the model has {geometry}")
-        orders, layers = {}, []
         for name in names:
             module, cache = modules[name], kv_caches[name]
-            kind = type(module.impl), cache.shape, cache.stride(), cache.dtype
-            if kind not in orders:
-                write = partial(module.impl.do_kv_cache_update, module)
-                with torch.inference_mode():
-                    orders[kind] = page.places_of(cache, geometry.kv_heads, geometry.head_size, write)
-            layers.append(PageRows(cache, orders[kind], self._page // cache.shape[2]))
-        self._worker = PrefixWorker(self._stores[0], layers, self._page)
+            write = partial(module.impl.do_kv_cache_update, module)
+            with torch.inference_mode():
+                places_X = places_of(cache, geometry.kv_heads, geometry.head_size, write)
+            layers.append(PageRows(cache, places_X, self._page // cache.shape[2]))
+        self._worker = PrefixWorker(self._store, layers, self._page)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata: Any = self._get_connector_metadata()
@@ -129,20 +125,17 @@ class KVQConnector(KVConnectorBase_V1):
 
 def _check_engine(config: VllmConfig, caches: KVCacheConfig) -> None:
     """Raise ValueError for a server whose prefixes cannot be kept."""
-    parallel, transfer, speculative = config.parallel_config, config.kv_transfer_config, config.speculative_config
-    specs, why = [group.kv_cache_spec for group in caches.kv_cache_groups], None
+    transfer, specs, why = config.kv_transfer_config, [group.kv_cache_spec for group in caches.kv_cache_groups], None
     assert transfer is not None
     if plugin.asked() is not None:
         why = f"{plugin.VARIABLE} is set: vLLM's pages hold packed codes, not 16-bit rows; unset it"
     elif transfer.kv_load_failure_policy != "recompute":
         why = 'a damaged block has to be computed: add "kv_load_failure_policy": "recompute" to --kv-transfer-config'
-    elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-        why = "a worker has to hold all layers and tokens of its heads; drop pipeline and context parallelism"
-    elif speculative is not None and speculative.method != "ngram":
-        why = f"layers of a draft model are not kept (speculative method {speculative.method}); use ngram"
-    elif config.cache_config.cache_dtype != "auto":
-        why = f"vLLM's cache has to be in the model's dtype; drop --kv-cache-dtype {config.cache_config.cache_dtype}"
+    elif config.parallel_config.pipeline_parallel_size > 1:
+        why = "a worker has to hold all layers of its heads; drop pipeline parallelism"
     elif len(specs) != 1 or type(specs[0]) is not FullAttentionSpec or specs[0].sliding_window is not None:
         why = "some layers of the model do not attend to all tokens; their state is not kept"
     if why is not None:
         raise ValueError(f"KVQConnector: {why}")
+    with named("KVQConnector"):
+        plugin.check_engine(config)

@@ -4,6 +4,12 @@
 blocks of computed tokens are kept. `PrefixWorker` decodes blocks into a worker's pages, one load a step, and encodes
 pages into blocks: it copies tokens out of their pages when the step has been computed, and a thread encodes and writes
 them. Blocks are not kept while `PENDING` bytes of copies wait.
+
+In vLLM's own 16-bit pages each backend has an order of its own: that of a CPU swaps dimensions of keys for its vector
+units. `places_of` measures the order: the backend writes tokens whose every element is a number of its own. Numbers are
+written in digits of 8 bits, which every dtype holds exactly.
+
+B = pages of the cache · P pages in a row · N = tokens of a page · H KV heads · D head size · X = H · N · 2 · D.
 """
 
 import logging
@@ -14,53 +20,54 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvq_runtime.errors import ArtifactError, named
 from kvq_runtime.prefix import chain
 from kvq_runtime.prefix.store import PrefixBlocks, check_recipe
 from kvq_runtime.vllm import served_recipe
-from kvq_runtime.vllm.served_recipe import Shard, shard_of
+from kvq_runtime.vllm.served_recipe import shard_of
 
+DIGIT = 256  # bfloat16 has every whole number up to it
+Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # keys and values [T, H, D], cache, slots int64 [T]
 PENDING = 1 << 30  # bytes of 16-bit keys and values that may wait to be encoded, in each worker
 _log = logging.getLogger(__name__)
 
 
-def open_stores(options: Mapping[str, Any], model: Any, ranks: int, rank: int | None = None) -> list[PrefixBlocks]:
-    """Open the store of a worker's shard; without a rank, those of all shards.
+def open_store(options: Mapping[str, Any], model: Any, rank: int, ranks: int) -> PrefixBlocks:
+    """Open the store of a worker's shard, by its rank among the workers of tensor parallelism.
 
     options   path: folder of the prefixes; recipe: a name or reference, as for KVQ_CACHE; budget: bytes of the folder
     model     vLLM's ModelConfig
-    ranks     workers of tensor parallelism
     Raises ValueError or ArtifactError for a recipe that cannot be kept or is not of this model.
     """
     if not {"path", "recipe"} <= set(options) <= {"path", "recipe", "budget"}:
-        given = ", ".join(sorted(options)) or "nothing"
-        raise ValueError(f"kv_connector_extra_config has {given}; give path and recipe, and budget if wanted")
+        names = ", ".join(sorted(options)) or "nothing"
+        raise ValueError(f"kv_connector_extra_config has {names}; give path and recipe, and budget if wanted")
     with named(f"KVQConnector, recipe {options['recipe']}"):
         served = served_recipe.read(str(options["recipe"]))
         recipe, config = served.recipe, model.hf_text_config.to_dict()
         check_recipe(recipe)
         whole = served_recipe.match(served, config, model.model, model.revision)
-        folder = served_recipe.model_folder(model.model, model.revision)
-        if folder is None:
-            raise ArtifactError(f"the files of {model.model} are not on this machine; give its folder as the model")
-        digest = chain.model_digest(config, chain.folder_weights(folder), model.quantization or "")
+        weights = [*served_recipe.weights(served_recipe.model_folder(model.model, model.revision))]
+        if not weights:
+            raise ArtifactError(
+                f"no safetensors files of {model.model} on this machine, by which models are told apart; "
+                "save the model so, and give its folder"
+            )
+        digest = chain.model_digest(config, weights, model.quantization or "")
         rotary = None
         if "positions" in recipe.needs:
             from kvq_runtime.hf.model import rotary_of_config  # with transformers
 
             rotary = rotary_of_config(model.hf_text_config, model.dtype)
-        shard = shard_of(whole, rank or 0, ranks)
-        shards = [shard] if rank is not None else [Shard(part, shard.parts) for part in range(shard.parts)]
-        return [
-            PrefixBlocks(
-                options["path"], recipe, shard.geometry(whole),
-                shard.tensors(recipe, whole, served.tensors) if recipe.fitted else {},
-                model=f"{digest} {shard.part}/{shard.parts}", dtype=model.dtype, rotary=rotary,
-                budget=options.get("budget", "20GB"),
-            )
-            for shard in shards
-        ]  # fmt: skip
+        shard = shard_of(whole, rank, ranks)
+        return PrefixBlocks(
+            options["path"], recipe, shard.geometry(whole),
+            shard.tensors(recipe, whole, served.tensors) if recipe.fitted else {},
+            model=f"{digest} {shard.part}/{shard.parts}", dtype=model.dtype, rotary=rotary,
+            budget=options.get("budget", "20GB"),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,15 +91,14 @@ class PrefixScheduler:
     """Plans the transfers of vLLM's requests.
 
     A request is loaded at most once: after a load that failed it is computed. Drafts are kept once they are accepted.
+    The newest tokens, as many as the recipe's window, are computed, to be exact.
 
-    stores   one for each shard of the model
+    store    of the first worker; if another one lacks a block, its load fails
     page     tokens of one of the engine's pages; divides a block
-    recent   newest tokens that are computed, to be exact
     """
 
-    def __init__(self, stores: Sequence[PrefixBlocks], page: int, recent: int):
-        self.stores, self.page, self.recent = stores, page, recent
-        self.block = stores[0].block
+    def __init__(self, store: PrefixBlocks, page: int):
+        self.store, self.page, self.block = store, page, store.block
         self._requests: dict[str, Any] = {}  # that have pages
         self._matched: dict[str, int] = {}  # of requests that wait for pages: the end of the kept prefix
         self._loads: dict[str, tuple[int, int]] = {}  # that begin with the next step: first token, end
@@ -107,9 +113,8 @@ class PrefixScheduler:
             return 0
         if name not in self._matched:
             tokens = list(request.all_token_ids)
-            tokens = tokens[: max(0, len(tokens) - max(1, self.recent))]
-            salt = request.cache_salt or ""
-            self._matched[name] = min(store.of_tenant(salt).longest(tokens) for store in self.stores)
+            tokens = tokens[: max(0, len(tokens) - max(1, self.store.format.recipe.window.recent))]
+            self._matched[name] = self.store.of_tenant(request.cache_salt or "").longest(tokens)
         return max(0, self._matched[name] - computed)
 
     def allocated(self, request: Any, external: int) -> None:
@@ -147,8 +152,8 @@ class PrefixScheduler:
 
     def finished(self, name: str) -> None:
         """Forget a request."""
-        for known in (self._requests, self._matched, self._loads, self._loaded, self._kept):
-            known.pop(name, None)
+        for state in (self._requests, self._matched, self._loads, self._loaded, self._kept):
+            state.pop(name, None)
 
     def _transfer(self, name: str, start: int, stop: int, pages_of: Callable[[str], Sequence[int]]) -> Transfer:
         request = self._requests[name]
@@ -170,11 +175,11 @@ def _is_plain(request: Any) -> bool:
 class PrefixWorker:
     """One worker's pages and kept prefixes.
 
-    layers   of the store, in order: their pages, `vllm/page.py`
+    layers   of the store, in order: their pages
     page     tokens of one of the engine's pages; divides a block
     """
 
-    def __init__(self, store: PrefixBlocks, layers: Sequence[Any], page: int):
+    def __init__(self, store: PrefixBlocks, layers: Sequence["PageRows"], page: int):
         if store.block % page:
             raise ValueError(
                 f"pages of {page} tokens do not divide {store.format.recipe.name}'s blocks of {store.block}; give "
@@ -209,7 +214,7 @@ class PrefixWorker:
         """Load blocks into pages; return the token up to which they were found."""
         store = self.store.of_tenant(load.salt)
         first = load.start // store.block * store.block
-        blocks = store.load(load.tokens, load.stop, first)
+        blocks = store.load(load.tokens, first)
         stop = first + len(blocks) * store.block
         if stop <= load.start:
             return load.start
@@ -270,3 +275,60 @@ class PrefixWorker:
     def close(self) -> None:
         """Write pending copies."""
         self._writer.shutdown()
+
+
+@dataclass(frozen=True)
+class PageRows:
+    """A layer's 16-bit cache, [B, H, N, 2 D] as vLLM shows it, and the inner order of its pages.
+
+    places   where in a page each element of its tokens is, int64 [N · H · 2 · D], by token, head, key or value, element
+    parts    pages of the cache that make up one of the engine's
+    """
+
+    cache_BHNC: Tensor
+    places_X: Tensor
+    parts: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache_BHNC.device
+
+    def read(self, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the engine's pages, [tokens, H · D] each, copied."""
+        _, heads, tokens, width = self.cache_BHNC.shape
+        x_PX = self.cache_BHNC[self._own(pages)].flatten(1)[:, self.places_X]
+        x_TH2D = x_PX.view(len(x_PX) * tokens, heads, 2, width // 2)
+        return x_TH2D[:, :, 0].flatten(1), x_TH2D[:, :, 1].flatten(1)
+
+    def write(self, pages: Sequence[int], k_THD: Tensor, v_THD: Tensor) -> None:
+        """Put keys and values into the engine's pages, all of their tokens."""
+        own_P, cache_BHNC = self._own(pages), self.cache_BHNC
+        x_PX = torch.stack([k_THD, v_THD], 2).reshape(len(own_P), -1).to(cache_BHNC.dtype)
+        raw_PX = torch.empty_like(x_PX)
+        raw_PX[:, self.places_X] = x_PX
+        cache_BHNC[own_P] = raw_PX.view(-1, *cache_BHNC.shape[1:])
+
+    def _own(self, pages: Sequence[int]) -> Tensor:
+        return torch.tensor([first * self.parts + n for first in pages for n in range(self.parts)], device=self.device)
+
+
+def places_of(cache_BHNC: Tensor, heads: int, size: int, write: Write) -> Tensor:
+    """Return the `places` of a layer's pages, from what `write` does to page 0, vLLM's empty page, zeros afterwards.
+
+    Raises ValueError for a cache that does not hold every element once, in a float dtype: it is quantized or padded.
+    """
+    tokens, shape, dtype = cache_BHNC.shape[2], list(cache_BHNC.shape[1:]), cache_BHNC.dtype
+    if shape != [heads, tokens, 2 * size] or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"a page is {shape}, {dtype}, and not {[heads, tokens, 2 * size]} in 16 or 32 bits")
+    slots = torch.arange(tokens, device=cache_BHNC.device)
+    numbers = torch.arange(tokens * heads * 2 * size, device=cache_BHNC.device)
+    written = torch.zeros_like(numbers)
+    for power in range(-(-(len(numbers) - 1).bit_length() // 8)):
+        x_NH2D = (numbers >> 8 * power).remainder(DIGIT).to(dtype).view(tokens, heads, 2, size)
+        write(x_NH2D[:, :, 0].contiguous(), x_NH2D[:, :, 1].contiguous(), cache_BHNC, slots)
+        written += cache_BHNC[0].flatten().long() << 8 * power
+    cache_BHNC[0] = 0
+    ordered, places_X = written.sort()
+    if not torch.equal(ordered, numbers):
+        raise ValueError("the attention backend does not keep keys and values as they are")
+    return places_X

@@ -1,8 +1,8 @@
 """Attend to pages: with the decode kernel where it can, else by torch on any device.
 
-The kernel takes requests with equally many queries in one launch, whatever their lengths, if the queries of each stand
-in one page, whose exact tokens are what the window is to a cache, and are few. What a step needs there is made once for
-all layers and copied to the device once, which nothing waits for.
+The kernel takes requests with equally many queries in one launch, whatever their lengths, if the queries of each are
+few and stand in one page whose exact tokens are in the pool of tails, which is what the window is to a cache. What a
+step needs there is made once for all layers and copied to the device once, which nothing waits for.
 
 By torch, requests with equally many queries, one each when decoding, go together in a group, as long as its tokens are
 at most `TOKENS`; a longer one goes alone. Pages are read in runs of at most `TOKENS` tokens of the whole group, and
@@ -59,13 +59,11 @@ class Group:
     rows       of their queries in the step's tokens
     table      int [B, pages]
     lengths    int32 [B, 4], see `PageReader.attend`
-    owns       their own pages, where not all of these are in the pool of tails; None: they are
     """
 
     rows: Tensor
     table: Tensor
     lengths: Tensor
-    owns: list[int] | None
 
 
 class _Sums(OnlineSoftmax):
@@ -185,7 +183,7 @@ def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tenso
         return left
     alike: defaultdict[int, list[int]] = defaultdict(list)
     for i in left:
-        if len(exact.pieces[i]) == 1:
+        if len(exact.pieces[i]) == 1 and exact.entries[exact.pieces[i][0].own] >= 0:
             alike[batch.counts[i]].append(i)
     for count, requests in alike.items():
         if not reader.takes(q_THD, len(requests), count):
@@ -194,22 +192,17 @@ def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tenso
             batch.groups[count] = _group(batch, exact, requests, layer.page.tokens, q_THD.device)
         group = batch.groups[count]
         q_BHTD = q_THD[group.rows].unflatten(0, (-1, count)).transpose(1, 2)
-        keys, values = layer.tails if group.owns is None else layer.own_pages(group.owns)
-        o_BHTD = reader.attend(q_BHTD, group.table, group.lengths, (keys, values), layer.first_tokens, scale)
+        o_BHTD = reader.attend(q_BHTD, group.table, group.lengths, layer.tails, layer.first_tokens, scale)
         out_THD[group.rows] = o_BHTD.transpose(1, 2).flatten(0, 1)
         left = [i for i in left if i not in requests]
     return left
 
 
 def _group(batch: Batch, exact: ExactStep, requests: list[int], page: int, device: torch.device) -> Group:
-    owns = [exact.pieces[i][0].own for i in requests]
-    entries = [exact.entries[own] for own in owns]
-    pooled = min(entries) >= 0
-    windows = entries if pooled else range(len(requests))
     lengths_B4 = torch.tensor([
-        [(batch.lengths[i] - 1) // page, window, (batch.lengths[i] - 1) % page + 1, exact.firsts[i]]
-        for i, window in zip(requests, windows, strict=True)
+        [(batch.lengths[i] - 1) // page, exact.entries[exact.pieces[i][0].own], (batch.lengths[i] - 1) % page + 1,
+         exact.firsts[i]] for i in requests
     ], dtype=torch.int32)  # fmt: skip
     rows = [batch.starts[i] + n for i in requests for n in range(batch.counts[i])]
     chosen, rows = (sent(torch.tensor(x), device) for x in (requests, rows))
-    return Group(rows, batch.table[chosen], sent(lengths_B4, device), None if pooled else owns)
+    return Group(rows, batch.table[chosen], sent(lengths_B4, device))

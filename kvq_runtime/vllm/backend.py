@@ -43,7 +43,7 @@ from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.store.memory import asymptotic_bits
-from kvq_runtime.vllm import attend, page, plugin
+from kvq_runtime.vllm import attend, page, plugin, served_recipe
 from kvq_runtime.vllm.attend import Batch
 from kvq_runtime.vllm.exact import ExactTokens
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
@@ -86,13 +86,13 @@ class Served:
             reader = PageReader(self.kernel, index)
         layout = page.page_of(recipe, index, self.geometry, self.dtype, reader.orders if reader else {})
         exact = all(scheme.quantize.keeps_dtype for scheme in recipe.at(index))
-        given = self.codecs[index], layout, self.geometry, self.rotary, 0 if exact else recipe.window.sinks
-        return BlockLayer(*given, reader) if self.by_block else PagedLayer(*given)
+        kind, sinks = BlockLayer if self.by_block else PagedLayer, 0 if exact else recipe.window.sinks
+        return kind(self.codecs[index], layout, self.geometry, self.rotary, sinks, reader)
 
-    def share(self, own: int, beside: int) -> tuple[int, int]:
-        """As `page.shared_pages`, of a layer that needs `own` bytes a token; beside others all layers take the same."""
+    def share(self, needed: int, beside: int) -> tuple[int, int]:
+        """As `page.shared_pages`, of one layer; beside others all layers take the bytes of the widest."""
         if not beside:
-            return 1, own
+            return 1, needed
         tokens, layers = self.recipe.window.block, range(self.geometry.layers)
         widest = max(page.page_of(self.recipe, layer, self.geometry, self.dtype).per_token for layer in layers)
         blocks, per_token = page.shared_pages(widest, beside, tokens, self.dtype.itemsize)
@@ -107,14 +107,16 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     assert reference is not None, "kvq's attention without KVQ_CACHE"
     served, model = plugin.load(reference), config.model_config
     settings = model.hf_text_config.to_dict()
-    whole = plugin.check_model(served, settings, model.model, model.revision)
-    by_block = plugin.by_block(served.recipe, whole)
     with plugin.named(reference):
-        _check_engine(config, served.recipe.name, by_block)
+        whole = served_recipe.match(served, settings, model.model, model.revision)
+        plugin.check_recipe(served.recipe, whole)
+        plugin.check_engine(config)
+        if config.kv_transfer_config is not None:
+            raise ValueError("a KV connector moves pages, and exact tokens are beside them; drop --kv-transfer-config")
+        by_block = plugin.by_block(served.recipe, whole)
+        if by_block and model.is_hybrid:
+            raise ValueError(UNSHARED.format(served.recipe.name))
         recipe = plugin.paged(served.recipe, whole, config.cache_config.block_size)
-    if config.kv_transfer_config is not None and recipe.window.sinks:
-        logger.warning("kvq: first tokens are encoded like all others, as a KV connector moves pages alone")
-        recipe = recipe.with_exact(sinks=0)
     shard = shard_of(whole, rank, config.parallel_config.tensor_parallel_size)
     geometry, tensors = shard.geometry(whole), shard.tensors(recipe, whole, served.tensors)
     rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None
@@ -128,36 +130,16 @@ def served_by(config: VllmConfig, rank: int) -> Served:
 def _kernel(config: VllmConfig, recipe: Recipe, geometry: Geometry, rotary: Rotary | None) -> Shared | None:
     """Return the kernel's shared state, so that pages are encoded whole; None: torch alone reads them."""
     model = config.model_config
-    if model.is_hybrid or config.kv_transfer_config is not None or model.get_sliding_window() is not None:
-        reason = "it reads whole pages, not for KV connectors, nor for models with sliding windows or other layers"
+    if model.is_hybrid or model.get_sliding_window() is not None:
+        reason = "it reads whole pages, which layers of other kinds would share"
     else:
-        reason = page.refusal_of_all(recipe, geometry, rotary)
+        reasons = [page.refusal(recipe, geometry, rotary, layer) for layer in range(geometry.layers)]
+        reason = None if None in reasons else reasons[0]
     if reason is not None:
         logger.warning_once("kvq: pages are read by torch operations, and by no kernel: %s", reason)
         return None
     logger.warning_once("kvq: a kernel, which has not been tried on a GPU, answers decode steps")
     return Shared(recipe, geometry, rotary)
-
-
-def _check_engine(config: VllmConfig, name: str, by_block: bool) -> None:
-    """Raise ValueError for an engine in which the recipe of this name cannot be served."""
-    method, dtype = getattr(config.speculative_config, "method", "ngram"), config.cache_config.cache_dtype
-    for refused, reason in [
-        (method != "ngram", f"layers of a draft model are not served (speculative method {method}); use ngram"),
-        (
-            config.cache_config.cache_dtype != "auto",
-            f"the recipe sets how the cache is stored; drop --kv-cache-dtype {dtype}",
-        ),
-        (config.parallel_config.decode_context_parallel_size > 1, "decode context parallelism is not served; drop it"),
-        (by_block and config.model_config.is_hybrid, UNSHARED.format(name)),
-        (
-            by_block and config.kv_transfer_config is not None,
-            f"{name} encodes whole pages, and a KV connector does not move the newest tokens, which are beside them; "
-            "drop --kv-transfer-config, or take a recipe that encodes token by token",
-        ),
-    ]:
-        if refused:
-            raise ValueError(reason)
 
 
 _served: list[tuple[VllmConfig, Served]] = []  # by the engine of this process
@@ -209,10 +191,11 @@ class KVQImpl(STOCK.get_impl_cls()):
             "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap", "attn_type",
             "kv_sharing_target_layer_name",
         )  # fmt: skip
-        given = dict(zip(names, rest, strict=False)) | named
-        plain = given.get("sliding_window") is None and given.get("attn_type", "decoder") == AttentionType.DECODER
+        settings = dict(zip(names, rest, strict=False)) | named
+        decoder = settings.get("attn_type", AttentionType.DECODER) == AttentionType.DECODER
+        plain = decoder and settings.get("sliding_window") is None
         for name in ("alibi_slopes", "logits_soft_cap", "kv_sharing_target_layer_name", "sinks"):
-            if plain and given.get(name) not in (None, 0):
+            if plain and settings.get(name) not in (None, 0):
                 raise ValueError(f"KVQ_CACHE does not serve attention with {name}, which this model has")
         self._config = get_current_vllm_config()
         served = served_in(self._config)

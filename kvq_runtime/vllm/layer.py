@@ -30,18 +30,30 @@ class PagedLayer:
     codecs   of keys and values, of this worker's heads
     rotary   the model's rotation, where keys are encoded before it or less a mean after it; else None
     sinks    first tokens of a sequence that are kept exact as well, at least 0
+    reader   has the decode kernel read a `BlockLayer`'s pages, in whose order they are; None: torch alone reads them
     """
 
-    def __init__(self, codecs: tuple[Codec, Codec], page: Page, geometry: Geometry, rotary: Rotary | None, sinks: int):
+    def __init__(
+        self,
+        codecs: tuple[Codec, Codec],
+        page: Page,
+        geometry: Geometry,
+        rotary: Rotary | None,
+        sinks: int,
+        reader: PageReader | None = None,
+    ):
         self.codecs: dict[Role, Codec] = dict(zip(ROLES, codecs, strict=True))
-        self.page, self.geometry, self.rotary, self.sinks = page, geometry, rotary, sinks
+        self.page, self.geometry, self.rotary, self.sinks, self.reader = page, geometry, rotary, sinks, reader
         self._cache: Tensor | None = None
         self._raw_BX = torch.empty(0)
         self._views: dict[Role, Fields] = {}
         self.exact_E2SC: Tensor | None = None  # first tokens, by entry
 
     def bind(self, cache: Tensor) -> None:
-        """Use this memory, a layer's cache as vLLM gives it: [B, 1, N, ...], contiguous within a page."""
+        """Use this memory, a layer's cache as vLLM gives it: [B, 1, N, ...], contiguous within a page.
+
+        ValueError: the kernel cannot read pages that lie so.
+        """
         if self._cache is cache:
             return
         raw_BX = cache.view(torch.uint8).view(len(cache), -1)
@@ -54,6 +66,8 @@ class PagedLayer:
         self.codecs = {role: codec.to(cache.device) for role, codec in self.codecs.items()}
         if self.rotary is not None:
             self.rotary = replace(self.rotary, frequencies_K=self.rotary.frequencies_K.to(cache.device))
+        if self.reader is not None:
+            self.reader.bind(self.codecs, self._views)
 
     def write(self, pair: Mapping[Role, Tensor], slots_T: Tensor, positions_T: Tensor) -> None:
         """Encode tokens [T, C] into the slots page · N + place, int64; positions are those in the text."""
@@ -128,31 +142,10 @@ class PagedLayer:
 
 
 class BlockLayer(PagedLayer):
-    """The keys and values of one layer in vLLM's pages, each one block, and its tails, exact.
+    """The keys and values of one layer in vLLM's pages, each one block, and its tails, exact."""
 
-    reader   has the decode kernel read the pages, in whose order they are; None: torch alone reads them
-    """
-
-    def __init__(
-        self,
-        codecs: tuple[Codec, Codec],
-        page: Page,
-        geometry: Geometry,
-        rotary: Rotary | None,
-        sinks: int,
-        reader: PageReader | None = None,
-    ):
-        super().__init__(codecs, page, geometry, rotary, sinks)
-        self.reader = reader
-        self.tails_E2NC: Tensor | None = None
-        self._step: tuple[Mapping[Role, Tensor], ExactStep] | None = None
-
-    def bind(self, cache: Tensor) -> None:
-        """As `PagedLayer.bind`. ValueError: the kernel cannot read pages that lie so."""
-        if self._cache is not cache:
-            super().bind(cache)
-            if self.reader is not None:
-                self.reader.bind(self.codecs, self._views)
+    tails_E2NC: Tensor | None = None
+    _step: tuple[Mapping[Role, Tensor], ExactStep] | None = None
 
     def take(self, pair: Mapping[Role, Tensor], step: ExactStep) -> None:
         """Take in the tokens [T, C] of a step: encode the pages that are full, keep the others' tokens."""

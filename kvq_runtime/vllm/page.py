@@ -7,15 +7,11 @@ page and a codec, and a page costs the bits that the recipe states. Where the de
 a field lies in its order (codec/kernel_order.py), in as many bytes. The first such layer imports the kernels, and with
 them triton: see ops/dispatch.py.
 
-In vLLM's own 16-bit pages each backend has an order of its own: that of a CPU swaps dimensions of keys for its vector
-units. `places_of` measures the order: the backend writes tokens whose every element is a number of its own. Numbers are
-written in digits of 8 bits, which every dtype holds exactly.
-
-B = pages of the cache · P pages in a row · N = tokens of a page · H KV heads · D head size · X = H · N · 2 · D.
+B = pages of the cache · P pages in a row · N = tokens of a page.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -35,8 +31,6 @@ from kvq_runtime.recipe import Recipe
 Fields = dict[str, Tensor]
 Orders = Mapping[Role, KernelOrder | None]
 ALIGNED = 16  # tokens of a page, of which its fields begin at multiples of 16 bytes
-DIGIT = 256  # bfloat16 has every whole number up to it
-Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # keys and values [T, H, D], cache, slots int64 [T]
 
 
 @dataclass(frozen=True)
@@ -106,22 +100,22 @@ def page_of(
     return Page(tokens, -(-stop // (tokens * word)) * word, tuple(fields), orders)
 
 
-def shared_pages(own: int, beside: int, tokens: int, word: int) -> tuple[int, int]:
+def shared_pages(needed: int, beside: int, tokens: int, word: int) -> tuple[int, int]:
     """Return how many of kvq's pages vLLM hands out at a time, and the bytes of a token in them.
 
     Layers of different kinds take turns in one memory, so vLLM pads all pages to the bytes of the largest. Several of
     kvq's together fill that: as many as fit into it, which are widened, or one more, so that vLLM pads the others'.
     Whichever adds the smaller share is taken.
 
-    own      bytes a token that the recipe needs, a multiple of `word`
+    needed   bytes a token of the recipe, a multiple of `word`
     beside   bytes of the largest page of other layers; 0: there are none
     tokens   of one of kvq's pages
     """
-    if beside <= own * tokens:
-        return 1, own
-    few = beside // (own * tokens)
+    if beside <= needed * tokens:
+        return 1, needed
+    few = beside // (needed * tokens)
     wider = -(-beside // (few * tokens * word)) * word
-    return (few, wider) if wider / own <= (few + 1) * own * tokens / beside else (few + 1, own)
+    return (few, wider) if wider / needed <= (few + 1) * needed * tokens / beside else (few + 1, needed)
 
 
 def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: int = 0) -> str | None:
@@ -131,12 +125,6 @@ def refusal(recipe: Recipe, geometry: Geometry, rotary: Rotary | None, layer: in
     if rotary is not None and 2 * len(rotary.frequencies_K) != geometry.head_size:
         return "RoPE rotates a part of a head, and the kernel rotates whole ones"
     return fused.refusal(recipe, geometry, layer)
-
-
-def refusal_of_all(recipe: Recipe, geometry: Geometry, rotary: Rotary | None) -> str | None:
-    """Return the first layer's reason why the kernel reads no layer's pages; None: it reads some, or all."""
-    reasons = [refusal(recipe, geometry, rotary, layer) for layer in range(geometry.layers)]
-    return None if None in reasons else reasons[0]
 
 
 class Shared:
@@ -200,7 +188,8 @@ class PageReader:
         """
         host, splits, pages = fused.kernels(), self.shared.splits, table.shape[1]
         keys, values = (
-            replace(one, addresses=one.addresses._replace(table=table, width=table.stride(0))) for one in self._encoded
+            replace(codes, addresses=codes.addresses._replace(table=table, width=table.stride(0)))
+            for codes in self._encoded
         )
         rope = self.shared.rope(len(q_BHTD), pages, q_BHTD.device)
         kind = (keys.settings, values.settings, len(q_BHTD), q_BHTD.shape[2], pages)
@@ -208,60 +197,3 @@ class PageReader:
             splits[kind] = host.choose_splits(q_BHTD, keys, values, pages)
         exact = host.Exact(*windows, *sinks)
         return host.attend(q_BHTD, keys, values, exact, lengths_B4, None, scale, splits[kind], rope)[0]
-
-
-@dataclass(frozen=True)
-class PageRows:
-    """A layer's 16-bit cache, [B, H, N, 2 D] as vLLM shows it, and the inner order of its pages.
-
-    places   where in a page each element of its tokens is, int64 [N · H · 2 · D], by token, head, key or value, element
-    parts    pages of the cache that make up one of the engine's
-    """
-
-    cache_BHNC: Tensor
-    places_X: Tensor
-    parts: int = 1
-
-    @property
-    def device(self) -> torch.device:
-        return self.cache_BHNC.device
-
-    def read(self, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the engine's pages, [tokens, H · D] each, copied."""
-        _, heads, tokens, width = self.cache_BHNC.shape
-        x_PX = self.cache_BHNC[self._own(pages)].flatten(1)[:, self.places_X]
-        x_TH2D = x_PX.view(len(x_PX) * tokens, heads, 2, width // 2)
-        return x_TH2D[:, :, 0].flatten(1), x_TH2D[:, :, 1].flatten(1)
-
-    def write(self, pages: Sequence[int], k_THD: Tensor, v_THD: Tensor) -> None:
-        """Put keys and values into the engine's pages, all of their tokens."""
-        own_P, cache_BHNC = self._own(pages), self.cache_BHNC
-        x_PX = torch.stack([k_THD, v_THD], 2).reshape(len(own_P), -1).to(cache_BHNC.dtype)
-        raw_PX = torch.empty_like(x_PX)
-        raw_PX[:, self.places_X] = x_PX
-        cache_BHNC[own_P] = raw_PX.view(-1, *cache_BHNC.shape[1:])
-
-    def _own(self, pages: Sequence[int]) -> Tensor:
-        return torch.tensor([first * self.parts + n for first in pages for n in range(self.parts)], device=self.device)
-
-
-def places_of(cache_BHNC: Tensor, heads: int, size: int, write: Write) -> Tensor:
-    """Return the `places` of a layer's pages, from what `write` does to page 0, vLLM's empty page, zeros afterwards.
-
-    Raises ValueError for a cache that does not hold every element once, in a float dtype: it is quantized or padded.
-    """
-    tokens, shape, dtype = cache_BHNC.shape[2], list(cache_BHNC.shape[1:]), cache_BHNC.dtype
-    if shape != [heads, tokens, 2 * size] or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ValueError(f"a page is {shape}, {dtype}, and not {[heads, tokens, 2 * size]} in 16 or 32 bits")
-    slots = torch.arange(tokens, device=cache_BHNC.device)
-    numbers = torch.arange(tokens * heads * 2 * size, device=cache_BHNC.device)
-    held = torch.zeros_like(numbers)
-    for power in range(-(-(len(numbers) - 1).bit_length() // 8)):
-        x_NH2D = (numbers >> 8 * power).remainder(DIGIT).to(dtype).view(tokens, heads, 2, size)
-        write(x_NH2D[:, :, 0].contiguous(), x_NH2D[:, :, 1].contiguous(), cache_BHNC, slots)
-        held += cache_BHNC[0].flatten().long() << 8 * power
-    cache_BHNC[0] = 0
-    ordered, places_X = held.sort()
-    if not torch.equal(ordered, numbers):
-        raise ValueError("the attention backend does not keep keys and values as they are")
-    return places_X

@@ -7,7 +7,6 @@ or, where codes belong to a whole block, when the page is full.
 
 import multiprocessing
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
@@ -37,6 +36,17 @@ def check_recipe(recipe: Recipe, geometry: Geometry) -> None:
     if reason is not None:
         raise ValueError(f"vLLM cannot serve {recipe.name}: {reason}; docs/serve-vllm.md lists the recipes that it can")
     recipe.check(geometry)
+
+
+def check_engine(config: Any) -> None:
+    """Raise ValueError for an engine, by its VllmConfig, in which kvq neither holds nor keeps keys and values."""
+    method, dtype = getattr(config.speculative_config, "method", "ngram"), config.cache_config.cache_dtype
+    if method != "ngram":
+        raise ValueError(f"layers of a draft model are not served (speculative method {method}); use ngram")
+    if dtype != "auto":
+        raise ValueError(f"the recipe sets how keys and values are stored; drop --kv-cache-dtype {dtype}")
+    if config.parallel_config.decode_context_parallel_size > 1:
+        raise ValueError("a worker has to hold all tokens of its heads; drop decode context parallelism")
 
 
 def by_block(recipe: Recipe, geometry: Geometry) -> bool:
@@ -77,15 +87,6 @@ def load(reference: str) -> ServedRecipe:
         served = served_recipe.read(reference)
         check_recipe(served.recipe, TYPICAL if served.artifact is None else served.artifact.fingerprint.geometry)
     return served
-
-
-def check_model(served: ServedRecipe, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
-    """Return the shape of the served model, described as for `served_recipe.match`. Raises ValueError or ArtifactError
-    unless the recipe and the artifact are for it."""
-    with named(served.reference):
-        geometry = served_recipe.match(served, config, model, revision)
-        check_recipe(served.recipe, geometry)
-    return geometry
 
 
 def register() -> None:

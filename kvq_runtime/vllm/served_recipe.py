@@ -8,7 +8,7 @@ takes its run of it. Recipes with a rotation or a group of rounding across heads
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec
 from kvq_runtime.disk.files import json_object
-from kvq_runtime.errors import NotFound
+from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.lock import read_lock
@@ -93,13 +93,20 @@ def model_folder(model: str, revision: str | None) -> Path | None:
 
 def projections(folder: Path | None) -> Callable[[int, str], Tensor | None]:
     """Return (layer, "k_proj") → the matrix in a folder's safetensors files, None if there is none of that name."""
-    matrices: dict[tuple[int, str], Tensor] = {}  # mapped from disk
-    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
-        with safetensors.safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if (parts := _PROJECTION.fullmatch(name)) is not None:
-                    matrices[int(parts[1]), parts[2]] = file.get_tensor(name)
+    matches = ((_PROJECTION.fullmatch(name), matrix) for name, matrix in weights(folder))
+    matrices = {(int(parts[1]), parts[2]): matrix for parts, matrix in matches if parts is not None}
     return lambda layer, projection: matrices.get((layer, projection))
+
+
+def weights(folder: Path | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor), mapped from disk, of the safetensors files in a folder, if there are any."""
+    for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    yield name, file.get_tensor(name)
+        except safetensors.SafetensorError as error:
+            raise ArtifactError(f"{path}: no safetensors file: {error}") from None
 
 
 @dataclass(frozen=True)

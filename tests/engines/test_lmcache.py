@@ -11,10 +11,7 @@ import pytest
 
 pytest.importorskip("lmcache", reason="LMCache is in an environment of its own: make test-lmcache")
 
-import stores
 import torch
-from lmcache.v1.mp_observability import event_bus
-from lmcache.v1.mp_observability.event import Event, EventType
 from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import get_layout_desc
 from lmcache.v1.multiprocess.transfer_context import (
     compute_kv_layout,
@@ -22,9 +19,9 @@ from lmcache.v1.multiprocess.transfer_context import (
     scatter_cpu_to_paged_kv,
 )
 from lmcache.v1.platform.devices.cpu import cache_context
+from lmcache_tier import PATIENCE, Tier, keys
 
 import kvq_runtime.prefix.lmcache  # noqa: F401  its log is caught from the first test on
-from benchmarks.lmcache_chunks import PATIENCE, Tier, keys
 from kvq_runtime.codec import shared
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry
@@ -38,7 +35,7 @@ FRAME = 1400  # bytes of a chunk of two blocks beside their fields, at most
 STORE = """
 import json, sys, torch
 from pathlib import Path
-from benchmarks.lmcache_chunks import Tier, keys
+from lmcache_tier import Tier, keys
 folder = Path(sys.argv[1])
 with Tier(folder, json.loads(sys.argv[2])) as tier:
     tier.put(keys("a text", 3), torch.load(folder / "chunks.pt"))
@@ -91,7 +88,7 @@ def test_another_process_loads_what_one_has_stored(recipe: str, bits: float, tmp
     """Each number is the codec's; each file has the recipe's bits and a header."""
     torch.save(chunks(), tmp_path / "chunks.pt")
     given = [str(tmp_path), json.dumps(serde(recipe))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", STORE, *given], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (size,) = {file.stat().st_size for file in files(tmp_path)}
@@ -101,38 +98,6 @@ def test_another_process_loads_what_one_has_stored(recipe: str, bits: float, tmp
     assert len(loaded) == len(NAMES)
     for one, chunk in zip(loaded, chunks(), strict=True):
         assert torch.equal(one, decoded(recipe, chunk))
-
-
-def test_chunks_that_depend_on_their_place_are_what_a_prefix_has_there(tmp_path: Path):
-    """Those of a text's first tokens have sinks."""
-    (tmp_path / "files").mkdir()
-    given, rows_2LTHD = serde(stores.aqua(tmp_path)), stores.rows(256 * len(NAMES))
-    text = [chunk.flatten(3).contiguous() for chunk in rows_2LTHD.split(256, 2)]
-    with Tier(tmp_path / "files", given) as tier:
-        tier.put(NAMES, text)
-    with Tier(tmp_path / "files", given) as tier:
-        loaded = tier.get(NAMES, text[0])
-    wanted = stores.decoded(tmp_path / "prefixes", given["cache"], stores.ids(256 * len(NAMES)), rows_2LTHD)
-    assert torch.equal(torch.cat(loaded, 2), wanted.flatten(3))
-
-
-def test_a_chunk_is_kept_only_if_it_is_known_where_it_begins(tmp_path: Path, caplog, monkeypatch: pytest.MonkeyPatch):
-    """From what is stored, or from what a prompt is looked up for."""
-    (tmp_path / "files").mkdir()
-    given = serde(stores.aqua(tmp_path))
-    with Tier(tmp_path / "files", given) as tier:
-        tier.put(keys("not said", 3), chunks(), told=False, stored=False)
-        assert len(tier.get(keys("not said", 3), chunks()[0])) == 3  # from LMCache's memory
-        hashes = [name.chunk_hash for name in NAMES]
-        looked_up = Event(EventType.MP_LOOKUP, metadata={"chunk_hashes": hashes, "chunk_size": 256})
-        event_bus.get_event_bus().publish(looked_up)
-        tier.put(NAMES, chunks(), told=False)
-    assert len(files(tmp_path / "files")) == len(NAMES)
-    assert sum("does not say where it begins" in line for line in warnings(caplog)) == 1
-    bus = event_bus.EventBus(event_bus.EventBusConfig(enabled=False))
-    monkeypatch.setattr("kvq_runtime.prefix.lmcache.get_event_bus", lambda: bus)
-    with pytest.raises(ValueError, match="start it without --disable-observability"):
-        Tier(tmp_path, given)
 
 
 def test_a_chunk_that_cannot_be_kept_does_not_take_others_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -171,7 +136,7 @@ def test_a_damaged_chunk_is_a_miss_and_is_written_again(tmp_path: Path):
 def test_recipes_and_chunks_of_another_model_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """A recipe at the start; of chunks LMCache goes on: they are in its memory, not in its files."""
     for recipe, message in [("aqua-2bit", "has to be fitted"), ("no-such-recipe", "no-such-recipe"),
-                            ("h2o", "as they arrive")]:  # fmt: skip
+                            ("h2o", "as they arrive"), ("exact-pre", "by their positions")]:  # fmt: skip
         with pytest.raises(ValueError, match=message) as refused:
             Tier(tmp_path, serde(recipe))
         assert 'serde "kvq": ' in str(refused.value)

@@ -7,13 +7,9 @@ import json
 import os
 import re
 import shlex
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,11 +17,9 @@ import pytest
 pytest.importorskip("lmcache", reason="LMCache is in an environment of its own: make test-lmcache")
 
 import lmcache
+from vllm_server import MODEL, PATIENCE, ROOT, Process, free_ports
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "artifacts" / "demo-model"
 ENGINES = ROOT / "build" / "engines" / "bin" / "python"
-PATIENCE = 540  # seconds
 BESIDE = ("lmcache", "nvtx", "aiofiles", "blake3", "opentelemetry", "sortedcontainers")  # vLLM's own has the rest
 QUIET = {"LMCACHE_TRACK_USAGE": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -38,61 +32,21 @@ def commands() -> tuple[list[str], list[str]]:
     return words[1:at], words[at:]
 
 
-def ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
-    return found
-
-
-class Process:
-    """A server and its log; it is ready when it answers at `url`."""
-
-    def __init__(self, command: list[str], url: str, log: Path, variables: Mapping[str, str]):
-        self.url, self.log = url, log
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                command, env={**os.environ, **QUIET, **variables}, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def __enter__(self) -> "Process":
-        until = time.monotonic() + PATIENCE
-        while time.monotonic() < until and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(self.url, timeout=5)
-                return self
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        self.__exit__()
-        pytest.fail(f"no server: {self.log.read_text(errors='replace')[-4000:]}")
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, 9)
-                self.process.wait(60)
-
-
 def server(python: Path | str, folder: Path, port: int, path: str) -> Process:
     """LMCache's, by the page's command; ports, folder, size of memory and model are the test's."""
-    words, (http,) = commands()[0], ports(1)
+    words, (http,) = commands()[0], free_ports(1)
     for old, new in {"6601": str(port), "6602": str(http), "20": "1"}.items():
         words[words.index(old)] = new
     words[-1] = words[-1].replace("/cache", str(folder)).replace("Qwen/Qwen2.5-7B", str(MODEL))
     command = [str(python), "-m", "lmcache.cli.main", *words]
-    variables = {"PYTHONPATH": path}
-    return Process(command, f"http://127.0.0.1:{http}/healthcheck", folder / f"lmcache-{port}.log", variables)
+    environment = {**os.environ, **QUIET, "PYTHONPATH": path}
+    return Process(command, f"http://127.0.0.1:{http}/healthcheck", folder / f"lmcache-{port}.log", environment)
 
 
 def test_the_pages_command_starts_the_server(tmp_path: Path):
     """With the serde: each option is LMCache's, and the log has the recipe and its bits."""
-    with server(sys.executable, tmp_path, ports(1)[0], os.pathsep.join([str(ROOT), *sys.path])) as started:
-        text = started.log.read_text()
+    with server(sys.executable, tmp_path, free_ports(1)[0], os.pathsep.join([str(ROOT), *sys.path])) as started:
+        text = started.log
     assert "kvq: lloyd-3bit, 3.25 bits per element" in text and "Supported transfer mode: auto" in text
 
 
@@ -104,7 +58,7 @@ def test_vllm_loads_what_lmcache_kept(tmp_path: Path):
     for name in BESIDE:
         (beside / name).symlink_to(Path(str(lmcache.__file__)).parents[1] / name)
     path = os.pathsep.join([str(beside), str(ROOT)])
-    port, asked = ports(2)
+    port, asked = free_ports(2)
     words = commands()[1]
     words = [str(MODEL) if word == "Qwen/Qwen2.5-7B" else word.replace("6601", str(port)) for word in words[2:]]
     vllm = [
@@ -112,22 +66,24 @@ def test_vllm_loads_what_lmcache_kept(tmp_path: Path):
         "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20),
         "--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(asked),
     ]  # fmt: skip
-    variables = {"PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        **os.environ, **QUIET, "PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"
+    }  # fmt: skip
     served = f"http://127.0.0.1:{asked}/health"
     tokens = [7 + n * n % 1999 for n in range(700)]
-    with server(ENGINES, tmp_path, port, path) as first, Process(vllm, served, tmp_path / "vllm.log", variables):
+    with server(ENGINES, tmp_path, port, path) as first, Process(vllm, served, tmp_path / "vllm.log", environment):
         _ask(asked, tokens)
         until = time.monotonic() + PATIENCE
         while len(list(tmp_path.glob("*.data"))) < 2 and time.monotonic() < until:
             time.sleep(0.5)
         sizes = {file.stat().st_size for file in tmp_path.glob("*.data")}
-        assert 0 < max(sizes) - 2 * 6 * 256 * 128 * 3.25 / 8 < 1400, first.log.read_text()[-4000:]
-    with server(ENGINES, tmp_path, port, path) as second, Process(vllm, served, tmp_path / "vllm.log", variables):
+        assert 0 < max(sizes) - 2 * 6 * 256 * 128 * 3.25 / 8 < 1400, first.log[-4000:]
+    with server(ENGINES, tmp_path, port, path) as second, Process(vllm, served, tmp_path / "vllm.log", environment):
         until = time.monotonic() + PATIENCE
-        while "2 L2" not in second.log.read_text() and time.monotonic() < until:
+        while "2 L2" not in second.log and time.monotonic() < until:
             _ask(asked, tokens)
             time.sleep(2)
-        assert "2 L2" in second.log.read_text(), second.log.read_text()[-4000:]
+        assert "2 L2" in second.log, second.log[-4000:]
 
 
 def _ask(port: int, tokens: list[int]) -> None:

@@ -1,9 +1,13 @@
-"""A real vLLM on a CPU: the embedded model behind its OpenAI endpoint, with a compressed cache. `make test-engines`."""
+"""A real vLLM on a CPU: the embedded model behind its OpenAI endpoint, with a compressed cache. `make test-engines`.
 
+Of a recipe that is encoded token by token, and of one whose pages are encoded whole.
+"""
+
+import json
 import re
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,28 +16,33 @@ import pytest
 pytest.importorskip("vllm.v1", reason="vLLM is in an environment of its own: make test-engines")
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 from vllm_server import MODEL, PATIENCE, Server, alike, losses, served, tokens_of_a_text
 
 from kvq_calib.evaluate.caches import FullCache, attending
-from kvq_runtime.codec import shared
-from kvq_runtime.codec.codec import Context
-from kvq_runtime.geometry import Geometry
+from kvq_runtime import KVQCache
 from kvq_runtime.recipe import preset
-from kvq_runtime.vllm.backend import own_defaults
 
-RECIPE = "lloyd-3bit"
-BYTES = 3 << 20  # of the cache
+BY_TOKEN, WHOLE = "lloyd-3bit", "kivi-2bit"
+BYTES, PAGE = 3 << 20, 128  # of the cache, and tokens of a page
+DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1})
+Servers = Callable[[str], Server]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = served(tmp_path_factory.mktemp("server"), RECIPE, BYTES)
-    try:
-        started.wait()
-        yield started
-    finally:
-        started.stop()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """The server of a recipe, started when it is first asked for."""
+    started: dict[str, Server] = {}
+
+    def server_of(recipe: str) -> Server:
+        if recipe not in started:
+            started[recipe] = served(tmp_path_factory.mktemp(recipe), recipe, BYTES)
+        return started[recipe].wait()
+
+    yield server_of
+    for each in started.values():
+        each.stop()
 
 
 @pytest.fixture(scope="module")
@@ -41,42 +50,55 @@ def text() -> list[int]:
     return tokens_of_a_text()
 
 
-def test_perplexity_is_that_of_a_full_encode(server: Server, text: list[int]):
-    """The same tokens through `kvq eval`'s full encode: the same recipe, window and sinks, by other code."""
-    tokens = text[:512]
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    expected = {}
-    for name in ("exact", RECIPE):
-        cache = FullCache(preset(name), model, length=512)
-        with torch.no_grad(), attending(model, cache):
-            logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
-        expected[name] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
-    found = losses(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
-    print(alike(found, expected[RECIPE], expected["exact"]))
+def losses_by_transformers(recipe: str, tokens: list[int], folder: Path = MODEL) -> Tensor:
+    """Losses by transformers, with what vLLM has exact: by token nothing recent, of whole pages a query's own."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        if recipe == WHOLE:
+            cache = KVQCache(preset(recipe).with_exact(recent=0), model)
+            logits = torch.cat([
+                model(torch.tensor([tokens[start : start + PAGE]]), past_key_values=cache).logits[0]
+                for start in range(0, len(tokens), PAGE)
+            ])  # fmt: skip
+        else:
+            cache = FullCache(preset(recipe), model, length=len(tokens))
+            with attending(model, cache):
+                logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
+    return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
 
 
-def test_a_request_does_not_depend_on_what_runs_beside_it(server: Server, text: list[int]):
-    """Prompts of many lengths, half with a shared prefix, alone and all at once: in chunks, with shared pages."""
-    prompts = [text[:300] + text[400 + 40 * n : 420 + 60 * n] for n in range(8)]
-    prompts += [text[500 + 7 * n : 503 + 47 * n] for n in range(1, 9)]
-    alone = [server.complete(prompt)["choices"][0] for prompt in prompts]
-    with ThreadPoolExecutor(16) as pool:
-        together = [answer["choices"][0] for answer in pool.map(server.complete, prompts)]
-    same = sum(one["text"] == other["text"] for one, other in zip(alone, together, strict=True))
+@pytest.mark.parametrize("recipe", [BY_TOKEN, WHOLE])
+def test_losses_are_those_of_transformers(recipe: str, server: Servers, text: list[int]):
+    """vLLM's chunks are 256 tokens; the same recipe, window and sinks, by other code."""
+    tokens = text[:700]
+    by_vllm = losses(server(recipe).complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
+    print(alike(by_vllm, losses_by_transformers(recipe, tokens), losses_by_transformers("exact", tokens)))
+
+
+@pytest.mark.parametrize("recipe", [BY_TOKEN, WHOLE])
+def test_a_request_does_not_depend_on_what_runs_beside_it(recipe: str, server: Servers, text: list[int]):
+    """Prompts of many lengths, half with a shared prefix, alone and all at once: in chunks, over the ends of pages."""
+    asked = server(recipe)
+    prompts = [text[:300] + text[400 + 40 * n : 420 + 60 * n] for n in range(4)]
+    prompts += [text[500 + 7 * n : 503 + 47 * n] for n in range(1, 5)]
+    alone = [asked.complete(prompt)["choices"][0] for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        together = [answer["choices"][0] for answer in pool.map(asked.complete, prompts)]
+    pairs = list(zip(alone, together, strict=True))
+    same = sum(first["text"] == second["text"] for first, second in pairs)
     print(f"{same} of {len(prompts)} texts are the same")
-    assert same >= len(prompts) - 4  # a code may fall to the other side: matrix products round by the batch's shape
-    first = [(one["logprobs"]["token_logprobs"][0], other["logprobs"]["token_logprobs"][0])
-             for one, other in zip(alone, together, strict=True)]  # fmt: skip
-    assert all(abs(one - other) < 0.1 for one, other in first)
+    assert same >= len(prompts) - 2  # a code may fall to the other side: matrix products round by the batch's shape
+    for first, second in pairs:
+        assert abs(first["logprobs"]["token_logprobs"][0] - second["logprobs"]["token_logprobs"][0]) < 0.1
+    assert asked.metric("vllm:prefix_cache_hits_total") > 0
 
 
-def test_tokens_that_fit_are_the_recipes_bits(server: Server):
+def test_tokens_that_fit_are_the_recipes_bits(server: Servers):
     """From vLLM's own log: capacity is that of 3.25 bits, scales counted, where float32 has 32 and 16 bits 16."""
-    found = re.search(r"KV cache size: ([\d,]+) tokens", server.log)
-    assert found is not None, server.log[-2000:]
-    tokens = int(found[1].replace(",", ""))
+    stated = re.search(r"KV cache size: ([\d,]+) tokens", server(BY_TOKEN).log)
+    assert stated is not None, server(BY_TOKEN).log[-2000:]
     per_token = 6 * 2 * 2 * (64 * 3 // 8 + 2)  # layers, keys and values, heads; codes and a scale
-    assert tokens == BYTES // (per_token * 128) * 128
+    assert int(stated[1].replace(",", "")) == BYTES // (per_token * PAGE) * PAGE
 
 
 @pytest.fixture(scope="module")
@@ -98,24 +120,15 @@ def sliding(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_layers_that_slide_answer_beside_layers_that_are_compressed(sliding: Path, text: list[int], tmp_path: Path):
     """Their pages take turns in the same memory: what a layer left there is read as numbers of another format."""
-    server = served(tmp_path, RECIPE, 4 << 20, model=sliding).wait()
-    try:
-        tokens, others = text[:700], text[1000:1900]
-        found = []
+    tokens, others, runs = text[:700], text[1000:1900], []
+    with served(tmp_path, BY_TOKEN, 4 << 20, model=sliding) as server:
         for _ in range(3):
-            found.append(losses(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens))
+            runs.append(losses(server.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens))
             assert server.complete(others)["choices"][0]["text"] == server.complete(others)["choices"][0]["text"]
-    finally:
-        server.stop()
     assert "pages of 1280 tokens" in server.log  # ten of kvq's fill one of the layer that slides, of 32 bits
-    assert all(torch.allclose(again, found[0], atol=1e-3) for again in found)
-    model, expected = AutoModelForCausalLM.from_pretrained(sliding, dtype=torch.float32), {}
-    for name in ("exact", RECIPE):
-        cache = FullCache(preset(name), model, length=len(tokens))
-        with torch.no_grad(), attending(model, cache):
-            logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
-        expected[name] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="none")
-    print(alike(found[0], expected[RECIPE], expected["exact"]))
+    assert all(torch.allclose(again, runs[0], atol=1e-3) for again in runs)
+    expected = [losses_by_transformers(recipe, tokens, sliding) for recipe in (BY_TOKEN, "exact")]
+    print(alike(runs[0], *expected))
 
 
 @pytest.mark.parametrize(
@@ -134,43 +147,53 @@ def test_what_cannot_be_served_stops_the_start(reference: str, message: str, tmp
 
 def test_preempted_requests_answer_as_alone(tmp_path: Path, text: list[int]):
     """More requests than pages: vLLM drops some and computes them again, in other pages, with other first tokens."""
-    tight = served(tmp_path, RECIPE, 1 << 20, "--max-num-seqs", "8").wait()
-    try:
-        prompts = [text[100 * n : 100 * n + 90] for n in range(8)]
+    prompts = [text[100 * n : 100 * n + 90] for n in range(8)]
+    with served(tmp_path, BY_TOKEN, 1 << 20, "--max-num-seqs", "8") as tight:
         alone = [tight.complete(prompt, max_tokens=300)["choices"][0] for prompt in prompts]
         assert tight.metric("vllm:num_preemptions_total") == 0
         with ThreadPoolExecutor(8) as pool:
             answers = pool.map(lambda prompt: tight.complete(prompt, max_tokens=300), prompts)
             together = [answer["choices"][0] for answer in answers]
         preempted = tight.metric("vllm:num_preemptions_total")
-    finally:
-        tight.stop()
-    same = sum(one["text"] == other["text"] for one, other in zip(alone, together, strict=True))
+    same = sum(first["text"] == second["text"] for first, second in zip(alone, together, strict=True))
     print(f"{preempted:g} preemptions; {same} of {len(prompts)} texts of 300 tokens are the same")
     assert preempted > 0 and same >= len(prompts) - 2
 
 
-def test_a_client_that_goes_away_leaves_nothing_behind(server: Server, text: list[int]):
+def test_a_client_that_goes_away_leaves_nothing_behind(server: Servers, text: list[int]):
     """In the middle of an answer; its pages are free, and others are answered as before."""
-    before = server.complete(text[:150])["choices"][0]["text"]
-    with urllib.request.urlopen(server.request(text[:150], max_tokens=800, stream=True), timeout=300) as answer:
+    asked = server(BY_TOKEN)
+    before = asked.complete(text[:150])["choices"][0]["text"]
+    with urllib.request.urlopen(asked.request(text[:150], max_tokens=800, stream=True), timeout=300) as answer:
         assert answer.readline()
     until = time.monotonic() + 60
-    while server.metric("vllm:num_requests_running") and time.monotonic() < until:
+    while asked.metric("vllm:num_requests_running") and time.monotonic() < until:
         time.sleep(0.5)
-    assert server.metric("vllm:num_requests_running") == server.metric("vllm:kv_cache_usage_perc") == 0
-    assert server.complete(text[:150])["choices"][0]["text"] == before
+    assert asked.metric("vllm:num_requests_running") == asked.metric("vllm:kv_cache_usage_perc") == 0
+    assert asked.complete(text[:150])["choices"][0]["text"] == before
 
 
-def test_codecs_are_made_as_elsewhere():
-    """While vLLM builds a model, its dtype is torch's default; a codec's matrices stay in float32."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with own_defaults():
-            codec = shared.build(preset("lloyd-3bit"), Geometry(1, 3, 32), {})[0][0]
-    finally:
-        torch.set_default_dtype(before)
-    x = torch.randn(1, 8, 96)
-    decoded = codec.decode(codec.encode(x, Context()), Context())
-    assert (decoded - x).norm() < 0.25 * x.norm()
+def test_drafts_change_nothing(server: Servers, text: list[int], tmp_path: Path):
+    """Speculation by n-grams: tokens that are refused may have filled a page."""
+    prompts = [text[:90] + text[:n] for n in (20, 35, 60)]  # what repeats is drafted
+    plain = [server(WHOLE).complete(prompt, max_tokens=200)["choices"][0]["text"] for prompt in prompts]
+    with served(tmp_path, WHOLE, BYTES, "--speculative-config", DRAFTS) as drafting:
+        speculated = [drafting.complete(prompt, max_tokens=200)["choices"][0]["text"] for prompt in prompts]
+        drafted, accepted = (
+            drafting.metric(f"vllm:spec_decode_num_{name}_tokens_total") for name in ("draft", "accepted")
+        )
+    same = sum(map(str.__eq__, plain, speculated))
+    print(f"{drafted:g} drafted, {accepted:g} accepted; {same} of 3 texts are the same")
+    assert 0 < accepted < drafted and same >= 2
+
+
+@pytest.mark.parametrize("recipe", [BY_TOKEN, WHOLE])
+def test_two_workers_answer_as_one(recipe: str, server: Servers, text: list[int], tmp_path: Path):
+    """Tensor parallelism: each encodes the one KV head that it has."""
+    tokens = text[:400]
+    alone = losses(server(recipe).complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
+    with served(tmp_path, recipe, BYTES, "--tensor-parallel-size", "2") as split:
+        shared = losses(split.complete(tokens, prompt_logprobs=0, max_tokens=1), tokens)
+    apart = (shared - alone).abs().mean()
+    print(f"{recipe}: loss {shared.mean():.5f} on two workers, {alone.mean():.5f} on one; {apart:.6f} nats apart")
+    assert apart < 0.01

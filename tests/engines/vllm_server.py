@@ -1,4 +1,4 @@
-"""A real vLLM on a CPU with the embedded model, as a process of its own: start it, ask it, stop it."""
+"""Servers in processes of their own: a real vLLM on a CPU with the embedded model, to start, ask and stop."""
 
 import json
 import os
@@ -9,9 +9,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -30,45 +30,67 @@ ENVIRONMENT = os.environ | {
 }  # fmt: skip
 
 
-class Server:
-    """A server of a model, its log, and what it answers.
+class Process:
+    """A server in a process of its own, and its log; it is ready once it answers at `url`."""
 
-    name       of its log
-    variables  of its environment
-    """
-
-    def __init__(
-        self, folder: Path, name: str, variables: Mapping[str, str], size: int, *more: str, model: Path = MODEL
-    ):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.path = folder / f"{name}.log"
-        command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name",
-            "demo", "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes",
-            str(size), "--max-num-batched-tokens", "256", "--host", "127.0.0.1", "--port", str(self.port), *more,
-        ]  # fmt: skip
-        with self.path.open("wb") as log:
+    def __init__(self, command: Sequence[str], url: str, log: Path, environment: Mapping[str, str]):
+        self.url, self.path = url, log
+        with log.open("wb") as out:
             self.process = subprocess.Popen(
-                command, env=ENVIRONMENT | variables, stdout=log, stderr=subprocess.STDOUT, cwd=folder,
-                start_new_session=True,
-            )  # fmt: skip
+                command, env=environment, stdout=out, stderr=subprocess.STDOUT, cwd=log.parent, start_new_session=True
+            )
 
     @property
     def log(self) -> str:
         return self.path.read_text(errors="replace")
 
-    def wait(self) -> "Server":
+    def wait(self) -> Self:
         """Return once it answers; fail with its log if it ends, or takes too long."""
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and self.process.poll() is None:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5)
+                urllib.request.urlopen(self.url, timeout=5)
                 return self
             except (urllib.error.URLError, OSError):
                 time.sleep(1)
+        self.stop()
         pytest.fail(f"no server: {self.log[-4000:]}")
+
+    def stop(self) -> None:
+        """End the server, and if it does not end, at once, with the processes that it started."""
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, 9)
+            self.process.wait(60)
+
+    def __enter__(self) -> Self:
+        return self.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Server(Process):
+    """A vLLM server of a model, and what it answers.
+
+    name       of its log
+    variables  of its environment
+    size       bytes of its cache
+    """
+
+    def __init__(
+        self, folder: Path, name: str, variables: Mapping[str, str], size: int, *more: str, model: Path = MODEL
+    ):
+        (self.port,) = free_ports(1)
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name",
+            "demo", "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--kv-cache-memory-bytes",
+            str(size), "--max-num-batched-tokens", "256", "--host", "127.0.0.1", "--port", str(self.port), *more,
+        ]  # fmt: skip
+        url = f"http://127.0.0.1:{self.port}/health"
+        super().__init__(command, url, folder / f"{name}.log", ENVIRONMENT | variables)
 
     def request(self, tokens: list[int], **settings: Any) -> urllib.request.Request:
         """Complete a prompt, greedily unless told otherwise."""
@@ -88,17 +110,13 @@ class Server:
             text = answer.read().decode()
         return sum(float(number) for number in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M))
 
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.kill()
 
-    def kill(self) -> None:
-        """End the server and the processes that it started, at once."""
-        os.killpg(self.process.pid, 9)
-        self.process.wait(60)
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
 
 
 def served(folder: Path, reference: str, size: int, *more: str, model: Path = MODEL, **variables: str) -> Server:

@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 
-import mutate
 import pytest
 import safetensors.torch
 import torch
@@ -56,38 +55,22 @@ def test_a_file_without_end_a_link_or_a_folder_is_a_miss(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_mutant_of_a_block_decodes_to_what_is_not_finite(tmp_path, monkeypatch):
-    """300 changes of bytes and of tensors, the latter with the digest made again: missing, the same, or finite."""
+@pytest.mark.parametrize("name", FEW)
+def test_no_file_with_a_right_digest_decodes_to_what_is_not_finite(name, tmp_path, monkeypatch):
+    """Whoever may write to the folder can make a digest: bytes of a tensor are changed, and it is made again."""
     monkeypatch.setattr("kvq_runtime.prefix.store._log.warning", lambda *_: None)
-    stores, counts, means = [], Counter(), {}
-    for name in FEW:
-        kept = store(tmp_path / name, name)
-        text = ids(2 * kept.block)
-        kept.put(text, *rows(2 * kept.block))
-        stores.append((kept, [(path, path.read_bytes()) for path in map(kept.folder.path, kept.names(text))]))
-        means[name] = decoded(kept, kept.load(text))
-    for number in range(300):
-        draw = random.Random(number)
-        place, which = draw.randrange(2), draw.randrange(len(stores))
-        kept, written = stores[which]
-        path, good = written[place]
-        text = ids(2 * kept.block)
-        if number % 2:
-            path.write_bytes(_resealed(good, kept._link(kept.names(text), torch.tensor(text), place), draw))
-        else:
-            path.write_bytes(mutate.some_bytes(good, written[1 - place][1], draw))
-        found = kept.load(text)
-        if len(found) <= place:
-            counts["missing"] += 1
-            assert not path.exists(), number
-        else:
-            counts["decoded"] += 1
-            for layer, pair in decoded(kept, found).items():
-                assert all(bool(x.isfinite().all()) for x in pair), number
-                assert number % 2 or all(map(torch.equal, pair, means[FEW[which]][layer])), "a change went unnoticed"
-        for path, good in written:
-            path.write_bytes(good)
-    assert counts["missing"] > 100 and counts["decoded"] > 50
+    kept = store(tmp_path, name)
+    text, seen = ids(2 * kept.block), Counter[str]()
+    kept.put(text, *rows(2 * kept.block))
+    path = kept.folder.path(kept.names(text)[1])
+    good, link = path.read_bytes(), kept._link(kept.names(text), torch.tensor(text), 1)
+    for number in range(30):
+        path.write_bytes(_resealed(good, link, random.Random(number)))
+        blocks = kept.load(text)
+        seen["missing" if len(blocks) == 1 else "decoded"] += 1
+        assert path.exists() == (len(blocks) == 2), number
+        assert all(bool(x.isfinite().all()) for pair in decoded(kept, blocks).values() for x in pair), number
+    assert seen["decoded"] > 0
 
 
 def _resealed(good: bytes, link: Link, draw: random.Random) -> bytes:

@@ -49,9 +49,9 @@ def test_a_cache_goes_on_from_loaded_blocks_as_from_its_own(name, tmp_path):
     recipe, size = kept.format.recipe, 2 * kept.block
     whole = BlockCache(recipe.with_exact(recent=0), GEOMETRY, kept.codec.tensors or None)
     loaded = BlockCache(kept.codec.recipe, GEOMETRY, kept.codec.tensors)
-    block_codec.fill(loaded, kept.load(tokens, size), "cpu")
+    block_codec.fill(loaded, kept.load(tokens[:size]), "cpu")
     loaded.reset()
-    block_codec.fill(loaded, kept.load(tokens, size), "cpu")
+    block_codec.fill(loaded, kept.load(tokens[:size]), "cpu")
     assert loaded.length == size
 
     def feed(cache, start: int, stop: int) -> list:
@@ -166,13 +166,10 @@ def test_tokens_are_compared_and_not_their_hash_alone(tmp_path, monkeypatch, cap
     assert "other tokens" in caplog.text
 
 
-@pytest.mark.parametrize("given", [[-1], [1 << 31], torch.ones(2, 3, dtype=torch.long), torch.ones(3), [True]])
-def test_what_are_no_token_ids_is_refused(given):
-    with pytest.raises(ValueError, match="token"):
-        chain.token_row(given)
-
-
-def test_rows_and_caches_that_cannot_be_kept_are_refused(tmp_path):
+def test_tokens_rows_and_caches_that_cannot_be_kept_are_refused(tmp_path):
+    for row in ([-1], [1 << 31], torch.ones(2, 3, dtype=torch.long), torch.ones(3), [True]):
+        with pytest.raises(ValueError, match="token"):
+            chain.token_row(row)
     kept, cache, tokens, (keys, values) = filled(tmp_path, "rtn-2bit")
     with pytest.raises(ValueError, match="autocast"):
         kept.put(tokens, [k.float() for k in keys], [v.float() for v in values])

@@ -11,13 +11,13 @@ import torch
 from kept_blocks import decoded, ids, recipe_of, rows, store
 from torch import Tensor
 
-from kvq_runtime.artifact import artifact, fingerprint
+from kvq_runtime.artifact import fingerprint
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.prefix.lmcache_chunk import ChunkCodec, ChunkCodecs, read_settings
 from kvq_runtime.recipe import preset
-from kvq_runtime.vllm.served_recipe import ServedRecipe, model_config, projections
+from kvq_runtime.vllm.served_recipe import ServedRecipe, model_config
 
 SIZE, TOKENS, KEY = feeding.GEOMETRY, 64, b"a chunk"
 FRAME = 700  # bytes of a block's file beside its fields, at most
@@ -25,44 +25,43 @@ FRAME = 700  # bytes of a block's file beside its fields, at most
 
 def chunk_codec(name: str, shape=(2, 3, TOKENS, 64), seed: int = 0, dtype=torch.bfloat16) -> ChunkCodec:
     recipe = recipe_of(name)
-    return ChunkCodec(recipe, SIZE, fitted.tensors(recipe, SIZE, seed), shape, dtype, feeding.rotary())
+    return ChunkCodec(recipe, SIZE, fitted.tensors(recipe, SIZE, seed), shape, dtype)
 
 
 def a_chunk(codec: ChunkCodec) -> Tensor:
-    return torch.randn(codec._apart, generator=torch.Generator().manual_seed(0)).to(codec.dtype)
+    return torch.randn(codec._apart, generator=torch.Generator().manual_seed(0)).to(codec.format.dtype)
 
 
-def encoded(codec: ChunkCodec, chunk: Tensor, key: bytes = KEY, start: int = 0) -> Tensor:
+def encoded(codec: ChunkCodec, chunk: Tensor, key: bytes = KEY) -> Tensor:
     data = torch.zeros(codec.bytes, dtype=torch.uint8)
-    codec.encode(chunk, key, data, start)
+    codec.encode(chunk, key, data)
     return data
 
 
-@pytest.mark.parametrize("name", ["exact", "rtn-2bit", "lloyd-3bit", "higgs-2bit", "kivi-2bit", "aqua-2bit"])
+@pytest.mark.parametrize("name", ["exact", "higgs-2bit", "kivi-2bit", "squat-2bit"])
 def test_a_chunk_is_what_a_prefix_has_there(name: str, tmp_path: Path):
-    """In the bytes that the recipe states, and headers; one that depends on positions is told where a chunk begins."""
+    """In the bytes that the recipe states, and headers; the exact first tokens of a prefix are encoded like others."""
     kept, size = store(tmp_path, name), 2 * store(tmp_path, name).block
     kept.put(ids(2 * size), *rows(2 * size))
-    chunks = torch.stack([torch.stack(one) for one in rows(2 * size)]).flatten(3).split(size, 2)
-    codec, placed = chunk_codec(name, chunks[0].shape), "positions" in kept.format.recipe.needs
-    for number, chunk in enumerate(chunks):
-        start, out = number * size, torch.empty_like(chunk)
-        data = encoded(codec, chunk.contiguous(), start=start if placed else 0)
+    chunks = torch.stack([torch.stack(layers) for layers in rows(2 * size)]).flatten(3).split(size, 2)
+    codec = chunk_codec(name, chunks[0].shape)
+    for start, chunk in zip((0, size), chunks, strict=True):
+        out = torch.empty_like(chunk)
+        data = encoded(codec, chunk.contiguous())
         codec.decode(data, KEY, out)
-        whole = decoded(kept, kept.load(ids(2 * size), start + size, start), start)
-        sinks = 0 if placed or start else kept.format.recipe.window.sinks  # encoded like all others
+        whole = decoded(kept, kept.load(ids(start + size), start), start)
+        sinks = 0 if start else kept.format.recipe.window.sinks
         for layer, pair in whole.items():
             for role, x_THD in enumerate(pair):
-                assert torch.equal(out[role, layer][sinks:], x_THD.flatten(1)[sinks:]), (number, layer, role)
+                assert torch.equal(out[role, layer][sinks:], x_THD.flatten(1)[sinks:]), (start, layer, role)
     fields = [field for pair in kept.load(ids(size))[0].fields.values() for part in pair for field in part.values()]
     packed = sum(field.numel() * field.itemsize for field in fields)
-    exact = kept.format.recipe.window.sinks * 2 * SIZE.layers * SIZE.width * 2 if placed else 0
-    assert 2 * packed + exact < len(data) < 2 * (packed + FRAME) + exact
+    assert 2 * packed < len(data) < 2 * (packed + FRAME)
 
 
 def test_chunks_are_told_from_all_others():
     """Whatever is changed, cut, moved to another key, or written otherwise is an error."""
-    codec = chunk_codec("aqua-2bit")
+    codec = chunk_codec("squat-2bit")
     chunk = a_chunk(codec)
     data, out = encoded(codec, chunk), torch.empty_like(chunk)
     for place in [*range(0, 100, 3), len(data) // 2]:
@@ -71,12 +70,12 @@ def test_chunks_are_told_from_all_others():
         with pytest.raises(ArtifactError, match=r"^(header|chain|tokens|tensors|content): "):
             codec.decode(damaged, KEY, out)
     for count in (9, len(data) // 2):
-        with pytest.raises(ArtifactError, match="header: this is no chunk"):
+        with pytest.raises(ArtifactError, match="^header: "):
             codec.decode(data[:count], KEY, out)
     with pytest.raises(ArtifactError, match="chain: "):
         codec.decode(data, b"another chunk", out)
-    for other in (chunk_codec("aqua-2bit", seed=1), chunk_codec("aqua-3bit")):
-        with pytest.raises(ArtifactError, match="(chain|header): "):
+    for other in (chunk_codec("squat-2bit", seed=1), chunk_codec("kivi-2bit")):
+        with pytest.raises(ArtifactError, match="^(chain|header): "):
             other.decode(torch.cat([data, data]), KEY, out)
     codec.decode(data, KEY, out)
     found = torch.empty_like(chunk)
@@ -86,11 +85,10 @@ def test_chunks_are_told_from_all_others():
 
 def altered(codec: ChunkCodec, data: Tensor, alter) -> Tensor:
     """A chunk whose last block was altered, with its digest made again, as whoever may write to a tier can."""
-    links, raw = codec._links(KEY, 0), bytearray(data.numpy().tobytes())
-    span = slice(*codec._ends(links)[-2:])
-    block = codec.format.from_bytes(bytes(raw[span]), links[-1])
+    link, raw = codec._links(KEY)[-1], bytearray(data.numpy().tobytes())
+    block = codec.format.from_bytes(bytes(raw[-codec._block_bytes :]), link)
     alter(block)
-    raw[span] = codec.format.to_bytes(block, links[-1])
+    raw[-codec._block_bytes :] = codec.format.to_bytes(block, link)
     return torch.frombuffer(raw, dtype=torch.uint8)
 
 
@@ -127,7 +125,7 @@ def codecs_of(name: str, whole: Geometry) -> ChunkCodecs:
     recipe, probes = feeding.small(preset(name), whole), dict[str, Tensor]()
     print_of = fingerprint.Fingerprint(whole, {"rope_type": "default", "rope_theta": 1e4}, False, probes)
     made = Artifact(recipe, print_of, fitted.tensors(recipe, whole), {}, {}) if recipe.fitted else None
-    return ChunkCodecs(ServedRecipe(name, recipe, made), whole, feeding.rotary(whole))
+    return ChunkCodecs(ServedRecipe(name, recipe, made), whole)
 
 
 def fuse(chunk: Tensor, size: int) -> Tensor:
@@ -136,38 +134,32 @@ def fuse(chunk: Tensor, size: int) -> Tensor:
     return torch.stack([torch.cat(list(heads[:, :, :, h]), -1) for h in range(heads.shape[3])], 2).flatten(2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_each_worker_keeps_its_heads_in_every_layout(ranks: int):
-    """What ranks decode, side by side, is what one worker would; fused or apart, the bytes are the same."""
+def test_each_worker_keeps_its_heads_in_every_layout():
+    """What two ranks decode, side by side, is what one worker would; fused or apart, the bytes are the same."""
     whole = Geometry(2, 4, 32)
-    codecs = codecs_of("mean-higgs-head-2bit-post", whole)
-    chunk, shape = torch.randn(2, 2, TOKENS, whole.width), (2, 2, TOKENS, whole.width // ranks)
-    wanted, one = torch.empty_like(chunk), codecs.codec(chunk.shape, torch.float32)
-    one.decode(encoded(one, chunk), KEY, wanted)
-    parts = []
-    for rank, part in enumerate(chunk.chunk(ranks, -1)):
-        apart, own = torch.empty(shape), codecs.codec(shape, torch.float32, rank, ranks)
-        data = encoded(own, part.contiguous())
-        own.decode(data, KEY, apart)
+    codecs, chunk, shape = codecs_of("oscar-2bit", whole), torch.randn(2, 2, TOKENS, 128), (2, 2, TOKENS, 64)
+    wanted, codec = torch.empty_like(chunk), codecs.codec(chunk.shape, torch.float32)
+    codec.decode(encoded(codec, chunk), KEY, wanted)
+    parts, files = [], []
+    for rank, part in enumerate(chunk.chunk(2, -1)):
+        apart, codec = torch.empty(shape), codecs.codec(shape, torch.float32, rank, 2)
+        files.append(encoded(codec, part.contiguous()))
+        codec.decode(files[-1], KEY, apart)
         parts.append(apart)
         for rows_LTW in (fuse(part, 32), fuse(part, 32)[None]):
-            codec, out = codecs.codec(rows_LTW.shape, torch.float32, rank, ranks), torch.empty_like(rows_LTW)
-            assert torch.equal(encoded(codec, rows_LTW), data)
-            codec.decode(data, KEY, out)
+            codec, out = codecs.codec(rows_LTW.shape, torch.float32, rank, 2), torch.empty_like(rows_LTW)
+            assert torch.equal(encoded(codec, rows_LTW), files[-1])
+            codec.decode(files[-1], KEY, out)
             assert torch.equal(out.view(rows_LTW.shape[-3:]), fuse(apart, 32))
     torch.testing.assert_close(torch.cat(parts, -1), wanted)
-    if ranks == 2:
-        first, other = (codecs.codec(shape, torch.float32, rank, 2) for rank in (0, 1))
-        with pytest.raises(ArtifactError, match="chain: "):
-            other.decode(encoded(first, chunk[..., : whole.width // 2].contiguous()), KEY, parts[0])
+    with pytest.raises(ArtifactError, match="chain: "):
+        codecs.codec(shape, torch.float32, 1, 2).decode(files[0], KEY, parts[0])
 
 
 def test_chunks_of_other_shapes_are_refused():
     """Of some layers, as under pipeline parallelism, of other heads, and of no keys and values."""
-    whole = Geometry(4, 2, 32)
-    codecs = codecs_of("rtn-2bit", whole)
-    for shape in [(2, 2, TOKENS, 64), (2, TOKENS, 128), (2, 4, TOKENS, 96), (2, 8, TOKENS, 64), (3, 4, TOKENS, 64),
-                  (4, TOKENS * 64), (2, 1, 4, TOKENS, 64), (4, TOKENS, 96), (1, 4, TOKENS, 576)]:  # fmt: skip
+    codecs = codecs_of("rtn-2bit", Geometry(4, 2, 32))
+    for shape in [(2, 2, TOKENS, 64), (2, TOKENS, 128), (2, 4, TOKENS, 96), (3, 4, TOKENS, 64), (4, TOKENS * 64)]:
         with pytest.raises(ValueError, match="a chunk of shape|workers cannot share"):
             codecs.codec(shape, torch.bfloat16)
     for shape in [(4, TOKENS, 64), (1, 4, TOKENS, 64), (2, 4, TOKENS, 32)]:  # half the heads
@@ -177,28 +169,17 @@ def test_chunks_of_other_shapes_are_refused():
 
 
 def test_settings_are_checked_before_anything_is_served(demo_model: Path, tmp_path: Path):
-    demo = str(demo_model)
+    demo, config = str(demo_model), model_config(str(demo_model), None)
     assert read_settings({"cache": "lloyd-3bit", "model": demo}).geometry == Geometry(6, 2, 64)
-    rotary = read_settings({"cache": "exact-pre", "model": demo}).rotary
-    assert rotary is not None and len(rotary.frequencies_K) == 32
-    config, recipe, path = model_config(demo, None), preset("aqua-2bit"), str(tmp_path / "mine.safetensors")
-    ours = fingerprint.from_config(config, projections(demo_model))
-    artifact.save(Artifact(recipe, ours, fitted.tensors(recipe, ours.geometry), {}, {}), path)
-    assert read_settings({"cache": path, "model": demo}).served.recipe.name == "aqua-2bit"
-    other = {"rope_theta": 5e5, "rope_parameters": None}
     sliding = {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"] * 3,
                "sliding_window": 64}  # fmt: skip
-    for name, change in (("other", other), ("sliding", sliding)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(dict(config) | change))
-    for given, message in [
-        ({"model": demo}, "give cache and model"), ({"cache": "lloyd-3bit", "model": demo, "workers": 2}, "give cache"),
-        ({"cache": 3, "model": demo}, "cache=3; give text"), ({"cache": "no-such-name", "model": demo}, "no-such-name"),
-        ({"cache": "aqua-2bit", "model": demo}, "fitted"), ({"cache": "h2o", "model": demo}, "as they arrive"),
+    (tmp_path / "config.json").write_text(json.dumps(dict(config) | sliding))
+    for settings, message in [
+        ({"model": demo}, "give cache and model"), ({"cache": 3, "model": demo}, "cache=3; give text"),
+        ({"cache": "aqua-2bit", "model": demo}, "fitted"), ({"cache": "exact-pre", "model": demo}, "positions"),
         ({"cache": "lloyd-3bit", "model": "no/such"}, "no config.json of no/such"),
-        ({"cache": path, "model": str(tmp_path / "other")}, "rope is .* in the model"),
-        ({"cache": "lloyd-3bit", "model": str(tmp_path / "sliding")}, "slide or recur"),
+        ({"cache": "lloyd-3bit", "model": str(tmp_path)}, "slide or recur"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message) as refused:
-            read_settings(given)
+            read_settings(settings)
         assert str(refused.value).startswith('serde "kvq": ')

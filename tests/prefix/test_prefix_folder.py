@@ -11,7 +11,7 @@ from feeding import GEOMETRY
 from kept_blocks import decoded, files, ids, rows, store
 
 from kvq_runtime.errors import ArtifactError
-from kvq_runtime.prefix.folder import SLACK, Folder, all_blocks, parse_bytes
+from kvq_runtime.prefix.folder import SLACK, Folder, all_blocks, parse_budget
 
 
 def test_files_are_the_user_s_alone(tmp_path):
@@ -91,10 +91,10 @@ def test_drafts_of_dead_processes_are_removed(tmp_path):
 
 
 def test_a_budget_is_a_number_or_text():
-    assert [parse_bytes(text) for text in ("20GB", "1.5 MiB", 7)] == [20 * 10**9, 3 << 19, 7]
+    assert [parse_budget(text) for text in ("20GB", "1.5 MiB", 7)] == [20 * 10**9, 3 << 19, 7]
     for text in ("", "20", "-1GB", "20 parsecs", 0, True):
         with pytest.raises(ValueError, match="budget"):
-            parse_bytes(text)
+            parse_budget(text)
 
 
 def test_writers_of_one_prefix_and_readers(tmp_path):

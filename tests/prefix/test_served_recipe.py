@@ -15,7 +15,7 @@ from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry.lock import Lock, write_lock
-from kvq_runtime.vllm import plugin
+from kvq_runtime.vllm import plugin, served_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +41,18 @@ def test_an_artifact_is_compared_with_the_models_own_files(fitted, demo_model: P
     """Its weights are read from the model's folder; others of the same shape are another model."""
     path, config = fitted
     found = plugin.load(str(path))
-    assert plugin.check_model(found, config, str(demo_model), None) == Geometry(6, 2, 64)
+    assert served_recipe.match(found, config, str(demo_model), None) == Geometry(6, 2, 64)
     other = safetensors.torch.load_file(demo_model / "model.safetensors")
     other = {name: x.flip(0).contiguous() for name, x in other.items()}
     (tmp_path / "other").mkdir()
     safetensors.torch.save_file(other, tmp_path / "other" / "model.safetensors")
-    with pytest.raises(ArtifactError, match=f"KVQ_CACHE={path}: fingerprint: weights of layer"):
-        plugin.check_model(found, config, str(tmp_path / "other"), None)
+    with pytest.raises(ArtifactError, match="fingerprint: weights of layer"):
+        served_recipe.match(found, config, str(tmp_path / "other"), None)
     turned = config | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     with pytest.raises(ArtifactError, match="rope is .* in the model"):
-        plugin.check_model(found, turned, str(demo_model), None)
+        served_recipe.match(found, turned, str(demo_model), None)
     with pytest.warns(UserWarning, match="cannot be compared"):
-        plugin.check_model(found, config, str(tmp_path), None)  # a folder without weights
+        served_recipe.match(found, config, str(tmp_path), None)  # a folder without weights
 
 
 def test_a_lock_file_pins_it(fitted, tmp_path: Path):

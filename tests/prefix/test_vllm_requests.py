@@ -18,10 +18,17 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.prefix import vllm_requests
 from kvq_runtime.prefix.store import PrefixBlocks
-from kvq_runtime.prefix.vllm_requests import PrefixScheduler, PrefixWorker, Transfer, open_stores
-from kvq_runtime.vllm.page import PageRows, places_of
+from kvq_runtime.prefix.vllm_requests import (
+    PageRows,
+    PrefixScheduler,
+    PrefixWorker,
+    Transfer,
+    open_store,
+    places_of,
+)
 
-PAGE, KERNEL, BLOCK = 8, 4, 16  # tokens of an engine's page, of a cache's, and of rtn-2bit's and aqua-2bit's blocks
+# tokens of an engine's page, of a cache's, of rtn-2bit's and aqua-2bit's blocks, and of their windows
+PAGE, KERNEL, BLOCK, RECENT = 8, 4, 16, 12
 COUNT = 5 * BLOCK + 3
 ROWS = torch.randn(2, GEOMETRY.layers, 6 * 32, GEOMETRY.kv_heads, GEOMETRY.head_size).bfloat16()
 
@@ -46,32 +53,25 @@ def spans(transfers: list[Transfer]) -> list[tuple[int, int]]:
     return [(one.start, one.stop) for one in transfers]
 
 
-def fill(kept: PrefixBlocks, count: int, salt: str = "") -> None:
-    kept.of_tenant(salt).put(range(count), [*ROWS[0, :, :count]], [*ROWS[1, :, :count]])
-
-
 @pytest.fixture
 def scheduler(tmp_path: Path) -> PrefixScheduler:
     """Of a folder with four blocks."""
     kept = store(tmp_path)
-    fill(kept, 64)
-    return PrefixScheduler([kept], PAGE, 0)
+    kept.put(range(64), [*ROWS[0, :, :64]], [*ROWS[1, :, :64]])
+    return PrefixScheduler(kept, PAGE)
 
 
-def test_whole_blocks_that_all_workers_have_are_loaded_but_not_the_newest_tokens(tmp_path):
-    stores = [store(tmp_path, model="0"), store(tmp_path, model="1")]
-    fill(stores[0], 5 * BLOCK)
-    fill(stores[1], 3 * BLOCK)
-    long, exact = request(100), request(3 * BLOCK)
-    assert PrefixScheduler(stores, PAGE, 0).matched(long, 0) == 3 * BLOCK
-    assert PrefixScheduler(stores, PAGE, 0).matched(long, 2 * PAGE) == 3 * BLOCK - 2 * PAGE
-    assert PrefixScheduler(stores, PAGE, 0).matched(exact, 0) == 2 * BLOCK  # one token has to be computed
-    assert PrefixScheduler(stores[:1], PAGE, 30).matched(long, 0) == 4 * BLOCK
-    assert PrefixScheduler(stores, PAGE, 0).matched(long, 4 * BLOCK) == 0
+def test_whole_blocks_are_loaded_but_not_the_newest_tokens(scheduler):
+    """As many tokens are computed as the recipe's window holds."""
+    assert scheduler.store.format.recipe.window.recent == RECENT
+    for name, count, computed, expected in [
+        ("a", 100, 0, 64), ("b", 100, 2 * PAGE, 64 - 2 * PAGE), ("c", 63 + RECENT, 0, 48), ("d", 100, 64, 0),
+    ]:  # fmt: skip
+        assert scheduler.matched(request(count, name), computed) == expected
 
 
 def test_a_transfer_has_the_pages_of_its_tokens(scheduler):
-    one = request(70)
+    one = request(64 + RECENT)
     assert scheduler.matched(one, PAGE) == 64 - PAGE == scheduler.matched(one, PAGE)  # asked again, without room
     scheduler.allocated(one, 64 - PAGE)
     (load,) = scheduler.transfers({}, pages)[0]
@@ -79,7 +79,7 @@ def test_a_transfer_has_the_pages_of_its_tokens(scheduler):
     assert load.pages == tuple(range(101, 108)) and scheduler.transfers({}, pages)[0] == []
     assert scheduler.matched(one, 0) == 0  # a load that failed is not tried again
     scheduler.allocated(one, 0)  # the load has ended
-    one.all_token_ids.extend([7] * 12)
+    one.all_token_ids.extend([7] * 6)
     (keep,) = scheduler.transfers({"a": (64, 82)}, pages)[1]  # decoded blocks are not encoded again
     assert spans([keep]) == [(64, 80)] and keep.pages == (108, 109)
 
@@ -103,7 +103,7 @@ def test_blocks_are_kept_once_they_are_computed_and_their_tokens_known(scheduler
     {"cache_salt": "another"},
 ])  # fmt: skip
 def test_what_tokens_alone_do_not_decide_is_neither_loaded_nor_kept(scheduler, other):
-    one = request(70, **other)
+    one = request(64 + RECENT, **other)
     assert scheduler.matched(one, 0) == 0
     scheduler.allocated(one, 0)
     keeps = scheduler.transfers({"a": (0, 70)}, pages)[1]
@@ -236,14 +236,11 @@ def test_what_cannot_be_kept_costs_its_blocks_and_no_step(tmp_path, monkeypatch,
     assert 16 * len(engine.store.load(range(64))) == 64
 
 
-def test_pages_that_do_not_divide_a_block_are_refused(tmp_path):
+def test_pages_that_no_block_fills_and_backends_that_round_or_pack_are_refused(tmp_path):
+    """The order of a backend's pages is measured, by what it writes."""
     engine = Engine(tmp_path)
     with pytest.raises(ValueError, match="give --block-size 16"):
         PrefixWorker(engine.store, engine.worker.layers, 12)
-
-
-def test_a_backend_that_rounds_or_packs_its_cache_is_refused():
-    """The order of its pages is measured, by what it writes."""
 
     def rounding(k_THD, v_THD, cache_BHNC, slots_T):
         put((k_THD / 16).round() * 16, v_THD, cache_BHNC, slots_T)
@@ -266,31 +263,26 @@ def served(demo_model: Path) -> dict[str, Any]:
             "quantization": None}  # fmt: skip
 
 
-def opened(options: dict, model: dict[str, Any], *ranks: int) -> list[PrefixBlocks]:
-    return open_stores(options, SimpleNamespace(**model), *ranks)
+def opened(options: dict, model: dict[str, Any], rank: int = 0, ranks: int = 1) -> PrefixBlocks:
+    return open_store(options, SimpleNamespace(**model), rank, ranks)
 
 
-def roots(stores: list[PrefixBlocks]) -> list[str]:
-    return [one.root for one in stores]
-
-
-def test_a_worker_has_its_shard_and_a_scheduler_all(served: dict, tmp_path: Path):
+def test_a_worker_has_its_shard(served: dict, tmp_path: Path):
     """Shards share nothing but the folder, and as many servers as wanted find the same ones."""
     options = {"path": str(tmp_path), "recipe": "exact-pre"}
-    whole, both = opened(options, served, 1), opened(options, served, 2)
-    assert [one.format.geometry.kv_heads for one in (*whole, *both)] == [2, 1, 1]
-    assert len({*roots(whole), *roots(both)}) == 3 and whole[0].codec.rotary is not None
-    for rank in (0, 1):
-        assert roots(opened(options, served, 2, rank)) == roots(both)[rank : rank + 1]
-    assert roots(opened(options, served, 4, 3)) == roots(both)[1:]  # two workers have the same head
+    stores = [opened(options, served, *which) for which in ((0, 1), (0, 2), (1, 2))]
+    assert [shard.format.geometry.kv_heads for shard in stores] == [2, 1, 1]
+    assert len({shard.root for shard in stores}) == 3 and stores[0].codec.rotary is not None
+    assert opened(options, served, 1, 2).root == stores[2].root
+    assert opened(options, served, 3, 4).root == stores[2].root  # two workers have the same head
 
 
 def test_other_weights_and_configurations_find_nothing(served: dict, tmp_path: Path):
     options = {"path": str(tmp_path / "kept"), "recipe": "rtn-2bit", "budget": "1GB"}
-    first = roots(opened(options, served, 1))
+    first = opened(options, served).root
     shutil.copytree(served["model"], tmp_path / "model")
     moved = served | {"model": str(tmp_path / "model")}
-    assert roots(opened(options, moved, 1)) == first  # the same files elsewhere are the same model
+    assert opened(options, moved).root == first  # the same files elsewhere are the same model
     weights = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
     last = sorted(weights)[-1]
     safetensors.torch.save_file(weights | {last: weights[last] * 1.01}, tmp_path / "model" / "model.safetensors")
@@ -298,23 +290,21 @@ def test_other_weights_and_configurations_find_nothing(served: dict, tmp_path: P
     others = [moved, *(served | change for change in (
         {"quantization": "fp8"}, {"dtype": torch.float32}, {"hf_text_config": config}
     ))]  # fmt: skip
-    assert len({*first, *(root for one in others for root in roots(opened(options, one, 1)))}) == 5
+    assert len({first, *(opened(options, model).root for model in others)}) == 5
 
 
 def test_options_recipes_and_models_that_cannot_be_kept_are_refused(served: dict, tmp_path: Path):
     artifact.save(tiny(), tmp_path / "tiny.safetensors")
     for given, message in [
         ({"path": "x"}, "has path; give path and recipe"), ({"path": "x", "recipe": "exact", "salt": "s"}, "has path"),
-        ({"recipe": "exact", "budget": "much"}, "budget='much'"), ({"recipe": "aqua-2bit"}, "has to be fitted"),
-        ({"recipe": "subkv-2bit"}, "as they arrive"), ({"recipe": "no-such-recipe"}, "no-such-recipe"),
-        ({"recipe": str(tmp_path / "tiny.safetensors")}, "fingerprint"),
+        ({"recipe": "subkv-2bit"}, "as they arrive"), ({"recipe": str(tmp_path / "tiny.safetensors")}, "fingerprint"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            opened({"path": str(tmp_path / "kept")} | given if "recipe" in given else given, served, 1)
+            opened({"path": str(tmp_path / "kept")} | given if "recipe" in given else given, served)
     options, empty = {"path": str(tmp_path / "kept"), "recipe": "exact"}, tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ArtifactError, match="KVQConnector, recipe exact: .* no safetensors files"):
-        opened(options, served | {"model": str(empty)}, 1)
+    with pytest.raises(ArtifactError, match="KVQConnector, recipe exact: no safetensors files"):
+        opened(options, served | {"model": str(empty)})
     (empty / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{not json at all")
     with pytest.raises(ArtifactError, match="no safetensors file"):
-        opened(options, served | {"model": str(empty)}, 1)
+        opened(options, served | {"model": str(empty)})

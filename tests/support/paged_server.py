@@ -54,8 +54,7 @@ class PagedServer:
             assert refusal(self.recipe, size, rotary) is None
             reader = PageReader(Shared(self.recipe, size, rotary), 0)
         layout = page_of(self.recipe, 0, size, dtype, reader.orders if reader else {})
-        given = self.pair, layout, size, rotary, sinks
-        self.layer = BlockLayer(*given, reader) if self.by_block else PagedLayer(*given)
+        self.layer = (BlockLayer if self.by_block else PagedLayer)(self.pair, layout, size, rotary, sinks, reader)
         self.cache = torch.zeros(64, 1, self.page, layout.per_token, dtype=torch.uint8)
         if not self.by_block:
             self.cache[:] = 255  # what other layers leave, which are NaNs where they are read as numbers
