@@ -246,7 +246,7 @@ class BlockCache:
         """Undo a forward pass that has not ended."""
         if self.step is not None:
             self.undo()
-            self.fused.forget()
+            self.fused.padding.forget()
 
     def undo(self) -> None:
         """Undo one, where padding is as it was."""
@@ -279,7 +279,7 @@ class BlockCache:
         seen = max(0, min(length, self.length))
         for policy in self.policies:
             policy.check_crop(seen)
-        self.fused.forget()
+        self.fused.padding.forget()
         slots = max(0, seen - self.positions.dropped)
         self.reencoded += self.decoder.crop(slots)
         self.positions.crop(slots)
@@ -292,7 +292,7 @@ class BlockCache:
         """Keep these rows, int64, of every tensor that has rows, in this order: beam search, batch changes."""
         self.settle()
         self.decoder.restart()
-        self.fused.forget()
+        self.fused.padding.forget()
         self.positions.reorder(rows)
         for policy in self.policies:
             policy.reorder(rows)

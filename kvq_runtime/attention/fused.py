@@ -44,8 +44,8 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
     for policy in recipe.policies:
         if policy.unpacked is not None:
             return policy.unpacked
-    found = layouts(recipe, geometry, layer)
-    for role, scheme, layout in zip(ROLES, (key, value), found, strict=True):
+    pair = layouts(recipe, geometry, layer)
+    for role, scheme, layout in zip(ROLES, (key, value), pair, strict=True):
         if layout is None:
             why = ""
             if scheme.rotate is not None and scheme.rotate.fitted:
@@ -53,7 +53,7 @@ def _reason(recipe: Recipe, geometry: Geometry, layer: int) -> str | None:
             elif role == "key" and recipe.position == "pre":
                 why = "; kernels read keys after RoPE"
             return f"there is no kernel for its {role}s{why}"
-    if (found[0].order is None) != (found[1].order is None):
+    if (pair[0].order is None) != (pair[1].order is None):
         return "kernels read keys and values of one kind: both in operand order, or both angles"
     if key.predict is not None and geometry.head_size > MAX_HEAD:
         return f"heads of more than {MAX_HEAD} channels leave no registers for the mean of keys after RoPE"
@@ -72,7 +72,7 @@ def kernels() -> ModuleType:
     return dispatch.kernels("attend.launch")
 
 
-def reader(codec: Codec, device: torch.device) -> Any:
+def make_reader(codec: Codec, device: torch.device) -> Any:
     """Return the layout of a codec's blocks on a device, without their addresses.
 
     Codecs without fitted tensors share one set of tables.
@@ -141,19 +141,15 @@ class Fused(Path):
         """Copied and pickled without what is on the device: a cache has each layer's index made again."""
         return Fused, (self.recipe, self.geometry, self.positions, self.max_tokens)
 
-    def forget(self) -> None:
-        """Look at padding and positions again: rows or tokens are others."""
-        self.padding.forget()
-
     def index(self, layer: int, codecs: tuple[Codec, Codec], k_BTC: Tensor) -> DeviceIndex | None:
         """Make the index by which the kernel finds a new layer, for keys like these; None if it reads none."""
         if not dispatch.runs_kernel(k_BTC) or _reason(self.recipe, self.geometry, layer):
             return None
         window = self.recipe.window
-        readers = [reader(codec, k_BTC.device) for codec in codecs]
-        self.shared += [x for one in readers for x in (one.lookup, one.rotation) if x is not None]
+        readers = [make_reader(codec, k_BTC.device) for codec in codecs]
+        self.shared += [x for reader in readers for x in (reader.lookup, reader.rotation) if x is not None]
         self._readers[layer] = readers
-        columns = [1 + len(one.names) for one in readers]
+        columns = [1 + len(reader.names) for reader in readers]
         sinks_2BSC = k_BTC.new_zeros(2, len(k_BTC), window.sinks, k_BTC.shape[2])
         orders = readers[0].order, readers[1].order
         slabs = -(-self.max_tokens // (SLAB * window.block))
@@ -182,11 +178,11 @@ class Fused(Path):
         keys, values = self._read(layer, index)
         exact = host.Exact(*store.buffer_2BTC, *index.sinks_2BSC)
         rope = self._tables(store, index) if keys.mean is not None else None
-        given = (q_BHTD, keys, values, exact, index.counts, self.padding.starts_B)
         shape = layer, len(q_BHTD), q_BHTD.shape[2]
         if shape not in self._splits:
             self._splits[shape] = host.choose_splits(q_BHTD, keys, values, self.max_tokens // store.window.block)
-        return Attended(*host.attend(*given, scale, self._splits[shape], rope, cap))
+        starts_B, splits = self.padding.starts_B, self._splits[shape]
+        return Attended(*host.attend(q_BHTD, keys, values, exact, index.counts, starts_B, scale, splits, rope, cap))
 
     def takes(self, query: Query) -> bool:
         """True if the kernel reads the layer and can read its padding, whatever the number of queries."""
@@ -243,14 +239,14 @@ class Fused(Path):
             index.make_tables(2 * len(store.slabs[0]))
         for role, reader in enumerate(self._readers[layer]):
             names, listed = reader.names, index.listed[role]
-            found = [(slab[names[0]].data_ptr(), slab[names[0]].shape[1]) for slab in store.slabs[role]]
-            pairs = enumerate(zip(listed, found, strict=False))
-            same = next((place for place, (one, other) in pairs if one != other), len(listed))
-            if same < len(found):
+            held = [(slab[names[0]].data_ptr(), slab[names[0]].shape[1]) for slab in store.slabs[role]]
+            pairs = enumerate(zip(listed, held, strict=False))
+            same = next((row for row, (before, now) in pairs if before != now), len(listed))
+            if same < len(held):
                 new = store.slabs[role][same:]
                 rows = kernels().block_table(new, names, len(new), torch.device("cpu"))
-                send(rows, index.tables[role][same : len(found)])
-            index.listed[role] = found
+                send(rows, index.tables[role][same : len(held)])
+            index.listed[role] = held
         if index.sinks_stale:
             if index.sinks_2BSC.shape == store.sinks_2BSC.shape:
                 index.sinks_2BSC.copy_(store.sinks_2BSC)

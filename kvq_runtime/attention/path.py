@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.dense import capped
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore, Run
@@ -119,7 +118,7 @@ class Reference(Path):
         held, padded = self._heads, self.positions.real_BT is not None
         # the first tokens that have no column in their block: all sinks if their place is known
         hidden = store.front if store.front and store.sizes[0] >= store.front and not padded else 0
-        q_YND = (q_BHTD.float() * _factor(scale)).reshape(batch * held, heads // held * count, size)
+        q_YND = (q_BHTD.float() * scale).reshape(batch * held, heads // held * count, size)
         s_YNX = self._scores(store, q_YND, hidden)
         if cap is not None:
             s_YNX = capped(s_YNX, cap)
@@ -215,12 +214,6 @@ def by_head(x_BTC: Tensor, heads: int) -> Tensor:
     """[B, H, T, D], float32: a view if it is float32 already."""
     batch, tokens, width = x_BTC.shape
     return x_BTC.float().view(batch, tokens, heads, width // heads).transpose(1, 2)
-
-
-@constant(8)
-def _factor(scale: float) -> Tensor:
-    """Return a number as a tensor, which every product with a float would make anew."""
-    return torch.tensor(scale, dtype=torch.float32)
 
 
 def causal(count: int, length: int, device: torch.device) -> Tensor:

@@ -44,9 +44,9 @@ def tables(file: str) -> dict[str, Tensor]:
 
 def pinned(kind: str, name: str, table: Tensor, digest: str) -> Tensor:
     """Return the table itself, checked against its pinned digest."""
-    found = sha256(table.view(torch.uint8).numpy().tobytes()).hexdigest()
-    if found != digest:
-        raise RuntimeError(f"{kind} {name} has sha256 {found}, pinned is {digest}; reinstall kvq-runtime")
+    present = sha256(table.view(torch.uint8).numpy().tobytes()).hexdigest()
+    if present != digest:
+        raise RuntimeError(f"{kind} {name} has sha256 {present}, pinned is {digest}; reinstall kvq-runtime")
     return table
 
 

@@ -56,8 +56,8 @@ def means(boundaries: Tensor) -> Tensor:
     """Return the means of a standard Gaussian between boundaries."""
     ends = _ends(boundaries)
     density = torch.exp(-ends.square() / 2) / math.sqrt(2 * math.pi)
-    found = -density.diff() / _mass(ends)
-    return (found - found.flip(0)) / 2
+    centroids = -density.diff() / _mass(ends)
+    return (centroids - centroids.flip(0)) / 2
 
 
 @lru_cache(maxsize=MAX_BITS + 1)

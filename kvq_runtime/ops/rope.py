@@ -21,9 +21,9 @@ VARYING_TYPES = ("dynamic", "longrope")
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE's settings in a configuration of transformers 4 or 5: where layers differ, of those that attend to all."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    by_type = isinstance(found, Mapping) and any(isinstance(value, Mapping) for value in found.values())
-    return dict((found.get(FULL) or {}) if by_type else found)
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_type = isinstance(parameters, Mapping) and any(isinstance(value, Mapping) for value in parameters.values())
+    return dict((parameters.get(FULL) or {}) if by_type else parameters)
 
 
 @dataclass(frozen=True)

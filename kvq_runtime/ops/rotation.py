@@ -64,10 +64,10 @@ def by_runs(x: Tensor, matrix: Tensor) -> Tensor:
     """Multiply every run of S elements with the matrix, or run h of each H with its own; V elements in its place."""
     run, out = matrix.shape[-2:]
     if matrix.ndim == 2:
-        found = product.matmul(x.reshape(-1, run), matrix)
+        rotated = product.matmul(x.reshape(-1, run), matrix)
     else:
-        found = product.matmul(x.reshape(-1, len(matrix), run).transpose(0, 1), matrix).transpose(0, 1)
-    return found.reshape(*x.shape[:-1], x.shape[-1] * out // run)
+        rotated = product.matmul(x.reshape(-1, len(matrix), run).transpose(0, 1), matrix).transpose(0, 1)
+    return rotated.reshape(*x.shape[:-1], x.shape[-1] * out // run)
 
 
 def in_tile(rotation: Rotation, size: int) -> bool:

@@ -73,5 +73,5 @@ def matrix_specs(inputs: int, outputs: int) -> dict[str, tuple[tuple[int, ...], 
 def matrix(tensors: Mapping[str, Tensor], inputs: int) -> Tensor:
     """Return the matrix, bfloat16 [I, O]."""
     codes, step, low = (tensors[name] for name in ("codes", "step", "low"))
-    found = decode(unpack(codes, MATRIX_BITS, min(MATRIX_GROUP, inputs)), step, low, MATRIX_BITS)
-    return found.flatten(-2)[:, :inputs].to(torch.bfloat16).mT
+    decoded = decode(unpack(codes, MATRIX_BITS, min(MATRIX_GROUP, inputs)), step, low, MATRIX_BITS)
+    return decoded.flatten(-2)[:, :inputs].to(torch.bfloat16).mT

@@ -99,14 +99,14 @@ def ratios(rms_NG: Tensor) -> Tensor:
 def _traced(last_N: Tensor, oldest_TPN: Tensor, bits: int) -> Tensor:
     """The states [N, T] of the path to the last one: before each stands what was dropped, then all but its code."""
     steps, newer, rows = oldest_TPN.shape
-    found_TN, row_N = last_N.new_empty(steps, rows, dtype=torch.int32), torch.arange(rows, device=last_N.device)
-    found, oldest = found_TN.unbind(), oldest_TPN.flatten(1).unbind()
-    found[-1].copy_(last_N)
+    state_TN, row_N = last_N.new_empty(steps, rows, dtype=torch.int32), torch.arange(rows, device=last_N.device)
+    states, oldest = state_TN.unbind(), oldest_TPN.flatten(1).unbind()
+    states[-1].copy_(last_N)
     for step in range(steps - 1, 0, -1):
-        kept_N = found[step] >> bits
+        kept_N = states[step] >> bits
         oldest_N = oldest[step - 1].index_select(0, torch.add(row_N, kept_N, alpha=rows))
-        torch.add(kept_N, oldest_N, alpha=newer, out=found[step - 1])
-    return found_TN.T.long()
+        torch.add(kept_N, oldest_N, alpha=newer, out=states[step - 1])
+    return state_TN.T.long()
 
 
 def encode_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None = None) -> Tensor:

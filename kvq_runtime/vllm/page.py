@@ -165,7 +165,7 @@ class PageReader:
         """Read these pages, of codecs on the same device. ValueError: they are not where the kernel can read them."""
         self._encoded = []
         for role, codec in codecs.items():
-            reader = fused.reader(codec, codec.device)
+            reader = fused.make_reader(codec, codec.device)
             no_table = torch.zeros(1, 1, device=codec.device)
             pages = fused.kernels().Pages.of(views[role], reader.names, no_table)
             self._encoded.append(replace(reader, addresses=pages))

@@ -83,15 +83,15 @@ def tile(slots: int, columns: int) -> TileSettings:
 
 
 def _rounded(scheme: Scheme, block: int, geometry: Geometry, role: Role, rotation: Tensor | None) -> Layout | None:
-    found = kernel_order(scheme, block, geometry, role)
-    if found is None or (scheme.quantize.kernel == "uniform" and scheme.quantize.range != "minmax"):
+    ordered = kernel_order(scheme, block, geometry, role)
+    if ordered is None or (scheme.quantize.kernel == "uniform" and scheme.quantize.range != "minmax"):
         return None
-    quantize, order, tables = scheme.quantize, found.order, _tables(scheme, found)
+    quantize, order, tables = scheme.quantize, ordered.order, _tables(scheme, ordered)
     channel = scheme.axis == "channel"
-    group, groups = (found.group, 1) if channel else (block, geometry.head_size // found.group)
+    group, groups = (ordered.group, 1) if channel else (block, geometry.head_size // ordered.group)
     runs = tuple(
-        run._replace(FIRST=run.FIRST + part * geometry.head_size // (fragment.EDGE * found.elements))
-        for part in range(found.elements) for run in order.RUNS
+        run._replace(FIRST=run.FIRST + part * geometry.head_size // (fragment.EDGE * ordered.elements))
+        for part in range(ordered.elements) for run in order.RUNS
     )  # fmt: skip
     names = ("codes", "scale") if tables else ("codes", "step", "low")
     settings = RoundedSettings(
@@ -99,10 +99,10 @@ def _rounded(scheme: Scheme, block: int, geometry: Geometry, role: Role, rotatio
         tables,
     )  # fmt: skip
     scores = rounded.per_channel if channel else rounded.per_token
-    return Layout(geometry, block, rounded.scan, scores, settings, names, found, rotation=_back(rotation))
+    return Layout(geometry, block, rounded.scan, scores, settings, names, ordered, rotation=_back(rotation))
 
 
-def _tables(scheme: Scheme, found: KernelOrder) -> tuple[tuple[int, ...], ...]:
+def _tables(scheme: Scheme, ordered: KernelOrder) -> tuple[tuple[int, ...], ...]:
     """The bits of a float16 for every stored code, for each element that it stands for; () where it is rounded evenly.
 
     Centroids of `lloyd` are rounded to bfloat16, as the stage looks them up, and so exact in float16.
@@ -111,10 +111,10 @@ def _tables(scheme: Scheme, found: KernelOrder) -> tuple[tuple[int, ...], ...]:
     if quantize.kernel == "uniform":
         return ()
     if quantize.kernel == "lloyd":
-        points = lloyd.sphere(found.group, quantize.bits)[1].bfloat16()[:, None]
+        points = lloyd.sphere(ordered.group, quantize.bits)[1].bfloat16()[:, None]
     else:
         points = grid.points(quantize.dim, quantize.size)
-    stored = torch.tensor(found.stored or range(len(points)))
+    stored = torch.tensor(ordered.stored or range(len(points)))
     return tuple(tuple(part[stored.argsort()].half().view(torch.uint16).tolist()) for part in points.mT)
 
 

@@ -59,15 +59,15 @@ def scan(
         p_k = field_of(p_keys, i_block, i_b, CODES, KS.FIELDS, L.H * KS.SUBS * KS.BYTES, tl.uint8, L)
         p_v = field_of(p_values, i_block, i_b, CODES, VS.FIELDS, L.H * VS.SUBS * VS.BYTES, tl.uint8, L)
         b_k = ()
-        for one in tl.static_range(KEYS):
-            b_k = b_k + (fragment.load_words(p_k + (i_h * KS.SUBS + i_sub * KEYS + one) * KS.BYTES, KS),)
+        for sub in tl.static_range(KEYS):
+            b_k = b_k + (fragment.load_words(p_k + (i_h * KS.SUBS + i_sub * KEYS + sub) * KS.BYTES, KS),)
         b_mean = rope.mean_of_block(q_exact, scale, p_rope, i_b, i_h, i_block, L)
         b_s = ()
-        for one in tl.static_range(KEYS):
-            b_s = b_s + SCORES(b_q, b_k[one], p_keys, i_block, i_sub * KEYS + one, i_b, i_h, L, KS)
+        for sub in tl.static_range(KEYS):
+            b_s = b_s + SCORES(b_q, b_k[sub], p_keys, i_block, i_sub * KEYS + sub, i_b, i_h, L, KS)
         b_v = ()
-        for one in tl.static_range(VALUES):
-            b_v = b_v + (fragment.load_words(p_v + (i_h * VS.SUBS + i_sub * VALUES + one) * VS.BYTES, VS),)
+        for sub in tl.static_range(VALUES):
+            b_v = b_v + (fragment.load_words(p_v + (i_h * VS.SUBS + i_sub * VALUES + sub) * VS.BYTES, VS),)
         b_steps, b_lows = _numbers(p_values, i_block, i_sub, i_b, i_h, L, VS, TILES)
         b_seen = ()
         b_highest = tl.full((16, M), float("-inf"), tl.float32)
