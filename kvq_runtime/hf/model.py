@@ -7,11 +7,12 @@ under flash attention.
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, __version__
+from transformers import AutoConfig, PreTrainedModel, __version__
 
 from kvq_runtime import families
 from kvq_runtime.artifact import fingerprint

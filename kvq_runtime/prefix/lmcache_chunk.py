@@ -2,7 +2,7 @@
 
     | file of block 0 | ... | file of block N - 1 |
 
-Each block is the file that a `PrefixStore` keeps (`prefix/block_file.py`), with the same codecs and checks. LMCache
+Each block is the file that a `PrefixStore` keeps (`prefix/block.py`), with the same codecs and checks. LMCache
 does not say where in its text a chunk begins, so recipes that depend on positions are refused, and no token is an exact
 sink. All chunks of a shape have the same number of bytes.
 
@@ -33,8 +33,7 @@ from torch import Tensor
 from kvq_runtime.errors import ArtifactError, named
 from kvq_runtime.families import attending
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.prefix.block_codec import BlockCodec
-from kvq_runtime.prefix.block_file import BlockFormat, Link
+from kvq_runtime.prefix.block import BlockCodec, Link
 from kvq_runtime.prefix.store import check_recipe
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.vllm import served_recipe
@@ -64,9 +63,9 @@ class ChunkCodec:
             )
         recipe = recipe.with_exact(sinks=0)
         self.geometry = geometry
-        self.codec, self.format = BlockCodec(recipe, geometry, tensors), BlockFormat(recipe, geometry, dtype)
-        self._root, self._count = self.format.digest("", tensors), tokens // block
-        self._block_bytes = self.format.file_bytes(self._links(b"")[0])
+        self.codec = BlockCodec(recipe, geometry, tensors, dtype)
+        self._root, self._count = self.codec.digest(""), tokens // block
+        self._block_bytes = self.codec.file_bytes(self._links(b"")[0])
         self.bytes = self._count * self._block_bytes
 
     def _links(self, key: bytes) -> list[Link]:
@@ -79,7 +78,7 @@ class ChunkCodec:
         blocks = self.codec.encode(0, dict(enumerate(zip(*self._by_head(chunk).flatten(3), strict=True))))
         if len(blocks) < self._count:
             raise ValueError("NaN or infinity among the keys or values; nothing is kept of the chunk")
-        data = bytearray().join(map(self.format.to_bytes, blocks, self._links(key)))
+        data = bytearray().join(map(self.codec.to_bytes, blocks, self._links(key)))
         out_X.copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def decode(self, data_X: Tensor, key: bytes, out: Tensor) -> None:
@@ -89,7 +88,7 @@ class ChunkCodec:
         """
         data, size = bytes(data_X.contiguous().view(-1).numpy().data[: self.bytes]), self._block_bytes
         files = [data[n * size : (n + 1) * size] for n in range(self._count)]
-        blocks = list(map(self.format.from_bytes, files, self._links(key)))
+        blocks = list(map(self.codec.from_bytes, files, self._links(key)))
         out_2LTHD = self._by_head(out)
         for layer, *pair in self.codec.decode(blocks):
             for role, x_THD in enumerate(pair):

@@ -21,8 +21,7 @@ from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.prefix import chain
-from kvq_runtime.prefix.block_codec import BlockCodec, encoded_block
-from kvq_runtime.prefix.block_file import Block, BlockFormat, Link
+from kvq_runtime.prefix.block import Block, BlockCodec, Link, encoded_block
 from kvq_runtime.prefix.folder import Folder, parse_budget
 from kvq_runtime.recipe import Recipe
 
@@ -56,12 +55,11 @@ class PrefixBlocks:
         budget: str | int = "20GB",
     ):
         check_recipe(recipe)
-        self.codec = BlockCodec(recipe, geometry, tensors or {}, rotary)
-        self.format = BlockFormat(recipe, geometry, dtype)
+        self.codec = BlockCodec(recipe, geometry, tensors or {}, dtype, rotary)
         budget_bytes = parse_budget(budget)
-        if self.format.largest > budget_bytes:
-            raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.format.largest} bytes")
-        self.root = self.format.digest(model, tensors or {})
+        if self.codec.largest > budget_bytes:
+            raise ValueError(f"budget={budget!r}; one block of {recipe.name} takes {self.codec.largest} bytes")
+        self.root = self.codec.digest(model)
         self.folder = Folder(Path(path).expanduser(), self.root, budget_bytes)
 
     def of_tenant(self, salt: str) -> "PrefixBlocks":
@@ -75,7 +73,7 @@ class PrefixBlocks:
     @property
     def block(self) -> int:
         """Tokens of a block."""
-        return self.format.recipe.window.block
+        return self.codec.recipe.window.block
 
     def names(self, tokens: Tokens) -> list[str]:
         """Return the names of the whole blocks of a text."""
@@ -92,7 +90,7 @@ class PrefixBlocks:
         start    a multiple of `block`; nothing is kept unless all blocks before it are
         Blocks that are kept are not encoded again. OSError: the disk refused; the blocks before are kept.
         """
-        assert start % self.block == 0 and len(keys) == len(values) == self.format.geometry.layers
+        assert start % self.block == 0 and len(keys) == len(values) == self.codec.geometry.layers
         pairs = [(k.flatten(1), v.flatten(1)) for k, v in zip(keys, values, strict=True)]
         stop = start + min(len(x) for pair in pairs for x in pair)
 
@@ -138,7 +136,7 @@ class PrefixBlocks:
         """Read a block; None if it is missing, unreadable or damaged, which is logged."""
         path = self.folder.path(name)
         try:
-            return self.format.from_bytes(files.read(path, self.format.largest), link)
+            return self.codec.from_bytes(files.read(path, self.codec.largest), link)
         except NotFound:
             pass
         except ArtifactError as error:
@@ -154,13 +152,13 @@ class PrefixBlocks:
 
         encode   returns blocks `number` to `end`, or some of the first
         """
-        if dtype != self.format.dtype:
-            raise ValueError(f"keys and values are {dtype}, the store's {self.format.dtype}; do not use autocast")
-        names = self.names(token_T)[: max(1, self.folder.budget // self.format.largest)]
+        if dtype != self.codec.dtype:
+            raise ValueError(f"keys and values are {dtype}, the store's {self.codec.dtype}; do not use autocast")
+        names = self.names(token_T)[: max(1, self.folder.budget // self.codec.largest)]
         number = sum(1 for _ in takewhile(self.folder.has, names))
         while first <= number < len(names):
             for block in encode(number, len(names)):
-                data = self.format.to_bytes(block, self._link(names, token_T, number))
+                data = self.codec.to_bytes(block, self._link(names, token_T, number))
                 self.folder.put(names[number], data)
                 number += 1
         self.folder.touch(names[:number])

@@ -15,7 +15,7 @@ from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
 from kvq_runtime.hf.model import decoder_of, geometry_of, held, rotary_module, rotary_of
 from kvq_runtime.ops import rope
-from kvq_runtime.prefix import block_codec, chain
+from kvq_runtime.prefix import block, chain
 from kvq_runtime.prefix.store import PrefixBlocks, check_recipe
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.resolve import load_artifact
@@ -79,7 +79,7 @@ class PrefixStore:
         computed = max(1, self.recipe.window.recent)
         blocks = self._blocks.load(self._text(token_T)[: max(0, len(token_T) - computed)])
         if blocks:
-            block_codec.fill(cache.blocks, blocks, self.model.device)
+            block.fill(cache.blocks, blocks, self.model.device)
             for layer in cache.layers:
                 setattr(layer, "is_initialized", True)  # noqa: B010  # not every class of transformers' declares it
         return cache

@@ -84,7 +84,7 @@ class KVQConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         modules = self._vllm_config.compilation_config.static_forward_context
         names = sorted(kv_caches, key=extract_layer_index)
-        geometry, layers = self._store.format.geometry, []
+        geometry, layers = self._store.codec.geometry, []
         if [extract_layer_index(name) for name in names] != list(range(geometry.layers)):
             raise ValueError(f"KVQConnector: vLLM has caches of layers {', '.join(names)}; the model has {geometry}")
         for name in names:

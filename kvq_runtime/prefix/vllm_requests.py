@@ -113,7 +113,7 @@ class PrefixScheduler:
             return 0
         if name not in self._matched:
             tokens = list(request.all_token_ids)
-            tokens = tokens[: max(0, len(tokens) - max(1, self.store.format.recipe.window.recent))]
+            tokens = tokens[: max(0, len(tokens) - max(1, self.store.codec.recipe.window.recent))]
             self._matched[name] = self.store.of_tenant(request.cache_salt or "").longest(tokens)
         return max(0, self._matched[name] - computed)
 
@@ -182,7 +182,7 @@ class PrefixWorker:
     def __init__(self, store: PrefixBlocks, layers: Sequence["PageRows"], page: int):
         if store.block % page:
             raise ValueError(
-                f"pages of {page} tokens do not divide {store.format.recipe.name}'s blocks of {store.block}; give "
+                f"pages of {page} tokens do not divide {store.codec.recipe.name}'s blocks of {store.block}; give "
                 f"--block-size {store.block}, or a divisor of it"
             )
         self.store, self.layers, self.page = store, layers, page
@@ -192,8 +192,8 @@ class PrefixWorker:
         self._writer = ThreadPoolExecutor(1, "kvq-prefixes")
         self._pending: dict[str, None] = {}  # names of blocks that are not written yet
         self._refusal = ""  # the last reason why blocks were not kept
-        width = store.format.geometry.width
-        self._block_bytes = 2 * len(layers) * store.block * width * store.format.dtype.itemsize
+        width = store.codec.geometry.width
+        self._block_bytes = 2 * len(layers) * store.block * width * store.codec.dtype.itemsize
 
     @torch.inference_mode()
     def step(self, loads: Iterable[Transfer]) -> None:

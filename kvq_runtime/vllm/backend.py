@@ -85,9 +85,8 @@ class Served:
         if self.kernel is not None and page.refusal(recipe, self.geometry, self.rotary, index) is None:
             reader = PageReader(self.kernel, index)
         layout = page.page_of(recipe, index, self.geometry, self.dtype, reader.orders if reader else {})
-        exact = all(scheme.quantize.keeps_dtype for scheme in recipe.at(index))
-        kind, sinks = BlockLayer if self.by_block else PagedLayer, 0 if exact else recipe.window.sinks
-        return kind(self.codecs[index], layout, self.geometry, self.rotary, sinks, reader)
+        kind = BlockLayer if self.by_block else PagedLayer
+        return kind(self.codecs[index], layout, self.geometry, self.rotary, recipe.window.sinks, reader)
 
     def share(self, needed: int, beside: int) -> tuple[int, int]:
         """As `page.shared_pages`, of one layer; beside others all layers take the bytes of the widest."""

@@ -9,8 +9,8 @@ import torch
 from kept_blocks import FEW, decoded, files, ids, rows, store
 
 from kvq_runtime.disk import strict_json
-from kvq_runtime.prefix import block_file
-from kvq_runtime.prefix.block_file import Link
+from kvq_runtime.prefix import block
+from kvq_runtime.prefix.block import Link
 
 
 def test_any_damaged_byte_or_torn_file_is_a_miss(tmp_path, caplog):
@@ -81,5 +81,5 @@ def _resealed(good: bytes, link: Link, draw: random.Random) -> bytes:
     fill = draw.choice((b"\x00\x7c", b"\xff\x7b", b"\x80\x7f", b"\xff", draw.randbytes(8))) * 200
     stop = min(len(data), begin + draw.choice((1, 8, 200)))
     data[begin:stop] = torch.frombuffer(bytearray(fill[: stop - begin]), dtype=torch.uint8)
-    about = link.to_json(block_file._content(link, tensors))
+    about = link.to_json(block._content(link, tensors))
     return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(about)})

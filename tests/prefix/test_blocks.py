@@ -10,7 +10,7 @@ from kept_blocks import EACH, contents, decoded, files, filled, ids, recipe_of, 
 
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.geometry import Window
-from kvq_runtime.prefix import block_codec, chain
+from kvq_runtime.prefix import block, chain
 from kvq_runtime.prefix.store import PrefixBlocks, check_recipe
 from kvq_runtime.recipe import preset
 
@@ -25,13 +25,13 @@ def test_blocks_are_those_of_a_cache(name, tmp_path):
     encoded = min(layer.encoded for layer in cache.layers.values())
     assert encoded >= 3 * kept.block
     for number in range(encoded // kept.block):
-        theirs = block_codec.encoded_block(cache, number)
+        theirs = block.encoded_block(cache, number)
         assert torch.equal(blocks[number].sinks_2LSC, theirs.sinks_2LSC)
         for layer in range(GEOMETRY.layers):
             for role in (0, 1):
                 for field, x in theirs.fields[layer][role].items():
                     assert torch.equal(x, blocks[number].fields[layer][role][field]), (layer, role, field)
-    sinks = kept.format.recipe.window.sinks
+    sinks = kept.codec.recipe.window.sinks
     for layer, pair in decoded(kept, blocks).items():
         expected = [x[0, :encoded].clone() for x in cache.decoder.whole(layer)]
         for ours, theirs in zip(pair, expected, strict=True):
@@ -46,12 +46,12 @@ def test_blocks_are_those_of_a_cache(name, tmp_path):
 def test_a_cache_goes_on_from_loaded_blocks_as_from_its_own(name, tmp_path):
     """The same steps after them give the same keys and values."""
     kept, _, tokens, (keys, values) = filled(tmp_path, name)
-    recipe, size = kept.format.recipe, 2 * kept.block
+    recipe, size = kept.codec.recipe, 2 * kept.block
     whole = BlockCache(recipe.with_exact(recent=0), GEOMETRY, kept.codec.tensors or None)
     loaded = BlockCache(kept.codec.recipe, GEOMETRY, kept.codec.tensors)
-    block_codec.fill(loaded, kept.load(tokens[:size]), "cpu")
+    block.fill(loaded, kept.load(tokens[:size]), "cpu")
     loaded.reset()
-    block_codec.fill(loaded, kept.load(tokens[:size]), "cpu")
+    block.fill(loaded, kept.load(tokens[:size]), "cpu")
     assert loaded.length == size
 
     def feed(cache, start: int, stop: int) -> list:

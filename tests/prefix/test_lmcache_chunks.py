@@ -29,7 +29,7 @@ def chunk_codec(name: str, shape=(2, 3, TOKENS, 64), seed: int = 0, dtype=torch.
 
 
 def a_chunk(codec: ChunkCodec) -> Tensor:
-    return torch.randn(codec._apart, generator=torch.Generator().manual_seed(0)).to(codec.format.dtype)
+    return torch.randn(codec._apart, generator=torch.Generator().manual_seed(0)).to(codec.codec.dtype)
 
 
 def encoded(codec: ChunkCodec, chunk: Tensor, key: bytes = KEY) -> Tensor:
@@ -50,7 +50,7 @@ def test_a_chunk_is_what_a_prefix_has_there(name: str, tmp_path: Path):
         data = encoded(codec, chunk.contiguous())
         codec.decode(data, KEY, out)
         whole = decoded(kept, kept.load(ids(start + size), start), start)
-        sinks = 0 if start else kept.format.recipe.window.sinks
+        sinks = 0 if start else kept.codec.recipe.window.sinks
         for layer, pair in whole.items():
             for role, x_THD in enumerate(pair):
                 assert torch.equal(out[role, layer][sinks:], x_THD.flatten(1)[sinks:]), (start, layer, role)
@@ -86,9 +86,9 @@ def test_chunks_are_told_from_all_others():
 def altered(codec: ChunkCodec, data: Tensor, alter) -> Tensor:
     """A chunk whose last block was altered, with its digest made again, as whoever may write to a tier can."""
     link, raw = codec._links(KEY)[-1], bytearray(data.numpy().tobytes())
-    block = codec.format.from_bytes(bytes(raw[-codec._block_bytes :]), link)
+    block = codec.codec.from_bytes(bytes(raw[-codec._block_bytes :]), link)
     alter(block)
-    raw[-codec._block_bytes :] = codec.format.to_bytes(block, link)
+    raw[-codec._block_bytes :] = codec.codec.to_bytes(block, link)
     return torch.frombuffer(raw, dtype=torch.uint8)
 
 

@@ -46,7 +46,7 @@ def test_the_budget_holds_and_the_oldest_goes_first(tmp_path):
     assert [kept.longest(text) for text in texts] == [32, 0, 32]
     newest = [block.path.stem for block in all_blocks(tmp_path / "root")][-2:]
     assert newest == kept.names(texts[2])[::-1]  # ends of prefixes go before their beginnings
-    long = store(tmp_path / "long", budget=4 * kept.format.largest)
+    long = store(tmp_path / "long", budget=4 * kept.codec.largest)
     assert long.put(ids(96), *rows(96)) == long.longest(ids(96)) == 64  # the blocks that surely fit
     with pytest.raises(ValueError, match="one block of rtn-2bit"):
         store(tmp_path, budget=100)
@@ -74,7 +74,7 @@ def test_nothing_is_removed_through_a_link(tmp_path):
     (root / ("c" * 64)).mkdir()
     (root / ("c" * 64) / f"{'d' * 64}.safetensors").symlink_to(model / "model.safetensors")
     assert [block.path for block in all_blocks(root)] == files(kept.folder.blocks)
-    small = store(root, budget=kept.format.largest)
+    small = store(root, budget=kept.codec.largest)
     small.put(ids(16, first=2), *rows(16))  # which makes room
     assert small.longest(ids(16)) == 0 and all(path.exists() for path in theirs)
 
@@ -100,7 +100,7 @@ def test_a_budget_is_a_number_or_text():
 def test_writers_of_one_prefix_and_readers(tmp_path):
     """Processes put the same and their own prefixes while others load and evict: every block that is found is whole."""
     keys, values = rows(64)
-    budget = 20 * store(tmp_path).format.largest
+    budget = 20 * store(tmp_path).codec.largest
 
     def work(seed: int) -> int:
         kept, found = store(tmp_path, budget=budget), 0

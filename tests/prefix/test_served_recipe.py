@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -66,6 +67,19 @@ def test_a_lock_file_pins_it(fitted, tmp_path: Path):
     path.write_bytes(data[:-1] + b"\x00\x01")
     with pytest.raises(ArtifactError, match=r"KVQ_CACHE=.*production.lock: lock: .* pins mine"):
         plugin.load(str(tmp_path / "production.lock"))
+
+
+def test_engines_that_move_or_share_keys_otherwise_are_refused():
+    for change, message in [
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "use ngram"),
+        ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "drop --kv-cache-dtype fp8"),
+        ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "drop decode context parallelism"),
+    ]:
+        served = {"speculative_config": None, "cache_config": SimpleNamespace(cache_dtype="auto")}
+        served |= {"parallel_config": SimpleNamespace(decode_context_parallel_size=1)}
+        plugin.check_engine(SimpleNamespace(**served))
+        with pytest.raises(ValueError, match=message):
+            plugin.check_engine(SimpleNamespace(**served | change))
 
 
 def test_what_is_not_there_or_cannot_be_served_is_said_before_a_model_is_read(tmp_path: Path, monkeypatch):

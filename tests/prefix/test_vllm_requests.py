@@ -63,7 +63,7 @@ def scheduler(tmp_path: Path) -> PrefixScheduler:
 
 def test_whole_blocks_are_loaded_but_not_the_newest_tokens(scheduler):
     """As many tokens are computed as the recipe's window holds."""
-    assert scheduler.store.format.recipe.window.recent == RECENT
+    assert scheduler.store.codec.recipe.window.recent == RECENT
     for name, count, computed, expected in [
         ("a", 100, 0, 64), ("b", 100, 2 * PAGE, 64 - 2 * PAGE), ("c", 63 + RECENT, 0, 48), ("d", 100, 64, 0),
     ]:  # fmt: skip
@@ -271,7 +271,7 @@ def test_a_worker_has_its_shard(served: dict, tmp_path: Path):
     """Shards share nothing but the folder, and as many servers as wanted find the same ones."""
     options = {"path": str(tmp_path), "recipe": "exact-pre"}
     stores = [opened(options, served, *which) for which in ((0, 1), (0, 2), (1, 2))]
-    assert [shard.format.geometry.kv_heads for shard in stores] == [2, 1, 1]
+    assert [shard.codec.geometry.kv_heads for shard in stores] == [2, 1, 1]
     assert len({shard.root for shard in stores}) == 3 and stores[0].codec.rotary is not None
     assert opened(options, served, 1, 2).root == stores[2].root
     assert opened(options, served, 3, 4).root == stores[2].root  # two workers have the same head

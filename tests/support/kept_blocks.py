@@ -46,7 +46,7 @@ def filled(path: Path, name: str, dtype: torch.dtype = torch.bfloat16):
     count = 5 * kept.block + 3
     tokens, (keys, values) = ids(count), rows(count, dtype=dtype)
     assert kept.put(tokens, keys, values) == 5 * kept.block
-    cache = BlockCache(kept.format.recipe, GEOMETRY, kept.codec.tensors or None)
+    cache = BlockCache(kept.codec.recipe, GEOMETRY, kept.codec.tensors or None)
     cache.positions.announce(None, None, feeding.rotary())
     for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
         cache.update(layer, k.flatten(1)[None], v.flatten(1)[None])
