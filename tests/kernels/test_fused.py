@@ -143,19 +143,6 @@ def test_masks_that_are_not_left_padding():
 
 
 @pytest.mark.slow
-def test_padding_that_comes_in_a_step_is_looked_at():
-    """One row's sequence has ended, the other's goes on: the third step brings padding in one row."""
-    driver = Driver(FAMILIES["rtn-2bit"])
-    driver.step(40, expected=False)
-    driver.check()
-    driver.check()
-    driver.real = torch.arange(300, device=DEVICE) != torch.tensor([[42], [300]], device=DEVICE)
-    driver.step(1, expected=False)
-    out, wanted = driver.step(1)
-    assert wanted is not None and torch.equal(out, wanted)  # no kernel leaves out a slot in the middle
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("starts, name", [(PADDED, "kivi-2-16"), (torch.tensor([70, 0]), "mean-higgs-head-2bit-post")])
 def test_many_queries_attend_slab_by_slab(name, starts, monkeypatch):
     monkeypatch.setattr("kvq_runtime.kernels.attend.launch.attend", None)
