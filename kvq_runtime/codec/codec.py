@@ -232,7 +232,7 @@ class Codec:
         return self._unround(self._round(x_NTC))
 
     def one_launch(self, x_NTC: Tensor) -> bool:
-        """True if a kernel rotates, rounds and packs this in one launch, so that blocks do not depend on each other.
+        """True if a kernel rotates and rounds this in one launch, so that blocks do not depend on each other.
 
         Then many are encoded at once; a matrix product may round a block otherwise in other company.
         """

@@ -52,7 +52,7 @@ class Codebook(Quantizer):
         return {"codes": ((rows, count, packed), torch.uint8), "scale": ((rows, count), torch.float16)}
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Return True if a kernel rotates, rounds and packs rows of `width` in one launch."""
+        """Return True if a kernel rotates and rounds rows of `width` in one launch."""
         return in_tile(rotation, self.group_size(width, geometry))
 
     def encode(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:

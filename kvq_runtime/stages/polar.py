@@ -93,7 +93,7 @@ class Polar(Quantizer):
         return {"codes": polar.pack_levels(codes, bits), "radius": _radius_code(ratio), "norm": norm}
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Return True if a kernel rotates, rounds and packs rows of `width` in one launch; not with radii of 8 bits."""
+        """Return True if a kernel rotates and rounds rows of `width` in one launch; not with radii of 8 bits."""
         return self.radius == "fp16" and in_tile(rotation, geometry.group_size(self.group, width))
 
     def decode(

@@ -68,7 +68,7 @@ class Rtn(Quantizer):
         return rtn.encode(x, self.bits, self.range, rotation)
 
     def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Return True if a kernel rotates, rounds and packs rows of `width` in one launch."""
+        """Return True if a kernel rotates and rounds rows of `width` in one launch."""
         return in_tile(rotation, self.group_size(width, geometry))
 
     def decode(

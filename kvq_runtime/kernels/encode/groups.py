@@ -6,7 +6,7 @@ lloyd    by a sphere's codebook, or evenly spaced levels, see ops/lloyd.py
 grid     the nearest point of a grid, trying all points, see ops/grid.py. The first of the best points wins, as there;
          sums are in float32, so that a vector halfway between two points may get the other one
 
-One launch rotates, finds ends or scales, rounds and packs.
+One launch rotates, finds ends or scales, and rounds; torch packs.
 """
 
 import torch
@@ -18,30 +18,27 @@ from kvq_runtime.kernels.encode.tile import Rows, load_rows, on, rotated, rounde
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.grid import points
 from kvq_runtime.ops.lloyd import Scale, sphere
-from kvq_runtime.ops.pack import pack, packed_size
+from kvq_runtime.ops.pack import pack
 from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.ops.rtn import Range
 
 
 def encode_rtn(x: Tensor, bits: int, range: Range = "minmax", rotation: Rotation = None) -> tuple[Tensor, ...]:
     rows = Rows.of(x, rotation)
-    stored = rows.stored(bits)
-    codes = torch.empty(*x.shape[:-1], packed_size(x.shape[-1], stored), dtype=torch.uint8, device=x.device)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     step = torch.empty(x.shape[:-1], dtype=torch.float16, device=x.device)
     low = torch.empty_like(step) if range == "minmax" else None
     if rows.count:
         with on(x):
-            _rtn[rows.grid](
-                rows.x, codes, step, low, *rows.rotation, *rows.layout, bits, stored, *rows.sizes, **rows.options
-            )
-    codes = codes if stored == bits else pack(codes, bits)
+            _rtn[rows.grid](rows.x, codes, step, low, *rows.rotation, *rows.layout, bits, *rows.sizes, **rows.options)
+    codes = pack(codes, bits)
     return (codes, step) if low is None else (codes, step, low)
 
 
 @triton.jit
 def _rtn(
     p_x, p_codes, p_step, p_low, p_signs, p_matrix, n, second, third, s0, s1, s2, s3,
-    BITS: tl.constexpr, STORED: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
+    BITS: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     RUN: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """Tiles [ROWS, P], ends and steps [ROWS]; symmetric where there is no p_low."""
@@ -61,21 +58,20 @@ def _rtn(
     b_step = b_step.to(tl.float32)
     b_inverse = tl.where(b_step > 0, 1 / tl.maximum(b_step, 1e-30), 0.0)
     b_code = rounded(tl.minimum(tl.maximum((b_x - b_low[:, None]) * b_inverse[:, None], 0.0), TOP))
-    store_codes(b_code.to(tl.int32), p_codes, i_row, n, STORED, K)
+    store_codes(b_code.to(tl.int32), p_codes, i_row, n, K)
 
 
 def encode_lloyd(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
     rows = Rows.of(x, rotation)
-    stored, size = rows.stored(bits), x.shape[-1]
-    codes = torch.empty(*x.shape[:-1], packed_size(size, stored), dtype=torch.uint8, device=x.device)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(x.shape[:-1], dtype=torch.float16, device=x.device)
     if rows.count:
         with on(x):
             _lloyd[rows.grid](
-                rows.x, codes, scales, *rows.rotation, *_codebook(size, bits, x.device), *rows.layout,
-                bits, stored, scale, *rows.sizes, **rows.options,
+                rows.x, codes, scales, *rows.rotation, *_codebook(x.shape[-1], bits, x.device), *rows.layout,
+                bits, scale, *rows.sizes, **rows.options,
             )  # fmt: skip
-    return codes if stored == bits else pack(codes, bits), scales
+    return pack(codes, bits), scales
 
 
 @constant(32)
@@ -88,7 +84,7 @@ def _codebook(size: int, bits: int, device: torch.device) -> tuple[Tensor, Tenso
 @triton.jit
 def _lloyd(
     p_x, p_codes, p_scale, p_signs, p_matrix, p_boundaries, p_centroids, n, second, third, s0, s1, s2, s3,
-    BITS: tl.constexpr, STORED: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+    BITS: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
     ROWS: tl.constexpr, RUN: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """Tiles [ROWS, P], root mean squares and scales [ROWS]."""
@@ -106,22 +102,20 @@ def _lloyd(
         b_norm = tl.sum(b_point * b_point, 1)
         b_scale = b_rms * tl.sqrt(K / b_norm) if SCALE == "norm" else tl.sum(b_x * b_point, 1) / b_norm
     tl.store(p_scale + i_row, b_scale.to(p_scale.dtype.element_ty), mask=i_row < n)
-    store_codes(b_code, p_codes, i_row, n, STORED, K)
+    store_codes(b_code, p_codes, i_row, n, K)
 
 
 def encode_grid(x: Tensor, dim: int, size: int, rotation: Rotation = None) -> tuple[Tensor, Tensor]:
     rows = Rows.of(x, rotation, dim)
-    bits = size.bit_length() - 1
-    stored = rows.stored(bits)
-    codes = torch.empty(*x.shape[:-1], packed_size(x.shape[-1] // dim, stored), dtype=torch.uint8, device=x.device)
+    codes = torch.empty(*x.shape[:-1], x.shape[-1] // dim, dtype=torch.uint8, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float16, device=x.device)
     if rows.count:
         with on(x):
             _grid[rows.grid](
                 rows.x, codes, scale, *rows.rotation, _planes(dim, size, x.device), *rows.layout,
-                dim, size, stored, *rows.sizes, **rows.options,
+                dim, size, *rows.sizes, **rows.options,
             )  # fmt: skip
-    return codes if stored == bits else pack(codes, bits), scale
+    return pack(codes, size.bit_length() - 1), scale
 
 
 @constant(16)
@@ -154,7 +148,7 @@ def _streams(
 @triton.jit
 def _grid(
     p_x, p_codes, p_scale, p_signs, p_matrix, p_planes, n, second, third, s0, s1, s2, s3,
-    DIM: tl.constexpr, SIZE: tl.constexpr, STORED: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     RUN: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """Codes of K vectors of DIM elements: tiles [ROWS, P], scales [ROWS]."""
@@ -178,4 +172,4 @@ def _grid(
     b_dot = tl.sum(tl.where(m_k, b_best + b_half, 0.0), 1)
     b_norm = tl.sum(tl.where(m_k, 2 * b_half, 0.0), 1)
     tl.store(p_scale + i_row, (b_rms * b_dot / b_norm).to(tl.float16), mask=i_row < n)
-    store_codes(b_code, p_codes, i_row, n, STORED, K)
+    store_codes(b_code, p_codes, i_row, n, K)

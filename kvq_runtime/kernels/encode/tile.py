@@ -1,4 +1,4 @@
-"""Shared code of the encoding kernels: groups as rows of a tile, rotation, rounding, planar packing in registers.
+"""Shared code of the encoding kernels: groups as rows of a tile, rotation, rounding.
 
 A row is a group of K elements that are encoded together; a program has ROWS of them, each padded to P, a power of two.
 Rotations act on runs of S elements of a row.
@@ -66,11 +66,6 @@ class Rows(NamedTuple):
     def count(self) -> int:
         """Rows in all."""
         return self.layout[0]
-
-    def stored(self, bits: int) -> int:
-        """Bits in which the launch stores codes of `bits`: fewer than 8 where a row fills whole bytes of its tile."""
-        size, padded = self.sizes[:2]
-        return bits if size == padded >= 8 else 8
 
 
 @constant(64)
@@ -153,22 +148,8 @@ def rounded(x):
 
 
 @triton.jit
-def store_codes(b_code, p_codes, i_row, n, BITS: tl.constexpr, K: tl.constexpr):
-    """Pack codes int32 [ROWS, P] planar (see ops/pack.py) and store them; fewer than 8 bits: K = P, at least 8."""
-    for log in tl.static_range(4):
-        if BITS & (8 >> log) != 0:
-            _store_plane(b_code, p_codes, i_row, n, 8 >> log, BITS, K)
-
-
-@triton.jit
-def _store_plane(b_code, p_codes, i_row, n, W: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr):
-    """The plane of W bits of codes int32 [ROWS, P]: bytes [ROWS, P · W / 8], streams side by side."""
-    ROWS: tl.constexpr = b_code.shape[0]
-    P: tl.constexpr = b_code.shape[1]
-    STREAMS: tl.constexpr = 8 // W
-    SHIFT: tl.constexpr = BITS - BITS % (2 * W)  # what the wider planes hold
-    b_plane = tl.reshape((b_code >> SHIFT) & ((1 << W) - 1), (ROWS, STREAMS, P // STREAMS))
-    b_byte = tl.sum(b_plane << (tl.arange(0, STREAMS) * W)[None, :, None], 1)
-    i_byte = tl.arange(0, P // STREAMS)[None, :]
-    o_byte = i_row.to(tl.int64)[:, None] * (K * BITS // 8) + (K * SHIFT // 8) + i_byte
-    tl.store(p_codes + o_byte, b_byte.to(tl.uint8), mask=(i_row < n)[:, None] & (i_byte < K // STREAMS))
+def store_codes(b_code, p_codes, i_row, n, K: tl.constexpr):
+    """Store codes int32 [ROWS, P], of which K are there, as uint8 [n, K]."""
+    i_k = tl.arange(0, b_code.shape[1])[None, :]
+    o_code = i_row.to(tl.int64)[:, None] * K + i_k
+    tl.store(p_codes + o_code, b_code.to(tl.uint8), mask=(i_row < n)[:, None] & (i_k < K))
