@@ -185,7 +185,7 @@ class Fused(Path):
         return Attended(*host.attend(q_BHTD, keys, values, exact, index.counts, starts_B, scale, splits, rope, cap))
 
     def takes(self, query: Query) -> bool:
-        """True if the kernel reads the layer and can read its padding, whatever the number of queries."""
+        """Return True if the kernel reads the layer and can read its padding, whatever the number of queries."""
         if query.store.index is None or not query.q_BHTD.numel():
             return False
         masked = query.mask is not None and not self.positions.recorded
@@ -196,7 +196,7 @@ class Fused(Path):
         return self.padding.real
 
     def fits(self, q_BHTD: Tensor) -> bool:
-        """True if the kernel takes this number of query rows."""
+        """Return True if the kernel takes this number of query rows."""
         (batch, q_heads, tokens, _), heads = q_BHTD.shape, self.geometry.kv_heads
         return kernels().takes(batch * heads, q_heads // heads, tokens)
 
@@ -271,7 +271,7 @@ class Fused(Path):
         return readers
 
     def _tables(self, store: LayerStore, index: DeviceIndex) -> Any:
-        """RoPE's tables, for as many blocks as the block table has room for."""
+        """Return RoPE's tables, for as many blocks as the block table has room for."""
         blocks, rotary = len(index.tables[0]) * SLAB + 1, self.positions.require()
         if self._rope is None or len(self._rope.bases_N2K) < blocks:
             frequencies_K = rotary.frequencies_K.to(index.counts.device)

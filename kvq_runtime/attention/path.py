@@ -134,7 +134,7 @@ class Reference(Path):
         return Attended(self._mix(store, p_YNX, hidden).view(q_BHTD.shape).to(q_BHTD.dtype), level)
 
     def _scores(self, store: LayerStore, q_YND: Tensor, hidden: int) -> Tensor:
-        """q · k by column: [Y, N, X]."""
+        """Return q · k by column: [Y, N, X]."""
         exact = torch.bmm(q_YND, store.exact_YTD(0).mT)
         if not store.blocks:
             return exact
@@ -191,7 +191,7 @@ class Reference(Path):
         return seen[:, :, None] if mask is None else visible(mask, tokens, seen)
 
     def _by_token(self, store: LayerStore, p_BHGTX: Tensor, hidden: int) -> Tensor:
-        """Weights of columns, by token: [B, H, G, T, all tokens]."""
+        """Return weights of columns, by token: [B, H, G, T, all tokens]."""
         if not store.front:
             return p_BHGTX
         tokens = self._columns(store, hidden)[0][:, None, None, None]
@@ -211,7 +211,7 @@ def visible(mask: Tensor, tokens_BHX: Tensor, seen_BHX: Tensor) -> Tensor:
 
 
 def by_head(x_BTC: Tensor, heads: int) -> Tensor:
-    """[B, H, T, D], float32: a view if it is float32 already."""
+    """Split channels by head: [B, H, T, D], float32, a view if it is float32 already."""
     batch, tokens, width = x_BTC.shape
     return x_BTC.float().view(batch, tokens, heads, width // heads).transpose(1, 2)
 

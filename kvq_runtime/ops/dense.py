@@ -112,7 +112,7 @@ def _part(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, seen: Tensor, scale: f
 
 
 def capped(s: Tensor, cap: float | None) -> Tensor:
-    """Scores bounded by ±cap, cap · tanh(s / cap); as they are where there is none."""
+    """Return scores bounded by ±cap, cap · tanh(s / cap); as they are where there is none."""
     return s if cap is None else torch.tanh(s / cap) * cap
 
 
@@ -122,6 +122,6 @@ def kept(lse_BHT: Tensor, logit_H: Tensor) -> Tensor:
 
 
 def _seen(count: int, read: int, device: torch.device, part: slice) -> Tensor:
-    """The mask of some of the newest `count` queries: each sees itself and all before, bool [1, 1, queries, S]."""
+    """Mask some of the newest `count` queries: each sees itself and all before, bool [1, 1, queries, S]."""
     places = torch.arange(read, device=device)
     return (places <= places[read - count :][part, None])[None, None]

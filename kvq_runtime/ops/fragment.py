@@ -155,7 +155,7 @@ def _places(sections: list[Section], group: int, tiles: int) -> tuple[PlaneSlot,
 
 
 def _runs(channels: list[tuple[int, tuple[PlaneSlot, ...]]]) -> tuple[tuple[Words, ...], tuple[Run, ...]]:
-    """Groups of channels whose codes are alike placed, and evenly apart, in runs of powers of two."""
+    """Return groups of channels whose codes are alike placed, and evenly apart, in runs of powers of two."""
     alike: dict[tuple, list[int]] = {}
     for j, (group, places) in enumerate(channels):
         alike.setdefault((group, tuple((place.SLOT, place.SECTION.BITS) for place in places)), []).append(j)
@@ -211,7 +211,7 @@ def collect(ordered: Tensor, order: Order, rows: str) -> Tensor:
 
 
 def _tiles(codes: Tensor, order: Order, rows: str) -> Tensor:
-    """[..., T, D] as [..., SUBS, J, S, 256], elements of a tile as lanes hold them: g, t, r, w, h."""
+    """Return [..., T, D] as [..., SUBS, J, S, 256], elements of a tile as lanes hold them: g, t, r, w, h."""
     x = codes.unflatten(-1, (-1, EDGE)).unflatten(-3, (order.SUBS, order.TILES, EDGE))
     lead = x.ndim - 5
     sub, tile, token, group, channel = range(lead, lead + 5)

@@ -62,13 +62,13 @@ def means(boundaries: Tensor) -> Tensor:
 
 @lru_cache(maxsize=MAX_BITS + 1)
 def distortion(bits: int) -> float:
-    """The mean squared error of the Gaussian codebook at unit variance: 1 - E[c²], as centroids are cells' means."""
+    """Return the mean squared error of the Gaussian codebook at unit variance: 1 - E[c²], c means of cells."""
     boundaries, centroids = gaussian(bits)
     return 1 - float((_mass(_ends(boundaries)) * centroids.square()).sum())
 
 
 def encode_gaussian(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [N, R, T] of float32 channels with these standard deviations [R]; one of 0 is coded as zeros.
+    """Return codes uint8 [N, R, T] of float32 channels with these standard deviations [R]; one of 0 is coded as zeros.
 
     A code counts the boundaries below, by a table of cells so narrow that none holds two; one comparison is left.
     """
@@ -115,7 +115,7 @@ def _away(size_NRT: Tensor, scale_R1: Tensor, bits: int) -> Tensor:
 
 
 def errors_with_gains(z_NRT: Tensor, deviation_R: Tensor, bits: int, gain_G: Tensor) -> Tensor:
-    """The squared errors that encoding would leave of all channels, if tokens had each of these gains: [G, N, T]."""
+    """Return the squared errors of all channels, if tokens had each of these gains: [G, N, T]."""
     if not 1 <= bits <= PAIRED:
         return torch.stack([errors_gaussian(z_NRT, gain * deviation_R, bits).sum(1) for gain in gain_G])
     size_NRT = z_NRT.abs()
@@ -130,7 +130,7 @@ def decode_gaussian(codes_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor
 
 
 def encode_uniform(z_NRT: Tensor, low: Tensor, high: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [N, R, T] of float32 channels between ends [R] or [N, R]; what is outside them is clipped."""
+    """Return codes uint8 [N, R, T] of float32 channels between ends [R] or [N, R]; what is outside them is clipped."""
     return rtn.coded(z_NRT, low, (high - low) / (2**bits - 1), bits)
 
 
@@ -147,7 +147,7 @@ def gains(ends_2: Tensor, bits: int) -> Tensor:
 
 
 def like_path(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
-    """Channels with errors of the size that paths leave, without a search: α z + β ẑ, ẑ of Lloyd–Max codes.
+    """Return channels with errors of the size that paths leave, without a search: α z + β ẑ, ẑ of Lloyd–Max codes.
 
     Of a Gaussian z, α and β give it the variance of what paths decode to, 1 - D, and the same covariance with z: what
     is fitted to read the one reads the other as well.
@@ -160,7 +160,7 @@ def like_path(z_NRT: Tensor, deviation_R: Tensor, bits: int) -> Tensor:
 
 
 def importance(x_NTC: Tensor, direction_C: Tensor) -> Tensor:
-    """Levels of how much errors of tokens count, int8 [N, T], from their rows about the mean: ln w = level / 2.
+    """Return levels of how much errors of tokens count, int8 [N, T], from their rows about the mean: ln w = level / 2.
 
     level = 2 u x, rounded, from -LEVELS to LEVELS      so few that machines nearly always find the same ones
     """

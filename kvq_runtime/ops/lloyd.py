@@ -107,7 +107,7 @@ def cell_means(boundaries: Tensor, mass: Tensor, moment: Tensor) -> Tensor:
 
 
 def running(x: Tensor) -> Tensor:
-    """The integral from the low end to every edge of the steps, in steps: one element more than there are steps."""
+    """Integrate from the low end to every edge of the steps, in steps: one element more than there are steps."""
     return torch.cat([x.new_zeros(1), x.cumsum(0)])
 
 
@@ -120,7 +120,7 @@ def _at(place: Tensor, running: Tensor) -> Tensor:
 
 @constant(64)
 def sphere(size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Boundaries and centroids, float32, for the elements of random vectors of `size` with root mean square 1."""
+    """Solve for boundaries and centroids, float32, of elements of random vectors of `size` with root mean square 1."""
     if bits not in BITS:
         raise ValueError(f"bits={bits}; use 1, 2, 3 or 4")
     if size < 4:

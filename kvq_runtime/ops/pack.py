@@ -43,7 +43,7 @@ def planes(bits: int) -> tuple[int, ...]:
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Bytes that `count` codes of `bits` bits take; a plane is padded to whole bytes."""
+    """Return bytes that `count` codes of `bits` bits take; a plane is padded to whole bytes."""
     return sum(-(-count * width // 8) for width in planes(bits))
 
 
@@ -80,7 +80,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def places_size(count: int, bits: int) -> int:
-    """Bytes that `count` places of `bits` bits take."""
+    """Return bytes that `count` places of `bits` bits take."""
     return sum(packed_size(count, min(8, bits - shift)) for shift in range(0, bits, 8))
 
 
@@ -102,7 +102,7 @@ def unpack_places(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pick(packed: Tensor, start: Tensor, place: Tensor, bits: int, count: int) -> Tensor:
-    """Single codes: those at `place` in runs of `count` codes that begin at byte `start` of flat `packed`."""
+    """Return single codes: those at `place` in runs of `count` codes that begin at byte `start` of flat `packed`."""
     codes, shift = None, 0
     for width in planes(bits):
         size = -(-count * width // 8)
@@ -126,7 +126,7 @@ def _streams(byte: Tensor, width: int) -> Tensor:
 
 
 def word_table(rows_RE: Tensor) -> Tensor:
-    """Rows of E elements as words: [R], or [R, words] where a row is wider than a word."""
+    """Return rows of E elements as words: [R], or [R, words] where a row is wider than a word."""
     row = rows_RE.shape[1] * rows_RE.element_size()
     word = next(kind for size, kind in _WORDS.items() if row % size == 0)
     return rows_RE.contiguous().view(word).view(len(rows_RE), -1).squeeze(-1)

@@ -41,7 +41,7 @@ def _middles() -> Tensor:
 
 @constant(64)
 def codebook(level: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Boundaries inside the range, and centroids, of the angles of a level, float64. At level 1 cell 0 begins at 0."""
+    """Return the boundaries inside the range and the centroids of a level, float64. Cell 0 of level 1 begins at 0."""
     check(level, bits)
     if level > 1:
         return lloyd.solve(0, math.pi / 2, _density(level), bits)
@@ -143,7 +143,7 @@ def _circle(x: Tensor, y: Tensor, boundaries: Tensor) -> Tensor:
 
 
 def runs(size: int, bits: tuple[int, ...]) -> list[tuple[int, list[int]]]:
-    """Levels that are packed together, for having the same bits: (bits, codes of each level)."""
+    """Return levels that are packed together, for having the same bits: (bits, codes of each level)."""
     levels = groupby(enumerate(bits, start=1), key=lambda level: level[1])
     return [(wide, [size >> level for level, _ in run]) for wide, run in levels]
 
@@ -164,5 +164,5 @@ def decode(codes: Sequence[Tensor], radii: Tensor, points: Sequence[Tensor]) -> 
 
 @constant(128)
 def points_on(device: torch.device, level: int, bits: int, kind: Points) -> Tensor:
-    """`points`, float32 on a device."""
+    """Return `points`, float32 on a device."""
     return points(level, bits, kind).to(device, torch.float32).contiguous()

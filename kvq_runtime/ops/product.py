@@ -26,7 +26,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def without_bfloat16(device: str) -> str | None:
-    """One line for people where a device multiplies no bfloat16 and float32 is taken instead; else None."""
+    """Return one line for people where a device multiplies no bfloat16 and float32 is taken instead; else None."""
     if device != "cpu" or multiplies_bfloat16():
         return None
     return "this processor has no bfloat16 instructions: the model's products are made in float32"
@@ -55,7 +55,7 @@ def addmm(bias: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def inverse(x: Tensor) -> Tensor:
-    """1 / x, and 0 where x is not above 0: of what scales numbers that may all be 0."""
+    """Return 1 / x, and 0 where x is not above 0: of what scales numbers that may all be 0."""
     return torch.where(x > 0, 1 / x.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
 
 

@@ -20,7 +20,7 @@ VARYING_TYPES = ("dynamic", "longrope")
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE's settings in a configuration of transformers 4 or 5: where layers differ, of those that attend to all."""
+    """Read RoPE's settings in a configuration of transformers 4 or 5: those of full attention."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     by_type = isinstance(parameters, Mapping) and any(isinstance(value, Mapping) for value in parameters.values())
     return dict((parameters.get(FULL) or {}) if by_type else parameters)
@@ -35,7 +35,7 @@ class Rotary:
     dtype: torch.dtype
 
     def tables(self, positions_NT: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [N, T, K] each, at whole positions."""
+        """Return cos and sin, [N, T, K] each, at whole positions."""
         angles = positions_NT[..., None].float() * self.frequencies_K
         return (angles.cos() * self.scaling).to(self.dtype), (angles.sin() * self.scaling).to(self.dtype)
 
@@ -60,7 +60,7 @@ def spread(cos_NTK: Tensor, sin_NTK: Tensor, heads: int, size: int) -> tuple[Ten
 
 
 def rotate_rows(x_NTC: Tensor, cos_NTC: Tensor, sin_NTC: Tensor, heads: int, half: int) -> None:
-    """`rotate` in place, all heads side by side, with factors of `spread`."""
+    """Apply `rotate` in place, all heads side by side, with factors of `spread`."""
     x_NTHD = x_NTC.unflatten(-1, (heads, -1))
     partner = x_NTHD.roll(half, -1)
     if 2 * half < x_NTHD.shape[-1]:

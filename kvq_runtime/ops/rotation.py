@@ -112,7 +112,7 @@ def signs(size: int, seed: int) -> Tensor:
 
 @constant(64)
 def hadamard_matrix(size: int, seed: int) -> Tensor:
-    """diag(signs) · H / √size, float32 [size, size]; ValueError unless `size` is a power of two."""
+    """Return diag(signs) · H / √size, float32 [size, size]; ValueError unless `size` is a power of two."""
     check(size, torch.Size([size]))
     sylvester = torch.ones(1, 1, dtype=torch.float32)
     while len(sylvester) < size:
@@ -130,7 +130,7 @@ def random_matrix(size: int, seed: int) -> Tensor:
 
 
 def uniform(seed: int, count: int) -> Tensor:
-    """Numbers inside (0, 1), float64 [count]: the upper 53 bits of `hashes`."""
+    """Return numbers inside (0, 1), float64 [count]: the upper 53 bits of `hashes`."""
     return (_shifted(hashes(seed, count), 11).double() + 0.5) / 2**53
 
 

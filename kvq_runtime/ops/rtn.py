@@ -50,7 +50,7 @@ def encode(x: Tensor, bits: int, range: Range = "minmax", rotation: Rotation = N
 
 
 def coded(x: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [..., K] of groups with these ends, float32 [...]; what is outside them is clipped."""
+    """Return codes uint8 [..., K] of groups with these ends, float32 [...]; what is outside them is clipped."""
     return ((x - low[..., None]) * product.inverse(step)[..., None]).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
@@ -63,7 +63,7 @@ def decode(codes: Tensor, step: Tensor, low: Tensor | None, bits: int, out: Tens
 
 
 def matrix_specs(inputs: int, outputs: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Names, shapes and dtypes of a packed matrix [I, O]."""
+    """Return names, shapes and dtypes of a packed matrix [I, O]."""
     groups = (outputs, -(-inputs // MATRIX_GROUP))
     codes = (*groups, packed_size(min(MATRIX_GROUP, inputs), MATRIX_BITS))
     ends = {name: (groups, torch.float16) for name in ("step", "low")}

@@ -49,7 +49,7 @@ def table(bits: int) -> Tensor:
 
 @dispatch.paired("trellis.best_path")
 def best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Tensor:
-    """The states int64 [N, G · K] of the path from state 0 with the least Σ (rms · (x - table[state]))², all float32.
+    """Find states int64 [N, G · K] of the path from state 0 of least Σ (rms · (x - table[state]))², all float32.
 
     Every sum is made of single additions and products, in one order: a row's path does not depend on its company. Costs
     are compared to 2^-18 of their size: of paths that are nearer to each other than that, one is taken.
@@ -91,13 +91,13 @@ def _best_path(x_NGK: Tensor, rms_NG: Tensor, table_S: Tensor, bits: int) -> Ten
 
 
 def ratios(rms_NG: Tensor) -> Tensor:
-    """Factors that turn costs from the units of one group into those of the next: float32 [G - 1, N]."""
+    """Return factors that turn costs from the units of one group into those of the next: float32 [G - 1, N]."""
     share_NG = (rms_NG / rms_NG.amax(1, keepdim=True)).nan_to_num(1.0).clamp_min(_FAINTEST).square()
     return (share_NG[:, :-1] / share_NG[:, 1:]).mT.contiguous()
 
 
 def _traced(last_N: Tensor, oldest_TPN: Tensor, bits: int) -> Tensor:
-    """The states [N, T] of the path to the last one: before each stands what was dropped, then all but its code."""
+    """Trace the states [N, T] of the path to the last one: before each, what was dropped and all but its code."""
     steps, newer, rows = oldest_TPN.shape
     state_TN, row_N = last_N.new_empty(steps, rows, dtype=torch.int32), torch.arange(rows, device=last_N.device)
     states, oldest = state_TN.unbind(), oldest_TPN.flatten(1).unbind()
@@ -110,7 +110,7 @@ def _traced(last_N: Tensor, oldest_TPN: Tensor, bits: int) -> Tensor:
 
 
 def encode_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None = None) -> Tensor:
-    """Codes uint8 [N, R, T] of float32 channels, divided by their tokens' gains, with these deviations [R].
+    """Return codes uint8 [N, R, T] of float32 channels, divided by their tokens' gains, with these deviations [R].
 
     bits      1 to BITS
     scale_NT   what errors of a token are multiplied with when it is decoded; None: 1
@@ -119,7 +119,7 @@ def encode_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor 
 
 
 def on_path(z_NRT: Tensor, deviation_R: Tensor, bits: int, scale_NT: Tensor | None = None) -> Tensor:
-    """What those codes decode to, float32, of whole blocks."""
+    """Return what those codes decode to, float32, of whole blocks."""
     path_NRT = _path(z_NRT, deviation_R, bits, scale_NT)
     values = table(bits).to(z_NRT.device, torch.float32)
     return values.index_select(0, path_NRT.flatten()).view(z_NRT.shape) * deviation_R[:, None]

@@ -153,7 +153,7 @@ def field_of(
     p_table, i_block, i_b, FIELD: tl.constexpr, FIELDS: tl.constexpr, SIZE: tl.constexpr, dtype: tl.constexpr,
     L: tl.constexpr,
 ):  # fmt: skip
-    """The address of one field, of FIELDS, of block i_block of batch row i_b: a scalar pointer to `dtype`.
+    """Return the address of one field, of FIELDS, of block i_block of batch row i_b: a scalar pointer to `dtype`.
 
     p_table   block table, int64; of an L that is PAGED, Pages
     SIZE      bytes of the field in a block

@@ -49,7 +49,7 @@ def _placed(width, slot):
 
 @triton.constexpr_function
 def _lowest(planes, tile):
-    """The place of a code's lowest bit in the mantissa, by its first plane."""
+    """Return the place of a code's lowest bit in the mantissa, by its first plane."""
     width, up, _, slot = planes[0]
     return _placed(width, slot + tile)[1] - up
 
@@ -77,7 +77,7 @@ def _assembly(planes, tile):
 
 @triton.jit
 def load_words(p_codes, S: tl.constexpr):
-    """All words of a sub-block, S of RoundedSettings: a tuple of int16 [I, 256]."""
+    """Return all words of a sub-block, S of RoundedSettings: a tuple of int16 [I, 256]."""
     b_words = ()
     for number in tl.static_range(len(S.WORDS)):
         b_words = b_words + (_load(p_codes, S, number),)
@@ -86,7 +86,7 @@ def load_words(p_codes, S: tl.constexpr):
 
 @triton.jit
 def _load(p_codes, S: tl.constexpr, NUMBER: tl.constexpr):
-    """The words of one entry of WORDS: int16 [I, 256]."""
+    """Return the words of one entry of WORDS: int16 [I, 256]."""
     W: tl.constexpr = S.WORDS[NUMBER]
     START: tl.constexpr = W.START  # Triton 3.6 does not compute with a plain number
     STRIDE: tl.constexpr = W.STRIDE
@@ -102,7 +102,7 @@ def _load(p_codes, S: tl.constexpr, NUMBER: tl.constexpr):
 
 @triton.jit
 def operand(b_words, TILE: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
-    """1 + code / weight of one tile of tokens and a run of channels, or what is looked up: float16 [I, 256]."""
+    """Return 1 + code / weight of one tile of tokens and a run of channels, or what is looked up: float16 [I, 256]."""
     R: tl.constexpr = S.RUNS[RUN]
     b_planes = ()
     for number in tl.static_range(len(R.PLANES)):
@@ -131,7 +131,7 @@ def _codes(b_planes, TILE: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def rows_of_tokens(b_x, S: tl.constexpr, RUN: tl.constexpr):
-    """[I, 256] as the operand [16 tokens, 16 · I channels]."""
+    """Return [I, 256] as the operand [16 tokens, 16 · I channels]."""
     R: tl.constexpr = S.RUNS[RUN]
     COUNT: tl.constexpr = R.COUNT
     b_x = tl.permute(tl.reshape(b_x, (COUNT, 8, 4, 2, 2, 2)), (3, 1, 0, 4, 2, 5))
@@ -140,7 +140,7 @@ def rows_of_tokens(b_x, S: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def rows_of_channels(b_x, S: tl.constexpr, RUN: tl.constexpr):
-    """[I, 256] as the operand [16 · I channels, 16 tokens]."""
+    """Return [I, 256] as the operand [16 · I channels, 16 tokens]."""
     R: tl.constexpr = S.RUNS[RUN]
     COUNT: tl.constexpr = R.COUNT
     b_x = tl.permute(tl.reshape(b_x, (COUNT, 8, 4, 2, 2, 2)), (0, 3, 1, 4, 2, 5))
@@ -149,7 +149,7 @@ def rows_of_channels(b_x, S: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def channels(S: tl.constexpr, RUN: tl.constexpr):
-    """The stored channels of a run, in the order of the operand: int32 [16 · I]."""
+    """Return the stored channels of a run, in the order of the operand: int32 [16 · I]."""
     R: tl.constexpr = S.RUNS[RUN]
     FIRST: tl.constexpr = R.FIRST
     STEP: tl.constexpr = R.STEP
@@ -160,7 +160,7 @@ def channels(S: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def ones(S: tl.constexpr, RUN: tl.constexpr):
-    """An operand that sums over the channels of a run: float16 [16, 16 · I]."""
+    """Return an operand that sums over the channels of a run: float16 [16, 16 · I]."""
     R: tl.constexpr = S.RUNS[RUN]
     COUNT: tl.constexpr = R.COUNT
     return tl.full((16, 16 * COUNT), 1.0, tl.float16)
@@ -168,7 +168,7 @@ def ones(S: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def no_sums(S: tl.constexpr, RUN: tl.constexpr, M: tl.constexpr):
-    """Zeros, float32 [16 · I, M]."""
+    """Return zeros, float32 [16 · I, M]."""
     R: tl.constexpr = S.RUNS[RUN]
     COUNT: tl.constexpr = R.COUNT
     return tl.zeros((16 * COUNT, M), tl.float32)
@@ -179,7 +179,7 @@ def no_sums(S: tl.constexpr, RUN: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _looked_up(b_planes, TILE: tl.constexpr, S: tl.constexpr, RUN: tl.constexpr):
-    """The numbers of one tile of tokens and a run of channels, as loaded: float16 [I, 256].
+    """Return the numbers of one tile of tokens and a run of channels, as loaded: float16 [I, 256].
 
     b_planes   the containers of each plane
     """
@@ -240,7 +240,7 @@ def _picked(table):
 
 @triton.constexpr_function
 def _bytes(table):
-    """Low bytes of up to eight numbers, as two words, and high ones."""
+    """Return low bytes of up to eight numbers, as two words, and high ones."""
     eight = [*table, *[0] * (8 - len(table))]
     return [
         [sum((eight[first + i] >> shift & 255) << (8 * i) for i in range(4)) for first in (0, 4)] for shift in (0, 8)
@@ -265,7 +265,7 @@ def _selected(table):
 
 @triton.constexpr_function
 def _joined(second, to):
-    """The numbers of the first, or the second, code of both containers, of low bytes l and high bytes h."""
+    """Return the numbers of the first, or the second, code of both containers, of low bytes l and high bytes h."""
     return f"prmt.b32 {to}, l, h, {'0x7351' if second else '0x6240'}; "
 
 

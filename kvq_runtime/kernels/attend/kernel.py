@@ -110,7 +110,7 @@ def attend(
 
 @triton.jit
 def share(splits, blocks):
-    """Blocks of a split, at least 1; the last that has any may have fewer."""
+    """Return blocks of a split, at least 1; the last that has any may have fewer."""
     return tl.maximum(tl.cdiv(blocks, splits), 1)
 
 
@@ -161,7 +161,7 @@ def _exact(
 
 @triton.jit
 def _tile(b_state, b_q, scale, p_k, p_v, o_x, m_t, m_d, m_seen, L: tl.constexpr):
-    """The state after a tile of exact tokens at o_x [N, P], of which each query sees m_seen [N, M]."""
+    """Return the state after a tile of exact tokens at o_x [N, P], of which each query sees m_seen [N, M]."""
     b_k = tl.load(p_k + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0).to(b_q.dtype)
     b_v = tl.load(p_v + o_x, mask=m_t[:, None] & m_d[None, :], other=0.0).to(b_q.dtype)
     b_s = queries.capped(tl.dot(b_k, b_q, input_precision="ieee") * scale, L)
@@ -190,7 +190,7 @@ def merge_parts(
 
 
 def merge_sizes(size: int, splits: int, rotates: bool) -> tuple[int, int, int, int]:
-    """(channels of a program, channels that it writes and splits that it takes at a time, warps).
+    """Return (channels of a program, channels that it writes and splits that it takes at a time, warps).
 
     A rotation needs all channels of a head. Splits of one of CLASSES share a merge, so that few are compiled.
     """

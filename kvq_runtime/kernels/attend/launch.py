@@ -58,7 +58,7 @@ def attend(
     rope: RopeTables | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The attention of query tokens that are the last of the window: out [B, Hq, Tq, D] and log2 Σ 2^s [B, Hq, Tq].
+    """Attend with query tokens that are the last of the window: out [B, Hq, Tq, D] and log2 Σ 2^s [B, Hq, Tq].
 
     Queries of more than one tile read the blocks once a tile.
 
@@ -100,7 +100,7 @@ def attend(
 
 
 def takes(lines: int, ratio: int, tokens: int) -> bool:
-    """True if the kernel takes `tokens` query tokens: every tile of them reads the blocks again.
+    """Return True if the kernel takes `tokens` query tokens: every tile of them reads the blocks again.
 
     lines   batch rows times KV heads
     ratio   query heads of a KV head
@@ -114,7 +114,7 @@ def _tiles(rows: int) -> int:
 
 
 def constants(keys: Layout, values: Layout, sinks: int, cap: float | None = None) -> tuple:
-    """The compile-time arguments of the kernel, in its order."""
+    """Return the compile-time arguments of the kernel, in its order."""
     heads, size = keys.geometry.kv_heads, keys.geometry.head_size
     bound, angles = LOG2E.value * (cap or 0.0), min(ANGLES, padded(keys.block))
     paged = int(isinstance(keys.addresses, Pages))
@@ -123,7 +123,7 @@ def constants(keys: Layout, values: Layout, sinks: int, cap: float | None = None
 
 
 def resources(keys: Layout, values: Layout) -> tuple[int, int]:
-    """(warps of a program, registers of a thread): the fastest of those tried on an H200, or at most 3.6% slower.
+    """Return (warps of a program, registers of a thread), the fastest of those tried on an H200, or 3.6% slower.
 
     A program of ordered codes is one warp, so that nothing waits at a barrier. With 168 registers a scheduler has three
     warps, with more two; where steps are many, heads wide, codes of two planes or looked up, what spills then costs

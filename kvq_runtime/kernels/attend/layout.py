@@ -60,7 +60,7 @@ class Layout:
 
 
 def layout(scheme: Scheme, block: int, geometry: Geometry, role: Role, tensors: Tensors = _NOTHING) -> Layout | None:
-    """The layout of a scheme whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel.
+    """Lay out a scheme whose codes fill bytes and whose groups are a head's, or a block's; None: no kernel.
 
     role      whether it stores keys, after RoPE, or values
     tensors   what was fitted for the quantizer; without it a fitted codebook's layout has no lookup
@@ -119,7 +119,7 @@ def _tables(scheme: Scheme, ordered: KernelOrder) -> tuple[tuple[int, ...], ...]
 
 
 def _rotation(scheme: Scheme, geometry: Geometry) -> Tensor | None:
-    """The rotation of a whole head, float32 [D, D]; None where it is fitted, or is none of a head."""
+    """Return the rotation of a whole head, float32 [D, D]; None where it is fitted, or is none of a head."""
     if scheme.rotate is None or scheme.rotate.fitted:
         return None
     matrix = scheme.rotate.matrix(geometry.width, geometry)
@@ -129,7 +129,7 @@ def _rotation(scheme: Scheme, geometry: Geometry) -> Tensor | None:
 
 
 def _polar(scheme: Scheme, block: int, geometry: Geometry, rotation: Tensor | None, tensors: Tensors) -> Layout | None:
-    """The paper's angles, of 4 bits and of 2 in the levels above, and 16-bit radii, of whole heads."""
+    """Lay out the paper's angles, of 4 bits and of 2 in the levels above, and 16-bit radii, of whole heads."""
     quantize: Any = scheme.quantize
     size = geometry.head_size
     if quantize.kernel != "polar" or size not in MATRIX_SIZES or quantize.radius != "fp16":
@@ -153,7 +153,7 @@ def _back(rotation: Tensor | None) -> Tensor | None:
 
 
 def _lookup(points: list[Tensor], mirrored: bool) -> Tensor:
-    """The points [codes, 2] of each level times √2, in int64 words of eight bytes; the lowest level comes last.
+    """Return the points [codes, 2] of each level times √2, in int64 words of eight bytes; the lowest level comes last.
 
     A level of four codes is cos, then sin, each four float16. The lowest is, of each eight codes, the low bytes of cos,
     the high ones, the low ones of sin, and the high ones; of one that is mirrored the first eight codes alone.

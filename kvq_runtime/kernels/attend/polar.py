@@ -64,7 +64,7 @@ def scan(
 
 @triton.jit
 def read_angles(p_table, p_lookup, i_block, i_b, i_h, o_t, m_t, L: tl.constexpr, S: tl.constexpr):
-    """SLOTS tiles [N, P], and the scale [N] or no number, of tokens o_t of a block, of which m_t are there.
+    """Return SLOTS tiles [N, P], and the scale [N] or no number, of tokens o_t of a block, of which m_t are there.
 
     p_lookup   layout.py's `_lookup`
     """
@@ -124,7 +124,7 @@ def _below(
     b_words, b_values, p_lookup, START: tl.constexpr, HALF: tl.constexpr, LEVEL: tl.constexpr, D: tl.constexpr,
     S: tl.constexpr,
 ):  # fmt: skip
-    """The values of the level below, two words for each: times cos, times sin of its codes, from code START on.
+    """Return the values of the level below, two words for each: times cos, times sin of its codes, from code START on.
 
     LEVEL   from 0, the lowest
     HALF    of the level's codes
@@ -148,7 +148,7 @@ def _short(
     b_words, p_lookup, CODE: tl.constexpr, HALF: tl.constexpr, LEVEL: tl.constexpr, D: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """(cos, sin) of the codes CODE and CODE + HALF, of two bits: a word each."""
+    """Return (cos, sin) of the codes CODE and CODE + HALF, of two bits: a word each."""
     NEAR: tl.constexpr = place_of(CODE, LEVEL, D, LEVELS)
     FAR: tl.constexpr = place_of(CODE + HALF, LEVEL, D, LEVELS)
     # a byte with a nibble for the place of each byte of a code's float16
@@ -161,7 +161,7 @@ def _short(
 
 @triton.jit
 def _long(b_words, p_lookup, CODE: tl.constexpr, S: tl.constexpr):
-    """(cos, sin) of the codes CODE, even, and CODE + 1, of four bits: each two words, a pair of codes each.
+    """Return (cos, sin) of the codes CODE, even, and CODE + 1, of four bits: each two words, a pair of codes each.
 
     A byte has the two codes of a pair, and two bytes are read at once.
     """
@@ -186,13 +186,13 @@ def _long(b_words, p_lookup, CODE: tl.constexpr, S: tl.constexpr):
 
 @triton.constexpr_function
 def bytes_of(size, levels):
-    """The bytes of a head's codes: one run of 4 bits, one of 2; see ops/pack.py."""
+    """Return the bytes of a head's codes: one run of 4 bits, one of 2; see ops/pack.py."""
     return size // 4 + (size // 2 - (size >> levels) + 3) // 4
 
 
 @triton.constexpr_function
 def place_of(code, level, size, levels):
-    """The bit among a head's codes at which a code of a level above the lowest begins."""
+    """Return the bit among a head's codes at which a code of a level above the lowest begins."""
     length = (size // 2 - (size >> levels) + 3) // 4
     number = (size >> 1) - (size >> level) + code  # in the run of 2 bits
     return 8 * (size // 4 + number % length) + number // length * 2
@@ -200,7 +200,7 @@ def place_of(code, level, size, levels):
 
 @triton.jit
 def _load_radii(p_radii, o_row, m_row, COUNT: tl.constexpr):
-    """Radii, an even COUNT of float16: words [N] of the pairs (i, i + COUNT / 2)."""
+    """Return radii, an even COUNT of float16: words [N] of the pairs (i, i + COUNT / 2)."""
     b_x = load_columns(p_radii, o_row, m_row, COUNT, COUNT, COUNT)
     b_pairs = ()
     for i in tl.static_range(COUNT // 2):
@@ -213,7 +213,7 @@ def _load_radii(p_radii, o_row, m_row, COUNT: tl.constexpr):
 
 @triton.jit
 def load_columns(p, o_row, m_row, STRIDE: tl.constexpr, COUNT: tl.constexpr, P: tl.constexpr):
-    """COUNT elements of the rows o_row [N], STRIDE apart: a tuple of P words [N], zero beyond COUNT.
+    """Return COUNT elements of the rows o_row [N], STRIDE apart: a tuple of P words [N], zero beyond COUNT.
 
     A thread has two rows, one beside the other.
     """
@@ -231,7 +231,7 @@ def load_columns(p, o_row, m_row, STRIDE: tl.constexpr, COUNT: tl.constexpr, P: 
 
 @triton.jit
 def load_words(p_codes, o_row, m_row, BYTES: tl.constexpr):
-    """The BYTES of rows o_row [N]: a tuple of ⌈BYTES / 4⌉ words [N], loaded as many at once as rows are aligned to."""
+    """Load the BYTES of rows o_row [N], as many at once as rows are aligned to: a tuple of ⌈BYTES / 4⌉ words [N]."""
     b_words = ()
     if BYTES % 16 == 0:
         for i in tl.static_range(BYTES // 16):
@@ -253,7 +253,7 @@ def load_words(p_codes, o_row, m_row, BYTES: tl.constexpr):
 
 @triton.jit
 def split_columns(b_x, COUNT: tl.constexpr):
-    """The columns of [N, COUNT], a power of two: a tuple of COUNT tensors [N]."""
+    """Return the columns of [N, COUNT], a power of two: a tuple of COUNT tensors [N]."""
     b_parts = (b_x,)
     for step in tl.static_range(log2(COUNT)):
         b_halves = ()
@@ -269,13 +269,13 @@ def split_columns(b_x, COUNT: tl.constexpr):
 
 @triton.constexpr_function
 def log2(count):
-    """The logarithm of a power of two, a whole number."""
+    """Return the logarithm of a power of two, a whole number."""
     return count.bit_length() - 1
 
 
 @triton.jit
 def build_tile(b_words, COUNT: tl.constexpr):
-    """COUNT words of two float16 each as a tile [N, 2 · COUNT]."""
+    """Join COUNT words of two float16 each in a tile [N, 2 · COUNT]."""
     b_parts = b_words
     for step in tl.static_range(log2(COUNT)):
         b_joined = ()
@@ -290,7 +290,7 @@ def build_tile(b_words, COUNT: tl.constexpr):
 
 @triton.jit
 def lookup_bytes(b_table, b_which):
-    """Four of the eight bytes of an int64, as the low four nibbles of b_which [N] say: words [N]."""
+    """Return four of the eight bytes of an int64, as the low four nibbles of b_which [N] say: words [N]."""
     if COMPILED:
         b_low, b_high = b_table.to(tl.uint32), (b_table >> 32).to(tl.uint32)
         b_x = tl.inline_asm_elementwise(
@@ -306,7 +306,7 @@ def lookup_bytes(b_table, b_which):
 
 @triton.jit
 def select_bytes(b_first, b_second, BYTES: tl.constexpr):
-    """Four of the eight bytes of two words [N], by a nibble each: words [N].
+    """Return four of the eight bytes of two words [N], by a nibble each: words [N].
 
     With a nibble's highest bit, the byte's highest bit, eight times.
     """
@@ -332,7 +332,7 @@ def _prmt(nibbles):
 
 @triton.jit
 def multiply_half2(b_first, b_second):
-    """Products of two words [N] of two float16 each: words [N]."""
+    """Return products of two words [N] of two float16 each: words [N]."""
     if COMPILED:
         b_x = tl.inline_asm_elementwise(
             MUL_HALF2, "=r,r,r", [b_first, b_second], dtype=tl.uint32, is_pure=True, pack=1

@@ -39,7 +39,7 @@ class Query(NamedTuple):
 
 @triton.jit
 def load_query(q, scale, i_bh, o_d, m_d, L: tl.constexpr):
-    """Channels o_d of a tile of queries, rotated, times `scale`: float32 [len(o_d), M], zero beyond the rows.
+    """Return channels o_d of a tile of queries, rotated, times `scale`: float32 [len(o_d), M], zero beyond the rows.
 
     The rotation is a product of the tensor cores in each program: 64 of their instructions for a head of 128, instead
     of a launch of its own.
@@ -64,7 +64,7 @@ def load_query(q, scale, i_bh, o_d, m_d, L: tl.constexpr):
 
 @triton.jit
 def capped(b_s, L: tl.constexpr):
-    """Scores, times log2 e, bounded as L says: CAP · tanh(s / CAP)."""
+    """Return scores, times log2 e, bounded as L says: CAP · tanh(s / CAP)."""
     if L.CAP > 0:
         b_s = L.CAP - 2 * L.CAP / (tl.exp2(b_s * (2 * LOG2E / L.CAP)) + 1)
     return b_s
@@ -89,7 +89,7 @@ class Part(NamedTuple):
 
 @triton.jit
 def empty(N: tl.constexpr, L: tl.constexpr, S: tl.constexpr):
-    """The state of no token, for tiles of N tokens of values that S reads."""
+    """Return the state of no token, for tiles of N tokens of values that S reads."""
     M: tl.constexpr = L.M
     P: tl.constexpr = S.P
     SLOTS: tl.constexpr = S.SLOTS
@@ -100,7 +100,7 @@ def empty(N: tl.constexpr, L: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def add(b_state, b_s, b_tiles, b_numbers):
-    """The state after a tile of tokens: scores b_s [N, M], -inf where masked; values b_tiles, [N, P] of each slot.
+    """Add a tile of tokens to a state: scores b_s [N, M], -inf where masked; values b_tiles, [N, P] of each slot.
 
     b_numbers   the scale of each token [N], or ()
     """
@@ -125,7 +125,7 @@ def add(b_state, b_s, b_tiles, b_numbers):
 
 @triton.jit
 def exponent(b_x):
-    """log2 of |x| rounded up, from the bits of a float32 [N]; at least 2^-24."""
+    """Return log2 of |x| rounded up, from the bits of a float32 [N]; at least 2^-24."""
     return tl.maximum((b_x.to(tl.int32, bitcast=True) >> 23) & 255, 102).to(tl.float32) - 126.0
 
 

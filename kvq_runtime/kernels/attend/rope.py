@@ -109,7 +109,7 @@ def zero(i):
 
 @triton.jit
 def to_row(b_left, b_right, o_k, p_rope, i_b, HALF: tl.constexpr):
-    """A pair [K, M] of position 0, of channels o_k below HALF, rotated to the first slot of row i_b."""
+    """Return a pair [K, M] of position 0, of channels o_k below HALF, rotated to the first slot of row i_b."""
     m_k = o_k < HALF
     b_cos = tl.load(p_rope.leads + i_b * (2 * HALF) + o_k, mask=m_k, other=1.0)[:, None]
     b_sin = tl.load(p_rope.leads + i_b * (2 * HALF) + HALF + o_k, mask=m_k, other=0.0)[:, None]
@@ -118,7 +118,7 @@ def to_row(b_left, b_right, o_k, p_rope, i_b, HALF: tl.constexpr):
 
 @triton.jit
 def to_block(b_left, b_right, o_k, p_rope, i_block, HALF: tl.constexpr):
-    """A pair [K, M] of a row's first slot, rotated to the first token of a block."""
+    """Return a pair [K, M] of a row's first slot, rotated to the first token of a block."""
     p_angles = p_rope.bases + i_block * (2 * HALF)
     b_cos = tl.load(p_angles + o_k, mask=o_k < HALF, other=1.0)[:, None]
     b_sin = tl.load(p_angles + HALF + o_k, mask=o_k < HALF, other=0.0)[:, None]
@@ -127,7 +127,7 @@ def to_block(b_left, b_right, o_k, p_rope, i_block, HALF: tl.constexpr):
 
 @triton.jit
 def mean_of_block(p_q, scale, p_rope, i_b, i_h, i_block, L: tl.constexpr):
-    """The mean's share of the scores of a block, or () where none was removed.
+    """Return the mean's share of the scores of a block, or () where none was removed.
 
     A, B, A, B, ... float16 [CHUNK, M], of CHUNK frequencies each; at last Σ A, float32 [M]. It is computed anew for
     every block: kept from one to the next it would lie in registers.
@@ -155,7 +155,7 @@ def mean_of_block(p_q, scale, p_rope, i_b, i_h, i_block, L: tl.constexpr):
 
 @triton.jit
 def add_mean(b_s, b_mean, p_rope, i_tile, i_block, L: tl.constexpr):
-    """Scores [N, M] of the i_tile-th N tokens of a block, plus what `mean_of_block` gave for it."""
+    """Return scores [N, M] of the i_tile-th N tokens of a block, plus what `mean_of_block` gave for it."""
     if len(b_mean) > 0:
         p_table = p_rope.block + zero(i_block)
         for i in tl.static_range(len(b_mean) - 1):
@@ -166,7 +166,7 @@ def add_mean(b_s, b_mean, p_rope, i_tile, i_block, L: tl.constexpr):
 
 @triton.jit
 def _angles(p_table, i_tile, FIRST: tl.constexpr, PART: tl.constexpr, N: tl.constexpr, L: tl.constexpr):
-    """cos - 1, PART 0, or sin, PART 1, of N tokens and the FIRST-th CHUNK frequencies: float16 [N, CHUNK]."""
+    """Return cos - 1, PART 0, or sin, PART 1, of N tokens and the FIRST-th CHUNK frequencies: float16 [N, CHUNK]."""
     TILES: tl.constexpr = N // 16
     WIDE: tl.constexpr = CHUNK // 16
     CHUNKS: tl.constexpr = (L.D // 2 + CHUNK - 1) // CHUNK

@@ -126,7 +126,7 @@ def _rest(runs, number):
 
 @triton.jit
 def per_channel(b_q, b_k, p_keys, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
-    """Scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a channel and group of tokens."""
+    """Return scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a channel and group of tokens."""
     M: tl.constexpr = L.M
     NUMBERS: tl.constexpr = L.H * L.D * (L.T // S.GROUP) * 2
     TOGETHER: tl.constexpr = min(S.GROUP // 16, S.TILES)
@@ -166,7 +166,7 @@ def per_channel(b_q, b_k, p_keys, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: 
 
 @triton.jit
 def per_token(b_q, b_k, p_keys, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr):
-    """Scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a token and group of channels."""
+    """Return scores of a sub-block's tiles, float32 [16, M] each: keys with a scale a token and group of channels."""
     M: tl.constexpr = L.M
     b_steps, b_lows = _numbers(p_keys, i_block, i_sub, i_b, i_h, L, S, S.TILES)
     b_ones = ()
@@ -195,7 +195,7 @@ def per_token(b_q, b_k, p_keys, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl
 
 @triton.jit
 def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr, TILES: tl.constexpr):
-    """Steps and lows of the tokens of TILES tiles, the i_sub-th group of them: float16 [16], by group and tile.
+    """Return steps and lows of the tokens of TILES tiles, the i_sub-th group of them: float16 [16], by group and tile.
 
     No lows where codes have tables.
     """
@@ -215,7 +215,7 @@ def _numbers(p_table, i_block, i_sub, i_b, i_h, L: tl.constexpr, S: tl.constexpr
 
 @triton.jit
 def _faded(b_tiles, b_fade):
-    """Each [N, M] of a tuple times [M]."""
+    """Return each [N, M] of a tuple times [M]."""
     b_faded = ()
     for i in tl.static_range(len(b_tiles)):
         b_faded = b_faded + (b_tiles[i] * b_fade[None, :],)
@@ -224,7 +224,7 @@ def _faded(b_tiles, b_fade):
 
 @triton.jit
 def _added(b_tiles, PLACE: tl.constexpr, b_more):
-    """The tuple with something added to the entry at PLACE."""
+    """Return the tuple with something added to the entry at PLACE."""
     b_found = ()
     for i in tl.static_range(len(b_tiles)):
         b_found = b_found + ((b_tiles[i] + b_more) if i == PLACE else b_tiles[i],)

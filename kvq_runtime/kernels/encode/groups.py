@@ -76,7 +76,7 @@ def encode_lloyd(x: Tensor, bits: int, scale: Scale, rotation: Rotation = None) 
 
 @constant(32)
 def _codebook(size: int, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Boundaries, and centroids rounded to bfloat16 as they are decoded, float32 on the device."""
+    """Return boundaries, and centroids rounded to bfloat16 as they are decoded, float32 on the device."""
     boundaries, centroids = sphere(size, bits)
     return boundaries.to(device), centroids.to(device).bfloat16().float()
 
@@ -120,7 +120,7 @@ def encode_grid(x: Tensor, dim: int, size: int, rotation: Rotation = None) -> tu
 
 @constant(16)
 def _planes(dim: int, size: int, device: torch.device) -> Tensor:
-    """The grid's components, and half its squared norms, float32 [dim + 1, size]."""
+    """Return the grid's components, and half its squared norms, float32 [dim + 1, size]."""
     grid = points(dim, size)
     return torch.cat([grid.mT, grid.square().sum(1)[None] / 2]).contiguous().to(device)
 
@@ -130,7 +130,7 @@ def _streams(
     p_x, p_signs, p_matrix, n, second, third, s0, s1, s2, s3,
     DIM: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """The DIM components of this program's vectors, K to a group: a tuple of [ROWS, P]; and the row numbers [ROWS]."""
+    """Load the DIM components of this program's vectors, K to a group: a tuple of [ROWS, P]; and row numbers [ROWS]."""
     parts = ()
     if p_signs is None and p_matrix is None:
         i_row = tl.program_id(0)

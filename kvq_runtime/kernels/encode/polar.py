@@ -34,12 +34,12 @@ def encode(
 
 
 def widths(bits: Sequence[int]) -> int:
-    """The widths of all levels in one number."""
+    """Return the widths of all levels in one number."""
     return sum(width << (3 * level) for level, width in enumerate(bits))
 
 
 def _lines(bits: Sequence[int], boundaries: Sequence[Tensor] | None, device: torch.device) -> Tensor:
-    """(cos, sin) of the boundaries, and 1 in the upper half of the circle, 0 below: float32 [levels, 63, 3]."""
+    """Return (cos, sin) of the boundaries, and 1 in the upper half of the circle, 0 below: float32 [levels, 63, 3]."""
     if boundaries is None:
         return _quarters(tuple(bits), device)
     padded = torch.stack([torch.nn.functional.pad(level.double(), (0, 63 - len(level))) for level in boundaries])
@@ -48,7 +48,7 @@ def _lines(bits: Sequence[int], boundaries: Sequence[Tensor] | None, device: tor
 
 @constant(32)
 def _quarters(bits: tuple[int, ...], device: torch.device) -> Tensor:
-    """(cos, sin, 1) of the boundaries inside a quarter circle, of every level, float32 [levels, 63, 3]."""
+    """Return (cos, sin, 1) of the boundaries inside a quarter circle, of every level, float32 [levels, 63, 3]."""
     table = torch.ones(len(bits), 63, 3, dtype=torch.float64)
     for level, width in enumerate(bits, start=1):
         cuts = polar.codebook(level, width)[0]

@@ -70,12 +70,12 @@ class Rows(NamedTuple):
 
 @constant(64)
 def signs_on(size: int, seed: int, device: torch.device) -> Tensor:
-    """The ±1 of one run, on the device."""
+    """Return the ±1 of one run, on the device."""
     return signs(size, seed).to(device)
 
 
 def programs(rows: int, padded: int, matrix: Tensor | None = None) -> tuple[int, tuple[int]]:
-    """(rows of a program, grid) for `rows` rows of a padded size; half as many beside a matrix, or registers spill."""
+    """Return (rows of a program, grid) of `rows` rows of a padded size; half as many beside a matrix, or it spills."""
     tile = TILE if matrix is None else TILE // 2
     each = max(1, min(tile // padded, triton.next_power_of_2(max(rows, 1))))
     return each, (triton.cdiv(rows, each),)
@@ -87,7 +87,7 @@ def on(x: Tensor) -> AbstractContextManager:
 
 
 def strided(x: Tensor) -> Tensor:
-    """[..., K] as [A, B, C, K], without a copy where strides allow."""
+    """Return [..., K] as [A, B, C, K], without a copy where strides allow."""
     if x.dim() > 4:
         x = x.reshape(-1, *x.shape[-3:])
     while x.dim() < 4:
@@ -97,7 +97,7 @@ def strided(x: Tensor) -> Tensor:
 
 @triton.jit
 def load_rows(p_x, n, second, third, s0, s1, s2, s3, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
-    """This program's rows of [A, second, third, K], strides s0 to s3: b_x float32 [ROWS, P], zero beyond K and n.
+    """Load this program's rows of [A, second, third, K], strides s0 to s3: float32 [ROWS, P], zero beyond K and n.
 
     Also i_row, the row numbers [ROWS], and m_k, the mask of the K elements [1, P].
     """
