@@ -78,7 +78,7 @@ class _Sums(OnlineSoftmax):
         return x_YMX.view(*self._by_query, x_YMX.shape[-1])
 
     def add_seen(self, s_YMT: Tensor, hidden_RQT: Tensor, mix: Callable[[Tensor], Tensor]) -> None:
-        """As `add`, of tokens some of which are hidden from queries."""
+        """Add tokens, some of them hidden from queries."""
         self.by_query(s_YMT).masked_fill_(hidden_RQT[:, None, None], -torch.inf)
         self.add(s_YMT, mix)
 
@@ -93,7 +93,7 @@ def attend(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scal
 
 
 def _groups(batch: Batch, requests: Iterable[int], page: int) -> Iterator[list[int]]:
-    """Requests that go together: of equal queries, next to each other in length, within `TOKENS` if more than one."""
+    """Group requests with equally many queries and similar lengths, within `TOKENS` if there are several."""
     order = sorted((i for i in requests if batch.counts[i]), key=lambda i: (batch.counts[i], batch.lengths[i]))
     group: list[int] = []
     for index in order:
@@ -175,7 +175,7 @@ def _add_own(layer: BlockLayer, batch: Batch, group: list[int], sums: _Sums, lat
 
 
 def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> list[int]:
-    """Write what the kernel answers of `attend` into `out`; return the requests that are left."""
+    """Answer requests by the kernel into `out`; return the requests that are left."""
     reader, exact = layer.reader, batch.exact
     left = [i for i, count in enumerate(batch.counts) if count]
     if reader is None or exact is None:

@@ -91,7 +91,7 @@ class ExactStep:
 
 
 class _Pool:
-    """Entries of a pool; `size` were ever in use at once."""
+    """A pool's entries, of which `size` were ever in use at once."""
 
     def __init__(self):
         self.size = 0

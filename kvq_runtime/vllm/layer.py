@@ -102,7 +102,7 @@ class PagedLayer:
         return x_RTC.float().unflatten(-1, (self.geometry.kv_heads, -1)).transpose(1, 2).flatten(0, 1)
 
     def _fields(self, role: Role, pages_RP: Tensor) -> Fields:
-        """[R, P, N, ...] each, as they were encoded."""
+        """Return the fields of these columns, [R, P, N, ...] each, as they were encoded."""
         return self.page.collected(role, {name: view[pages_RP] for name, view in self._views[role].items()})
 
     def _decoded(self, role: Role, pages_RP: Tensor, first: int) -> Tensor:
