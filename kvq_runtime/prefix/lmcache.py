@@ -59,7 +59,7 @@ class Adapter(FSL2Adapter):
 
 
 class KVQSerializer(Serializer):
-    """Chunks into bytes, none for a chunk that cannot be kept."""
+    """Encoder of chunks into bytes, none for a chunk that cannot be kept."""
 
     def __init__(self, codecs: ChunkCodecs):
         self.codecs = codecs
@@ -85,7 +85,7 @@ class KVQSerializer(Serializer):
 
 
 class KVQDeserializer(Deserializer):
-    """The bytes of a load into its chunks; LMCache takes an error for a miss of all of them.
+    """Decoder of a load's bytes into its chunks; LMCache takes an error for a miss of all of them.
 
     LMCache keeps what it has under a key, so bytes that cannot be read are deleted: the next request writes them again.
     """
@@ -110,7 +110,7 @@ class KVQDeserializer(Deserializer):
 
 
 class Processor(AsyncSerdeProcessor):
-    """LMCache's, with all chunks of a load as one object: a task ends at the first object that fails."""
+    """LMCache's processor, with all chunks of a load as one object: a task ends at the first object that fails."""
 
     def submit_deserialize(
         self, src_objs: list[MemoryObj], dst_objs: list[MemoryObj], keys: list[ObjectKey]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvq_runtime.ops.dense import OnlineSoftmax
 from kvq_runtime.store.storage import sent
-from kvq_runtime.vllm.exact import ExactStep
+from kvq_runtime.vllm.exact import ExactStep, Piece
 from kvq_runtime.vllm.layer import BlockLayer, PagedLayer
 
 TOKENS = 1 << 13  # decoded at once, of one layer
@@ -78,7 +78,7 @@ class _Sums(OnlineSoftmax):
         return x_YMX.view(*self._by_query, x_YMX.shape[-1])
 
     def add_seen(self, s_YMT: Tensor, hidden_RQT: Tensor, mix: Callable[[Tensor], Tensor]) -> None:
-        """As `add`, of tokens some of which are hidden from queries."""
+        """Add tokens, some of them hidden from queries."""
         self.by_query(s_YMT).masked_fill_(hidden_RQT[:, None, None], -torch.inf)
         self.add(s_YMT, mix)
 
@@ -93,7 +93,7 @@ def attend(layer: PagedLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scal
 
 
 def _groups(batch: Batch, requests: Iterable[int], page: int) -> Iterator[list[int]]:
-    """Requests that go together: of equal queries, next to each other in length, within `TOKENS` if more than one."""
+    """Group requests with equally many queries and similar lengths, within `TOKENS` if there are several."""
     order = sorted((i for i in requests if batch.counts[i]), key=lambda i: (batch.counts[i], batch.lengths[i]))
     group: list[int] = []
     for index in order:
@@ -150,25 +150,24 @@ def _add_own(layer: BlockLayer, batch: Batch, group: list[int], sums: _Sums, lat
     """Add the tokens of each query's own page, which are read exact, up to the query's."""
     assert batch.exact is not None, "a step without exact tokens"
     tokens, size = layer.page.tokens, layer.geometry.head_size
-    alike: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    alike: defaultdict[tuple[int, int], list[tuple[int, Piece]]] = defaultdict(list)
     for row, request in enumerate(group):
-        for start, stop, own in batch.exact.pieces[request]:
-            alike[start, stop].append((row, own))
+        for piece in batch.exact.pieces[request]:
+            alike[piece.start, piece.stop].append((row, piece))
     places, keys, values = list[tuple[list[int], slice]](), list[Tensor](), list[Tensor]()
-    for (start, stop), owned in alike.items():
-        chosen, owns = (list(x) for x in zip(*owned, strict=True))
-        k_YND, v_YND = (layer.by_head(x_ONC) for x_ONC in layer.own_pages(owns))
-        places.append((chosen, slice(start, stop)))
+    for (start, stop), pairs in alike.items():
+        k_YND, v_YND = (layer.by_head(x_ONC) for x_ONC in layer.own_pages([piece for _, piece in pairs]))
+        places.append(([row for row, _ in pairs], slice(start, stop)))
         keys.append(k_YND.mT)
         values.append(v_YND)
 
     def product(x_YMX: Tensor, pages: list[Tensor], width: int) -> Tensor:
         """Multiply each query's row by the matrix of its own page: [Y, M, width]."""
         out_YMX = x_YMX.new_empty(*x_YMX.shape[:2], width)
-        for (chosen, queries), matrix in zip(places, pages, strict=True):
-            x_OHGQX = sums.by_query(x_YMX)[chosen, :, :, queries]
+        for (rows, queries), matrix in zip(places, pages, strict=True):
+            x_OHGQX = sums.by_query(x_YMX)[rows, :, :, queries]
             out = torch.bmm(x_OHGQX.flatten(0, 1).flatten(1, 2), matrix)
-            sums.by_query(out_YMX)[chosen, :, :, queries] = out.view(*x_OHGQX.shape[:4], width)
+            sums.by_query(out_YMX)[rows, :, :, queries] = out.view(*x_OHGQX.shape[:4], width)
         return out_YMX
 
     hidden_RQN = torch.arange(tokens, device=latest_RQ.device) > (latest_RQ % tokens)[..., None]
@@ -176,14 +175,14 @@ def _add_own(layer: BlockLayer, batch: Batch, group: list[int], sums: _Sums, lat
 
 
 def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tensor, scale: float) -> list[int]:
-    """Write what the kernel answers of `attend` into `out`; return the requests that are left."""
+    """Answer requests by the kernel into `out`; return the requests that are left."""
     reader, exact = layer.reader, batch.exact
     left = [i for i, count in enumerate(batch.counts) if count]
     if reader is None or exact is None:
         return left
     alike: defaultdict[int, list[int]] = defaultdict(list)
     for i in left:
-        if len(exact.pieces[i]) == 1 and exact.entries[exact.pieces[i][0].own] >= 0:
+        if len(exact.pieces[i]) == 1 and exact.pieces[i][0].tail.entry >= 0:
             alike[batch.counts[i]].append(i)
     for count, requests in alike.items():
         if not reader.takes(q_THD, len(requests), count):
@@ -200,7 +199,7 @@ def attend_packed(layer: BlockLayer, batch: Batch, q_THD: Tensor, out_THD: Tenso
 
 def _group(batch: Batch, exact: ExactStep, requests: list[int], page: int, device: torch.device) -> Group:
     lengths_B4 = torch.tensor([
-        [(batch.lengths[i] - 1) // page, exact.entries[exact.pieces[i][0].own], (batch.lengths[i] - 1) % page + 1,
+        [(batch.lengths[i] - 1) // page, exact.pieces[i][0].tail.entry, (batch.lengths[i] - 1) % page + 1,
          exact.firsts[i]] for i in requests
     ], dtype=torch.int32)  # fmt: skip
     rows = [batch.starts[i] + n for i in requests for n in range(batch.counts[i])]

@@ -13,7 +13,7 @@ written, and encoded, again. vLLM does not report the end of a request. So a tai
 encoded as it is when another needs its entry; if its request goes on after all, the page is decoded, and its tokens are
 no longer exact.
 
-O = pages in which a step's tokens stand · N = tokens of a page.
+N = tokens of a page.
 """
 
 from collections.abc import Sequence
@@ -56,11 +56,16 @@ class Tail(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Queries `start` to `stop` of a request, whose own page is the step's `own`."""
+    """Queries `start` to `stop` of a request, which stand in one page.
+
+    row    of the first of them in the step
+    tail   the page with these tokens; its entry is -1 where all of the page's tokens are the step's
+    """
 
     start: int
     stop: int
-    own: int
+    row: int
+    tail: Tail
 
 
 @dataclass
@@ -72,10 +77,7 @@ class ExactStep:
     settled    tails that are encoded as they are, to free their entries
     reopened   tails that are decoded from their pages, each with the entry of its exact first tokens, or -1
     kept       tokens that are written to entries of tails
-    entries    of the pages O among the tails, -1: all of the page's tokens are the step's
-    rows       of the first token of each such page in the step
-    begins     positions of the pages' first tokens
-    full       (index of O, physical page) of the pages that are encoded
+    full       pieces that fill their pages, which are encoded
     pieces     by request, its queries page by page
     """
 
@@ -84,15 +86,12 @@ class ExactStep:
     settled: list[Tail] = field(default_factory=list)
     reopened: list[tuple[Tail, int]] = field(default_factory=list)
     kept: Copies = field(default_factory=Copies)
-    entries: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    begins: list[int] = field(default_factory=list)
-    full: list[tuple[int, int]] = field(default_factory=list)
+    full: list[Piece] = field(default_factory=list)
     pieces: list[list[Piece]] = field(default_factory=list)
 
 
 class _Pool:
-    """Entries of a pool; `size` were ever in use at once."""
+    """A pool's entries, of which `size` were ever in use at once."""
 
     def __init__(self):
         self.size = 0
@@ -168,12 +167,9 @@ class ExactTokens:
                         self._tails[tail.page] = tail, self._clock
                     else:
                         given_up.append(tail.entry)
-                if tail.filled == self.page:
-                    step.full.append((len(step.entries), tail.page))
-                pieces.append(Piece(arriving.start - before, arriving.stop - before, len(step.entries)))
-                step.entries.append(tail.entry)
-                step.rows.append(start + arriving.start - before)
-                step.begins.append(begin)
+                first_query = arriving.start - before
+                pieces.append(Piece(first_query, arriving.stop - before, start + first_query, tail))
+            step.full += [piece for piece in pieces if piece.tail.filled == self.page]
             step.pieces.append(pieces)
         self.tails.free += given_up  # only now: this step still reads them
 

@@ -4,7 +4,7 @@
 and tails, lie in pools (`exact.py`).
 
 Shapes: T tokens of a step · R requests · P columns of their pages, of N tokens each · S first tokens that stay exact ·
-O pages in which the step's tokens stand · E entries of a pool · Y = R · H · M = G · queries of a request.
+O pages in which a step's tokens stand · E entries of a pool · Y = R · H · M = G · queries of a request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import ROLES, Geometry, Role
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.vllm.exact import Copies, ExactStep
+from kvq_runtime.vllm.exact import Copies, ExactStep, Piece
 from kvq_runtime.vllm.page import Fields, Page, PageReader
 
 PACKED = 64  # rows of queries of a KV head up to which pages are read without decoding, as in attention/path.py
@@ -102,7 +102,7 @@ class PagedLayer:
         return x_RTC.float().unflatten(-1, (self.geometry.kv_heads, -1)).transpose(1, 2).flatten(0, 1)
 
     def _fields(self, role: Role, pages_RP: Tensor) -> Fields:
-        """[R, P, N, ...] each, as they were encoded."""
+        """Return the fields of these columns, [R, P, N, ...] each, as they were encoded."""
         return self.page.collected(role, {name: view[pages_RP] for name, view in self._views[role].items()})
 
     def _decoded(self, role: Role, pages_RP: Tensor, first: int) -> Tensor:
@@ -145,12 +145,12 @@ class BlockLayer(PagedLayer):
     """The keys and values of one layer in vLLM's pages, each one block, and its tails, exact."""
 
     tails_E2NC: Tensor | None = None
-    _step: tuple[Mapping[Role, Tensor], ExactStep] | None = None
+    _pair: Mapping[Role, Tensor] | None = None  # the step's tokens [T, C]
 
     def take(self, pair: Mapping[Role, Tensor], step: ExactStep) -> None:
         """Take in the tokens [T, C] of a step: encode the pages that are full, keep the others' tokens."""
         tails_E2NC = self.tails_E2NC = _grown(self.tails_E2NC, step.kept.size, self.page.tokens, pair["key"])
-        self._step = pair, step
+        self._pair = pair
         for entry, page, begin, filled in step.settled:
             self._encode(tails_E2NC[entry][:, None], [page], [begin], filled)
         for (entry, page, begin, filled), first in step.reopened:
@@ -164,18 +164,18 @@ class BlockLayer(PagedLayer):
                 tails_E2NC[entry, :, :known] = self.exact_E2SC[first, :, :known]
         _copy(tails_E2NC, step.kept, pair)
         if step.full:
-            which, pages = zip(*step.full, strict=True)
-            self._encode(self.own_pages(which), pages, [step.begins[i] for i in which], self.page.tokens)
+            pages, begins = ([piece.tail.page for piece in step.full], [piece.tail.begin for piece in step.full])
+            self._encode(self.own_pages(step.full), pages, begins, self.page.tokens)
 
     def release(self) -> None:
         """Let go of a step's tokens: its queries are answered."""
-        self._step = None
+        self._pair = None
 
-    def own_pages(self, which: Sequence[int]) -> Tensor:
-        """Return keys and values of pages of the step's queries, by index of O, exact: [2, len(which), N, C]."""
-        assert self._step is not None and self.tails_E2NC is not None, "no step was taken in"
-        (pair, step), device = self._step, self.tails_E2NC.device
-        entries_O, rows_O = torch.tensor([(step.entries[i], step.rows[i]) for i in which], device=device).mT
+    def own_pages(self, pieces: Sequence[Piece]) -> Tensor:
+        """Return keys and values of the pages O of pieces of the step, exact: [2, O, N, C]."""
+        assert self._pair is not None and self.tails_E2NC is not None, "no step was taken in"
+        pair, device = self._pair, self.tails_E2NC.device
+        entries_O, rows_O = torch.tensor([(piece.tail.entry, piece.row) for piece in pieces], device=device).mT
         whole_O1 = (entries_O < 0)[:, None]  # all tokens are the step's
         rows_ON = torch.where(whole_O1, rows_O[:, None] + torch.arange(self.page.tokens, device=device), 0)
         tails_2ONC = self.tails_E2NC[entries_O.clamp(min=0)].transpose(0, 1)

@@ -39,7 +39,6 @@ _PROJECTION = re.compile(
 class ServedRecipe:
     """A recipe, and its artifact if it is fitted."""
 
-    reference: str
     recipe: Recipe
     artifact: Artifact | None
 
@@ -55,9 +54,9 @@ def read(reference: str) -> ServedRecipe:
         recipe = recipe_text.read(reference)
         if recipe.fitted:
             raise ValueError(f"{recipe.name} has to be fitted to a model: kvq-calibrate --recipe {recipe.name}")
-        return ServedRecipe(reference, recipe, None)
+        return ServedRecipe(recipe, None)
     artifact = load_artifact(read_lock(lock).reference if lock else reference, lock=lock)
-    return ServedRecipe(reference, artifact.recipe, artifact)
+    return ServedRecipe(artifact.recipe, artifact)
 
 
 def match(served: ServedRecipe, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:

@@ -15,7 +15,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.constant import own_defaults
 from kvq_runtime.recipe import preset
 from kvq_runtime.vllm import attend, exact, plugin
-from kvq_runtime.vllm.exact import ExactTokens, Tail
+from kvq_runtime.vllm.exact import ExactTokens, Piece, Tail
 from kvq_runtime.vllm.page import page_of, shared_pages
 from kvq_runtime.vllm.served_recipe import Shard, shard_of
 
@@ -189,16 +189,18 @@ def test_entries_are_those_of_requests_that_go_on():
     """An entry is given back when its page is full, and when the page is another text's; none is for whole pages."""
     kept = ExactTokens(16, 0, tails=True)
     made = kept.step([0, 40], [40, 16], [40, 16], [[7, 3, 9], [5]])
-    assert made.entries == [-1, -1, 0, -1] and made.full == [(0, 7), (1, 3), (3, 5)]
-    assert made.kept.tokens == [(0, 32 + place, place) for place in range(8)]
-    assert [[tuple(piece) for piece in each] for each in made.pieces] == [
-        [(0, 16, 0), (16, 32, 1), (32, 40, 2)], [(0, 16, 3)],
+    assert made.pieces == [
+        [Piece(0, 16, 0, Tail(-1, 7, 0, 16)), Piece(16, 32, 16, Tail(-1, 3, 16, 16)),
+         Piece(32, 40, 32, Tail(0, 9, 32, 8))],
+        [Piece(0, 16, 40, Tail(-1, 5, 0, 16))],
     ]  # fmt: skip
+    assert [piece.tail.page for piece in made.full] == [7, 3, 5]
+    assert made.kept.tokens == [(0, 32 + place, place) for place in range(8)]
     made = kept.step([0], [8], [48], [[7, 3, 9]])
-    assert made.entries == [0] and made.full == [(0, 9)]
+    assert made.full == [Piece(0, 8, 0, Tail(0, 9, 32, 16))]
     assert made.kept.tokens == [(0, place, 8 + place) for place in range(8)]
-    assert kept.step([0], [3], [3], [[11]]).entries == [0]
-    assert kept.step([0], [2], [2], [[11]]).entries == [0] and kept.tails.size == 1  # page 11 has another text
+    for count in (3, 2):  # then page 11 has another text
+        assert kept.step([0], [count], [count], [[11]]).pieces[0][0].tail.entry == 0 and kept.tails.size == 1
     for _ in range(exact.IDLE + 1):
         made = kept.step([0], [1], [18], [[1, 2]]) if kept.tails.size == 2 else kept.step([0], [2], [18], [[1, 2]])
     assert kept.step([0], [1], [1], [[12]]).settled == [Tail(0, 11, 0, 2)]

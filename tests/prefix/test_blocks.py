@@ -1,17 +1,14 @@
 """Blocks of prefixes: the bytes of a cache, one name for one prefix."""
 
-from dataclasses import replace
-
 import feeding
 import pytest
 import torch
 from feeding import GEOMETRY
-from kept_blocks import EACH, contents, decoded, files, filled, ids, recipe_of, rows, store
+from kept_blocks import EACH, contents, decoded, files, filled, ids, rows, store
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.geometry import Window
 from kvq_runtime.prefix import block, chain
-from kvq_runtime.prefix.store import PrefixBlocks, check_recipe
+from kvq_runtime.prefix.store import check_recipe
 from kvq_runtime.recipe import preset
 
 # ---- what a block is
@@ -90,18 +87,6 @@ def test_a_block_depends_neither_on_its_run_nor_on_the_blocks_before(name, tmp_p
     for layer, pair in decoded(kept, blocks, start).items():
         for ours, theirs in zip(pair, whole[layer], strict=True):
             assert torch.allclose(ours, theirs[start:], rtol=0.02, atol=0.02)
-
-
-def test_sinks_longer_than_a_block_stay_exact(tmp_path):
-    recipe = replace(recipe_of("rtn-2bit"), window=Window(sinks=20, recent=4, block=16))
-    kept = PrefixBlocks(tmp_path, recipe, GEOMETRY, model="m")
-    keys, values = rows(48)
-    kept.put(ids(48), keys, values)
-    for layer, (k, _) in decoded(kept, kept.load(ids(48), start=16), 16).items():
-        assert torch.equal(k[:4], keys[layer][16:20]) and not torch.equal(k[4:], keys[layer][20:])
-    for layer, (k, v) in decoded(kept, kept.load(ids(48))).items():
-        assert torch.equal(k[:20], keys[layer][:20]) and torch.equal(v[:20], values[layer][:20])
-        assert not torch.equal(k[20:], keys[layer][20:])
 
 
 @pytest.mark.parametrize("name", ["subkv-2bit", "h2o", "squat-online-2bit"])

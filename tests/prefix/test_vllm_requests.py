@@ -50,7 +50,7 @@ def pages(name: str) -> list[int]:
 
 
 def spans(transfers: list[Transfer]) -> list[tuple[int, int]]:
-    return [(one.start, one.stop) for one in transfers]
+    return [(transfer.start, transfer.stop) for transfer in transfers]
 
 
 @pytest.fixture
@@ -71,26 +71,26 @@ def test_whole_blocks_are_loaded_but_not_the_newest_tokens(scheduler):
 
 
 def test_a_transfer_has_the_pages_of_its_tokens(scheduler):
-    one = request(64 + RECENT)
-    assert scheduler.matched(one, PAGE) == 64 - PAGE == scheduler.matched(one, PAGE)  # asked again, without room
-    scheduler.allocated(one, 64 - PAGE)
+    sent = request(64 + RECENT)
+    assert scheduler.matched(sent, PAGE) == 64 - PAGE == scheduler.matched(sent, PAGE)  # asked again, without room
+    scheduler.allocated(sent, 64 - PAGE)
     (load,) = scheduler.transfers({}, pages)[0]
     assert spans([load]) == [(PAGE, 64)] and load.tokens == tuple(range(64))
     assert load.pages == tuple(range(101, 108)) and scheduler.transfers({}, pages)[0] == []
-    assert scheduler.matched(one, 0) == 0  # a load that failed is not tried again
-    scheduler.allocated(one, 0)  # the load has ended
-    one.all_token_ids.extend([7] * 6)
+    assert scheduler.matched(sent, 0) == 0  # a load that failed is not tried again
+    scheduler.allocated(sent, 0)  # the load has ended
+    sent.all_token_ids.extend([7] * 6)
     (keep,) = scheduler.transfers({"a": (64, 82)}, pages)[1]  # decoded blocks are not encoded again
     assert spans([keep]) == [(64, 80)] and keep.pages == (108, 109)
 
 
 def test_blocks_are_kept_once_they_are_computed_and_their_tokens_known(scheduler):
-    one = request(40)
-    scheduler.allocated(one, 0)
+    sent = request(40)
+    scheduler.allocated(sent, 0)
     assert spans(scheduler.transfers({"a": (0, 31)}, pages)[1]) == [(0, 16)]
     assert scheduler.transfers({"a": (16, 31)}, pages)[1] == []
     assert spans(scheduler.transfers({"a": (31, 64)}, pages)[1]) == [(16, 32)]  # of drafts 24 may be refused
-    one.all_token_ids.extend([7] * 24)
+    sent.all_token_ids.extend([7] * 24)
     assert spans(scheduler.transfers({"a": (64, 65)}, pages)[1]) == [(32, 64)]
     assert spans(scheduler.transfers({"a": (20, 64)}, pages)[1]) == [(16, 64)]  # computed again after a failure
     scheduler.finished("a")
@@ -103,9 +103,9 @@ def test_blocks_are_kept_once_they_are_computed_and_their_tokens_known(scheduler
     {"cache_salt": "another"},
 ])  # fmt: skip
 def test_what_tokens_alone_do_not_decide_is_neither_loaded_nor_kept(scheduler, other):
-    one = request(64 + RECENT, **other)
-    assert scheduler.matched(one, 0) == 0
-    scheduler.allocated(one, 0)
+    sent = request(64 + RECENT, **other)
+    assert scheduler.matched(sent, 0) == 0
+    scheduler.allocated(sent, 0)
     keeps = scheduler.transfers({"a": (0, 70)}, pages)[1]
     assert spans(keeps) == ([(0, 64)] if {"cache_salt", "skip_reading_prefix_cache"} & other.keys() else [])
     assert all(keep.salt == (other.get("cache_salt") or "") for keep in keeps)
@@ -165,44 +165,44 @@ class Engine:
 @pytest.mark.parametrize("name", EACH)
 def test_what_one_engine_keeps_another_loads(name: str, tmp_path):
     """Into other pages; before RoPE, and predicted from the layer below; from the middle of a block on."""
-    one, other = Engine(tmp_path, name), Engine(tmp_path, name)
-    stop = 3 * one.store.block
-    one.keep(stop)
-    pages = other.load(stop)
-    assert not other.worker.take_failed()
-    for layer, pair in decoded(one.store, one.store.load(range(stop))).items():
-        found, expected = other.rows(pages, layer, 0, stop), torch.stack(pair)
-        assert torch.equal(found, expected)
+    writer, reader = Engine(tmp_path, name), Engine(tmp_path, name)
+    stop = 3 * writer.store.block
+    writer.keep(stop)
+    pages = reader.load(stop)
+    assert not reader.worker.take_failed()
+    for layer, pair in decoded(writer.store, writer.store.load(range(stop))).items():
+        loaded, expected = reader.rows(pages, layer, 0, stop), torch.stack(pair)
+        assert torch.equal(loaded, expected)
         rounding = (expected.float() - ROWS[:, layer, :stop].float()).norm() / expected.float().norm()
         assert (rounding == 0) == name.startswith("exact") or name == "exact-pre"
-    start = one.store.block + PAGE
-    untouched, pages = [cache.clone() for cache in other.caches], other.load(2 * one.store.block, start)
+    start = writer.store.block + PAGE
+    untouched, pages = [cache.clone() for cache in reader.caches], reader.load(2 * writer.store.block, start)
     kept = torch.ones(64, dtype=torch.bool)
     for page in pages[start // PAGE :]:
         kept[2 * page : 2 * page + 2] = False
-    for layer, pair in decoded(one.store, one.store.load(range(2 * one.store.block))).items():
+    for layer, pair in decoded(writer.store, writer.store.load(range(2 * writer.store.block))).items():
         expected = torch.stack(pair)[:, start:].float()
-        found = other.rows(pages, layer, start, 2 * one.store.block).float()
-        assert (found - expected).norm() < 0.02 * expected.norm()  # products of other lengths, rounded to bfloat16
-        assert torch.equal(other.caches[layer][kept], untouched[layer][kept])
+        loaded = reader.rows(pages, layer, start, 2 * writer.store.block).float()
+        assert (loaded - expected).norm() < 0.02 * expected.norm()  # products of other lengths, rounded to bfloat16
+        assert torch.equal(reader.caches[layer][kept], untouched[layer][kept])
 
 
 @pytest.mark.parametrize("damage", ["changed", "gone"])
 def test_a_damaged_block_fails_its_pages_and_those_behind(damage: str, tmp_path, caplog):
     """Nothing of it is written into a page, and the others are loaded; computed, it is kept again."""
-    one, other = Engine(tmp_path), Engine(tmp_path)
-    one.keep(64)
-    third = one.store.folder.path(one.store.names(range(64))[2])
+    writer, reader = Engine(tmp_path), Engine(tmp_path)
+    writer.keep(64)
+    third = writer.store.folder.path(writer.store.names(range(64))[2])
     data = third.read_bytes()
     third.unlink() if damage == "gone" else third.write_bytes(data[:-1] + b"\x01")
-    pages = other.load(64)
-    assert other.worker.take_failed() == set(pages[4:])
-    for layer, pair in decoded(one.store, one.store.load(range(32))).items():
-        assert torch.allclose(other.rows(pages, layer, 0, 32), torch.stack(pair), atol=0.05, rtol=0.05)
-        assert bool((other.rows(pages, layer, 32, 64)[1] == 9).all())
+    pages = reader.load(64)
+    assert reader.worker.take_failed() == set(pages[4:])
+    for layer, pair in decoded(writer.store, writer.store.load(range(32))).items():
+        assert torch.allclose(reader.rows(pages, layer, 0, 32), torch.stack(pair), atol=0.05, rtol=0.05)
+        assert bool((reader.rows(pages, layer, 32, 64)[1] == 9).all())
     assert ("damaged, and removed" in caplog.text) == (damage != "gone")
-    other.keep(64)
-    assert third.read_bytes() == data and len(one.store.load(range(64))) == 4
+    reader.keep(64)
+    assert third.read_bytes() == data and len(writer.store.load(range(64))) == 4
 
 
 def test_blocks_are_kept_as_they_are_finished(tmp_path):
