@@ -157,7 +157,6 @@ class TextRecord:
     """
 
     artifact: str = ""
-    corpus: str
     protocol: TextProtocol
     result: TextResult
     raw: Any = field(default=None, compare=False, repr=False)
