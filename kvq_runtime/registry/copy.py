@@ -35,9 +35,9 @@ def copy_version(source: Registry, name: str, version: Version, target: Registry
         target.publish(name, data, version.version, attachments)
     kinds: tuple[Kind, ...] = ("evaluations", "signatures")
     for kind in kinds:
-        known = {data for _, data in target.records(kind, version.sha256, name)}
+        present = {data for _, data in target.records(kind, version.sha256, name)}
         for _, data in source.records(kind, version.sha256, name):
-            if data not in known:
+            if data not in present:
                 target.add_record(kind, version.sha256, data, name)
     if version.yanked is not None and (there is None or there.yanked is None):
         target.yank(name, version.version, version.yanked)

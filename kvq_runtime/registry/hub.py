@@ -86,13 +86,13 @@ class HubRegistry(Registry):
 
     def _ask(self, name: str) -> Head:
         """Ask for the head of main, and for kvq.json if the commit is new; NotFound without a repository."""
-        repo, known = self.repo(name), hub_client.load_head(self.org, name)
-        if known is not None and hub_client.is_offline():
-            return known
+        repo, cached = self.repo(name), hub_client.load_head(self.org, name)
+        if cached is not None and hub_client.is_offline():
+            return cached
         ask = lambda api: api.model_info(repo, files_metadata=True, timeout=hub_client.SILENCE)  # noqa: E731
         head, git_digest = hub_client.call(repo, lambda api: _head(ask(api)))
-        if known is not None and known.commit == head.commit:
-            return known
+        if cached is not None and cached.commit == head.commit:
+            return cached
         if INDEX in head.files:
             try:
                 data = hub_client.read(repo, INDEX, head.commit, head.files[INDEX], git_digest)

@@ -186,8 +186,8 @@ def load_artifact(
     resolved = resolve(reference, registry, lock)
     loaded = artifact.load_once(resolved.path, resolved.sha256, resolved.size)
     where = f"{resolved.version} from {resolved.registry}" if resolved.registry else f"from {resolved.path}"
-    found = f"{resolved.name} {where}, {resolved.chosen_because}, sha256 {resolved.sha256[:12]}"
-    _log.info("%s: %s", reference, found)
+    choice = f"{resolved.name} {where}, {resolved.chosen_because}, sha256 {resolved.sha256[:12]}"
+    _log.info("%s: %s", reference, choice)
     if resolved.yanked is not None:
         warnings.warn(f"{resolved.name} {resolved.version} is yanked: {resolved.yanked}", stacklevel=2)
     return loaded
