@@ -24,7 +24,6 @@ from kvq_runtime.artifact.describe import recipe_row
 from kvq_runtime.recipe import OURS, ROLES
 from kvq_runtime.registry import rating
 from kvq_runtime.registry.evaluation_records import SPOKEN, TextRecord
-from kvq_runtime.registry.hub import eval_results
 from kvq_runtime.store.memory import human
 
 SMALL = 1_000_000_000  # parameters below which a figure says little about the models people serve
@@ -51,7 +50,7 @@ def card(
     sizes = folder.sizes(artifact)
     parameters = {record.protocol.model.parameters for record in measured}
     return _template().render(
-        front=_front(artifact, name, measured, license),
+        front=_front(artifact, license),
         name=name,
         verdict=rating.rate(next((one for one in measured if one.result.recipe == recipe.name), None)),
         bits=sizes["bits"],
@@ -91,7 +90,7 @@ def _template() -> Template:
     return templates.get_template("card.md")
 
 
-def _front(artifact: Artifact, name: str, records: Sequence[TextRecord], license: Mapping[str, str]) -> str:
+def _front(artifact: Artifact, license: Mapping[str, str]) -> str:
     model, _ = model_of(artifact)
     fields: dict[str, Any] = folder.metadata(artifact) | dict(license)
     if _HUB.fullmatch(model):
@@ -99,8 +98,6 @@ def _front(artifact: Artifact, name: str, records: Sequence[TextRecord], license
     source = str(corpus_of(artifact).get("source"))
     if (corpus := _HUB.match(source)) and not source.endswith(SUFFIXES):
         fields["datasets"] = [corpus[0]]
-    if results := eval_results([one for one in records if one.result.recipe == artifact.recipe.name]):
-        fields |= {"model_name": name, "eval_results": results}
     return f"---\n{ModelCardData(**fields).to_yaml()}\n---"
 
 

@@ -104,10 +104,7 @@ def run_copy(args: Namespace) -> int:
         destination = HubRegistry(destination.org, private=True)
     state = source.existing(parsed.name)
     versions = [*state.versions.values()] if parsed.by == "default" else [choose(state, parsed)[0]]
-    rows = [copy_version(source, parsed.name, version, destination) for version in versions]
-    if not args.json:
-        rows = [{field: row[field] for field in ("name", "version", "result")} for row in rows]
-    print_table(rows, args.json)
+    print_table([copy_version(source, parsed.name, version, destination) for version in versions], args.json)
     return 0
 
 

@@ -133,10 +133,10 @@ def _rows(model: Model, recipes: list[Recipe], tokens: list[int], args: Namespac
     yield row | {"under 16 bit from": None}
     for recipe in recipes:
         sizes = Sizes(recipe.check(geometry), geometry, sliding=sliding)
-        held = [sizes.at(count, args.batch) for count in tokens]
+        caches = [sizes.at(count, args.batch) for count in tokens]
         row = {"model": model.name, "recipe": recipe.name, "bits": round(asymptotic_bits(recipe, geometry), 4)}
         row["shared MiB"] = round(sizes.shared / (1 << 20), 1)
-        for size in held:
+        for size in caches:
             row[f"bits at {size.tokens}"] = round(size.all_bits, 3)
             row[f"GiB at {size.tokens}"] = round(size.total_bytes / GIB, 3)
         row["under 16 bit from"] = sizes.smaller_from(args.batch)
@@ -144,6 +144,6 @@ def _rows(model: Model, recipes: list[Recipe], tokens: list[int], args: Namespac
             row["bytes"] = [
                 {"tokens": size.tokens, "batch": size.batch, "total": size.total_bytes, "exact": size.exact_bytes}
                 | {"sequence": size.sequence_bytes, "shared": size.shared_bytes, "sliding": size.sliding_bytes}
-                for size in held
+                for size in caches
             ]
         yield row

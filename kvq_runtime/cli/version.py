@@ -102,7 +102,7 @@ def run_pull(args: Namespace) -> int:
         signature = lock.find_signature(records, resolved.name, resolved.version, resolved.sha256, key)
     _check_files(resolved, version, locked, signature)
     attachments = registry.attachments(resolved.name, version)
-    data = artifact.read(registry.fetch(resolved.name, version), resolved.sha256, resolved.size)
+    data = artifact.read(resolved.path, resolved.sha256, resolved.size)
     folder = Path(args.output or resolved.name)
     contents = {reference.ARTIFACT_FILE: data} | attachments
     published = {entry["sha256"] for known in state.versions.values() for entry in known.files.values()}

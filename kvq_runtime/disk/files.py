@@ -9,26 +9,22 @@ behind: tests/registry/test_faults.py visits each of them.
 """
 
 import errno
+import fcntl
 import hashlib
 import io
 import json
 import os
-import re
 import secrets
 import signal
 import stat
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvq_runtime.errors import ArtifactError, NotFound
 
-_DRAFT = re.compile(r"\.([1-9][0-9]{0,8})-([0-9a-f]{8})[0-9a-f]{8,16}\.tmp")
-GRACE = 24 * 3600.0  # seconds: a younger draft of another machine, on a file system that both share, may be at work
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: opening a pipe does not wait
 _passed: Counter[str] = Counter()  # how often a fault point that $KVQ_FAULT names
@@ -128,36 +124,17 @@ def save(path: Path, data: bytes) -> None:
 
 
 def orphans(folder: Path) -> list[Path]:
-    """List drafts of processes that died on this host, and those of other hosts older than GRACE seconds."""
+    """List drafts whose processes died: each is locked by its process, on whatever machine that is."""
     drafts = []
-    for path in sorted(folder.glob(".*.tmp")):
-        name = _DRAFT.fullmatch(path.name)
-        with suppress(FileNotFoundError):  # it has its name by now
-            if name and name[2] == _host():
-                drafts += [] if _is_alive(int(name[1])) else [path]
-            elif name and path.lstat().st_mtime <= time.time() - GRACE:
+    for path in sorted(folder.glob(".kvq-*.tmp")):
+        with suppress(OSError):  # locked; or it has its name by now, or is another user's
+            descriptor = os.open(path, _READ)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 drafts.append(path)
+            finally:
+                os.close(descriptor)
     return drafts
-
-
-@cache
-def _host() -> str:
-    """Return 8 digits that identify where a process id is unique: this boot of this machine, and container."""
-    try:
-        identity = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        identity = os.uname().nodename
-    return hashlib.sha256(identity.encode()).hexdigest()[:8]
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 @contextmanager
@@ -170,11 +147,7 @@ def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
     for orphan in orphans(folder):
         with suppress(PermissionError):  # another user's
             orphan.unlink(missing_ok=True)
-    path = folder / f".{os.getpid()}-{_host()}{secrets.token_hex(8)}.tmp"
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:  # of the folder, which is what somebody named
-        raise OSError(error.errno, error.strerror, str(folder)) from None
+    path, descriptor = _locked_draft(folder)
     try:
         with os.fdopen(descriptor, "w+b") as file:
             fault_point("draft.opened")
@@ -184,8 +157,22 @@ def draft(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
             error.filename = str(folder)
         raise
     finally:
-        if path.exists():
-            path.unlink()
+        path.unlink(missing_ok=True)
+
+
+def _locked_draft(folder: Path) -> tuple[Path, int]:
+    """Create an empty draft, locked until it is closed; a file system without locks keeps drafts of the dead."""
+    while True:
+        path = folder / f".kvq-{secrets.token_hex(8)}.tmp"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:  # of the folder, which is what somebody named
+            raise OSError(error.errno, error.strerror, str(folder)) from None
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return path, descriptor
+        os.close(descriptor)  # another process took it for an orphan before it was locked
 
 
 def settle(path: Path, file: BinaryIO, name: Path, mode: int = 0o444) -> None:

@@ -75,8 +75,8 @@ def keys(
         raise ArtifactError(f"{label}: expected an object, got {value!r:.80}")
     unknown, missing = sorted(value.keys() - names - optional), sorted(names - value.keys())
     if unknown or missing:
-        said = [f"unknown keys {unknown!r:.200}"] * bool(unknown) + [f"missing keys {missing}"] * bool(missing)
-        raise ArtifactError(f"{label}: {', '.join(said)}")
+        faults = [f"unknown keys {unknown!r:.200}"] * bool(unknown) + [f"missing keys {missing}"] * bool(missing)
+        raise ArtifactError(f"{label}: {', '.join(faults)}")
     try:
         for name in checks.keys() & value.keys():
             checks[name](value[name])

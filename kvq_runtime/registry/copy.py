@@ -26,9 +26,6 @@ def copy_version(source: Registry, name: str, version: Version, target: Registry
         raise Conflict(
             f"{target.url} has these bytes of {name} as {there.version}, not {version.version}; use that version"
         )
-    evaluations = source.evaluations(version.sha256, name)
-    row = {"name": name, "version": version.version, "sha256": version.sha256, "size": version.size}
-    row |= {"from": source.url, "to": target.url, "files": sorted(version.files), "evaluations": len(evaluations)}
     if there is None:
         data = artifact.read(source.fetch(name, version), version.sha256, version.size)
         attachments = source.attachments(name, version)
@@ -38,13 +35,14 @@ def copy_version(source: Registry, name: str, version: Version, target: Registry
         target.publish(name, data, version.version, attachments)
     kinds: tuple[Kind, ...] = ("evaluations", "signatures")
     for kind in kinds:
-        known = {data for _, data in target.records(kind, version.sha256, name)}
+        present = {data for _, data in target.records(kind, version.sha256, name)}
         for _, data in source.records(kind, version.sha256, name):
-            if data not in known:
+            if data not in present:
                 target.add_record(kind, version.sha256, data, name)
     if version.yanked is not None and (there is None or there.yanked is None):
         target.yank(name, version.version, version.yanked)
-    return row | {"result": "published" if there is None else "was there already"}
+    result = "published" if there is None else "was there already"
+    return {"name": name, "version": version.version, "result": result}
 
 
 def push_to_hub(made: Artifact, repo_id: str, *, version: str | None = None, private: bool | None = None) -> str:

@@ -157,7 +157,6 @@ class TextRecord:
     """
 
     artifact: str = ""
-    corpus: str
     protocol: TextProtocol
     result: TextResult
     raw: Any = field(default=None, compare=False, repr=False)
@@ -245,15 +244,15 @@ def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
 def _object(kind: type[T], value: Any, where: str) -> T:
     """Convert a JSON object to a dataclass; `where` begins messages."""
     _require(isinstance(value, dict), value, where, "an object")
-    given = {}
+    fields = {}
     for name, (form, required) in _fields(kind).items():
         if value.get(name) is not None:
-            given[name] = _value(form, value[name], f"{where}.{name}")
+            fields[name] = _value(form, value[name], f"{where}.{name}")
         elif name in value and NoneType in get_args(form):
-            given[name] = None
+            fields[name] = None
         elif required:
             raise ValueError(f"{where} has no {name}")
-    return kind(**given)
+    return kind(**fields)
 
 
 def _value(form: Any, value: Any, where: str) -> Any:
@@ -266,7 +265,7 @@ def _value(form: Any, value: Any, where: str) -> Any:
         return _value(kinds[0], value, where)
     if origin is tuple:
         _require(isinstance(value, (list, tuple)), value, where, "a list")
-        return tuple(_value(args[0], item, f"{where}.{place}") for place, item in enumerate(value))
+        return tuple(_value(args[0], item, f"{where}.{index}") for index, item in enumerate(value))
     if origin is Mapping:
         _require(isinstance(value, dict), value, where, "an object")
         optional = NoneType in get_args(args[1])

@@ -12,9 +12,8 @@ before anything is tried again: the event is in it or it is not.
 """
 
 import random
-import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePath
@@ -23,7 +22,6 @@ from typing import Any
 from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, Conflict, NotFound
 from kvq_runtime.registry import events, hub_client, reference
-from kvq_runtime.registry.evaluation_records import SPOKEN, TextRecord
 from kvq_runtime.registry.events import Event, Promote, Publish, Rollback, State, Version
 from kvq_runtime.registry.hub_client import Head
 from kvq_runtime.registry.reference import ARTIFACT_FILE
@@ -32,12 +30,6 @@ from kvq_runtime.registry.registry import MAX_RECORD, Registry
 INDEX = "kvq.json"
 MAX_NAMES = 4096
 _INITIAL_FILES = {".gitattributes", "README.md", "LICENSE"}  # the Hub's form for a new repository may create these
-_METRICS = {  # {field of an evaluation's result: (the Hub's identifier, title)}
-    "perplexity": ("perplexity", "perplexity with the compressed cache"),
-    "relative": ("relative_perplexity", "perplexity against 16 bit, relative"),
-    "kl": ("kl_divergence", "KL divergence from the 16-bit model, nats"),
-    "top1": ("accuracy", "top-1 agreement with the 16-bit model"),
-}
 
 
 class HubRegistry(Registry):
@@ -94,13 +86,13 @@ class HubRegistry(Registry):
 
     def _ask(self, name: str) -> Head:
         """Ask for the head of main, and for kvq.json if the commit is new; NotFound without a repository."""
-        repo, known = self.repo(name), hub_client.load_head(self.org, name)
-        if known is not None and hub_client.is_offline():
-            return known
+        repo, cached = self.repo(name), hub_client.load_head(self.org, name)
+        if cached is not None and hub_client.is_offline():
+            return cached
         ask = lambda api: api.model_info(repo, files_metadata=True, timeout=hub_client.SILENCE)  # noqa: E731
         head, git_digest = hub_client.call(repo, lambda api: _head(ask(api)))
-        if known is not None and known.commit == head.commit:
-            return known
+        if cached is not None and cached.commit == head.commit:
+            return cached
         if INDEX in head.files:
             try:
                 data = hub_client.read(repo, INDEX, head.commit, head.files[INDEX], git_digest)
@@ -218,9 +210,6 @@ def _head(info: Any) -> tuple[Head, str]:
     return Head(reference.check_commit(info.sha), paths), digest
 
 
-# ---- cards -----------------------------------------------------------------------------------------------------------
-
-
 def for_repository(text: str, files: Iterable[str], folder: str) -> str:
     """Adapt a version's card to be the card of its repository.
 
@@ -235,30 +224,3 @@ def for_repository(text: str, files: Iterable[str], folder: str) -> str:
     card.data.library_name = "kvq"
     card.data.tags = list(dict.fromkeys([*(card.data.tags or []), "kvq"]))
     return str(card)
-
-
-def eval_results(records: Sequence[TextRecord]) -> list[Any]:
-    """Return a huggingface_hub EvalResult for every metric of predicted text."""
-    from huggingface_hub import EvalResult
-
-    results = []
-    for record in records:
-        about = record.protocol
-        source = about.text.source[:200]
-        args = {"corpus": record.corpus, "model": about.model.id, "length": about.length}
-        for protocol, part in record.result.protocols.items():
-            fields: dict[str, Any] = {"task_type": "text-generation", "dataset_type": _dataset(source)}
-            fields |= {"dataset_name": source, "dataset_config": source}  # by which the Hub distinguishes texts
-            fields |= {"dataset_split": about.text.split, "metric_args": args | {"protocol": protocol}}
-            for field, (kind, title) in _METRICS.items():
-                value = getattr(part, field, None)
-                if value is not None:
-                    name = f"{title}, {SPOKEN[protocol]}"
-                    results.append(EvalResult(**fields, metric_name=name, metric_type=kind, metric_value=value))
-    return results
-
-
-def _dataset(source: str) -> str:
-    """Return the id of a dataset of the Hub; "text" for a file or an embedded corpus, which has none."""
-    match = re.match(r"[\w-][\w.-]*/[\w.-]+", source)
-    return match[0] if match else "text"

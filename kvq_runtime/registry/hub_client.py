@@ -192,7 +192,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _response_of(error: BaseException) -> Any:
-    return next((found for cause in _chain(error) if (found := getattr(cause, "response", None)) is not None), None)
+    return next(
+        (response for cause in _chain(error) if (response := getattr(cause, "response", None)) is not None), None
+    )
 
 
 def _is_network(error: BaseException) -> bool:

@@ -80,11 +80,11 @@ class LocalRegistry(Registry):
     def _numbers(self, name: str) -> list[int]:
         """Return the numbers of a name's events, in order; ArtifactError for another .json file among them."""
         folder = self.events_folder(name)
-        found = [file for file in self._list(folder) if file.endswith(".json")]
-        for file in found:
+        event_files = [file for file in self._list(folder) if file.endswith(".json")]
+        for file in event_files:
             if not _EVENT.fullmatch(file):  # it may be a renamed event, the only one that names some blob
                 raise ArtifactError(f"{folder / file}: event: not its name; use eight digits, as in 00000042.json")
-        return [int(file[:8]) for file in found]
+        return [int(file[:8]) for file in event_files]
 
     def state(self, name: str) -> State:
         """Return versions, aliases and history of a name; empty without events."""

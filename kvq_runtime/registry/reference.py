@@ -65,8 +65,8 @@ def is_sha256(text: Any) -> bool:
 
 def check_sha256(sha256: str) -> str:
     """Return a valid digest; raise ValueError for another."""
-    given = f", not {len(sha256)} characters" if isinstance(sha256, str) else ""
-    return _check(_SHA256, sha256, "sha256", f"64 digits of 0-9 a-f{given}; kvq history NAME prints its versions' own")
+    length = f", not {len(sha256)} characters" if isinstance(sha256, str) else ""
+    return _check(_SHA256, sha256, "sha256", f"64 digits of 0-9 a-f{length}; kvq history NAME prints its versions' own")
 
 
 def check_commit(commit: Any) -> str:

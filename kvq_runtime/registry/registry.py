@@ -181,7 +181,10 @@ class Registry(ABC):
         if version is not None:
             reference.check_version(version)
         attachments, sha256 = attachments or {}, hash_of(data).hexdigest()
-        entries = {file: {"sha256": hash_of(held).hexdigest(), "size": len(held)} for file, held in attachments.items()}
+        entries = {
+            file: {"sha256": hash_of(content).hexdigest(), "size": len(content)}
+            for file, content in attachments.items()
+        }
         events.check_files(entries)
         new, content = artifact.from_bytes(data), {ARTIFACT_FILE: data, **attachments}
         about = header.summary(new.recipe.name, new.provenance)

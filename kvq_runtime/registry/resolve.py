@@ -7,7 +7,7 @@ libraries, unless a registry is given or a lock file pins this very text.
 import logging
 import os
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from kvq_runtime.disk import files, strict_json
 from kvq_runtime.errors import ArtifactError, NotFound, check_type
 from kvq_runtime.registry.events import State, Version
 from kvq_runtime.registry.local import LocalRegistry
-from kvq_runtime.registry.lock import Lock, find_signature, read_lock
+from kvq_runtime.registry.lock import find_signature, read_lock
 from kvq_runtime.registry.reference import ARTIFACT_FILE, HUB, PRODUCTION, Reference, kind_and_root, parse, registry_url
 from kvq_runtime.registry.registry import Registry
 
@@ -82,11 +82,7 @@ def choose(state: State, reference: Reference) -> tuple[Version, str]:
 
 
 def resolve(reference: str | Path, registry: str | Path | None = None, lock: str | Path | None = None) -> Resolved:
-    """Find the file that a reference means, and fetch it; arguments and errors are those of `load_artifact`.
-
-    If the lock's policy has `follow`, the reference resolves to its present version, which must be signed and not older
-    than the policy's lowest; else to the pinned file.
-    """
+    """Find the file that a reference means, and fetch it; arguments and errors are those of `load_artifact`."""
     check_type("reference", reference, (str, Path), "the name of an artifact, or a path")
     pinned = lock is not None and read_lock(lock).reference == reference
     in_registry = registry is not None and isinstance(reference, str) and "/" not in reference
@@ -116,25 +112,36 @@ def resolve_name(reference: str | Path, registry: str | Path | None = None, lock
     on_hub = isinstance(target, Reference) and target.registry and not str(reference).startswith(HUB)
     if on_hub and registry is not None:
         raise ValueError(f"name {reference!r:.160} is one of a Hub, but registry is {registry}: use the name alone")
-    if lock is None:
-        return _at(target) if isinstance(target, Path) else _find(open_registry(target.registry or registry), target)
+    if lock is not None:
+        return _resolve_pinned(reference, target, registry, lock)
+    if isinstance(target, Path):
+        return Resolved(target.stem, "", *files.digest(target), target, "asked for by path")
+    return _find(open_registry(target.registry or registry), target)
+
+
+def _resolve_pinned(
+    reference: str | Path, target: Reference | Path, registry: str | Path | None, lock: str | Path
+) -> Resolved:
+    """Return the file that a lock file pins, of which `target` is a copy or the reference; else ArtifactError."""
     pinned = read_lock(lock)
     if pinned.key:
         stored = strict_json.dumps(pinned.signature).encode()
         find_signature([stored], pinned.name, pinned.version, pinned.sha256, pinned.key)
     if isinstance(target, Path):
-        _check_pinned(resolved := _at(target), pinned, lock)
-        return replace(resolved, chosen_because=f"pinned by {lock}")
+        sha256, size = files.digest(target)
+        if (sha256, size) != (pinned.sha256, pinned.size):
+            raise ArtifactError(
+                f"lock: {target} has sha256 {sha256}, {size} bytes; {lock} pins {pinned.name} {pinned.version}, sha256 "
+                f"{pinned.sha256}, {pinned.size} bytes. A pull that was interrupted leaves the new file beside the old "
+                f"lock: pull again with --lock {lock}, or the pinned version with --locked {lock}"
+            )
+        return Resolved(target.stem, "", sha256, size, target, f"pinned by {lock}")
     if str(reference) != pinned.reference:
         text = f"{lock} pins {pinned.reference}, not {reference}"
         raise ArtifactError(f"lock: {text}; pull {reference} with a lock file of its own")
     source = open_registry(target.registry or registry or os.environ.get("KVQ_REGISTRY") or pinned.registry)
     path = source.fetch(pinned.name, Version(pinned.version, pinned.sha256, pinned.size))
     return Resolved(pinned.name, pinned.version, pinned.sha256, pinned.size, path, f"pinned by {lock}", source.url)
-
-
-def _at(path: Path) -> Resolved:
-    return Resolved(path.stem, "", *files.digest(path), path, "asked for by path")
 
 
 def _find(registry: Registry, reference: Reference) -> Resolved:
@@ -158,16 +165,6 @@ def _recipe_hint(name: str) -> str:
     return f'. {name} is a recipe that needs no artifact: KVQCache.from_recipe("{name}", model)'
 
 
-def _check_pinned(resolved: Resolved, pinned: Lock, lock: str | Path) -> None:
-    """Raise ArtifactError unless the file is the pinned one."""
-    if (resolved.sha256, resolved.size) != (pinned.sha256, pinned.size):
-        raise ArtifactError(
-            f"lock: {resolved.path} has sha256 {resolved.sha256}, {resolved.size} bytes; {lock} pins {pinned.name} "
-            f"{pinned.version}, sha256 {pinned.sha256}, {pinned.size} bytes. A pull that was interrupted leaves the "
-            f"new file beside the old lock: pull again with --lock {lock}, or the pinned version with --locked {lock}"
-        )
-
-
 def load_artifact(
     reference: str | Path, registry: str | Path | None = None, lock: str | Path | None = None
 ) -> "Artifact":
@@ -189,8 +186,8 @@ def load_artifact(
     resolved = resolve(reference, registry, lock)
     loaded = artifact.load_once(resolved.path, resolved.sha256, resolved.size)
     where = f"{resolved.version} from {resolved.registry}" if resolved.registry else f"from {resolved.path}"
-    found = f"{resolved.name} {where}, {resolved.chosen_because}, sha256 {resolved.sha256[:12]}"
-    _log.info("%s: %s", reference, found)
+    choice = f"{resolved.name} {where}, {resolved.chosen_because}, sha256 {resolved.sha256[:12]}"
+    _log.info("%s: %s", reference, choice)
     if resolved.yanked is not None:
         warnings.warn(f"{resolved.name} {resolved.version} is yanked: {resolved.yanked}", stacklevel=2)
     return loaded

@@ -5,9 +5,9 @@ with the same digests, and only drafts are left: see `chaos.Case.disturb`. KVQ_K
 killed at random moments, and how often a Hub fails.
 """
 
+import fcntl
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -79,18 +79,27 @@ def test_a_hub_that_fails(name, cases):
         assert ended.code == 0 or trouble["times"] > 1, f"one {trouble} was not lived through: {ended.output}"
 
 
-def test_a_draft_is_removed_when_its_process_is_dead_or_it_is_old(tmp_path):
-    """Of another machine the process cannot be asked for here, whatever has its number."""
+def test_a_draft_is_removed_when_its_process_is_dead(tmp_path, monkeypatch):
     child = forked.process(forked.leave_draft, tmp_path)
     child.start()
     child.join()
-    (dead,) = tmp_path.iterdir()
-    theirs, other = tmp_path / f".{os.getpid()}-{'a' * 16}.tmp", tmp_path / ".notes.tmp"
-    for path in (theirs, other):
-        path.write_bytes(b"half")
+    (dead,), other = tmp_path.iterdir(), tmp_path / ".notes.tmp"
+    other.write_bytes(b"somebody's")
     with files.draft(tmp_path) as (alive, _):
+        assert files.orphans(tmp_path) == [] and not dead.exists()
         files.save(tmp_path / "kvq.safetensors", b"whole")
-        assert not dead.exists() and alive.exists() and other.exists() and theirs.exists()
-    os.utime(theirs, (0, time.time() - files.GRACE))
+        assert alive.exists() and other.exists()
+
+
+def test_a_draft_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    flock, removed = fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and not removed:
+            removed.extend(files.orphans(tmp_path))
+            removed[0].unlink()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
     files.save(tmp_path / "kvq.safetensors", b"whole")
-    assert not theirs.exists() and other.exists()
+    assert removed and [path.name for path in tmp_path.iterdir()] == ["kvq.safetensors"]
