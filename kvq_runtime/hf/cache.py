@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
-    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -27,7 +26,6 @@ from kvq_runtime.hf import hooks
 from kvq_runtime.hf.attention import KVQLayer, Pass
 from kvq_runtime.hf.hooks import HookedCache
 from kvq_runtime.hf.model import (
-    LISTED,
     Served,
     check_model,
     fingerprint_of,
@@ -79,15 +77,11 @@ class KVQCache(HookedCache, Cache):
         """
         check_type("recipe", recipe, Recipe, "a Recipe, or its name to from_recipe")
         check_model(model)
-        layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         served = Served(model)
+        layers: list[Any] = served.stock
         if served.family is None:
             _check_unlisted(served, layers, recipe)
         settings, family, modules = served.settings, served.family, served.attention()
-        if [n for n, layer in enumerate(layers) if type(layer) is DynamicLayer] != list(modules):
-            raise ValueError(
-                f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
-            )
         made_for = settings.get("max_position_embeddings") or 1 << 17
         self.blocks = BlockCache(recipe, served.geometry, tensors, made_for, model.dtype, bounds)
         if "positions" in recipe.needs and (why := served.rope_refusal()):

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, __version__
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvq_runtime import families
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family, attending
+from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
@@ -83,6 +84,7 @@ class Served:
     """A loaded model as a cache reads it.
 
     family     None: it is not listed         settings   of its decoder
+    stock      the layers of transformers' own cache
     geometry   of the layers that attend to all tokens, `layers`, by their numbers in the model
     """
 
@@ -91,8 +93,9 @@ class Served:
         self.model, self.name, self.decoder = model, type(model).__name__, decoder_of(model)
         self.kind, self.settings = {"model_type": model.config.model_type}, settings_of(config)
         self.family: Family | None = families.family_of(self.kind)
+        self.stock = DynamicCache(config=config).layers
+        self.layers = [n for n, layer in enumerate(self.stock) if type(layer) is DynamicLayer]
         try:
-            self.layers = attending(self.settings)
             self.geometry = Geometry.from_config(self.settings, self.layers)
         except KeyError as error:
             who = type(config).__name__
