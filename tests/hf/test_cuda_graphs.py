@@ -16,7 +16,7 @@ from fused_driver import with_kernels  # noqa: F401
 from generating import padded
 from models import prompt, random_model
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel
 
 from kvq_runtime import CudaGraphs, KVQCache
 from kvq_runtime.hf.cuda_graphs import step_refusal
@@ -124,19 +124,6 @@ def test_a_gpu_replays_what_it_recorded(lengths):
         found = generate(model, ids, KVQCache(RECIPE, model), attention_mask=mask)
     assert (graphs.replayed, graphs.recorded, dict(graphs.eager)) == (NEW - 1, 1, {})
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), rtol=1e-3, atol=1e-3)
-
-
-class Until(StoppingCriteria):
-    def __init__(self, length: int):
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Any, **settings: Any) -> Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
-
-
-def test_stopping_criteria(quick):
-    graphs, found = compared(model_of(), prompt(1, 40), stopping_criteria=StoppingCriteriaList([Until(49)]))
-    assert found.sequences.shape[1] == 49 and graphs.replayed == 8
 
 
 def turns(model: PreTrainedModel, cache: KVQCache, change: Callable[[KVQCache, Tensor], Tensor]) -> list[Tensor]:
