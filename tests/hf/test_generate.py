@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvq_runtime.geometry import Sliding
 from kvq_runtime.hf import KVQCache
-from kvq_runtime.hf.hooks import begin
+from kvq_runtime.hf.model import announce_pass
 
 LOSSY = [
     "exact-pre",
@@ -238,11 +238,11 @@ def test_positions_on_several_axes_are_those_of_text_or_refused():
     """As Qwen 3.5 has them, of time, height and width: an image's differ."""
     model, axes = random_model("llama"), torch.arange(10).expand(3, 1, -1).clone()
     cache, given = kvq("aqua-2bit", model), {"input_ids": prompt(1, 10), "position_ids": axes}
-    assert begin(model.model, (), given | {"past_key_values": cache}) is not None
+    assert announce_pass(model.model, (), given | {"past_key_values": cache}) is not None
     axes[1:, :, 4:] += 1
     with pytest.raises(RuntimeError, match="position on each of several axes"):
-        begin(model.model, (), given | {"past_key_values": cache})
-    assert begin(model.model, (), given | {"past_key_values": kvq("higgs-2bit", model)}) is not None
+        announce_pass(model.model, (), given | {"past_key_values": cache})
+    assert announce_pass(model.model, (), given | {"past_key_values": kvq("higgs-2bit", model)}) is not None
 
 
 # ---- trained models ----
