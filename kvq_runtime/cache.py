@@ -24,7 +24,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dense
 from kvq_runtime.policies.policy import CacheParts, Policies
 from kvq_runtime.recipe import OURS, Recipe, weighs
-from kvq_runtime.store.block_errors import WARN, BlockErrors, Bounds, warning
+from kvq_runtime.store.block_errors import QUANTILE, WARN, BlockErrors, Bounds
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
 from kvq_runtime.store.layer import LayerStore
@@ -311,7 +311,11 @@ class BlockCache:
         self._measured = errors.blocks
         if share is not None and share > WARN:
             self.warned = True
-            _log.warning(warning(self.recipe.name, share))
+            _log.warning(
+                "%s: the errors of %.1f%% of the blocks are beyond %.1f%% of those in calibration: the text or the "
+                "model differs from the calibration's; memory_report().beyond is the share",
+                self.recipe.name, 100 * share, 100 * QUANTILE,
+            )  # fmt: skip
 
     def memory_report(self) -> MemoryReport:
         """Count the bytes held, by kind, and those of 16 bits."""

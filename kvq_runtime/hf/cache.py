@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
-    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -23,16 +22,17 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
 from kvq_runtime.errors import check_type
 from kvq_runtime.families import Family
-from kvq_runtime.hf import hooks
 from kvq_runtime.hf.attention import KVQLayer, Pass
-from kvq_runtime.hf.hooks import HookedCache
 from kvq_runtime.hf.model import (
-    LISTED,
     Served,
     check_model,
     fingerprint_of,
+    hook,
+    real_tokens,
 )
-from kvq_runtime.recipe import Recipe, attends, weighs
+from kvq_runtime.ops.dispatch import runs_kernel
+from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.recipe import OURS, Recipe, attends, weighs
 from kvq_runtime.store.block_errors import Bounds, bounds_in
 from kvq_runtime.store.memory import MemoryReport, human
 from kvq_runtime.store.storage import storage_bytes
@@ -41,7 +41,10 @@ HELD = ("keys", "values", "conv_states", "recurrent_states")  # by transformers'
 STANDARD = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}  # of caches that ours can stand in for
 
 
-class KVQCache(HookedCache, Cache):
+Mask = Tensor | Mapping[str, Tensor | None] | None
+
+
+class KVQCache(Cache):
     """A transformers cache that holds packed codes: one batch of sequences, of one model.
 
         cache = KVQCache.from_pretrained("qwen2.5-7b-aqua-2bit@1.2.0", model=model)
@@ -79,15 +82,11 @@ class KVQCache(HookedCache, Cache):
         """
         check_type("recipe", recipe, Recipe, "a Recipe, or its name to from_recipe")
         check_model(model)
-        layers: list[Any] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         served = Served(model)
+        layers: list[Any] = served.stock
         if served.family is None:
             _check_unlisted(served, layers, recipe)
         settings, family, modules = served.settings, served.family, served.attention()
-        if [n for n, layer in enumerate(layers) if type(layer) is DynamicLayer] != list(modules):
-            raise ValueError(
-                f"transformers gives layers of {type(model).__name__} other caches than its layer_types say; {LISTED}"
-            )
         made_for = settings.get("max_position_embeddings") or 1 << 17
         self.blocks = BlockCache(recipe, served.geometry, tensors, made_for, model.dtype, bounds)
         if "positions" in recipe.needs and (why := served.rope_refusal()):
@@ -106,8 +105,9 @@ class KVQCache(HookedCache, Cache):
         super().__init__(layers=layers)
         self._recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
         self._stock = [] if self._recurrent else [layer for layer in layers if isinstance(layer, DynamicLayer)]
+        self._warned = False
         self.artifact: Artifact | None = None  # which the cache was made of
-        hooks.hook(model)
+        hook(model)
 
     @classmethod
     def from_recipe(cls, recipe: str | Recipe, model: PreTrainedModel) -> "KVQCache":
@@ -204,6 +204,39 @@ class KVQCache(HookedCache, Cache):
             for layer in self._stock:
                 if layer.get_seq_length() > shortest:
                     layer.crop(shortest - layer.get_seq_length()) if shortest else _empty(layer)
+
+    def _announce(self, mask: Mask, positions_BT: Tensor | None, rotary: Rotary | None, attention: str | None) -> None:
+        """Announce to the blocks which tokens are real, their positions and rotation, and the attention in use."""
+        if attention != "kvq":
+            self._check_other(attention)
+        positions, real, alone = self.blocks.positions, None, True
+        if mask is not None and positions_BT is not None:
+            count = positions_BT.shape[-1]
+            real = real_tokens(mask, count)
+            if isinstance(mask, Mapping):
+                alone = count == 1  # of several, those of an image may see later ones
+            elif real is not None:
+                alone = positions.agrees(mask, count)
+        if rotary is None and positions_BT is not None and positions_BT.shape[-1] == 1 and runs_kernel(positions_BT):
+            positions_BT = None  # to compare them would wait for a GPU at each step
+        positions.announce(real, positions_BT, rotary, alone)
+        self._pass.announced = attention == "kvq"
+
+    def _check_other(self, attention: str | None) -> None:
+        """Refuse other attention than ours where the recipe needs ours; warn once where it would read less under it."""
+        recipe = self.blocks.recipe
+        if needed := recipe.needs & OURS:
+            raise RuntimeError(
+                f"{recipe.name} needs {' and '.join(sorted(needed))}, which {attention} attention does not hand out; "
+                'call model.set_attn_implementation("kvq")'
+            )
+        if attends(recipe) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{recipe.name} chooses what it reads by the queries, which {attention} attention does not hand out: "
+                'all tokens are read; call model.set_attn_implementation("kvq")',
+                stacklevel=2,
+            )
 
     def reset(self) -> None:
         """Forget every token; the cache can be used again."""

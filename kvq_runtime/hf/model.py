@@ -1,4 +1,4 @@
-"""Read what a cache needs from a loaded model: its shape, its fingerprint, the rotation in use; refuse others.
+"""Read what a cache needs from a loaded model: shape, fingerprint, rotation, and, by a hook, each forward pass.
 
 From the mask of a forward pass: which tokens are padding. A model of text hands its decoder [B, all tokens]; a model of
 images hands it a mask by the type of layer, [B, 1, T, all tokens], bool or what is added to scores, or [B, all tokens]
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, __version__
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvq_runtime import families
 from kvq_runtime.artifact import fingerprint
-from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family, attending
+from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
@@ -83,6 +84,7 @@ class Served:
     """A loaded model as a cache reads it.
 
     family     None: it is not listed         settings   of its decoder
+    stock      the layers of transformers' own cache
     geometry   of the layers that attend to all tokens, `layers`, by their numbers in the model
     """
 
@@ -91,8 +93,9 @@ class Served:
         self.model, self.name, self.decoder = model, type(model).__name__, decoder_of(model)
         self.kind, self.settings = {"model_type": model.config.model_type}, settings_of(config)
         self.family: Family | None = families.family_of(self.kind)
+        self.stock = DynamicCache(config=config).layers
+        self.layers = [n for n, layer in enumerate(self.stock) if type(layer) is DynamicLayer]
         try:
-            self.layers = attending(self.settings)
             self.geometry = Geometry.from_config(self.settings, self.layers)
         except KeyError as error:
             who = type(config).__name__
@@ -208,3 +211,63 @@ def real_tokens(mask: Any, count: int) -> Tensor | None:
     if mask is None or mask.ndim != 2:
         return None
     return mask[:, -count:].bool()
+
+
+def hook(model: PreTrainedModel) -> None:
+    """Have a model's decoder announce each forward pass to its KVQCache, by one hook, which is pickled with it."""
+    decoder = decoder_of(model)
+    if announce_pass not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(announce_pass, with_kwargs=True)
+
+
+def announce_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Announce the decoder's next pass to the cache among its arguments; refuse one of no token, or of all again.
+
+    A step without padding needs no mask: to find that out waits for the device once, to read the mask thrice.
+    """
+    cache = cache_in(kwargs)
+    if not hasattr(cache, "_announce"):  # another's
+        return None
+    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    count = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim > 1 else None
+    length = cache.blocks.length
+    if length and count is not None and count > length and kwargs.get("use_cache") is False:
+        raise ValueError(
+            f"the cache holds {length:,} tokens, and use_cache=False would have it take in the whole text again at "
+            "every step; pass use_cache=True to generate()"
+        )
+    if length and count == 0:
+        raise ValueError(
+            f"the cache holds {length:,} tokens, and the prompt has none beyond them: reset() the cache "
+            "for another text, or pass all of the text that it holds, and more"
+        )
+    cache._begin()
+    attention, mask = decoder.config._attn_implementation, kwargs.get("attention_mask")
+    if (
+        isinstance(mask, Tensor)
+        and mask.ndim == 2
+        and count == 1
+        and cache.blocks.positions.real_BT is None
+        and attention == "kvq"
+        and bool(mask.all())
+    ):
+        kwargs["attention_mask"] = mask = None
+    positions_BT, turned = kwargs.get("position_ids"), "positions" in cache.blocks.recipe.needs
+    if positions_BT is None and tokens is not None and count is not None:  # decoders number them so
+        positions_BT = torch.arange(length, length + count, device=tokens.device)[None]
+    elif positions_BT is not None and positions_BT.ndim == 3:
+        positions_BT = _positions_of_text(positions_BT, turned)
+    rotary = rotary_of(rotary_module(decoder), decoder.dtype) if turned else None
+    cache._announce(mask, positions_BT, rotary, attention)
+    return args, kwargs
+
+
+def _positions_of_text(positions_ABT: Tensor, turned: bool) -> Tensor:
+    """Take the first of several axes, such as time, height and width; text has the same number on each."""
+    if turned and not bool((positions_ABT == positions_ABT[0]).all()):
+        raise RuntimeError(
+            "tokens of an image have a position on each of several axes, by which kvq does not undo RoPE; use a "
+            "post-RoPE recipe without a mean"
+        )
+    return positions_ABT[0]

@@ -80,11 +80,3 @@ class BlockErrors:
     def share(self) -> float | None:
         """The share of blocks beyond; None: there are no blocks, or nothing is known of the calibration's errors."""
         return int(self.beyond) / self.blocks if self.blocks and self.bounds else None
-
-
-def warning(recipe: str, share: float) -> str:
-    """Say that more blocks are beyond than another text explains."""
-    return (
-        f"{recipe}: the errors of {share:.1%} of the blocks are beyond {QUANTILE:.1%} of those in calibration: the "
-        "text or the model differs from the calibration's; memory_report().beyond is the share"
-    )

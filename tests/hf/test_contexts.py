@@ -109,22 +109,6 @@ def test_what_a_process_computes_once_in_inference_mode_is_for_passes_with_gradi
     assert found.requires_grad and torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", some(["h2o-higgs-2bit", "polar-online"], "h2o-higgs-2bit"))
-def test_what_a_cache_chooses_and_fits_is_the_same_whatever_the_default_dtype_is(name):
-    """Sums of attention in bfloat16 stop growing at 256, and would hold other tokens."""
-    model, ids = random_model("llama", "kvq"), prompt(2, 302)
-    expected, found = kvq(name, model), kvq(name, model)
-    with torch.no_grad():
-        logits(model, expected, ids[:, :161])
-        last = model(ids[:, 161:], past_key_values=expected).logits
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            logits(model, found, ids[:, :161])
-            assert torch.equal(model(ids[:, 161:], past_key_values=found).logits, last)
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-
 def test_an_artifact_of_inference_mode_is_held_once():
     model = random_model("llama")
     with torch.inference_mode():

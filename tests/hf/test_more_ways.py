@@ -1,7 +1,5 @@
 """What is given to `generate` beside a prompt: with `exact` each setting does what it does with the stock cache."""
 
-import copy
-
 import pytest
 import torch
 from generating import NEW, generate, kvq, stock
@@ -80,21 +78,3 @@ def test_streamers_criteria_and_the_dictionary_of_outputs(attention):
         found.append(out)
     assert torch.equal(found[0].sequences, found[1].sequences)
     torch.testing.assert_close(found[0].logits, found[1].logits, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "name, attention", [("higgs-2bit", "kvq"), pytest.param("aqua-2bit", "sdpa", marks=pytest.mark.slow)]
-)
-def test_a_prefix_is_read_once_and_copied_for_every_continuation(name, attention):
-    """A deep copy of the cache after the prefix generates what a cache that has read both generates."""
-    model, prefix = random_model("llama", "kvq"), prompt(1, 50)
-    with torch.no_grad():
-        read = kvq(name, model)
-        model(prefix, past_key_values=read)
-    for seed in (1, 2):
-        ids = torch.cat([prefix, prompt(1, 9, seed=seed)], 1)
-        anew = kvq(name, model)
-        with torch.no_grad():
-            model(prefix, past_key_values=anew)
-        assert torch.equal(generate(model, ids, copy.deepcopy(read)), generate(model, ids, anew))
-    assert read.get_seq_length() == 50

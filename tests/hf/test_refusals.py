@@ -86,18 +86,13 @@ def test_layers_of_one_model_on_several_devices(layout, fits):
 
 @pytest.mark.parametrize("make, why", [
     (lambda model: KVQCache.from_recipe("higgs-2bit", "path"), "model is of type str; give the loaded"),
-    (lambda model: KVQCache.from_recipe("higgs-2bit", model.config), "model is of type LlamaConfig; give the loaded"),
     (lambda model: KVQCache("higgs-2bit", model), "recipe is of type str; give a Recipe, or its name to from_recipe"),
-    (lambda model: KVQCache.from_recipe(model, "higgs-2bit"), "recipe is of type LlamaForCausalLM; give a Recipe"),
-    (lambda model: KVQCache.from_recipe(None, model), "recipe is of type NoneType; give a Recipe"),
     (lambda model: KVQCache.from_artifact("name", model), "artifact is of type str; give what load_artifact returns"),
     (lambda model: KVQCache.from_artifact(tiny(), model, 1), "allow_other_weights is of type int; give True or"),
-    (lambda model: KVQCache.from_pretrained(7, model), "reference is of type int; give the name of an artifact, or a"),
     (lambda model: load_artifact(None), "reference is of type NoneType; give the name of an artifact, or a path"),
     (lambda model: load_artifact("name", lock=5), "lock is of type int; give the path of a file that kvq pull --lock"),
     (lambda model: save_pretrained(model, "folder"), "artifact is of type LlamaForCausalLM; give what load_artifact"),
     (lambda model: preset(4), "name is of type int; give that of a recipe, as in preset"),
-    (lambda model: fingerprint_of("path"), "model is of type str; give the loaded"),
 ])  # fmt: skip
 def test_what_is_no_recipe_or_no_model_is_a_type_error(make, why):
     with pytest.raises(TypeError, match=why):

@@ -6,39 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from feeding import GEOMETRY, make, rotary, tensors, turned
-from heavy import BLOCK, EXACT, RECENT, SHARE, SINKS, held
+from heavy import BLOCK, EXACT, GROUP, RECENT, SCALE, SHARE, SINKS, drive, held, queries
 from torch import Tensor
 
-from kvq_runtime.cache import BlockCache
 from kvq_runtime.codec.codec import Codec
 from kvq_runtime.ops.rope import rotate
 from kvq_runtime.recipe import preset
 from kvq_runtime.recipes.h2o import HeavyHitters
 
-GROUP, SCALE = 2, GEOMETRY.head_size**-0.5
 PRE = replace(EXACT, name="h2o-small-pre", position="pre")
-
-
-def queries(tokens: int, rows: int = 2) -> Tensor:
-    """Of all layers, [L, B, heads, T, D], a few of them so large that their attention is a matter of few tokens."""
-    generator = torch.Generator().manual_seed(3)
-    q = torch.randn(GEOMETRY.layers, rows, GROUP * GEOMETRY.kv_heads, tokens, GEOMETRY.head_size, generator=generator)
-    return q * (1 + 3 * (torch.rand(tokens, 1, generator=generator) > 0.7))
-
-
-def drive(cache: BlockCache, x: Tensor, q: Tensor, start: int, stop: int, real: Tensor | None = None) -> list[Tensor]:
-    """One forward pass; what each layer's attention gives."""
-    positions, mask = torch.arange(start, stop)[None], None
-    if real is not None:
-        positions = (real.cumsum(1) - 1).clamp(min=0)[:, start:stop]
-        mask = torch.ones(stop - start, stop, dtype=torch.bool).tril(start) & real[:, None, None, :stop]
-    cache.positions.announce(None if real is None else real[:, start:stop], positions, rotary(cache.geometry))
-    out = []
-    for layer in range(len(x)):
-        cache.take(layer, *x[layer, :, :, start:stop].unbind(0))
-        out.append(cache.attend(layer, q[layer, :, :, start:stop], mask, SCALE))
-        cache.finish(layer)
-    return out
 
 
 class Oracle:
@@ -116,7 +92,7 @@ def test_the_tokens_held_are_those_with_the_largest_mass(recipe, short):
     newest = SHARE / 2 if recipe is HALVES else 0.0
     cache, oracle, start = make(recipe), Oracle(x, q, real, newest), 0
     for stop in (47, 48, 49, 53, 54, 55, 60, 77, 78, 90, 91, 92, 93, 94, 95, 96):
-        found = torch.stack(drive(cache, x, q, start, stop, real if short else None))
+        found = drive(cache, x, q, stop, real if short else None)
         expected = oracle.step(stop)
         asked = real[:, start:stop]
         torch.testing.assert_close(
@@ -145,7 +121,7 @@ def test_tokens_are_chosen_before_they_are_encoded(monkeypatch):
     monkeypatch.setattr(Codec, "encode", watching)
     cache = make(PRE)
     for stop in (60, 61, 90, *range(91, 121)):
-        drive(cache, x, q, cache.length, stop)
+        drive(cache, x, q, stop)
     encoded = cache.layers[0].encoded
     assert len(seen) == encoded // BLOCK > 3
     for row in range(2):
@@ -156,18 +132,18 @@ def test_tokens_are_chosen_before_they_are_encoded(monkeypatch):
 def test_what_was_dropped_cannot_be_cropped_back():
     cache, total = make(EXACT), 100
     x, q = tensors(total), queries(total)
-    drive(cache, x, q, 0, 90)
-    drive(cache, x, q, 90, 94)
+    drive(cache, x, q, 90)
+    drive(cache, x, q, 94)
     before = held(cache)
     cache.crop(91)
     assert cache.length == 91 and held(cache) == [row[:-3] for row in before]
-    drive(cache, x, q, 91, 94)
+    drive(cache, x, q, 94)
     assert held(cache) == before
     with pytest.raises(RuntimeError, match="crop to 50 tokens; h2o-small has dropped .* of the first 88"):
         cache.crop(50)
     assert cache.length == 94
     cache.crop(0)
-    drive(cache, x, q, 0, 94)
+    drive(cache, x, q, 94)
     assert cache.length == 94 and cache.layers[0].encoded >= BLOCK
 
 
@@ -175,13 +151,10 @@ def test_a_pass_that_stops_midway_counts_no_attention():
     x, q = tensors(100), queries(100)
     cache, other = make(EXACT), make(EXACT)
     for each in (cache, other):
-        drive(each, x, q, 0, 60)
-    cache.positions.announce(None, None, None)
-    cache.take(0, *x[0, :, :, 60:80].unbind(0))
-    cache.attend(0, q[0, :, :, 60:80], None, SCALE)
-    cache.finish(0)
+        drive(each, x, q, 60)
+    drive(cache, x, q, 80, layers=1)
     for each in (cache, other):
-        drive(each, x, q, 60, 80)
+        drive(each, x, q, 80)
     assert held(cache) == held(other) and torch.equal(cache.policies[0].got_2BW, other.policies[0].got_2BW)
 
 

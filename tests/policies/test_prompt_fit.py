@@ -204,9 +204,6 @@ def test_a_forward_pass_that_fails_takes_its_fit_with_it(name):
     assert same(state(cache), state(other)) and alike(fits(cache), fits(other))
 
 
-# ---- what is billed ----
-
-
 # ---- recipes ----
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from feeding import GEOMETRY, RECIPES, error, feed_in, make, rotary, same, small, state, tensors, turned
-from generating import WAYS, kvq, replayed
+from feeding import GEOMETRY, RECIPES, error, feed_in, make, rotary, same, state, tensors, turned
+from generating import kvq
 from models import prompt, random_model
-from tiers import some, together
+from tiers import together
 from torch import Tensor
 
 from kvq_runtime.cache import BlockCache
@@ -238,20 +238,3 @@ def test_other_attention_reads_all_tokens_and_says_so_once():
             warnings.simplefilter("error")
             one = model(ids[:, 60:], **{CACHE: cache}).logits
         assert torch.equal(one, model(ids[:, 60:], **{CACHE: plain}).logits)
-
-
-@pytest.mark.parametrize(
-    "name", ["svdq-shadow-2bit-v4", pytest.param("svdq-shadow-online-2.25bit", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("way", some(WAYS, "beams"))
-def test_every_way_of_generating_works(way, name):
-    model = random_model("llama", attention="kvq")
-    ids = prompt(1 if way in ("lookup", "assisted") else 2)
-    cache, again = kvq(name, model), kvq(name, model)
-    others = tuple(policy for policy in cache.blocks.recipe.policies if policy.fits_prompt)
-    for one in (cache, again):
-        one.blocks.recipe = replace(one.blocks.recipe, policies=(ShadowChunks(budget=16, outliers=1), *others))
-        one.blocks.reset()
-    replayed(model, ids, cache, again, way)
-    assert cache.blocks.layers[2].encoded >= (32 if others else 48) and cache.blocks.reencoded == 0
-    assert small(preset("svdq-shadow-2bit-v4")).policies == (ShadowChunks(),)

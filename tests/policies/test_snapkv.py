@@ -4,38 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from feeding import GEOMETRY, make, rotary, same, state, tensors, turned
-from heavy import EXACT, SINKS, WINDOW, held
+from feeding import GEOMETRY, make, same, state, tensors, turned
+from heavy import EXACT, GROUP, SCALE, SINKS, WINDOW, drive, held, queries
 from torch import Tensor
 
-from kvq_runtime.cache import BlockCache
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.recipes.snapkv import PromptVotes
 
-TOKENS, NEWEST, KERNEL, GROUP, SCALE = 30, 6, 5, 2, 0.3
+TOKENS, NEWEST, KERNEL = 30, 6, 5
 SNAP = replace(EXACT, name="snapkv-small", policies=(PromptVotes(TOKENS, NEWEST, KERNEL),))
-
-
-def queries(tokens: int, rows: int = 2) -> Tensor:
-    """Of all layers, [L, B, heads, T, D]."""
-    generator = torch.Generator().manual_seed(5)
-    shape = GEOMETRY.layers, rows, GROUP * GEOMETRY.kv_heads, tokens, GEOMETRY.head_size
-    return 2 * torch.randn(shape, generator=generator)
-
-
-def drive(cache: BlockCache, x: Tensor, q: Tensor, stop: int, real: Tensor | None = None, layers: int = 3) -> Tensor:
-    """One forward pass, of which a prompt's newest queries alone are told, as a model does it; what they get."""
-    start, out = cache.length, []
-    positions = None if real is None else (real.cumsum(1) - 1).clamp(min=0)[:, start:stop]
-    cache.positions.announce(None if real is None else real[:, start:stop], positions, rotary(cache.geometry))
-    count = stop - start if start else min(stop, cache.policies.newest)
-    mask = torch.ones(stop, stop, dtype=torch.bool).tril()[-count:]
-    for layer in range(layers):
-        cache.take(layer, *x[layer, :, :, start:stop].unbind(0))
-        seen = None if real is None else mask & real[:, None, None, :stop]
-        out.append(cache.attend(layer, q[layer, :, :, stop - count : stop], seen, SCALE))
-        cache.finish(layer)
-    return torch.stack(out)
 
 
 def attention(x: Tensor, q: Tensor, row: int, tokens: list[int], asking: list[int]) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,6 @@ from feeding import (
     newest,
     oldest,
     read,
-    same,
-    state,
     tensors,
 )
 from torch import Tensor
@@ -90,18 +88,6 @@ def last_lets_go(x_LKBTC: Tensor) -> Query:
         return newest(k_BTC, v_BTC) if own else oldest(k_BTC, v_BTC)
 
     return query
-
-
-@pytest.mark.parametrize("query", [newest, oldest])
-def test_where_all_agree_it_is_a_fixed_window(query):
-    """Of the shortest and of the longest length; from the first pass on, which is decided by its own newest query."""
-    x = tensors(sum(STEPS))
-    window = replace(RECIPE.window, recent=RECENT if query is newest else MOST)
-    cache, other = make(RECIPE), make(replace(RECIPE, policies=(), window=window))
-    for size in STEPS:
-        feed_in(cache, x, [size], query=query)
-        feed_in(other, x, [size])
-        assert same(state(cache), state(other))
 
 
 def test_a_crop_cuts_layers_with_blocks_of_their_own_numbers():

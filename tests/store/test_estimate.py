@@ -51,16 +51,6 @@ def test_a_large_model_by_pencil():
     assert Sizes(preset("aqua-2bit"), EIGHT).shared == pytest.approx(maps, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["aqua-2bit", "higgs-2bit", "svdq-shadow-2bit-v4", "h2o-higgs-2bit"])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_from_the_break_even_on_all_bytes_are_fewer(name, batch):
-    sizes = Sizes(preset(name), SMALL)
-    start = sizes.smaller_from(batch)
-    assert start is not None
-    before, *after = [sizes.at(tokens, batch) for tokens in (start - 1, *range(start, 3 * start + 9000, 97))]
-    assert before.total_bytes >= before.exact_bytes and all(one.total_bytes < one.exact_bytes for one in after)
-
-
 def test_sixteen_bits_and_more_never_save():
     assert Sizes(preset("exact"), SMALL).smaller_from() is None
     assert Sizes(recipe_text.read("exact+policies.chunks=on"), SMALL).smaller_from() is None
