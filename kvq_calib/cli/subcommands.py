@@ -51,19 +51,14 @@ def evaluate(args: Namespace) -> int:
         return _tasks(args, files, candidates)
     batch = _text(args, files, args.corpus or files.entry.corpus)
     protocol = _protocol(args)
-    with measuring(record.work(files, batch, len(candidates), protocol), args.quiet) as progress:
+    with measuring(record.work(batch, len(candidates), protocol), args.quiet) as progress:
         records = record.evaluate(files, batch, candidates, protocol, *_used(args), progress)
     shown = tables.named(list(map(parse, records)), [candidate.name for candidate in candidates])
-    if args.plots:
-        disk.make_folder(Path(args.plots))
-        for name, picture in plots.pictures(shown).items():
-            Path(args.plots, name).write_bytes(picture)
+    if args.plot:
+        Path(args.plot).write_bytes(plots.png(plots.cost_by_bits(shown)))
     if not _give(args, records):
         print_table(tables.table(shown), False)
         print("".join(f"\n{note}" for note in tables.notes(shown)))
-        if args.layers:
-            print()
-            print_table([{"recipe": one.name, **row} for one in shown for row in one.result.layers], False)
     _keep(args, candidates, records)
     return 0
 
@@ -85,10 +80,8 @@ def _keep(args: Namespace, candidates: Sequence[Candidate], records: Sequence[An
 
 def _tasks(args: Namespace, files: ModelFiles, candidates: Sequence[Candidate]) -> int:
     """Run `kvq eval --tasks`: names that kvq does not have are lm-eval's."""
-    if args.plots or args.layers or args.by_layer or args.protocol == "full":
-        raise ValueError(
-            "--plots, --layers, --by-layer and --protocol full are of text, which --tasks does not measure"
-        )
+    if args.plot or args.by_layer or args.protocol == "full":
+        raise ValueError("--plot, --by-layer and --protocol full are of text, which --tasks does not measure")
     protocol = _protocol(args)
     candidates, saved = [protocol.candidate(one) for one in candidates], SavedResults(reference.home() / "evaluated")
     named = args.tasks.split(",")
@@ -149,7 +142,7 @@ def compare(args: Namespace) -> int:
     if uneven and args.protocol != "in-use":
         blocks = " and ".join(map(str, uneven))
         say("kvq", f"windows of {length} tokens: the last stay exact in a full encode; use a multiple of {blocks}")
-    with measuring(record.work(files, batch, len(candidates), protocol), args.quiet) as progress:
+    with measuring(record.work(batch, len(candidates), protocol), args.quiet) as progress:
         measured = record.evaluate(files, batch, list(candidates.values()), protocol, *_used(args), progress, saved)
     records = tables.by_bits([parse(one) for one in measured])
     if args.plot:
@@ -191,7 +184,6 @@ def _protocol(args: Namespace) -> record.Protocol:
         sinks=args.sinks,
         recent=args.recent,
         protocols=(args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS,
-        error_windows=record.ERROR_WINDOWS if args.layers or getattr(args, "plots", None) else 0,
         by_layer=args.by_layer or None,
     )
 

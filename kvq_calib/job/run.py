@@ -27,6 +27,8 @@ from kvq_runtime.registry.evaluation_records import parse
 from kvq_runtime.registry.registry import Registry
 from kvq_runtime.store.memory import asymptotic_bits
 
+PICTURE = "perplexity-by-bits.png"  # beside a card
+
 
 def run(job: Job, listener: Listener = silent) -> tuple[list[Published], dict[str, float]]:
     """Calibrate, evaluate, publish; return the artifacts, and seconds by stage."""
@@ -89,13 +91,13 @@ def publish(
     if records:
         parsed = [parse(one) for one in records]
         named = tables.named(parsed, [*fitted, *job.evaluation.baselines])
-        pictures = plots.pictures(named)
+        pictures = {PICTURE: plots.png(plots.cost_by_bits(named))}
     for number, (recipe, made) in enumerate(fitted.items()):
         name, data, folder = job.artifact_name(work.files, recipe), artifact.to_bytes(made), work.folder
         record = records[number] if records else None
         failed = rating.failed_bounds(named[number], job.evaluation.bounds) if records else []
         shown = [named[number], *named[:number], *named[number + 1 :]] if records else []
-        beside = {"README.md": cards.card(made, shown, name, license, list(pictures)).encode()} | pictures
+        beside = {"README.md": cards.card(made, shown, name, license, PICTURE if records else None).encode()} | pictures
         version = job.publication.version
         places = () if failed else tuple(_publish(target, name, data, version, beside, record) for target in targets)
         left = beside if places else {ARTIFACT_FILE: data} | beside

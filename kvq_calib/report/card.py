@@ -36,14 +36,14 @@ def card(
     measured: Sequence[TextRecord] = (),
     name: str | None = None,
     license: Mapping[str, str] | None = None,
-    pictures: Sequence[str] = (),
+    picture: str | None = None,
 ) -> str:
     """Return the text of README.md.
 
     measured  evaluation records; those of other artifacts are shown for comparison
     name      in the registry; None: the recipe's
     license   of the base model's weights, from which the artifact is derived, if known: see `license_of`
-    pictures  files beside the card
+    picture   file of the plot beside the card
     """
     name, license, recipe = name or artifact.recipe.name, license or {}, artifact.recipe
     model, revision = model_of(artifact)
@@ -73,7 +73,7 @@ def card(
         gate=measured[0].result.gate if measured else None,
         spoken=SPOKEN,
         held_out=artifact.provenance.get("held_out"),
-        pictures=pictures,
+        picture=picture,
         few=sorted(count for count in parameters if count is not None and count < SMALL),
         texts=list(dict.fromkeys(record.protocol.text.source for record in measured)),
     )

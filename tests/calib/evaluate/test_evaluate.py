@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvq_calib.evaluate import errors, perplexity, record
+from kvq_calib.evaluate import perplexity, record
 from kvq_calib.evaluate.candidate import Candidate, find
 from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.model import find as models
-from kvq_calib.model.streamed import Stream
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
@@ -95,23 +94,6 @@ def test_distance_from_the_reference():
     assert perplexity.Score(losses=[1.1]).against(perplexity.Score(losses=[1.0]))[1] is None
 
 
-@pytest.mark.slow
-def test_errors_by_layer(demo):
-    recipes = {name: (preset(name), {}) for name in ("exact", "higgs-2bit", "higgs-4bit", "h2o")}
-    recipes |= {"polar-online": (preset("polar-online"), {})}
-    rows = errors.by_layer(Stream(demo.files, dtype=torch.float32), demo.tokens[:1], recipes)
-    assert "polar-online" not in rows
-    assert [row["layer"] for row in rows["exact"]] == list(range(demo.files.geometry.layers))
-    for row in rows["exact"]:
-        assert row["key_error"] == row["value_error"] == row["attention_error_encoded"] == 0
-    for row in rows["h2o"]:  # its tokens are exact, and most are gone
-        assert row["key_error"] == 0 and row["attention_error_encoded"] is None
-    for two, four in zip(rows["higgs-2bit"], rows["higgs-4bit"], strict=True):
-        for name in ("key_error", "value_error", "attention_error_encoded"):
-            assert 0 < four[name] < two[name] / 5
-        assert 0.09 < two["value_error"] < 0.14  # the grid's error on a Gaussian is 0.108
-
-
 @pytest.fixture
 def fitted(demo) -> Artifact:
     """An artifact of the demo model whose means are zero: nothing needs to be calibrated for it."""
@@ -126,7 +108,7 @@ def run(*words: str) -> int:
 def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
     registry = LocalRegistry(tmp_path / "registry")
     version = registry.publish("demo-mean", artifact.to_bytes(fitted))
-    words = ["demo-mean", "exact", "--length", "300", "--json", "--layers"]
+    words = ["demo-mean", "exact", "--length", "300", "--json"]
     words += ["--registry", registry.url, "--output", str(tmp_path / "out.json")]
     assert run(*words) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -136,7 +118,6 @@ def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
     for part in printed[0]["result"]["protocols"].values():
         assert part["relative"] == pytest.approx(part["perplexity"] / part["reference_perplexity"] - 1, abs=1e-9)
         assert part["kl"] > 0 and 0 < part["decoded"]["reads"] < 1
-    assert len(printed[0]["result"]["layers"]) == demo.files.geometry.layers
     assert printed[0]["protocol"]["model"]["parameters"] == demo.model.num_parameters()
 
 

@@ -266,7 +266,7 @@ def test_what_chooses_tokens_has_no_full_encode(small, name, word):
 def evaluated(small, names, length=256, **settings):
     batch = corpus.select(str(tiny.text(small.folder)), small.folder, 2, length, 0, "held-out")
     candidates = [find(name, small.files) for name in names]
-    return record.evaluate(small.files, batch, candidates, record.Protocol(error_windows=0, **settings))
+    return record.evaluate(small.files, batch, candidates, record.Protocol(**settings))
 
 
 def test_a_block_of_another_size_changes_nothing_in_a_full_encode(small):

@@ -15,7 +15,7 @@ from kvq_runtime.registry.evaluation_records import parse
 
 def scores(files, batch, names) -> dict[str, Any]:
     candidates = [find(name, files) for name in names]
-    protocol = record.Protocol(error_windows=0, protocols=("full",))
+    protocol = record.Protocol(protocols=("full",))
     found = record.evaluate(files, batch, candidates, protocol)
     return {candidate.name: parse(one).figures("full") for candidate, one in zip(candidates, found, strict=True)}
 

@@ -57,7 +57,7 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     assert written[0] == kept and [one["artifact"] for one in written] == [resolved.sha256, "higgs-2bit"]
     work = prepare(asked(model, tmp_path / "other"))
     files, batch = work.files, quality_checks.choose(work)
-    again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], quality_checks.PROTOCOL)
+    again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)])
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
     first, second = (parse(one).figures("full") for one in (kept, again[0]))
     assert first.beyond == second.beyond and 0 <= first.beyond <= 1
@@ -66,10 +66,10 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     told = done[0].record()
     assert told["kl_nats_per_token"] == first.kl > 0 and told["protocol"] == "full encode" and spent["evaluation"] > 0
     files = registry.open_registry().existing(resolved.name).get(resolved.version).files
-    assert set(files) == {"README.md", "error-by-layer.png", "perplexity-by-bits.png"}
+    assert set(files) == {"README.md", "perplexity-by-bits.png"}
     card = registry.open_registry().blob(files["README.md"]["sha256"]).read_text()
     assert f"{first.kl:.4g}" in card and f"| {first.beyond:.2%} |" in card and "| higgs-2bit |" in card
-    assert "![error by layer](error-by-layer.png)" in card
+    assert "![perplexity by bits](perplexity-by-bits.png)" in card
 
 
 def test_without_evaluation_nothing_is_measured(model, tmp_path, capsys):

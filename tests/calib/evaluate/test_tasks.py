@@ -125,7 +125,7 @@ def test_a_needle_lies_at_its_depth_and_the_prompt_is_as_long_as_it_may_be(files
 
 def test_options_that_do_not_suit_tasks_are_refused(kvq, monkeypatch):
     words = ["eval", "exact", "--model", "demo", "--tasks"]
-    for more in (["--layers"], ["--protocol", "full"]):
+    for more in (["--by-layer"], ["--protocol", "full"]):
         code, _, err = kvq(*words, "passkey", *more)
         assert code == 2 and "are of text, which --tasks does not measure" in err
     monkeypatch.setattr(commanded, "find_spec", lambda name: None)

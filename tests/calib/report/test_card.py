@@ -48,7 +48,7 @@ def front_of(text: str) -> dict:
 
 
 def test_the_card_says_what_is_known(fitted):
-    text = cards.card(fitted, [record()], "demo-aqua", {"license": "apache-2.0"}, ["error-by-layer.png"])
+    text = cards.card(fitted, [record()], "demo-aqua", {"license": "apache-2.0"}, "perplexity-by-bits.png")
     front = front_of(text)
     assert front["license"] == "apache-2.0" and {"kvq", "aqua-2bit", "arxiv:2501.19392"} <= set(front["tags"])
     assert "base_model" not in front and "datasets" not in front  # demo is no repository of the Hub
@@ -58,7 +58,7 @@ def test_the_card_says_what_is_known(fitted):
     for fact in (
         "| licence of the model | apache-2.0 |", "+2.00% ± 0.20%", "**4.07M parameters**", "0.8765", "| 131,072 |",
         "2 held-out sequences", "8 of 512 tokens", "a small model (4.07M parameters)",
-        "![error by layer](error-by-layer.png)", "**USABLE**",
+        "![perplexity by bits](perplexity-by-bits.png)", "**USABLE**",
     ):  # fmt: skip
         assert fact in text, fact
     widths = {line.count("|") - line.count("\\|") for line in text.splitlines() if re.match(r"\| (layer|0) ", line)}
