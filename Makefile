@@ -127,7 +127,7 @@ build/lm-eval/.installed: $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/lm-eval $(LM_EVAL)
 	@touch $@
 
-test-lm-eval: build/lm-eval/.installed ## answer tasks of a real lm-eval through the cache, by its command line and ours
+test-lm-eval: build/lm-eval/.installed ## answer tasks of a real lm-eval through the cache
 	PYTHONPATH=build/lm-eval:. HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
 	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lm_eval.py
 

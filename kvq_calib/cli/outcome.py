@@ -8,9 +8,8 @@ from typing import Any
 
 from kvq_calib.evaluate import quality_checks
 from kvq_calib.evaluate.record import fits, whole_bytes
-from kvq_calib.job import published
 from kvq_calib.job.job import Job
-from kvq_calib.job.published import Published
+from kvq_calib.job.run import Published, baseline_record
 from kvq_calib.report import tables
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact.header import ARTIFACT_FILE
@@ -73,7 +72,7 @@ def show(
     beside = records[len(done) :]
     ratings = [rating.rate(records[place] if records else None) for place in range(len(done))]
     if json:
-        more: dict[str, Any] = {"baselines": [published.baseline_record(one) for one in beside]} if beside else {}
+        more: dict[str, Any] = {"baselines": [baseline_record(one) for one in beside]} if beside else {}
         more |= {"caution": caution} if caution else {}
         pairs = zip(done, ratings, strict=True)
         print_table([made.record() | {"verdict": asdict(rated)} | more for made, rated in pairs], json=True)

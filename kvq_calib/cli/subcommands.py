@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from kvq_calib.bench import contenders, rounds
+from kvq_calib import bench as benchmark
 from kvq_calib.cli.progress import Bar, measuring
-from kvq_calib.evaluate import record, tasks
+from kvq_calib.evaluate import needles, record, tasks
 from kvq_calib.evaluate.candidate import Candidate, choose, find, keep
 from kvq_calib.evaluate.saved_results import SavedResults
 from kvq_calib.job import prepare, run
@@ -25,7 +25,6 @@ from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import pages, plots, tables
 from kvq_calib.run.device import usable
 from kvq_calib.run.plan import environment
-from kvq_calib.tasks import needles
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.cli.exit_codes import say
@@ -99,7 +98,7 @@ def _tasks(args: Namespace, files: ModelFiles, candidates: Sequence[Candidate]) 
         with measuring(tasks.work(plan, len(candidates)), args.quiet) as progress:
             groups.append(tasks.evaluate(files, candidates, plan, *device, progress, saved))
     if foreign:
-        from kvq_calib.lm_eval import model as harness
+        from kvq_calib import lm_eval as harness
 
         given = harness.Asked(tuple(foreign), args.limit, apply_chat_template=args.chat)
         groups.append(harness.evaluate(files, candidates, given, *device, args.include_path, args.quiet))
@@ -156,18 +155,18 @@ def compare(args: Namespace) -> int:
 def bench(args: Namespace) -> int:
     """Run `kvq bench`."""
     files, device = models.resolve(args.model), _device(args.device)
-    plan = rounds.Plan(args.context, args.batch, args.tokens, args.rounds, args.seed).check(files)
-    dtype = rounds.dtype_of(files, args.dtype, device)
+    plan = benchmark.Plan(args.context, args.batch, args.tokens, args.rounds, args.seed).check(files)
+    dtype = benchmark.dtype_of(files, args.dtype, device)
     if args.dtype is None and (note := product.without_bfloat16(device)):
         say("kvq bench", note)
-    every = contenders.uncompressed(dtype)
+    every = benchmark.uncompressed(dtype)
     for name in args.beside.split(",") if args.beside != "none" else ():
-        every |= contenders.quantized(name)
+        every |= benchmark.quantized(name)
     stock = set(every)
     for text in args.candidates:
-        every |= contenders.compressed(text, files, args.registry)
-    with measuring(rounds.work(len(every), plan), args.quiet) as progress:
-        rows = rounds.measure(rounds.load(files, device, dtype), every, plan, progress)
+        every |= benchmark.compressed(text, files, args.registry)
+    with measuring(benchmark.work(len(every), plan), args.quiet) as progress:
+        rows = benchmark.measure(benchmark.load(files, device, dtype), every, plan, progress)
     if args.json:
         used = environment(device, str(dtype).removeprefix("torch."), torch.get_num_threads())
         print(json.dumps({"model": files.about, "environment": used, "rows": rows}, indent=2))

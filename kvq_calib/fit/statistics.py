@@ -113,37 +113,29 @@ class CrossMoments(_Sums):
     """Sum the products of inputs x with themselves and with outputs y, and of those with themselves.
 
     shift_x_I, shift_y_O   vectors near the means: products are float32, where those of large means would not fit
-    known                  so many of the last inputs are not multiplied with each other: their products are known
     """
 
-    def __init__(self, shift_x_I: Tensor, shift_y_O: Tensor, known: int = 0):
+    def __init__(self, shift_x_I: Tensor, shift_y_O: Tensor):
         both, device = len(shift_x_I) + len(shift_y_O), shift_x_I.device
         shifts = {"shift_x": shift_x_I.float(), "shift_y": shift_y_O.to(device).float()}
         # x and y side by side; only what is on and above the diagonal counts
         super().__init__(shifts, _zeros(device, count=(), sum=(both,), products=(both, both)))
-        self.known = known
 
     def update(self, x_NTI: Tensor, y_NTO: Tensor, mask_NT: Tensor | None = None) -> None:
         """Add the rows where the mask is true."""
-        inputs, shift = len(self.settings["shift_x"]), torch.cat([*self.settings.values()])
-        fresh = inputs - self.known
+        shift = torch.cat([*self.settings.values()])
         for parts in _tiles(mask_NT, x_NTI, y_NTO):
             xy = torch.cat(parts, 1).float().sub_(shift)
             self.sums["count"] += len(xy)
             self.sums["sum"] += xy.sum(0)
             panel = PANEL if xy.device.type == "cpu" else WIDE_PANEL
-            for start, end, skipped in ((0, fresh, 0), (fresh, inputs, self.known), (inputs, len(shift), 0)):
-                for first in range(start, end, panel):
-                    last, columns = min(first + panel, end), max(first, start + skipped)
-                    self.sums["products"][first:last, columns:] += xy[:, first:last].mT @ xy[:, columns:]
+            for first in range(0, len(shift), panel):
+                self.sums["products"][first : first + panel, first:] += xy[:, first : first + panel].mT @ xy[:, first:]
 
-    def value(self, known_KK: Tensor | None = None) -> Centred:
-        """Means and covariances; `known`: the second moment about zero of the inputs that are known, about no shift."""
+    def value(self) -> Centred:
         count = _count(self.sums)
         inputs = len(self.settings["shift_x"])
         moment, mean = self.sums["products"] / count, self.sums["sum"] / count
-        if known_KK is not None:
-            moment[inputs - self.known : inputs, inputs - self.known : inputs] = known_KK
         covariance = moment.triu() + moment.triu(1).mT - torch.outer(mean, mean)
         x, y = (mean + torch.cat([*self.settings.values()])).tensor_split([inputs])
         (xx, xy), (_, yy) = (rows.tensor_split([inputs], 1) for rows in covariance.tensor_split([inputs]))

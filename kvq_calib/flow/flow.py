@@ -33,7 +33,7 @@ from prefect.states import Failed  # noqa: E402
 from kvq_calib.job import prepare as preparation  # noqa: E402
 from kvq_calib.job import run as jobs  # noqa: E402
 from kvq_calib.job.job import Job  # noqa: E402
-from kvq_calib.job.published import Published, PublishedAt  # noqa: E402
+from kvq_calib.job.run import Published, PublishedAt  # noqa: E402
 from kvq_calib.run import bit_allocation  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
 from kvq_calib.run.run import InFiles, Listener, Progress, Run, silent  # noqa: E402

@@ -176,7 +176,7 @@ def _fit_recipe(
     measures: dict = {}
     for role, moments in zip(ROLES, collected.moments[recipe.window.sinks], strict=True):
         fit = SchemeFit(recipe, layer, role, plan.geometry, Statistics(moments.mean_C.float(), seed=plan.seed))
-        fit.known, fit.rows = work.known(role), bit_allocation.DRAFT_ROWS if plan.draft else 0
+        fit.rows = bit_allocation.DRAFT_ROWS if plan.draft else 0
         fit.fit(_source(work, role, collected.queries))
         errors = Errors()
         decoded = run.executor(passes.decode, passes.Pass(work, fit), range(len(plan.chunks)))
@@ -187,7 +187,6 @@ def _fit_recipe(
         work.fits[role] = fit
         tensors |= {f"layers.{layer}.{role}.{name}": tensor.cpu() for name, tensor in fit.tensors.items()}
         measures[role] = summary(errors, plan.held_out > 0)
-    work.save_moments()
     return tensors, measures, work
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvq_calib.cli import outcome, progress
 from kvq_calib.cli.progress import Bar, measuring
-from kvq_calib.job.published import Published, PublishedAt
+from kvq_calib.job.run import Published, PublishedAt
 from kvq_calib.run import bit_allocation
 from kvq_calib.run.run import Progress
 from kvq_runtime.registry.evaluation_records import TextRecord, parse
