@@ -22,12 +22,12 @@ from kvq_runtime.registry.reference import registry_url
 
 def plan(job: Job, work: Run) -> dict[str, Any]:
     """Return the plan as a record, with units in the names; `evaluation` is None without one."""
-    plan, files, asked = work.plan, work.files, job.evaluation
+    plan, files = work.plan, work.files
     needs = plan.needs(files)
     evaluation = {
-        "windows_at_most": asked.eval_windows or quality_checks.windows(plan, plan.seq_len),
-        "baselines": list(asked.baselines),
-        "bounds": dict(asked.bounds.given),
+        "windows_at_most": job.eval_windows or quality_checks.windows(plan, plan.seq_len),
+        "baselines": list(job.baselines),
+        "bounds": dict(job.bounds.given),
         "bytes": whole_bytes(files, plan.device),
         "by_layer": not fits(files, plan.device),
     }
@@ -39,14 +39,14 @@ def plan(job: Job, work: Run) -> dict[str, Any]:
         "recipes": [recipe.name for recipe in plan.recipes],
         **({"budgets": plan.budgets} if plan.budgets else {}),
         "artifacts": [job.artifact_name(files, recipe.name) for recipe in plan.recipes],
-        "registries": [target.url for target in job.publication.targets],
+        "registries": [target.url for target in job.targets],
         "corpus": plan.corpus,
         "samples": plan.samples,
         "held_out": plan.held_out,
         "seq_len": plan.seq_len,
         "tokens": plan.tokens,
         "chunks": len(plan.chunks),
-        "evaluation": evaluation if asked.evaluate else None,
+        "evaluation": evaluation if job.evaluate else None,
         "device": plan.device,
         "dtype": plan.dtype,
         "threads": plan.threads,

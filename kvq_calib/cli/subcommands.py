@@ -19,7 +19,7 @@ from kvq_calib.evaluate import needles, record, tasks
 from kvq_calib.evaluate.candidate import Candidate, choose, find, keep
 from kvq_calib.evaluate.saved_results import SavedResults
 from kvq_calib.job import prepare, run
-from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
+from kvq_calib.job.job import Job
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import pages, plots, tables
@@ -128,10 +128,11 @@ def compare(args: Namespace) -> int:
     written = {recipe_text.read(text).name: text for text in texts if recipe_text.is_recipe(text)}
     fitted = [written.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted] + automatic
     if fitted:
-        text = Text(source, args.samples, length, seed=args.seed)
-        machine = Machine(_device(args.device), args.dtype, torch.get_num_threads(), run=args.folder)
-        what = What(args.model, tuple(fitted), tuple(args.bits))
-        job = Job(what, text, machine, Evaluation(False), Publication(False))
+        job = Job(
+            args.model, tuple(fitted), tuple(args.bits), corpus=source, samples=args.samples, seq_len=length,
+            seed=args.seed, device=_device(args.device), dtype=args.dtype, threads=torch.get_num_threads(),
+            run=args.folder, evaluate=False, publish=False,
+        )  # fmt: skip
         work = prepare.prepare(job)
         prepare.preflight(job, work)
         with closing(Bar(work.plan, args.quiet)) as bar:

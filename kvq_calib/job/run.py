@@ -140,11 +140,11 @@ def fit(work: Run) -> list[Candidate]:
 
 def executor(job: Job, work: Run) -> AbstractContextManager[Executor]:
     """Return the executor of chunks: this process, or workers as long as the context is entered."""
-    if job.machine.workers is None:
+    if job.workers is None:
         return nullcontext(work.executor)
     from kvq_calib.run import workers  # which imports ray
 
-    return workers.ray_executor(work, job.machine.workers)
+    return workers.ray_executor(work, job.workers)
 
 
 def begin(job: Job, work: Run) -> None:
@@ -152,18 +152,17 @@ def begin(job: Job, work: Run) -> None:
     for recipe in work.plan.recipes:
         checkpoint.check_beside(job.artifact_name(work.files, recipe.name))
     calibrate.start(work)
-    if job.evaluation.evaluate:
-        quality_checks.choose(work, job.evaluation.eval_windows)
+    if job.evaluate:
+        quality_checks.choose(work, job.eval_windows)
 
 
 def evaluate(job: Job, work: Run, fitted: Mapping[str, Artifact]) -> list[dict[str, Any]]:
     """Measure the fits, and write evaluation.json in the run folder: artifacts, then baselines."""
-    asked = job.evaluation
-    if not asked.evaluate:
+    if not job.evaluate:
         return []
-    baselines = [find(text, work.files, job.publication.registry) for text in asked.baselines]
-    records = quality_checks.evaluate(work, fitted, baselines, asked.eval_windows)
-    records = [rating.with_gate(one, asked.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
+    baselines = [find(text, work.files, job.registry) for text in job.baselines]
+    records = quality_checks.evaluate(work, fitted, baselines, job.eval_windows)
+    records = [rating.with_gate(one, job.bounds) for one in records[: len(fitted)]] + records[len(fitted) :]
     disk.save(work.folder / "evaluation.json", (json.dumps(records, indent=1) + "\n").encode())
     return records
 
@@ -172,19 +171,19 @@ def publish(
     job: Job, work: Run, fitted: Mapping[str, Artifact], records: Sequence[Mapping[str, Any]] = ()
 ) -> list[Published]:
     """Publish artifacts that keep the bounds, with their records, cards and plots; leave others in the run folder."""
-    targets, license = job.publication.targets, cards.license_of(work.files.path)
+    targets, license = job.targets, cards.license_of(work.files.path)
     pictures, named, done = {}, [], []
     if records:
         parsed = [parse(one) for one in records]
-        named = tables.named(parsed, [*fitted, *job.evaluation.baselines])
+        named = tables.named(parsed, [*fitted, *job.baselines])
         pictures = {PICTURE: plots.png(plots.cost_by_bits(named))}
     for number, (recipe, made) in enumerate(fitted.items()):
         name, data, folder = job.artifact_name(work.files, recipe), artifact.to_bytes(made), work.folder
         record = records[number] if records else None
-        failed = rating.failed_bounds(named[number], job.evaluation.bounds) if records else []
+        failed = rating.failed_bounds(named[number], job.bounds) if records else []
         shown = [named[number], *named[:number], *named[number + 1 :]] if records else []
         beside = {"README.md": cards.card(made, shown, name, license, PICTURE if records else None).encode()} | pictures
-        version = job.publication.version
+        version = job.version
         places = () if failed else tuple(_publish(target, name, data, version, beside, record) for target in targets)
         left = beside if places else {ARTIFACT_FILE: data} | beside
         left |= {"evaluation.json": (json.dumps(record, indent=1) + "\n").encode()} if record else {}

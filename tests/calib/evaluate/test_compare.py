@@ -85,7 +85,7 @@ def test_recipes_from_settings_and_files_and_budgets(model, tmp_path, capsys):
 
 def test_a_budget_is_named_like_a_recipe(model, tmp_path, monkeypatch, capsys):
     def stopped(job):
-        raise RuntimeError(" ".join(job.what.recipes))
+        raise RuntimeError(" ".join(job.recipes))
 
     monkeypatch.setattr(prepare, "prepare", stopped)
     assert run(model, tmp_path, "--recipes", "kivi-2bit", "aqua-2bit", "--bits", "0.4") != 0

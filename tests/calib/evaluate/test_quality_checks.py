@@ -46,7 +46,7 @@ def arguments(model: Path, run: Path, *more: str) -> list[str]:
 
 def asked(model: Path, run: Path, **settings) -> Job:
     given = {"corpus": str(model / "corpus.txt"), "samples": 4, "held_out": 1, "seq_len": 384, "run": str(run)}
-    return Job.from_settings(model=str(model), **given | settings)
+    return Job(model=str(model), **given | settings)
 
 
 def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):

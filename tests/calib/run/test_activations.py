@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from kvq_calib.job.job import Job, Machine, Text, What
+from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.model import find as models
 from kvq_calib.run import calibrate as runs
@@ -205,20 +205,22 @@ def test_what_is_held_shares_no_memory_with_what_it_was_cut_from(tmp_path):
         held.load(tmp_path / "layer-0000" / "capture-00000.safetensors")
 
 
+def a_job(model, folder, **settings) -> Job:
+    text = {"corpus": str(model / "corpus.txt"), "samples": 6, "seq_len": 256, "held_out": 2}
+    return Job(str(model), run=str(folder), **text, **settings)
+
+
 @pytest.mark.parametrize(
     "given, kind",
     [({}, InMemory), ({"checkpoint_every": 60.0}, InMemory), ({"checkpoint_every": 0.0}, InFiles),
      ({"workers": 2}, InFiles)],
 )  # fmt: skip
 def test_where_activations_are_held(given, kind, model, tmp_path):
-    text = Text(str(model / "corpus.txt"), 6, 256, 2)
-    work = prepare(Job(What(str(model)), text, Machine(run=str(tmp_path), **given)))
-    assert type(work.activations) is kind
+    assert type(prepare(a_job(model, tmp_path, **given)).activations) is kind
 
 
 def test_they_are_files_where_memory_has_no_room(model, tmp_path, monkeypatch):
-    text = Text(str(model / "corpus.txt"), 6, 256, 2)
-    job = Job(What(str(model)), text, Machine(run=str(tmp_path)))
+    job = a_job(model, tmp_path)
     needs = prepare(job).plan.needs(models.resolve(str(model)))
     for room, kind in ((1.1, InMemory), (0.9, InFiles)):
         free = 2 * room * (2 * needs["held"] + needs["layer"] + needs["chunk"])

@@ -239,7 +239,7 @@ def test_what_a_draft_has_found_is_read_once(model, tmp_path):
 def asked(model: Path, folder: Path, **settings) -> Job:
     given = {"recipes": ("auto",), "engine": "vllm", "samples": 6, "seq_len": 128, "held_out": 2, "publish": False}
     given |= {"bits": (3.0,), "corpus": str(model / "corpus.txt"), "run": str(folder)} | settings
-    return Job.from_settings(model=str(model), **given)
+    return Job(model=str(model), **given)
 
 
 def test_a_run_for_vllm_measures_every_setting_once_and_chooses(model, tmp_path):
