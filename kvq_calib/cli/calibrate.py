@@ -112,7 +112,8 @@ def _job(args: argparse.Namespace):
     names = {setting.name for setting in fields(Job)}  # options are stored under these
     settings: dict[str, Any] = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
     settings |= {name: value for name, value in vars(args).items() if name in names and value is not None}
-    return Job(**settings | {"recipes": args.recipes or [RECIPE]})
+    settings["recipes"] = args.recipes or [RECIPE]
+    return Job(**settings)
 
 
 def _here(job, work, quiet: bool):

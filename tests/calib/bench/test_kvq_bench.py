@@ -91,13 +91,6 @@ def test_figures_are_medians_of_the_rounds_and_ratios_to_the_first():
     assert "tokens_per_s" in alone and "tokens_per_s_ratio" not in alone, "there is nothing to compare with"
 
 
-def test_an_error_ends_one_cache_alone(model):
-    def fails(model):
-        raise ValueError("group size\nmore")
-
-    assert bench.attempt(model, fails, bench.prompts(model, 8, 1, 0), 2).error == ("ValueError: group size")
-
-
 def test_what_cannot_be_asked(files):
     with pytest.raises(ValueError, match=r"context 510; .* takes 512 tokens in all: use at most 506"):
         bench.Plan((510,), tokens=3).check(files)

@@ -1,10 +1,7 @@
 """kvq-calibrate as a user meets it."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,19 +141,6 @@ def test_what_cannot_be_is_refused_before_the_work(model, capsys, arguments, say
     captured = capsys.readouterr()
     assert says in captured.err and not captured.out
     assert "Traceback" not in captured.err
-
-
-def test_waiting_threads_spin_briefly():
-    """libgomp reads this when torch is imported, so nothing that the command imports may do that."""
-    body = """
-import os, sys
-from kvq_calib.cli import calibrate as cli
-cli._calibrate = lambda _: print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
-cli.main(["--model", "demo"])
-"""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-    done = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [cli.SPIN, "False"]
 
 
 def test_an_interrupt_exits_with_130_and_the_same_command_goes_on(model, capsys, monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvq_calib.cli import outcome, progress
-from kvq_calib.cli.progress import Bar, measuring
+from kvq_calib.cli.progress import Bar
 from kvq_calib.job.run import Published, PublishedAt
 from kvq_calib.run import bit_allocation
 from kvq_calib.run.run import Progress
@@ -70,22 +70,6 @@ def test_json_is_numbers_with_their_units_in_the_names(capsys):
     assert [place["path"] for place in found["published"]] == ["/blobs/ab", "/other/blobs/ab"]
     assert found["baselines"][0]["perplexity_over_16_bit"] == pytest.approx(1.0312)
     assert found["verdict"]["word"] == "usable"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_bar_leaves_nothing_on_a_terminal(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with measuring(10, quiet=False) as update:
-        update(5)
-    assert "measuring" in terminal.getvalue() and "\n" not in terminal.getvalue()
-    before = terminal.getvalue()
-    with measuring(10, quiet=True) as update:
-        update(5)
-    assert terminal.getvalue() == before
 
 
 def test_progress_is_lines_without_a_terminal_and_counts_layers(monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 import tiny
 
 from kvq_calib.evaluate import candidate, perplexity
-from kvq_calib.job import prepare
 from kvq_calib.report import plots
 from kvq_calib.run import calibrate as graph
 from kvq_runtime.cli.main import main
@@ -81,15 +80,6 @@ def test_recipes_from_settings_and_files_and_budgets(model, tmp_path, capsys):
         assert kl[1] == kl[2] < kl[0] / 4
     assert auto["result"]["recipe"] == "auto-2.1bit" and 2 < auto["result"]["bits"]["asymptotic"] <= 2.1
     assert all(one["protocol"]["sinks"] == 3 and one["protocol"]["recent"] == 0 for one in records)
-
-
-def test_a_budget_is_named_like_a_recipe(model, tmp_path, monkeypatch, capsys):
-    def stopped(job):
-        raise RuntimeError(" ".join(job.recipes))
-
-    monkeypatch.setattr(prepare, "prepare", stopped)
-    assert run(model, tmp_path, "--recipes", "kivi-2bit", "aqua-2bit", "--bits", "0.4") != 0
-    assert "aqua-2bit auto" in capsys.readouterr().err
 
 
 def shaped(*shape: int) -> Any:

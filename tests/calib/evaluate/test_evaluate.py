@@ -75,16 +75,6 @@ def test_kl_by_its_definition(demo, scores):
     assert scores["higgs-2bit"].kls[0] == pytest.approx(float(expected), rel=1e-3)
 
 
-@pytest.mark.slow
-def test_a_recipe_that_needs_attention_is_served_and_the_others_are_not_touched(demo):
-    """A 4-bit SubKV is closer than 2 bits; the score of another recipe is the one it has alone, to the last bit."""
-    recipes = [preset(name) for name in ("subkv-2bit", "higgs-2bit", "subkv-4bit")]
-    together = scored(demo.model, demo.tokens[:1], *recipes)
-    assert 0 < 3 * together["subkv-4bit"].kl < together["subkv-2bit"].kl
-    assert together["higgs-2bit"] == scored(demo.model, demo.tokens[:1], recipes[1])["higgs-2bit"]
-    assert demo.model.config._attn_implementation == "sdpa"
-
-
 def test_distance_from_the_reference():
     """Windows differ more among each other than what is compared: the error is that of the gaps, window by window."""
     own, other = perplexity.Score(losses=[1.1, 2.3]), perplexity.Score(losses=[1.0, 2.0])
@@ -121,17 +111,6 @@ def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
     assert printed[0]["protocol"]["model"]["parameters"] == demo.model.num_parameters()
 
 
-@pytest.mark.slow
-def test_versions_of_an_artifact_are_rows_by_reference(fitted, tmp_path, capsys):
-    registry = LocalRegistry(tmp_path / "registry")
-    for seed in (1, 2):
-        made = replace(fitted, provenance={**fitted.provenance, "seed": seed})
-        registry.publish("demo-mean", artifact.to_bytes(made), f"1.{seed}.0")
-    pair = ["demo-mean@1.1.0", "demo-mean@1.2.0"]
-    assert run(*pair, "--length", "160", "--protocol", "full", "--registry", registry.url, "--quiet") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("demo-mean")] == pair
-
-
 def test_a_recipe_is_found_as_it_is_written(demo, tmp_path):
     """By name, with other settings, and in a file, under a name of its own; none of it asks the registry."""
     (tmp_path / "mine.json").write_text(json.dumps(preset("kivi-2bit").to_json() | {"name": "mine"}))
@@ -156,15 +135,3 @@ def test_what_cannot_be_evaluated(demo, fitted, tmp_path):
         record.evaluate(short, demo.batch, [exact])
     with pytest.raises(ValueError, match="name each once"):
         record.evaluate(demo.files, demo.batch, [exact] * 2)
-
-
-@pytest.mark.slow
-def test_a_real_model(test_data):
-    files = models.resolve(test_data / "models" / "stories260K")
-    text = str(test_data / "text" / "tinystories" / "stories_2M.txt")
-    tokens = corpus.select(text, files.path, 2, 384, 0, "held-out").tokens_BT
-    model = record.load_model(files)
-    scores = scored(model, tokens, preset("exact"), *(preset(f"higgs-{n}bit").with_exact(recent=0) for n in (2, 4)))
-    assert 3 < scores[REFERENCE].perplexity < 6
-    assert scores["exact"].perplexity == pytest.approx(scores[REFERENCE].perplexity, rel=1e-5)
-    assert abs(scores["exact"].kl) < 1e-9 < scores["higgs-4bit"].kl < scores["higgs-2bit"].kl

@@ -22,21 +22,6 @@ def scores(files, batch, names) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("quality")
-def test_on_stories260k_aqua_is_closer_than_higgs_at_the_same_bits(test_data):
-    model, text = test_data / "models" / "stories260K", test_data / "text" / "tinystories" / "stories_2M.txt"
-    recipes = ("aqua-2bit", "aqua-3bit")
-    run(Job(str(model), recipes, corpus=str(text), samples=32, seq_len=512, threads=1, evaluate=False))
-    files = models.resolve(str(model))
-    batch = corpus.select(str(text), files.path, 6, 512, split="held-out")
-    found = scores(files, batch, ["stories260k-aqua-3bit", "higgs-3bit", "stories260k-aqua-4bit", "higgs-4bit"])
-    for bits in ("3bit", "4bit"):
-        aqua, higgs = found[f"stories260k-aqua-{bits}"], found[f"higgs-{bits}"]
-        assert aqua.perplexity < higgs.perplexity
-        assert aqua.kl < higgs.kl / 5
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("quality")
 def test_on_the_demo_model_aqua_beats_the_mean_and_the_mean_beats_nothing():
     recipes = ("aqua-2bit", "mean-higgs-2bit")
     run(Job("demo", recipes, samples=16, seq_len=512, threads=1, evaluate=False))

@@ -11,21 +11,16 @@ from pathlib import Path
 import many_versions as many
 import pytest
 import tiny
-import torch
 from patience import held, until
-from safetensors.torch import load_file, save_file
 
-import kvq_calib
-import kvq_runtime
 from kvq_calib.cli import calibrate as cli
-from kvq_calib.evaluate import perplexity, quality_checks, record, saved_results
+from kvq_calib.evaluate import perplexity, quality_checks, record
 from kvq_calib.evaluate.candidate import find
 from kvq_calib.evaluate.saved_results import SavedResults
 from kvq_calib.fit import scheme
 from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.job.run import run
-from kvq_calib.model import find as models
 from kvq_runtime.artifact import artifact
 from kvq_runtime.registry import rating
 from kvq_runtime.registry import resolve as registry
@@ -77,13 +72,6 @@ def test_without_evaluation_nothing_is_measured(model, tmp_path, capsys):
     (row,) = json.loads(capsys.readouterr().out)
     assert "KL" not in row and registry.open_registry().evaluations(row["sha256"]) == []
     assert not (tmp_path / "run" / "evaluated").exists()
-
-
-def test_the_default_is_a_small_part_of_a_run(model):
-    small = prepare(asked(model, Path("run"))).plan
-    large = prepare(asked(model, Path("run"), samples=256, seq_len=8192)).plan
-    assert quality_checks.windows(small, 384) == 2
-    assert quality_checks.windows(large, 8192) * 8192 * quality_checks.SHARE <= large.tokens
 
 
 @pytest.mark.slow
@@ -231,28 +219,3 @@ def test_a_ledger_tells_units_apart(tmp_path):
     next(tmp_path.glob("*.json")).write_text("{")
     with pytest.raises(RuntimeError, match="damaged; delete it"):
         own.read(unit=1)
-
-
-def test_a_ledger_tells_models_of_one_name_apart(tmp_path):
-    """A training of its MLPs alone leaves the probes of a model as they were."""
-    about = []
-    for parent, factor in (("a", 1), ("b", 2)):
-        folder = tiny.save(tmp_path / parent / "checkpoint-100")
-        tensors = load_file(folder / "model.safetensors")
-        tensors["model.layers.0.mlp.down_proj.weight"] *= factor
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        about.append(record.setting(models.resolve(str(folder)), "cpu", torch.float32, SavedResults(tmp_path))[1].about)
-    assert about[0]["model"][:2] == about[1]["model"][:2] and about[0] != about[1]
-
-
-def test_code_is_every_source_of_both_packages(tmp_path, monkeypatch):
-    digests = set()
-    for package in (kvq_runtime, kvq_calib):
-        root = tmp_path / package.__name__
-        (root / "room").mkdir(parents=True)
-        monkeypatch.setattr(package, "__path__", [str(root)])
-    for name, text in (("a.py", "1"), ("a.py", "2"), ("room/b.py", "2"), ("data.json", "{}")):
-        for package in ("kvq_runtime", "kvq_calib"):
-            (tmp_path / package / name).write_text(text)
-            digests.add(saved_results.code.__wrapped__())
-    assert len(digests) == 6  # of four changes of each package the last is none

@@ -70,14 +70,6 @@ def test_figures_are_means_of_cells_and_errors_are_over_texts(files, monkeypatch
     assert tasks.summary([1.0])["se"] is None
 
 
-@pytest.mark.slow
-def test_a_text_that_stays_exact_gives_a_reason_and_no_figures(files):
-    asked = plan(lengths=(160,), tasks=("needle",), samples=1)
-    _, record = tasks.evaluate(files, [Candidate("rtn-2bit", preset("rtn-2bit"), {})], asked)
-    part = record["result"]["protocols"]["in-use"]
-    assert "nothing was encoded" in part["reason"] and "tasks" not in part
-
-
 def test_a_stopped_evaluation_repeats_nothing(files, monkeypatch, tmp_path):
     asked, exact = plan(tasks=("passkey",), depths=(0.5,)), Candidate("exact", preset("exact").with_exact(recent=0), {})
     answer, seen, most = tasks.answer, [], 1

@@ -79,14 +79,6 @@ def test_all_cores_are_used_and_none_is_shared(here: int, asked: dict, threads: 
     assert work.plan.threads == work.plan.environment["threads"] == threads
 
 
-def test_more_threads_than_cores_are_said(job, machine, monkeypatch):
-    machine()
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    given = replace(job, threads=2, workers=3)
-    assert preflight(given, prepare(given)) == ["6 threads in 3 processes exceed 4 cores; leave out --threads"]
-    assert preflight(replace(given, workers=2), prepare(given)) == []
-
-
 def test_memory_that_is_one_byte_too_small_is_refused(job, machine):
     work = prepare(job)
     needs = work.plan.needs(work.files)

@@ -77,12 +77,6 @@ def test_a_model_of_the_hub_is_named(fitted):
     assert "**7.6B parameters**" in text and "small model" not in text
 
 
-def test_the_licence_is_what_the_model_says(tmp_path):
-    assert cards.license_of(tmp_path) == {}
-    (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n# x\n")
-    assert cards.license_of(tmp_path) == {"license": "other", "license_name": "qwen-research"}
-
-
 def test_bounds_and_reasons_are_on_the_card(fitted):
     gate = {"bounds": {"kl": 0.05}, "protocol": "full", "failed": ["KL divergence, nats, full ..."]}
     own = parse(many.record("0" * 64, 0.1, recipe="aqua-2bit", gate=gate))
@@ -110,10 +104,3 @@ def test_the_snippet_runs(name, capsys):
     assert ("set_attn_implementation" in code) == (name == "subkv-aqua-2bit")
     exec(code, {})
     assert name in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "count, said", [(494_000_000, "494M"), (7_615_616_512, "7.62B"), (260_032, "260K"), (12, "12")]
-)
-def test_sizes(count, said):
-    assert tables.size_of(count) == said
