@@ -82,7 +82,7 @@ def evaluate(
     def progressed(tokens: int) -> None:
         nonlocal done
         done += tokens
-        run.report(-1, "evaluation", done, total, tokens)
+        run.report(-1, "evaluation", done, total)
 
     torch.use_deterministic_algorithms(False)  # of a fit; what a cache does has no such version for every operation
     saved = SavedResults(run.folder / "evaluated")

@@ -162,9 +162,9 @@ class SchemeFit(Fitting):
                 continue
             adding = [(summed, summed.empty(self, source)) for _, summed in own]
             totals = [empty() for _, empty in adding]
-            for index, parts in enumerate(source.partials(self, adding)):
+            for parts in source.partials(self, adding):
                 for total, part in zip(totals, parts, strict=True):
-                    total.merge(index, part)
+                    total.merge(part)
             found |= {one: summed.value(total, self) for (one, summed), total in zip(own, totals, strict=True)}
         return found
 

@@ -16,7 +16,7 @@ from kvq_calib.evaluate.candidate import find
 from kvq_calib.job.job import Job
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.run import bit_allocation, checkpoint
+from kvq_calib.run import bit_allocation
 from kvq_calib.run.device import cores, free_on
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import EVERY, InFiles, InMemory, Listener, Run, silent
@@ -93,7 +93,7 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
     files, plan = work.files, work.plan
     length = min(plan.seq_len, files.context)
     for recipe in plan.recipes:
-        checkpoint.check_beside(job.artifact_name(files, recipe.name))
+        job.artifact_name(files, recipe.name)
     if job.version is not None:
         check_version(job.version)
     if job.bounds.given and not job.evaluate:

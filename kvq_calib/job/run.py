@@ -14,7 +14,7 @@ from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.report import card as cards
 from kvq_calib.report import plots, tables
-from kvq_calib.run import calibrate, checkpoint
+from kvq_calib.run import calibrate
 from kvq_calib.run.run import Executor, Listener, Run, silent
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
@@ -149,8 +149,6 @@ def executor(job: Job, work: Run) -> AbstractContextManager[Executor]:
 
 def begin(job: Job, work: Run) -> None:
     """Open the run, and choose its texts, so that missing text is found before the work."""
-    for recipe in work.plan.recipes:
-        checkpoint.check_beside(job.artifact_name(work.files, recipe.name))
     calibrate.start(work)
     if job.evaluate:
         quality_checks.choose(work, job.eval_windows)
@@ -178,7 +176,8 @@ def publish(
         named = tables.named(parsed, [*fitted, *job.baselines])
         pictures = {PICTURE: plots.png(plots.cost_by_bits(named))}
     for number, (recipe, made) in enumerate(fitted.items()):
-        name, data, folder = job.artifact_name(work.files, recipe), artifact.to_bytes(made), work.folder
+        name, data = job.artifact_name(work.files, recipe), artifact.to_bytes(made)
+        folder = work.folder / "artifacts" / name
         record = records[number] if records else None
         failed = rating.failed_bounds(named[number], job.bounds) if records else []
         shown = [named[number], *named[:number], *named[number + 1 :]] if records else []
@@ -187,16 +186,16 @@ def publish(
         places = () if failed else tuple(_publish(target, name, data, version, beside, record) for target in targets)
         left = beside if places else {ARTIFACT_FILE: data} | beside
         left |= {"evaluation.json": (json.dumps(record, indent=1) + "\n").encode()} if record else {}
-        disk.make_folder(folder / name)
+        disk.make_folder(folder)
         for file, content in left.items():  # in the shape that `kvq pull` gives
-            disk.save(folder / name / file, content)
+            disk.save(folder / file, content)
         layers = made.fit["layers"]
         key, value = (sum(one[role]["relative_error"] for one in layers) / len(layers) for role in ("key", "value"))
         bits = asymptotic_bits(made.recipe, made.fingerprint.geometry)
         measured, by_layer = named[number] if records else None, tables.by_layer(made) if "budget" in made.fit else []
         sha256 = hashlib.sha256(data).hexdigest()
         costs = (bits, key, value, measured)
-        done.append(Published(recipe, name, sha256, *costs, failed, by_layer, places, str(folder / name)))
+        done.append(Published(recipe, name, sha256, *costs, failed, by_layer, places, str(folder)))
     return done
 
 

@@ -164,10 +164,7 @@ def size_rows(sizes: Mapping[str, Any]) -> list[dict[str, str]]:
 def provenance(artifact: Artifact, license: Mapping[str, str]) -> dict[str, Any]:
     """Return the model, the text and the machine that the artifact is of."""
     given, (model, revision), text = artifact.provenance, model_of(artifact), corpus_of(artifact)
-    base = given.get("reused") or {}
-    taken = f"`{base.get('artifact')}`, fitted to `{base.get('model')}`"
     rows = {"model": f"`{model}`", "revision": revision and f"`{revision}`"}
-    rows |= {"reused": f"{taken}; losses are this model's, errors of the fit that model's" if base else None}
     rows |= {"weights": given.get("quantization") and f"{given['quantization']}, dequantized"}
     rows |= {"licence of the model": license.get("license_name") or license.get("license") or "not known here"}
     rows |= {"corpus": text.get("source"), "corpus digest": _short(text.get("corpus_digest"))}

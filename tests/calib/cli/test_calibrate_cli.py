@@ -129,7 +129,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(model, capsys, tmp_path):
         (["--seq-len", "64"], "block"),
         (["--samples", "100000"], "sequences"),
         (["--name", "../up"], "../up"),
-        (["--name", "layer-0001"], "a run folder has something else by that name"),
         (["--device", "gpu"], "device 'gpu'; use cpu, cuda, cuda:1, ..., mps or xpu"),
         (["--push", "my-org"], "registry my-org; use hf://my-org"),
     ],

@@ -79,8 +79,8 @@ def test_progress_is_lines_without_a_terminal_and_counts_layers(monkeypatch):
     monkeypatch.setattr(bit_allocation, "count_rounds", lambda plan: 2)
     bar = Bar(SimpleNamespace(recipes=["aqua-2bit"], geometry=SimpleNamespace(layers=2)))  # type: ignore[arg-type]
     for stage, done in (("capture", 1), ("aqua-2bit keys", 1), ("aqua-2bit values", 1), ("aqua-2bit values", 2)):
-        bar(Progress(1, 2, stage, done, 2, 100))
-    bar(Progress(-1, 2, "evaluation", 5, 10, 5))
+        bar(Progress(1, 2, stage, done, 2))
+    bar(Progress(-1, 2, "evaluation", 5, 10))
     bar.close()
     lines = [line.partition(" done")[0] for line in error.getvalue().splitlines()]
     assert lines[0] == "kvq-calibrate: layers: 25%"

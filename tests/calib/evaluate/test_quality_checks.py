@@ -88,7 +88,7 @@ def test_a_bound_stops_publication_and_says_why(model, tmp_path, capsys):
     assert good.endswith("@1.0.0") and bad == "tiny-model-mean-higgs-2bit"
     assert "tiny-model-mean-higgs-2bit was not published. KL divergence, nats, full encode" in captured.err
     assert registry.open_registry().names() == [good.partition("@")[0]]
-    left = run / "tiny-model-mean-higgs-2bit"
+    left = run / "artifacts" / "tiny-model-mean-higgs-2bit"
     assert artifact.load(left / "kvq.safetensors").recipe.name == "mean-higgs-2bit"
     gate = json.loads((left / "evaluation.json").read_text())["result"]["gate"]
     assert gate["bounds"]["perplexity_ratio"] == 100 and len(gate["failed"]) == 1
