@@ -39,12 +39,12 @@ build/gemma3-270m.gguf: scripts/real_model.py | $(VENV)/.installed
 demo demo-real: export GOMP_SPINCOUNT ?= 5000
 demo: env ## calibrate, publish, load, generate and measure on the embedded model, in a minute; DEMO_ARGS=--full
 	@mkdir -p build
-	$(RUN) -m kvq_calib.cli.demo --json build/demo.json $(DEMO_ARGS)
+	PYTHONPATH=. $(RUN) -m scripts.demo --json build/demo.json $(DEMO_ARGS)
 
 REAL_MODEL ?= build/smollm2-135m
 demo-real: env $(if $(filter build/%,$(REAL_MODEL)),real-model) ## the same on SmolLM2-135M, in minutes; REAL_MODEL=FOLDER of another one
 	@mkdir -p build
-	$(RUN) -m kvq_calib.cli.demo --model $(REAL_MODEL) --json build/demo-real.json $(DEMO_ARGS)
+	PYTHONPATH=. $(RUN) -m scripts.demo --model $(REAL_MODEL) --json build/demo-real.json $(DEMO_ARGS)
 
 test test-all: export OMP_NUM_THREADS ?= 1
 test test-all: export TOKENIZERS_PARALLELISM ?= false
@@ -127,7 +127,7 @@ build/lm-eval/.installed: $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/lm-eval $(LM_EVAL)
 	@touch $@
 
-test-lm-eval: build/lm-eval/.installed ## answer tasks of a real lm-eval through the cache, by its command line and ours
+test-lm-eval: build/lm-eval/.installed ## answer tasks of a real lm-eval through the cache
 	PYTHONPATH=build/lm-eval:. HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -c /dev/null --rootdir=. \
 	    --confcutdir=tests/engines -p no:cacheprovider $(PYTEST_ARGS) tests/engines/test_lm_eval.py
 

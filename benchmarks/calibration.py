@@ -243,10 +243,10 @@ def _memory(place: Path, settings: dict) -> dict:
     # so large a piece goes back to the system when it is freed: what is in use is counted, not what malloc keeps
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     alone = settings | {"publish": False, "evaluate": False, "checkpoint_every": 0}  # activations in files
-    run(Job.from_settings(model=str(place / "warm-up"), run=str(place / "warm"), **alone))
+    run(Job(model=str(place / "warm-up"), run=str(place / "warm"), **alone))
     if settings["device"] != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    job = Job.from_settings(model=str(place / "model"), run=str(place / "run"), **alone)
+    job = Job(model=str(place / "model"), run=str(place / "run"), **alone)
     work = prepare(job)
     with _watched() as most:
         done, seconds = complete(job, work)

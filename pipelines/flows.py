@@ -34,7 +34,7 @@ def on_demand(
         settings: other settings of a job (kvq_calib/job/job.py), as corpus, device, registry or max_perplexity_ratio
         timeout_hours: hours after which the run fails; its retry resumes
     """
-    job = Job.from_settings(model=model, recipes=recipes, **settings)
+    job = Job(model=model, recipes=recipes, **settings)
     try:
         done = calibrated(job, 3600 * timeout_hours)
     except Refused as refused:  # no fault of the code: without its traceback
@@ -71,7 +71,7 @@ def nightly(
         get_run_logger().error("; ".join(reasons))
     for model in known:
         try:
-            done = calibrated(Job.from_settings(model=model, recipes=recipes, **settings), 3600 * timeout_hours)
+            done = calibrated(Job(model=model, recipes=recipes, **settings), 3600 * timeout_hours)
             rows += [made.record() for made in done]
         except Exception as error:  # whatever it was, the next model gets its turn
             reasons.append(f"{model}: {error}")

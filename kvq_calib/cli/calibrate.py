@@ -6,8 +6,9 @@ import os
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 from kvq_calib.model import catalog
 from kvq_calib.run.device import keep_memory
@@ -67,7 +68,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     from kvq_calib.model import find as models
 
     job = _job(args)
-    files = models.look_up(job.what.model, job.what.revision) if args.dry_run else None
+    files = models.look_up(job.model, job.revision) if args.dry_run else None
     work = prepare.prepare(job, files=files)
     if args.baselines is None:
         job = prepare.not_alone(job, work)
@@ -89,7 +90,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         done, spent = flow.run(job, work)
     else:
         done, spent = _here(job, work, args.quiet)
-    records = json.loads((work.folder / "evaluation.json").read_text()) if job.evaluation.evaluate else []
+    records = json.loads((work.folder / "evaluation.json").read_text()) if job.evaluate else []
     outcome.show(done, [parse(one) for one in records], caution, args.json)
     if not args.json:
         outcome.show_cost(time.perf_counter() - begun, spent)
@@ -102,16 +103,17 @@ def _calibrate(args: argparse.Namespace) -> int:
 def _job(args: argparse.Namespace):
     import torch
 
-    from kvq_calib.job.job import Job, What
+    from kvq_calib.job.job import Job
 
     if args.workers and _wants_prefect(args):
         raise ValueError("--workers shares chunks inside this process's run; leave out --prefect and $PREFECT_API_URL")
     if not args.evaluate and (args.eval_windows or args.baselines):
         raise ValueError("--eval-windows and --baseline are of the evaluation; leave out --no-eval, or them")
-    names = Job(What(args.model)).settings  # options are stored under these
-    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    given["recipes"] = args.recipes or [RECIPE]
-    return Job.from_settings(**{"device": "cuda" if torch.cuda.is_available() else "cpu"} | given)
+    names = {setting.name for setting in fields(Job)}  # options are stored under these
+    settings: dict[str, Any] = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+    settings |= {name: value for name, value in vars(args).items() if name in names and value is not None}
+    settings["recipes"] = args.recipes or [RECIPE]
+    return Job(**settings)
 
 
 def _here(job, work, quiet: bool):

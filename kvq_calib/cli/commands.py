@@ -12,7 +12,7 @@ MODEL = "a name of the catalog (demo, qwen2.5-7b), a folder, a .gguf file, or a 
 EVAL = """\
 examples
     kvq eval higgs-2bit rtn-4bit --model demo                          recipes that need no calibration
-    kvq eval demo-aqua-2bit higgs-2bit --model demo --plots out        an artifact beside a recipe, with plots
+    kvq eval demo-aqua-2bit higgs-2bit --model demo --plot out.png     an artifact beside a recipe, with a plot
     kvq eval higgs-2bit --model llama-3.1-8b --corpus wikitext-2 --length 8192 --windows all --protocol full
     kvq eval higgs-2bit --model qwen2.5-7b --tasks passkey,gsm8k --limit 200
 
@@ -64,7 +64,6 @@ def _run(function: str, args: argparse.Namespace) -> int:
         catalog.check(args.model)
     for option in ("output", "plot"):
         check_output(f"--{option}", getattr(args, option, None))
-    check_output("--plots", getattr(args, "plots", None), folder=True)
     return getattr(import_module("kvq_calib.cli.subcommands"), function)(args)
 
 
@@ -73,8 +72,6 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("candidates", metavar="REF|RECIPE", nargs="*", help=text)
     _add_text(command)
     _add_protocol(command)
-    command.add_argument("--plots", metavar="DIR", help="write error-by-layer.png and perplexity-by-bits.png")
-    command.add_argument("--output", metavar="FILE", help="write the records as JSON")
     add_registry(command)
     add = command.add_argument_group("tasks").add_argument
     text = "measure tasks instead of text: passkey, needle (docs/measure.md), or lm-eval's (gsm8k, ...; extra lm-eval)"
@@ -95,8 +92,6 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
     _add_text(command)
     _add_protocol(command)
     add("--samples", type=count, metavar="N", help="sequences to fit on (default: the model's)")
-    add("--plot", metavar="FILE", help="write the plot, a PNG")
-    add("--output", metavar="FILE", help="write the records as JSON")
     add("--run", dest="folder", metavar="DIR", help="folder of the run's files (default: under $KVQ_HOME)")
 
 
@@ -145,7 +140,8 @@ def _add_protocol(command: argparse.ArgumentParser) -> None:
     add("--recent", type=int, metavar="N", help=text)
     text = "run the model one layer at a time, by full encode (so it is if the model does not fit into memory)"
     add("--by-layer", action="store_true", help=text)
-    add("--layers", action="store_true", help="measure errors by layer too, on 4 windows")
+    add("--plot", metavar="FILE", help="write the plot of losses against bits, a PNG")
+    add("--output", metavar="FILE", help="write the records as JSON")
 
 
 def _add_machine(command: argparse.ArgumentParser, stored: str) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 from kvq_calib.evaluate import quality_checks
 from kvq_calib.evaluate.record import fits, whole_bytes
-from kvq_calib.job import published
 from kvq_calib.job.job import Job
-from kvq_calib.job.published import Published
+from kvq_calib.job.run import Published, baseline_record
 from kvq_calib.report import tables
 from kvq_calib.run.run import Run
 from kvq_runtime.artifact.header import ARTIFACT_FILE
@@ -23,12 +22,12 @@ from kvq_runtime.registry.reference import registry_url
 
 def plan(job: Job, work: Run) -> dict[str, Any]:
     """Return the plan as a record, with units in the names; `evaluation` is None without one."""
-    plan, files, asked = work.plan, work.files, job.evaluation
+    plan, files = work.plan, work.files
     needs = plan.needs(files)
     evaluation = {
-        "windows_at_most": asked.eval_windows or quality_checks.windows(plan, plan.seq_len),
-        "baselines": list(asked.baselines),
-        "bounds": dict(asked.bounds.given),
+        "windows_at_most": job.eval_windows or quality_checks.windows(plan, plan.seq_len),
+        "baselines": list(job.baselines),
+        "bounds": dict(job.bounds.given),
         "bytes": whole_bytes(files, plan.device),
         "by_layer": not fits(files, plan.device),
     }
@@ -40,14 +39,14 @@ def plan(job: Job, work: Run) -> dict[str, Any]:
         "recipes": [recipe.name for recipe in plan.recipes],
         **({"budgets": plan.budgets} if plan.budgets else {}),
         "artifacts": [job.artifact_name(files, recipe.name) for recipe in plan.recipes],
-        "registries": [target.url for target in job.publication.targets],
+        "registries": [target.url for target in job.targets],
         "corpus": plan.corpus,
         "samples": plan.samples,
         "held_out": plan.held_out,
         "seq_len": plan.seq_len,
         "tokens": plan.tokens,
         "chunks": len(plan.chunks),
-        "evaluation": evaluation if asked.evaluate else None,
+        "evaluation": evaluation if job.evaluate else None,
         "device": plan.device,
         "dtype": plan.dtype,
         "threads": plan.threads,
@@ -73,7 +72,7 @@ def show(
     beside = records[len(done) :]
     ratings = [rating.rate(records[place] if records else None) for place in range(len(done))]
     if json:
-        more: dict[str, Any] = {"baselines": [published.baseline_record(one) for one in beside]} if beside else {}
+        more: dict[str, Any] = {"baselines": [baseline_record(one) for one in beside]} if beside else {}
         more |= {"caution": caution} if caution else {}
         pairs = zip(done, ratings, strict=True)
         print_table([made.record() | {"verdict": asdict(rated)} | more for made, rated in pairs], json=True)

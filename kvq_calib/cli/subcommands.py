@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 
-from kvq_calib.bench import contenders, rounds
+from kvq_calib import bench as benchmark
 from kvq_calib.cli.progress import Bar, measuring
-from kvq_calib.evaluate import record, tasks
+from kvq_calib.evaluate import needles, record, tasks
 from kvq_calib.evaluate.candidate import Candidate, choose, find, keep
 from kvq_calib.evaluate.saved_results import SavedResults
 from kvq_calib.job import prepare, run
-from kvq_calib.job.job import Evaluation, Job, Machine, Publication, Text, What
+from kvq_calib.job.job import Job
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.report import pages, plots, tables
 from kvq_calib.run.device import usable
 from kvq_calib.run.plan import environment
-from kvq_calib.tasks import needles
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.cli.exit_codes import say
@@ -51,19 +50,14 @@ def evaluate(args: Namespace) -> int:
         return _tasks(args, files, candidates)
     batch = _text(args, files, args.corpus or files.entry.corpus)
     protocol = _protocol(args)
-    with measuring(record.work(files, batch, len(candidates), protocol), args.quiet) as progress:
+    with measuring(record.work(batch, len(candidates), protocol), args.quiet) as progress:
         records = record.evaluate(files, batch, candidates, protocol, *_used(args), progress)
     shown = tables.named(list(map(parse, records)), [candidate.name for candidate in candidates])
-    if args.plots:
-        disk.make_folder(Path(args.plots))
-        for name, picture in plots.pictures(shown).items():
-            Path(args.plots, name).write_bytes(picture)
+    if args.plot:
+        Path(args.plot).write_bytes(plots.png(plots.cost_by_bits(shown)))
     if not _give(args, records):
         print_table(tables.table(shown), False)
         print("".join(f"\n{note}" for note in tables.notes(shown)))
-        if args.layers:
-            print()
-            print_table([{"recipe": one.name, **row} for one in shown for row in one.result.layers], False)
     _keep(args, candidates, records)
     return 0
 
@@ -85,10 +79,8 @@ def _keep(args: Namespace, candidates: Sequence[Candidate], records: Sequence[An
 
 def _tasks(args: Namespace, files: ModelFiles, candidates: Sequence[Candidate]) -> int:
     """Run `kvq eval --tasks`: names that kvq does not have are lm-eval's."""
-    if args.plots or args.layers or args.by_layer or args.protocol == "full":
-        raise ValueError(
-            "--plots, --layers, --by-layer and --protocol full are of text, which --tasks does not measure"
-        )
+    if args.plot or args.by_layer or args.protocol == "full":
+        raise ValueError("--plot, --by-layer and --protocol full are of text, which --tasks does not measure")
     protocol = _protocol(args)
     candidates, saved = [protocol.candidate(one) for one in candidates], SavedResults(reference.home() / "evaluated")
     named = args.tasks.split(",")
@@ -106,7 +98,7 @@ def _tasks(args: Namespace, files: ModelFiles, candidates: Sequence[Candidate]) 
         with measuring(tasks.work(plan, len(candidates)), args.quiet) as progress:
             groups.append(tasks.evaluate(files, candidates, plan, *device, progress, saved))
     if foreign:
-        from kvq_calib.lm_eval import model as harness
+        from kvq_calib import lm_eval as harness
 
         given = harness.Asked(tuple(foreign), args.limit, apply_chat_template=args.chat)
         groups.append(harness.evaluate(files, candidates, given, *device, args.include_path, args.quiet))
@@ -136,10 +128,11 @@ def compare(args: Namespace) -> int:
     written = {recipe_text.read(text).name: text for text in texts if recipe_text.is_recipe(text)}
     fitted = [written.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted] + automatic
     if fitted:
-        text = Text(source, args.samples, length, seed=args.seed)
-        machine = Machine(_device(args.device), args.dtype, torch.get_num_threads(), run=args.folder)
-        what = What(args.model, tuple(fitted), tuple(args.bits))
-        job = Job(what, text, machine, Evaluation(False), Publication(False))
+        job = Job(
+            args.model, tuple(fitted), tuple(args.bits), corpus=source, samples=args.samples, seq_len=length,
+            seed=args.seed, device=_device(args.device), dtype=args.dtype, threads=torch.get_num_threads(),
+            run=args.folder, evaluate=False, publish=False,
+        )  # fmt: skip
         work = prepare.prepare(job)
         prepare.preflight(job, work)
         with closing(Bar(work.plan, args.quiet)) as bar:
@@ -149,7 +142,7 @@ def compare(args: Namespace) -> int:
     if uneven and args.protocol != "in-use":
         blocks = " and ".join(map(str, uneven))
         say("kvq", f"windows of {length} tokens: the last stay exact in a full encode; use a multiple of {blocks}")
-    with measuring(record.work(files, batch, len(candidates), protocol), args.quiet) as progress:
+    with measuring(record.work(batch, len(candidates), protocol), args.quiet) as progress:
         measured = record.evaluate(files, batch, list(candidates.values()), protocol, *_used(args), progress, saved)
     records = tables.by_bits([parse(one) for one in measured])
     if args.plot:
@@ -163,18 +156,18 @@ def compare(args: Namespace) -> int:
 def bench(args: Namespace) -> int:
     """Run `kvq bench`."""
     files, device = models.resolve(args.model), _device(args.device)
-    plan = rounds.Plan(args.context, args.batch, args.tokens, args.rounds, args.seed).check(files)
-    dtype = rounds.dtype_of(files, args.dtype, device)
+    plan = benchmark.Plan(args.context, args.batch, args.tokens, args.rounds, args.seed).check(files)
+    dtype = benchmark.dtype_of(files, args.dtype, device)
     if args.dtype is None and (note := product.without_bfloat16(device)):
         say("kvq bench", note)
-    every = contenders.uncompressed(dtype)
+    every = benchmark.uncompressed(dtype)
     for name in args.beside.split(",") if args.beside != "none" else ():
-        every |= contenders.quantized(name)
+        every |= benchmark.quantized(name)
     stock = set(every)
     for text in args.candidates:
-        every |= contenders.compressed(text, files, args.registry)
-    with measuring(rounds.work(len(every), plan), args.quiet) as progress:
-        rows = rounds.measure(rounds.load(files, device, dtype), every, plan, progress)
+        every |= benchmark.compressed(text, files, args.registry)
+    with measuring(benchmark.work(len(every), plan), args.quiet) as progress:
+        rows = benchmark.measure(benchmark.load(files, device, dtype), every, plan, progress)
     if args.json:
         used = environment(device, str(dtype).removeprefix("torch."), torch.get_num_threads())
         print(json.dumps({"model": files.about, "environment": used, "rows": rows}, indent=2))
@@ -191,7 +184,6 @@ def _protocol(args: Namespace) -> record.Protocol:
         sinks=args.sinks,
         recent=args.recent,
         protocols=(args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS,
-        error_windows=record.ERROR_WINDOWS if args.layers or getattr(args, "plots", None) else 0,
         by_layer=args.by_layer or None,
     )
 

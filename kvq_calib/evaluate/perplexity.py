@@ -195,7 +195,6 @@ def scores(
     tokens_BT: Tensor,
     caches: Mapping[str, Callable[[], Cache]],
     step: int = STEP,
-    rows: int | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
     saved: SavedResults = NOWHERE,
 ) -> dict[str, Score]:
@@ -204,17 +203,14 @@ def scores(
     tokens_BT  windows of one length
     caches     makes an empty cache, by name
     step       tokens per forward pass
-    rows       windows that go through side by side (default: 8192 tokens' worth, fewer where the vocabulary is large);
-               no result depends on it but by rounding, and where a dynamic window decides for all rows together
     progress   gets the number of tokens done, counted once per cache
-    saved     keeps the score of each cache on each group of rows
+    saved      keeps the score of each cache on each group of rows
     """
     length = tokens_BT.shape[1]
     if length < 2 or step < 1:
         raise ValueError(f"windows of {length} tokens in steps of {step}; use at least 2 and 1")
     totals = {name: Score() for name in (REFERENCE, *caches)}
-    rows = rows or rows_of(length, model.config.get_text_config(decoder=True).vocab_size)
-    for group in tokens_BT.split(rows):
+    for group in tokens_BT.split(rows_of(length, model.config.get_text_config(decoder=True).vocab_size)):
         windows = Windows(group, model.device, partial(logits, model, group, None, step))
         for name, total in totals.items():
             unit = {"score": name, "tokens": digest_of(group), "step": step}
@@ -233,7 +229,10 @@ def _score(model: PreTrainedModel, windows: Windows, make: Callable[[], Cache] |
 
 
 def rows_of(length: int, vocabulary: int) -> int:
-    """Return how many windows go through a model side by side."""
+    """Return how many windows go through a model side by side.
+
+    No result depends on it but by rounding, and where a dynamic window decides for all rows together.
+    """
     return max(1, min(ROW_TOKENS // length, ROW_LOGITS // (length * vocabulary)))
 
 
@@ -262,17 +261,15 @@ def layered(
     stream: Stream,
     tokens_BT: Tensor,
     caches: Mapping[str, Callable[[], FullCache]],
-    rows: int | None = None,
     progress: Callable[[int], object] = lambda tokens: None,
     saved: SavedResults = NOWHERE,
 ) -> dict[str, Score]:
     """Score full encodes as `scores` does, running the model a layer at a time.
 
     caches   makes an empty cache of `stream.blank`, by name; its hidden states go on from layer to layer by themselves
-    rows     windows that go through a layer side by side
     """
     length, names = tokens_BT.shape[1], (REFERENCE, *caches)
-    groups = tokens_BT.split(rows or rows_of(length, stream.files.vocabulary))
+    groups = tokens_BT.split(rows_of(length, stream.files.vocabulary))
     units = [{name: {"layered": name, "tokens": digest_of(group)} for name in names} for group in groups]
     results: list[dict[str, Any]] = [{name: saved.read(**unit) for name, unit in own.items()} for own in units]
     left = [name for name in names if any(own[name] is None for own in results)]

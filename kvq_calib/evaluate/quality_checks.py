@@ -15,7 +15,6 @@ import torch
 
 from kvq_calib.evaluate import record
 from kvq_calib.evaluate.candidate import Candidate, find
-from kvq_calib.evaluate.record import Protocol
 from kvq_calib.evaluate.saved_results import SavedResults
 from kvq_calib.model import find as models
 from kvq_calib.run.plan import Plan
@@ -33,7 +32,6 @@ from kvq_runtime.registry.registry import Registry
 
 SHARE = 32  # tokens of the fit for each token to measure on
 TOKENS = 32768  # to measure on, at most
-PROTOCOL = Protocol(error_windows=2)
 
 
 def windows(plan: Plan, length: int) -> int:
@@ -73,23 +71,22 @@ def evaluate(
     fitted: Mapping[str, Artifact],
     beside: Sequence[Candidate] = (),
     count: int | None = None,
-    protocol: Protocol = PROTOCOL,
 ) -> list[dict[str, Any]]:
     """Return a record per artifact, then one per candidate `beside` them, on `count` windows.
 
     Loads the whole model, in the precision of `kvq eval`: float32 on a CPU, else as stored.
     """
     batch, measured = choose(run, count), [*candidates(fitted), *beside]
-    total, done = record.work(run.files, batch, len(measured), protocol), 0
+    total, done = record.work(batch, len(measured), record.Protocol()), 0
 
     def progressed(tokens: int) -> None:
         nonlocal done
         done += tokens
-        run.report(-1, "evaluation", done, total, tokens)
+        run.report(-1, "evaluation", done, total)
 
     torch.use_deterministic_algorithms(False)  # of a fit; what a cache does has no such version for every operation
     saved = SavedResults(run.folder / "evaluated")
-    return record.evaluate(run.files, batch, measured, protocol, run.plan.device, progress=progressed, saved=saved)
+    return record.evaluate(run.files, batch, measured, device=run.plan.device, progress=progressed, saved=saved)
 
 
 @dataclass(frozen=True)
@@ -138,9 +135,7 @@ def check_drift(
     length = length or min(files.entry.seq_len, files.context)
     batch = corpus.select(source, files.path, windows, length, seed, "held-out")
     results = []
-    for candidate, measured in zip(
-        candidates, record.evaluate(files, batch, candidates, PROTOCOL, device), strict=True
-    ):
+    for candidate, measured in zip(candidates, record.evaluate(files, batch, candidates, device=device), strict=True):
         judged = rating.with_gate(measured, bounds)
         registry, version = _open(candidate.name, registry_url)
         registry.add_evaluation(judged, version.name)

@@ -2,7 +2,7 @@
 
     {"artifact": sha256 of the artifact, or the name of a recipe without one,
      "corpus": digest of the corpus, "protocol": {...}, "environment": {...},
-     "result": {"protocols": {"full": {...}, "in-use": {...}}, "bits": {...}, "layers": [...], ...}}
+     "result": {"protocols": {"full": {...}, "in-use": {...}}, "bits": {...}, ...}}
 
 Each protocol has figures with the share of decoded reads, or {"reason": why there are none}.
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvq_calib.evaluate import errors, perplexity
+from kvq_calib.evaluate import perplexity
 from kvq_calib.evaluate.caches import FullCache, fit_tokens, in_use, refusal
 from kvq_calib.evaluate.candidate import Candidate, costs
 from kvq_calib.evaluate.perplexity import REFERENCE, Score, layered
@@ -35,30 +35,24 @@ from kvq_runtime.geometry import Window
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.evaluation_records import FULL, IN_USE, PROTOCOLS
 
-ERROR_WINDOWS = 4
-
 Progress = Callable[[int], object]
 Candidates = Mapping[str, Candidate]  # by their digest
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """The protocol of perplexity and errors.
+    """The protocol of an evaluation.
 
-    step           tokens per forward pass, in use
-    rows           windows side by side; None: as many as make 8192 tokens
-    recent         exact newest tokens in use, before a dynamic window keeps more; None: those of each recipe
-    sinks          exact first tokens; None: likewise
-    error_windows  windows on which errors by layer are measured; 0: none
-    protocols      "full", every token but the sinks encoded before it is read; "in-use"; or both
-    by_layer       run the model one layer at a time, by full encode alone; None: if it does not fit into memory
+    step       tokens per forward pass, in use
+    recent     exact newest tokens in use, before a dynamic window keeps more; None: those of each recipe
+    sinks      exact first tokens; None: likewise
+    protocols  "full", every token but the sinks encoded before it is read; "in-use"; or both
+    by_layer   run the model one layer at a time, by full encode alone; None: if it does not fit into memory
     """
 
     step: int = perplexity.STEP
-    rows: int | None = None
     recent: int | None = None
     sinks: int | None = None
-    error_windows: int = ERROR_WINDOWS
     protocols: tuple[str, ...] = PROTOCOLS
     by_layer: bool | None = None
 
@@ -82,7 +76,6 @@ class Protocol:
             "model": files.about,
             "step": self.step,
             "recent": self.recent,
-            "error_windows": min(self.error_windows, len(batch.tokens_BT)),
             "windows": windows,
             "length": length,
             "text": batch.description,
@@ -175,19 +168,15 @@ class _Work:
     def records(self, batch: Batch, candidates: Candidates, used: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Measure each candidate; return the records by digest."""
         tokens_BT, files, protocol = batch.tokens_BT, self.files, self.protocol
-        stream = Stream(files, self.device, self.dtype)
+        blank = files.without_memory(self.dtype)
         for candidate in candidates.values():  # unsuitable recipes are refused before weights are read
-            in_use(candidate.recipe, stream.blank, candidate.tensors, candidate.bounds)
+            in_use(candidate.recipe, blank, candidate.tensors, candidate.bounds)
         scores = self._scores(tokens_BT, candidates, protocol.protocols)
-        windows_BT = tokens_BT[: protocol.error_windows]
-        given = {digest: (candidate.recipe, candidate.tensors) for digest, candidate in candidates.items()}
-        layers = errors.by_layer(stream, windows_BT, given, self.progress) if len(windows_BT) else {}
         about, corpus = protocol.to_json(files, batch), batch.description["corpus_digest"]
         records = {}
         for digest, candidate in candidates.items():
             parts = {name: self._part(name, candidate.recipe, tokens_BT, scores[name], digest) for name in scores}
             records[digest] = of_candidate(files, candidate, parts, tokens_BT.shape[1], corpus, about, used)
-            records[digest]["result"]["layers"] = layers.get(digest, [])
         return records
 
     def _scores(
@@ -210,7 +199,7 @@ class _Work:
             caches = {
                 digest: partial(make, one.recipe, model, one.tensors, one.bounds) for digest, one in suited.items()
             }
-            common = (protocol.rows, self.progress, self.saved.within(protocol=name))
+            common = (self.progress, self.saved.within(protocol=name))
             if stream is not None:
                 scores[name] = layered(stream, tokens_BT, caches, *common)
             else:
@@ -251,9 +240,6 @@ def _nothing_encoded(name: str, window: Window, step: int, length: int) -> str:
     return f"nothing was encoded: windows of {counted(length, 'token')} are shorter than {needs}"
 
 
-def work(files: ModelFiles, batch: Batch, candidates: int, protocol: Protocol) -> int:
+def work(batch: Batch, candidates: int, protocol: Protocol) -> int:
     """Return the tokens that `evaluate` reports to `progress`, in all."""
-    if not candidates:
-        return 0
-    by_layer = batch.tokens_BT[: protocol.error_windows].numel() * files.geometry.layers
-    return batch.tokens_BT.numel() * (candidates + 1) * len(set(protocol.protocols)) + by_layer
+    return batch.tokens_BT.numel() * (candidates + 1) * len(set(protocol.protocols)) if candidates else 0

@@ -16,14 +16,14 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from kvq_calib.evaluate import needles
 from kvq_calib.evaluate.caches import attending, encoded_share, in_use
 from kvq_calib.evaluate.candidate import Candidate
+from kvq_calib.evaluate.needles import STEPS, Haystack
 from kvq_calib.evaluate.perplexity import REFERENCE, mean_and_error
 from kvq_calib.evaluate.record import load_model, of_candidate, setting
 from kvq_calib.evaluate.saved_results import NOWHERE, SavedResults, digest_of
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.tasks import needles
-from kvq_calib.tasks.needles import STEPS, Haystack
 from kvq_calib.text import corpus, tokenizer
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf.model import CACHE
@@ -199,59 +199,38 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 # ---- continuations ---------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Continuation:
-    """Last tokens of a row and the one after it.
-
-    row      its number
-    tokens   scored tokens: the row has all of them but the last
-    """
-
-    row: int
-    tokens: tuple[int, ...]
+Continuation = tuple[int, ...]  # the last tokens of a row and the one after it
 
 
 @torch.inference_mode()
 def loglikelihoods(
-    model: PreTrainedModel, cache: Cache, rows: Sequence[Sequence[int]], asked: Sequence[Continuation], step: int
-) -> tuple[list[tuple[float, bool]], list[float]]:
+    model: PreTrainedModel, cache: Cache, row: Sequence[int], continuations: Sequence[Continuation], step: int
+) -> tuple[list[tuple[float, bool]], float]:
     """Score continuations through a cache.
 
-    Returns, for each continuation, the sum of log q(token), in nats, and whether each token is the likeliest; then, for
-    each row, the share of its tokens that were encoded when its last token was read.
+    Returns, for each continuation, the sum of log q(token), in nats, and whether each token is the likeliest; then the
+    share of the row's tokens that were encoded when its last token was read.
 
-    Context and continuation arrive in steps: in one pass tokens would read exact keys, and the answer to a question of
-    one token would test nothing. Rows begin together and are padded on the right, which the cache knows: so blocks
-    begin where they begin alone, and no row's figures depend on its neighbours but by rounding, or where a policy
-    decides for all rows together.
+    The row arrives in steps: in one pass tokens would read exact keys, and the answer to a question of one token would
+    test nothing.
 
-    rows   token ids of context and continuation without its last token, each of at least one token
+    row    token ids of context and continuations without their last tokens, at least one
     step   tokens a pass
     """
-    lengths = [len(row) for row in rows]
-    longest, device = max(lengths), model.device
-    tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
-    mask_BT = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
-    padded = min(lengths) < longest
-    targets = [torch.tensor(one.tokens, device=device) for one in asked]
-    sums, greedy, shares = [0.0] * len(asked), [True] * len(asked), [0.0] * len(rows)
-    for start in range(0, longest, step):
-        stop = min(start + step, longest)
-        if isinstance(cache, KVQCache):
-            share = encoded_share(cache)
-            shares = [share if start < length <= stop else own for own, length in zip(shares, lengths, strict=True)]
+    row_T = torch.tensor(row, device=model.device)
+    sums, greedy, share = [0.0] * len(continuations), [True] * len(continuations), 0.0
+    for start in range(0, len(row), step):
+        stop = min(start + step, len(row))
+        share = encoded_share(cache) if isinstance(cache, KVQCache) else 0.0
         with attending(model, cache):
-            mask = mask_BT[:, :stop].long() if padded else None
-            ids_BT = tokens_BT[:, start:stop]
-            logits = model(ids_BT, attention_mask=mask, **{CACHE: cache}, use_cache=True).logits
-        for number, (one, tokens) in enumerate(zip(asked, targets, strict=True)):
-            first = lengths[one.row] - len(tokens)
-            begin, end = max(first, start), min(lengths[one.row], stop)
-            if begin >= end:
+            logits_TV = model(row_T[None, start:stop], **{CACHE: cache}, use_cache=True).logits[0]
+        for number, tokens in enumerate(continuations):
+            first = len(row) - len(tokens)  # the place that predicts the first of them
+            begin = max(first, start)
+            if begin >= stop:
                 continue
-            logq = logits[one.row, begin - start : end - start].double().log_softmax(-1)
-            here = tokens[begin - first : end - first]
-            sums[number] += float(logq.gather(-1, here[:, None]).sum())
-            greedy[number] &= bool((logq.argmax(-1) == here).all())
-    return list(zip(sums, greedy, strict=True)), shares
+            logq_TV = logits_TV[begin - start :].double().log_softmax(-1)
+            target_T = torch.tensor(tokens[begin - first : stop - first], device=model.device)
+            sums[number] += float(logq_TV.gather(-1, target_T[:, None]).sum())
+            greedy[number] &= bool((logq_TV.argmax(-1) == target_T).all())
+    return list(zip(sums, greedy, strict=True)), share

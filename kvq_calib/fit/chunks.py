@@ -1,6 +1,6 @@
 """Cut a chunk of keys or values into blocks, and read from it what fits add up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,6 @@ from kvq_runtime.codec.codec import Codec
 from kvq_runtime.codec.context import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Role
-from kvq_runtime.stages.stage import InputTensor
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,13 @@ def blocks(recipe: Recipe, role: Role, geometry: Geometry, x_NTC: Tensor, tables
 class Chunk:
     """Part of one chunk that a fit reads.
 
-    keys    () → the layer's keys of it in the recipe's position, [N, block, C]
-    order   inputs of the prediction, the known ones last; None: none are known
+    keys   () → the layer's keys of it in the recipe's position, [N, block, C]
     """
 
     codec: Codec
     data: Blocks
     context: Context
     keys: Callable[[], Tensor]
-    order: Sequence[InputTensor] | None = None
 
     @cached_property
     def residual(self) -> Tensor:
@@ -72,17 +69,14 @@ class Chunk:
     @cached_property
     def joint(self) -> Pair:
         """The inputs of a prediction and its target, [N, T, I] and [N, T, C]."""
-        return self.inputs(), self.target
+        inputs = self.codec.inputs(self.context) if self.codec.input_tensors else self.data.x[..., :0]
+        return inputs, self.target
 
     @property
     def target(self) -> Tensor:
         """The target of a prediction, [N, T, C]."""
         x, codec = self.data.x, self.codec
         return x if codec.predictor is None else x - codec.mean(self.context)
-
-    def inputs(self, order: Sequence[InputTensor] | None = None) -> Tensor:
-        """Return the inputs of the prediction, [N, T, I], in their order or another one."""
-        return self.codec.inputs(self.context, order) if self.codec.input_tensors else self.data.x[..., :0]
 
     def residuals(self, places_K: Tensor) -> Tensor:
         """Residuals of tokens at these places in [N · T], float32 [K, C]."""

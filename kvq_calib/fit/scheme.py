@@ -3,10 +3,9 @@
     inputs      of what a prediction reads, and its target   → predict
     residuals   of what the prediction leaves                → rotate, quantize, feedback, correct
 
-What takes the same pass is collected in one, so that a chunk is read once, however many stages ask. What is multiplied
-once is not multiplied again: values are predicted from what their keys were, and keys from what the values of the layer
-below were, but for one (`Known`); and what a linear prediction leaves has a moment that follows from theirs. That is
-half of the products; in the first 8 layers of SmolLM2-135M, at 4 bits, the moment is the same to a thousandth.
+What takes the same pass is collected in one, so that a chunk is read once, however many stages ask. The moment of what
+a linear prediction leaves follows from the moments of its inputs and target: in the first 8 layers of SmolLM2-135M, at
+4 bits, it is the same to a thousandth.
 
     Summed   added up over chunks: the sums of each chunk, a partial, are merged in ascending order
     Given    known of a layer without another pass, from its queries or its gradients
@@ -28,9 +27,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from scipy import stats
@@ -49,7 +48,7 @@ from kvq_runtime.fit.statistics import (
     Statistics,
 )
 from kvq_runtime.recipe import Scheme
-from kvq_runtime.stages.stage import SLOTS, Fields, InputTensor
+from kvq_runtime.stages.stage import SLOTS, Fields
 from kvq_runtime.store.block_errors import FIELD, QUANTILE, block_errors
 
 V = TypeVar("V", covariant=True)
@@ -121,54 +120,25 @@ class Errors:
         return Errors(self.sums + other.sums, torch.cat([self.blocks_N, other.blocks_N.cpu()]))
 
 
-class Known(NamedTuple):
-    """Decoded tokens that a prediction reads, side by side, and their second moment about zero, float64 [K, K]."""
-
-    tensors: Sequence[InputTensor]
-    moment_KK: Tensor
-
-    def among(self, wanted: Sequence[InputTensor], width: int) -> "Known":
-        """Keep the tensors that are wanted, too."""
-        kept = [number for number, tensor in enumerate(self.tensors) if tensor in wanted]
-        columns_K = (torch.tensor(kept, dtype=torch.int64)[:, None] * width + torch.arange(width)).flatten()
-        return Known([self.tensors[number] for number in kept], self.moment_KK[columns_K][:, columns_K])
-
-
 class SchemeFit(Fitting):
     """The fit of keys or of values.
 
-    known   of what it predicts from, what another fit has summed over the same tokens
-    rows    residuals that a sample has at the most; 0: as many as are asked for
+    rows   residuals that a sample has at the most; 0: as many as are asked for
     """
 
     packages = ("kvq_calib.fit", "kvq_runtime.fit")
-    known: Known | None = None
     rows: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker: the codec and the mean, without other statistics."""
         statistics = Statistics(self.statistics.mean_C, seed=self.statistics.seed)
-        known = self.known and self.known._replace(moment_KK=torch.empty(0))
-        return self.__dict__ | {"statistics": statistics, "known": known}
-
-    @property
-    def order(self) -> list[InputTensor]:
-        """The inputs of the prediction, the known ones last."""
-        known = list(self.known.tensors) if self.known else []
-        return [tensor for tensor in self.codec.input_tensors if tensor not in known] + known
+        return self.__dict__ | {"statistics": statistics}
 
     @property
     def joint(self) -> Centred | None:
         """The moments of what inference reads and predicts, if they were collected."""
         exact = self.scheme.predict is not None and self.scheme.predict.fitted_on_exact
         return None if exact else self.statistics.found.get(Inputs())
-
-    @property
-    def left(self) -> Known | None:
-        """The moments of its inputs, for other fits; None: it has none."""
-        joint = self.joint
-        moment = None if joint is None else joint.xx_II + torch.outer(joint.mean_x_I, joint.mean_x_I)
-        return None if moment is None else Known(self.codec.input_tensors, moment)
 
     def zeros(self, size: int) -> Tensor:
         """Return a vector of zeros where the fit computes."""
@@ -192,9 +162,9 @@ class SchemeFit(Fitting):
                 continue
             adding = [(summed, summed.empty(self, source)) for _, summed in own]
             totals = [empty() for _, empty in adding]
-            for index, parts in enumerate(source.partials(self, adding)):
+            for parts in source.partials(self, adding):
                 for total, part in zip(totals, parts, strict=True):
-                    total.merge(index, part)
+                    total.merge(part)
             found |= {one: summed.value(total, self) for (one, summed), total in zip(own, totals, strict=True)}
         return found
 
@@ -286,26 +256,16 @@ class _ResidualMoment(ResidualMoment, Summed[Tensor]):
 
 @dataclass(frozen=True)
 class Inputs(Summed[Centred]):
-    """Joint covariances of a prediction's inputs and its target; inputs that are known are not multiplied again."""
+    """Joint covariances of a prediction's inputs and its target."""
 
     passes = ("inputs",)
 
     def empty(self, fit: SchemeFit, source: LayerSource) -> Empty:
         width = fit.codec.geometry.width
-        known = width * len(fit.known.tensors) if fit.known else 0
-        return partial(CrossMoments, fit.zeros(width * len(fit.codec.input_tensors)), fit.zeros(width), known)
+        return partial(CrossMoments, fit.zeros(width * len(fit.codec.input_tensors)), fit.zeros(width))
 
     def add(self, sums: CrossMoments, chunk: Chunk) -> None:
-        sums.update(chunk.inputs(chunk.order), chunk.target, chunk.data.mask_NT)
-
-    def value(self, sums: CrossMoments, fit: SchemeFit) -> Centred:
-        found = sums.value(fit.known.moment_KK if fit.known else None)
-        width, order = fit.codec.geometry.width, fit.order
-        blocks = torch.arange(width * len(order), device=found.xx_II.device).view(len(order), width)
-        own_I = blocks[[order.index(tensor) for tensor in fit.codec.input_tensors]].flatten()
-        return replace(
-            found, mean_x_I=found.mean_x_I[own_I], xx_II=found.xx_II[own_I][:, own_I], xy_IO=found.xy_IO[own_I]
-        )
+        sums.update(*chunk.joint, chunk.data.mask_NT)
 
 
 class _QueryMoment(QueryMoment, Given[Queried]):

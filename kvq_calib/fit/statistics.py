@@ -1,7 +1,7 @@
 """Gather what fits need in one pass over the tokens: sums in float64, and samples.
 
 One partial per (layer, chunk): an empty statistic and `update` with that chunk alone. One reducer: an empty statistic
-of the same settings and `merge(0, partial)`, `merge(1, partial)`, ... So a sum has one order of addition, whatever
+of the same settings, which merges the partials in the order of the chunks. So a sum has one order of addition, whatever
 the number of workers, and the same bytes.
 
     Moments       n, Σx, Σx² by channel                        → mean, variance
@@ -75,17 +75,11 @@ class _Sums:
 
     def __init__(self, settings: dict[str, Tensor], sums: dict[str, Tensor]):
         self.settings, self.sums = settings, sums
-        self.merged = 0
 
-    def merge(self, index: int, partial: Self) -> None:
-        """Add the partial of chunk `index`: 0 first, then each next one."""
-        in_order(index, self.merged)
-        for name, setting in self.settings.items():
-            if not torch.equal(setting, partial.settings[name].to(setting.device)):
-                raise ValueError(f"chunk {index} was summed with another {name}; partials of one statistic share it")
+    def merge(self, partial: Self) -> None:
+        """Add the partial of a chunk, which has the same settings."""
         for name, total in self.sums.items():
             total += partial.sums[name].to(total.device)
-        self.merged += 1
 
 
 class Moments(_Sums):
@@ -113,37 +107,29 @@ class CrossMoments(_Sums):
     """Sum the products of inputs x with themselves and with outputs y, and of those with themselves.
 
     shift_x_I, shift_y_O   vectors near the means: products are float32, where those of large means would not fit
-    known                  so many of the last inputs are not multiplied with each other: their products are known
     """
 
-    def __init__(self, shift_x_I: Tensor, shift_y_O: Tensor, known: int = 0):
+    def __init__(self, shift_x_I: Tensor, shift_y_O: Tensor):
         both, device = len(shift_x_I) + len(shift_y_O), shift_x_I.device
         shifts = {"shift_x": shift_x_I.float(), "shift_y": shift_y_O.to(device).float()}
         # x and y side by side; only what is on and above the diagonal counts
         super().__init__(shifts, _zeros(device, count=(), sum=(both,), products=(both, both)))
-        self.known = known
 
     def update(self, x_NTI: Tensor, y_NTO: Tensor, mask_NT: Tensor | None = None) -> None:
         """Add the rows where the mask is true."""
-        inputs, shift = len(self.settings["shift_x"]), torch.cat([*self.settings.values()])
-        fresh = inputs - self.known
+        shift = torch.cat([*self.settings.values()])
         for parts in _tiles(mask_NT, x_NTI, y_NTO):
             xy = torch.cat(parts, 1).float().sub_(shift)
             self.sums["count"] += len(xy)
             self.sums["sum"] += xy.sum(0)
             panel = PANEL if xy.device.type == "cpu" else WIDE_PANEL
-            for start, end, skipped in ((0, fresh, 0), (fresh, inputs, self.known), (inputs, len(shift), 0)):
-                for first in range(start, end, panel):
-                    last, columns = min(first + panel, end), max(first, start + skipped)
-                    self.sums["products"][first:last, columns:] += xy[:, first:last].mT @ xy[:, columns:]
+            for first in range(0, len(shift), panel):
+                self.sums["products"][first : first + panel, first:] += xy[:, first : first + panel].mT @ xy[:, first:]
 
-    def value(self, known_KK: Tensor | None = None) -> Centred:
-        """Means and covariances; `known`: the second moment about zero of the inputs that are known, about no shift."""
+    def value(self) -> Centred:
         count = _count(self.sums)
         inputs = len(self.settings["shift_x"])
         moment, mean = self.sums["products"] / count, self.sums["sum"] / count
-        if known_KK is not None:
-            moment[inputs - self.known : inputs, inputs - self.known : inputs] = known_KK
         covariance = moment.triu() + moment.triu(1).mT - torch.outer(mean, mean)
         x, y = (mean + torch.cat([*self.settings.values()])).tensor_split([inputs])
         (xx, xy), (_, yy) = (rows.tensor_split([inputs], 1) for rows in covariance.tensor_split([inputs]))
@@ -222,7 +208,7 @@ class Sample:
     """
 
     def __init__(self, rows: int, width: int, seed: int = 0, among: int = 0):
-        self.rows, self.seed, self.merged = rows, seed, 0
+        self.rows, self.seed = rows, seed
         share = rows / max(among, 1) * (1 + 8 / rows**0.5)  # eight deviations more than are kept
         self._most = int(2**64 * share) - 2**63 if among and share < 1 else 2**63 - 1
         self._hash_R = torch.empty(0, dtype=torch.int64)
@@ -250,14 +236,9 @@ class Sample:
         kept = kept[torch.argsort(hashes[kept], stable=True)[: self.rows]]
         self._keep(hashes[kept], sequence[kept], position[kept], rows(kept.to(device)).to("cpu", torch.float32))
 
-    def merge(self, index: int, partial: Self) -> None:
-        """Take in the partial of chunk `index`: 0 first, then each next one."""
-        in_order(index, self.merged)
-        if (partial.rows, partial.seed) != (self.rows, self.seed):
-            raise ValueError(f"chunk {index} was sampled with rows={partial.rows}, seed={partial.seed}; "
-                             f"this sample has rows={self.rows}, seed={self.seed}")  # fmt: skip
+    def merge(self, partial: Self) -> None:
+        """Take in the partial of a chunk, with as many rows and the same seed."""
         self._keep(partial._hash_R, partial._sequence_R, partial._position_R, partial._rows_RC)
-        self.merged += 1
 
     def value(self) -> Tensor:
         """Return the rows [R, C] in the order of their hashes."""
@@ -274,12 +255,6 @@ class Sample:
         order = order[: self.rows]
         self._hash_R, self._sequence_R, self._position_R = hashes[order], sequence[order], position[order]
         self._rows_RC = rows[order]
-
-
-def in_order(index: int, expected: int) -> None:
-    """Refuse a partial out of turn."""
-    if index != expected:
-        raise ValueError(f"merge of chunk {index}; the next one is {expected}: sums are added in ascending order")
 
 
 def _tiles(mask_NT: Tensor | None, *parts: Tensor):

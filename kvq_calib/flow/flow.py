@@ -7,7 +7,7 @@ numbers, never tensors. Without a configured Prefect server, a temporary one is 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from prefect.states import Failed  # noqa: E402
 from kvq_calib.job import prepare as preparation  # noqa: E402
 from kvq_calib.job import run as jobs  # noqa: E402
 from kvq_calib.job.job import Job  # noqa: E402
-from kvq_calib.job.published import Published, PublishedAt  # noqa: E402
+from kvq_calib.job.run import Published, PublishedAt  # noqa: E402
 from kvq_calib.run import bit_allocation  # noqa: E402
 from kvq_calib.run import calibrate as stages  # noqa: E402
 from kvq_calib.run.run import InFiles, Listener, Progress, Run, silent  # noqa: E402
@@ -87,7 +87,7 @@ def prepare(job: Job, number: int) -> int | None:
 @task(name="layer", task_run_name="layer-{layer}-{number}", cache_policy=NO_CACHE, persist_result=False)
 def layer(job: Job, layer: int, number: int, progress: UUID) -> None:
     """Capture one layer and fit every recipe of the round in it."""
-    listener = ProgressArtifact(progress, job.what.model)
+    listener = ProgressArtifact(progress, job.model)
     work = _round(_work(job, listener), number)
     assert work is not None, "prepare has found this round"
     stages.fit_layer(work, stages.start(work), layer)
@@ -97,7 +97,7 @@ def layer(job: Job, layer: int, number: int, progress: UUID) -> None:
 @task(name="evaluate", cache_policy=NO_CACHE, persist_result=False)
 def evaluate(job: Job, progress: UUID) -> None:
     """Measure the artifacts on held-out text; the run folder keeps the records."""
-    work = _work(job, ProgressArtifact(progress, job.what.model))
+    work = _work(job, ProgressArtifact(progress, job.model))
     jobs.evaluate(job, work, stages.artifacts(work))
 
 
@@ -106,7 +106,7 @@ def publish(job: Job) -> list[Published]:
     """Assemble the artifacts, publish those that keep the bounds, and show them."""
     done = _publish(job)
     rows = [made.row() | {"not published": "; ".join(made.failed)} for made in done]
-    create_table_artifact(rows, key="kvq-artifacts", description=f"Artifacts of {job.what.model}")
+    create_table_artifact(rows, key="kvq-artifacts", description=f"Artifacts of {job.model}")
     for place in (place for made in done for place in made.places):
         create_link_artifact(_link(place), key="kvq-version", link_text=place.reference)
     return done
@@ -125,18 +125,18 @@ def calibrate(settings: dict) -> Sequence[Published] | State:
 
     If an artifact exceeds its bounds the run ends in the state GateFailed, with the reason, also in its log.
     """
-    job = Job.from_settings(**settings)
+    job = Job(**settings)
     work = _work(job)
-    job = job.with_settings(corpus=work.plan.corpus, revision=work.plan.revision)
+    job = replace(job, corpus=work.plan.corpus, revision=work.plan.revision)
     with work.claimed(), _sharing(job, work):
-        progress: Any = create_progress_artifact(0.0, "kvq-progress", f"{job.what.model}: preparing")
+        progress: Any = create_progress_artifact(0.0, "kvq-progress", f"{job.model}: preparing")
         for number in range(bit_allocation.count_rounds(work.plan)):
             first = prepare(job, number)
             if first is None:
                 break
             for index in range(first, work.plan.geometry.layers):
                 layer(job, index, number, progress)
-        if job.evaluation.evaluate:
+        if job.evaluate:
             evaluate(job, progress)
         done = publish(job)
     if any(made.failed for made in done):
@@ -169,7 +169,7 @@ def calibrated(job: Job, timeout_seconds: float | None = None, work: Run | None 
     Raises Refused if an artifact exceeds its bounds.
     """
     work = work or preparation.prepare(job)
-    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in job.settings.items()}
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(job).items()}
     timed = calibrate if timeout_seconds is None else calibrate.with_options(timeout_seconds=timeout_seconds)
     with nullcontext() if PREFECT_API_URL.value() else server.temporary_server(), _sharing(job, work):
         try:

@@ -13,10 +13,10 @@ import torch
 from kvq_calib.evaluate import quality_checks, record
 from kvq_calib.evaluate.caches import encodes
 from kvq_calib.evaluate.candidate import find
-from kvq_calib.job.job import Job, Machine
+from kvq_calib.job.job import Job
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
-from kvq_calib.run import bit_allocation, checkpoint
+from kvq_calib.run import bit_allocation
 from kvq_calib.run.device import cores, free_on
 from kvq_calib.run.plan import Plan, make
 from kvq_calib.run.run import EVERY, InFiles, InMemory, Listener, Run, silent
@@ -35,36 +35,35 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
 
     files   of the model, if it was found already: by `models.look_up`, for a plan without its weights
     """
-    what, text, machine = job.what, job.text, job.machine
-    if (bit_allocation.AUTOMATIC in what.recipes) != bool(what.bits):
+    if (bit_allocation.AUTOMATIC in job.recipes) != bool(job.bits):
         raise ValueError(
-            f"recipes {list(what.recipes)}, bits {list(what.bits)}: --bits says what --recipe auto may cost; "
+            f"recipes {list(job.recipes)}, bits {list(job.bits)}: --bits says what --recipe auto may cost; "
             "give both, as in --recipe auto --bits 2.1, or neither"
         )
-    if what.engine not in (None, "vllm"):
-        raise ValueError(f"--for {what.engine}; use vllm, or leave it out")
-    recipes = [recipe_text.read(name) for name in what.recipes if name != bit_allocation.AUTOMATIC]
-    files = files or models.resolve(what.model, what.revision)  # which may be a long download
-    for recipe in recipes if what.engine else ():
+    if job.engine not in (None, "vllm"):
+        raise ValueError(f"--for {job.engine}; use vllm, or leave it out")
+    recipes = [recipe_text.read(name) for name in job.recipes if name != bit_allocation.AUTOMATIC]
+    files = files or models.resolve(job.model, job.revision)  # which may be a long download
+    for recipe in recipes if job.engine else ():
         plugin.check_recipe(recipe, files.geometry)
     budgets = {}
-    for bits in what.bits:
-        automatic_recipe = bit_allocation.auto_vllm_recipe if what.engine else bit_allocation.auto_recipe
+    for bits in job.bits:
+        automatic_recipe = bit_allocation.auto_vllm_recipe if job.engine else bit_allocation.auto_recipe
         recipes.append(automatic_recipe(bits, files.geometry))
-        if what.engine:
+        if job.engine:
             budgets[recipes[-1].name] = bits
-    chosen = (text.corpus, text.samples, text.seq_len, text.seed, text.held_out)
-    used = (machine.device, machine.dtype, machine.threads or max(1, cores() // (machine.workers or 1)))
-    plan = make(files, recipes, *chosen, *used, budgets, text.gradient_tokens)
-    folder = Path(machine.run) if machine.run else home() / "runs" / plan.digest[:16]
-    return Run(plan, files, folder, listener, activations=_activations(machine, plan, files))
+    chosen = (job.corpus, job.samples, job.seq_len, job.seed, job.held_out)
+    used = (job.device, job.dtype, job.threads or max(1, cores() // (job.workers or 1)))
+    plan = make(files, recipes, *chosen, *used, budgets, job.gradient_tokens)
+    folder = Path(job.run) if job.run else home() / "runs" / plan.digest[:16]
+    return Run(plan, files, folder, listener, activations=_activations(job, plan, files))
 
 
-def _activations(machine: Machine, plan: Plan, files: ModelFiles) -> InFiles:
+def _activations(job: Job, plan: Plan, files: ModelFiles) -> InFiles:
     """Keep activations in memory if those of two layers fit into half of the free memory; else, and with workers, in
     files."""
-    every = EVERY if machine.checkpoint_every is None else machine.checkpoint_every
-    if every <= 0 or machine.workers is not None:
+    every = EVERY if job.checkpoint_every is None else job.checkpoint_every
+    if every <= 0 or job.workers is not None:
         return InFiles()
     needs = plan.needs(files)
     held, computing = 2 * needs["held"], needs["layer"] + needs["chunk"]
@@ -74,8 +73,8 @@ def _activations(machine: Machine, plan: Plan, files: ModelFiles) -> InFiles:
 
 def not_alone(job: Job, work: Run) -> Job:
     """Return the job with plain HIGGS of 2 bits as the baseline of a single recipe: one figure alone shows little."""
-    alone = job.evaluation.evaluate and not job.evaluation.baselines and len(work.plan.recipes) < 2
-    return job.with_settings(baselines=(PLAIN,)) if alone else job
+    alone = job.evaluate and not job.baselines and len(work.plan.recipes) < 2
+    return replace(job, baselines=(PLAIN,)) if alone else job
 
 
 def preflight(job: Job, work: Run) -> list[str]:
@@ -84,22 +83,22 @@ def preflight(job: Job, work: Run) -> list[str]:
     Raises ValueError for invalid settings, RuntimeError for a machine that is too small.
     """
     notes = [*_check_settings(job, work), *_check_machine(job, work)]
-    for target in job.publication.targets:
+    for target in job.targets:
         target.check_writable()
     return notes
 
 
 def _check_settings(job: Job, work: Run) -> Iterator[str]:
     """Check names, bounds and baselines; yield notes."""
-    files, plan, evaluation = work.files, work.plan, job.evaluation
+    files, plan = work.files, work.plan
     length = min(plan.seq_len, files.context)
     for recipe in plan.recipes:
-        checkpoint.check_beside(job.artifact_name(files, recipe.name))
-    if job.publication.version is not None:
-        check_version(job.publication.version)
-    if evaluation.bounds.given and not evaluation.evaluate:
+        job.artifact_name(files, recipe.name)
+    if job.version is not None:
+        check_version(job.version)
+    if job.bounds.given and not job.evaluate:
         raise ValueError("bounds need an evaluation; leave out --no-eval, or the bounds")
-    for recipe in plan.recipes if evaluation.bounds.given else ():
+    for recipe in plan.recipes if job.bounds.given else ():
         if not encodes(recipe, length):
             raise ValueError(
                 f"bounds of {recipe.name}: windows of {length} tokens, as long as the sequences, encode no block of "
@@ -107,18 +106,18 @@ def _check_settings(job: Job, work: Run) -> Iterator[str]:
             )
     names = [recipe.name for recipe in plan.recipes]
     if files.local:
-        names += [find(baseline, files, job.publication.registry).name for baseline in evaluation.baselines]
-    elif evaluation.baselines:
+        names += [find(baseline, files, job.registry).name for baseline in job.baselines]
+    elif job.baselines:
         yield "the model's weights are not here: whether the baselines are of this model is checked later"
     if len(set(names)) < len(names):
-        raise ValueError(f"recipes {job.what.recipes} and baselines {evaluation.baselines}; name each once")
+        raise ValueError(f"recipes {job.recipes} and baselines {job.baselines}; name each once")
     if plan.seq_len > files.context:
         yield f"sequences of {plan.seq_len} tokens exceed the model's context of {files.context}"
 
 
 def _check_machine(job: Job, work: Run) -> Iterator[str]:
     """Check cores, disk and memory; yield notes."""
-    files, plan, workers = work.files, work.plan, job.machine.workers or 1
+    files, plan, workers = work.files, work.plan, job.workers or 1
     if files.dtype == torch.bfloat16 and plan.dtype == "float32" and (note := product.without_bfloat16(plan.device)):
         yield note
     threads = plan.threads * workers
@@ -138,7 +137,7 @@ def _check_machine(job: Job, work: Run) -> Iterator[str]:
         raise RuntimeError(
             f"a layer and a chunk need {both:.1f} GB on {plan.device}, and {memory / 1e9:.1f} GB are free"
         )
-    if job.evaluation.evaluate and not record.fits(files, plan.device):
+    if job.evaluate and not record.fits(files, plan.device):
         whole = record.whole_bytes(files, plan.device) / 1e9
         yield (
             f"the model takes {whole:.1f} GB, and {memory / 1e9:.1f} GB are free on {plan.device}: evaluation runs it "
@@ -151,12 +150,12 @@ def rehearse(job: Job, work: Run) -> list[str]:
 
     Raises as `corpus.select` does.
     """
-    plan, files, evaluation = work.plan, work.files, job.evaluation
+    plan, files = work.plan, work.files
     if corpus.is_remote(plan.corpus):
         Encoder(files.path)
         return [f"{plan.corpus}: not downloaded by a dry run, so not checked for enough text"]
     corpus.select(plan.corpus, files.path, plan.samples, plan.seq_len, plan.seed)
-    if evaluation.evaluate:
+    if job.evaluate:
         with tempfile.TemporaryDirectory() as folder:
-            quality_checks.choose(replace(work, folder=Path(folder)), evaluation.eval_windows)
+            quality_checks.choose(replace(work, folder=Path(folder)), job.eval_windows)
     return []

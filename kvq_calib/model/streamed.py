@@ -16,6 +16,7 @@ import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,19 +24,27 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
-from kvq_calib.model.attention import Captured
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.model.weights import Weights
 from kvq_runtime.families import ATTENTION, FULL, LAYERS, SLIDING, layer_types
 from kvq_runtime.hf.attention import dense
 from kvq_runtime.hf.model import CACHE, decoder_of, rotary_module
 from kvq_runtime.ops import product, rope
-from kvq_runtime.ops.dense import Softmax
 
 CAPTURED = "kvq-captured"  # the attention of a streamed layer, by the name that transformers knows it by
 TAPPED = ("llama", "mistral", "qwen2", "qwen3")
 MASKS = {FULL: create_causal_mask, SLIDING: create_sliding_window_causal_mask}  # others mask padding, of which is none
 TILE = 2048  # tokens
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One layer's keys, values and queries of a chunk, before RoPE, all heads side by side, and its output."""
+
+    k_NTC: Tensor
+    v_NTC: Tensor
+    q_NTC: Tensor | None
+    h_BTE: Tensor
 
 
 def captured(
@@ -49,7 +58,7 @@ def captured(
 ) -> tuple[Tensor, None]:
     """Attention that notes its inputs in the module's `seen`, if it has one: [B, H, T, D], after RoPE."""
     if module.seen is not None:
-        module.seen.update(k=key, v=value, q=query, scale=scaling, softmax=Softmax.of(given))
+        module.seen.update(k=key, v=value, q=query, scale=scaling)
     return dense(module, query, key, value, attention_mask, scaling, **given)
 
 
@@ -277,7 +286,7 @@ class Layer:
             q = seen["q_pre"] if "q_pre" in seen else self._turned_back(seen["q"])
             factor = 1.0 if seen["scale"] is None else seen["scale"] * seen["q"].shape[-1] ** 0.5
             q = q.flatten(2) if math.isclose(factor, 1) else q.flatten(2) * factor
-        return Captured(k, v, q, out_BTE, seen["softmax"])
+        return Captured(k, v, q, out_BTE)
 
     def _turned_back(self, x_BHTD: Tensor, back: Any = rope.unrotate) -> Tensor:
         """Keys or queries [B, T, H, D] before RoPE, in their dtype; a gradient is turned back by `rotate`."""

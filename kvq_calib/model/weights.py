@@ -7,7 +7,7 @@ put together tensors such as single experts. Its own rules are applied here.
 import copy
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +17,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from kvq_runtime.families import ATTENTION, LAYERS
 from kvq_runtime.hf.model import decoder_of
 
-
-class StoredTensors(Protocol):
-    """A model's tensors in files: `tensors` maps their names to files, `id` names the model in errors."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def tensors(self) -> Mapping[str, str]: ...
-
-    def tensor(self, name: str) -> Tensor: ...
-
-    def rows(self, name: str, numbers: Tensor) -> Tensor: ...
+if TYPE_CHECKING:
+    from kvq_calib.model.files import ModelFiles
 
 
 class Weights:
@@ -38,7 +27,7 @@ class Weights:
     decoder, output   names of the decoder of text, and of the output head, in the model
     """
 
-    def __init__(self, files: StoredTensors, model: Any):
+    def __init__(self, files: "ModelFiles", model: Any):
         self.files, self.model = files, model
         modules = {id(module): name for name, module in model.named_modules()}
         self.decoder = modules[id(decoder_of(model))]

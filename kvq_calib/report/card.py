@@ -36,14 +36,14 @@ def card(
     measured: Sequence[TextRecord] = (),
     name: str | None = None,
     license: Mapping[str, str] | None = None,
-    pictures: Sequence[str] = (),
+    picture: str | None = None,
 ) -> str:
     """Return the text of README.md.
 
     measured  evaluation records; those of other artifacts are shown for comparison
     name      in the registry; None: the recipe's
     license   of the base model's weights, from which the artifact is derived, if known: see `license_of`
-    pictures  files beside the card
+    picture   file of the plot beside the card
     """
     name, license, recipe = name or artifact.recipe.name, license or {}, artifact.recipe
     model, revision = model_of(artifact)
@@ -73,7 +73,7 @@ def card(
         gate=measured[0].result.gate if measured else None,
         spoken=SPOKEN,
         held_out=artifact.provenance.get("held_out"),
-        pictures=pictures,
+        picture=picture,
         few=sorted(count for count in parameters if count is not None and count < SMALL),
         texts=list(dict.fromkeys(record.protocol.text.source for record in measured)),
     )
@@ -164,10 +164,7 @@ def size_rows(sizes: Mapping[str, Any]) -> list[dict[str, str]]:
 def provenance(artifact: Artifact, license: Mapping[str, str]) -> dict[str, Any]:
     """Return the model, the text and the machine that the artifact is of."""
     given, (model, revision), text = artifact.provenance, model_of(artifact), corpus_of(artifact)
-    base = given.get("reused") or {}
-    taken = f"`{base.get('artifact')}`, fitted to `{base.get('model')}`"
     rows = {"model": f"`{model}`", "revision": revision and f"`{revision}`"}
-    rows |= {"reused": f"{taken}; losses are this model's, errors of the fit that model's" if base else None}
     rows |= {"weights": given.get("quantization") and f"{given['quantization']}, dequantized"}
     rows |= {"licence of the model": license.get("license_name") or license.get("license") or "not known here"}
     rows |= {"corpus": text.get("source"), "corpus digest": _short(text.get("corpus_digest"))}

@@ -102,7 +102,6 @@ def _version(
         gates=sorted(gated, key=lambda gate: gate[0] or 0),
         drift=[row for record in records if (row := _drift(record))],
         frontier=plots.cost_by_bits(points) if len(points) > 1 else None,
-        errors=plots.layer_errors([main]) if main and main.result.layers else None,
     )
 
 

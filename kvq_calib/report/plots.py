@@ -1,7 +1,6 @@
-"""Draw evaluations: cost against bits, and errors by layer. The same numbers give the same bytes."""
+"""Draw the cost of recipes against bits. The same numbers give the same bytes."""
 
 import io
-import math
 import textwrap
 import warnings
 from collections.abc import Sequence
@@ -10,50 +9,16 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from kvq_calib.report.tables import about_text, size_of, standard_errors
 from kvq_runtime.cli.table import printable
-from kvq_runtime.errors import counted
 from kvq_runtime.registry.evaluation_records import FULL, PROTOCOLS, SPOKEN, TextRecord
 
 Records = Sequence[TextRecord]
-ERRORS = {
-    "key_error": "keys",
-    "value_error": "values",
-    "attention_error_encoded": "attention output, all encoded",
-}
 MARKERS = "os^Dv<>pPX*"
 EXACT = 16.0  # bits of a cache that is not quantized
 LONGEST = 48  # letters of a name in a picture
-
-
-def pictures(records: Records) -> dict[str, bytes]:
-    """Draw both plots as PNGs, by file name."""
-    return {"error-by-layer.png": png(layer_errors(records)), "perplexity-by-bits.png": png(cost_by_bits(records))}
-
-
-def layer_errors(records: Records) -> Figure:
-    """Draw a panel for each of ERRORS, a line a recipe: squared errors over the variance, of attention over its energy.
-
-    An error that is 0 or unknown leaves a gap.
-    """
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    axes = figure.subplots(1, len(ERRORS))
-    for axis, (key, title) in zip(axes, ERRORS.items(), strict=True):
-        for number, record in enumerate(records):
-            heights = [value if (value := row.get(key) or 0.0) > 0 else math.nan for row in record.result.layers]
-            axis.plot(heights, label=_short(record.name), **_style(number))
-        axis.set_title(title, loc="left", fontsize=9)
-        axis.set_xlabel("layer")
-        axis.set_yscale("log")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _tidy(axis)
-    if len(records) > 1:
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
-    windows = counted(records[0].protocol.error_windows or 0, "window")
-    _caption(figure, f"Relative squared errors on {windows}.", records)
-    return figure
 
 
 def cost_by_bits(records: Records) -> Figure:

@@ -152,14 +152,14 @@ def _capture(run: Run, stream: Stream, layer: int, folder: Path, seconds: dict) 
     query_sums = QueryMoments(plan.geometry, device)
     shared = passes.Capture(run, stream, layer, folder, frozenset(sums), asks_queries)
     captured = run.executor(passes.capture, shared, range(len(plan.chunks)))
-    for (index, rows), chunk in zip(enumerate(plan.chunks), captured, strict=True):
+    for done, chunk in enumerate(captured, 1):
         seconds["forward"] = seconds.get("forward", 0.0) + chunk.forward
         for sinks, pair in chunk.moments.items():
             for total, part in zip(sums[sinks], pair, strict=True):
-                total.merge(index, part)
+                total.merge(part)
         if chunk.queries is not None:
-            query_sums.merge(index, chunk.queries)
-        run.report(layer, "capture", index + 1, len(plan.chunks), len(rows) * plan.seq_len)
+            query_sums.merge(chunk.queries)
+        run.report(layer, "capture", done, len(plan.chunks))
     moments = {sinks: (keys.value(), values.value()) for sinks, (keys, values) in sums.items()}
     return LayerStatistics(moments, query_sums.value() if asks_queries else None)
 
@@ -176,18 +176,16 @@ def _fit_recipe(
     measures: dict = {}
     for role, moments in zip(ROLES, collected.moments[recipe.window.sinks], strict=True):
         fit = SchemeFit(recipe, layer, role, plan.geometry, Statistics(moments.mean_C.float(), seed=plan.seed))
-        fit.known, fit.rows = work.known(role), bit_allocation.DRAFT_ROWS if plan.draft else 0
+        fit.rows = bit_allocation.DRAFT_ROWS if plan.draft else 0
         fit.fit(_source(work, role, collected.queries))
         errors = Errors()
         decoded = run.executor(passes.decode, passes.Pass(work, fit), range(len(plan.chunks)))
-        for index, of_chunk in enumerate(decoded):
+        for done, of_chunk in enumerate(decoded, 1):
             errors += of_chunk
-            tokens = len(plan.chunks[index]) * plan.seq_len
-            run.report(layer, f"{recipe.name} {role}s", index + 1, len(plan.chunks), tokens)
+            run.report(layer, f"{recipe.name} {role}s", done, len(plan.chunks))
         work.fits[role] = fit
         tensors |= {f"layers.{layer}.{role}.{name}": tensor.cpu() for name, tensor in fit.tensors.items()}
         measures[role] = summary(errors, plan.held_out > 0)
-    work.save_moments()
     return tensors, measures, work
 
 
@@ -239,10 +237,9 @@ def _measured_settings(work: RecipeWork, collected: LayerStatistics) -> dict[str
         totals = [Errors() for _ in settings]
         chunks = run.plan.measured_chunks
         measured = run.executor(passes.measure, passes.Settings(work, fits), chunks)
-        for number, (index, errors) in enumerate(zip(chunks, measured, strict=True), 1):
+        for done, errors in enumerate(measured, 1):
             totals = [total + more for total, more in zip(totals, errors, strict=True)]
-            tokens = len(run.plan.chunks[index]) * run.plan.seq_len
-            run.report(work.layer, f"{work.recipe.name} settings", number, len(chunks), tokens)
+            run.report(work.layer, f"{work.recipe.name} settings", done, len(chunks))
         cost = _cost(work, role) / 2
         measures[role] = [summary(total) | {"nats": cost * float(total.sums[3] / total.sums[4])} for total in totals]
     return measures

@@ -12,7 +12,6 @@ A folder is written under its partial name, every file is fsynced, then the fold
 """
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,17 +27,6 @@ from torch import Tensor
 from kvq_calib.run.plan import Plan
 from kvq_runtime.disk import files
 from kvq_runtime.errors import Conflict
-
-# names in a run folder, those of the draft, workers and the evaluation included
-_RESERVED = re.compile(
-    r"lock|plan\.json|evaluation\.json|evaluated|workers|draft|(layer-start|(layer|kept)-\d+)(\.partial)?"
-)
-
-
-def check_beside(name: str) -> None:
-    """Raise ValueError for the name of an artifact that a run folder uses itself."""
-    if _RESERVED.fullmatch(name):
-        raise ValueError(f"name {name!r}: a run folder has something else by that name; use another")
 
 
 class AlreadyRunning(Conflict, RuntimeError):

@@ -53,9 +53,6 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
     indices = range(len(parts))
     work = 2 * layers * len(indices)
 
-    def report(done: int, index: int) -> None:
-        run.report(-1, "gradients", done, work, len(parts[index]) * plan.seq_len)
-
     def hidden(layer: int, index: int) -> Path:
         """Return the file of the hidden states under a layer."""
         return folder / f"stream-{layer:04d}.{index:05d}.safetensors"
@@ -71,7 +68,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
         for index in indices:
             out_BTE = module.forward(checkpoint.load(hidden(layer, index))["hidden"]).h_BTE
             checkpoint.save({"hidden": out_BTE.cpu()}, hidden(layer + 1, index))
-            report(layer * len(indices) + index + 1, index)
+            run.report(-1, "gradients", layer * len(indices) + index + 1, work)
         del module
     seconds["forward"] = time.perf_counter() - begun
     head = stream.head()
@@ -94,7 +91,7 @@ def collect(run: Run, stream: Stream, tokens_BT: Tensor, folder: Path, seconds: 
                     moments[key] = moments[key] + part if key in moments else part
             checkpoint.save({"gradient": below.cpu()}, gradient(index))
             hidden(layer + 1, index).unlink()
-            report(work - layer * len(indices) - len(indices) + index + 1, index)
+            run.report(-1, "gradients", work - layer * len(indices) - len(indices) + index + 1, work)
         del module
     for index in indices:
         gradient(index).unlink()

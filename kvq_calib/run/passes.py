@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit.chunks import Blocks, Chunk, blocks
-from kvq_calib.fit.scheme import Asked, Errors, Known, SchemeFit, Sums, summed
+from kvq_calib.fit.scheme import Asked, Errors, SchemeFit, Sums, summed
 from kvq_calib.fit.statistics import Moments, QueryMoments
 from kvq_calib.model.streamed import Layer, Stream
 from kvq_calib.run import checkpoint
@@ -23,7 +23,7 @@ from kvq_calib.run.device import settle
 from kvq_calib.run.run import Run
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.recipe import ROLES, Recipe, Role, Scheme
-from kvq_runtime.stages.stage import Inputs, InputTensor
+from kvq_runtime.stages.stage import Inputs
 
 Pair = tuple[Tensor, Tensor]
 
@@ -132,32 +132,6 @@ class RecipeWork:
         below = (n - max(self._inputs(n, role).below, default=0) <= self.layer for n in above for role in ROLES)
         return any(below) or (role == "key" and self._inputs(self.layer, "value").keys)
 
-    def known(self, role: Role) -> Known | None:
-        """Return the moments of the prediction's inputs that an earlier fit summed already."""
-        if clean(self.recipe.scheme(self.layer, role)) or not self.layer:
-            return None
-        if role == "value":
-            known = self.fits["key"].left
-            return known and known.among(self._inputs(self.layer, role).tensors(role), self.run.plan.geometry.width)
-        path = checkpoint.folder_of(self.run.folder, self.layer - 1) / file(f"{self.recipe.name}-moment", 0)
-        moment_KK = self.run.activations.load(path, str(self.stream.device))["moment"]
-        return Known(self._passed(self.layer), moment_KK) if len(moment_KK) else None
-
-    def save_moments(self) -> None:
-        """Save the moments that the fit of the next layer's keys reuses, once values are fitted."""
-        if self.layer + 1 < self.run.plan.geometry.layers:
-            known, width = self.fits["value"].left, self.run.plan.geometry.width
-            wanted: list[InputTensor] = [(depth - 1, role) for depth, role in self._passed(self.layer + 1)]
-            moment_KK = known.among(wanted, width).moment_KK if known else torch.empty(0, 0)
-            path = self.folder / file(f"{self.recipe.name}-moment", 0)
-            self.run.activations.save({"moment": moment_KK}, path)
-
-    def _passed(self, layer: int) -> list[InputTensor]:
-        """List the common inputs of the predictions of a layer's keys and of the values below it."""
-        below = self._inputs(layer - 1, "value").tensors("value")
-        passed: list[InputTensor] = [(depth + 1, role) for depth, role in below]
-        return [tensor for tensor in passed if tensor in self._inputs(layer, "key").tensors("key")]
-
     def _inputs(self, layer: int, role: Role) -> Inputs:
         return self.recipe.scheme(layer, role).inputs(layer, role)
 
@@ -216,7 +190,7 @@ def collect(shared: Pass, index: int) -> list[Sums]:
     work, codec = shared.work, shared.fit.codec
     exact_below = clean(shared.fit.scheme) and any("inputs" in one.passes for one, _ in shared.asked)
     data, context = work.data(index, codec.role, exact_below)
-    return summed(shared.asked, Chunk(codec, data, context, partial(work.keys, index), shared.fit.order))
+    return summed(shared.asked, Chunk(codec, data, context, partial(work.keys, index)))
 
 
 def decode(shared: Pass, index: int) -> Errors:

@@ -23,7 +23,7 @@ from kvq_runtime.ops import product
 from kvq_runtime.recipe import Recipe, Scheme
 
 CHUNK_TOKENS, GPU_CHUNK_TOKENS = 8192, 32768  # fewer do not outlast a GPU's launches
-FITS = 4  # raised with each change of a fit's numbers or folder, so that no earlier run is resumed
+FITS = 5  # raised with each change of a fit's numbers or folder, so that no earlier run is resumed
 BEGINNING = 4096  # fit tokens of each corpus to take gradients of
 MEASURED = 4  # chunks to measure the settings of a budget on
 

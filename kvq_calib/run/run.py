@@ -33,9 +33,8 @@ Executor = Callable[[Task, Any, Iterable[int]], Iterator[Any]]  # results in the
 class Progress:
     """One report of progress: `done` of the `total` units of work of a stage of a layer.
 
-    layer    from 0; -1: the whole model
-    tokens   done since the last report; 0: those of one chunk
-    round    0, or 1 after a draft (`bit_allocation.py`)
+    layer   from 0; -1: the whole model
+    round   0, or 1 after a draft (`bit_allocation.py`)
     """
 
     layer: int
@@ -43,7 +42,6 @@ class Progress:
     stage: str
     done: int
     total: int
-    tokens: int
     round: int = 0
 
 
@@ -181,6 +179,6 @@ class Run:
         with checkpoint.claimed(self.folder):
             yield
 
-    def report(self, layer: int, stage: str, done: int, total: int, tokens: int = 0) -> None:
+    def report(self, layer: int, stage: str, done: int, total: int) -> None:
         """Report progress to the listener."""
-        self.listener(Progress(layer, self.plan.geometry.layers, stage, done, total, tokens, self.round))
+        self.listener(Progress(layer, self.plan.geometry.layers, stage, done, total, self.round))

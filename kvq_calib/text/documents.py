@@ -16,7 +16,6 @@ import hashlib
 import io
 import json
 import os
-import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,14 +60,7 @@ def of(name: str, texts: Sequence[str]) -> Documents:
 
 @lru_cache(maxsize=1)
 def documentation() -> list[str]:
-    """Read the standard library's documentation, in a fixed order.
-
-    Raises RuntimeError under `python -OO`, and where the standard library has no source files.
-    """
-    if sys.flags.optimize >= 2:
-        raise RuntimeError(
-            "python -OO drops docstrings, which are the demo's corpus; run without -OO, or pass --corpus FILE"
-        )
+    """Read the standard library's documentation, in a fixed order. Raises RuntimeError without its source files."""
     from pydoc_data.topics import topics
 
     texts = [text for _, text in sorted(topics.items())] + list(map(_docstrings, _modules()))

@@ -313,11 +313,10 @@ class Codec:
         """The inputs of the prediction, in order."""
         return self.scheme.inputs(self.layer, self.role).tensors(self.role)
 
-    def inputs(self, context: Context, order: Sequence[InputTensor] | None = None) -> Tensor:
-        """Return the inputs of the prediction, side by side, in their order or another one: [N, T, I]."""
+    def inputs(self, context: Context) -> Tensor:
+        """Return the inputs of the prediction, side by side: [N, T, I]."""
         parts = [
-            context.below[depth - 1][ROLES.index(role)] if depth else context.keys
-            for depth, role in (self.input_tensors if order is None else order)
+            context.below[depth - 1][ROLES.index(role)] if depth else context.keys for depth, role in self.input_tensors
         ]
         assert all(part is not None for part in parts), "a prediction without what it reads"
         return torch.cat([part.to(torch.bfloat16) for part in parts], -1)  # type: ignore[union-attr]

@@ -75,7 +75,6 @@ class TextProtocol:
     step: int | None = None
     recent: int | None = None
     sinks: int | None = None
-    error_windows: int | None = None
 
     def __post_init__(self):
         if min(self.windows, self.length) <= 0:
@@ -138,12 +137,11 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True)
 class TextResult:
-    """Figures by protocol, bits per element (asymptotic, at_length, at_4096), and errors: a row a layer."""
+    """Figures by protocol, and bits per element: asymptotic, at_length, at_4096."""
 
     recipe: str
     bits: Mapping[str, float] = field(default_factory=dict)
     protocols: Mapping[str, Unmeasured | Figures]
-    layers: tuple[Mapping[str, float | None], ...] = ()
     gate: Gate | None = None
 
 

@@ -1,4 +1,4 @@
-"""A real lm-eval: its command line with the model `kvq`, and `kvq eval --tasks`, on task files with data of their own.
+"""A real lm-eval, as `kvq eval --tasks` runs it, on task files with data of their own.
 
 `make test-lm-eval`.
 """
@@ -18,8 +18,7 @@ from lm_eval.tasks import TaskManager
 
 from kvq_calib.evaluate.candidate import find
 from kvq_calib.evaluate.record import load_model
-from kvq_calib.lm_eval import model as models_of
-from kvq_calib.lm_eval.model import Asked, CompressedLM, NotThroughTheCache, evaluate
+from kvq_calib.lm_eval import HFLM, Asked, CompressedLM, NotThroughTheCache, evaluate
 from kvq_calib.model.find import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -76,13 +75,13 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
-def lm(model, recipe: str | None, **settings) -> CompressedLM:
-    return CompressedLM("demo", "none", candidate=recipe and find(recipe, DEMO), loaded=model, quiet=True, **settings)
+def lm(model, recipe: str | None) -> CompressedLM:
+    return CompressedLM(DEMO, model, find(recipe, DEMO) if recipe else None, quiet=True)
 
 
-def results(folder: Path, lm, *names: str, **settings) -> dict:
+def results(folder: Path, lm, *names: str) -> dict:
     manager = TaskManager(include_path=str(folder), include_defaults=False)
-    return lm_eval.simple_evaluate(lm, tasks=list(names), task_manager=manager, **settings)["results"]
+    return lm_eval.simple_evaluate(lm, tasks=list(names), task_manager=manager)["results"]
 
 
 def figures(rows: dict) -> dict:
@@ -102,21 +101,10 @@ def test_exact_is_the_16_bit_model_and_two_bits_are_not(folder, model):
     plain, same, other = (answers(folder, lm(model, name), "own_answer") for name in (None, *NAMES))
     assert same == plain != other, "another text"
     assert two["own_text"]["bits_per_byte,none"] > first["own_text"]["bits_per_byte,none"] + 0.01
-    stock = models_of.HFLM(model, tokenizer=str(DEMO.path), batch_size=2)
+    stock = HFLM(model, tokenizer=str(DEMO.path), batch_size=2)
     theirs = figures(results(folder, stock, *ALL))
     for task in ALL:
         assert theirs[task] == pytest.approx(first[task], rel=1e-5), "what lm-eval's own model gives"
-
-
-def test_batches_give_what_requests_alone_give(folder, model):
-    """Scored rows begin together; prompts are padded on the left, which changes nothing in 16 bits."""
-    exact, two = NAMES
-    scored = ("own_choice", "own_text")
-    alone, together = (figures(results(folder, lm(model, two, batch_size=count), *scored)) for count in (1, 3))
-    for task in scored:
-        assert together[task] == pytest.approx(alone[task], rel=1e-4)
-    one, three = (answers(folder, lm(model, exact, batch_size=count), "own_answer") for count in (1, 3))
-    assert one == three and len(set(one)) == 3
 
 
 def test_a_run_that_read_nothing_encoded_is_refused(folder, model):
@@ -136,37 +124,23 @@ def test_what_was_answered_is_not_answered_again(folder, model, monkeypatch):
     assert figures(results(folder, lm(model, NAMES[1]), *ALL)) == figures(first)
 
 
-def test_both_command_lines_give_equal_figures(folder, tmp_path):
-    """`lm_eval --model kvq` and `kvq eval --tasks`, each a process of its own; then a task whose data are not here."""
-    names, out = ",".join(ALL), tmp_path / "out.json"
-    theirs = ["-m", "kvq_calib.lm_eval", "--model", "kvq", "--model_args", f"pretrained=demo,recipe={NAMES[1]}"]
-    theirs += ["--include_path", str(folder), "--tasks", names, "--limit", "2", "--output_path", str(tmp_path / "lm")]
-    ours = ["-m", "kvq_runtime.cli.main", "eval", NAMES[1], "--model", "demo", "--tasks", names, "--limit", "2"]
-    ours += ["--include-path", str(folder), "--quiet"]
+def test_the_command_writes_the_figures(folder, tmp_path):
+    """In a process of its own; then a task whose data are not here."""
+    out = tmp_path / "out.json"
+    words = ["-m", "kvq_runtime.cli.main", "eval", NAMES[1], "--model", "demo", "--quiet"]
+    words += ["--include-path", str(folder)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
-    def run(words: list[str], home: str) -> subprocess.CompletedProcess:
-        given = {**env, "KVQ_HOME": str(tmp_path / home)}
-        return subprocess.run([sys.executable, *words], env=given, capture_output=True, text=True, cwd=ROOT)
+    def run(*more: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, *words, *more], env=env, capture_output=True, text=True, cwd=ROOT)
 
-    done = run(theirs, "a")
+    done = run("--tasks", ",".join(ALL), "--limit", "2", "--json", "--output", str(out))
     assert done.returncode == 0, done.stderr[-3000:]
-    written = json.loads(next((tmp_path / "lm").rglob("results*.json")).read_text())
-    assert written["config"]["kvq"]["through_the_cache"]["own_choice"]["read_encoded"] == 6
-    done = run([*ours, "--json", "--output", str(out)], "b")
-    assert done.returncode == 0, done.stderr[-3000:]
-    records = json.loads(done.stdout)
-    assert json.loads(out.read_text()) == records
-    exact, metrics = (
-        {task: row["metrics"] for task, row in record["result"]["protocols"]["in-use"]["tasks"].items()}
-        for record in records
-    )
-    values = {task: {name: metric["value"] for name, metric in row.items()} for task, row in metrics.items()}
-    reported = figures(written["results"])
-    assert values == {
-        task: {name: value for name, value in reported[task].items() if "_stderr" not in name} for task in ALL
-    }
-    assert values["own_text"]["bits_per_byte,none"] > 0
-    assert exact["own_text"] != metrics["own_text"], "the 16-bit model's figures are others"
-    absent = run([*ours[:6], "--tasks", "own_absent", "--include-path", str(folder)], "b")
+    first, record = json.loads(done.stdout)
+    assert json.loads(out.read_text()) == [first, record]
+    part = record["result"]["protocols"]["in-use"]
+    assert part["through_the_cache"]["own_choice"]["read_encoded"] == 6
+    metrics = {task: answered["metrics"] for task, answered in part["tasks"].items()}
+    assert metrics["own_text"] != first["result"]["protocols"]["in-use"]["tasks"]["own_text"]["metrics"]
+    absent = run("--tasks", "own_absent")
     assert absent.returncode != 0 and "task own_absent: " in absent.stderr

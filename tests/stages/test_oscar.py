@@ -75,7 +75,7 @@ def test_values_are_weighed_by_what_queries_see_in_their_keys():
     for row in range(2):
         part = Attended(metric)
         part.update(k_NTC[row : row + 1], v_NTC[row : row + 1], mask[row : row + 1])
-        parts.merge(row, part)
+        parts.merge(part)
     for head in range(3):
         total, weights = np.zeros((16, 16)), 0.0
         for row, token in mask.nonzero().tolist():

@@ -15,7 +15,6 @@ from kvq_runtime.registry.local import LocalRegistry
 
 MODEL = "my-org/tiny-model"
 TEXT = "a" * 64  # what the tiny artifact says that it was fitted to
-LAYERS = 2
 
 
 def record(
@@ -33,13 +32,11 @@ def record(
         }  # fmt: skip
 
     text = {"source": TEXT, "split": "held-out", "seed": seed, "token_digest": f"{seed:064}", "corpus_digest": "c" * 64}
-    errors = {"value_error": 2 * kl, "attention_error": 0.1 * kl, "attention_error_encoded": kl}
-    layers = [{"key_error": kl * (1 + layer)} | errors for layer in range(LAYERS)]
-    given = {"recipe": recipe, "protocols": {"full": figures(1.0), "in-use": figures(0.1)}, "layers": layers}
+    given = {"recipe": recipe, "protocols": {"full": figures(1.0), "in-use": figures(0.1)}}
     given |= {"bits": {"asymptotic": bits, "at_length": bits + 2, "at_4096": bits + 0.1}, "window": {"block": 8}}
     about = {
         "name": "perplexity", "version": 2, "protocols": ["full", "in-use"], "step": 32, "recent": None,
-        "model": {"id": MODEL, "revision": None, "parameters": 4_071_168}, "error_windows": 2, "windows": windows,
+        "model": {"id": MODEL, "revision": None, "parameters": 4_071_168}, "windows": windows,
         "length": 64, "text": text,
     }  # fmt: skip
     return {"artifact": digest, "corpus": "c" * 64, "protocol": about, "environment": {}, "result": given | result}

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from kvq_calib.cli import demo
 from kvq_runtime.registry import resolve
+from scripts import demo
 
 
 @pytest.mark.slow

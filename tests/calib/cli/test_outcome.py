@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvq_calib.cli import outcome, progress
-from kvq_calib.cli.progress import Bar, measuring
-from kvq_calib.job.published import Published, PublishedAt
+from kvq_calib.cli.progress import Bar
+from kvq_calib.job.run import Published, PublishedAt
 from kvq_calib.run import bit_allocation
 from kvq_calib.run.run import Progress
 from kvq_runtime.registry.evaluation_records import TextRecord, parse
@@ -72,22 +72,6 @@ def test_json_is_numbers_with_their_units_in_the_names(capsys):
     assert found["verdict"]["word"] == "usable"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_bar_leaves_nothing_on_a_terminal(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with measuring(10, quiet=False) as update:
-        update(5)
-    assert "measuring" in terminal.getvalue() and "\n" not in terminal.getvalue()
-    before = terminal.getvalue()
-    with measuring(10, quiet=True) as update:
-        update(5)
-    assert terminal.getvalue() == before
-
-
 def test_progress_is_lines_without_a_terminal_and_counts_layers(monkeypatch):
     """Of two rounds of two layers: the second layer of the first begins at a quarter of all."""
     monkeypatch.setattr(sys, "stderr", error := io.StringIO())
@@ -95,8 +79,8 @@ def test_progress_is_lines_without_a_terminal_and_counts_layers(monkeypatch):
     monkeypatch.setattr(bit_allocation, "count_rounds", lambda plan: 2)
     bar = Bar(SimpleNamespace(recipes=["aqua-2bit"], geometry=SimpleNamespace(layers=2)))  # type: ignore[arg-type]
     for stage, done in (("capture", 1), ("aqua-2bit keys", 1), ("aqua-2bit values", 1), ("aqua-2bit values", 2)):
-        bar(Progress(1, 2, stage, done, 2, 100))
-    bar(Progress(-1, 2, "evaluation", 5, 10, 5))
+        bar(Progress(1, 2, stage, done, 2))
+    bar(Progress(-1, 2, "evaluation", 5, 10))
     bar.close()
     lines = [line.partition(" done")[0] for line in error.getvalue().splitlines()]
     assert lines[0] == "kvq-calibrate: layers: 25%"

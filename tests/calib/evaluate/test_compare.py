@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import tiny
 
-from kvq_calib.evaluate import candidate, perplexity, record
-from kvq_calib.job import prepare
+from kvq_calib.evaluate import candidate, perplexity
 from kvq_calib.report import plots
 from kvq_calib.run import calibrate as graph
 from kvq_runtime.cli.main import main
@@ -44,7 +43,7 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     monkeypatch.setattr(graph, "fit_layer", fitted)
     monkeypatch.setattr(perplexity, "_score", lambda *given: scored.append(given[2]) or score(*given))
     plot = tmp_path / "plot.png"
-    assert run(model, tmp_path / "run", "--json", "--layers", "--plot", str(plot), "--recipes", *NAMES) == 0
+    assert run(model, tmp_path / "run", "--json", "--plot", str(plot), "--recipes", *NAMES) == 0
     records = json.loads(capsys.readouterr().out)
     assert layers == [(layer, ["mean-higgs-2bit", "aqua-2bit"]) for layer in range(2)]
     assert scored.count(None) == 2, "one reference a protocol"
@@ -58,19 +57,11 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     assert not open_registry().names(), "nothing is published"
     # stopped and resumed, or with a recipe more: only what is new is measured
     count = len(scored)
-    assert run(model, tmp_path / "run", "--json", "--layers", "--recipes", *NAMES, "rtn-4bit") == 0
+    assert run(model, tmp_path / "run", "--json", "--recipes", *NAMES, "rtn-4bit") == 0
     said = capsys.readouterr()
     assert len(layers) == 2 and len(scored) == count + 2 and scored.count(None) == 2
     assert [one for one in json.loads(said.out) if one["result"]["recipe"] != "rtn-4bit"] == records
     assert "windows of 200 tokens: the last stay exact in a full encode; use a multiple of 128" in said.err
-
-
-def test_errors_by_layer_are_measured_where_they_are_asked_for(model, tmp_path, monkeypatch, capsys):
-    streams = []
-    monkeypatch.setattr(record.errors, "by_layer", lambda *given: streams.append(given) or {})
-    for count, more in enumerate(([], ["--layers"])):
-        assert run(model, tmp_path / "run", "--protocol", "full", *more, "--recipes", *NAMES[:1]) == 0
-        assert len(streams) == count and "full KL" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -89,15 +80,6 @@ def test_recipes_from_settings_and_files_and_budgets(model, tmp_path, capsys):
         assert kl[1] == kl[2] < kl[0] / 4
     assert auto["result"]["recipe"] == "auto-2.1bit" and 2 < auto["result"]["bits"]["asymptotic"] <= 2.1
     assert all(one["protocol"]["sinks"] == 3 and one["protocol"]["recent"] == 0 for one in records)
-
-
-def test_a_budget_is_named_like_a_recipe(model, tmp_path, monkeypatch, capsys):
-    def stopped(job):
-        raise RuntimeError(" ".join(job.what.recipes))
-
-    monkeypatch.setattr(prepare, "prepare", stopped)
-    assert run(model, tmp_path, "--recipes", "kivi-2bit", "aqua-2bit", "--bits", "0.4") != 0
-    assert "aqua-2bit auto" in capsys.readouterr().err
 
 
 def shaped(*shape: int) -> Any:

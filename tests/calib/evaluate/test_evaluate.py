@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvq_calib.evaluate import errors, perplexity, record
+from kvq_calib.evaluate import perplexity, record
 from kvq_calib.evaluate.candidate import Candidate, find
 from kvq_calib.evaluate.perplexity import REFERENCE
 from kvq_calib.model import find as models
-from kvq_calib.model.streamed import Stream
 from kvq_calib.text import corpus
 from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
@@ -76,16 +75,6 @@ def test_kl_by_its_definition(demo, scores):
     assert scores["higgs-2bit"].kls[0] == pytest.approx(float(expected), rel=1e-3)
 
 
-@pytest.mark.slow
-def test_a_recipe_that_needs_attention_is_served_and_the_others_are_not_touched(demo):
-    """A 4-bit SubKV is closer than 2 bits; the score of another recipe is the one it has alone, to the last bit."""
-    recipes = [preset(name) for name in ("subkv-2bit", "higgs-2bit", "subkv-4bit")]
-    together = scored(demo.model, demo.tokens[:1], *recipes)
-    assert 0 < 3 * together["subkv-4bit"].kl < together["subkv-2bit"].kl
-    assert together["higgs-2bit"] == scored(demo.model, demo.tokens[:1], recipes[1])["higgs-2bit"]
-    assert demo.model.config._attn_implementation == "sdpa"
-
-
 def test_distance_from_the_reference():
     """Windows differ more among each other than what is compared: the error is that of the gaps, window by window."""
     own, other = perplexity.Score(losses=[1.1, 2.3]), perplexity.Score(losses=[1.0, 2.0])
@@ -93,23 +82,6 @@ def test_distance_from_the_reference():
     assert relative == pytest.approx(own.perplexity / other.perplexity - 1)
     assert spread == pytest.approx(math.exp(0.2) * 0.1)  # gaps of 0.1 and 0.3: deviation 0.2 / √2, of two windows
     assert perplexity.Score(losses=[1.1]).against(perplexity.Score(losses=[1.0]))[1] is None
-
-
-@pytest.mark.slow
-def test_errors_by_layer(demo):
-    recipes = {name: (preset(name), {}) for name in ("exact", "higgs-2bit", "higgs-4bit", "h2o")}
-    recipes |= {"polar-online": (preset("polar-online"), {})}
-    rows = errors.by_layer(Stream(demo.files, dtype=torch.float32), demo.tokens[:1], recipes)
-    assert "polar-online" not in rows
-    assert [row["layer"] for row in rows["exact"]] == list(range(demo.files.geometry.layers))
-    for row in rows["exact"]:
-        assert row["key_error"] == row["value_error"] == row["attention_error_encoded"] == 0
-    for row in rows["h2o"]:  # its tokens are exact, and most are gone
-        assert row["key_error"] == 0 and row["attention_error_encoded"] is None
-    for two, four in zip(rows["higgs-2bit"], rows["higgs-4bit"], strict=True):
-        for name in ("key_error", "value_error", "attention_error_encoded"):
-            assert 0 < four[name] < two[name] / 5
-        assert 0.09 < two["value_error"] < 0.14  # the grid's error on a Gaussian is 0.108
 
 
 @pytest.fixture
@@ -126,7 +98,7 @@ def run(*words: str) -> int:
 def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
     registry = LocalRegistry(tmp_path / "registry")
     version = registry.publish("demo-mean", artifact.to_bytes(fitted))
-    words = ["demo-mean", "exact", "--length", "300", "--json", "--layers"]
+    words = ["demo-mean", "exact", "--length", "300", "--json"]
     words += ["--registry", registry.url, "--output", str(tmp_path / "out.json")]
     assert run(*words) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -136,19 +108,7 @@ def test_the_command_stores_records(demo, fitted, tmp_path, capsys):
     for part in printed[0]["result"]["protocols"].values():
         assert part["relative"] == pytest.approx(part["perplexity"] / part["reference_perplexity"] - 1, abs=1e-9)
         assert part["kl"] > 0 and 0 < part["decoded"]["reads"] < 1
-    assert len(printed[0]["result"]["layers"]) == demo.files.geometry.layers
     assert printed[0]["protocol"]["model"]["parameters"] == demo.model.num_parameters()
-
-
-@pytest.mark.slow
-def test_versions_of_an_artifact_are_rows_by_reference(fitted, tmp_path, capsys):
-    registry = LocalRegistry(tmp_path / "registry")
-    for seed in (1, 2):
-        made = replace(fitted, provenance={**fitted.provenance, "seed": seed})
-        registry.publish("demo-mean", artifact.to_bytes(made), f"1.{seed}.0")
-    pair = ["demo-mean@1.1.0", "demo-mean@1.2.0"]
-    assert run(*pair, "--length", "160", "--protocol", "full", "--registry", registry.url, "--quiet") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("demo-mean")] == pair
 
 
 def test_a_recipe_is_found_as_it_is_written(demo, tmp_path):
@@ -175,15 +135,3 @@ def test_what_cannot_be_evaluated(demo, fitted, tmp_path):
         record.evaluate(short, demo.batch, [exact])
     with pytest.raises(ValueError, match="name each once"):
         record.evaluate(demo.files, demo.batch, [exact] * 2)
-
-
-@pytest.mark.slow
-def test_a_real_model(test_data):
-    files = models.resolve(test_data / "models" / "stories260K")
-    text = str(test_data / "text" / "tinystories" / "stories_2M.txt")
-    tokens = corpus.select(text, files.path, 2, 384, 0, "held-out").tokens_BT
-    model = record.load_model(files)
-    scores = scored(model, tokens, preset("exact"), *(preset(f"higgs-{n}bit").with_exact(recent=0) for n in (2, 4)))
-    assert 3 < scores[REFERENCE].perplexity < 6
-    assert scores["exact"].perplexity == pytest.approx(scores[REFERENCE].perplexity, rel=1e-5)
-    assert abs(scores["exact"].kl) < 1e-9 < scores["higgs-4bit"].kl < scores["higgs-2bit"].kl

@@ -208,14 +208,6 @@ def test_an_outlier_in_the_text_is_counted_and_read_as_it_is_decoded(small, name
     assert "beyond" not in after["not"].figures(reference)
 
 
-@pytest.mark.parametrize("length", [31, 32])
-def test_whether_a_window_encodes_anything_is_known_before(small, length):
-    recipe = replace(preset("rtn-2bit"), window=Window(sinks=3, recent=64, block=32))
-    cache = FullCache(recipe, small.model, length=length)
-    logits_of(small.model, small.tokens[:, :length], cache)
-    assert caches.encodes(recipe, length) == (cache.blocks.layers[0].encoded > 0) == (length == 32)
-
-
 def test_a_fit_to_the_prompt_sees_the_first_half_alone(small):
     recipe, other = preset("svdq-online-2bit"), small.tokens.clone()
     other[:, LENGTH // 2 :] = other[:, LENGTH // 2 :].flip(1)
@@ -231,13 +223,6 @@ def test_a_fit_to_the_prompt_sees_the_first_half_alone(small):
     assert caches.fit_tokens(recipe, LENGTH) == LENGTH // 2 and caches.fit_tokens(preset("kivi-2bit"), LENGTH) is None
 
 
-def test_queries_are_fitted_to_as_well(small):
-    """SQuat's online feedback takes queries, which only attention sees."""
-    caches = [FullCache(preset(name), small.model, length=LENGTH) for name in ("squat-online-2bit", "kivi-2bit")]
-    online, plain = (logits_of(small.model, small.tokens, cache) for cache in caches)
-    assert distance(online, plain) > 1e-3 and torch.isfinite(online).all()
-
-
 def test_predicted_blocks_are_encoded_at_once(small, monkeypatch):
     """A matrix product for one block after the other takes several times as long."""
     seen, own = [], Linear.apply
@@ -248,25 +233,10 @@ def test_predicted_blocks_are_encoded_at_once(small, monkeypatch):
     assert seen == [(blocks, 128, 32), (blocks, 128, 64)] * 2  # keys and values of the two layers above the first
 
 
-def test_one_pass_a_cache(small):
-    cache = FullCache(preset("higgs-2bit"), small.model, length=LENGTH)
-    logits_of(small.model, small.tokens, cache)
-    with pytest.raises(RuntimeError, match="one forward pass"):
-        logits_of(small.model, small.tokens[:, :1], cache)
-
-
-@pytest.mark.parametrize("name, word", [("subkv-2bit", "stay exact"), ("h2o", "held, or read")])
-def test_what_chooses_tokens_has_no_full_encode(small, name, word):
-    recipe = preset(name)
-    assert word in (caches.refusal(recipe) or "")
-    with pytest.raises(ValueError, match=word):
-        caches.encoding_all(recipe, LENGTH)
-
-
 def evaluated(small, names, length=256, **settings):
     batch = corpus.select(str(tiny.text(small.folder)), small.folder, 2, length, 0, "held-out")
     candidates = [find(name, small.files) for name in names]
-    return record.evaluate(small.files, batch, candidates, record.Protocol(error_windows=0, **settings))
+    return record.evaluate(small.files, batch, candidates, record.Protocol(**settings))
 
 
 def test_a_block_of_another_size_changes_nothing_in_a_full_encode(small):

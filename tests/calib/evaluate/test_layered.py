@@ -61,8 +61,8 @@ def near(one: dict, other: dict) -> None:
 def test_it_is_the_whole_models_full_encode(small):
     """Of recipes of every kind; what has no full encode says so, and in use is not measured."""
     candidates = [candidate(name, small.files) for name in NAMES]
-    whole = record.evaluate(small.files, small.batch, candidates, Protocol(error_windows=0, by_layer=False))
-    parts = record.evaluate(small.files, small.batch, candidates, Protocol(error_windows=0, by_layer=True))
+    whole = record.evaluate(small.files, small.batch, candidates, Protocol(by_layer=False))
+    parts = record.evaluate(small.files, small.batch, candidates, Protocol(by_layer=True))
     for name, one, other in zip(NAMES, parts, whole, strict=True):
         if name == "h2o":
             assert figures(one) == figures(other) and "reason" in figures(one)
@@ -96,18 +96,19 @@ def test_of_other_architectures(kind: str, tmp_path: Path):
 def test_each_layer_is_read_once_and_what_is_kept_is_not_done_again(small, tmp_path, monkeypatch):
     stream, read, done = Stream(small.files, dtype=torch.float32), Counter(), []
     layer = Stream.layer
+    monkeypatch.setattr(perplexity, "ROW_TOKENS", LENGTH)
     monkeypatch.setattr(Stream, "layer", lambda self, index: read.update([index]) or layer(self, index))
 
     def caches(*names: str):
         return {name: lambda name=name: FullCache(preset(name), stream.blank, length=LENGTH) for name in names}
 
     given, saved = (stream, small.batch.tokens_BT), SavedResults(tmp_path)
-    first = layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, saved)
+    first = layered(*given, caches("higgs-2bit", "kivi-2bit"), done.append, saved)
     assert read == dict.fromkeys(range(stream.layers), 1) and sum(done) == 3 * small.batch.tokens_BT.numel()
     assert len(done) > stream.layers, "it is told while layers are run"
-    again = layered(*given, caches("higgs-2bit", "kivi-2bit"), 1, done.append, saved)
+    again = layered(*given, caches("higgs-2bit", "kivi-2bit"), done.append, saved)
     assert again == first and read.total() == stream.layers
-    more = layered(*given, caches("higgs-2bit", "rtn-4bit"), 1, done.append, saved)
+    more = layered(*given, caches("higgs-2bit", "rtn-4bit"), done.append, saved)
     assert read.total() == 2 * stream.layers and more["higgs-2bit"] == first["higgs-2bit"]
     assert more[perplexity.REFERENCE] == first[perplexity.REFERENCE] and sum(done) == 9 * small.batch.tokens_BT.numel()
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvq_calib.evaluate import record
 from kvq_calib.evaluate.candidate import find
-from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
+from kvq_calib.job.job import Job
 from kvq_calib.job.run import run
 from kvq_calib.model import find as models
 from kvq_calib.text import corpus
@@ -15,31 +15,16 @@ from kvq_runtime.registry.evaluation_records import parse
 
 def scores(files, batch, names) -> dict[str, Any]:
     candidates = [find(name, files) for name in names]
-    protocol = record.Protocol(error_windows=0, protocols=("full",))
+    protocol = record.Protocol(protocols=("full",))
     found = record.evaluate(files, batch, candidates, protocol)
     return {candidate.name: parse(one).figures("full") for candidate, one in zip(candidates, found, strict=True)}
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("quality")
-def test_on_stories260k_aqua_is_closer_than_higgs_at_the_same_bits(test_data):
-    model, text = test_data / "models" / "stories260K", test_data / "text" / "tinystories" / "stories_2M.txt"
-    recipes = ("aqua-2bit", "aqua-3bit")
-    run(Job(What(str(model), recipes), Text(str(text), 32, 512), Machine(threads=1), Evaluation(False)))
-    files = models.resolve(str(model))
-    batch = corpus.select(str(text), files.path, 6, 512, split="held-out")
-    found = scores(files, batch, ["stories260k-aqua-3bit", "higgs-3bit", "stories260k-aqua-4bit", "higgs-4bit"])
-    for bits in ("3bit", "4bit"):
-        aqua, higgs = found[f"stories260k-aqua-{bits}"], found[f"higgs-{bits}"]
-        assert aqua.perplexity < higgs.perplexity
-        assert aqua.kl < higgs.kl / 5
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("quality")
 def test_on_the_demo_model_aqua_beats_the_mean_and_the_mean_beats_nothing():
-    what, text = What("demo", ("aqua-2bit", "mean-higgs-2bit")), Text(samples=16, seq_len=512)
-    run(Job(what, text, Machine(threads=1), Evaluation(False)))
+    recipes = ("aqua-2bit", "mean-higgs-2bit")
+    run(Job("demo", recipes, samples=16, seq_len=512, threads=1, evaluate=False))
     files = models.resolve("demo")
     batch = corpus.select("demo", files.path, 8, 512, split="held-out")
     found = scores(files, batch, ["demo-aqua-2bit", "demo-mean-higgs-2bit", "higgs-2bit"])

@@ -13,18 +13,17 @@ from kvq_calib.cli import subcommands as commanded
 from kvq_calib.evaluate import tasks
 from kvq_calib.evaluate.caches import in_use
 from kvq_calib.evaluate.candidate import Candidate
+from kvq_calib.evaluate.needles import STEPS, Haystack
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.evaluate.saved_results import SavedResults
-from kvq_calib.evaluate.tasks import Continuation, loglikelihoods
+from kvq_calib.evaluate.tasks import loglikelihoods
 from kvq_calib.model import find as models
-from kvq_calib.tasks.needles import STEPS, Haystack
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.recipe import preset
 
 SENTENCES = ("One sentence of it.", "Another one!")
 HAYSTACK = Haystack("text", "digest", SENTENCES)
 SHORT = "+window.recent=0"  # so that a block is encoded as soon as it is full
-LENGTHS = (150, 290, 30)
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +68,6 @@ def test_figures_are_means_of_cells_and_errors_are_over_texts(files, monkeypatch
         assert part["tasks"]["needle"] == {"accuracy": 0.75, "se": pytest.approx(0.25), "texts": 4}
     assert 0.2 < part["decoded"]["320"] <= 1 and part["reference"]["needle"]["accuracy"] == 0.75
     assert tasks.summary([1.0])["se"] is None
-
-
-@pytest.mark.slow
-def test_a_text_that_stays_exact_gives_a_reason_and_no_figures(files):
-    asked = plan(lengths=(160,), tasks=("needle",), samples=1)
-    _, record = tasks.evaluate(files, [Candidate("rtn-2bit", preset("rtn-2bit"), {})], asked)
-    part = record["result"]["protocols"]["in-use"]
-    assert "nothing was encoded" in part["reason"] and "tasks" not in part
 
 
 def test_a_stopped_evaluation_repeats_nothing(files, monkeypatch, tmp_path):
@@ -125,7 +116,7 @@ def test_a_needle_lies_at_its_depth_and_the_prompt_is_as_long_as_it_may_be(files
 
 def test_options_that_do_not_suit_tasks_are_refused(kvq, monkeypatch):
     words = ["eval", "exact", "--model", "demo", "--tasks"]
-    for more in (["--layers"], ["--protocol", "full"]):
+    for more in (["--by-layer"], ["--protocol", "full"]):
         code, _, err = kvq(*words, "passkey", *more)
         assert code == 2 and "are of text, which --tasks does not measure" in err
     monkeypatch.setattr(commanded, "find_spec", lambda name: None)
@@ -136,41 +127,26 @@ def test_options_that_do_not_suit_tasks_are_refused(kvq, monkeypatch):
 # ---- continuations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def rows(model):
-    random = torch.Generator().manual_seed(0)
-    return [torch.randint(2, model.config.vocab_size, (length,), generator=random).tolist() for length in LENGTHS]
-
-
-ASKED = [Continuation(0, (5, 7)), Continuation(1, tuple(range(3, 203))), Continuation(2, (9,)), Continuation(2, (11,))]
-
-
 @pytest.mark.slow
 @torch.inference_mode()
-def test_exact_is_the_model_without_a_cache(model, rows):
-    asked = [Continuation(1, (*rows[1][-199:], 4)), *ASKED[2:]]
-    (exact, _), (reference, shares) = (
-        loglikelihoods(model, one, rows, asked, 32)
-        for one in (cache(model, f"exact{SHORT}"), DynamicCache(config=model.config))
-    )
-    assert exact == reference and shares == [0, 0, 0]
-    logq = model(torch.tensor([rows[1]])).logits[0, -200:].double().log_softmax(-1)
-    target = torch.tensor([*rows[1][-199:], 4])
-    assert exact[0][0] == pytest.approx(float(logq.gather(-1, target[:, None]).sum()), rel=1e-5)
-    likeliest = Continuation(2, (int(model(torch.tensor([rows[2]])).logits[0, -1].argmax()),))
-    assert loglikelihoods(model, cache(model, "exact"), rows, [likeliest], 32)[0][0][1] is True
-
-
-@pytest.mark.slow
-def test_rows_side_by_side_are_scored_as_alone(model, rows):
-    together, shares = loglikelihoods(model, cache(model, f"kivi-2bit{SHORT}"), rows, ASKED, 32)
-    for row, tokens in enumerate(rows):
-        own = [one for one in ASKED if one.row == row]
-        alone = [Continuation(0, one.tokens) for one in own]
-        again, (share,) = loglikelihoods(model, cache(model, f"kivi-2bit{SHORT}"), [tokens], alone, 32)
-        for one, (value, greedy) in zip(own, again, strict=True):
-            assert together[ASKED.index(one)] == (pytest.approx(value, rel=1e-5), greedy)
-        assert shares[row] == pytest.approx(share)
-    exact, _ = loglikelihoods(model, cache(model, f"exact{SHORT}"), rows, ASKED, 32)
-    assert abs(together[1][0] - exact[1][0]) > 0.01 and shares[1] > 0.2, "two bits were read"
-    assert together[2] == (pytest.approx(exact[2][0], rel=1e-5), exact[2][1]) and shares[2] == 0, "30 stay exact"
+def test_continuations_are_scored_through_the_cache(model):
+    """Exact gives what one pass without a cache gives; of two bits a long row reads codes, a short one does not."""
+    random = torch.Generator().manual_seed(0)
+    for length, last in ((290, 200), (30, 1)):
+        row = torch.randint(2, model.config.vocab_size, (length,), generator=random)
+        logq_TV = model(row[None]).logits[0, -last:].double().log_softmax(-1)
+        likeliest = int(logq_TV[-1].argmax())
+        continuations = [(*row[length - last + 1 :].tolist(), token) for token in (likeliest, (likeliest + 1) % 100)]
+        caches = [DynamicCache(config=model.config), cache(model, f"exact{SHORT}"), cache(model, f"rtn-2bit{SHORT}")]
+        (reference, none), (exact, _), (two, share) = (
+            loglikelihoods(model, one, row.tolist(), continuations, 32) for one in caches
+        )
+        assert exact == reference and none == 0
+        for tokens, (total, greedy) in zip(continuations, reference, strict=True):
+            target_T = torch.tensor(tokens)
+            assert total == pytest.approx(float(logq_TV.gather(-1, target_T[:, None]).sum()), rel=1e-5)
+            assert greedy == bool((logq_TV.argmax(-1) == target_T).all())
+        if length == 290:
+            assert abs(two[0][0] - exact[0][0]) > 0.01 and share > 0.2, "two bits were read"
+        else:
+            assert two == exact and share == 0, "30 tokens stay exact"

@@ -51,10 +51,10 @@ def slow(q_NTGD: Tensor) -> Tensor:
 
 def test_moments_of_chunks_are_those_of_all_queries_of_a_kv_head():
     q, total = heads(), QueryMoments(GEOMETRY)
-    for index, part in enumerate(q.split(3)):
+    for part in q.split(3):
         partial = QueryMoments(GEOMETRY)
         partial.update(part, tables())
-        total.merge(index, partial)
+        total.merge(partial)
     found = total.value()
     assert torch.allclose(found.before, slow(q), rtol=1e-5, atol=1e-5)
     assert torch.allclose(found.after, slow(rope.rotate(q, *tables())), rtol=1e-5, atol=1e-5)

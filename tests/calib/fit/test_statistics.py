@@ -17,11 +17,11 @@ def _relative(found: torch.Tensor, expected: np.ndarray) -> float:
 def test_moments_of_chunks_are_those_of_everything():
     x, mask = _data(), torch.rand(96, 8, generator=torch.Generator().manual_seed(1)) < 0.7
     total = Moments(6)
-    for index, (part, kept) in enumerate(zip(x.split(10), mask.split(10), strict=True)):
+    for part, kept in zip(x.split(10), mask.split(10), strict=True):
         partial = Moments(6)
         partial.update(part[:4], kept[:4])
         partial.update(part[4:], kept[4:])
-        total.merge(index, partial)
+        total.merge(partial)
     rows = x[mask].numpy()
     value = total.value()
     assert value.count == mask.sum()
@@ -40,10 +40,10 @@ def test_cross_moments_of_chunks_are_those_of_everything():
     mask = torch.ones(96, 8, dtype=torch.bool)
     mask[:, :2] = False
     total = CrossMoments(x[0, 0].float(), y[0, 0].float())
-    for index, parts in enumerate(zip(x.split(7), y.split(7), mask.split(7), strict=True)):
+    for parts in zip(x.split(7), y.split(7), mask.split(7), strict=True):
         partial = CrossMoments(x[0, 0].float(), y[0, 0].float())
         partial.update(*parts)
-        total.merge(index, partial)
+        total.merge(partial)
     value = total.value()
     xx, xy, yy = _covariances(x[mask].numpy(), y[mask].numpy())
     assert value.count == mask.sum()
@@ -64,20 +64,13 @@ def test_cross_moments_keep_small_covariances_under_large_means():
     assert _relative(value.yy_O, yy) < 1e-6
 
 
-def test_products_of_inputs_that_are_known_are_not_summed_again():
-    """The last two of five; and what a map leaves of the outputs, from the moments alone and from the tokens."""
+def test_what_a_map_leaves_has_a_moment_that_follows():
     x, y = (_data(seed=s)[..., :width] for s, width in ((5, 5), (6, 3)))
-    whole, part = (CrossMoments(torch.zeros(5), torch.zeros(3), known) for known in (0, 2))
-    for sums in (whole, part):
-        sums.update(x, y)
-    last = x[..., 3:].flatten(0, 1)
-    expected, found = whole.value(), part.value(last.mT @ last / len(last))
-    assert not part.sums["products"][3:5, 3:5].any() and whole.sums["products"][3:5, 3:5].any()
-    for name in ("xx_II", "xy_IO", "yy_OO", "mean_x_I", "mean_y_O"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
+    sums = CrossMoments(torch.zeros(5), torch.zeros(3))
+    sums.update(x, y)
     weight_IO, bias_O = torch.randn(5, 3, generator=torch.Generator().manual_seed(7)), torch.tensor([1.0, 0.0, -2.0])
     left = (y - x @ weight_IO.double() - bias_O).flatten(0, 1)
-    torch.testing.assert_close(found.left(weight_IO, bias_O), left.mT @ left / len(left), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums.value().left(weight_IO, bias_O), left.mT @ left / len(left), rtol=1e-5, atol=1e-5)
 
 
 def test_a_sample_among_so_many_is_the_same_and_looks_at_few():
@@ -97,11 +90,11 @@ def test_a_sample_among_so_many_is_the_same_and_looks_at_few():
 def _sample(x: torch.Tensor, chunk: int, order: list[int], seed: int = 0) -> Sample:
     total = Sample(40, 6, seed)
     starts = range(0, len(x), chunk)
-    for index, place in enumerate(order if order else range(len(starts))):
+    for place in order or range(len(starts)):
         rows = torch.arange(starts[place], min(starts[place] + chunk, len(x)))
         partial = Sample(40, 6, seed)
         partial.update(x[rows].flatten(0, 1).__getitem__, rows, x.shape[1])
-        total.merge(index, partial)
+        total.merge(partial)
     return total
 
 

@@ -1,5 +1,6 @@
 """The tasks of a flow, called without Prefect's engine, make the bytes that a run in this process makes."""
 
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
@@ -17,8 +18,8 @@ def test_tasks_make_the_bytes_of_a_run_and_resume_it(tmp_path, monkeypatch):
     monkeypatch.setattr(flow, "update_progress_artifact", lambda id, progress, text: shown.append((progress, text)))
     model = tiny.with_text(tmp_path)
     settings = {"corpus": f"{model}/corpus.txt", "samples": 4, "seq_len": 128, "evaluate": False, "checkpoint_every": 0}
-    here = Job.from_settings(model=str(model), **settings, run=str(tmp_path / "here"))
-    there = here.with_settings(run=str(tmp_path / "there"))
+    here = Job(model=str(model), **settings, run=str(tmp_path / "here"))
+    there = replace(here, run=str(tmp_path / "there"))
     (expected,), _ = run.run(here)
     with flow._sharing(there, prepare.prepare(there)):
         assert flow.prepare.fn(there, 0) == 0

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from kvq_calib.evaluate import quality_checks
-from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
+from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import preflight, prepare
 from kvq_calib.model import find
 from kvq_calib.run import plan as plans
@@ -33,8 +33,8 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def job(model, tmp_path) -> Job:
     folder = str(tmp_path / "runs" / "run")
-    text = Text(str(model / "corpus.txt"), samples=4, seq_len=128)
-    return Job(What(str(model)), text, Machine(run=folder), Evaluation(False))
+    corpus = str(model / "corpus.txt")
+    return Job(str(model), corpus=corpus, samples=4, seq_len=128, run=folder, evaluate=False)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_disk_that_is_one_byte_too_small_is_refused(job, machine, tmp_path):
 def test_names_that_are_none_are_told_before_a_model_is_fetched(job, monkeypatch):
     monkeypatch.setattr(find, "resolve", lambda *_: pytest.fail("a model is fetched"))
     with pytest.raises(NotFound, match="no recipe 'aqua-9bit'"):
-        prepare(job.with_settings(recipes=("aqua-9bit",)))
+        prepare(replace(job, recipes=("aqua-9bit",)))
     with pytest.raises(NotFound, match="nosuch"):
         quality_checks.check_drift(["nosuch"], "demo", "demo", Bounds(1.05), seed=0)
 
@@ -75,16 +75,8 @@ def test_names_that_are_none_are_told_before_a_model_is_fetched(job, monkeypatch
 )
 def test_all_cores_are_used_and_none_is_shared(here: int, asked: dict, threads: int, job, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", str(here))
-    work = prepare(job.with_settings(**asked))
+    work = prepare(replace(job, **asked))
     assert work.plan.threads == work.plan.environment["threads"] == threads
-
-
-def test_more_threads_than_cores_are_said(job, machine, monkeypatch):
-    machine()
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    given = job.with_settings(threads=2, workers=3)
-    assert preflight(given, prepare(given)) == ["6 threads in 3 processes exceed 4 cores; leave out --threads"]
-    assert preflight(given.with_settings(workers=2), prepare(given)) == []
 
 
 def test_memory_that_is_one_byte_too_small_is_refused(job, machine):
@@ -115,7 +107,7 @@ def test_what_a_run_needs_is_what_its_files_and_weights_take(job):
 def test_what_gradients_keep_is_counted(job, monkeypatch):
     """Of each layer the hidden states above it: 256 tokens, of 384 that the run fits on."""
     monkeypatch.setattr(plans, "BEGINNING", 200)
-    work = prepare(job.with_settings(recipes=("aqua-fisher-2bit",)))
+    work = prepare(replace(job, recipes=("aqua-fisher-2bit",)))
     plain = replace(work.plan, recipes=tuple(map(preset, ["aqua-2bit"])))
     found, less = work.plan.needs(work.files)["disk"], plain.needs(work.files)["disk"]
     read = 4 * 128 * 2 * 32 * 2 * (work.plan.depth - plain.depth)  # decoded layers below
@@ -125,6 +117,6 @@ def test_what_gradients_keep_is_counted(job, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_named_before_a_run(job, machine, tmp_path):
     machine()
     (tmp_path / "file").write_text("")
-    blocked = job.with_settings(run=str(tmp_path / "file" / "run"))
+    blocked = replace(job, run=str(tmp_path / "file" / "run"))
     with pytest.raises(RuntimeError, match=rf"{tmp_path}/file: nothing can be written there; .*--run DIR"):
         preflight(blocked, prepare(blocked))

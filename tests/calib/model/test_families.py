@@ -1,18 +1,20 @@
 """A model of each listed family, run a layer at a time, is the whole model; others are refused by name."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
 from kvq_calib.model import find as models
-from kvq_calib.model.streamed import Stream
+from kvq_calib.model.streamed import Stream, default_dtype
 from kvq_runtime.families import FAMILIES
 from kvq_runtime.hf import fingerprint_of
-from kvq_runtime.ops import rope
+from kvq_runtime.ops import product, rope
 
 SHAPE = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -30,7 +32,11 @@ RECURS = {
 }  # fmt: skip
 SHARED = {"shared_expert_intermediate_size": 32}
 GEMMA4 = SLIDES | {"hidden_size_per_layer_input": 0, "global_head_dim": 16, "num_kv_shared_layers": 0}
+LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=64)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
 OWN: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "qwen3": {"rope_parameters": YARN},
     "mistral": {"sliding_window": None}, "mixtral": EXPERTS,
     "qwen2": SLIDES, "qwen2_moe": EXPERTS | SHARED, "qwen3_moe": EXPERTS, "phi3": {},
     "gemma2": SLIDES, "gemma3_text": SLIDES, "gemma4_text": GEMMA4, "olmo3": SLIDES,
@@ -43,7 +49,7 @@ TOWER = {
     "num_heads": 2, "out_hidden_size": 64, "image_size": 28, "patch_size": 14,
 }  # fmt: skip
 IMAGES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
-QUICK = ("gemma3", "gemma2", "phi3", "gpt_oss", "qwen3_next", "qwen3_moe", "granite")
+QUICK = ("llama", "qwen3", "gemma3", "gemma2", "phi3", "gpt_oss", "qwen3_next", "qwen3_moe", "granite")
 TEXT = [kind for kind in FAMILIES if f"{kind}_text" not in FAMILIES]
 KINDS = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in [*TEXT, *IMAGES]]
 
@@ -159,3 +165,36 @@ def test_recipes_that_undo_rope_need_layers_that_turn_keys(folders):
     files = models.resolve(folders("smollm3"))
     with pytest.raises(ValueError, match=r"undoes RoPE, but of smollm3.* some layers turn no keys"):
         plans.make(files, (preset("aqua-2bit"),), source="demo", samples=8, seq_len=64)
+
+
+def test_only_one_layer_is_held(folders):
+    stream = Stream(models.resolve(folders("qwen3")), dtype=torch.float32)
+    h = stream.embed(torch.ones(3, 33, dtype=torch.int64))
+    gc.collect()  # what other tests left; below, dropping a layer frees it without
+    before = _live()
+    for index in range(stream.layers):
+        layer = stream.layer(index)
+        h = layer.forward(h).h_BTE
+        assert 0 < _live() - before <= stream.files.layer_bytes(index), f"layer {index}"
+        del layer
+        assert _live() == before, f"layer {index} is kept"
+
+
+def _live() -> int:
+    parameters = [x for x in gc.get_objects() if type(x) is nn.Parameter and x.device.type != "meta"]
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def test_the_default_dtype_is_the_weights_own_where_it_is_fast(demo_model: Path, monkeypatch: pytest.MonkeyPatch):
+    files = models.resolve("demo")
+    for native, expected in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr(product, "multiplies_bfloat16", lambda native=native: native)
+        assert default_dtype(files, torch.device("cpu")) == expected
+    assert default_dtype(files, torch.device("cuda")) == torch.bfloat16
+
+
+def test_weights_that_do_not_fit_are_named(folders, tmp_path):
+    folder = changed(folders("qwen3"), tmp_path / "other", intermediate_size=32)
+    (folder / "model.safetensors").symlink_to(folders("qwen3") / "model.safetensors")
+    with pytest.raises(ValueError, match=r"do not fit its config\.json"):
+        Stream(models.resolve(folder)).layer(0)

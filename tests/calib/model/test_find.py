@@ -14,7 +14,6 @@ from huggingface_hub.utils import (
 )
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -23,8 +22,7 @@ from kvq_calib.cli import calibrate
 from kvq_calib.model import find as models
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.errors import NotFound
-from kvq_runtime.geometry import MODELS, Geometry
-from kvq_runtime.hf import fingerprint_of
+from kvq_runtime.geometry import Geometry
 
 
 @pytest.fixture
@@ -91,26 +89,12 @@ def test_shards_are_one_model(tmp_path: Path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "of model_type qwen2 Qwen2ForCausalLM is calibrated"),
         ({"architectures": None}, "of model_type qwen2 Qwen2ForCausalLM is calibrated"),
-        ({"auto_map": {"AutoModel": "own.Model"}, "model_type": "qwen"}, "model_type='qwen' is not a family"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic'; supported are default"),
         ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "has no sliding_window"),
         (
-            {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+            {"layer_types": ["sliding_attention"] * 6, "use_sliding_window": True, "sliding_window": 64},
             "no layer of this model",
-        ),
-        (
-            {
-                "architectures": ["MistralForCausalLM"],
-                "model_type": "mistral",
-                "layer_types": None,
-                "sliding_window": None,
-                "use_sliding_window": None,
-                "max_window_layers": None,
-            },
-            "no layer of this model attends to all",
         ),
         ({"num_hidden_layers": 7, "layer_types": None}, "no weights for layer 6 of 7"),
     ],
@@ -118,23 +102,6 @@ def test_shards_are_one_model(tmp_path: Path):
 def test_what_cannot_be_captured_is_refused(folder: Path, changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         models.resolve(_edit(folder, **changes))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {
-            "architectures": ["MistralForCausalLM"],
-            "model_type": "mistral",
-            "sliding_window": "null",
-            "layer_types": None,
-        },
-        {"layer_types": None, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0},
-        {"layer_types": None, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 6},
-    ],
-)
-def test_what_only_looks_so_is_not(folder: Path, changes: dict):
-    assert models.resolve(_edit(folder, **changes)).geometry.layers == 6
 
 
 def test_only_safetensors_are_opened(folder: Path):
@@ -242,18 +209,3 @@ def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(RuntimeError, match=r"could not download Qwen/Qwen2\.5-7B, .* give a folder"):
         models.resolve("qwen2.5-7b")
-
-
-@pytest.mark.slow
-def test_the_real_model_speaks(real_model: Path):
-    """As any user loads it; its weights are those of the package's file."""
-    files = models.resolve(real_model)
-    assert (files.geometry, files.context) == (MODELS["smollm2-135m"], 8192) and files.quantization == "Q4_1"
-    tokenizer = AutoTokenizer.from_pretrained(real_model)
-    model = AutoModelForCausalLM.from_pretrained(real_model)
-    fingerprint.check_match(files.fingerprint(), fingerprint_of(model))
-    asked = [{"role": "user", "content": "What is the capital of France?"}]
-    given = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    said = model.generate(**given, max_new_tokens=12, do_sample=False)
-    assert "Paris" in tokenizer.decode(said[0, given["input_ids"].shape[1] :])
-    assert tokenizer.encode("in 2023") == tokenizer.encode("in ") + [tokenizer.vocab[digit] for digit in "2023"]

@@ -101,16 +101,6 @@ def test_a_file_without_end_is_not_read(name, demo_model, tmp_path):
         tokenizer.Encoder(folder)
 
 
-def test_an_end_of_text_that_is_no_token_is_looked_for_in_the_configuration(demo_model, tmp_path):
-    folder = copied(demo_model, tmp_path)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": [1]}}))
-    assert tokenizer.Encoder(folder).bounded(["a"]) == tokenizer.Encoder(demo_model).bounded(["a"])
-    given = json.loads((folder / "config.json").read_text()) | {"eos_token_id": "x"}
-    (folder / "config.json").write_text(json.dumps(given))
-    with pytest.raises(ValueError, match="names no end-of-text token"):
-        tokenizer.Encoder(folder)
-
-
 def test_a_tokenizer_of_another_model_is_refused(demo_model, tmp_path):
     folder = copied(demo_model, tmp_path)
     given = json.loads((folder / "config.json").read_text()) | {"vocab_size": 300}

@@ -48,7 +48,7 @@ def front_of(text: str) -> dict:
 
 
 def test_the_card_says_what_is_known(fitted):
-    text = cards.card(fitted, [record()], "demo-aqua", {"license": "apache-2.0"}, ["error-by-layer.png"])
+    text = cards.card(fitted, [record()], "demo-aqua", {"license": "apache-2.0"}, "perplexity-by-bits.png")
     front = front_of(text)
     assert front["license"] == "apache-2.0" and {"kvq", "aqua-2bit", "arxiv:2501.19392"} <= set(front["tags"])
     assert "base_model" not in front and "datasets" not in front  # demo is no repository of the Hub
@@ -58,7 +58,7 @@ def test_the_card_says_what_is_known(fitted):
     for fact in (
         "| licence of the model | apache-2.0 |", "+2.00% ± 0.20%", "**4.07M parameters**", "0.8765", "| 131,072 |",
         "2 held-out sequences", "8 of 512 tokens", "a small model (4.07M parameters)",
-        "![error by layer](error-by-layer.png)", "**USABLE**",
+        "![perplexity by bits](perplexity-by-bits.png)", "**USABLE**",
     ):  # fmt: skip
         assert fact in text, fact
     widths = {line.count("|") - line.count("\\|") for line in text.splitlines() if re.match(r"\| (layer|0) ", line)}
@@ -75,12 +75,6 @@ def test_a_model_of_the_hub_is_named(fitted):
     assert front["datasets"] == ["org/text"]
     assert f'AutoModelForCausalLM.from_pretrained(model_id, revision="{"c" * 40}"' in text
     assert "**7.6B parameters**" in text and "small model" not in text
-
-
-def test_the_licence_is_what_the_model_says(tmp_path):
-    assert cards.license_of(tmp_path) == {}
-    (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n# x\n")
-    assert cards.license_of(tmp_path) == {"license": "other", "license_name": "qwen-research"}
 
 
 def test_bounds_and_reasons_are_on_the_card(fitted):
@@ -110,10 +104,3 @@ def test_the_snippet_runs(name, capsys):
     assert ("set_attn_implementation" in code) == (name == "subkv-aqua-2bit")
     exec(code, {})
     assert name in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "count, said", [(494_000_000, "494M"), (7_615_616_512, "7.62B"), (260_032, "260K"), (12, "12")]
-)
-def test_sizes(count, said):
-    assert tables.size_of(count) == said

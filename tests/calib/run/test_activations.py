@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from kvq_calib.job.job import Job, Machine, Text, What
+from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.model import find as models
 from kvq_calib.run import calibrate as runs
@@ -195,14 +195,9 @@ def test_a_checkpoint_is_not_written_more_often_than_its_share_allows(tmp_path, 
     assert [path.name for path in held._tensors] == ["hidden-00000.safetensors"], "of the newest layer alone"
 
 
-def test_what_is_held_shares_no_memory_with_what_it_was_cut_from(tmp_path):
-    held, whole = InMemory(), torch.arange(12.0).view(3, 4)
-    held.save({"key": whole[:, :2]}, tmp_path / "layer-0000.partial" / "capture-00000.safetensors")
-    found = held.load(tmp_path / "layer-0000" / "capture-00000.safetensors")["key"]
-    assert torch.equal(found, whole[:, :2]) and found.untyped_storage().nbytes() == found.nbytes
-    held.remove(tmp_path / "layer-0000" / "capture-00000.safetensors")
-    with pytest.raises(FileNotFoundError):
-        held.load(tmp_path / "layer-0000" / "capture-00000.safetensors")
+def a_job(model, folder, **settings) -> Job:
+    text = {"corpus": str(model / "corpus.txt"), "samples": 6, "seq_len": 256, "held_out": 2}
+    return Job(str(model), run=str(folder), **text, **settings)
 
 
 @pytest.mark.parametrize(
@@ -211,14 +206,11 @@ def test_what_is_held_shares_no_memory_with_what_it_was_cut_from(tmp_path):
      ({"workers": 2}, InFiles)],
 )  # fmt: skip
 def test_where_activations_are_held(given, kind, model, tmp_path):
-    text = Text(str(model / "corpus.txt"), 6, 256, 2)
-    work = prepare(Job(What(str(model)), text, Machine(run=str(tmp_path), **given)))
-    assert type(work.activations) is kind
+    assert type(prepare(a_job(model, tmp_path, **given)).activations) is kind
 
 
 def test_they_are_files_where_memory_has_no_room(model, tmp_path, monkeypatch):
-    text = Text(str(model / "corpus.txt"), 6, 256, 2)
-    job = Job(What(str(model)), text, Machine(run=str(tmp_path)))
+    job = a_job(model, tmp_path)
     needs = prepare(job).plan.needs(models.resolve(str(model)))
     for room, kind in ((1.1, InMemory), (0.9, InFiles)):
         free = 2 * room * (2 * needs["held"] + needs["layer"] + needs["chunk"])

@@ -1,7 +1,6 @@
 """Bits divided among layers, keys and values: the least there can be, within the budget, and runs that keep it."""
 
 import itertools
-import json
 import shutil
 from dataclasses import replace
 from itertools import product
@@ -61,12 +60,6 @@ def test_the_choice_is_the_best_of_all(seed, scale):
         assert spent(errors, picks) == pytest.approx(min(possible), rel=1e-12)
 
 
-def test_more_bits_never_promise_more_error():
-    costs, errors = tables(7, places=24, options=9)
-    promised = [spent(errors, choose(costs, errors, bound)) for bound in range(24 * costs[0], 24 * costs[-1] + 1, 5)]
-    assert promised == sorted(promised, reverse=True) and promised[-1] < promised[0]
-
-
 def test_on_equal_errors_the_cheaper_is_taken_and_a_budget_below_the_cheapest_refused():
     assert choose([2, 3, 4], [[1.0, 1.0, 1.0]], 9) == [0]
     with pytest.raises(ValueError, match="cheapest options cost 4"):
@@ -81,19 +74,6 @@ def curves(weights, keys: float = 3.0) -> list[dict[str, list[dict[str, float]]]
     left = [4.0 ** -scheme.bits(128, GEOMETRY) for scheme in bit_allocation.vllm_settings(GEOMETRY)]
     more = {"key": keys, "value": 1.0}
     return [{role: [{"nats": weight * more[role] * part} for part in left] for role in ROLES} for weight in weights]
-
-
-def test_what_is_a_hundred_times_as_sensitive_gets_more_bits():
-    """By theory ½ log₂ 100 = 3.3 bits more, of a layer or a role; settings are a bit apart, the two dearest four."""
-    first = bit_allocation.auto_vllm_recipe(3, GEOMETRY)
-    found, _ = bit_allocation.chosen(first, 3, GEOMETRY, curves([1, 1, 100, 1]))
-    bits = [sum(found.scheme(n, role).bits(128, GEOMETRY) for role in ROLES) / 2 for n in range(4)]
-    assert bits[2] - max(bits[0], bits[1], bits[3]) >= 2 and max(bits[0], bits[1], bits[3]) - min(bits) <= 1
-    found, measures = bit_allocation.chosen(first, 3, GEOMETRY, curves([1] * 4, keys=100))
-    for layer in range(4):
-        key, value = (found.scheme(layer, role).bits(128, GEOMETRY) for role in ROLES)
-        assert key - value == pytest.approx(3.32, abs=1.2)
-        assert measures[layer]["key"]["nats"] == pytest.approx(100 * 4.0**-key)
 
 
 @pytest.mark.parametrize("asked", [1.25, 3.1, 6.0])
@@ -114,14 +94,6 @@ def test_bits_divided_by_gradients_are_within_the_budget(asked):
     assert found.name == f"auto-{asked:g}bit" and all(map(plans.divides, found.schemes))
     total = found.key.quantize.budget(GEOMETRY.width) + found.key.quantize.gain
     assert asked * GEOMETRY.width - 1 < total <= asked * GEOMETRY.width
-
-
-def test_bits_that_a_model_cannot_have_are_refused():
-    for asked in (0.01, 9.0, float("nan")):
-        with pytest.raises(ValueError, match="this model can have"):
-            bit_allocation.auto_recipe(asked, GEOMETRY)
-    with pytest.raises(ValueError, match=r"--bits 0.5; this model, for vllm, can have 1\.\d+ to 8\.\d+"):
-        bit_allocation.auto_vllm_recipe(0.5, GEOMETRY)
 
 
 # ---- bits divided by variances
@@ -148,17 +120,6 @@ def test_divided_bits_cost_the_least_that_they_can():
     table = [[least(a, b, total) for total in range(9)] for a, b in places]
     best = min(spent(table, bits) for bits in product(range(9), repeat=4) if sum(bits) == 16)
     assert spent(table, own) == pytest.approx(best)
-
-
-def test_a_place_that_is_worth_nothing_still_stores_a_bit_and_only_what_is_divided_changes():
-    geometry = Geometry(2, 1, 8)
-    alone = Scheme(Mixed(target=4.0), rotate=Basis())
-    recipe = Recipe("r", shared(1.0, gain=3), shared(1.0, gain=3), "pre", {0: (alone, shared(1.0, gain=3))})
-    notes = [{"value": [1e-30] * 8}, {"key": [9.0] * 8, "value": [4.0] * 8}]
-    found = bit_allocation.divided(recipe, geometry, notes)
-    assert found.scheme(0, "key") == alone
-    own = [found.scheme(*place).quantize for place in ((0, "value"), (1, "key"), (1, "value"))]
-    assert own[0].budget(8) == 1 and sum(stage.budget(8) for stage in own) == 3 * (8 - 3)
 
 
 def test_a_draft_has_no_gains_and_whole_predictors_where_bits_are_divided():
@@ -239,7 +200,7 @@ def test_what_a_draft_has_found_is_read_once(model, tmp_path):
 def asked(model: Path, folder: Path, **settings) -> Job:
     given = {"recipes": ("auto",), "engine": "vllm", "samples": 6, "seq_len": 128, "held_out": 2, "publish": False}
     given |= {"bits": (3.0,), "corpus": str(model / "corpus.txt"), "run": str(folder)} | settings
-    return Job.from_settings(model=str(model), **given)
+    return Job(model=str(model), **given)
 
 
 def test_a_run_for_vllm_measures_every_setting_once_and_chooses(model, tmp_path):
@@ -267,18 +228,6 @@ def test_a_run_for_vllm_measures_every_setting_once_and_chooses(model, tmp_path)
     squared = measures["relative_error"] * float(v_NTC.square().sum(-1).mean())
     assert measures["nats"] == pytest.approx(cost * squared, rel=1e-2)
     assert artifact.to_bytes(runs.artifacts(work)[name]) == artifact.to_bytes(made)
-
-
-@pytest.mark.slow
-def test_a_budget_is_published_beside_another_recipe_with_what_was_chosen(model, capsys):
-    given = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--samples", "4", "--seq-len", "256"]
-    given += ["--recipe", "auto", "--bits", "3", "--for", "vllm", "--recipe", "mean-higgs-head-2bit-post"]
-    assert cli.main([*given, "--json"]) == 0
-    other, row = json.loads(capsys.readouterr().out)
-    assert other["recipe"] == "mean-higgs-head-2bit-post" and row["recipe"] == "auto-3bit-vllm"
-    assert "layers" not in other and [layer["layer"] for layer in row["layers"]] == [0, 1, 2]
-    mean = sum(layer["keys"] + layer["values"] for layer in row["layers"]) / 6
-    assert mean == pytest.approx(row["bits_per_element"], abs=1e-3) and row["bits_per_element"] <= 3
 
 
 @pytest.mark.parametrize(

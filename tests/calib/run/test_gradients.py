@@ -114,12 +114,6 @@ def test_errors_cost_half_their_square_in_nats(tmp_path):
     assert sum(kls) / len(kls) == pytest.approx(0.5 * trace * sigma**2 * 252 / 256, rel=0.25)
 
 
-def test_gradients_are_of_a_few_sequences_however_long_the_text_is(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(plans, "BEGINNING", 400)  # a sequence and more than half of one
-    plan = replace(a_run(model, tmp_path / "run", preset(RECIPE)).plan, chunk=2)
-    assert gradients.chunks(plan) == [range(0, 2)]
-
-
 def test_gradients_are_of_as_much_as_is_asked_for_and_the_plan_says_so(model, tmp_path):
     plan = replace(a_run(model, tmp_path / "run", preset(RECIPE)).plan, chunk=2)
     asked = replace(plan, gradient_tokens=700)  # two sequences and three quarters of one
@@ -128,14 +122,6 @@ def test_gradients_are_of_as_much_as_is_asked_for_and_the_plan_says_so(model, tm
     assert asked.digest != plan.digest
     with pytest.raises(ValueError, match="gradient_tokens=0; use at least 1"):
         replace(plan, gradient_tokens=0)
-
-
-def test_gradients_of_a_mixture_are_of_as_much_of_each_corpus(model, tmp_path, monkeypatch):
-    """Its sequences are in turns, so that the first few of them all may be of one or two."""
-    monkeypatch.setattr(plans, "BEGINNING", 400)  # two sequences of each
-    plan = replace(a_run(model, tmp_path / "run", preset(RECIPE)).plan, corpus="demo + demo-code", samples=20, chunk=2)
-    assert gradients.chunks(plan) == [range(0, 2), range(2, 4)]
-    assert bit_allocation.draft_plan(plan).beginning().samples == 4
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def model(tmp_path_factory) -> Path:
 def a_job(model: Path, folder: Path, **settings) -> Job:
     recipes = ("aqua-2bit", "svdq-wf-2bit-v4", "squat-2bit", "oscar-2bit")
     text = {"corpus": str(model / "corpus.txt"), "samples": 68, "seq_len": 256, "held_out": 32}
-    return Job.from_settings(
+    return Job(
         model=str(model), recipes=recipes, run=str(folder), publish=False, evaluate=False, threads=1, **text, **settings
     )
 

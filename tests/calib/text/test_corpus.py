@@ -3,12 +3,8 @@ many sequences of each of its corpora, in turns, and none that any of them fits 
 """
 
 import gzip
-import hashlib
 import json
 import random
-import struct
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,15 +65,6 @@ def test_format_and_order_do_not_matter(tmp_path: Path, demo_model: Path, mode, 
         assert other.description | {"source": ""} == first.description | {"source": ""}
 
 
-def test_the_digest_is_of_little_endian_int32(tmp_path: Path, demo_model: Path):
-    batch = corpus.select(_write(tmp_path / "c.jsonl", _texts()), demo_model, 3, 50)
-    ids = batch.tokens_BT.flatten().tolist()
-    assert batch.tokens_BT.shape == (3, 50) and len(set(ids)) >= 20
-    assert batch.digest == hashlib.sha256(struct.pack(f"<{len(ids)}i", *ids)).hexdigest()
-    assert json.loads(json.dumps(batch.description)) == batch.description
-    assert str(tmp_path) not in json.dumps(batch.description)
-
-
 @pytest.mark.parametrize("source", ["many", "few", "one", pytest.param("demo", marks=pytest.mark.slow)])
 def test_fit_and_held_out_share_nothing(source: str, tmp_path: Path):
     if source == "one":
@@ -106,12 +93,6 @@ def test_lines_of_held_out_text_are_never_fitted_on_whatever_the_seed(tmp_path: 
 
     held = lines("held-out", 0)
     assert held and not any(held & lines("fit", seed) for seed in range(4))
-
-
-def test_the_seed_chooses(tmp_path: Path, demo_model: Path):
-    source = _write(tmp_path / "c.jsonl", _texts())
-    digests = {corpus.select(source, demo_model, 4, 64, seed).digest for seed in range(5)}
-    assert len(digests) == 5
 
 
 def test_a_crop_is_a_run_of_tokens_from_the_middle_of_one_document(tmp_path: Path, demo_model: Path):
@@ -154,14 +135,6 @@ def test_a_tokenizer_that_begins_texts_parts_them_so(tmp_path: Path):
     assert corpus.select(source, tmp_path, 1, 3).tokens_BT[0].equal(batch.tokens_BT[0, 1:])
     with pytest.raises(ValueError, match="not 9"):
         corpus.select(source, tmp_path, 9, 4)
-
-
-def test_too_little_text_says_how_much_there_is(tmp_path: Path, demo_model: Path):
-    source = _write(tmp_path / "c.jsonl", _texts())
-    with pytest.raises(ValueError, match=r"the fit part of c\.jsonl gives \d+ sequences of 300 tokens") as error:
-        corpus.select(source, demo_model, 10_000, 300)
-    available = int(str(error.value).split("gives ")[1].split()[0])
-    assert corpus.select(source, demo_model, available, 300).tokens_BT.shape == (available, 300)
 
 
 @pytest.mark.parametrize(
@@ -208,12 +181,6 @@ def test_files_that_are_missing_or_without_text_are_named(tmp_path: Path):
             corpus.load(str(tmp_path / "c.parquet"))
 
 
-@pytest.mark.parametrize("name, content", [("c.txt", "a text"), ("c.jsonl", '{"text": "a text"}')])
-def test_the_mark_that_some_editors_put_in_front_is_no_text(tmp_path: Path, name: str, content: str):
-    (tmp_path / name).write_text(content, encoding="utf-8-sig")
-    assert list(corpus.load(str(tmp_path / name)).texts) == ["a text"]
-
-
 COMMIT = "0123456789" * 4
 
 
@@ -258,14 +225,6 @@ def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_the_embedded_corpus_is_large_enough_and_clean():
-    documents = sources.documentation()
-    assert len(documents) > 300 and sum(map(len, documents)) > 1_500_000
-    assert any("Command-line parsing library" in text for text in documents)
-    assert not any({"site-packages", "test"} & set(path.parts) for path in sources._modules())
-
-
-@pytest.mark.slow
 def test_docstrings_are_those_that_python_has():
     import difflib
     import inspect
@@ -273,17 +232,6 @@ def test_docstrings_are_those_that_python_has():
     text = sources._docstrings(Path(difflib.__file__))
     for thing in (difflib, difflib.SequenceMatcher, difflib.SequenceMatcher.ratio, difflib.ndiff):
         assert inspect.cleandoc(thing.__doc__) in text, thing
-
-
-@pytest.mark.slow
-def test_without_docstrings_or_sources_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    code = "from kvq_calib.text import documents; documents.documentation()"
-    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1 and "run without -OO" in done.stderr.splitlines()[-1]
-    monkeypatch.setattr(sources.sysconfig, "get_path", lambda _: str(tmp_path))
-    sources.documentation.cache_clear()
-    with pytest.raises(RuntimeError, match="has no source files"):
-        sources.documentation()
 
 
 def _file(path: Path, kind: str, count: int = 60) -> str:
@@ -336,17 +284,3 @@ def test_a_corpus_twice_or_none_is_refused():
     for source in ("demo + demo", "demo + ", " + demo"):
         with pytest.raises(ValueError, match="names one twice, or nothing"):
             corpus.pin(source)
-
-
-def test_a_file_with_such_a_name_is_a_file(tmp_path, demo_model):
-    path = _file(tmp_path / "a + b.jsonl", "a")
-    assert corpus.select(path, demo_model, 2, 64).description["source"] == "a + b.jsonl"
-
-
-def test_names_of_any_length_are_parted_and_the_way_of_each_is_told(pair, tmp_path, demo_model):
-    names = [f"a-text-of-some-length-{number}.jsonl" for number in range(40)]
-    assert corpus.sources_of(" + ".join(names)) == names
-    packed = tmp_path / "short.jsonl"
-    packed.write_text("\n".join(json.dumps({"text": f"only {number} words"}) for number in range(200)))
-    found = corpus.select(f"{pair[0]} + {packed}", demo_model, 2, 64).description
-    assert found["mode"] == "crop + pack" and found["boundary"].startswith("none + ")

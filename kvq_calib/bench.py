@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache
 from transformers.generation.streamers import BaseStreamer
 
-from kvq_calib.bench.contenders import Make
+from kvq_calib.evaluate.candidate import find
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model.files import ModelFiles
 from kvq_runtime.hf import KVQCache
@@ -29,7 +29,11 @@ from kvq_runtime.hf.model import CACHE
 from kvq_runtime.ops import product
 from kvq_runtime.store.storage import storage_bytes
 
+QUANTIZED = ("quanto-2bit", "quanto-4bit", "hqq-2bit", "hqq-4bit")  # transformers' own
+AXES = {"quanto": 0, "hqq": 1}  # of the groups that each backend is used with
 WARM = 2  # steps before those that are timed: in the first a graph is recorded, and memory is taken
+
+Make = Callable[[PreTrainedModel], Cache]  # an empty cache for a model
 
 
 @dataclass(frozen=True)
@@ -208,3 +212,27 @@ def prompts(model: PreTrainedModel, context: int, batch: int, seed: int) -> Tens
     generator = torch.Generator().manual_seed(seed)
     tokens = model.config.get_text_config(decoder=True).vocab_size
     return torch.randint(tokens, (batch, context), generator=generator).to(model.device)
+
+
+# ---- caches ----------------------------------------------------------------------------------------------------------
+
+
+def uncompressed(dtype: torch.dtype) -> dict[str, Make]:
+    """Return the cache that all are compared with: keys and values in the model's dtype."""
+    return {f"{8 * dtype.itemsize} bit": lambda model: DynamicCache(config=model.config)}
+
+
+def quantized(name: str) -> dict[str, Make]:
+    """Return one of transformers' quantized caches, with its default groups and recent tokens."""
+    if name not in QUANTIZED:
+        raise ValueError(f"--beside {name!r:.80}; use {', '.join(QUANTIZED)}, or none")
+    backend, _, bits = name.removesuffix("bit").partition("-")
+    settings = {"nbits": int(bits), "axis_key": AXES[backend], "axis_value": AXES[backend]}
+    return {name: lambda model: QuantizedCache(backend, config=model.config, **settings)}
+
+
+def compressed(text: str, files: ModelFiles, registry: str | None = None) -> dict[str, Make]:
+    """Return the cache of an unfitted recipe or an artifact, found as by `kvq eval`."""
+    candidate = find(text, files, registry)
+    recipe = candidate.recipe.check(files.geometry)
+    return {candidate.name: lambda model: KVQCache(recipe, model, candidate.tensors or None)}

@@ -16,7 +16,7 @@ from kvq_calib.cli import outcome
 from kvq_calib.cli.progress import Bar
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.job import run
-from kvq_calib.job.job import Evaluation, Job, Machine, Text, What
+from kvq_calib.job.job import Job
 from kvq_calib.job.prepare import prepare
 from kvq_calib.model import find as models
 from kvq_calib.model.files import ModelFiles
@@ -32,7 +32,7 @@ LENGTH, WRITTEN = 1024, 48  # tokens of a sequence, and to generate
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; return its exit code."""
-    top = argparse.ArgumentParser("kvq_calib.cli.demo", description=__doc__)
+    top = argparse.ArgumentParser("scripts.demo", description=__doc__)
     top.add_argument("--full", action="store_true", help="more text")
     top.add_argument("--model", default="demo", help="another model: a folder, or a name that kvq-calibrate takes")
     top.add_argument("--json", metavar="FILE", default="build/demo.json", help="records; the picture lies beside it")
@@ -40,19 +40,15 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("KVQ_HOME", str(Path("build/kvq").absolute()))
     samples, windows = (96, 12) if args.full else (16, 3)
     baselines = ("higgs-2bit",) if args.model == "demo" else ("kivi-4bit", "higgs-4bit", "kivi-2bit", "higgs-2bit")
-    files = models.resolve(args.model)
+    files, path = models.resolve(args.model), Path(args.json)
+    folder = path.with_suffix(".run")
     job = Job(
-        What(args.model, ("aqua-2bit",)),
-        Text("demo", samples, LENGTH),
-        Machine(threads=torch.get_num_threads()),
-        Evaluation(eval_windows=windows, baselines=baselines),
-    )
+        args.model, corpus="demo", samples=samples, seq_len=LENGTH, threads=torch.get_num_threads(), run=str(folder),
+        eval_windows=windows, baselines=baselines,
+    )  # fmt: skip
     print(f"1. Calibrate aqua-2bit on {samples - samples // 8} sequences of {LENGTH} tokens of Python's documentation, "
           f"measure on {windows} held-out windows, and publish.")  # fmt: skip
-    path = Path(args.json)
-    folder = path.with_suffix(".run")
     shutil.rmtree(folder, ignore_errors=True)  # last time's finished run: the demo shows the work
-    job = job.with_settings(run=str(folder))
     work = prepare(job, files=files)
     with closing(Bar(work.plan)) as bar:
         done, spent = run.complete(job, replace(work, listener=bar))
