@@ -39,6 +39,8 @@ class Recipe:
     window     which tokens stay exact, and how many are encoded together
     policies   choices about tokens: which are held, read, or kept exact for longer, and what is fitted to the prompt;
                none: all tokens are held and read, and `window` alone says which are exact
+    key_bias   "removed": keys without a prediction are encoded less the bias of the model's k_proj, if it has one ·
+               "kept": as they are (`kvq_runtime/key_bias.py`)
     """
 
     name: str
@@ -49,6 +51,7 @@ class Recipe:
     summary: str = field(default="", compare=False)
     window: Window = field(default_factory=Window)
     policies: tuple[PolicySetting, ...] = ()
+    key_bias: Literal["removed", "kept"] = "removed"
 
     def __repr__(self) -> str:
         about = self.summary or f"{self.key.quantize.kind} keys, {self.value.quantize.kind} values"
@@ -147,6 +150,8 @@ class Recipe:
         """
         if self.position not in ("pre", "post"):
             raise ValueError(f'{self.name}: position={self.position!r}; use "pre" or "post"')
+        if self.key_bias not in ("removed", "kept"):
+            raise ValueError(f'{self.name}: key_bias={self.key_bias!r}; use "removed" or "kept"')
         for pair in self.pairs:
             for role, scheme in zip(ROLES, pair, strict=True):
                 self._check_site(Site(scheme, role, 0, self.position, self.window))
@@ -187,10 +192,12 @@ class Recipe:
 
     def to_json(self) -> dict:
         """Return the recipe as JSON; `from_json` gives back an equal one."""
+        kept = {"key_bias": self.key_bias} if self.key_bias == "kept" else {}
         return {
             "name": self.name,
             "summary": self.summary,
             "position": self.position,
+            **kept,
             "window": dataclasses.asdict(self.window),
             **_pair_json(self.key, self.value),
             "layers": {str(layer): _pair_json(*pair) for layer, pair in sorted(self.layers.items())},
@@ -200,9 +207,9 @@ class Recipe:
     @staticmethod
     def from_json(stated: Any) -> "Recipe":
         """Read a recipe. ValueError: a key, kind or type that is unknown, or what cannot be."""
-        optional = {"summary", "position", "window", "layers", "policies"}
+        optional = {"summary", "position", "key_bias", "window", "layers", "policies"}
         check_keys(stated, {"name", *ROLES} | optional, "recipe", optional)
-        for name in ("name", "position", "summary"):
+        for name in ("name", "position", "key_bias", "summary"):
             if not isinstance(stated.get(name, ""), str):
                 raise ValueError(f"recipe: {name} must be text, not {stated[name]!r}")
         layers, window, policies = stated.get("layers", {}), stated.get("window", {}), stated.get("policies", [])
@@ -216,6 +223,7 @@ class Recipe:
         return Recipe(
             name=stated["name"],
             position=stated.get("position", "post"),
+            key_bias=stated.get("key_bias", "removed"),
             key=_scheme_from(stated["key"]),
             value=_scheme_from(stated["value"]),
             layers={int(n): (_scheme_from(pair["key"]), _scheme_from(pair["value"])) for n, pair in layers.items()},

@@ -124,7 +124,7 @@ def compare(args: Namespace) -> int:
         say("kvq", note)
     source, length = corpus.pin(args.corpus or files.entry.corpus), _length(args, files)
     batch = _text(args, files, source)
-    candidates = {recipe.name: Candidate(recipe.name, recipe, {}) for recipe in chosen}
+    candidates = {recipe.name: Candidate.unfitted(recipe, files) for recipe in chosen if not recipe.fitted}
     written = {recipe_text.read(text).name: text for text in texts if recipe_text.is_recipe(text)}
     fitted = [written.get(recipe.name, recipe.name) for recipe in chosen if recipe.fitted] + automatic
     if fitted:

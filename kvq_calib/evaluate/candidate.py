@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import plan
+from kvq_runtime import key_bias
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact, load
 from kvq_runtime.geometry import Geometry, Sliding
@@ -43,6 +44,12 @@ class Candidate:
         name, bounds = name or artifact.recipe.name, bounds_in(artifact.fit)
         return Candidate(name, artifact.recipe, artifact.tensors, sha256, published, bounds)
 
+    @staticmethod
+    def unfitted(recipe: Recipe, files: ModelFiles) -> "Candidate":
+        """Return the candidate of a recipe without a fit; of its tensors a model has the biases of keys."""
+        suited = key_bias.centred(recipe, files.key_biases)
+        return Candidate(recipe.name, suited, key_bias.tensors(suited, files.geometry, files.key_biases))
+
     @property
     def identity(self) -> list[Any]:
         """All that its measurements depend on, as JSON, without its name."""
@@ -57,7 +64,7 @@ def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Cand
     """
     known = recipe_text.read(given) if recipe_text.is_recipe(given) else None
     if known is not None and not known.fitted:
-        return Candidate(known.name, known, {})
+        return Candidate.unfitted(known, files)
     try:
         resolved = registry.resolve_name(given if known is None else known.name, registry_url)
     except registry.NotFound as error:

@@ -22,6 +22,7 @@ from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.families import Family, attending, family_of
 from kvq_runtime.geometry import Geometry, Sliding, stretches
+from kvq_runtime.key_bias import Biases, nonzero
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -183,6 +184,17 @@ class ModelFiles:
     def fingerprint(self) -> fingerprint.Fingerprint:
         """Return the identity of the model, which an artifact fitted to it stores."""
         return self._fingerprint
+
+    @cached_property
+    def key_biases(self) -> Biases:
+        """The biases of `k_proj` by layer of the geometry; none where a norm follows, or RoPE cannot be undone."""
+        if self.rope_refusal is not None or self.family.fused:
+            return {}
+        matrices = [self.weights.of_attention(n, "k_proj").removesuffix("weight") for n in self.attending]
+        if any(f"{start.removesuffix('k_proj.')}k_norm.weight" in self.weights for start in matrices):
+            return {}
+        named = {n: f"{start}bias" for n, start in enumerate(matrices)}
+        return nonzero({n: self.weights.read(name) for n, name in named.items() if name in self.weights})
 
     def _has(self, layer: int, projection: str) -> bool:
         return self.weights.of_attention(layer, projection) in self.weights

@@ -16,6 +16,7 @@ from kvq_calib.model import find
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.text import corpus
+from kvq_runtime import key_bias
 from kvq_runtime.fit.fitting import requested
 from kvq_runtime.fit.statistics import Statistic
 from kvq_runtime.geometry import ROLES, Geometry
@@ -251,8 +252,7 @@ def make(
     """
     from kvq_calib.model.streamed import default_dtype
 
-    for recipe in recipes:
-        check(recipe, files)
+    recipes = [check(key_bias.centred(recipe, files.key_biases), files) for recipe in recipes]
     known, device = files.entry, usable(device)
     samples = known.samples if samples is None else samples
     seq_len = min(known.seq_len, files.context) if seq_len is None else seq_len

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvq_runtime import families
+from kvq_runtime import families, key_bias
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
@@ -115,9 +115,16 @@ class KVQCache(Cache):
 
             cache = KVQCache.from_recipe("kivi-2bit+window.recent=32", model=model)
 
-        Raises ValueError for an unknown name, a recipe that has to be fitted, or one that this model does not allow.
+        Keys of a model whose k_proj has a bias are encoded less the bias, unless the recipe predicts keys or sets
+        key_bias=kept. Raises ValueError for an unknown name, a recipe that has to be fitted, or one that this model
+        does not allow.
         """
-        return cls(recipe_text.read(recipe) if isinstance(recipe, str) else recipe, model)
+        recipe = recipe_text.read(recipe) if isinstance(recipe, str) else recipe
+        check_model(model)
+        served = Served(model)
+        biases = served.key_biases()
+        recipe = key_bias.centred(recipe, biases)
+        return cls(recipe, model, key_bias.tensors(recipe, served.geometry, biases))
 
     @classmethod
     def from_pretrained(

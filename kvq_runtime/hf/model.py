@@ -19,6 +19,7 @@ from kvq_runtime import families
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.key_bias import Biases, nonzero
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 
@@ -110,6 +111,16 @@ class Served:
                 raise ValueError(f"layer {n} of {self.name} has no causal {ATTENTION}, as Llama's has; {LISTED}")
             modules[n] = module
         return modules
+
+    def key_biases(self) -> Biases:
+        """Return the biases of `k_proj` by layer of the geometry; none where a norm or no known RoPE follows."""
+        if self.rope_refusal() is not None:
+            return {}
+        attention = self.attention()
+        found = {n: getattr(module, "k_proj", None) for n, module in enumerate(attention.values())}
+        normed = any(hasattr(module, "k_norm") for module in attention.values())
+        biases = {n: getattr(projection, "bias", None) for n, projection in found.items()}
+        return {} if normed else nonzero(biases)
 
     def rope_refusal(self) -> str | None:
         """Return the reason why the RoPE of the compressed layers cannot be undone; None if it can."""

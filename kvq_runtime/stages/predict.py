@@ -4,6 +4,7 @@ Every predictor first removes the scheme's calibrated mean μ (for keys the mean
 mean R_t μ). Decoded tensors are passed from layer to layer centred, too, so a prediction is
 
     mean       x̂ = μ
+    bias       x̂ = b, the bias of the model's k_proj, which is not fitted (`kvq_runtime/key_bias.py`)
     linear     x̂ = μ + z W + b                z = the inputs, side by side
     low rank   x̂ = μ + (z A) U + b
     MLP        x̂ = μ + gelu(norm(z) W₁ + b₁) W₂ + b
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Role
 from kvq_runtime.ops import product, rtn
-from kvq_runtime.stages.stage import Inputs, Predictor, Specs, Tensors
+from kvq_runtime.stages.stage import Inputs, Predictor, Site, Specs, Tensors
 
 DEPTHS = range(1, 9)  # of layers that a prediction can read, below its own
 
@@ -43,6 +44,18 @@ class Mean(Predictor):
 
     def specs(self, inputs: int, width: int) -> Specs:
         return {"mean": ((width,), torch.float32)}
+
+
+@dataclass(frozen=True)
+class Bias(Mean):
+    """Predict the bias of the model's `k_proj`, as the mean of keys: it needs no calibration."""
+
+    kind: ClassVar[str] = "bias"
+    fitted: ClassVar[bool] = False
+
+    def check(self, site: Site) -> None:
+        if site.role != "key":
+            raise ValueError("predict=bias is of keys alone; drop it from values")
 
 
 @dataclass(frozen=True)
