@@ -37,10 +37,8 @@ def centred(recipe: Recipe, biases: Biases) -> Recipe:
     mean = Mean() if recipe.fitted or recipe.fits_prompt else Bias()
 
     def less_mean(key: Scheme) -> Scheme:
-        exact = key.quantize.keeps_dtype
-        return (
-            key if exact or not (key.predict is None or isinstance(key.predict, Bias)) else replace(key, predict=mean)
-        )
+        own = key.predict is not None and not isinstance(key.predict, Bias)
+        return key if own or key.quantize.keeps_dtype else replace(key, predict=mean)
 
     layers = {n: (less_mean(key), value) for n, (key, value) in recipe.layers.items()}
     return replace(recipe, key=less_mean(recipe.key), layers=layers)
