@@ -24,7 +24,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dense
 from kvq_runtime.policies.policy import CacheParts, Policies
 from kvq_runtime.recipe import OURS, Recipe, weighs
-from kvq_runtime.store.block_errors import QUANTILE, WARN, BlockErrors, Bounds
+from kvq_runtime.store.block_errors import COLLAPSE, QUANTILE, WARN, BlockErrors, Bounds
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
 from kvq_runtime.store.layer import LayerStore
@@ -193,6 +193,9 @@ class BlockCache:
             self.positions.forget_factors()
         step.commit()
         self.step = None
+        errors, self.encoder.first_errors = self.encoder.first_errors, {}
+        if errors and not self.warned:
+            self._warn_of_collapse(errors)
         if self.encoder.errors is not None and not self.warned:
             self._warn(self.encoder.errors)
 
@@ -304,6 +307,18 @@ class BlockCache:
         """The reason why, on a GPU, some layer is decoded before attention; None: all are read packed."""
         reasons = (refusal(self.recipe, self.geometry, layer) for layer in range(self.geometry.layers))
         return next(filter(None, reasons), None)
+
+    def _warn_of_collapse(self, errors: Mapping[int, Tensor]) -> None:
+        """Log, once, that keys of the first blocks lost more than what differs between tokens; asks the device."""
+        of_layers = dict(zip(errors, torch.stack([*errors.values()]).tolist(), strict=True))
+        worst = max(of_layers, key=of_layers.__getitem__)
+        if of_layers[worst] > COLLAPSE:
+            self.warned = True
+            _log.warning(
+                f"{self.recipe.name}: in layer {worst} the error of encoded keys is {of_layers[worst]:.1f} times what "
+                "differs between tokens: do not trust the model's answers; use kivi-4bit, whose ranges are of single "
+                "channels, or measure recipes on this model with kvq compare"
+            )
 
     def _warn(self, errors: BlockErrors) -> None:
         """Log, once, that many blocks are beyond; asks the device after passes that have encoded some."""

@@ -139,7 +139,9 @@ def read_settings(settings: Mapping[str, Any]) -> ChunkCodecs:
             raise ValueError(f"{name}={value!r:.80}; give text")
     model, revision = settings["model"], settings.get("revision")
     served, config = served_recipe.read(settings["cache"]), served_recipe.model_config(model, revision)
-    geometry = served_recipe.match(served, config, model, revision)
+    if served.artifact is None:  # a mean after RoPE needs positions: keys keep their bias
+        served = replace(served, recipe=replace(served.recipe, key_bias="kept"))
+    served, geometry = served_recipe.match(served, config, model, revision)
     check_recipe(served.recipe.check(geometry))
     if "positions" in served.recipe.needs:
         raise ValueError(

@@ -46,9 +46,10 @@ def open_store(options: Mapping[str, Any], model: Any, rank: int, ranks: int) ->
         raise ValueError(f"kv_connector_extra_config has {names}; give path and recipe, and budget if wanted")
     with named(f"KVQConnector, recipe {options['recipe']}"):
         served = served_recipe.read(str(options["recipe"]))
-        recipe, config = served.recipe, model.hf_text_config.to_dict()
-        check_recipe(recipe)
-        whole = served_recipe.match(served, config, model.model, model.revision)
+        check_recipe(served.recipe)
+        config = model.hf_text_config.to_dict()
+        served, whole = served_recipe.match(served, config, model.model, model.revision)
+        recipe = served.recipe
         weights = [*served_recipe.weights(served_recipe.model_folder(model.model, model.revision))]
         if not weights:
             raise ArtifactError(
@@ -64,7 +65,7 @@ def open_store(options: Mapping[str, Any], model: Any, rank: int, ranks: int) ->
         shard = shard_of(whole, rank, ranks)
         return PrefixBlocks(
             options["path"], recipe, shard.geometry(whole),
-            shard.tensors(recipe, whole, served.tensors) if recipe.fitted else {},
+            shard.tensors(recipe, whole, served.tensors) if served.tensors else {},
             model=f"{digest} {shard.part}/{shard.parts}", dtype=model.dtype, rotary=rotary,
             budget=options.get("budget", "20GB"),
         )  # fmt: skip

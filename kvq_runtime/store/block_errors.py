@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import ROLES
 
 QUANTILE = 0.999
 FIELD = "block_error"  # of a layer's keys, or values, in what an artifact says of its fit
+COLLAPSE = 1.0  # of relative_key_error
 WARN = 0.1  # a share of blocks, a hundred times what the quantile leaves
 Bounds = Mapping[tuple[int, int], float]  # by layer, and keys (0) or values (1)
 
@@ -50,6 +49,20 @@ def bounds_in(fit: Mapping[str, Any]) -> dict[tuple[int, int], float]:
     return found
 
 
+def relative_key_error(gap_NTC: Tensor, k_NTC: Tensor, heads: int, counted_NT: Tensor | None) -> Tensor:
+    """Return √(Σ|gap|² / 2Σ(ρ - mean ρ)²), a scalar: the error of keys over what differs between the tokens of a block.
+
+    ρ is the length of each pair of channels that RoPE turns together, first half of a head with second, so that a
+    constant in keys before RoPE counts as little as one after it. Where there is none, 2Σ(ρ - mean ρ)² is a half of
+    what differs (0.43 of a Gaussian's). Tokens that do not count are left out.
+    """
+    length_NTK = torch.hypot(*k_NTC.float().unflatten(-1, (heads, 2, -1)).unbind(-2)).flatten(2)
+    weight_NT1 = torch.ones_like(length_NTK[..., :1]) if counted_NT is None else counted_NT[..., None].float()
+    mean_N1K = (length_NTK * weight_NT1).sum(1, keepdim=True) / weight_NT1.sum(1, keepdim=True).clamp(min=1)
+    own = ((length_NTK - mean_N1K) * weight_NT1).norm() * 2**0.5
+    return ((gap_NTC.float() * weight_NT1).norm() / own).nan_to_num(0.0, 0.0, 0.0)
+
+
 class BlockErrors:
     """The count of one cache since it was empty.
 
@@ -61,13 +74,8 @@ class BlockErrors:
         self.blocks: int = 0
         self.beyond: int | Tensor = 0  # on the device, which nothing waits for
 
-    def add(
-        self, layer: int, role: int, codec: Codec | RowCodec, x_NTC: Tensor, context: Context, decoded_NTC: Tensor,
-        counted_NT: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Count blocks as the codec takes them, which it decodes, centred, to `decoded`."""
-        gap_NTC = x_NTC.float() - decoded_NTC.float()
-        gap_NTC = gap_NTC if codec.predictor is None else gap_NTC - codec.mean(context)
+    def add(self, layer: int, role: int, gap_NTC: Tensor, counted_NT: Tensor | None) -> None:
+        """Count blocks of which decoding leaves this error."""
         errors_N = block_errors(gap_NTC, counted_NT).nan_to_num(math.inf, math.inf)
         self.blocks += len(errors_N)
         self.beyond = self.beyond + (errors_N > self.bounds.get((layer, role), math.inf)).sum()

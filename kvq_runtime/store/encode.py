@@ -9,7 +9,7 @@ from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.geometry import ROLES, SLAB
-from kvq_runtime.store.block_errors import BlockErrors
+from kvq_runtime.store.block_errors import BlockErrors, relative_key_error
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore, Run
 from kvq_runtime.store.storage import Slab
@@ -31,6 +31,7 @@ class Encoder:
         self.decoder, self.stores = decoder, decoder.stores
         self.recipe, self.positions = decoder.recipe, decoder.positions
         self.errors = errors
+        self.first_errors: dict[int, Tensor] = {}  # by layer, `relative_key_error` of the keys of its first blocks
         self._watched: list[tuple[Tensor, str]] = []  # largest |number|s, and the error where one is not finite
 
     def flush(self, layer: int) -> None:
@@ -81,6 +82,7 @@ class Encoder:
     def forget(self) -> None:
         """Watch nothing any more: the pass is undone."""
         self._watched.clear()
+        self.first_errors.clear()
 
     def refuse_nan(self) -> None:
         """Raise a ValueError if a real token that was watched holds a NaN or an infinity, or what is stored of a block
@@ -122,7 +124,13 @@ class Encoder:
             if self.errors is not None:
                 for run, (x_NTC, _), (_, context), back in zip(runs, inputs, encoded, decoded[role], strict=True):
                     counted_NT = self._counted(store, run, x_NTC.device)
-                    self.errors.add(store.layer, role, store.codecs[role], x_NTC, context, back, counted_NT)
+                    self.errors.add(store.layer, role, _gap(store.codecs[role], x_NTC, context, back), counted_NT)
+            if role == 0 and runs[0][0] == 0:
+                (x_NTC, _), (fields, context) = inputs[0], encoded[0]
+                gap_NTC = _gap(codec, x_NTC, context, codec.decode(fields, context))
+                counted_NT = self._counted(store, runs[0], x_NTC.device)
+                heads = self.decoder.geometry.kv_heads
+                self.first_errors[store.layer] = relative_key_error(gap_NTC, x_NTC, heads, counted_NT)
             found.append(_side_by_side(runs, [fields for fields, _ in encoded], store.rows))
         if predicted and len(decoded) == 2:
             for run, *pair in zip(runs, *decoded, strict=True):
@@ -178,6 +186,12 @@ class Encoder:
         k_BTC = k_BTC.to(x_BTC.dtype) if keeps else k_BTC
         assert rope is not None, "tables were given"
         return k_BTC.unflatten(1, (count, size)), tuple(part.unflatten(1, (count, size)) for part in rope)
+
+
+def _gap(codec: Codec | RowCodec, x_NTC: Tensor, context: Context, decoded_NTC: Tensor) -> Tensor:
+    """Return the error of blocks as the codec takes them, which it decodes, centred, to `decoded`."""
+    gap_NTC = x_NTC.float() - decoded_NTC.float()
+    return gap_NTC if codec.predictor is None else gap_NTC - codec.mean(context)
 
 
 def _runs(first: int, stop: int, most: int) -> list[Run]:

@@ -107,7 +107,7 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     served, model = plugin.load(reference), config.model_config
     settings = model.hf_text_config.to_dict()
     with plugin.named(reference):
-        whole = served_recipe.match(served, settings, model.model, model.revision)
+        served, whole = served_recipe.match(served, settings, model.model, model.revision)
         plugin.check_recipe(served.recipe, whole)
         plugin.check_engine(config)
         if config.kv_transfer_config is not None:

@@ -18,33 +18,34 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
 
+from kvq_runtime import key_bias
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec
 from kvq_runtime.disk.files import json_object
 from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.families import attending, family_of
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.ops import rope
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.registry.lock import read_lock
 from kvq_runtime.registry.resolve import load_artifact
 
 # of a decoder, not of a vision tower whose layers may have the same names
-_PROJECTION = re.compile(
-    r"(?:model\.|language_model\.model\.|model\.language_model\.|model\.text_model\.)?"
-    r"layers\.(\d+)\.self_attn\.([kv]_proj)\.weight"
+_ATTENTION = (
+    r"(?:model\.|language_model\.model\.|model\.language_model\.|model\.text_model\.)?layers\.(\d+)\.self_attn\."
 )
+_PROJECTION = re.compile(_ATTENTION + r"([kv]_proj)\.weight")
+_KEY_BIAS = re.compile(_ATTENTION + r"(k_proj\.bias|k_norm\.weight)")
 
 
 @dataclass(frozen=True)
 class ServedRecipe:
-    """A recipe, and its artifact if it is fitted."""
+    """A recipe, its artifact if it is fitted, and the tensors of its stages, of the artifact or the model."""
 
     recipe: Recipe
     artifact: Artifact | None
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        return {} if self.artifact is None else self.artifact.tensors
+    tensors: Mapping[str, Tensor]
 
 
 def read(reference: str) -> ServedRecipe:
@@ -54,21 +55,45 @@ def read(reference: str) -> ServedRecipe:
         recipe = recipe_text.read(reference)
         if recipe.fitted:
             raise ValueError(f"{recipe.name} has to be fitted to a model: kvq-calibrate --recipe {recipe.name}")
-        return ServedRecipe(recipe, None)
+        return ServedRecipe(recipe, None, {})
     artifact = load_artifact(read_lock(lock).reference if lock else reference, lock=lock)
-    return ServedRecipe(artifact.recipe, artifact)
+    return ServedRecipe(artifact.recipe, artifact, artifact.tensors)
 
 
-def match(served: ServedRecipe, config: Mapping[str, Any], model: str, revision: str | None) -> Geometry:
-    """Return the shape of the served model. Raises ArtifactError for an artifact of another model.
+def match(
+    served: ServedRecipe, config: Mapping[str, Any], model: str, revision: str | None
+) -> tuple[ServedRecipe, Geometry]:
+    """Return what is served for a model, and the model's shape. Raises ArtifactError for an artifact of another model.
 
     config   of the model's decoder, as in config.json
     model    its folder or its id on a Hub; projections are compared if its files are on this machine
+    Keys of a recipe without an artifact are encoded less the bias of k_proj (`kvq_runtime/key_bias.py`); ValueError if
+    the model's files, which hold it, are not on this machine.
     """
+    folder, geometry = model_folder(model, revision), Geometry.from_config(config)
     if served.artifact is not None:
-        ours = fingerprint.from_config(config, projections(model_folder(model, revision)))
-        fingerprint.check_match(served.artifact.fingerprint, ours)
-    return Geometry.from_config(config)
+        fingerprint.check_match(served.artifact.fingerprint, fingerprint.from_config(config, projections(folder)))
+        return served, geometry
+    if served.recipe.key_bias == "kept":
+        return served, geometry
+    if folder is None and (config.get("attention_bias") or str(config.get("model_type")).startswith("qwen2")):
+        raise ValueError(f"no files of {model} on this machine, which hold the bias of its keys; give its folder, or "
+                         f"{served.recipe.name}+key_bias=kept")  # fmt: skip
+    biases = key_biases(folder, config)
+    recipe = key_bias.centred(served.recipe, biases)
+    return ServedRecipe(recipe, None, key_bias.tensors(recipe, geometry, biases)), geometry
+
+
+def key_biases(folder: Path | None, config: Mapping[str, Any]) -> key_bias.Biases:
+    """Return the biases of `k_proj` by layer of the geometry; none where a norm or a RoPE that varies follows."""
+    family, kind = family_of(config), rope.settings(config).get("rope_type", "default")
+    if family is None or family.rope == "some layers" or kind not in rope.FIXED_TYPES:
+        return {}
+    parts = [(parts, x) for name, x in weights(folder) if (parts := _KEY_BIAS.fullmatch(name)) is not None]
+    if any(name[2] == "k_norm.weight" for name, _ in parts):
+        return {}
+    of_model = {int(name[1]): x for name, x in parts}
+    return key_bias.nonzero({place: of_model.get(n) for place, n in enumerate(attending(config))})
 
 
 def model_config(model: str, revision: str | None) -> Mapping[str, Any]:

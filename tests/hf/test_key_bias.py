@@ -92,3 +92,25 @@ def test_a_worker_takes_the_bias_of_its_heads():
     tensors = {f"layers.{n}.key.{name}": x for n, (key, _) in enumerate(codecs) for name, x in key.tensors.items()}
     second = Shard(1, 2).tensors(cache.blocks.recipe, geometry, tensors)
     torch.testing.assert_close(second["layers.0.key.predict.mean"], codecs[0][0].centre[geometry.width // 2 :])
+
+
+@pytest.mark.parametrize(
+    ("name", "warns"), [("higgs-4bit+key_bias=kept", True), ("higgs-4bit", False), ("kivi-4bit", False)]
+)
+def test_a_collapse_is_logged_once(name, warns, caplog):
+    model = biased()
+    cache = KVQCache.from_recipe(name + SETTINGS, model)
+    with torch.no_grad():
+        for _ in range(2):
+            model(prompt(1, 200), past_key_values=cache)
+    said = [record.message for record in caplog.records if "do not trust" in record.message]
+    assert len(said) == warns
+    assert not warns or ("layer" in said[0] and "kivi-4bit" in said[0])
+
+
+def test_no_sane_model_is_said_to_collapse(caplog):
+    for name in ("higgs-2bit", "kivi-2bit", "rtn-2bit", "higgs-4bit"):
+        cache = KVQCache.from_recipe(name + SETTINGS, model := random_model())
+        with torch.no_grad():
+            model(prompt(1, 200), past_key_values=cache)
+    assert not caplog.records
