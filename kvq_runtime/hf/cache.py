@@ -16,7 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvq_runtime import families, key_bias
+from kvq_runtime import families
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.cache import BlockCache
@@ -121,10 +121,8 @@ class KVQCache(Cache):
         """
         recipe = recipe_text.read(recipe) if isinstance(recipe, str) else recipe
         check_model(model)
-        served = Served(model)
-        biases = served.key_biases()
-        recipe = key_bias.centred(recipe, biases)
-        return cls(recipe, model, key_bias.tensors(recipe, served.geometry, biases))
+        recipe, tensors = Served(model).less_bias(recipe)
+        return cls(recipe, model, tensors)
 
     @classmethod
     def from_pretrained(

@@ -19,9 +19,10 @@ from kvq_runtime import families
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.key_bias import Biases, nonzero
+from kvq_runtime.key_bias import Biases, centred, nonzero, tensors
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
+from kvq_runtime.recipe import Recipe
 
 LISTED = "docs/models.md lists the families that are served"
 # the argument by which models and `generate` take a cache; transformers 5.24 renamed it
@@ -112,15 +113,15 @@ class Served:
             modules[n] = module
         return modules
 
-    def key_biases(self) -> Biases:
-        """Return the biases of `k_proj` by layer of the geometry; none where a norm or no known RoPE follows."""
-        if self.rope_refusal() is not None:
-            return {}
-        attention = self.attention()
-        found = {n: getattr(module, "k_proj", None) for n, module in enumerate(attention.values())}
-        normed = any(hasattr(module, "k_norm") for module in attention.values())
-        biases = {n: getattr(projection, "bias", None) for n, projection in found.items()}
-        return {} if normed else nonzero(biases)
+    def less_bias(self, recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
+        """Return a recipe without an artifact as this model takes it, and its tensors (`kvq_runtime/key_bias.py`)."""
+        biases: Biases = {}
+        attention = [*self.attention().values()]
+        if self.rope_refusal() is None and not any(hasattr(module, "k_norm") for module in attention):
+            projections = [getattr(module, "k_proj", None) for module in attention]
+            biases = nonzero({n: getattr(projection, "bias", None) for n, projection in enumerate(projections)})
+        recipe = centred(recipe, biases)
+        return recipe, tensors(recipe, self.geometry, biases)
 
     def rope_refusal(self) -> str | None:
         """Return the reason why the RoPE of the compressed layers cannot be undone; None if it can."""

@@ -22,7 +22,7 @@ N = blocks of a chunk · T tokens of a chunk · X bytes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from typing import Any

@@ -13,7 +13,7 @@ from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.errors import check_type
 from kvq_runtime.hf.attention import KVQLayer
 from kvq_runtime.hf.cache import KVQCache
-from kvq_runtime.hf.model import decoder_of, geometry_of, held, rotary_module, rotary_of
+from kvq_runtime.hf.model import Served, decoder_of, geometry_of, held, rotary_module, rotary_of
 from kvq_runtime.ops import rope
 from kvq_runtime.prefix import block, chain
 from kvq_runtime.prefix.store import PrefixBlocks, check_recipe
@@ -50,10 +50,13 @@ class PrefixStore:
         if isinstance(recipe, str):
             source = recipe_text.read(recipe) if recipe_text.is_recipe(recipe) else load_artifact(recipe)
         self._artifact = source if isinstance(source, Artifact) else None
-        source = source.recipe if isinstance(source, Artifact) else source
-        self.recipe = check_type("recipe", source, Recipe, "an Artifact, a Recipe, or the name of one")
-        check_recipe(self.recipe)
         self.model = model
+        if self._artifact is None:
+            check_type("recipe", source, Recipe, "an Artifact, a Recipe, or the name of one")
+            self.recipe, self._tensors = Served(model).less_bias(source)
+        else:
+            self.recipe, self._tensors = source.recipe, source.tensors
+        check_recipe(self.recipe)
         others = [n for n, layer in enumerate(self._empty().layers) if not isinstance(layer, KVQLayer)]
         if others:
             raise ValueError(f"layers {others} of {type(model).__name__} do not attend to all tokens; none is kept")
@@ -65,7 +68,7 @@ class PrefixStore:
         rotary = rotary_of(rotary_module(decoder_of(model)), model.dtype) if turned else None
         self._digest = weights_digest(model)
         self._blocks = PrefixBlocks(
-            path, self.recipe, geometry_of(model), self._artifact.tensors if self._artifact else None,
+            path, self.recipe, geometry_of(model), self._tensors,
             model=self._digest, dtype=model.dtype, rotary=rotary, budget=budget,
         ).of_tenant(salt)  # fmt: skip
 
@@ -99,7 +102,7 @@ class PrefixStore:
     def _empty(self) -> KVQCache:
         if self._artifact is not None:
             return KVQCache.from_artifact(self._artifact, self.model)
-        return KVQCache(self.recipe, self.model)
+        return KVQCache(self.recipe, self.model, self._tensors)
 
     def _text(self, tokens: Tensor | Iterable[int]) -> Tensor:
         """Return the tokens [T] before the first image or sound: keys and values follow from those and the model.

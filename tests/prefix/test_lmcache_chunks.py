@@ -125,7 +125,7 @@ def codecs_of(name: str, whole: Geometry) -> ChunkCodecs:
     recipe, probes = feeding.small(preset(name), whole), dict[str, Tensor]()
     print_of = fingerprint.Fingerprint(whole, {"rope_type": "default", "rope_theta": 1e4}, False, probes)
     made = Artifact(recipe, print_of, fitted.tensors(recipe, whole), {}, {}) if recipe.fitted else None
-    return ChunkCodecs(ServedRecipe(recipe, made), whole)
+    return ChunkCodecs(ServedRecipe(recipe, made, {} if made is None else made.tensors), whole)
 
 
 def fuse(chunk: Tensor, size: int) -> Tensor:

@@ -6,16 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
+import tiny as tiny_model
 import torch
 from tiny_artifact import tiny
+from transformers import AutoModelForCausalLM
 
 from kvq_runtime.artifact import artifact, fingerprint
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.codec import codec
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.geometry import Geometry
+from kvq_runtime.hf import KVQCache
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry.lock import Lock, write_lock
+from kvq_runtime.stages.predict import Bias
 from kvq_runtime.vllm import plugin, served_recipe
 
 
@@ -42,7 +46,7 @@ def test_an_artifact_is_compared_with_the_models_own_files(fitted, demo_model: P
     """Its weights are read from the model's folder; others of the same shape are another model."""
     path, config = fitted
     found = plugin.load(str(path))
-    assert served_recipe.match(found, config, str(demo_model), None) == Geometry(6, 2, 64)
+    assert served_recipe.match(found, config, str(demo_model), None)[1] == Geometry(6, 2, 64)
     other = safetensors.torch.load_file(demo_model / "model.safetensors")
     other = {name: x.flip(0).contiguous() for name, x in other.items()}
     (tmp_path / "other").mkdir()
@@ -92,3 +96,19 @@ def test_what_is_not_there_or_cannot_be_served_is_said_before_a_model_is_read(tm
         with pytest.raises(ValueError, match=message) as refused:
             plugin.load(reference)
         assert str(refused.value).startswith(f"KVQ_CACHE={reference}: ")
+
+
+def test_the_bias_of_keys_comes_from_the_models_own_files(tmp_path: Path):
+    """Of a folder, as KVQCache.from_recipe takes it from the loaded model; and none of a model that is elsewhere."""
+    folder = tiny_model.save(tmp_path, "qwen2")
+    config = json.loads((folder / "config.json").read_text())
+    served, geometry = served_recipe.match(served_recipe.read("rtn-4bit"), config, str(folder), None)
+    cache = KVQCache.from_recipe("rtn-4bit", AutoModelForCausalLM.from_pretrained(folder))
+    assert served.recipe == cache.blocks.recipe and isinstance(served.recipe.key.predict, Bias)
+    for layer, (keys, _) in enumerate(cache.blocks.codecs):
+        torch.testing.assert_close(served.tensors[f"layers.{layer}.key.predict.mean"], keys.centre)
+    assert geometry == cache.blocks.geometry
+    kept = served_recipe.read("rtn-4bit+key_bias=kept")
+    assert served_recipe.match(kept, config, str(folder), None)[0] is kept
+    with pytest.raises(ValueError, match="key_bias=kept"):
+        served_recipe.match(served_recipe.read("rtn-4bit"), config, "no/model-here", None)

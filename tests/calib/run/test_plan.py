@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import tiny
+import torch
 from safetensors.torch import load_file, save_file
 
+from kvq_calib.evaluate.candidate import find
 from kvq_calib.model import find as models
 from kvq_calib.run import checkpoint
 from kvq_calib.run import plan as plans
@@ -50,3 +52,18 @@ def test_a_folder_says_that_it_is_of_other_weights(model, tmp_path):
         checkpoint.open_run(replace(plan, weights="0" * 64), tmp_path)
     with pytest.raises(ValueError, match=r"\(texts differ\)"):
         checkpoint.open_run(replace(plan, texts={}), tmp_path)
+
+
+def test_keys_of_a_model_with_biases_are_fitted_less_their_mean(tmp_path):
+    """What a recipe has no mean for takes one; the candidates that need no fit take the biases themselves."""
+    for architecture, biased in (("qwen2", True), ("qwen3", False)):
+        files = models.resolve(str(tiny.save(tmp_path / architecture, architecture)))
+        plan = plans.make(files, (preset("squat-2bit"),), "demo", 4, 256)
+        assert (plan.recipes[0].key.predict is not None) == biased
+        candidate = find("higgs-4bit", files)
+        assert len(candidate.tensors) == biased * files.geometry.layers
+        if biased:
+            torch.testing.assert_close(
+                candidate.tensors["layers.1.key.predict.mean"],
+                files.tensor("model.layers.1.self_attn.k_proj.bias").float(),
+            )
