@@ -77,7 +77,7 @@ class KVQCache(Cache):
 
         recipe    a Recipe, such as `preset("higgs-2bit")`
         model     the loaded model that the cache is for
-        tensors   of an artifact, by name, if the recipe is fitted
+        tensors   of an artifact, by name, if the recipe is fitted; None: keys are encoded less the bias of k_proj
         bounds    of the errors of blocks, as an artifact's calibration saw them; None: none are measured
         """
         check_type("recipe", recipe, Recipe, "a Recipe, or its name to from_recipe")
@@ -88,6 +88,8 @@ class KVQCache(Cache):
             _check_unlisted(served, layers, recipe)
         settings, family, modules = served.settings, served.family, served.attention()
         made_for = settings.get("max_position_embeddings") or 1 << 17
+        if tensors is None:
+            recipe, tensors = served.less_bias(recipe)
         self.blocks = BlockCache(recipe, served.geometry, tensors, made_for, model.dtype, bounds)
         if "positions" in recipe.needs and (why := served.rope_refusal()):
             raise ValueError(f"{recipe.name} undoes RoPE, but {why}; use a post-RoPE recipe")
@@ -119,10 +121,7 @@ class KVQCache(Cache):
         key_bias=kept. Raises ValueError for an unknown name, a recipe that has to be fitted, or one that this model
         does not allow.
         """
-        recipe = recipe_text.read(recipe) if isinstance(recipe, str) else recipe
-        check_model(model)
-        recipe, tensors = Served(model).less_bias(recipe)
-        return cls(recipe, model, tensors)
+        return cls(recipe_text.read(recipe) if isinstance(recipe, str) else recipe, model)
 
     @classmethod
     def from_pretrained(

@@ -19,7 +19,7 @@ from kvq_runtime import families
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.key_bias import Biases, centred, nonzero, tensors
+from kvq_runtime.key_bias import centred, nonzero, tensors
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
@@ -115,13 +115,14 @@ class Served:
 
     def less_bias(self, recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
         """Return a recipe without an artifact as this model takes it, and its tensors (`kvq_runtime/key_bias.py`)."""
-        biases: Biases = {}
         attention = [*self.attention().values()]
-        if self.rope_refusal() is None and not any(hasattr(module, "k_norm") for module in attention):
-            projections = [getattr(module, "k_proj", None) for module in attention]
-            biases = nonzero({n: getattr(projection, "bias", None) for n, projection in enumerate(projections)})
-        recipe = centred(recipe, biases)
-        return recipe, tensors(recipe, self.geometry, biases)
+        projections = {n: getattr(module, "k_proj", None) for n, module in enumerate(attention)}
+        biases = {n: bias for n, module in projections.items() if (bias := getattr(module, "bias", None)) is not None}
+        if not biases or hasattr(attention[0], "k_norm") or self.rope_refusal() is not None:
+            return recipe, tensors(recipe, self.geometry, {})
+        known = nonzero({n: held(projections[n], "bias", bias) for n, bias in biases.items()})
+        recipe = centred(recipe, known)
+        return recipe, tensors(recipe, self.geometry, known)
 
     def rope_refusal(self) -> str | None:
         """Return the reason why the RoPE of the compressed layers cannot be undone; None if it can."""

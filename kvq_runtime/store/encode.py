@@ -127,7 +127,8 @@ class Encoder:
                     self.errors.add(store.layer, role, _gap(store.codecs[role], x_NTC, context, back), counted_NT)
             if role == 0 and runs[0][0] == 0:
                 (x_NTC, _), (fields, context) = inputs[0], encoded[0]
-                gap_NTC = _gap(codec, x_NTC, context, codec.decode(fields, context))
+                back = decoded[0][0] if decoded else codec.decode(fields, context)
+                gap_NTC = _gap(codec, x_NTC, context, back)
                 counted_NT = self._counted(store, runs[0], x_NTC.device)
                 heads = self.decoder.geometry.kv_heads
                 self.first_errors[store.layer] = relative_key_error(gap_NTC, x_NTC, heads, counted_NT)
