@@ -28,10 +28,10 @@ from kvq_runtime.store.block_errors import COLLAPSE, QUANTILE, WARN, BlockErrors
 from kvq_runtime.store.decode import Decoder, Pair
 from kvq_runtime.store.encode import Encoder
 from kvq_runtime.store.layer import LayerStore
-from kvq_runtime.store.memory import MemoryReport, Sizes, report, shared_bytes
+from kvq_runtime.store.memory import MemoryReport, Sizes, report
 from kvq_runtime.store.positions import Positions
 from kvq_runtime.store.step import Step
-from kvq_runtime.store.storage import Slab
+from kvq_runtime.store.storage import Slab, storage_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -80,8 +80,8 @@ class BlockCache:
         self.policies = Policies(CacheParts(self.codecs, self.encoder))
         self.encoder.encoding = self.policies.encoding
         weigh = self.policies.weighed if self.policies.newest else None
-        own = [policy.path for policy in self.policies if policy.path is not None]
-        self.paths = Paths(self.decoder, self.fused, own, weigh)
+        chosen = [policy.path for policy in self.policies if policy.path is not None]
+        self.paths = Paths(self.decoder, self.fused, chosen, weigh)
         self.reencoded = self._measured = 0  # blocks whose errors the log was asked about
         self.step: Step | None = None  # the forward pass under way
 
@@ -335,7 +335,8 @@ class BlockCache:
     def memory_report(self) -> MemoryReport:
         """Count the bytes held, by kind, and those of 16 bits."""
         others = [self.fused.bytes(), *(policy.bytes() for policy in self.policies)]
-        shared, stores = shared_bytes(chain.from_iterable(self.codecs), self.fused.shared), self.layers.values()
+        shared = [tensor for codec in chain.from_iterable(self.codecs) for tensor in codec.shared]
+        stores, shared = self.layers.values(), storage_bytes([*shared, *self.fused.shared])
         dtype = next((store.buffer_2BTC.dtype for store in stores), self.dtype)
         case = max(1, self.rows), dtype
         if case not in self._smaller:

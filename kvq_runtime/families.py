@@ -68,8 +68,8 @@ def owners(config: Mapping[str, Any]) -> int:
     type has (Gemma 4's E2B and E4B)."""
     count, shared = config["num_hidden_layers"], config.get("num_kv_shared_layers") or 0
     if type(count) is not int or type(shared) is not int or not 0 <= shared < max(1, count):
-        given = f"num_hidden_layers={count!r:.60}" + (f", num_kv_shared_layers={shared!r:.60}" if shared else "")
-        raise ValueError(f"{given}; a whole number is needed" + (", and fewer that share" if shared else ""))
+        text = f"num_hidden_layers={count!r:.60}" + (f", num_kv_shared_layers={shared!r:.60}" if shared else "")
+        raise ValueError(f"{text}; a whole number is needed" + (", and fewer that share" if shared else ""))
     return count - shared
 
 

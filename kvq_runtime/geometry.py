@@ -34,9 +34,9 @@ class Geometry:
 
     def __post_init__(self):
         for field in ("layers", "kv_heads", "head_size"):
-            given = getattr(self, field)
-            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-                raise ValueError(f"{field}={given!r}; a geometry needs whole numbers of at least 1")
+            number = getattr(self, field)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise ValueError(f"{field}={number!r}; a geometry needs whole numbers of at least 1")
 
     @staticmethod
     def from_config(config: Mapping[str, Any], layers: Sequence[int] | None = None) -> "Geometry":
@@ -101,13 +101,13 @@ def _shape(config: Mapping[str, Any], layer: int, slides: bool = False) -> tuple
     numbers that may have leading zeros, once transformers has read them.
     """
     by_layer = config.get("per_layer_config") or {}
-    found = next((part for n, part in by_layer.items() if str(n).lstrip("0") == str(layer).lstrip("0")), None)
-    own = found if isinstance(found, Mapping) else {}
+    part = next((part for n, part in by_layer.items() if str(n).lstrip("0") == str(layer).lstrip("0")), None)
+    of_layer = part if isinstance(part, Mapping) else {}
     kv_heads, size = config.get("num_key_value_heads"), config.get("head_dim")
     if not slides:
         shared = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
         kv_heads, size = shared or kv_heads, config.get("global_head_dim") or size
-    kv_heads, size = own.get("num_key_value_heads") or kv_heads, own.get("head_dim") or size
+    kv_heads, size = of_layer.get("num_key_value_heads") or kv_heads, of_layer.get("head_dim") or size
     heads = config["num_attention_heads"]
     return kv_heads or heads, size or config["hidden_size"] // heads  # in files of Mistral head_dim may be null
 

@@ -41,11 +41,11 @@ def open_bar(program: str, text: str, total: float, quiet: bool, initial: float 
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of loading weights: it would break into ours
-    common: dict[str, Any] = {"desc": text, "total": total, "initial": initial, "disable": quiet}
+    common: dict[str, Any] = {"desc": text, "total": total, "initial": initial, "disable": quiet, "miniters": 0}
     if sys.stderr.isatty():
         return tqdm(**common, leave=False, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left")
     layout = "{desc}: {percentage:.0f}% done, {remaining} left"
-    return tqdm(**common, file=Lines(program), mininterval=INTERVAL, miniters=0, leave=False, bar_format=layout)
+    return tqdm(**common, file=Lines(program), mininterval=INTERVAL, leave=False, bar_format=layout)
 
 
 @contextmanager
@@ -56,45 +56,32 @@ def measuring(tokens: int, quiet: bool) -> Iterator[Any]:
 
 
 class Bar:
-    """A progress listener of a calibration: one bar for all layers, one for each measurement of the whole model.
-
-    The unit is a layer. A layer's stages (capture, keys and values of each recipe) count alike.
-    """
+    """A progress listener of a calibration: one bar for all layers, one for each measurement of the whole model."""
 
     def __init__(self, plan: "Plan", quiet: bool = False):
         from kvq_calib.run import bit_allocation
 
         self._layers, self._quiet = bit_allocation.count_rounds(plan) * plan.geometry.layers, quiet
-        self._stages = 1 + 2 * len(plan.recipes)
         self._bar: tqdm | None = None
-        self._whole, self._at, self._seen = "", (-1, -1), list[str]()
+        self._title = ""
 
     def __call__(self, progress: "Progress") -> None:
         if progress.layer < 0:
-            if self._bar is None or self._whole != progress.stage:
-                self._open(progress.stage, progress.total)
-                self._whole = progress.stage
-            assert self._bar is not None
-            self._bar.update(progress.done - self._bar.n)
+            self._show(progress.stage, progress.done, progress.total)
             return
-        if (progress.round, progress.layer) != self._at:
-            self._at, self._seen = (progress.round, progress.layer), []
-        if progress.stage not in self._seen:
-            self._seen.append(progress.stage)
-        finished = progress.round * progress.layers + progress.layer
-        within = min(0.99, (len(self._seen) - 1 + progress.done / progress.total) / self._stages)
-        if self._bar is None or self._whole:
-            self._open("layers", self._layers, finished)
-            self._whole = ""
-        assert self._bar is not None
+        bar = self._show("layers", progress.round * progress.layers + progress.layer, self._layers)
         again = f"round {progress.round}, " if progress.round else ""
         text = f"{again}layer {progress.layer + 1} of {progress.layers}, {progress.stage}"
-        self._bar.set_description_str(text, refresh=False)
-        self._bar.update(max(0.0, finished + within - self._bar.n))
+        bar.set_description_str(f"{text} {progress.done}/{progress.total}", refresh=False)
+        bar.update(0)
 
-    def _open(self, text: str, total: float, initial: float = 0) -> None:
-        self.close()
-        self._bar = open_bar("kvq-calibrate", text, total, self._quiet, initial)
+    def _show(self, title: str, done: int, total: int) -> "tqdm":
+        """Advance the bar of this title; open it in place of another one."""
+        if self._bar is None or self._title != title:
+            self.close()
+            self._bar, self._title = open_bar("kvq-calibrate", title, total, self._quiet, done), title
+        self._bar.update(done - self._bar.n)
+        return self._bar
 
     def close(self) -> None:
         """Remove what is drawn."""

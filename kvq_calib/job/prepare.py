@@ -45,7 +45,7 @@ def prepare(job: Job, listener: Listener = silent, files: ModelFiles | None = No
     recipes = [recipe_text.read(name) for name in job.recipes if name != bit_allocation.AUTOMATIC]
     files = files or models.resolve(job.model, job.revision)  # which may be a long download
     for recipe in recipes if job.engine else ():
-        plugin.check_recipe(recipe, files.geometry)
+        plugin.check_recipe(recipe.check(files.geometry))
     budgets = {}
     for bits in job.bits:
         automatic_recipe = bit_allocation.auto_vllm_recipe if job.engine else bit_allocation.auto_recipe

@@ -85,7 +85,7 @@ def vllm_settings(geometry: Geometry) -> list[Scheme]:
     served = []
     for scheme in schemes:
         with suppress(ValueError):
-            plugin.check_recipe(Recipe("setting", scheme, scheme), geometry)
+            plugin.check_recipe(Recipe("setting", scheme, scheme).check(geometry))
             served.append(scheme)
     return sorted(served, key=lambda scheme: _bits(scheme, geometry))
 

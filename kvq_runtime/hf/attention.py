@@ -174,16 +174,16 @@ def attention(
 
 def _attend(
     layer: KVQLayer, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-    scaling: float | None, given: dict[str, Any],
+    scaling: float | None, arguments: dict[str, Any],
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Answer the queries of what a layer has taken in, and have it encode what is due."""
     blocks, place, count = layer.blocks, layer.index, query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softmax = whole.Softmax.of(given) if "softcap" in given or SINKS in given else whole.PLAIN
+    softmax = whole.Softmax.of(arguments) if "softcap" in arguments or SINKS in arguments else whole.PLAIN
     # of a prompt those that policies weigh: the others may attend to the pass's own keys and values, which are exact
     weighed = min(count, blocks.policies.newest) if layer.first else count
     if weighed < count:
-        out = dense(module, query, key, value, mask, scaling, **given)[0]
+        out = dense(module, query, key, value, mask, scaling, **arguments)[0]
         if weighed:
             newest = None if mask is None else mask[:, :, -weighed:]
             blocks.attend(place, query[:, :, -weighed:], newest, scale, softmax)

@@ -34,7 +34,7 @@ from kvq_runtime.ops.dispatch import runs_kernel
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import OURS, Recipe, attends, weighs
 from kvq_runtime.store.block_errors import Bounds, bounds_in
-from kvq_runtime.store.memory import MemoryReport, human
+from kvq_runtime.store.memory import MemoryReport
 from kvq_runtime.store.storage import storage_bytes
 
 HELD = ("keys", "values", "conv_states", "recurrent_states")  # by transformers' own layers
@@ -86,7 +86,7 @@ class KVQCache(Cache):
         layers: list[Any] = served.stock
         if served.family is None:
             _check_unlisted(served, layers, recipe)
-        settings, family, modules = served.settings, served.family, served.attention()
+        settings, family, modules = served.settings, served.family, served.attention
         made_for = settings.get("max_position_embeddings") or 1 << 17
         if tensors is None:
             recipe, tensors = served.less_bias(recipe)
@@ -157,13 +157,6 @@ class KVQCache(Cache):
         cache.artifact = artifact
         return cache
 
-    def __repr__(self) -> str:
-        report = self.memory_report()
-        if not report.tokens:
-            return f"KVQCache({report.recipe}, empty)"
-        held = f"{report.batch} x {report.tokens:,} tokens, {human(report.total_bytes)}"
-        return f"KVQCache({report.recipe}, {held}; 16 bit: {human(report.exact_bytes)})"
-
     @property
     def attention(self) -> str | None:
         """The attention for `model.set_attn_implementation` that the recipe needs: "kvq"; None if any will do."""
@@ -186,8 +179,8 @@ class KVQCache(Cache):
 
         Layers that transformers' own classes hold are counted and the states of recurrent ones.
         """
-        found = [getattr(layer, name, None) for layer in self.layers for name in HELD]
-        parts = [part for one in found for part in (one.values() if isinstance(one, dict) else [one])]
+        states = [getattr(layer, name, None) for layer in self.layers for name in HELD]
+        parts = [part for state in states for part in (state.values() if isinstance(state, dict) else [state])]
         return self.blocks.memory_report().with_sliding(storage_bytes(x for x in parts if isinstance(x, Tensor)))
 
     def _begin(self) -> None:
@@ -286,12 +279,12 @@ class KVQCache(Cache):
         self.blocks.reorder(indices)
         self._each("batch_select_indices", indices)
 
-    def _whole(self, method: str, given: Any) -> None:
+    def _whole(self, method: str, argument: Any) -> None:
         """Refuse what transformers' recurrent layers do not do."""
-        if self._recurrent and given:
+        if self._recurrent and argument:
             raise RuntimeError(
-                f"{method}({given}): this model has recurrent layers, whose state cannot be taken apart; reset() the "
-                "cache, and begin again"
+                f"{method}({argument}): this model has recurrent layers, whose state cannot be taken apart; reset() "
+                "the cache, and begin again"
             )
 
     def _each(self, method: str, *args) -> None:

@@ -162,24 +162,26 @@ class Recorded(Generic[T]):
 
     def _find_addresses(self) -> list[int]:
         """Return the addresses at which the kernel finds the layers."""
-        found = [self._cache.fused.padding.starts_B]
+        tensors = [self._cache.fused.padding.starts_B]
         for store in self._stores.values():
             assert store.index is not None
-            found += [store.buffer_2BTC, store.index.sinks_2BSC, store.index.counts, *store.index.tables]
-        return [tensor.data_ptr() for tensor in found]
+            tensors += [store.buffer_2BTC, store.index.sinks_2BSC, store.index.counts, *store.index.tables]
+        return [tensor.data_ptr() for tensor in tensors]
 
 
-def step_refusal(model: PreTrainedModel, given: dict[str, Any]) -> str | None:
+def step_refusal(model: PreTrainedModel, arguments: dict[str, Any]) -> str | None:
     """Return the reason why no step with these arguments is recorded: a replay gives its token alone; None: it is."""
-    cache, mask = given[CACHE], given.get("attention_mask")
+    cache, mask = arguments[CACHE], arguments.get("attention_mask")
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     if attention != "kvq":
         way = 'call model.set_attn_implementation("kvq")'
         return f"{attention} attention decodes the history at each step; {way}"
-    unknown = sorted(given.keys() - TAKEN - _settings(given).keys() - {n for n, x in given.items() if x is None})
+    unknown = sorted(
+        arguments.keys() - TAKEN - _settings(arguments).keys() - {n for n, x in arguments.items() if x is None}
+    )
     if mask is not None and mask.ndim != 2:
         unknown.append("a mask of the caller's own")
-    if given.get("position_ids") is None:
+    if arguments.get("position_ids") is None:
         unknown.append("no position_ids")
     if unknown:
         return f"the model is given {' and '.join(unknown)}, which no replay fills in"
@@ -190,9 +192,9 @@ def step_refusal(model: PreTrainedModel, given: dict[str, Any]) -> str | None:
     return cache._decodes or refused(cache.blocks)
 
 
-def _settings(given: dict[str, Any]) -> dict[str, Any]:
+def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that are the same in every step."""
-    return {n: x for n, x in given.items() if n not in TAKEN and isinstance(x, (bool, int, float, str))}
+    return {n: x for n, x in arguments.items() if n not in TAKEN and isinstance(x, (bool, int, float, str))}
 
 
 class RecordedStep:
@@ -201,10 +203,10 @@ class RecordedStep:
     Raises RuntimeError where the step cannot be recorded.
     """
 
-    def __init__(self, model: PreTrainedModel, given: dict[str, Any], record: Record):
-        cache, settings = given[CACHE], _settings(given)
+    def __init__(self, model: PreTrainedModel, arguments: dict[str, Any], record: Record):
+        cache, settings = arguments[CACHE], _settings(arguments)
         with torch.inference_mode(False):
-            self.inputs = {name: given[name].clone() for name in FILLED}
+            self.inputs = {name: arguments[name].clone() for name in FILLED}
         self.kind: type[ModelOutput] = ModelOutput
         inputs = self.inputs
 
@@ -218,12 +220,12 @@ class RecordedStep:
 
         self.recorded = captured(cache.blocks, step, record)
 
-    def take(self, given: dict[str, Any]) -> ModelOutput:
+    def take(self, arguments: dict[str, Any]) -> ModelOutput:
         """Replay it for this token. The logits are the caller's to keep."""
         for name, held in self.inputs.items():
-            held.copy_(given[name])
+            held.copy_(arguments[name])
         logits = self.recorded.replay().clone()
-        return self.kind(logits=logits, **{CACHE: given[CACHE]})
+        return self.kind(logits=logits, **{CACHE: arguments[CACHE]})
 
 
 class CudaGraphs:
@@ -315,28 +317,28 @@ class CudaGraphs:
         self.eager[reason] += 1
         self.reason = reason
 
-    def _take(self, **given: Any) -> Any:
+    def _take(self, **arguments: Any) -> Any:
         """Take a step of `generate`."""
-        ids = given.get("input_ids")
-        step, reason = (None, SEVERAL) if ids is None or ids.shape[-1] != 1 else self._find(given)
+        ids = arguments.get("input_ids")
+        step, reason = (None, SEVERAL) if ids is None or ids.shape[-1] != 1 else self._find(arguments)
         if step is None:
             self._note(reason, logging.DEBUG if self._refused is None else logging.WARNING)
-            return self.model(**given)
-        out = step.take(given)
+            return self.model(**arguments)
+        out = step.take(arguments)
         self.replayed, self.reason = self.replayed + 1, None
         return out
 
-    def _find(self, given: dict[str, Any]) -> tuple[RecordedStep, str] | tuple[None, str]:
+    def _find(self, arguments: dict[str, Any]) -> tuple[RecordedStep, str] | tuple[None, str]:
         """Find the step to replay; or return None, and the reason."""
         if self._refused is not None:
             return None, self._refused
         if self._step is not None and self._step.recorded.ready():
             return self._step, ""
-        self._refused = step_refusal(self.model, given)
-        if reason := self._refused or not_yet(given[CACHE].blocks):
+        self._refused = step_refusal(self.model, arguments)
+        if reason := self._refused or not_yet(arguments[CACHE].blocks):
             return None, reason
         try:
-            self._step = RecordedStep(self.model, given, self.record)
+            self._step = RecordedStep(self.model, arguments, self.record)
         except RuntimeError as error:  # what CUDA cannot record: a step of this model that waits for the device
             self._refused = f"it cannot be recorded: {str(error).partition(chr(10))[0]}"
             return None, self._refused

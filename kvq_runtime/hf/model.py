@@ -7,6 +7,7 @@ under flash attention.
 
 import copy
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ LISTED = "docs/models.md lists the families that are served"
 CACHE = "cache" if tuple(map(int, __version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 
-def cache_in(given: Mapping[str, Any]) -> Any:
+def cache_in(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a call, by either name; None: there is none."""
-    return given.get(CACHE) if given.get(CACHE) is not None else given.get("past_key_values")
+    return arguments.get(CACHE) if arguments.get(CACHE) is not None else arguments.get("past_key_values")
 
 
 def check_model(model: Any) -> None:
@@ -62,10 +63,12 @@ def decoder_of(model: Any) -> Any:
 
 def settings_of(config: Any) -> dict[str, Any]:
     """Return a decoder's configuration as a dict: a setting of another name in its file has the common name, too."""
-    found = config.to_dict()
-    named = {name: found[other] for name, other in config.attribute_map.items() if other in found and name not in found}
+    settings = config.to_dict()
+    renamed = {
+        n: settings[other] for n, other in config.attribute_map.items() if other in settings and n not in settings
+    }
     kinds = getattr(config, "layer_types", None)
-    return found | named | ({} if kinds is None else {"layer_types": kinds})
+    return settings | renamed | ({} if kinds is None else {"layer_types": kinds})
 
 
 def settings_of_folder(folder: Path) -> dict[str, Any]:
@@ -103,6 +106,7 @@ class Served:
             who = type(config).__name__
             raise ValueError(f"{who} does not say {error.args[0]}, as Llama's does; {LISTED}") from None
 
+    @cached_property
     def attention(self) -> dict[int, Any]:
         """{number of a layer: its attention module}. Raises ValueError for a layer that a cache cannot hold."""
         modules, stack = {}, getattr(self.decoder, LAYERS)
@@ -115,7 +119,7 @@ class Served:
 
     def less_bias(self, recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
         """Return a recipe without an artifact as this model takes it, and its tensors (`kvq_runtime/key_bias.py`)."""
-        attention = [*self.attention().values()]
+        attention = [*self.attention.values()]
         projections = {n: getattr(module, "k_proj", None) for n, module in enumerate(attention)}
         biases = {n: bias for n, module in projections.items() if (bias := getattr(module, "bias", None)) is not None}
         if not biases or hasattr(attention[0], "k_norm") or self.rope_refusal() is not None:
@@ -147,19 +151,19 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
     """
     check_model(model)
     served = Served(model)
-    family, config, attention = served.family, served.settings, served.attention()
+    family, config, attention = served.family, served.settings, served.attention
     if family is None:
         raise ValueError(families.refusal(served.kind))
 
     def weight(layer: int, name: str) -> Tensor:
-        own = getattr(attention[layer], family.fused or name, None)
-        if own is None and family.shared and config.get(fingerprint.KEYS_AS_VALUES):
-            own = attention[layer].k_proj
-        if own is None or not hasattr(own, "weight"):
+        projection = getattr(attention[layer], family.fused or name, None)
+        if projection is None and family.shared and config.get(fingerprint.KEYS_AS_VALUES):
+            projection = attention[layer].k_proj
+        if projection is None or not hasattr(projection, "weight"):
             raise ValueError(
                 f"{type(attention[layer]).__name__} has no {name}; no artifact is of such a model; {LISTED}"
             )
-        matrix = held(own, "weight", own.weight).detach()
+        matrix = held(projection, "weight", projection.weight).detach()
         return fingerprint.of_fused(matrix, config, name) if family.fused else matrix
 
     return fingerprint.from_config(config, weight)
@@ -169,13 +173,13 @@ def held(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """A parameter or buffer of a module, by its dotted name; what accelerate offloads, from where it keeps it."""
     if not tensor.is_meta:
         return tensor
-    place, _, own = name.rpartition(".")
+    place, _, last = name.rpartition(".")
     hook: Any = getattr(module.get_submodule(place), "_hf_hook", None)
-    maps = [getattr(one, "weights_map", None) for one in getattr(hook, "hooks", (hook,))]
-    kept: list[Any] = [one for one in maps if one is not None]
+    maps = [getattr(each, "weights_map", None) for each in getattr(hook, "hooks", (hook,))]
+    kept: list[Any] = [weights for weights in maps if weights is not None]
     if not kept:
         raise ValueError(f"{name} of {type(module).__name__} has no values yet; load the weights first")
-    return kept[0][own]
+    return kept[0][last]
 
 
 def rotary_module(decoder: Any) -> Any:

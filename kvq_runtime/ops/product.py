@@ -5,21 +5,15 @@ differs, and with it now and then the last bit of the bfloat16 result. Without i
 (AVX-512) to 25 times (AVX2) as long as float32, conversions included.
 """
 
-import os
 from functools import cache
 
 import torch
 from torch import Tensor
 
-# what ONEDNN_MAX_CPU_ISA may say that leaves bfloat16 instructions out
-_WITHOUT = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
-
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Return True if this machine's CPU has instructions for products of bfloat16, and oneDNN may use them."""
-    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT:
-        return False
+    """Return True if this machine's CPU has instructions for products of bfloat16."""
     if hasattr(torch.cpu, "get_capabilities"):
         return any(has for name, has in torch.cpu.get_capabilities().items() if name.endswith("bf16"))
     return torch.cpu._is_avx512_bf16_supported()  # before torch had a list of them

@@ -42,9 +42,9 @@ class PromptFit(PolicySetting):
     fit_tokens: int | Literal["prompt"] = "prompt"
 
     def __post_init__(self):
-        given = self.fit_tokens
-        if given != "prompt" and (not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= 1 << 20):
-            raise ValueError(f'fit_tokens={given!r}; use "prompt", or 1 to {1 << 20}')
+        count = self.fit_tokens
+        if count != "prompt" and (not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 1 << 20):
+            raise ValueError(f'fit_tokens={count!r}; use "prompt", or 1 to {1 << 20}')
 
     def check(self, recipe: Any, geometry: Geometry | None) -> None:
         """Raise a ValueError if the recipe cannot have it."""
@@ -63,8 +63,8 @@ class PromptFit(PolicySetting):
 
     def needs(self, recipe: Any) -> frozenset[str]:
         """Return queries where a stage is fitted to them, and the positions of those before RoPE."""
-        asked = {one for scheme in recipe.schemes for one in requested(scheme, Fitting.packages)}
-        queries = {one.queries for one in asked if isinstance(one, QueryMoment)}
+        requests = {request for scheme in recipe.schemes for request in requested(scheme, Fitting.packages)}
+        queries = {request.queries for request in requests if isinstance(request, QueryMoment)}
         return frozenset({"queries"} if queries else ()) | ({"positions"} if queries - {"after"} else set())
 
     def enough(self, sinks: int, block: int) -> int:

@@ -220,7 +220,7 @@ def for_repository(text: str, files: Iterable[str], folder: str) -> str:
 
     for file in files:
         text = text.replace(f"]({file})", f"]({folder}/{file})")
-    card = ModelCard(text if text.startswith("---\n") else f"---\nlibrary_name: kvq\n---\n{text}")
+    card: Any = ModelCard(text if text.startswith("---\n") else f"---\nlibrary_name: kvq\n---\n{text}")
     card.data.library_name = "kvq"
     card.data.tags = list(dict.fromkeys([*(card.data.tags or []), "kvq"]))
     return str(card)

@@ -214,8 +214,8 @@ class Registry(ABC):
             reference.check_version(expect)
         state = self.existing(name)
         before = state.at(alias) if expect is None else None if expect == "none" else expect
-        rated = rating.rate_version(self, name, state.get(version))
-        if rated.word == rating.LOSSY and not force:
+        rated = None if force else rating.rate_version(self, name, state.get(version))
+        if rated is not None and rated.word == rating.LOSSY:
             raise Conflict(
                 f"{name}@{version} is {rated}; kvq compare measures other recipes, and --force (force=True) promotes "
                 "this one all the same"

@@ -224,7 +224,7 @@ class Quantizer(Stage):
         """
 
     def one_launch(self, rotation: Turn, width: int, geometry: Geometry) -> bool:
-        """Return True if a kernel rotates, rounds and packs rows of `width` in one launch, each as it would alone."""
+        """Return True if a kernel rotates and rounds rows of `width` in one launch, each as it would alone."""
         return False
 
     @abstractmethod

@@ -36,7 +36,7 @@ def block_errors(gap_NTC: Tensor, counted_NT: Tensor | None = None) -> Tensor:
 
 def bounds_in(fit: Mapping[str, Any]) -> dict[tuple[int, int], float]:
     """Read the bounds in what an artifact says of its fit; ArtifactError for one that is no number of at least 0."""
-    found, layers = {}, fit.get("layers", ())
+    bounds, layers = {}, fit.get("layers", ())
     for layer, measures in enumerate(layers if isinstance(layers, Sequence) else ()):
         for role, name in enumerate(ROLES):
             measured = measures.get(name) if isinstance(measures, Mapping) else None
@@ -45,8 +45,8 @@ def bounds_in(fit: Mapping[str, Any]) -> dict[tuple[int, int], float]:
             bound = measured[FIELD]
             if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 <= bound < 1e300:
                 raise ArtifactError(f"fit: {FIELD} of layer {layer} {name}s is {bound!r:.80}; a number of at least 0")
-            found[layer, role] = float(bound)
-    return found
+            bounds[layer, role] = float(bound)
+    return bounds
 
 
 def relative_key_error(gap_NTC: Tensor, k_NTC: Tensor, heads: int, counted_NT: Tensor | None) -> Tensor:

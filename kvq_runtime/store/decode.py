@@ -79,7 +79,7 @@ class Decoder:
     def below(self, layer: int, run: Run) -> list[Pair]:
         """Return a run of the layers that this one's predictions read, decoded, nearest first."""
         layers = range(layer - 1, layer - 1 - self._reads[layer], -1)
-        return [self.block(one, run[0]) if run[1] - run[0] == 1 else self._pair(one, run) for one in layers]
+        return [self.block(n, run[0]) if run[1] - run[0] == 1 else self._pair(n, run) for n in layers]
 
     def block(self, layer: int, block: int) -> Pair:
         """Return one decoded block of a layer: at hand from this forward pass, or decoded again."""

@@ -106,15 +106,15 @@ class Encoder:
         predicted = self.recipe.cross_layer
         below = [self.decoder.below(store.layer, run) if predicted else () for run in runs]
         read_above = runs[0][1] - runs[0][0] > 1 or store.layer + 1 < self.decoder.geometry.layers
-        found, decoded = list[Slab](), list[list[Tensor]]()
+        slabs, decoded = list[Slab](), list[list[Tensor]]()
         for role, codec in enumerate(codecs):
             inputs = [self._inputs(store, role, run) for run in runs]
             if predicted:
                 assert isinstance(codec, Codec), "nothing fitted to a prompt is predicted"
                 keys = decoded[0] if role else [None] * len(runs)
-                given = zip(inputs, keys, below, strict=True)
+                triples = zip(inputs, keys, below, strict=True)
                 encoded = codec.encode_each(
-                    [(x, Context(of.rope, of_keys, under)) for (x, of), of_keys, under in given]
+                    [(x, Context(of.rope, of_keys, under)) for (x, of), of_keys, under in triples]
                 )
             else:
                 encoded = [(codec.encode(x_NTC, context), context) for x_NTC, context in inputs]
@@ -132,11 +132,11 @@ class Encoder:
                 counted_NT = self._counted(store, runs[0], x_NTC.device)
                 heads = self.decoder.geometry.kv_heads
                 self.first_errors[store.layer] = relative_key_error(gap_NTC, x_NTC, heads, counted_NT)
-            found.append(_side_by_side(runs, [fields for fields, _ in encoded], store.rows))
+            slabs.append(_side_by_side(runs, [fields for fields, _ in encoded], store.rows))
         if predicted and len(decoded) == 2:
             for run, *pair in zip(runs, *decoded, strict=True):
                 self.decoder.add(store.layer, run, (pair[0], pair[1]))
-        return found[0], found[1]
+        return slabs[0], slabs[1]
 
     def _counted(self, store: LayerStore, run: Run, device: torch.device) -> Tensor | None:
         """Mark the tokens of blocks that are neither padding nor sinks, [B · count, block]; None: all."""
@@ -204,6 +204,6 @@ def _side_by_side(runs: Sequence[Run], fields: Sequence[Slab], rows: int) -> Sla
     """The fields of runs of blocks, [B · count, ...] each, those of a row one after another: [B, blocks, ...]."""
     sizes = [(rows, stop - start) for start, stop in runs]
     return {
-        name: torch.cat([one[name].unflatten(0, size) for one, size in zip(fields, sizes, strict=True)], 1)
+        name: torch.cat([part[name].unflatten(0, size) for part, size in zip(fields, sizes, strict=True)], 1)
         for name in fields[0]
     }

@@ -217,8 +217,8 @@ class LayerStore:
         """
         while self.blocks < count:
             stop = min(self.blocks + SLAB, count)
-            own, other = ({n: x[:, self.blocks : stop] for n, x in fields.items()} for fields in (keys, values))
-            self._take_blocks(stop - self.blocks, own, other)
+            of_keys, of_values = ({n: x[:, self.blocks : stop] for n, x in fields.items()} for fields in (keys, values))
+            self._take_blocks(stop - self.blocks, of_keys, of_values)
         self.sinks_2BSC[:, :, : sinks_2BSC.shape[2]] = sinks_2BSC
         self._place(self._start, 0)
 
@@ -337,8 +337,8 @@ class LayerStore:
     def _save_window(self) -> None:
         """Have the step of this forward pass restore the window that it found, before blocks are made of it."""
         if self._step is not None and not self._saved:
-            found = self.window_2BTC[:, :, : max(0, self._before - self.encoded)].clone()
-            self._step.on_undo(self._restore, self.blocks, found)
+            window_2BTC = self.window_2BTC[:, :, : max(0, self._before - self.encoded)].clone()
+            self._step.on_undo(self._restore, self.blocks, window_2BTC)
             self._saved = True
 
     def _truncate(self, length: int) -> None:

@@ -8,7 +8,7 @@ shared    fitted tensors and rotations: once, whatever the tokens and rows
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -73,7 +73,6 @@ class MemoryReport(CacheBytes):
     beyond                    share of the blocks encoded since the cache was empty whose error is beyond 99.9% of those
                               in calibration: see store/block_errors.py; None if none is measured
     smaller_than_16bit_from   tokens per row from which the cache is smaller than in 16 bits; None if never
-    dtype                     of exact tokens
     """
 
     recipe: str = ""
@@ -83,7 +82,6 @@ class MemoryReport(CacheBytes):
     scratch_peak: int = 0
     beyond: float | None = None
     smaller_than_16bit_from: int | None = None
-    dtype: str = "bfloat16"
 
     def with_sliding(self, size: int) -> "MemoryReport":
         """Add the bytes of layers that slide or recur."""
@@ -108,8 +106,6 @@ class MemoryReport(CacheBytes):
             ]
         else:
             lines = [f"{self.recipe}: empty, {shared}; {when}"]
-        if self.dtype == "float32":
-            lines.append("exact tokens are in float32, and count twice; a cache of bfloat16 is smaller sooner")
         if self.beyond is not None:
             lines.append(f"errors of {self.beyond:.2%} of the blocks are beyond 99.9% of those in calibration")
         return "\n  ".join(lines)
@@ -146,7 +142,6 @@ def report(
         parts=dict(parts),
         kept=slots.length,
         asymptotic_bits=asymptotic_bits(recipe, geometry, dtype),
-        dtype=str(dtype).removeprefix("torch."),
         **known,
     )
 
@@ -165,11 +160,6 @@ def layer_bytes(store: LayerStore) -> dict[str, int]:
         home = store.index.window_2BTC
         parts["window"] += 0 if home is None or home is store.buffer_2BTC else storage_bytes([home])
     return parts
-
-
-def shared_bytes(codecs: Iterable[Codec], others: Sequence[Tensor] = ()) -> int:
-    """Count the bytes of fitted tensors and rotations, and of others, each storage once."""
-    return storage_bytes([*others, *(tensor for codec in codecs for tensor in codec.shared)])
 
 
 def asymptotic_bits(recipe: Recipe, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
@@ -203,10 +193,12 @@ class Sizes:
             fitted += _bytes(specs)
             kind = site.scheme, site.role
             if kind not in beside:
-                own = {n: torch.zeros(*shape, dtype=dtype) for n, (shape, dtype) in specs.items() if "rotate." in n}
-                codec = Codec(self.recipe, site.layer, site.role, self.geometry, own)
-                beside[kind] = storage_bytes(codec.shared) - storage_bytes(own.values()) if own else 0
-                fixed += [] if own else codec.shared
+                rotations = {
+                    n: torch.zeros(*shape, dtype=dtype) for n, (shape, dtype) in specs.items() if "rotate." in n
+                }
+                codec = Codec(self.recipe, site.layer, site.role, self.geometry, rotations)
+                beside[kind] = storage_bytes(codec.shared) - storage_bytes(rotations.values()) if rotations else 0
+                fixed += [] if rotations else codec.shared
             fitted += beside[kind]
         return fitted + storage_bytes(fixed)
 

@@ -191,8 +191,8 @@ class Positions:
             slots = torch.arange(sinks, device=device).expand(batch, -1)
             return slots, slots < self.length
         rank_BT = self.real_BT.cumsum(1) * self.real_BT
-        found = rank_BT[:, :, None] == torch.arange(1, sinks + 1, device=device)
-        return found.int().argmax(1), found.any(1)
+        here = rank_BT[:, :, None] == torch.arange(1, sinks + 1, device=device)
+        return here.int().argmax(1), here.any(1)
 
     def complete(self, sinks: int, before: int) -> int:
         """A length at which every row's sinks had arrived, if they had in the first `before` slots; or one to come."""

@@ -108,7 +108,7 @@ def served_by(config: VllmConfig, rank: int) -> Served:
     settings = model.hf_text_config.to_dict()
     with plugin.named(reference):
         served, whole = served_recipe.match(served, settings, model.model, model.revision)
-        plugin.check_recipe(served.recipe, whole)
+        served.recipe.check(whole)
         plugin.check_engine(config)
         if config.kv_transfer_config is not None:
             raise ValueError("a KV connector moves pages, and exact tokens are beside them; drop --kv-transfer-config")

@@ -1,4 +1,4 @@
-"""What a cache shows and shares: its text, its name in transformers, its log, and one copy of a fit for all caches."""
+"""What a cache shows and shares: its name in transformers, and one copy of a fit for all caches."""
 
 import copy
 import gc
@@ -8,7 +8,7 @@ import fitted
 import pytest
 import torch
 from feeding import small
-from generating import generate, kvq
+from generating import kvq
 from models import prompt, random_model
 from tiers import some
 from transformers import AttentionInterface
@@ -18,7 +18,6 @@ from kvq_runtime.artifact import artifact
 from kvq_runtime.artifact.artifact import Artifact
 from kvq_runtime.hf import fingerprint_of, geometry_of
 from kvq_runtime.recipe import preset
-from kvq_runtime.store.memory import human
 from kvq_runtime.store.storage import storage_bytes
 
 
@@ -59,15 +58,6 @@ def test_caches_of_one_file_hold_its_tensors_once(name, model, tmp_path):
     del caches, cache
     gc.collect()
     assert gone() is None
-
-
-def test_the_text_of_a_cache_says_recipe_tokens_and_bytes(model):
-    cache = kvq("higgs-2bit", model)
-    assert repr(cache) == "KVQCache(higgs-2bit, empty)"
-    generate(model, prompt(2, 60), cache)
-    report = cache.memory_report()
-    sizes = f"{human(report.total_bytes)}; 16 bit: {human(report.exact_bytes)}"
-    assert repr(cache) == f"KVQCache(higgs-2bit, 2 x {cache.get_seq_length()} tokens, {sizes})"
 
 
 def test_importing_the_cache_registers_its_attention():

@@ -98,7 +98,7 @@ def test_pages_are_handed_out_for_as_many_tokens_as_fill_a_larger_one(own, besid
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_with_the_reason(name: str, reason: str):
     with pytest.raises(ValueError, match=reason):
-        plugin.check_recipe(preset(name), Geometry(28, 4, 128))
+        plugin.check_recipe(preset(name))
     with pytest.raises(ValueError, match="encodes blocks of 128 tokens, and a page has 16: --block-size 128"):
         plugin.paged(preset("kivi-2bit"), SIZE, 16)
 

@@ -44,7 +44,7 @@ class PagedServer:
         self.page = recipe.window.block if self.by_block else page
         self.by_block |= kernel
         self.recipe = plugin.paged(recipe, size, self.page).with_exact(sinks=sinks)
-        plugin.check_recipe(self.recipe, size)
+        plugin.check_recipe(self.recipe)
         self.pair = shared.build(self.recipe, size, tensors_of(self.recipe, size))[0]
         half = size.head_size // 2
         self.rotary = replace(ROTARY, frequencies_K=1e4 ** -(torch.arange(half) / half))

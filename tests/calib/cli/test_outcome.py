@@ -84,5 +84,5 @@ def test_progress_is_lines_without_a_terminal_and_counts_layers(monkeypatch):
     bar.close()
     lines = [line.partition(" done")[0] for line in error.getvalue().splitlines()]
     assert lines[0] == "kvq-calibrate: layers: 25%"
-    assert lines[-3:] == ["kvq-calibrate: layer 2 of 2, aqua-2bit values: 50%", "kvq-calibrate: evaluation: 0%",
-                          "kvq-calibrate: evaluation: 50%"]  # fmt: skip
+    assert "kvq-calibrate: layer 2 of 2, aqua-2bit values 2/2: 25%" in lines
+    assert lines[-1] == "kvq-calibrate: evaluation: 50%"

@@ -170,7 +170,7 @@ def test_progress_reaches_its_end_exactly_with_and_without_kept_units(model, tmp
         heard = []
         run(asked(model, tmp_path / "run", recipes=("mean-higgs-2bit",), publish=False), heard.append)
         said = [one for one in heard if one.layer < 0]
-        assert sum(one.tokens for one in said) == said[-1].done == said[-1].total > 0
+        assert said[-1].done == said[-1].total > 0
 
 
 FOUR = (

@@ -81,7 +81,7 @@ def test_what_is_chosen_can_be_served_and_keeps_the_budget(asked):
     first = bit_allocation.auto_vllm_recipe(asked, GEOMETRY)
     found, _ = bit_allocation.chosen(first, asked, GEOMETRY, curves([1, 3, 0.1, 1]))
     for recipe in (first, found):
-        plugin.check_recipe(recipe.check(GEOMETRY), GEOMETRY)
+        plugin.check_recipe(recipe.check(GEOMETRY))
         assert asymptotic_bits(recipe, GEOMETRY) <= asked
     assert asymptotic_bits(found, GEOMETRY) > asked - 0.6  # a step between two settings of a layer
     assert found.name == f"auto-{asked:g}bit-vllm" and Recipe.from_json(found.to_json()) == found
