@@ -71,8 +71,8 @@ def test_reset_crop_and_other_rows():
 @pytest.mark.parametrize("name", ["kivi-2-16", "lloyd-3bit"])
 def test_blocks_are_the_same_however_many_are_due(name):
     one, two = Driver(FAMILIES[name], PADDED), Driver(FAMILIES[name], PADDED)
-    one.step(64, expected=False)
-    for _ in range(2):
+    one.step(96, expected=False)
+    for _ in range(3):
         two.step(32, expected=False)
     a, b = one.cache.layers[0], two.cache.layers[0]
     assert a.blocks == b.blocks > 1
