@@ -28,7 +28,7 @@ from kvq_runtime.ops import dispatch, product, rope
 from kvq_runtime.ops.constant import lasting
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
-from kvq_runtime.stages.stage import SLOTS, InputTensor, Specs
+from kvq_runtime.stages.stage import SLOTS, InputTensor, Site, Specs
 
 _CPU = torch.device("cpu")
 
@@ -346,8 +346,10 @@ class Codec:
 
 def specs(recipe: Recipe, layer: int, role: Role, geometry: Geometry) -> Specs:
     """Return the tensors an artifact holds for one scheme of one layer: {"predict.weight": (shape, dtype), ...}."""
-    site = [*recipe.sites(geometry, (layer,))][ROLES.index(role)]
-    return {} if recipe.fits_prompt else site.scheme.tensors(site, geometry)
+    if recipe.fits_prompt:
+        return {}
+    scheme = recipe.scheme(layer, role)
+    return scheme.tensors(Site(scheme, role, layer, recipe.position, recipe.window, geometry), geometry)
 
 
 def all_specs(recipe: Recipe, geometry: Geometry) -> Specs:

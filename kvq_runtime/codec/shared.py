@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec.codec import Codec, Context, all_specs, specs
+from kvq_runtime.codec.codec import Codec, Context, all_specs
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops.constant import lasting
 from kvq_runtime.recipe import Recipe, Role
@@ -56,12 +56,10 @@ def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> 
 
 def _pair(recipe: Recipe, layer: int, geometry: Geometry, tensors: Mapping[str, Tensor]) -> tuple[Codec, Codec]:
     def codec_of(role: Role) -> Codec:
-        names = specs(recipe, layer, role, geometry)
-        own = {name: tensors[f"layers.{layer}.{role}.{name}"] for name in names}
+        start = f"layers.{layer}.{role}."
+        own = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
         return Codec(recipe, layer, role, geometry, own)
 
-    if not tensors:
-        return Codec(recipe, layer, "key", geometry, {}), Codec(recipe, layer, "value", geometry, {})
     return codec_of("key"), codec_of("value")
 
 
