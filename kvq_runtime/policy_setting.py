@@ -26,7 +26,6 @@ class PolicySetting(ABC):
     arrival_dependent  whether blocks depend on how tokens arrive
     fits_prompt        whether it fits the recipe's stages to each row's own tokens, in place of a calibration
     chooses_by_query   whether queries choose what is read: under another attention than ours, all tokens are read
-    papers             numbers on arXiv of the papers that it comes from
     waits_for_fit      whether blocks may wait until what they are encoded with is fitted to the prompt
     unpacked           why the decode kernel cannot read the blocks of a cache that has it; None: it can
     neutral            settings with which it changes nothing, for tests of what every recipe owes
@@ -37,7 +36,6 @@ class PolicySetting(ABC):
     arrival_dependent: ClassVar[bool] = False
     fits_prompt: ClassVar[bool] = False
     chooses_by_query: ClassVar[bool] = False
-    papers: ClassVar[tuple[str, ...]] = ()
     waits_for_fit: ClassVar[bool] = False
     unpacked: ClassVar[str | None] = None
     neutral: ClassVar[Mapping[str, Any]] = {}

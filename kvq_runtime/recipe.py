@@ -89,12 +89,6 @@ class Recipe:
         return [scheme for pair in self.pairs for scheme in pair]
 
     @property
-    def papers(self) -> list[str]:
-        """Numbers on arXiv, sorted, of the papers whose methods are in the recipe."""
-        found = {paper for scheme in self.schemes for _, stage in scheme.stages for paper in stage.papers_in(scheme)}
-        return sorted(found.union(*(policy.papers for policy in self.policies)))
-
-    @property
     def fits_prompt(self) -> bool:
         """True if a cache fits the recipe's stages to each row's own tokens."""
         return any(policy.fits_prompt for policy in self.policies)

@@ -79,8 +79,6 @@ def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int, fine:
 
     fine   of the candidates, which follow each other by size, those beside the best of one in COARSE are tried too
     """
-    if quantize.codebook == "block":
-        return {}
     found: dict[str, list[Tensor]] = {}
     start = 0
     for count, bits in quantize.runs(width):

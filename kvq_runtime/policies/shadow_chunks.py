@@ -49,7 +49,6 @@ class ShadowChunks(PolicySetting):
     """
 
     kind: ClassVar[str] = "chunks"
-    papers: ClassVar[tuple[str, ...]] = ("2410.21465",)
     slot: ClassVar[str] = "select"
     chooses_by_query: ClassVar[bool] = True
     waits_for_fit: ClassVar[bool] = True

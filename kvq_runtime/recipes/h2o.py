@@ -44,7 +44,6 @@ class HeavyHitters(Evicting):
     """
 
     kind: ClassVar[str] = "heavy"
-    papers: ClassVar[tuple[str, ...]] = ("2306.14048",)
     neutral: ClassVar[Mapping[str, Any]] = {"share": 1.0, "recent": 0.0}
     share: float = 0.2
     recent: float = 0.0

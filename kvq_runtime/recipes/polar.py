@@ -4,7 +4,7 @@ The rotation makes angles follow a known distribution, so nothing has to be norm
 all. `polar-paper` is the paper's: four levels with 4, 2, 2, 2 bits and a 16-bit radius per 16 elements, 3.875 bits.
 But that radius is a quarter of the bits, and scalar rounding reaches the same error with 3.1 bits (`lloyd-3bit`).
 `polar-3bit` transforms to the last level: one norm per head and 3.1 bits at the paper's widths, a tenth more error.
-`+all.quantize.radius=log8` keeps four levels and stores 8-bit radii: 3.5 bits. The rotation has to be a random one: a
+The rotation has to be a random one: a
 Hadamard makes neighbours equal where every other channel is nearly silent, and equal neighbours lie on a boundary of
 sectors.
 
@@ -64,7 +64,6 @@ FAMILY = Family(
     papers={"PolarQuant": "Han et al., 2025, arXiv 2502.02617"},
     golden=(
         "polar-3bit+all.predict=mean+position=pre+name=mean-polar-3bit",
-        "polar-paper+all.quantize.radius=log8+name=polar-radius8",
         "polar-3bit+all.rotate=none+all.quantize=polar_fitted+all.quantize.levels=0+all.quantize.points=mean"
         "+name=polar-3bit-fitted-plain",
         "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4"

@@ -43,7 +43,6 @@ class PromptVotes(Evicting):
     """
 
     kind: ClassVar[str] = "votes"
-    papers: ClassVar[tuple[str, ...]] = ("2404.14469",)
     once: ClassVar[bool] = True
     neutral: ClassVar[Mapping[str, Any]] = {"tokens": 1 << 20}
     tokens: int = 1024

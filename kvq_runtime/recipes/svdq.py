@@ -6,9 +6,8 @@ The paper's schedules give 8 equal runs of channels their bits; its others are s
 `svdq-2bit+key.quantize.bits=8,4,2,0,0,0,0,0`, those of 1.25 bits `4,4,2,0,0,0,0,0`. `svdq-wf-2bit-v4` finds them
 for any total (`+key.quantize.target=1.5`) by reverse water-filling on the eigenvalues: bit by bit, each where it lowers
 the error most. Values stay at 16 bits
-(`+value.quantize=exact`), or take 4 bits per token (`-v4`). `+key.quantize.codebook=block` takes ranges from each block
-of tokens, the nearest to the paper's "all tokens" that a growing cache allows. `svdq-online-*` decompose each row's own
-prompt (`+policies.first_tokens=on`), with the paper's schedules.
+(`+value.quantize=exact`), or take 4 bits per token (`-v4`). `svdq-online-*` decompose each row's own prompt
+(`+policies.first_tokens=on`), with the paper's schedules.
 
 Source: Hong et al., 2025 (SVDq), algorithm 1, equations 4 and 6, table 1.
 Differs: mean, basis and ranges come from calibration, once, and cost nothing per prompt; the paper decomposes each

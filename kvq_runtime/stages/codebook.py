@@ -113,7 +113,6 @@ class Grid(Codebook):
     """
 
     kind: ClassVar[str] = "grid"
-    papers: ClassVar[tuple[str, ...]] = ("2411.17525",)
     kernel: ClassVar[str | None] = "grid"
     dim: int = 2
     size: int = 16
@@ -157,7 +156,6 @@ class Lloyd(Codebook):
     """
 
     kind: ClassVar[str] = "lloyd"
-    papers: ClassVar[tuple[str, ...]] = ("2504.19874",)
     kernel: ClassVar[str | None] = "lloyd"
     dim: ClassVar[int] = 1
     bits: int = 2

@@ -30,8 +30,6 @@ class Nuq(Quantizer):
     """
 
     kind: ClassVar[str] = "nuq"
-    papers: ClassVar[tuple[str, ...]] = ("2401.18079",)
-    slack: ClassVar[float] = 1.6  # calibrated ends cut what the calibration had not seen
     fitted: ClassVar[bool] = True
     bits: int = 3
     scale: Literal["channel", "token"] = "token"

@@ -57,7 +57,6 @@ class Neighbours(Predictor):
     both    of the layers below, values are inputs of keys, and keys of values, too
     """
 
-    papers: ClassVar[tuple[str, ...]] = ("2501.19392",)
     cross_layer: ClassVar[bool] = True
     below: tuple[int, ...] = (1,)
     keys: bool = True

@@ -105,7 +105,6 @@ class Basis(Rotation):
     """
 
     kind: ClassVar[str] = "basis"
-    papers: ClassVar[tuple[str, ...]] = ("2502.15304",)
     latents: ClassVar[bool] = True
     fitted: ClassVar[bool] = True
 
@@ -172,7 +171,6 @@ class Oscar(Rotation):
     """
 
     kind: ClassVar[str] = "oscar"
-    papers: ClassVar[tuple[str, ...]] = ("2605.17757",)
     fitted: ClassVar[bool] = True
     metric: Literal["queries", "attended"] = "queries"
 

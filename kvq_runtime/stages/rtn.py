@@ -16,7 +16,7 @@ from kvq_runtime.ops import pack, rtn
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import PackedCodes
 from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Scheme, Specs, Tensors
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class Rtn(Quantizer):
     """
 
     kind: ClassVar[str] = "rtn"
-    slack: ClassVar[float] = 1.6  # uniform steps from a group's least number to its largest
     kernel: ClassVar[str | None] = "uniform"
     bits: int = 2
     group: str | int = 64
@@ -40,11 +39,6 @@ class Rtn(Quantizer):
         check_group(self.group)
         if self.bits not in (1, 2, 3, 4, 8):
             raise ValueError(f"bits={self.bits}; use 1, 2, 3, 4 or 8")
-
-    def papers_in(self, scheme: Scheme) -> tuple[str, ...]:
-        """By channel it is KIVI's, after a Hadamard QuaRot's; else it is general knowledge."""
-        by_channel, turned = scheme.axis == "channel", scheme.rotate is not None and scheme.rotate.kind == "hadamard"
-        return ("2402.02750",) * by_channel + ("2404.00456",) * turned
 
     def group_size(self, width: int, geometry: Geometry) -> int:
         return geometry.group_size(self.group, width)
@@ -119,8 +113,6 @@ class Clipped(Rtn):
     """
 
     kind: ClassVar[str] = "rtn_clipped"
-    papers: ClassVar[tuple[str, ...]] = ("2605.17757",)
-    papers_in = Quantizer.papers_in
     one_launch = Quantizer.one_launch
     keep: float = 0.96
 

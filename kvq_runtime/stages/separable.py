@@ -33,8 +33,6 @@ class Separable(Quantizer):
     """
 
     kind: ClassVar[str] = "separable"
-    papers: ClassVar[tuple[str, ...]] = ("2405.14256",)
-    slack: ClassVar[float] = Rtn.slack
     fitted: ClassVar[bool] = True
     bits: int = 2
     group: str | int = "all"

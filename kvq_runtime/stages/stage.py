@@ -55,12 +55,10 @@ class Stage(ABC):
     kind    its name in JSON, unique among the stages of its slot
     slot    the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
     fitted  whether it has tensors that are fitted to a model; to what, its fit says
-    papers  numbers on arXiv of the papers that it comes from; none for what is older than arXiv, or general knowledge
     """
 
     kind: ClassVar[str]
     slot: ClassVar[str]
-    papers: ClassVar[tuple[str, ...]] = ()
     fitted: ClassVar[bool] = False
 
     def __post_init__(self):
@@ -72,10 +70,6 @@ class Stage(ABC):
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """Return the tensors of a fit at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
         return {}
-
-    def papers_in(self, scheme: Scheme) -> tuple[str, ...]:
-        """Return the papers that it comes from, beside the other stages of this scheme."""
-        return self.papers
 
     def check(self, site: Site) -> None:  # noqa: B027
         """Raise a ValueError, a sentence, if it cannot be used there; its own settings are checked when it is made."""
@@ -187,7 +181,6 @@ class Quantizer(Stage):
 
     keeps_dtype     whether it stores its input as it is, in the model's dtype
     takes_latents   whether it rounds latent channels, so that a rotation that gives them must come first
-    slack           how much more error it may leave of a Gaussian than Lloyd's and Max's quantizer of as many bits
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
     has_lookup      whether `lookup` gives elements before the field `scale` multiplies them
     reads_tokens    whether `at` decodes single tokens out of fields that do not begin with the token
@@ -196,7 +189,6 @@ class Quantizer(Stage):
     slot = "quantize"
     keeps_dtype: ClassVar[bool] = False
     takes_latents: ClassVar[bool] = False
-    slack: ClassVar[float] = 1.15
     kernel: ClassVar[str | None] = None
     has_lookup: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
@@ -283,10 +275,6 @@ class Quantizer(Stage):
         """Elements of a row that are rounded together, with one scale; None: it has no groups."""
         return None
 
-    def memory_kind(self, field: str) -> str:
-        """Return the kind of a field in a memory report: "codes" or "scales"."""
-        return "codes" if field in ("codes", "x") else "scales"
-
 
 class Feedback(Stage):
     """Error feedback: moves the rounding error of some channels into those that follow; of keys alone.
@@ -328,10 +316,6 @@ class Correction(Stage):
     @abstractmethod
     def apply(self, rounded_NTC: Tensor, fields: Fields) -> Tensor:
         """Correct decoded blocks, in the same tensor if it can be."""
-
-    def memory_kind(self, field: str) -> str:
-        """Return the kind of a field in a memory report."""
-        return "scales"
 
 
 @dataclass(frozen=True)
@@ -387,12 +371,6 @@ class Scheme:
         rows, width = (block, geometry.width) if self.axis == "token" else (geometry.width, block)
         stored = self.quantize.fields(rows, width, geometry, dtype)
         return stored if self.correct is None else stored | self.correct.fields(block, geometry)
-
-    def memory_kinds(self, block: int, geometry: Geometry) -> dict[str, str]:
-        """Return the kind of each field of an encoded block in a memory report."""
-        correct, kinds = self.correct, {name: self.quantize.memory_kind(name) for name in self.fields(block, geometry)}
-        own = {} if correct is None else {name: correct.memory_kind(name) for name in correct.fields(block, geometry)}
-        return kinds | own
 
     def bits(self, block: int, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
         """Return the bits of a stored element: codes and everything stored beside them, without fitted tensors."""

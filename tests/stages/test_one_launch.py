@@ -42,7 +42,7 @@ QUANTIZERS = [
         Lloyd(3),
         Lloyd(2, scale="plain"),
     ),
-    *(Polar(), Polar(radius="log8"), Nuq(2)),
+    *(Polar(), Nuq(2)),
 ]
 ROTATIONS = {
     "hadamard": SignedHadamard(32, 3),
@@ -120,7 +120,6 @@ def test_what_is_no_single_launch_is_encoded_block_by_block():
         with dispatch.forced(True):
             assert not codec(replace(plain, key=scheme), "key").one_launch(x_NTC), why
     with dispatch.forced(True):
-        assert not codec(read("polar-paper+all.quantize.radius=log8"), "key").one_launch(x_NTC)
         assert codec(plain, "key").one_launch(x_NTC)
         squat = preset("squat-2bit")
         heads, head = GEOMETRY.kv_heads, GEOMETRY.head_size
