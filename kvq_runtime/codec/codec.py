@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec.context import Context, side_by_side
+from kvq_runtime.codec.block_input import Context, side_by_side
 from kvq_runtime.codec.matrices import matrices, stored_places
 from kvq_runtime.codec.packed import packed_reader
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import dispatch, product, rope
+from kvq_runtime.ops import dispatch, latent, product, rope
 from kvq_runtime.ops.constant import lasting
 from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
@@ -81,7 +81,7 @@ class Codec:
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and fitted tensors; what is made of them, and shared with other codecs, is made again."""
-        made = ("_own", "_rotation", "back", "_forward", "packed_reader", "device")
+        made = ("_own", "_rotation", "back", "packed_reader", "device")
         kept = {name: value for name, value in self.__dict__.items() if name not in made}
         return kept | {"place": torch.empty(0, device=self.device)}  # a tensor, which torch.load may map elsewhere
 
@@ -100,9 +100,6 @@ class Codec:
             stage, field = name.split(".", 1)
             self.tensors[name] = self._own[stage][field] = tensor.to(device)
         self._rotation, self.back = matrices(self.scheme, self._width, self.geometry, self._own["rotate"], device)
-        forward = self._rotation
-        # all codecs share a Hadamard's matrix, which is made once a process
-        self._forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
         self.packed_reader = None if self.before_rope else packed_reader(self.scheme, self.geometry, self.back, device)
 
     @property
@@ -118,7 +115,8 @@ class Codec:
     @property
     def shared(self) -> list[Tensor]:
         """Tensors that do not grow with tokens: fitted ones and rotations."""
-        turns = (self._forward, self.back, self.packed_reader.turn if self.packed_reader else None)
+        forward = self._rotation.matrix if isinstance(self._rotation, SignedHadamard) else self._rotation
+        turns = (forward, self.back, self.packed_reader.turn if self.packed_reader else None)
         return [*self.tensors.values(), *(matrix for matrix in turns if matrix is not None)]
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
@@ -183,8 +181,8 @@ class Codec:
 
     def approximated(self, x_NTC: Tensor, context: Context) -> Tensor:
         """Return what `encode_decode` decodes to, or, where encoding takes a search, something with errors like it."""
-        quantize = self.scheme.quantize
-        if not quantize.searches or self.scheme.correct is not None:
+        quantize: Any = self.scheme.quantize
+        if not self._together:
             return self.encode_decode(x_NTC, context)[1]
         predicted = self.predicted(context)
         x = self.residual(x_NTC, replace(context, predicted=predicted))
@@ -242,10 +240,8 @@ class Codec:
 
     def _importance(self, x_NTC: Tensor, context: Context) -> Tensor | None:
         """Levels of how much errors of tokens count, int8 [N, T]; None: all alike."""
-        quantize = self.scheme.quantize
-        if not quantize.weighs:
-            return None
-        return quantize.importance(self.centred(x_NTC, context), self._own["quantize"])
+        direction_C = self._own["quantize"].get("importance")
+        return None if direction_C is None else latent.importance(self.centred(x_NTC, context), direction_C)
 
     def _round(self, x_NTC: Tensor, level_NT: Tensor | None = None) -> dict[str, Tensor]:
         x, rotation = x_NTC if self.scheme.axis == "token" else x_NTC.mT, self._rotation
@@ -261,10 +257,8 @@ class Codec:
 
     def _quantized(self, x_NRW: Tensor) -> Tensor:
         """Rows encoded and decoded, before any rotation back."""
-        quantize, place = (
-            self.scheme.quantize,
-            stored_places(self.scheme.quantize, self._width, self.geometry, x_NRW.device),
-        )
+        quantize = self.scheme.quantize
+        place = stored_places(quantize, self._width, self.geometry, x_NRW.device)
         fields = quantize.encode(x_NRW, None, self._own["quantize"], self.geometry)
         decoded = quantize.decode(fields, self._width, self.geometry, self._own["quantize"]).float()
         return decoded if place is None else decoded[..., place]

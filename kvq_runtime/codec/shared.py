@@ -56,12 +56,10 @@ def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> 
 
 def _pair(recipe: Recipe, layer: int, geometry: Geometry, tensors: Mapping[str, Tensor]) -> tuple[Codec, Codec]:
     def codec_of(role: Role) -> Codec:
-        names = specs(recipe, layer, role, geometry)
+        names = specs(recipe, layer, role, geometry) if tensors else ()
         own = {name: tensors[f"layers.{layer}.{role}.{name}"] for name in names}
         return Codec(recipe, layer, role, geometry, own)
 
-    if not tensors:
-        return Codec(recipe, layer, "key", geometry, {}), Codec(recipe, layer, "value", geometry, {})
     return codec_of("key"), codec_of("value")
 
 

@@ -88,9 +88,6 @@ class Fitting:
         for part in ([slot for slot in slots if slot == "predict"], [slot for slot in slots if slot != "predict"]):
             work = [(slot, stage, fit_module(stage, self.packages)) for slot, stage in self._fitted(part)]
             asked = dict.fromkeys(one for _, stage, module in work for one in module.requests(stage))
-            early = [one for one in asked if "predict" in part and "residuals" in one.passes]
-            if early:
-                raise ValueError(f"{self.scheme.predict} asks for {early}, which is what it leaves; ask for its inputs")
             missing = [one for one in asked if one not in self.statistics.found]
             self.statistics.found |= collect(missing) if missing else {}
             for slot, stage, module in work:

@@ -162,13 +162,6 @@ class Mixed(Quantizer):
             packed.append(pack.pack(self._codes(z_NRT[:, part], own, bits, scale_NT), bits).flatten(1))
         return {"codes": torch.cat(packed, 1)} | stored
 
-    @property
-    def weighs(self) -> bool:
-        return self.weighed
-
-    def importance(self, x_NTC: Tensor, tensors: Tensors) -> Tensor:
-        return latent.importance(x_NTC, tensors["importance"])
-
     def decode(
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
     ) -> Tensor:
@@ -204,10 +197,6 @@ class Mixed(Quantizer):
             found.append((values_NR if gain_N1 is None else gain_N1 * values_NR).bfloat16())
             start = start + count * size
         return torch.cat(found, 1)
-
-    @property
-    def searches(self) -> bool:
-        return self.codebook == "trellis"
 
     def approximated(
         self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry, level_NT: Tensor | None = None

@@ -19,7 +19,7 @@ and has no layers that slide over a window: no prediction goes through these, an
 that attends to all tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -88,9 +88,6 @@ class Neighbours(Predictor):
 
     def in_layer(self, layer: int, role: Role) -> Predictor:
         return self if self.inputs(layer, role).tokens else Mean()
-
-    def in_full(self) -> "Neighbours":
-        return replace(self, storage="bf16")
 
     def check_prompt_fit(self) -> None:
         raise ValueError(f"{self.kind} needs calibration; fit a mean to the prompt, or nothing")

@@ -128,10 +128,6 @@ class Predictor(Stage):
         """Return the predictor of this layer: itself, or a simpler one where there is nothing to read."""
         return self
 
-    def in_full(self) -> Predictor:
-        """Return the same predictor, its own tensors stored in 16 bits."""
-        return self
-
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """Return the mean, and what the prediction is computed with."""
         return self.specs(geometry.width * self.inputs(site.layer, site.role).tokens, geometry.width)
@@ -180,7 +176,7 @@ class Quantizer(Stage):
     """The rounding: rows of a block in, packed fields out.
 
     keeps_dtype     whether it stores its input as it is, in the model's dtype
-    takes_latents   whether it rounds latent channels, so that a rotation that gives them must come first
+    takes_latents   whether it rounds latent channels, as `latent.Mixed`, so that a rotation that gives them comes first
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
     has_lookup      whether `lookup` gives elements before the field `scale` multiplies them
     reads_tokens    whether `at` decodes single tokens out of fields that do not begin with the token
@@ -242,26 +238,6 @@ class Quantizer(Stage):
         """Decode one token in each of these blocks of `block` tokens, encoded per token: [N, V], as `decode`."""
         tokens = {name: field[block_N, token_N][None] for name, field in fields.items()}
         return self.decode(tokens, geometry.width, geometry, tensors)[0]
-
-    @property
-    def searches(self) -> bool:
-        """True if encoding takes a search: fits that only read what is decoded take `approximated` instead."""
-        return False
-
-    def approximated(
-        self, x_NRW: Tensor, rotation: Turn, tensors: Tensors, geometry: Geometry, level_NT: Tensor | None = None
-    ) -> Tensor:
-        """Return other numbers than encoding and decoding would give, with errors of the same moments: [N, R, V]."""
-        raise NotImplementedError
-
-    def importance(self, x_NTC: Tensor, tensors: Tensors) -> Tensor:
-        """Return how much errors of tokens count, as levels int8 [N, T], which `encode` takes too."""
-        raise NotImplementedError
-
-    @property
-    def weighs(self) -> bool:
-        """True if it weighs errors of tokens by their importance."""
-        return False
 
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place in a row of the j-th decoded element, int64 [V]."""
