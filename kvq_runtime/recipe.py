@@ -4,7 +4,7 @@ Scheme    predict → rotate → feedback, quantize → correct: how keys, or va
 Window    which tokens stay exact, and how many are encoded together; one for keys, values and all layers
 Recipe    a Scheme for keys, one for values, other Schemes for single layers, the Window, and policies: which tokens are
           held or read, if not all, and when
-Family    the recipes of one method, by name, and what tables, comparisons and tests know of them
+Family    the recipes of one method, by name
 position  "pre": keys are encoded as they are before RoPE · "post": as the model caches them
 
 What a stage is, and a Scheme, is in `stages/stage.py`; each says itself what it cannot be combined with.
@@ -268,14 +268,10 @@ class Family:
     """The recipes of one method: `FAMILY` of every file of `kvq_runtime/recipes`, where nothing else names the method.
 
     presets     name → a function of the name that makes the recipe
-    papers      name of each paper whose method it is → authors, year, and "arXiv ..." or "doi ..."
-    golden      recipes, with settings, that have an artifact, or an encoded block, in artifacts/golden
     compared    presets that are compared where none are asked for
     """
 
     presets: Mapping[str, Callable[[str], Recipe]]
-    papers: Mapping[str, str] = field(default_factory=dict)
-    golden: tuple[str, ...] = ()
     compared: tuple[str, ...] = ()
 
     def recipes(self) -> list[Recipe]:

@@ -41,7 +41,5 @@ def gear(name: str, bits: int, group: str | int) -> Recipe:
 
 FAMILY = Family(
     presets={"gear-2bit": partial(gear, bits=2, group=64), "gear-4bit": partial(gear, bits=4, group="all")},
-    papers={"GEAR": "Kang et al., 2024, arXiv 2403.05527"},
-    golden=("gear-2bit", "gear-2bit+all.correct=low_rank+name=gear-l-2bit"),
     compared=("gear-2bit",),
 )

@@ -50,7 +50,5 @@ FAMILY = Family(
     | {f"higgs-head-{bits}": partial(higgs, bits=bits, group="head") for bits in ("2bit", "3bit", "4bit")}
     | {"mean-higgs-2bit": partial(mean_higgs, bits="2bit")}
     | {"mean-higgs-head-2bit-post": partial(mean_higgs_post, bits="2bit")},
-    papers={"HIGGS": "Malinovskii et al., 2024, arXiv 2411.17525"},
-    golden=("higgs-2bit",),
     compared=("higgs-2bit", "higgs-3bit", "higgs-4bit", "mean-higgs-2bit"),
 )

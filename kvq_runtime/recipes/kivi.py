@@ -50,7 +50,5 @@ FAMILY = Family(
     presets={f"kivi-{bits}bit": partial(kivi, bits=bits) for bits in (2, 4)}
     | {f"kivi-{bits}bit-g128": partial(wide, bits=bits) for bits in (2, 4)}
     | {"kivi-2bit-r32": short},
-    papers={"KIVI": "Liu et al., 2024, arXiv 2402.02750"},
-    golden=("kivi-2bit",),
     compared=("kivi-2bit", "kivi-4bit"),
 )

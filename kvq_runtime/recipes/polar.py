@@ -61,13 +61,5 @@ FAMILY = Family(
         "polar-paper-fitted": fitted,
         "polar-online": partial(fitted, where="each prompt's", policies=(PromptFit(),)),
     },
-    papers={"PolarQuant": "Han et al., 2025, arXiv 2502.02617"},
-    golden=(
-        "polar-3bit+all.predict=mean+position=pre+name=mean-polar-3bit",
-        "polar-3bit+all.rotate=none+all.quantize=polar_fitted+all.quantize.levels=0+all.quantize.points=mean"
-        "+name=polar-3bit-fitted-plain",
-        "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4"
-        "+name=polar-hadamard",
-    ),
     compared=("polar-paper", "polar-paper-fitted", "polar-online", "polar-3bit"),
 )

@@ -26,7 +26,5 @@ def quarot(name: str, bits: int, group: str = "all") -> Recipe:
 FAMILY = Family(
     presets={"quarot-2bit": partial(quarot, bits=2)}
     | {f"quarot-head-{bits}bit": partial(quarot, bits=bits, group="head") for bits in (2, 4)},
-    papers={"QuaRot": "Ashkboos et al., 2024, arXiv 2404.00456"},
-    golden=("quarot-2bit",),
     compared=("quarot-2bit",),
 )

@@ -33,6 +33,5 @@ def quanto(name: str, bits: int) -> Recipe:
 FAMILY = Family(
     presets={f"rtn-{bits}bit": partial(rtn, bits=bits) for bits in (2, 4, 8)}
     | {f"quanto-{bits}bit": partial(quanto, bits=bits) for bits in (2, 4)},
-    golden=("rtn-2bit",),
     compared=("rtn-2bit", "rtn-4bit"),
 )

@@ -72,6 +72,5 @@ def snapkv(name: str) -> Recipe:
 
 FAMILY = Family(
     presets={"snapkv": snapkv},
-    papers={"SnapKV": "Li et al., 2024, arXiv 2404.14469"},
     compared=("snapkv",),
 )

@@ -10,7 +10,7 @@ What it took for long prompts is a setting, `squat-2bit-paper+key.feedback.rank=
 for Llama-2 and for Mistral after RoPE (r = 5); 4 blocks for Llama-2 and Llama-3 before RoPE. Its short window is
 `+window.recent=32+window.block=32`.
 
-Source: Wang et al., 2025 (SQuat), algorithm 1; settings of appendix D.2.
+Source: Wang et al., 2025 (SQuat, arXiv 2503.24358), algorithm 1; settings of appendix D.2.
 Differs: the subspace is calibrated, once, but for the online ones. A sequence of the calibration takes the place of the
 prompt in the paper's λ, which grows with the prompt; ours (`squat-2bit`) does not, and counts every direction by its
 weight instead of `rank` of them. The window is our KIVI's, at least 128 tokens, so that the two differ in the feedback
@@ -56,11 +56,5 @@ FAMILY = Family(
         "squat-pre-2bit-paper": partial(squat, position="pre", feedback=PAPER, how=PUBLISHED),
         "squat-pre-online-2bit": partial(squat, position="pre", feedback=PRE, policies=ONLINE),
     },
-    papers={"SQuat": "Wang et al., 2025, arXiv 2503.24358"},
-    golden=(
-        "squat-2bit",
-        "squat-pre-2bit-paper+key.feedback.blocks=4+key.feedback.lam=5e-4+key.feedback.rank=60"
-        "+name=squat-pre-2bit-llama3",
-    ),
     compared=("squat-2bit", "squat-2bit-paper", "squat-online-2bit", "squat-pre-2bit"),
 )

@@ -53,15 +53,5 @@ FAMILY = Family(
     | {"turboquant-plain-3bit": partial(turboquant, scale="plain")}
     | {f"lloyd-{bits}bit": partial(lloyd, bits=bits) for bits in (2, 3, 4)}
     | {"mean-lloyd-3bit-post": partial(mean_lloyd_post, bits=3)},
-    papers={
-        "TurboQuant": "Zandieh et al., 2025, arXiv 2504.19874",
-        "DRIVE": "scales, arXiv 2105.08339",
-        "EDEN": "scales, arXiv 2108.08842",
-    },
-    golden=(
-        "turboquant-3bit",
-        "lloyd-2bit+all.quantize.bits=1+name=lloyd-1bit",
-        "mean-lloyd-3bit-post+all.quantize.bits=2+position=pre+name=mean-lloyd-2bit",
-    ),
     compared=("lloyd-2bit", "lloyd-3bit", "turboquant-3bit"),
 )

@@ -150,7 +150,8 @@ class Lloyd(Codebook):
     scale   s of x̂ = s·c, where c are the centroids and ‖x‖/√K = rms the vector's own size:
             "plain" rms, the paper's · "norm" rms·√K/‖c‖, so that x̂ is as long as x · "least_squares" ⟨x,c⟩/⟨c,c⟩
 
-    Source: Zandieh et al., 2025 (TurboQuant), algorithm 1; scales: Vargaftik et al., 2021 and 2022 (DRIVE, EDEN).
+    Source: Zandieh et al., 2025 (TurboQuant), algorithm 1; scales: Vargaftik et al., 2021 (DRIVE, arXiv 2105.08339) and
+    2022 (EDEN, arXiv 2108.08842).
     Differs: no 1-bit sketch of the residual (their "prod" variant): its variance adds more error than the bias that it
     removes.
     """
