@@ -25,6 +25,7 @@ from kvq_runtime.policy_setting import PolicySetting, policy_kinds
 from kvq_runtime.stages.kinds import check_keys, kinds, stage_from, stage_json
 from kvq_runtime.stages.stage import SLOTS, Scheme, Site, Stage
 
+Position = Literal["pre", "post"]
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
 
 
@@ -44,7 +45,7 @@ class Recipe:
     name: str
     key: Scheme
     value: Scheme
-    position: Literal["pre", "post"] = "post"
+    position: Position = "post"
     layers: Mapping[int, tuple[Scheme, Scheme]] = field(default_factory=dict)
     summary: str = field(default="", compare=False)
     window: Window = field(default_factory=Window)

@@ -1,7 +1,8 @@
 """AQUA-KV: predict each layer's keys from the decoded keys below and its values from [decoded keys, values below];
 store the residuals with HIGGS (or any other rounding). The first layer, which has nothing below, gets 4 bits.
 
-Source: Shutova et al., 2025 (AQUA-KV, arXiv 2501.19392), algorithm 1; the rows of its tables 1, 5 and 9 are settings, of keys and values:
+Source: Shutova et al., 2025 (AQUA-KV, arXiv 2501.19392), algorithm 1; the rows of its tables 1, 5 and 9 are settings,
+of keys and values:
 
     position=post · window.sinks=0 · all.predict.storage=gptq4 · all.predict.fit=clean · key.predict=none
     value.predict.keys=false · key.predict.below=1,2 · key.predict=low_rank · layers.0.key.quantize.size=64

@@ -22,21 +22,17 @@ the whole prompt's channel or of the token, and its mean).
 from dataclasses import replace
 from functools import partial
 
-from kvq_runtime.recipe import Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.correct import LowRankSparse
 
 
-def schemes(bits: int, group: str | int, key: LowRankSparse, value: LowRankSparse) -> tuple[Scheme, Scheme]:
-    """KIVI's keys and values, each with a correction of its rounding error."""
-    return replace(kivi.keys(bits, group), correct=key), replace(kivi.values(bits, group), correct=value)
-
-
 def gear(name: str, bits: int, group: str | int) -> Recipe:
     """Rank 4 and 2% outliers."""
-    pair = schemes(bits, group, LowRankSparse(group="channel"), LowRankSparse(group="token"))
+    key = replace(kivi.keys(bits, group), correct=LowRankSparse(group="channel"))
+    value = replace(kivi.values(bits, group), correct=LowRankSparse(group="token"))
     groups = f", groups of {group}" if group != "all" else ""
-    return Recipe(name, *pair, summary=f"GEAR, {bits} bits{groups}, rank 4, 2% outliers", window=kivi.WINDOW)
+    return Recipe(name, key, value, summary=f"GEAR, {bits} bits{groups}, rank 4, 2% outliers", window=kivi.WINDOW)
 
 
 FAMILY = Family(

@@ -25,41 +25,24 @@ from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.rotate import Random
 
 PAPER = Window(sinks=0)
-# name → bits of levels 1, 2, ...; the last is that of all further ones
-WIDTHS = {"3bit": (4, 2), "4bit": (5, 3)}
 
 
-def scheme(bits: str, group: str = "head") -> Scheme:
-    """Angles with one norm per head, whose size is a power of two, or, of "all" heads, per 1024 elements."""
-    quantize = Polar(WIDTHS[bits], levels=0, group=group, points="mean")
-    return Scheme(quantize=quantize, rotate=Random(group))
+def polar(name: str, quantize: Polar, summary: str, window: Window = PAPER, policies=()) -> Recipe:
+    """Return PolarQuant after a random rotation of every head."""
+    rotated = Scheme(quantize=quantize, rotate=Random())
+    return Recipe(name, rotated, rotated, summary=summary, window=window, policies=policies)
 
 
-def full(name: str, bits: str) -> Recipe:
-    """All angles to the last level, one norm per head."""
-    own = scheme(bits)
-    return Recipe(name, own, own, summary=f"PolarQuant to the last level, {bits}")
-
-
-def published(name: str) -> Recipe:
-    """Return the paper's four levels."""
-    own = Scheme(quantize=Polar(), rotate=Random())
-    return Recipe(name, own, own, summary="PolarQuant as published, 3.875 bits", window=PAPER)
-
-
-def fitted(name: str, where: str = "the calibration's", policies=()) -> Recipe:
-    """Return the same with codebooks from angles of a calibration, or of each prompt."""
-    own = Scheme(quantize=PolarFitted(), rotate=Random())
-    summary = f"PolarQuant with codebooks from {where} angles"
-    return Recipe(name, own, own, summary=summary, window=PAPER, policies=policies)
-
-
+FULL = Polar((4, 2), levels=0, points="mean")  # to the last level, one norm per head, whose size is a power of two
+CODEBOOKS = "PolarQuant with codebooks from {} angles"
 FAMILY = Family(
     presets={
-        "polar-paper": published,
-        "polar-3bit": partial(full, bits="3bit"),
-        "polar-paper-fitted": fitted,
-        "polar-online": partial(fitted, where="each prompt's", policies=(PromptFit(),)),
+        "polar-paper": partial(polar, quantize=Polar(), summary="PolarQuant as published, 3.875 bits"),
+        "polar-3bit": partial(polar, quantize=FULL, summary="PolarQuant to the last level, 3bit", window=Window()),
+        "polar-paper-fitted": partial(polar, quantize=PolarFitted(), summary=CODEBOOKS.format("the calibration's")),
+        "polar-online": partial(
+            polar, quantize=PolarFitted(), summary=CODEBOOKS.format("each prompt's"), policies=(PromptFit(),)
+        ),
     },
     compared=("polar-paper", "polar-paper-fitted", "polar-online", "polar-3bit"),
 )

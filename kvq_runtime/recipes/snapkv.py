@@ -65,9 +65,8 @@ class PromptVotes(Evicting):
 
 def snapkv(name: str) -> Recipe:
     """1024 tokens of a prompt, in 16 bit."""
-    plain = exact.FAMILY.presets["exact"](name)
     summary = "16 bit, over the 1024 tokens of a prompt that SnapKV holds"
-    return replace(plain, policies=(PromptVotes(),), summary=summary)
+    return replace(exact.exact(name, "post"), policies=(PromptVotes(),), summary=summary)
 
 
 FAMILY = Family(

@@ -20,27 +20,20 @@ settings have what the authors' code has, queries after RoPE. Blocks are a half 
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from kvq_runtime.policies.prompt_fit import PromptFit
-from kvq_runtime.recipe import Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Position, Recipe
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.feedback import QueryOrthogonal
 
-Position = Literal["pre", "post"]
 PAPER = QueryOrthogonal(blocks=2, lam=1e-3, rank=5, normalize="paper")
-
-
-def keys(feedback: QueryOrthogonal) -> Scheme:
-    """KIVI's keys of 2 bits, with feedback."""
-    return replace(kivi.keys(2), feedback=feedback)
 
 
 def squat(name: str, position: Position, feedback: QueryOrthogonal, how: str = "", policies=()) -> Recipe:
     """2 bits; the subspace calibrated, or of each prompt."""
     how += ", the subspace from each prompt" if policies else ""
     summary = f"SQuat {position}-RoPE, 2 bits{how}"
-    schemes = keys(feedback), kivi.values(2)
+    schemes = replace(kivi.keys(2), feedback=feedback), kivi.values(2)
     return Recipe(name, *schemes, position, summary=summary, window=kivi.WINDOW, policies=policies)
 
 

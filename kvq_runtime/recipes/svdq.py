@@ -16,13 +16,12 @@ prompt and counts the bits of neither basis nor ranges. Online ones do as the pa
 bit. Ranges leave the exact sinks out and are clipped where that lowers the error; the paper's, of all tokens, are
 stretched by one outlier.
 
-`svdq-shadow-*` reads by chunks, as ShadowKV does (Sun et al., 2024, arXiv 2410.21465; `+policies.chunks=on`): the paper's "SVDq+Sparsity" (tables 3 and 5:
-2.25, 1.75 and 1.25 bits), a budget of 2048 tokens; `svdq-shadow-online-*` with the basis of each prompt, as published.
-All tokens are held; landmarks add 2 bits per key element of a 16-bit model, which the paper does not count. Chunks
-alone are `exact+policies.chunks=on`; ShadowKV's own keys, of rank 160 in 16 bits, have no recipe: latent channels take
-8 at most.
-`+policies.chunks.budget=128+policies.chunks.outliers=4` is for models whose whole context is within that budget.
-"""
+`svdq-shadow-*` reads by chunks, as ShadowKV does (Sun et al., 2024, arXiv 2410.21465; `+policies.chunks=on`): the
+paper's "SVDq+Sparsity" (tables 3 and 5: 2.25, 1.75 and 1.25 bits), a budget of 2048 tokens; `svdq-shadow-online-*` with
+the basis of each prompt, as published. All tokens are held; landmarks add 2 bits per key element of a 16-bit model,
+which the paper does not count. Chunks alone are `exact+policies.chunks=on`; ShadowKV's own keys, of rank 160 in 16
+bits, have no recipe: latent channels take 8 at most. `+policies.chunks.budget=128+policies.chunks.outliers=4` is for
+models whose whole context is within that budget."""
 
 from functools import partial
 
