@@ -25,7 +25,8 @@ often.
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), sections 4.1 and 4.2; Theis et al., 2018
 (Fisher information by one draw for each token); Tseng et al., 2024 (QTIP, arXiv 2406.11235), section 3; Cover and
 Thomas, 2006, section 10.3.3 (reverse water-filling); Gersho and Gray, 1992, section 12.10 (shape and gain).
-Differs: no paper has these together."""
+Differs: no paper has these together.
+"""
 
 from dataclasses import replace
 from functools import partial

@@ -18,7 +18,8 @@ Source: Zhang et al., 2023 (H2O, arXiv 2306.14048), algorithm 1, whose budget is
 (`recent` half of `share`); shares of 20% and 50% as in Shutova et al., 2025 (AQUA-KV), tables 7 and 20.
 Differs: without `recent`, all of the share beyond the window is of heavy tokens; one set for all heads and layers,
 theirs is by head; mass by query, theirs is the sum, which favours tokens that came early; an encoded token stays,
-theirs may be dropped at any step; positions are the tokens' own."""
+theirs may be dropped at any step; positions are the tokens' own.
+"""
 
 import math
 from collections.abc import Mapping

@@ -24,18 +24,19 @@ Recipes with this window need attention weights: call model.set_attn_implementat
 Source: Zeng et al., 2025 (SubKV, doi 10.1002/spe.3422), section 3 and algorithm 1; groups of 32, N = 32 and F = 1 as in
 its section 4.1.
 Differs: where text and pseudocode contradict each other or leave a gap, as follows.
-- The text extends the window if A_new ≤ A_edge; line 22 if A_edge > A_n[1], presumably the newest token. The   text's
-rule; the edge is the oldest exact token after the first F.
+- The text extends the window if A_new ≤ A_edge; line 22 if A_edge > A_n[1], presumably the newest token. The
+  text's rule; the edge is the oldest exact token after the first F.
 - The text encodes one edge token a step, line 25 the whole window. Neither can be: a group of one token has no range,
-and an empty window is none. Whole blocks of G, the oldest first, leaving at least N tokens.
+  and an empty window is none. Whole blocks of G, the oldest first, leaving at least N tokens.
 - The window grows by the token that came, and is decided again at every step, as in lines 21 to 23; but there without
-bound or end, here by at most 3 blocks (N_max = 128, KIVI's residual), and back to N when attention drops.
+  bound or end, here by at most 3 blocks (N_max = 128, KIVI's residual), and back to N when attention drops.
 - Heads, layers and rows are not mentioned. One decision for all, from means over query heads, layers and rows, so that
-blocks stay the same everywhere; it is taken before a forward pass, from the weights of the one before, because its
-first layer encodes before its last has attended. `-by-layer` is the plainer reading, algorithm 1 inside one attention
-layer: means over query heads and rows, of the same forward pass.
+  blocks stay the same everywhere; it is taken before a forward pass, from the weights of the one before, because its
+  first layer encodes before its last has attended. `-by-layer` is the plainer reading, algorithm 1 inside one attention
+  layer: means over query heads and rows, of the same forward pass.
 - Values have d/G groups a token (line 8 has d/N), and wait for the keys, as the text says.
-- Sinks stay in their block, masked, and are put back when it is read, so groups of 32 begin at token 0, not at F."""
+- Sinks stay in their block, masked, and are put back when it is read, so groups of 32 begin at token 0, not at F.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial

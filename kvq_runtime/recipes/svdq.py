@@ -21,7 +21,8 @@ paper's "SVDq+Sparsity" (tables 3 and 5: 2.25, 1.75 and 1.25 bits), a budget of 
 the basis of each prompt, as published. All tokens are held; landmarks add 2 bits per key element of a 16-bit model,
 which the paper does not count. Chunks alone are `exact+policies.chunks=on`; ShadowKV's own keys, of rank 160 in 16
 bits, have no recipe: latent channels take 8 at most. `+policies.chunks.budget=128+policies.chunks.outliers=4` is for
-models whose whole context is within that budget."""
+models whose whole context is within that budget.
+"""
 
 from functools import partial
 
