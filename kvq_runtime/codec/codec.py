@@ -66,16 +66,6 @@ class Codec:
         moved._hold(self.tensors, device)
         return moved
 
-    def unpacked(self) -> "Codec":
-        """The same codec with its matrices as they are multiplied with, for who has many blocks, and drops it then."""
-        made = object.__new__(Codec)
-        made.__dict__.update(self.__dict__)  # not by `copy`, which makes all again that is made of tensors
-        made._rotation = self._rotation.float() if isinstance(self._rotation, Tensor) else self._rotation
-        made.back = None if self.back is None else product.wide(self.back)
-        if self.predictor is not None:
-            made._own = self._own | {"predict": dict(self.predictor.unpacked(self._own["predict"], self._inputs))}
-        return made
-
     def __deepcopy__(self, memo: Any) -> "Codec":
         return self
 

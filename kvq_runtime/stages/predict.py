@@ -108,10 +108,6 @@ class Linear(Neighbours):
         """Return the centred prediction, in the dtype of the inputs."""
         return _affine(z_NTI, self.matrix(tensors, z_NTI.shape[-1]), tensors["bias"])
 
-    def unpacked(self, tensors: Tensors, inputs: int) -> Tensors:
-        packed = {} if self.storage == "bf16" else {"weight": self.matrix(tensors, inputs)}
-        return super().unpacked({**tensors, **packed}, inputs)
-
     def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
         """W, [inputs, width], unpacked if it is stored in 4 bits."""
         return tensors["weight"] if "weight" in tensors else rtn.matrix(tensors, inputs)

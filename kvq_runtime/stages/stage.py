@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
-from kvq_runtime.ops import product
 from kvq_runtime.ops.pack import PackedCodes
 from kvq_runtime.ops.rotation import Rotation as Turn
 
@@ -135,10 +134,6 @@ class Predictor(Stage):
     @abstractmethod
     def specs(self, inputs: int, width: int) -> Specs:
         """Return the same for so many input channels and channels of a token."""
-
-    def unpacked(self, tensors: Tensors, inputs: int) -> Tensors:
-        """The same tensors as `apply` takes them for many blocks: larger, and nothing is to be done to them first."""
-        return {name: product.wide(tensor) for name, tensor in tensors.items()}
 
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor | None:
         """The centred prediction [N, T, C] from inputs side by side, in their dtype; None: only a mean is removed."""
