@@ -5,7 +5,6 @@ recipe's JSON names a policy: a class is found there by its `kind`, as stages ar
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -28,7 +27,6 @@ class PolicySetting(ABC):
     chooses_by_query   whether queries choose what is read: under another attention than ours, all tokens are read
     waits_for_fit      whether blocks may wait until what they are encoded with is fitted to the prompt
     unpacked           why the decode kernel cannot read the blocks of a cache that has it; None: it can
-    neutral            settings with which it changes nothing, for tests of what every recipe owes
     """
 
     kind: ClassVar[str]
@@ -38,7 +36,6 @@ class PolicySetting(ABC):
     chooses_by_query: ClassVar[bool] = False
     waits_for_fit: ClassVar[bool] = False
     unpacked: ClassVar[str | None] = None
-    neutral: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
     def policy(self, cache: Any) -> Any:

@@ -22,10 +22,9 @@ theirs may be dropped at any step; positions are the tokens' own.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -44,7 +43,6 @@ class HeavyHitters(Evicting):
     """
 
     kind: ClassVar[str] = "heavy"
-    neutral: ClassVar[Mapping[str, Any]] = {"share": 1.0, "recent": 0.0}
     share: float = 0.2
     recent: float = 0.0
 

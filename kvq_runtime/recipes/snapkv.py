@@ -18,9 +18,8 @@ layer and head. Exact sinks are always held; theirs have to be voted for. A prom
 is chosen from in the first alone.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from torch.nn import functional
@@ -44,7 +43,6 @@ class PromptVotes(Evicting):
 
     kind: ClassVar[str] = "votes"
     once: ClassVar[bool] = True
-    neutral: ClassVar[Mapping[str, Any]] = {"tokens": 1 << 20}
     tokens: int = 1024
     newest: int = 32
     kernel: int = 7

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import fitted
 import pytest
@@ -38,9 +39,14 @@ def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
 
 def whole(recipe: Recipe) -> Recipe:
     """The recipe without a choice among tokens, if it makes one: all that other recipes owe, it then owes too."""
-    return replace(recipe, policies=tuple(replace(policy, **policy.neutral) for policy in recipe.policies))
+    return replace(recipe, policies=tuple(replace(each, **WHOLE.get(each.kind, {})) for each in recipe.policies))
 
 
+WHOLE: dict[str, dict[str, Any]] = {  # settings of policies with which all tokens are held and read
+    "heavy": {"share": 1.0, "recent": 0.0},
+    "votes": {"tokens": 1 << 20},
+    "chunks": {"outliers": 0},
+}
 REPRESENTATIVE = (  # one recipe of each combination of stages and policies
     "exact", "exact-pre", "rtn-2bit", "kivi-2bit", "quarot-2bit", "higgs-2bit", "mean-higgs-2bit",
     "mean-higgs-head-2bit-post", "lloyd-3bit", "mean-lloyd-3bit-post", "turboquant-3bit",
