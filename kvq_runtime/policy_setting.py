@@ -75,5 +75,5 @@ class PolicySetting(ABC):
 @cache
 def policy_kinds() -> dict[str, type]:
     """Return the settings of all policies there are, those of one method alone beside its recipes: kind → class."""
-    found = classes_in(("kvq_runtime.policies", "kvq_runtime.recipes"), PolicySetting)
-    return {cls.kind: cls for cls in found}
+    classes = classes_in(("kvq_runtime.policies", "kvq_runtime.recipes"), PolicySetting)
+    return {cls.kind: cls for cls in classes}

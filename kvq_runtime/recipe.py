@@ -329,6 +329,6 @@ def preset(name: str) -> Recipe:
 def _maker(name: str) -> Callable[[str], Recipe] | None:
     """Return the function that makes a preset; a file that the name begins with is read before the others."""
     for file in sorted(_files(), key=lambda file: not name.startswith(file.replace("_", "-"))):
-        if name in (found := _family(file).presets):
-            return found[name]
+        if name in (presets_of_file := _family(file).presets):
+            return presets_of_file[name]
     return None

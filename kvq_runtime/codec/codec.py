@@ -26,7 +26,7 @@ from kvq_runtime.codec.packed import packed_reader
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import dispatch, latent, product, rope
 from kvq_runtime.ops.constant import lasting
-from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
+from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, in_tile, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages.stage import SLOTS, InputTensor, Specs
 
@@ -226,7 +226,8 @@ class Codec:
         """
         if self._own["feedback"] or not dispatch.runs_kernel(x_NTC):
             return False
-        return self.scheme.quantize.one_launch(self._rotation, self._width, self.geometry)
+        quantize = self.scheme.quantize
+        return quantize.one_launch and in_tile(self._rotation, quantize.group_size(self._width, self.geometry))
 
     def _importance(self, x_NTC: Tensor, context: Context) -> Tensor | None:
         """Levels of how much errors of tokens count, int8 [N, T]; None: all alike."""

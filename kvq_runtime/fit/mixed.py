@@ -37,9 +37,9 @@ def requests(stage: Mixed) -> tuple[ResidualMoment, Residuals]:
 def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, dict[str, Tensor]]:
     """Return the scales, float32 [R], as the stage's codebook names them; `codec` holds the basis."""
     moment_CC = statistics[ResidualMoment()]
-    own = {name.partition(".")[2]: tensor for name, tensor in codec.tensors.items() if name.startswith("rotate.")}
+    rotation = {name.partition(".")[2]: tensor for name, tensor in codec.tensors.items() if name.startswith("rotate.")}
     rotate: Any = codec.scheme.rotate
-    basis_CR, _ = rotate.pair(len(moment_CC), codec.geometry, own)
+    basis_CR, _ = rotate.pair(len(moment_CC), codec.geometry, rotation)
     deviation_R = (basis_CR.double() * (moment_CC.double() @ basis_CR.double())).sum(0).clamp_min(0).sqrt()
     z_NR = statistics[Residuals()] @ basis_CR.float()
     return stage, (with_gain if stage.gain else scales)(stage, z_NR, deviation_R, len(moment_CC))

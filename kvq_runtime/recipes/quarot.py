@@ -19,8 +19,8 @@ def scheme(bits: int, group: str = "all", predict=None) -> Scheme:
 
 def quarot(name: str, bits: int, group: str = "all") -> Recipe:
     """All heads rotated and rounded together, or each by itself."""
-    own, how = scheme(bits, group), "" if group == "all" else ", per head"
-    return Recipe(name, own, own, summary=f"QuaRot, {bits} bits{how}")
+    rounded, how = scheme(bits, group), "" if group == "all" else ", per head"
+    return Recipe(name, rounded, rounded, summary=f"QuaRot, {bits} bits{how}")
 
 
 FAMILY = Family(

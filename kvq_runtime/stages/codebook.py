@@ -17,7 +17,7 @@ from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import grid, lloyd, pack, product
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import PackedCodes
-from kvq_runtime.ops.rotation import Rotation, in_tile
+from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
 
 Read = Callable[[Tensor], Tensor]
@@ -29,6 +29,7 @@ class Codebook(Quantizer):
     Code i of a group of n codes stands for its elements i, i + n, ...
     """
 
+    one_launch: ClassVar[bool] = True
     has_lookup: ClassVar[bool] = True
     bits: int
     dim: int
@@ -42,18 +43,11 @@ class Codebook(Quantizer):
     def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Codes and scales of groups [N, R, W/group, group]."""
 
-    def group_size(self, width: int, geometry: Geometry) -> int:
-        return geometry.group_size(self.group, width)
-
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
         """Packed codes, and the scale of every group."""
         count = width // self.group_size(width, geometry)
         packed = pack.packed_size(width // count // self.dim, self.bits)
         return {"codes": ((rows, count, packed), torch.uint8), "scale": ((rows, count), torch.float16)}
-
-    def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Return True if a kernel rotates and rounds rows of `width` in one launch."""
-        return in_tile(rotation, self.group_size(width, geometry))
 
     def encode(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
         """Rotate and encode rows of any float dtype."""

@@ -158,8 +158,8 @@ class Mixed(Quantizer):
         scale_NT = self._scales(gain_NT, level_NT)
         stored = {} if codes_NT is None else {"gain": pack.pack(codes_NT, self.gain)}
         packed = []
-        for part, bits, own in self._parts(geometry.width, tensors):
-            packed.append(pack.pack(self._codes(z_NRT[:, part], own, bits, scale_NT), bits).flatten(1))
+        for part, bits, scales in self._parts(geometry.width, tensors):
+            packed.append(pack.pack(self._codes(z_NRT[:, part], scales, bits, scale_NT), bits).flatten(1))
         return {"codes": torch.cat(packed, 1)} | stored
 
     def decode(
@@ -169,34 +169,34 @@ class Mixed(Quantizer):
         packed = fields["codes"]
         rows = 8 * packed.shape[1] // sum(count * bits for count, bits in self.runs(width))
         gain_N1T = self._gains(pack.unpack(fields["gain"], self.gain, rows), tensors)[:, None] if self.gain else None
-        found, start = [], 0
-        for part, bits, own in self._parts(width, tensors):
+        values, start = [], 0
+        for part, bits, scales in self._parts(width, tensors):
             count = part.stop - part.start
             stop = start + count * pack.packed_size(rows, bits)
             codes_NRT = pack.unpack(packed[:, start:stop].unflatten(1, (count, -1)), bits, rows)
-            values_NRT = self._values(codes_NRT, own, bits)
-            found.append((values_NRT if gain_N1T is None else gain_N1T * values_NRT).bfloat16())
+            values_NRT = self._values(codes_NRT, scales, bits)
+            values.append((values_NRT if gain_N1T is None else gain_N1T * values_NRT).bfloat16())
             start = stop
-        return torch.cat(found, 1).mT
+        return torch.cat(values, 1).mT
 
     def at(
         self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, geometry: Geometry, tensors: Tensors
     ) -> Tensor:
         """Decode single tokens to bfloat16 [N, R]; codes are stored by channel, so each is read alone."""
-        packed, start, found = fields["codes"].flatten(), block_N[:, None] * fields["codes"].shape[1], []
+        packed, start, values = fields["codes"].flatten(), block_N[:, None] * fields["codes"].shape[1], []
         gain_N1 = None
         if self.gain:
             gains = fields["gain"]
             codes_N = pack.pick(gains.flatten(), block_N * gains.shape[1], token_N, self.gain, block)
             gain_N1 = self._gains(codes_N, tensors)[:, None]
-        for part, bits, own in self._parts(geometry.width, tensors):
+        for part, bits, scales in self._parts(geometry.width, tensors):
             size, count = pack.packed_size(block, bits), part.stop - part.start
             first = start + size * torch.arange(count, device=packed.device)
             codes = [self._picked(packed, first, token_N - past, bits, block) for past in self._past(bits)]
-            values_NR = self._values(torch.stack(codes, -1), own, bits)[..., -1]
-            found.append((values_NR if gain_N1 is None else gain_N1 * values_NR).bfloat16())
+            values_NR = self._values(torch.stack(codes, -1), scales, bits)[..., -1]
+            values.append((values_NR if gain_N1 is None else gain_N1 * values_NR).bfloat16())
             start = start + count * size
-        return torch.cat(found, 1)
+        return torch.cat(values, 1)
 
     def approximated(
         self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry, level_NT: Tensor | None = None
@@ -209,15 +209,15 @@ class Mixed(Quantizer):
         """
         z_NRT, _, gain_NT = self._over_gains(rotate(x_NRW, rotation).mT.contiguous(), tensors, geometry)
         scale_NT = self._scales(gain_NT, level_NT)
-        found = []
-        for part, bits, own in self._parts(geometry.width, tensors):
+        values = []
+        for part, bits, scales in self._parts(geometry.width, tensors):
             if not self._in_paths(bits):
-                found.append(self._values(self._codes(z_NRT[:, part], own, bits), own, bits))
+                values.append(self._values(self._codes(z_NRT[:, part], scales, bits), scales, bits))
             elif bits > 1:
-                found.append(latent.like_path(z_NRT[:, part], own["deviation"], bits))
+                values.append(latent.like_path(z_NRT[:, part], scales["deviation"], bits))
             else:
-                found.append(trellis.on_path(z_NRT[:, part], own["deviation"], bits, scale_NT))
-        values_NRT = torch.cat(found, 1)
+                values.append(trellis.on_path(z_NRT[:, part], scales["deviation"], bits, scale_NT))
+        values_NRT = torch.cat(values, 1)
         return (values_NRT if gain_NT is None else gain_NT[:, None] * values_NRT).bfloat16().mT
 
     def _over_gains(
@@ -251,12 +251,12 @@ class Mixed(Quantizer):
 
     def distortions(self) -> list[float]:
         """Return what the errors of 0, 1, ... bits cost, of a Gaussian channel of unit variance."""
-        found = [latent.distortion(bits) for bits in range(self.bits[0] + 1)]
+        costs = [latent.distortion(bits) for bits in range(self.bits[0] + 1)]
         if self.codebook == "trellis":
-            found[1 : trellis.BITS + 1] = list(trellis.DISTORTIONS.values())[: self.bits[0]]
+            costs[1 : trellis.BITS + 1] = list(trellis.DISTORTIONS.values())[: self.bits[0]]
         if self.weighed:
-            found[1 : trellis.BITS + 1] = [WEIGHED * each for each in found[1 : trellis.BITS + 1]]
-        return found
+            costs[1 : trellis.BITS + 1] = [WEIGHED * cost for cost in costs[1 : trellis.BITS + 1]]
+        return costs
 
     def best_gain(self, z_NRT: Tensor, tensors: Tensors, width: int) -> Tensor:
         """Each token's code of the gain that leaves its latents [N, R, T] the least error, uint8 [N, T].
@@ -265,8 +265,8 @@ class Mixed(Quantizer):
         """
         gain_G = latent.gains(tensors["gain_ends"], self.gain)
         error_GNT = z_NRT.new_zeros(len(gain_G), len(z_NRT), z_NRT.shape[-1])
-        for part, bits, own in self._parts(width, tensors):
-            error_GNT += latent.errors_with_gains(z_NRT[:, part], own["deviation"], bits, gain_G)
+        for part, bits, scales in self._parts(width, tensors):
+            error_GNT += latent.errors_with_gains(z_NRT[:, part], scales["deviation"], bits, gain_G)
         return error_GNT.argmin(0).to(torch.uint8)
 
     def _gains(self, codes: Tensor, tensors: Tensors) -> Tensor:
@@ -280,16 +280,16 @@ class Mixed(Quantizer):
             yield part, bits, {name: scale[part] for name, scale in scales.items()}
             start += count
 
-    def _codes(self, z_NRT: Tensor, own: Tensors, bits: int, scale_NT: Tensor | None = None) -> Tensor:
+    def _codes(self, z_NRT: Tensor, scales: Tensors, bits: int, scale_NT: Tensor | None = None) -> Tensor:
         if self._in_paths(bits):
-            return trellis.encode_path(z_NRT, own["deviation"], bits, scale_NT)
+            return trellis.encode_path(z_NRT, scales["deviation"], bits, scale_NT)
         if self.codebook in ("gaussian", "trellis"):
-            return latent.encode_gaussian(z_NRT, own["deviation"], bits)
-        return latent.encode_uniform(z_NRT, own["low"], own["high"], bits)
+            return latent.encode_gaussian(z_NRT, scales["deviation"], bits)
+        return latent.encode_uniform(z_NRT, scales["low"], scales["high"], bits)
 
-    def _values(self, codes_NRT: Tensor, own: Tensors, bits: int) -> Tensor:
+    def _values(self, codes_NRT: Tensor, scales: Tensors, bits: int) -> Tensor:
         if self._in_paths(bits):
-            return trellis.decode_path(codes_NRT, own["deviation"], bits)
+            return trellis.decode_path(codes_NRT, scales["deviation"], bits)
         if self.codebook in ("gaussian", "trellis"):
-            return latent.decode_gaussian(codes_NRT, own["deviation"], bits)
-        return latent.decode_uniform(codes_NRT, own["low"], own["high"], bits)
+            return latent.decode_gaussian(codes_NRT, scales["deviation"], bits)
+        return latent.decode_uniform(codes_NRT, scales["low"], scales["high"], bits)

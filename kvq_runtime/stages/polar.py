@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import pack, polar
-from kvq_runtime.ops.rotation import Rotation, in_tile
+from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
 
 
@@ -36,6 +36,7 @@ class Polar(Quantizer):
     """
 
     kind: ClassVar[str] = "polar"
+    one_launch: ClassVar[bool] = True
     kernel: ClassVar[str | None] = "polar"
     bits: tuple[int, ...] = (4, 2)
     levels: int = 4
@@ -48,8 +49,8 @@ class Polar(Quantizer):
         check_group(self.group)
         object.__setattr__(self, "bits", tuple(self.bits))
         if not 0 <= self.levels <= 10 or not 1 <= len(self.bits) <= (self.levels or 10):
-            given = f"bits={list(self.bits)} levels={self.levels}"
-            raise ValueError(f"{given}; use 0 to 10 levels, and at least one width but no more than levels")
+            settings = f"bits={list(self.bits)} levels={self.levels}"
+            raise ValueError(f"{settings}; use 0 to 10 levels, and at least one width but no more than levels")
         for level, width in enumerate((*self.bits, self.bits[-1])[: self.levels or None], start=1):
             polar.check(level, width)
 
@@ -81,10 +82,6 @@ class Polar(Quantizer):
         codes, radius = polar.encode(x, bits, rotation, boundaries)
         return {"codes": codes, "radius": radius}
 
-    def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Return True if a kernel rotates, rounds and packs rows of `width` in one launch."""
-        return in_tile(rotation, geometry.group_size(self.group, width))
-
     def decode(
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
     ) -> Tensor:
@@ -97,9 +94,6 @@ class Polar(Quantizer):
             start = stop
         radii = fields["radius"].float() * 2 ** (len(bits) / 2)
         return polar.decode(codes, radii, self.points_of(bits, tensors, radii.device)).flatten(-2)
-
-    def group_size(self, width: int, geometry: Geometry) -> int:
-        return self.sizes(width, geometry)[0]
 
     def _boundaries(self, bits: tuple[int, ...], tensors: Tensors) -> Sequence[Tensor] | None:
         """Return the boundaries of the angles of each level, [2^bits - 1]; None: those of the exact density."""

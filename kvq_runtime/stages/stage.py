@@ -100,8 +100,8 @@ class Inputs(NamedTuple):
         """Return the depth below this layer, 0 for itself, and the role of each tensor, in order."""
         other: Role = ROLES[1 - ROLES.index(role)]
         roles = (role, other) if self.both else (role,)
-        own: list[InputTensor] = [(0, "key")] if self.keys else []
-        return own + [(depth, role) for role in roles for depth in self.below]
+        keys: list[InputTensor] = [(0, "key")] if self.keys else []
+        return keys + [(depth, role) for role in roles for depth in self.below]
 
 
 class Predictor(Stage):
@@ -172,6 +172,7 @@ class Quantizer(Stage):
 
     keeps_dtype     whether it stores its input as it is, in the model's dtype
     takes_latents   whether it rounds latent channels, as `latent.Mixed`, so that a rotation that gives them comes first
+    one_launch      whether a kernel rotates, rounds and packs rows in one launch, if groups are rotated one by one
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
     has_lookup      whether `lookup` gives elements before the field `scale` multiplies them
     reads_tokens    whether `at` decodes single tokens out of fields that do not begin with the token
@@ -180,6 +181,7 @@ class Quantizer(Stage):
     slot = "quantize"
     keeps_dtype: ClassVar[bool] = False
     takes_latents: ClassVar[bool] = False
+    one_launch: ClassVar[bool] = False
     kernel: ClassVar[str | None] = None
     has_lookup: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
@@ -201,14 +203,10 @@ class Quantizer(Stage):
 
     @abstractmethod
     def encode(self, x_NRW: Tensor, rotation: Turn, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
-        """Rotate and encode rows of any float dtype: the fields, [N, ...] each; where `one_launch`, in one kernel.
+        """Rotate and encode rows of any float dtype: the fields, [N, ...] each.
 
         rotation   None, a signed Hadamard, or a matrix: see `ops/rotation.py`
         """
-
-    def one_launch(self, rotation: Turn, width: int, geometry: Geometry) -> bool:
-        """Return True if a kernel rotates and rounds rows of `width` in one launch, each as it would alone."""
-        return False
 
     @abstractmethod
     def decode(
@@ -242,9 +240,11 @@ class Quantizer(Stage):
         """V: how many elements of a row are stored."""
         return width
 
-    def group_size(self, width: int, geometry: Geometry) -> int | None:
-        """Elements of a row that are rounded together, with one scale; None: it has no groups."""
-        return None
+    def group_size(self, width: int, geometry: Geometry) -> Any:
+        """Return the elements of a row that are rounded together, with one scale, as its setting `group` says; None: it
+        has no groups."""
+        group = getattr(self, "group", None)
+        return None if group is None else geometry.group_size(group, width)
 
 
 class Feedback(Stage):

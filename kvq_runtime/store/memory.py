@@ -152,8 +152,8 @@ def layer_bytes(store: LayerStore) -> dict[str, int]:
     sinks = store.sinks_2BSC.nbytes
     parts = Counter({"window": storage_bytes([store.buffer_2BTC]) - sinks, "sinks": sinks})
     for slab in chain(*store.slabs):
-        for name, field in slab.items():
-            parts[_kind(name)] += storage_bytes([field])
+        for name, held in slab.items():
+            parts[_kind(name)] += storage_bytes([held])
     if store.index is not None:
         parts["tables"] = storage_bytes(store.index.tensors)
         home = store.index.window_2BTC
