@@ -172,7 +172,7 @@ class Quantizer(Stage):
 
     keeps_dtype     whether it stores its input as it is, in the model's dtype
     takes_latents   whether it rounds latent channels, as `latent.Mixed`, so that a rotation that gives them comes first
-    one_launch      whether a kernel rotates, rounds and packs rows in one launch, if groups are rotated one by one
+    one_launch      whether a kernel rotates and rounds rows in one launch, if groups are rotated one by one
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
     has_lookup      whether `lookup` gives elements before the field `scale` multiplies them
     reads_tokens    whether `at` decodes single tokens out of fields that do not begin with the token

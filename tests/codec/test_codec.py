@@ -102,12 +102,9 @@ def slow_sizes(scheme: Scheme, width: int, head: int | None) -> tuple[int, int]:
 CASES = [
     *[Scheme(Grid(dim, size, "all"), rotate=Hadamard("all")) for dim, size in GRIDS],
     Scheme(Grid(8, 256, "head"), rotate=Hadamard("head", seed=3)),
-    Scheme(Grid(2, 16, "head"), rotate=Hadamard("all")),
     Scheme(Grid(2, 16, 16), rotate=Hadamard(32)),
     Scheme(Grid(2, 16, 32), rotate=Hadamard(8)),
-    Scheme(Grid(2, 16), axis="channel"),
     Scheme(Grid(2, 16, 32), rotate=Hadamard("all"), axis="channel"),
-    Scheme(Grid(2, 256, "head"), rotate=Hadamard("head"), axis="channel"),
     *[Scheme(Rtn(bits, "head"), rotate=Hadamard("head")) for bits in (1, 3, 8)],
     Scheme(Rtn(2, 8, "absmax"), rotate=Hadamard("all")),
     Scheme(Rtn(3, 16), axis="channel"),
