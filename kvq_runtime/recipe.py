@@ -317,11 +317,9 @@ def preset(name: str) -> Recipe:
         raise NotFound(
             f"no recipe {name!r}: its bits are chosen on a model; {asked} does, and publishes what is to be loaded"
         )
-    known = [known for family in families().values() for known in family.presets]
-    first = sorted({other.partition("-")[0] for other in known})
-    close = get_close_matches(name, known, 8)
-    close = close or [one for near in get_close_matches(name, first, 1) for one in known if one.startswith(near)][:8]
-    there = ", ".join(close) or f"names that begin with {', '.join(first)}"
+    names = [preset for family in families().values() for preset in family.presets]
+    close = get_close_matches(name, names, 8)
+    there = ", ".join(close) or f"names that begin with {', '.join(sorted({each.partition('-')[0] for each in names}))}"
     near = f"; kvq recipes {close[0]} prints settings: {close[0]}+PATH=VALUE is another recipe" if close else ""
     raise NotFound(f"no recipe {name!r}; there are {there} (kvq recipes lists all{near})")
 

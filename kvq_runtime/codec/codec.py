@@ -47,11 +47,10 @@ class Codec:
         self.layer, self.geometry, self.block = layer, geometry, recipe.window.block
         self.role: Role = role
         self.predictor = self.scheme.predictor(layer, role)
-        self.reads_keys, self.below, self.reads_both = self.scheme.inputs(layer, role)
+        self.below = self.scheme.inputs(layer, role).below
         self.before_rope = role == "key" and recipe.position == "pre"
         self._turn_mean = role == "key" and recipe.position == "post"
         self._width = self.scheme.width(recipe.window.block, geometry)
-        self.tensors: dict[str, Tensor] = {}
         self._hold(tensors, _CPU)
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
         size = self.scheme.quantize.group_size(self._width, geometry)
@@ -83,19 +82,12 @@ class Codec:
     @lasting
     def _hold(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.device, self.tensors = device, dict[str, Tensor]()
-        self._own: dict[str, dict[str, Tensor]] = {}
-        for slot in SLOTS:
-            self._own[slot] = {}
+        self._own: dict[str, dict[str, Tensor]] = {slot: {} for slot in SLOTS}
         for name, tensor in tensors.items():
             stage, field = name.split(".", 1)
             self.tensors[name] = self._own[stage][field] = tensor.to(device)
         self._rotation, self.back = matrices(self.scheme, self._width, self.geometry, self._own["rotate"], device)
         self.packed_reader = None if self.before_rope else packed_reader(self.scheme, self.geometry, self.back, device)
-
-    @property
-    def _inputs(self) -> int:
-        """Return the channels of `inputs`."""
-        return self.geometry.width * self.scheme.inputs(self.layer, self.role).tokens
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:
@@ -316,9 +308,9 @@ class Codec:
 
     def affine(self) -> tuple[Tensor, Tensor] | None:
         """Return W [I, C] and b [C], float32, of a linear prediction z W + b from `inputs`; None: it is another."""
-        own = self._own["predict"]
-        weight_IC = None if self.predictor is None else self.predictor.matrix(own, self._inputs)
-        return None if weight_IC is None else (weight_IC.float(), own["bias"])
+        tensors, inputs = self._own["predict"], self.scheme.inputs(self.layer, self.role).tokens
+        weight_IC = self.predictor and self.predictor.matrix(tensors, self.geometry.width * inputs)
+        return None if weight_IC is None else (weight_IC.float(), tensors["bias"])
 
     def fields(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of one encoded block; `dtype` is the model's."""
