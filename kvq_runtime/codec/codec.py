@@ -70,7 +70,7 @@ class Codec:
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and fitted tensors; what is made of them, and shared with other codecs, is made again."""
-        made = ("_own", "_rotation", "back", "packed_reader", "device")
+        made = ("_own", "_rotation", "back", "_forward", "packed_reader", "device")
         kept = {name: value for name, value in self.__dict__.items() if name not in made}
         return kept | {"place": torch.empty(0, device=self.device)}  # a tensor, which torch.load may map elsewhere
 
@@ -87,6 +87,9 @@ class Codec:
             stage, field = name.split(".", 1)
             self.tensors[name] = self._own[stage][field] = tensor.to(device)
         self._rotation, self.back = matrices(self.scheme, self._width, self.geometry, self._own["rotate"], device)
+        forward = self._rotation
+        # all codecs share a Hadamard's matrix, which is made once a process
+        self._forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
         self.packed_reader = None if self.before_rope else packed_reader(self.scheme, self.geometry, self.back, device)
 
     @property
@@ -97,8 +100,7 @@ class Codec:
     @property
     def shared(self) -> list[Tensor]:
         """Tensors that do not grow with tokens: fitted ones and rotations."""
-        forward = self._rotation.matrix if isinstance(self._rotation, SignedHadamard) else self._rotation
-        turns = (forward, self.back, self.packed_reader.turn if self.packed_reader else None)
+        turns = (self._forward, self.back, self.packed_reader.turn if self.packed_reader else None)
         return [*self.tensors.values(), *(matrix for matrix in turns if matrix is not None)]
 
     def encode(self, x_NTC: Tensor, context: Context) -> dict[str, Tensor]:
