@@ -9,9 +9,9 @@ shared    fitted tensors and rotations: once, whatever the tokens and rows
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from itertools import chain
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
