@@ -8,8 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvq_runtime import settings
-
+MAX_LAYERS = 1 << 12
+# settings of config.json: {name: the least, and the most that any model has, with room}
+SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "num_kv_shared_layers"), (0, MAX_LAYERS)),
+    "num_attention_heads": (1, 1 << 12),
+    **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads"), (0, 1 << 12)),
+    "hidden_size": (1, 1 << 20),
+    **dict.fromkeys(("head_dim", "global_head_dim"), (0, 1 << 14)),
+    "sliding_window": (0, 1 << 28),
+}
 LAYERS, ATTENTION = "layers", "self_attn"  # the decoder's name for its layers, and a layer's for its attention
 FULL, RECURRENT = "full_attention", "linear_attention"
 SLIDING = "sliding_attention"
@@ -81,7 +89,7 @@ def lists_layers(config: Mapping[str, Any]) -> bool:
 
 def layer_types(config: Mapping[str, Any]) -> Sequence[str]:
     """Return the type of each layer. Raises ValueError for settings that no model has, or that are not complete."""
-    settings.check(config)
+    check(config)
     owners(config)
     count, kinds = config["num_hidden_layers"], config.get("layer_types")
     if isinstance(kinds, (list, tuple)):
@@ -106,3 +114,24 @@ def attending(config: Mapping[str, Any]) -> Sequence[int]:
     Raises ValueError for settings that no model has, or that are not complete.
     """
     return [n for n, kind in enumerate(layer_types(config)[: owners(config)]) if kind == FULL]
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting of another type, or of a size that no model has: loops and memory are as large as
+    settings say. None says nothing."""
+    if not isinstance(given := config.get("layer_types"), list | tuple | None):
+        raise ValueError(f"layer_types={given!r:.60}; a list with one for each layer is needed")
+    given = config.get("per_layer_config")
+    if given is not None and (not isinstance(given, Mapping) or len(given) > MAX_LAYERS):
+        raise ValueError(f"per_layer_config={given!r:.60}; an object of at most {MAX_LAYERS} is needed")
+    by_layer = (given or {}).values()
+    for part in (config, *(each for each in by_layer if isinstance(each, Mapping))):
+        for name, bounds in SIZES.items():
+            check_number(name, part.get(name), bounds)
+
+
+def check_number(name: str, value: Any, bounds: tuple[int, int]) -> None:
+    """Raise ValueError unless this setting is None, or a whole number within these bounds."""
+    least, most = bounds
+    if value is not None and (type(value) is not int or not least <= value <= most):
+        raise ValueError(f"{name!s:.60}={value!r:.60}; a whole number from {least} to {most} is needed")

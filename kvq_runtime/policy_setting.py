@@ -5,7 +5,6 @@ recipe's JSON names a policy: a class is found there by its `kind`, as stages ar
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -26,10 +25,8 @@ class PolicySetting(ABC):
     arrival_dependent  whether blocks depend on how tokens arrive
     fits_prompt        whether it fits the recipe's stages to each row's own tokens, in place of a calibration
     chooses_by_query   whether queries choose what is read: under another attention than ours, all tokens are read
-    papers             numbers on arXiv of the papers that it comes from
     waits_for_fit      whether blocks may wait until what they are encoded with is fitted to the prompt
     unpacked           why the decode kernel cannot read the blocks of a cache that has it; None: it can
-    neutral            settings with which it changes nothing, for tests of what every recipe owes
     """
 
     kind: ClassVar[str]
@@ -37,10 +34,8 @@ class PolicySetting(ABC):
     arrival_dependent: ClassVar[bool] = False
     fits_prompt: ClassVar[bool] = False
     chooses_by_query: ClassVar[bool] = False
-    papers: ClassVar[tuple[str, ...]] = ()
     waits_for_fit: ClassVar[bool] = False
     unpacked: ClassVar[str | None] = None
-    neutral: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
     def policy(self, cache: Any) -> Any:
@@ -80,5 +75,5 @@ class PolicySetting(ABC):
 @cache
 def policy_kinds() -> dict[str, type]:
     """Return the settings of all policies there are, those of one method alone beside its recipes: kind → class."""
-    found = classes_in(("kvq_runtime.policies", "kvq_runtime.recipes"), PolicySetting)
-    return {cls.kind: cls for cls in found}
+    classes = classes_in(("kvq_runtime.policies", "kvq_runtime.recipes"), PolicySetting)
+    return {cls.kind: cls for cls in classes}

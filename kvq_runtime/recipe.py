@@ -4,7 +4,7 @@ Scheme    predict → rotate → feedback, quantize → correct: how keys, or va
 Window    which tokens stay exact, and how many are encoded together; one for keys, values and all layers
 Recipe    a Scheme for keys, one for values, other Schemes for single layers, the Window, and policies: which tokens are
           held or read, if not all, and when
-Family    the recipes of one method, by name, and what tables, comparisons and tests know of them
+Family    the recipes of one method, by name
 position  "pre": keys are encoded as they are before RoPE · "post": as the model caches them
 
 What a stage is, and a Scheme, is in `stages/stage.py`; each says itself what it cannot be combined with.
@@ -25,6 +25,7 @@ from kvq_runtime.policy_setting import PolicySetting, policy_kinds
 from kvq_runtime.stages.kinds import check_keys, kinds, stage_from, stage_json
 from kvq_runtime.stages.stage import SLOTS, Scheme, Site, Stage
 
+Position = Literal["pre", "post"]
 OURS = frozenset({"queries", "attention"})  # what a recipe may need that only our own attention hands out
 
 
@@ -46,7 +47,7 @@ class Recipe:
     name: str
     key: Scheme
     value: Scheme
-    position: Literal["pre", "post"] = "post"
+    position: Position = "post"
     layers: Mapping[int, tuple[Scheme, Scheme]] = field(default_factory=dict)
     summary: str = field(default="", compare=False)
     window: Window = field(default_factory=Window)
@@ -90,12 +91,6 @@ class Recipe:
     def schemes(self) -> list[Scheme]:
         """Every Scheme the recipe names."""
         return [scheme for pair in self.pairs for scheme in pair]
-
-    @property
-    def papers(self) -> list[str]:
-        """Numbers on arXiv, sorted, of the papers whose methods are in the recipe."""
-        found = {paper for scheme in self.schemes for _, stage in scheme.stages for paper in stage.papers_in(scheme)}
-        return sorted(found.union(*(policy.papers for policy in self.policies)))
 
     @property
     def fits_prompt(self) -> bool:
@@ -282,14 +277,10 @@ class Family:
     """The recipes of one method: `FAMILY` of every file of `kvq_runtime/recipes`, where nothing else names the method.
 
     presets     name → a function of the name that makes the recipe
-    papers      name of each paper whose method it is → authors, year, and "arXiv ..." or "doi ..."
-    golden      recipes, with settings, that have an artifact, or an encoded block, in artifacts/golden
     compared    presets that are compared where none are asked for
     """
 
     presets: Mapping[str, Callable[[str], Recipe]]
-    papers: Mapping[str, str] = field(default_factory=dict)
-    golden: tuple[str, ...] = ()
     compared: tuple[str, ...] = ()
 
     def recipes(self) -> list[Recipe]:
@@ -334,11 +325,9 @@ def preset(name: str) -> Recipe:
         raise NotFound(
             f"no recipe {name!r}: its bits are chosen on a model; {asked} does, and publishes what is to be loaded"
         )
-    known = [known for family in families().values() for known in family.presets]
-    first = sorted({other.partition("-")[0] for other in known})
-    close = get_close_matches(name, known, 8)
-    close = close or [one for near in get_close_matches(name, first, 1) for one in known if one.startswith(near)][:8]
-    there = ", ".join(close) or f"names that begin with {', '.join(first)}"
+    names = [preset for family in families().values() for preset in family.presets]
+    close = get_close_matches(name, names, 8)
+    there = ", ".join(close) or f"names that begin with {', '.join(sorted({each.partition('-')[0] for each in names}))}"
     near = f"; kvq recipes {close[0]} prints settings: {close[0]}+PATH=VALUE is another recipe" if close else ""
     raise NotFound(f"no recipe {name!r}; there are {there} (kvq recipes lists all{near})")
 
@@ -346,6 +335,6 @@ def preset(name: str) -> Recipe:
 def _maker(name: str) -> Callable[[str], Recipe] | None:
     """Return the function that makes a preset; a file that the name begins with is read before the others."""
     for file in sorted(_files(), key=lambda file: not name.startswith(file.replace("_", "-"))):
-        if name in (found := _family(file).presets):
-            return found[name]
+        if name in (presets_of_file := _family(file).presets):
+            return presets_of_file[name]
     return None

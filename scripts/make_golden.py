@@ -1,4 +1,4 @@
-"""Add golden artifacts: small ones of the recipes that families name, a block encoded, and what that decodes to.
+"""Add golden artifacts: small ones of the recipes of GOLDEN, a block encoded, and what that decodes to.
 
     python scripts/make_golden.py       writes what is missing in artifacts/golden/v1, and the digests of new presets in
                                         tests/recipes/presets.json; never changes what is there
@@ -30,18 +30,54 @@ from kvq_runtime.disk import strict_json
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.geometry import Geometry, Role
 from kvq_runtime.ops.rope import Rotary
-from kvq_runtime.recipe import ROLES, Recipe, Scheme, families, preset, presets
+from kvq_runtime.recipe import ROLES, Recipe, Scheme, preset, presets
 
 FOLDER = Path(__file__).parents[1] / "artifacts" / "golden" / "v1"
 PRESETS = Path(__file__).parents[1] / "tests" / "recipes" / "presets.json"
 GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=32)
 TOKENS, SEQUENCES = 128, 4
 SHOWN = 16  # of what an unfitted recipe decodes, every sixteenth token is kept
+# recipes of every stage and family, with settings
+GOLDEN = (
+    "aqua-2bit",
+    "aqua-2bit+key.predict=low_rank+value.predict=low_rank+name=aqua-2bit-rrr",
+    "aqua-2bit+key.predict=mlp+value.predict=mlp+name=aqua-2bit-mlp",
+    "aqua-2bit+all.predict.storage=gptq4+name=aqua-2bit-gptq",
+    "aqua-2bit+key.axis=channel+value.axis=channel+name=aqua-2bit-channel",
+    "aqua-2bit+all.predict.below=1,2+name=aqua-2bit-below-1-2",
+    "aqua-fisher-1bit",
+    "aqua-fisher-1bit+all.quantize.weighed=true+name=aqua-fisher-1bit-weighed",
+    "gear-2bit",
+    "gear-2bit+all.correct=low_rank+name=gear-l-2bit",
+    "aqua-h2o-2bit",
+    "higgs-2bit",
+    "kivi-2bit",
+    "kvquant-3bit",
+    "kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse+name=kivi-2bit-outliers",
+    "oscar-2bit",
+    "polar-3bit+all.predict=mean+position=pre+name=mean-polar-3bit",
+    "polar-3bit+all.rotate=none+all.quantize=polar_fitted+all.quantize.levels=0+all.quantize.points=mean"
+    "+name=polar-3bit-fitted-plain",
+    "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4+name=polar-hadamard",
+    "quarot-2bit",
+    "rtn-2bit",
+    "squat-2bit",
+    "squat-pre-2bit-paper+key.feedback.blocks=4+key.feedback.lam=5e-4+key.feedback.rank=60+name=squat-pre-2bit-llama3",
+    "subkv-2bit",
+    "svdq-2bit-v4",
+    "svdq-wf-2bit-v4+value.quantize=exact+name=svdq-wf-2bit",
+    "svdq-2bit-v4+key.quantize.bits=4,4,2,0,0,0,0,0+policies.chunks=on+name=svdq-shadow-1.25bit-v4",
+    "turboquant-3bit",
+    "lloyd-2bit+all.quantize.bits=1+name=lloyd-1bit",
+    "mean-lloyd-3bit-post+all.quantize.bits=2+position=pre+name=mean-lloyd-2bit",
+    "zipcache-2bit",
+    "aqua-zipcache-2bit",
+)
 
 
 def recipes() -> tuple[list[Recipe], list[Recipe]]:
     """Recipes that have a golden artifact, and those without fitted tensors, which have a block alone."""
-    named = [recipe_text.read(text) for family in families().values() for text in family.golden]
+    named = [recipe_text.read(text) for text in GOLDEN]
     return [one for one in named if one.fitted], [one for one in named if not one.fitted]
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvq_calib.fit.statistics import Pair, Sample
-from kvq_runtime.codec.block_input import block_input
+from kvq_runtime.codec.block_input import Context, block_input
 from kvq_runtime.codec.codec import Codec
-from kvq_runtime.codec.context import Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Role
 

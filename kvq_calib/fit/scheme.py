@@ -138,7 +138,7 @@ class SchemeFit(Fitting):
     def joint(self) -> Centred | None:
         """The moments of what inference reads and predicts, if they were collected."""
         exact = self.scheme.predict is not None and self.scheme.predict.fitted_on_exact
-        return None if exact else self.statistics.found.get(Inputs())
+        return None if exact else self.statistics.values.get(Inputs())
 
     def zeros(self, size: int) -> Tensor:
         """Return a vector of zeros where the fit computes."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq_runtime import settings
+from kvq_runtime import families
 from kvq_runtime.disk import files as disk
 from kvq_runtime.families import FULL, RECURRENT, SLIDING, family_of, refusal
 from kvq_runtime.geometry import Geometry
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LIMIT = 1 << 24  # bytes of a config.json
 PROPORTIONAL = "proportional"  # RoPE of a part of the frequencies, the others of angle 0
 SIZES = {  # {setting: the least, and the most that any model has, with room}, beside those of the runtime
-    **dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), (1, settings.LAYERS)),
+    **dict.fromkeys(("num_hidden_layers", "num_key_value_heads"), (1, families.MAX_LAYERS)),
     "intermediate_size": (1, 1 << 22),
     "vocab_size": (1, 1 << 26),
     "max_position_embeddings": (1, 1 << 28),
@@ -82,9 +82,9 @@ def _completed(folder: Path, id: str, given: Mapping[str, Any]) -> dict[str, Any
 def _check_numbers(id: str, config: Mapping[str, Any]) -> None:
     """Refuse numbers of another type, or larger than any model's."""
     try:
-        settings.check(config)
+        families.check(config)
         for name, bounds in SIZES.items():
-            settings.check_number(name, config.get(name), bounds)
+            families.check_number(name, config.get(name), bounds)
     except ValueError as error:
         raise ValueError(f"{id}: config.json has {error}; download it again") from None
 
@@ -104,7 +104,7 @@ def _check_layers(id: str, config: Mapping[str, Any]) -> None:
                 "recipe that needs no fit"
             )
     heads, geometry = config["num_attention_heads"], Geometry.from_config(config)
-    settings.check_number("head_dim", geometry.head_size, settings.SIZES["head_dim"])
+    families.check_number("head_dim", geometry.head_size, families.SIZES["head_dim"])
     if heads % geometry.kv_heads:
         raise ValueError(
             f"{id}: config.json has num_key_value_heads={geometry.kv_heads}; a divisor of num_attention_heads={heads} "

@@ -91,7 +91,6 @@ def _version(
         summary=made.recipe.summary if made else "",
         sizes=card.size_rows(folder.sizes(made)) if made else [],
         provenance=card.provenance(made, {}) if made else {},
-        papers=", ".join(f"arXiv:{number}" for number in made.recipe.papers) if made else "",
         model=card.model_of(made)[0] if made else None,
         verdict=rating.rate(main),
         caution=rating.fit_warning(made.provenance) if made else None,

@@ -48,8 +48,7 @@ def sizes(artifact: Artifact) -> dict[str, Any]:
 
 def metadata(artifact: Artifact) -> dict[str, Any]:
     """Return a card's front matter, in the terms of the Hugging Face Hub; sizes under `kvq`."""
-    papers = [f"arxiv:{number}" for number in artifact.recipe.papers]
-    tags = ["kvq", "kv-cache", "quantization", artifact.recipe.name, *papers]
+    tags = ["kvq", "kv-cache", "quantization", artifact.recipe.name]
     return {"library_name": "kvq", "pipeline_tag": "text-generation", "tags": tags, "kvq": sizes(artifact)}
 
 
@@ -73,8 +72,6 @@ def card(artifact: Artifact, reference: str) -> bytes:
     for tokens, size in computed["bytes"].items():
         rows[f"all bytes at {int(tokens):,} tokens"] = f"{human(size)}; 16 bit: {human(exact[tokens])}"
     rows["smaller than 16 bit"] = "never" if start is None else f"from {start:,} tokens on"
-    papers = ", ".join(f"[arXiv:{number}](https://arxiv.org/abs/{number})" for number in recipe.papers)
-    rows["papers"] = papers or "none"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     text = f"""\
 ---

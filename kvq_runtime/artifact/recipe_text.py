@@ -99,9 +99,9 @@ def settings(recipe: Recipe) -> dict[str, str]:
     def walk(path: str, value: Any) -> dict[str, str]:
         if not isinstance(value, dict):
             return {path: _text(value)}
-        own = {path: "on" if path.startswith("policies.") else value["kind"]} if "kind" in value else {}
+        kind = {path: "on" if path.startswith("policies.") else value["kind"]} if "kind" in value else {}
         parts = [walk(f"{path}.{name}".lstrip("."), item) for name, item in value.items() if name != "kind"]
-        return own | {name: text for part in parts for name, text in part.items()}
+        return kind | {name: text for part in parts for name, text in part.items()}
 
     tree = _tree(recipe)
     tree["policies"] = {kind: policy for kind, policy in tree["policies"].items() if policy is not None}

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq_runtime.codec.context import Context, side_by_side
+from kvq_runtime.codec.block_input import Context, side_by_side
 from kvq_runtime.codec.matrices import matrices, stored_places
 from kvq_runtime.codec.packed import packed_reader
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.ops import dispatch, product, rope
+from kvq_runtime.ops import dispatch, latent, product, rope
 from kvq_runtime.ops.constant import lasting
-from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, rotate
+from kvq_runtime.ops.rotation import Rotation, SignedHadamard, by_runs, in_tile, rotate
 from kvq_runtime.recipe import ROLES, Recipe, Role
 from kvq_runtime.stages.stage import SLOTS, InputTensor, Site, Specs
 
@@ -47,11 +47,10 @@ class Codec:
         self.layer, self.geometry, self.block = layer, geometry, recipe.window.block
         self.role: Role = role
         self.predictor = self.scheme.predictor(layer, role)
-        self.reads_keys, self.below, self.reads_both = self.scheme.inputs(layer, role)
+        self.below = self.scheme.inputs(layer, role).below
         self.before_rope = role == "key" and recipe.position == "pre"
         self._turn_mean = role == "key" and recipe.position == "post"
         self._width = self.scheme.width(recipe.window.block, geometry)
-        self.tensors: dict[str, Tensor] = {}
         self._hold(tensors, _CPU)
         self._scale_last = False  # whether the quantizer's scale goes through the rotation: it covers what is rotated
         size = self.scheme.quantize.group_size(self._width, geometry)
@@ -65,16 +64,6 @@ class Codec:
         moved = copy.copy(self)
         moved._hold(self.tensors, device)
         return moved
-
-    def unpacked(self) -> "Codec":
-        """The same codec with its matrices as they are multiplied with, for who has many blocks, and drops it then."""
-        made = object.__new__(Codec)
-        made.__dict__.update(self.__dict__)  # not by `copy`, which makes all again that is made of tensors
-        made._rotation = self._rotation.float() if isinstance(self._rotation, Tensor) else self._rotation
-        made.back = None if self.back is None else product.wide(self.back)
-        if self.predictor is not None:
-            made._own = self._own | {"predict": dict(self.predictor.unpacked(self._own["predict"], self._inputs))}
-        return made
 
     def __deepcopy__(self, memo: Any) -> "Codec":
         return self
@@ -93,9 +82,7 @@ class Codec:
     @lasting
     def _hold(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.device, self.tensors = device, dict[str, Tensor]()
-        self._own: dict[str, dict[str, Tensor]] = {}
-        for slot in SLOTS:
-            self._own[slot] = {}
+        self._own: dict[str, dict[str, Tensor]] = {slot: {} for slot in SLOTS}
         for name, tensor in tensors.items():
             stage, field = name.split(".", 1)
             self.tensors[name] = self._own[stage][field] = tensor.to(device)
@@ -104,11 +91,6 @@ class Codec:
         # all codecs share a Hadamard's matrix, which is made once a process
         self._forward = forward.matrix if isinstance(forward, SignedHadamard) else forward
         self.packed_reader = None if self.before_rope else packed_reader(self.scheme, self.geometry, self.back, device)
-
-    @property
-    def _inputs(self) -> int:
-        """Return the channels of `inputs`."""
-        return self.geometry.width * self.scheme.inputs(self.layer, self.role).tokens
 
     @property
     def fitted(self) -> Mapping[str, Tensor]:
@@ -183,8 +165,8 @@ class Codec:
 
     def approximated(self, x_NTC: Tensor, context: Context) -> Tensor:
         """Return what `encode_decode` decodes to, or, where encoding takes a search, something with errors like it."""
-        quantize = self.scheme.quantize
-        if not quantize.searches or self.scheme.correct is not None:
+        quantize: Any = self.scheme.quantize
+        if not self._together:
             return self.encode_decode(x_NTC, context)[1]
         predicted = self.predicted(context)
         x = self.residual(x_NTC, replace(context, predicted=predicted))
@@ -238,14 +220,13 @@ class Codec:
         """
         if self._own["feedback"] or not dispatch.runs_kernel(x_NTC):
             return False
-        return self.scheme.quantize.one_launch(self._rotation, self._width, self.geometry)
+        quantize = self.scheme.quantize
+        return quantize.one_launch and in_tile(self._rotation, quantize.group_size(self._width, self.geometry))
 
     def _importance(self, x_NTC: Tensor, context: Context) -> Tensor | None:
         """Levels of how much errors of tokens count, int8 [N, T]; None: all alike."""
-        quantize = self.scheme.quantize
-        if not quantize.weighs:
-            return None
-        return quantize.importance(self.centred(x_NTC, context), self._own["quantize"])
+        direction_C = self._own["quantize"].get("importance")
+        return None if direction_C is None else latent.importance(self.centred(x_NTC, context), direction_C)
 
     def _round(self, x_NTC: Tensor, level_NT: Tensor | None = None) -> dict[str, Tensor]:
         x, rotation = x_NTC if self.scheme.axis == "token" else x_NTC.mT, self._rotation
@@ -261,10 +242,8 @@ class Codec:
 
     def _quantized(self, x_NRW: Tensor) -> Tensor:
         """Rows encoded and decoded, before any rotation back."""
-        quantize, place = (
-            self.scheme.quantize,
-            stored_places(self.scheme.quantize, self._width, self.geometry, x_NRW.device),
-        )
+        quantize = self.scheme.quantize
+        place = stored_places(quantize, self._width, self.geometry, x_NRW.device)
         fields = quantize.encode(x_NRW, None, self._own["quantize"], self.geometry)
         decoded = quantize.decode(fields, self._width, self.geometry, self._own["quantize"]).float()
         return decoded if place is None else decoded[..., place]
@@ -331,9 +310,9 @@ class Codec:
 
     def affine(self) -> tuple[Tensor, Tensor] | None:
         """Return W [I, C] and b [C], float32, of a linear prediction z W + b from `inputs`; None: it is another."""
-        own = self._own["predict"]
-        weight_IC = None if self.predictor is None else self.predictor.matrix(own, self._inputs)
-        return None if weight_IC is None else (weight_IC.float(), own["bias"])
+        tensors, inputs = self._own["predict"], self.scheme.inputs(self.layer, self.role).tokens
+        weight_IC = self.predictor and self.predictor.matrix(tensors, self.geometry.width * inputs)
+        return None if weight_IC is None else (weight_IC.float(), tensors["bias"])
 
     def fields(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, shapes and dtypes of one encoded block; `dtype` is the model's."""

@@ -47,34 +47,34 @@ class KernelOrder:
 
         Codes become [B, n, H, bytes], numbers [B, n, H, M, D] (axis "channel") or [B, n, H, M, T].
         """
-        found = {name: self._numbers(x) for name, x in fields.items() if name != "codes"}
-        return {"codes": fragment.arrange(self._codes(fields["codes"]), self.order, self.rows)} | found
+        numbers = {name: self._numbers(x) for name, x in fields.items() if name != "codes"}
+        return {"codes": fragment.arrange(self._codes(fields["codes"]), self.order, self.rows)} | numbers
 
     def collected(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Undo `arranged`."""
         codes_TD = _renamed(fragment.collect(fields["codes"], self.order, self.rows), _inverse(self.stored))
         by_channel = self.axis == "channel"
         rows = codes_TD.mT.flatten(-3, -2) if by_channel else codes_TD.transpose(-3, -2).flatten(-2)
-        found = {"codes": pack.pack(rows.unflatten(-1, (-1, self.group // self.elements)), self.order.BITS)}
+        collected = {"codes": pack.pack(rows.unflatten(-1, (-1, self.group // self.elements)), self.order.BITS)}
         for name, x in fields.items():
             if name != "codes" and by_channel:
-                found[name] = x.mT.flatten(-3, -2)
+                collected[name] = x.mT.flatten(-3, -2)
             elif name != "codes":
-                found[name] = x.permute(0, 1, 4, 2, 3).flatten(-2)
-        return found
+                collected[name] = x.permute(0, 1, 4, 2, 3).flatten(-2)
+        return collected
 
     def specs(self, encoded: Specs) -> Specs:
         """Return the fields of a block as they are arranged, of those that a codec encodes."""
         heads = self.geometry.kv_heads
-        found: Specs = {}
+        arranged: Specs = {}
         for name, (shape, dtype) in encoded.items():
             if name == "codes":
-                found[name] = (heads, self.order.SUBS * self.order.BYTES), dtype
+                arranged[name] = (heads, self.order.SUBS * self.order.BYTES), dtype
             elif self.axis == "channel":
-                found[name] = (heads, shape[1], shape[0] // heads), dtype
+                arranged[name] = (heads, shape[1], shape[0] // heads), dtype
             else:
-                found[name] = (heads, shape[1] // heads, shape[0]), dtype
-        return found
+                arranged[name] = (heads, shape[1] // heads, shape[0]), dtype
+        return arranged
 
     @property
     def rows(self) -> str:

@@ -50,25 +50,14 @@ def _fixed(
 ) -> tuple[Rotation, Tensor | None]:
     """Return the same for a rotation that is known without a fit: codecs of all layers share the two."""
     order = quantize.order(width, geometry)
-    if rotate is None and torch.equal(order, torch.arange(width)):
+    natural = torch.equal(order, torch.arange(width))
+    if rotate is None and natural:
         return None, None
     pair = None if rotate is None else rotate.pair(width, geometry, {})
-    matrix = None if pair is None else pair[0]
-    period = _period(order)
-    size = math.lcm(period, len(matrix)) if matrix is not None else period
-    eye = torch.eye(size, dtype=torch.float32)
-    full = torch.block_diag(*[matrix] * (size // len(matrix))) if matrix is not None else eye
+    matrix = torch.eye(1, dtype=torch.float32) if pair is None else pair[0]
+    period = 1 if natural else quantize.group_size(width, geometry) or width  # after which the order repeats itself
+    size = math.lcm(period, len(matrix))
+    full = torch.block_diag(*[matrix] * (size // len(matrix)))
     back = full.mT[order[:size]].to(device, torch.bfloat16).contiguous()
     forward = None if rotate is None else rotate.forward(width, geometry)
     return (forward.to(device) if isinstance(forward, Tensor) else forward), back
-
-
-def _period(order: Tensor) -> int:
-    """Return the shortest run after which the stored order repeats itself."""
-    width = len(order)
-    for size in (n for n in range(1, width + 1) if width % n == 0):
-        if torch.equal(
-            order.view(-1, size) - torch.arange(0, width, size)[:, None], order[:size].expand(width // size, -1)
-        ):
-            return size
-    return width

@@ -49,7 +49,7 @@ class PackedBlocks:
 class PackedReader:
     """Attention to one codec's blocks without decoding them.
 
-    `turn` is Rᵀ: [D, D], [heads of a span, D, E], or each head's own, [H, D, D].
+    `turn` is Rᵀ: [D, D], or [heads of a span, D, E].
     """
 
     geometry: Geometry
@@ -79,9 +79,8 @@ class PackedReader:
             s_ZNT.addcmul_(q_ZNW.sum(-1, True), packed_blocks.low)
         if self.group < self.span:
             s_ZNT = s_ZNT.view(-1, self.span // self.group, *s_ZNT.shape[1:]).sum(1)
-        return (
-            s_ZNT if self.span == self.geometry.head_size else s_ZNT.view(packed_blocks.heads, -1, packed_blocks.tokens)
-        )
+        one_head = self.span == self.geometry.head_size
+        return s_ZNT if one_head else s_ZNT.view(packed_blocks.heads, -1, packed_blocks.tokens)
 
     def mix(self, p_YNT: Tensor, packed_blocks: PackedBlocks) -> Tensor:
         """Σ_t p_t x_t over every token of the blocks: [Y, N, D]."""
@@ -108,11 +107,9 @@ class PackedReader:
         """Weights by group, a span's heads side by side: [Z, N · E / D, T]."""
         groups = self.span // self.group
         p = p_YNT.reshape(packed_blocks.groups // groups, -1, packed_blocks.tokens)
-        return (
-            p
-            if groups == 1
-            else p[:, None].expand(-1, groups, -1, -1).reshape(packed_blocks.groups, -1, packed_blocks.tokens)
-        )
+        if groups == 1:
+            return p
+        return p[:, None].expand(-1, groups, -1, -1).reshape(packed_blocks.groups, -1, packed_blocks.tokens)
 
     def _groups(self, q_YND: Tensor, packed_blocks: PackedBlocks) -> Tensor:
         """Queries turned as the tokens are, group by group, a span's heads side by side: [Z, N · E / D, W]."""
@@ -127,40 +124,26 @@ def _turned(x_YNA: Tensor, turn: Tensor) -> Tensor:
     """Rows times a matrix [A, B], or each head's times its own, [heads of a span, A, B]: [Y, N, B]."""
     if turn.ndim == 2:
         return x_YNA @ turn
-    if len(x_YNA) == len(turn):
-        return torch.bmm(x_YNA, turn)
     return (x_YNA.view(-1, len(turn), *x_YNA.shape[1:]) @ turn).flatten(0, 1)
 
 
 def packed_reader(scheme: Scheme, geometry: Geometry, back: Tensor | None, device: torch.device) -> PackedReader | None:
-    """Return the reader of a scheme; None where blocks have to be decoded: predicted, per channel, or corrected.
+    """Return the reader of a scheme; None where blocks have to be decoded: predicted, per channel, or corrected, or
+    with a rotation for each head.
 
     back   what rotates a run of decoded elements, in stored order, back; or None
     """
     if scheme.axis != "token" or scheme.predict is not None or scheme.correct is not None:
         return None
     codes = scheme.quantize.packed(geometry.width, geometry, device)
-    if codes is None:
+    if codes is None or (back is not None and back.ndim == 3):
         return None
-    if back is not None and back.ndim == 3:
-        return _by_head(codes, geometry, back, device)
     group, back = codes.group, _rotation(codes.order, back)
     head, turned = geometry.head_size, 1 if back is None else len(back)
     span = max(group, head, turned)
     if geometry.width % span or span % group or span % head or span % turned:
         return None
     return PackedReader(geometry, codes._replace(order=None), span, _turn(back, span, geometry.head_size, device))
-
-
-def _by_head(codes: PackedCodes, geometry: Geometry, back_HDD: Tensor, device: torch.device) -> PackedReader | None:
-    """Return the reader where every head has a matrix of its own; groups lie inside heads."""
-    size = geometry.head_size
-    if size % codes.group:
-        return None
-    if codes.order is not None:
-        period = len(codes.order)
-        back_HDD = back_HDD[:, (torch.arange(0, size, period)[:, None] + codes.order).flatten().to(back_HDD.device)]
-    return PackedReader(geometry, codes._replace(order=None), size, back_HDD.float().mT.contiguous().to(device))
 
 
 @constant(64)

@@ -57,8 +57,8 @@ def build(recipe: Recipe, geometry: Geometry, tensors: Mapping[str, Tensor]) -> 
 def _pair(recipe: Recipe, layer: int, geometry: Geometry, tensors: Mapping[str, Tensor]) -> tuple[Codec, Codec]:
     def codec_of(role: Role) -> Codec:
         start = f"layers.{layer}.{role}."
-        own = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
-        return Codec(recipe, layer, role, geometry, own)
+        fitted = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+        return Codec(recipe, layer, role, geometry, fitted)
 
     return codec_of("key"), codec_of("value")
 

@@ -48,7 +48,7 @@ def has_to_be_solved(stage: Stage) -> bool:
 def requested(scheme: Scheme, packages: Sequence[str]) -> set[Statistic[Any]]:
     """Every statistic that a fit of the scheme asks for in some layer."""
     modules = [(stage, fit_module(stage, packages)) for _, stage in scheme.stages if has_to_be_solved(stage)]
-    return {one for stage, module in modules for one in module.requests(stage)}
+    return {statistic for stage, module in modules for statistic in module.requests(stage)}
 
 
 class Fitting:
@@ -87,12 +87,9 @@ class Fitting:
         """
         for part in ([slot for slot in slots if slot == "predict"], [slot for slot in slots if slot != "predict"]):
             work = [(slot, stage, fit_module(stage, self.packages)) for slot, stage in self._fitted(part)]
-            asked = dict.fromkeys(one for _, stage, module in work for one in module.requests(stage))
-            early = [one for one in asked if "predict" in part and "residuals" in one.passes]
-            if early:
-                raise ValueError(f"{self.scheme.predict} asks for {early}, which is what it leaves; ask for its inputs")
-            missing = [one for one in asked if one not in self.statistics.found]
-            self.statistics.found |= collect(missing) if missing else {}
+            requested = dict.fromkeys(statistic for _, stage, module in work for statistic in module.requests(stage))
+            missing = [statistic for statistic in requested if statistic not in self.statistics.values]
+            self.statistics.values |= collect(missing) if missing else {}
             for slot, stage, module in work:
                 fitted, tensors = module.solve(stage, self.statistics, self.codec)
                 if fitted != stage:
@@ -124,7 +121,7 @@ def fit_row(
 
     def collect(asked: Sequence[Statistic[Any]]) -> dict[Statistic[Any], Any]:
         row = Row(fitting.codec, x_NC, queries)
-        return {one: one.of_row(row) for one in asked}
+        return {statistic: statistic.of_row(row) for statistic in asked}
 
     fitting.solve(collect)
     return fitting.codec

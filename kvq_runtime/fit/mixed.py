@@ -10,7 +10,7 @@ Source: Hong et al., 2025 (SVDq).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ REACHES = tuple(0.5 + 0.1 * step for step in range(36))  # ends at the sample's 
 ROOM = 2.0  # times the largest gain that the sample needs
 RESCALED = 2
 SOME = 1024  # tokens that gains are found with, before the last time
-COARSE = 3  # of the candidates for a scale one of so many is tried, and then the last time those beside the best
 TRIMMED = 1024  # one token of so many is left out: an outlier must not stretch the ranges of all
 
 
@@ -38,14 +37,12 @@ def requests(stage: Mixed) -> tuple[ResidualMoment, Residuals]:
 def solve(stage: Mixed, statistics: Statistics, codec: Codec) -> tuple[Mixed, dict[str, Tensor]]:
     """Return the scales, float32 [R], as the stage's codebook names them; `codec` holds the basis."""
     moment_CC = statistics[ResidualMoment()]
-    own = {name.partition(".")[2]: tensor for name, tensor in codec.tensors.items() if name.startswith("rotate.")}
+    rotation = {name.partition(".")[2]: tensor for name, tensor in codec.tensors.items() if name.startswith("rotate.")}
     rotate: Any = codec.scheme.rotate
-    basis_CR, _ = rotate.pair(len(moment_CC), codec.geometry, own)
+    basis_CR, _ = rotate.pair(len(moment_CC), codec.geometry, rotation)
     deviation_R = (basis_CR.double() * (moment_CC.double() @ basis_CR.double())).sum(0).clamp_min(0).sqrt()
     z_NR = statistics[Residuals()] @ basis_CR.float()
-    if stage.gain:
-        return stage, with_gain(stage, z_NR, deviation_R, len(moment_CC))
-    return stage, scales(stage, z_NR, deviation_R, len(moment_CC))
+    return stage, (with_gain if stage.gain else scales)(stage, z_NR, deviation_R, len(moment_CC))
 
 
 def with_gain(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) -> dict[str, Tensor]:
@@ -62,87 +59,56 @@ def with_gain(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) ->
     ends_2 = torch.stack([low, high + math.log(ROOM)])
     levels = latent.gains(ends_2, quantize.gain)
     gain_N = levels[(size_N.log()[:, None] - levels.log()).abs().argmin(1)]
-    found = {"gain_ends": ends_2}
+    tensors = {"gain_ends": ends_2}
     for step in range(RESCALED + 1):
         some = slice(None, None, 1 if step == RESCALED else max(1, len(z_NR) // SOME))
         z_MR, gain_M = z_NR[some].float(), gain_N[some]
         if step:
-            gain_M = levels[quantize.best_gain(z_MR.mT[None], found, width)[0].long()]
+            gain_M = levels[quantize.best_gain(z_MR.mT[None], tensors, width)[0].long()]
         over_MR = z_MR / gain_M[:, None]
         deviation_R = over_MR.double().square().mean(0).sqrt()
-        found |= scales(quantize, over_MR, deviation_R, width, fine=step == RESCALED)
-    return found
+        tensors |= scales(quantize, over_MR, deviation_R, width)
+    return tensors
 
 
-def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int, fine: bool = True) -> dict[str, Tensor]:
-    """Return the tensors of the quantizer, from a sample of latents and their deviations.
-
-    fine   of the candidates, which follow each other by size, those beside the best of one in COARSE are tried too
-    """
-    if quantize.codebook == "block":
-        return {}
-    found: dict[str, list[Tensor]] = {}
+def scales(quantize: Mixed, z_NR: Tensor, deviation_R: Tensor, width: int) -> dict[str, Tensor]:
+    """Return the tensors of the quantizer, from a sample of latents and their deviations."""
+    parts: list[dict[str, Tensor]] = []
     start = 0
     for count, bits in quantize.runs(width):
         part = slice(start, start + count)
         z_RT = z_NR[:, part].mT.float().contiguous()
-        if quantize.codebook == "uniform":
-            best = _uniform(z_RT, bits, fine)
-        else:
-            best = _gaussian(z_RT, deviation_R[part], bits, fine)
-        for name, tensor in best.items():
-            found.setdefault(name, []).append(tensor)
+        uniform = quantize.codebook == "uniform"
+        parts.append(_uniform(z_RT, bits) if uniform else _gaussian(z_RT, deviation_R[part], bits))
         start += count
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _gaussian(z_RT: Tensor, deviation_R: Tensor, bits: int, fine: bool) -> dict[str, Tensor]:
-    factors = deviation_R.new_tensor(DEVIATIONS)
+def _gaussian(z_RT: Tensor, deviation_R: Tensor, bits: int) -> dict[str, Tensor]:
+    def errors(part_RT: Tensor, scales: dict[str, Tensor]) -> Tensor:
+        return latent.errors_gaussian(part_RT[None], scales["deviation"], bits)[0]
 
-    def option(choice_R: Tensor) -> dict[str, Tensor]:
-        return {"deviation": (deviation_R * factors[choice_R]).float()}
-
-    def errors(part_RT: Tensor, own: dict[str, Tensor]) -> Tensor:
-        return latent.errors_gaussian(part_RT[None], own["deviation"], bits)[0]
-
-    return _best(z_RT, len(DEVIATIONS), option, errors, fine)
+    return _best(z_RT, [{"deviation": (deviation_R * factor).float()} for factor in DEVIATIONS], errors)
 
 
-def _uniform(z_RT: Tensor, bits: int, fine: bool) -> dict[str, Tensor]:
+def _uniform(z_RT: Tensor, bits: int) -> dict[str, Tensor]:
+    def errors(part_RT: Tensor, ends: dict[str, Tensor]) -> Tensor:
+        codes_RT = latent.encode_uniform(part_RT, **ends, bits=bits)
+        return (latent.decode_uniform(codes_RT, **ends, bits=bits) - part_RT).square_()
+
     shares = torch.special.ndtr(-z_RT.new_tensor(REACHES))
-    ends = {name: torch.quantile(z_RT, part, dim=1) for name, part in (("low", shares), ("high", 1 - shares))}
-
-    def option(choice_R: Tensor) -> dict[str, Tensor]:
-        return {name: end.gather(0, choice_R[None])[0] for name, end in ends.items()}
-
-    def errors(part_RT: Tensor, own: dict[str, Tensor]) -> Tensor:
-        low, high = own["low"], own["high"]
-        decoded = latent.decode_uniform(latent.encode_uniform(part_RT, low, high, bits), low, high, bits)
-        return (decoded - part_RT).square_()
-
-    return _best(z_RT, len(REACHES), option, errors, fine)
+    ends = zip(torch.quantile(z_RT, shares, dim=1), torch.quantile(z_RT, 1 - shares, dim=1), strict=True)
+    return _best(z_RT, [{"low": low, "high": high} for low, high in ends], errors)
 
 
 def _best(
-    z_RT: Tensor,
-    count: int,
-    option: Callable[[Tensor], dict[str, Tensor]],
-    errors: Callable[[Tensor, dict[str, Tensor]], Tensor],
-    fine: bool,
+    z_RT: Tensor, options: Sequence[dict[str, Tensor]], errors: Callable[[Tensor, dict[str, Tensor]], Tensor]
 ) -> dict[str, Tensor]:
-    """Channel by channel, the option with the least error of `count`; the first on a tie. Errors have one minimum."""
+    """Return, channel by channel, the option with the least error; the first on a tie."""
     largest_RK = z_RT.gather(1, z_RT.abs().topk(z_RT.shape[1] // TRIMMED, 1).indices)
-
-    def least(choices: list[Tensor]) -> Tensor:
-        found = []
-        for choice_R in choices:
-            own = option(choice_R)
-            all_R, trimmed_R = (errors(part, own).sum(1, dtype=torch.float64) for part in (z_RT, largest_RK))
-            found.append(all_R - trimmed_R)
-        return torch.stack(choices).gather(0, torch.stack(found).argmin(0)[None])[0]
-
-    first = torch.zeros(len(z_RT), dtype=torch.int64, device=z_RT.device)
-    best_R = least([first + place for place in range(0, count, COARSE)])
-    if fine:
-        best_R = least([(best_R + step).clamp(0, count - 1) for step in range(1 - COARSE, COARSE)])
-    return option(best_R)
+    lost = []
+    for option in options:
+        all_R, trimmed_R = (errors(part, option).sum(1, dtype=torch.float64) for part in (z_RT, largest_RK))
+        lost.append(all_R - trimmed_R)
+    best_1R = torch.stack(lost).argmin(0)[None]
+    return {name: torch.stack([option[name] for option in options]).gather(0, best_1R)[0] for name in options[0]}

@@ -127,24 +127,25 @@ class Statistics:
     """The statistics that were collected so far for a scheme.
 
     mean_C   of the tokens that are encoded, float32; of keys before RoPE
-    found    values of what was requested
+    values   of what was requested
     seed     of random choices
     """
 
     mean_C: Tensor
-    found: dict[Statistic[Any], Any] = field(default_factory=dict)
+    values: dict[Statistic[Any], Any] = field(default_factory=dict)
     seed: int = 0
     _directions: dict[Statistic[Tensor] | None, tuple[Tensor, dict[str, Tensor]]] = field(default_factory=dict)
 
     def __getitem__(self, asked: Statistic[V]) -> V:
-        return self.found[asked]
+        return self.values[asked]
 
     def directions(self, metric: Statistic[Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Latent variances of the residuals in a metric, if there is one, and matrices of their basis:
-        `directions`, found once."""
+        """Return the latent variances of the residuals, falling, and the square matrices of which a basis stage stores
+        the leading columns: "basis", and in a metric its "dual", float64. They are computed once."""
         if metric not in self._directions:
-            metric_CC = None if metric is None else self[metric]
-            self._directions[metric] = directions(self[ResidualMoment()], metric_CC)
+            moment_CC = self[ResidualMoment()]
+            variances_C, *matrices = eigen(moment_CC) if metric is None else eigen_in(self[metric], moment_CC)
+            self._directions[metric] = variances_C, dict(zip(("basis", "dual"), matrices, strict=False))
         return self._directions[metric]
 
 
@@ -163,18 +164,6 @@ def moment_of(q_NC: Tensor, geometry: Geometry) -> Tensor:
     return total_HDD * geometry.width / q_NC.numel()
 
 
-def directions(moment_CC: Tensor, metric_CC: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Latent variances, falling, and the square matrices of which a basis stage stores the leading columns, float64.
-
-    metric_CC   what an error costs, where the basis has a dual: symmetric, positive definite
-    """
-    if metric_CC is None:
-        values_C, vectors_CC = eigen(moment_CC)
-        return values_C, {"basis": vectors_CC}
-    values_C, basis_CC, dual_CC = eigen_in(metric_CC, moment_CC)
-    return values_C, {"basis": basis_CC, "dual": dual_CC}
-
-
 def eigen(moment_CC: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, falling, and their eigenvectors as columns, float64."""
     symmetric = (moment_CC + moment_CC.mT).double() / 2
@@ -183,7 +172,10 @@ def eigen(moment_CC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eigen_in(metric_CC: Tensor, moment_CC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues of M^½ S M^½, falling; the basis M^½ V and its dual M^-½ V, float64."""
+    """Eigenvalues of M^½ S M^½, falling; the basis M^½ V and its dual M^-½ V, float64.
+
+    metric_CC   M, what an error costs: symmetric, positive definite
+    """
     weights_C, axes_CC = eigen(metric_CC)
     root_C = weights_C.sqrt()
     half_CC, inverse_CC = ((axes_CC * scale) @ axes_CC.mT for scale in (root_C, 1 / root_C))

@@ -31,18 +31,13 @@ def widened(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not multiplies_bfloat16()
 
 
-def wide(x: Tensor) -> Tensor:
-    """Return the same numbers in the dtype in which products of them are computed."""
-    return x.float() if widened(x) else x
-
-
 def matmul(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y, in the dtype of x; y may be `wide`."""
+    """x @ y, in the dtype of x."""
     return (x.float() @ y.float()).to(x.dtype) if widened(x) else x @ y.to(x.dtype)
 
 
 def addmm(bias: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """bias + x @ y, in the dtype of x; y may be `wide`."""
+    """bias + x @ y, in the dtype of x."""
     if widened(x):
         return torch.addmm(bias.float(), x.float(), y.float()).to(x.dtype)
     return torch.addmm(bias, x, y.to(x.dtype))

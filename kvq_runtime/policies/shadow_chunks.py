@@ -19,7 +19,6 @@ The recent window of the recipe is exact, theirs is 4 chunks; sinks are read as 
 outlier or chosen; attention's own scale, theirs is 1/√128 whatever the head.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -49,12 +48,10 @@ class ShadowChunks(PolicySetting):
     """
 
     kind: ClassVar[str] = "chunks"
-    papers: ClassVar[tuple[str, ...]] = ("2410.21465",)
     slot: ClassVar[str] = "select"
     chooses_by_query: ClassVar[bool] = True
     waits_for_fit: ClassVar[bool] = True
     unpacked: ClassVar[str | None] = "it reads the chunks that each query asks for"
-    neutral: ClassVar[Mapping[str, Any]] = {"outliers": 0}
     chunk: int = 8
     budget: int = 2048
     outliers: int = 48

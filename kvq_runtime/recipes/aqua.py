@@ -1,7 +1,8 @@
 """AQUA-KV: predict each layer's keys from the decoded keys below and its values from [decoded keys, values below];
 store the residuals with HIGGS (or any other rounding). The first layer, which has nothing below, gets 4 bits.
 
-Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; the rows of its tables 1, 5 and 9 are settings, of keys and values:
+Source: Shutova et al., 2025 (AQUA-KV, arXiv 2501.19392), algorithm 1; the rows of its tables 1, 5 and 9 are settings,
+of keys and values:
 
     position=post · window.sinks=0 · all.predict.storage=gptq4 · all.predict.fit=clean · key.predict=none
     value.predict.keys=false · key.predict.below=1,2 · key.predict=low_rank · layers.0.key.quantize.size=64
@@ -52,14 +53,5 @@ def over_quanto(name: str) -> Recipe:
 FAMILY = Family(
     presets={f"aqua-{bits}": partial(over_higgs, bits=bits) for bits in ("1bit", "2bit", "3bit")}
     | {"aqua-2bit-first-16bit": first_16bit, "aqua-2bit-quanto": over_quanto},
-    papers={"AQUA-KV": "Shutova et al., 2025, arXiv 2501.19392"},
-    golden=(
-        "aqua-2bit",
-        "aqua-2bit+key.predict=low_rank+value.predict=low_rank+name=aqua-2bit-rrr",
-        "aqua-2bit+key.predict=mlp+value.predict=mlp+name=aqua-2bit-mlp",
-        "aqua-2bit+all.predict.storage=gptq4+name=aqua-2bit-gptq",
-        "aqua-2bit+key.axis=channel+value.axis=channel+name=aqua-2bit-channel",
-        "aqua-2bit+all.predict.below=1,2+name=aqua-2bit-below-1-2",
-    ),
     compared=("aqua-1bit", "aqua-2bit", "aqua-3bit", "aqua-2bit-quanto"),
 )

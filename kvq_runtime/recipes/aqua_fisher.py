@@ -23,8 +23,8 @@ part of the text, and a path search for each block that is encoded: these recipe
 often.
 
 Source: Shutova et al., 2025 (AQUA-KV), algorithm 1; Hong et al., 2025 (SVDq), sections 4.1 and 4.2; Theis et al., 2018
-(Fisher information by one draw for each token); Tseng et al., 2024 (QTIP), section 3; Cover and Thomas, 2006, section
-10.3.3 (reverse water-filling); Gersho and Gray, 1992, section 12.10 (shape and gain).
+(Fisher information by one draw for each token); Tseng et al., 2024 (QTIP, arXiv 2406.11235), section 3; Cover and
+Thomas, 2006, section 10.3.3 (reverse water-filling); Gersho and Gray, 1992, section 12.10 (shape and gain).
 Differs: no paper has these together.
 """
 
@@ -53,7 +53,5 @@ def aqua_fisher(name: str, bits: float) -> Recipe:
 
 FAMILY = Family(
     presets={f"aqua-fisher-{bits:g}bit": partial(aqua_fisher, bits=bits) for bits in (1.0, 2.0, 3.0)},
-    papers={"QTIP": "Tseng et al., 2024, arXiv 2406.11235 (for weights)"},
-    golden=("aqua-fisher-1bit", "aqua-fisher-1bit+all.quantize.weighed=true+name=aqua-fisher-1bit-weighed"),
     compared=("aqua-fisher-1bit", "aqua-fisher-2bit", "aqua-fisher-3bit"),
 )

@@ -5,15 +5,14 @@ exact-pre   RoPE is undone and put back, within 2 ulp
 """
 
 from functools import partial
-from typing import Literal
 
-from kvq_runtime.recipe import Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Position, Recipe, Scheme
 from kvq_runtime.stages.exact import Exact
 
 SCHEME = Scheme(quantize=Exact())
 
 
-def exact(name: str, position: Literal["pre", "post"]) -> Recipe:
+def exact(name: str, position: Position) -> Recipe:
     """Keys and values in the model's dtype."""
     where = "as the model gave it" if position == "post" else "keys before RoPE"
     return Recipe(name, SCHEME, SCHEME, position, summary=f"16 bit, {where}")

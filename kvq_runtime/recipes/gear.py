@@ -22,26 +22,20 @@ the whole prompt's channel or of the token, and its mean).
 from dataclasses import replace
 from functools import partial
 
-from kvq_runtime.recipe import Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Recipe
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.correct import LowRankSparse
 
 
-def schemes(bits: int, group: str | int, key: LowRankSparse, value: LowRankSparse) -> tuple[Scheme, Scheme]:
-    """KIVI's keys and values, each with a correction of its rounding error."""
-    return replace(kivi.keys(bits, group), correct=key), replace(kivi.values(bits, group), correct=value)
-
-
 def gear(name: str, bits: int, group: str | int) -> Recipe:
     """Rank 4 and 2% outliers."""
-    pair = schemes(bits, group, LowRankSparse(group="channel"), LowRankSparse(group="token"))
+    key = replace(kivi.keys(bits, group), correct=LowRankSparse(group="channel"))
+    value = replace(kivi.values(bits, group), correct=LowRankSparse(group="token"))
     groups = f", groups of {group}" if group != "all" else ""
-    return Recipe(name, *pair, summary=f"GEAR, {bits} bits{groups}, rank 4, 2% outliers", window=kivi.WINDOW)
+    return Recipe(name, key, value, summary=f"GEAR, {bits} bits{groups}, rank 4, 2% outliers", window=kivi.WINDOW)
 
 
 FAMILY = Family(
     presets={"gear-2bit": partial(gear, bits=2, group=64), "gear-4bit": partial(gear, bits=4, group="all")},
-    papers={"GEAR": "Kang et al., 2024, arXiv 2403.05527"},
-    golden=("gear-2bit", "gear-2bit+all.correct=low_rank+name=gear-l-2bit"),
     compared=("gear-2bit",),
 )

@@ -14,18 +14,17 @@ Held tokens are stored by AQUA-KV, HIGGS or in 16 bit. Fits do not depend on it:
 
     h2o-halves   the paper's split of that share: half of it the newest tokens, which stay exact until they are chosen
 
-Source: Zhang et al., 2023 (H2O), algorithm 1, whose budget is half of heavy and half of recent tokens (`recent` half of
-`share`); shares of 20% and 50% as in Shutova et al., 2025 (AQUA-KV), tables 7 and 20.
+Source: Zhang et al., 2023 (H2O, arXiv 2306.14048), algorithm 1, whose budget is half of heavy and half of recent tokens
+(`recent` half of `share`); shares of 20% and 50% as in Shutova et al., 2025 (AQUA-KV), tables 7 and 20.
 Differs: without `recent`, all of the share beyond the window is of heavy tokens; one set for all heads and layers,
 theirs is by head; mass by query, theirs is the sum, which favours tokens that came early; an encoded token stays,
 theirs may be dropped at any step; positions are the tokens' own.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -44,8 +43,6 @@ class HeavyHitters(Evicting):
     """
 
     kind: ClassVar[str] = "heavy"
-    papers: ClassVar[tuple[str, ...]] = ("2306.14048",)
-    neutral: ClassVar[Mapping[str, Any]] = {"share": 1.0, "recent": 0.0}
     share: float = 0.2
     recent: float = 0.0
 
@@ -68,38 +65,21 @@ class HeavyHitters(Evicting):
         return self.share
 
 
-def held(recipe: Recipe, name: str, policy: HeavyHitters) -> Recipe:
-    """Return the recipe over the tokens that the policy holds."""
-    how = ", half of them the newest" if policy.recent else ""
-    summary = f"{recipe.summary}, over the {policy.share:.0%} of tokens that H2O holds{how}"
-    return replace(recipe, name=name, policies=(policy,), summary=summary)
+def h2o(name: str, recipe: Recipe, recent: float = 0.0) -> Recipe:
+    """Return the recipe over a fifth of all tokens, of which this share are the newest."""
+    how = ", half of them the newest" if recent else ""
+    summary = f"{recipe.summary}, over the 20% of tokens that H2O holds{how}"
+    return replace(recipe, name=name, policies=(HeavyHitters(0.2, recent),), summary=summary)
 
 
-def plain(name: str, policy: HeavyHitters) -> Recipe:
-    """16 bit."""
-    return held(exact.FAMILY.presets["exact"](name), name, policy)
-
-
-def over_higgs(name: str) -> Recipe:
-    """HIGGS over a fifth."""
-    return held(higgs.higgs(name, "2bit"), name, FIFTH)
-
-
-def over_aqua(name: str) -> Recipe:
-    """AQUA-KV over a fifth."""
-    two = aqua.aqua(name, higgs.scheme("2bit"), higgs.scheme("4bit"), "AQUA-KV, 2 bits")
-    return held(two, name, FIFTH)
-
-
-FIFTH, HALVES = HeavyHitters(0.2), HeavyHitters(0.2, recent=0.1)
+PLAIN, HIGGS = exact.exact("exact", "post"), higgs.higgs("higgs-2bit", "2bit")
+AQUA = aqua.aqua("aqua-2bit", higgs.scheme("2bit"), higgs.scheme("4bit"), "AQUA-KV, 2 bits")
 FAMILY = Family(
     presets={
-        "h2o": partial(plain, policy=FIFTH),
-        "h2o-halves": partial(plain, policy=HALVES),
-        "h2o-higgs-2bit": over_higgs,
-        "aqua-h2o-2bit": over_aqua,
+        "h2o": partial(h2o, recipe=PLAIN),
+        "h2o-halves": partial(h2o, recipe=PLAIN, recent=0.1),
+        "h2o-higgs-2bit": partial(h2o, recipe=HIGGS),
+        "aqua-h2o-2bit": partial(h2o, recipe=AQUA),
     },
-    papers={"H2O": "Zhang et al., 2023, arXiv 2306.14048"},
-    golden=("aqua-h2o-2bit",),
     compared=("aqua-h2o-2bit", "h2o"),
 )

@@ -12,7 +12,7 @@ Differs: signs, least-squares scales, and at least `recent` exact tokens at any 
 
 from functools import partial
 
-from kvq_runtime.recipe import Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Position, Recipe, Scheme
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard
@@ -27,30 +27,23 @@ def scheme(bits: str, group: str = "all", predict=None) -> Scheme:
     return Scheme(quantize=Grid(dim, size, group), rotate=Hadamard(group), predict=predict)
 
 
-def higgs(name: str, bits: str, group: str = "all") -> Recipe:
-    """Keys after RoPE."""
-    own, how = scheme(bits, group), "keys after RoPE" if group == "all" else "a scale per head"
-    return Recipe(name, own, own, summary=f"HIGGS, {bits}, {how}")
+def higgs(
+    name: str, bits: str, group: str = "all", how: str = "keys after RoPE", position: Position = "post", predict=None
+) -> Recipe:
+    """Return HIGGS at these bits; `how` ends its summary."""
+    rounded = scheme(bits, group, predict)
+    return Recipe(name, rounded, rounded, position, summary=f"HIGGS, {bits}, {how}")
 
 
-def mean_higgs(name: str, bits: str) -> Recipe:
-    """Keys before RoPE, the mean removed."""
-    own = scheme(bits, predict=Mean())
-    return Recipe(name, own, own, "pre", summary=f"HIGGS, {bits}, mean removed")
-
-
-def mean_higgs_post(name: str, bits: str) -> Recipe:
-    """Keys after RoPE, the mean removed, a scale per head."""
-    own = scheme(bits, "head", Mean())
-    return Recipe(name, own, own, summary=f"HIGGS, {bits}, a scale per head, mean removed after RoPE")
-
-
+HEAD, MEAN = "a scale per head", Mean()
 FAMILY = Family(
     presets={f"higgs-{bits}": partial(higgs, bits=bits) for bits in ("2bit", "3bit", "4bit")}
-    | {f"higgs-head-{bits}": partial(higgs, bits=bits, group="head") for bits in ("2bit", "3bit", "4bit")}
-    | {"mean-higgs-2bit": partial(mean_higgs, bits="2bit")}
-    | {"mean-higgs-head-2bit-post": partial(mean_higgs_post, bits="2bit")},
-    papers={"HIGGS": "Malinovskii et al., 2024, arXiv 2411.17525"},
-    golden=("higgs-2bit",),
+    | {f"higgs-head-{bits}": partial(higgs, bits=bits, group="head", how=HEAD) for bits in ("2bit", "3bit", "4bit")}
+    | {
+        "mean-higgs-2bit": partial(higgs, bits="2bit", how="mean removed", position="pre", predict=MEAN),
+        "mean-higgs-head-2bit-post": partial(
+            higgs, bits="2bit", group="head", how=f"{HEAD}, mean removed after RoPE", predict=MEAN
+        ),
+    },
     compared=("higgs-2bit", "higgs-3bit", "higgs-4bit", "mean-higgs-2bit"),
 )

@@ -12,6 +12,7 @@ head's channels. A key group never has fewer than `group` tokens, so that genera
 """
 
 from functools import partial
+from typing import Any
 
 from kvq_runtime.recipe import Family, Recipe, Scheme, Window
 from kvq_runtime.stages.rtn import Rtn
@@ -29,28 +30,19 @@ def values(bits: int, group: str | int = 32) -> Scheme:
     return Scheme(quantize=Rtn(bits, group))
 
 
-def kivi(name: str, bits: int) -> Recipe:
-    """Groups of 32."""
-    return Recipe(name, keys(bits), values(bits), summary=f"KIVI, {bits} bits, groups of 32", window=WINDOW)
+def kivi(
+    name: str, bits: int, groups: tuple[int, int | str] = (32, 32), how: str = "groups of 32", window: Window = WINDOW
+) -> Recipe:
+    """Return KIVI with these groups, of tokens for keys and of channels for values."""
+    summary = f"KIVI, {bits} bits, {how}"
+    return Recipe(name, keys(bits, groups[0]), values(bits, groups[1]), summary=summary, window=window)
 
 
-def short(name: str) -> Recipe:
-    """2 bits, a residual of 32."""
-    summary = "KIVI, 2 bits, groups of 32, a residual of 32"
-    return Recipe(name, keys(2), values(2), summary=summary, window=Window(sinks=0, recent=32, block=32))
-
-
-def wide(name: str, bits: int) -> Recipe:
-    """Groups of 128 tokens, and of a head's channels: the fastest for the decode kernel."""
-    summary = f"KIVI, {bits} bits, keys in groups of 128 tokens"
-    return Recipe(name, keys(bits, 128), values(bits, "head"), summary=summary, window=WINDOW)
-
-
+WIDE: dict[str, Any] = {"groups": (128, "head"), "how": "keys in groups of 128 tokens"}
+SHORT: dict[str, Any] = {"how": "groups of 32, a residual of 32", "window": Window(sinks=0, recent=32, block=32)}
 FAMILY = Family(
     presets={f"kivi-{bits}bit": partial(kivi, bits=bits) for bits in (2, 4)}
-    | {f"kivi-{bits}bit-g128": partial(wide, bits=bits) for bits in (2, 4)}
-    | {"kivi-2bit-r32": short},
-    papers={"KIVI": "Liu et al., 2024, arXiv 2402.02750"},
-    golden=("kivi-2bit",),
+    | {f"kivi-{bits}bit-g128": partial(kivi, bits=bits, **WIDE) for bits in (2, 4)}
+    | {"kivi-2bit-r32": partial(kivi, bits=2, **SHORT)},
     compared=("kivi-2bit", "kivi-4bit"),
 )

@@ -34,10 +34,5 @@ def kvquant(name: str) -> Recipe:
 
 FAMILY = Family(
     presets={"kvquant-3bit": kvquant},
-    papers={"KVQuant": "Hooper et al., 2024, arXiv 2401.18079"},
-    golden=(
-        "kvquant-3bit",
-        "kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse+name=kivi-2bit-outliers",
-    ),
     compared=("kvquant-3bit",),
 )

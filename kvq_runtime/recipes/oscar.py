@@ -24,7 +24,5 @@ def oscar(name: str) -> Recipe:
 
 FAMILY = Family(
     presets={"oscar-2bit": oscar},
-    papers={"OSCAR": "Zhou et al., 2026, arXiv 2605.17757"},
-    golden=("oscar-2bit",),
     compared=("oscar-2bit",),
 )

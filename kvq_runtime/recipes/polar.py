@@ -4,7 +4,7 @@ The rotation makes angles follow a known distribution, so nothing has to be norm
 all. `polar-paper` is the paper's: four levels with 4, 2, 2, 2 bits and a 16-bit radius per 16 elements, 3.875 bits.
 But that radius is a quarter of the bits, and scalar rounding reaches the same error with 3.1 bits (`lloyd-3bit`).
 `polar-3bit` transforms to the last level: one norm per head and 3.1 bits at the paper's widths, a tenth more error.
-`+all.quantize.radius=log8` keeps four levels and stores 8-bit radii: 3.5 bits. The rotation has to be a random one: a
+The rotation has to be a random one: a
 Hadamard makes neighbours equal where every other channel is nearly silent, and equal neighbours lie on a boundary of
 sectors.
 
@@ -25,50 +25,24 @@ from kvq_runtime.stages.polar import Polar, PolarFitted
 from kvq_runtime.stages.rotate import Random
 
 PAPER = Window(sinks=0)
-# name → bits of levels 1, 2, ...; the last is that of all further ones
-WIDTHS = {"3bit": (4, 2), "4bit": (5, 3)}
 
 
-def scheme(bits: str, group: str = "head") -> Scheme:
-    """Angles with one norm per head, whose size is a power of two, or, of "all" heads, per 1024 elements."""
-    quantize = Polar(WIDTHS[bits], levels=0, group=group, points="mean")
-    return Scheme(quantize=quantize, rotate=Random(group))
+def polar(name: str, quantize: Polar, summary: str, window: Window = PAPER, policies=()) -> Recipe:
+    """Return PolarQuant after a random rotation of every head."""
+    rotated = Scheme(quantize=quantize, rotate=Random())
+    return Recipe(name, rotated, rotated, summary=summary, window=window, policies=policies)
 
 
-def full(name: str, bits: str) -> Recipe:
-    """All angles to the last level, one norm per head."""
-    own = scheme(bits)
-    return Recipe(name, own, own, summary=f"PolarQuant to the last level, {bits}")
-
-
-def published(name: str) -> Recipe:
-    """Return the paper's four levels."""
-    own = Scheme(quantize=Polar(), rotate=Random())
-    return Recipe(name, own, own, summary="PolarQuant as published, 3.875 bits", window=PAPER)
-
-
-def fitted(name: str, where: str = "the calibration's", policies=()) -> Recipe:
-    """Return the same with codebooks from angles of a calibration, or of each prompt."""
-    own = Scheme(quantize=PolarFitted(), rotate=Random())
-    summary = f"PolarQuant with codebooks from {where} angles"
-    return Recipe(name, own, own, summary=summary, window=PAPER, policies=policies)
-
-
+FULL = Polar((4, 2), levels=0, points="mean")  # to the last level, one norm per head, whose size is a power of two
+CODEBOOKS = "PolarQuant with codebooks from {} angles"
 FAMILY = Family(
     presets={
-        "polar-paper": published,
-        "polar-3bit": partial(full, bits="3bit"),
-        "polar-paper-fitted": fitted,
-        "polar-online": partial(fitted, where="each prompt's", policies=(PromptFit(),)),
+        "polar-paper": partial(polar, quantize=Polar(), summary="PolarQuant as published, 3.875 bits"),
+        "polar-3bit": partial(polar, quantize=FULL, summary="PolarQuant to the last level, 3bit", window=Window()),
+        "polar-paper-fitted": partial(polar, quantize=PolarFitted(), summary=CODEBOOKS.format("the calibration's")),
+        "polar-online": partial(
+            polar, quantize=PolarFitted(), summary=CODEBOOKS.format("each prompt's"), policies=(PromptFit(),)
+        ),
     },
-    papers={"PolarQuant": "Han et al., 2025, arXiv 2502.02617"},
-    golden=(
-        "polar-3bit+all.predict=mean+position=pre+name=mean-polar-3bit",
-        "polar-paper+all.quantize.radius=log8+name=polar-radius8",
-        "polar-3bit+all.rotate=none+all.quantize=polar_fitted+all.quantize.levels=0+all.quantize.points=mean"
-        "+name=polar-3bit-fitted-plain",
-        "polar-paper+all.rotate=hadamard+all.rotate.group=head+all.quantize.points=mean+window.sinks=4"
-        "+name=polar-hadamard",
-    ),
     compared=("polar-paper", "polar-paper-fitted", "polar-online", "polar-3bit"),
 )

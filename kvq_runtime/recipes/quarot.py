@@ -19,14 +19,12 @@ def scheme(bits: int, group: str = "all", predict=None) -> Scheme:
 
 def quarot(name: str, bits: int, group: str = "all") -> Recipe:
     """All heads rotated and rounded together, or each by itself."""
-    own, how = scheme(bits, group), "" if group == "all" else ", per head"
-    return Recipe(name, own, own, summary=f"QuaRot, {bits} bits{how}")
+    rounded, how = scheme(bits, group), "" if group == "all" else ", per head"
+    return Recipe(name, rounded, rounded, summary=f"QuaRot, {bits} bits{how}")
 
 
 FAMILY = Family(
     presets={"quarot-2bit": partial(quarot, bits=2)}
     | {f"quarot-head-{bits}bit": partial(quarot, bits=bits, group="head") for bits in (2, 4)},
-    papers={"QuaRot": "Ashkboos et al., 2024, arXiv 2404.00456"},
-    golden=("quarot-2bit",),
     compared=("quarot-2bit",),
 )

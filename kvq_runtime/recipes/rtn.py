@@ -18,21 +18,15 @@ def scheme(bits: int, group: str | int = 64) -> Scheme:
     return Scheme(quantize=Rtn(bits, group))
 
 
-def rtn(name: str, bits: int) -> Recipe:
-    """Groups of a head."""
-    plain = scheme(bits, "head")
-    return Recipe(name, plain, plain, summary=f"rounding, {bits} bits, groups of a head")
-
-
-def quanto(name: str, bits: int) -> Recipe:
-    """Quanto's groups."""
-    groups = scheme(bits)
-    return Recipe(name, groups, groups, summary=f"Quanto, {bits} bits, groups of 64")
+def rtn(name: str, bits: int, group: str | int, title: str) -> Recipe:
+    """Return plain rounding in these groups."""
+    rounded = scheme(bits, group)
+    groups = "groups of a head" if group == "head" else f"groups of {group}"
+    return Recipe(name, rounded, rounded, summary=f"{title}, {bits} bits, {groups}")
 
 
 FAMILY = Family(
-    presets={f"rtn-{bits}bit": partial(rtn, bits=bits) for bits in (2, 4, 8)}
-    | {f"quanto-{bits}bit": partial(quanto, bits=bits) for bits in (2, 4)},
-    golden=("rtn-2bit",),
+    presets={f"rtn-{bits}bit": partial(rtn, bits=bits, group="head", title="rounding") for bits in (2, 4, 8)}
+    | {f"quanto-{bits}bit": partial(rtn, bits=bits, group=64, title="Quanto") for bits in (2, 4)},
     compared=("rtn-2bit", "rtn-4bit"),
 )

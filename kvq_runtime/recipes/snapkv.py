@@ -18,9 +18,8 @@ layer and head. Exact sinks are always held; theirs have to be voted for. A prom
 is chosen from in the first alone.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 from torch.nn import functional
@@ -43,9 +42,7 @@ class PromptVotes(Evicting):
     """
 
     kind: ClassVar[str] = "votes"
-    papers: ClassVar[tuple[str, ...]] = ("2404.14469",)
     once: ClassVar[bool] = True
-    neutral: ClassVar[Mapping[str, Any]] = {"tokens": 1 << 20}
     tokens: int = 1024
     newest: int = 32
     kernel: int = 7
@@ -66,13 +63,11 @@ class PromptVotes(Evicting):
 
 def snapkv(name: str) -> Recipe:
     """1024 tokens of a prompt, in 16 bit."""
-    plain = exact.FAMILY.presets["exact"](name)
     summary = "16 bit, over the 1024 tokens of a prompt that SnapKV holds"
-    return replace(plain, policies=(PromptVotes(),), summary=summary)
+    return replace(exact.exact(name, "post"), policies=(PromptVotes(),), summary=summary)
 
 
 FAMILY = Family(
     presets={"snapkv": snapkv},
-    papers={"SnapKV": "Li et al., 2024, arXiv 2404.14469"},
     compared=("snapkv",),
 )

@@ -10,7 +10,7 @@ What it took for long prompts is a setting, `squat-2bit-paper+key.feedback.rank=
 for Llama-2 and for Mistral after RoPE (r = 5); 4 blocks for Llama-2 and Llama-3 before RoPE. Its short window is
 `+window.recent=32+window.block=32`.
 
-Source: Wang et al., 2025 (SQuat), algorithm 1; settings of appendix D.2.
+Source: Wang et al., 2025 (SQuat, arXiv 2503.24358), algorithm 1; settings of appendix D.2.
 Differs: the subspace is calibrated, once, but for the online ones. A sequence of the calibration takes the place of the
 prompt in the paper's λ, which grows with the prompt; ours (`squat-2bit`) does not, and counts every direction by its
 weight instead of `rank` of them. The window is our KIVI's, at least 128 tokens, so that the two differ in the feedback
@@ -20,27 +20,20 @@ settings have what the authors' code has, queries after RoPE. Blocks are a half 
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from kvq_runtime.policies.prompt_fit import PromptFit
-from kvq_runtime.recipe import Family, Recipe, Scheme
+from kvq_runtime.recipe import Family, Position, Recipe
 from kvq_runtime.recipes import kivi
 from kvq_runtime.stages.feedback import QueryOrthogonal
 
-Position = Literal["pre", "post"]
 PAPER = QueryOrthogonal(blocks=2, lam=1e-3, rank=5, normalize="paper")
-
-
-def keys(feedback: QueryOrthogonal) -> Scheme:
-    """KIVI's keys of 2 bits, with feedback."""
-    return replace(kivi.keys(2), feedback=feedback)
 
 
 def squat(name: str, position: Position, feedback: QueryOrthogonal, how: str = "", policies=()) -> Recipe:
     """2 bits; the subspace calibrated, or of each prompt."""
     how += ", the subspace from each prompt" if policies else ""
     summary = f"SQuat {position}-RoPE, 2 bits{how}"
-    schemes = keys(feedback), kivi.values(2)
+    schemes = replace(kivi.keys(2), feedback=feedback), kivi.values(2)
     return Recipe(name, *schemes, position, summary=summary, window=kivi.WINDOW, policies=policies)
 
 
@@ -56,11 +49,5 @@ FAMILY = Family(
         "squat-pre-2bit-paper": partial(squat, position="pre", feedback=PAPER, how=PUBLISHED),
         "squat-pre-online-2bit": partial(squat, position="pre", feedback=PRE, policies=ONLINE),
     },
-    papers={"SQuat": "Wang et al., 2025, arXiv 2503.24358"},
-    golden=(
-        "squat-2bit",
-        "squat-pre-2bit-paper+key.feedback.blocks=4+key.feedback.lam=5e-4+key.feedback.rank=60"
-        "+name=squat-pre-2bit-llama3",
-    ),
     compared=("squat-2bit", "squat-2bit-paper", "squat-online-2bit", "squat-pre-2bit"),
 )

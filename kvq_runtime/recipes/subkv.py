@@ -21,7 +21,8 @@ A pass that is undone and made again, or cropped away, decides as it did, or has
 
 Recipes with this window need attention weights: call model.set_attn_implementation("kvq").
 
-Source: Zeng et al., 2025 (SubKV), section 3 and algorithm 1; groups of 32, N = 32 and F = 1 as in its section 4.1.
+Source: Zeng et al., 2025 (SubKV, doi 10.1002/spe.3422), section 3 and algorithm 1; groups of 32, N = 32 and F = 1 as in
+its section 4.1.
 Differs: where text and pseudocode contradict each other or leave a gap, as follows.
 - The text extends the window if A_new ≤ A_edge; line 22 if A_edge > A_n[1], presumably the newest token. The
   text's rule; the edge is the oldest exact token after the first F.
@@ -212,7 +213,5 @@ def predicted(name: str) -> Recipe:
 FAMILY = Family(
     presets={f"subkv-{bits}bit": partial(subkv, bits=bits) for bits in (2, 4)}
     | {"subkv-2bit-by-layer": partial(subkv, bits=2, per="layer"), "subkv-aqua-2bit": predicted},
-    papers={"SubKV": "Zeng et al., 2025, doi 10.1002/spe.3422"},
-    golden=("subkv-2bit",),
     compared=("subkv-2bit", "subkv-aqua-2bit"),
 )

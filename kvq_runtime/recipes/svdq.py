@@ -6,23 +6,22 @@ The paper's schedules give 8 equal runs of channels their bits; its others are s
 `svdq-2bit+key.quantize.bits=8,4,2,0,0,0,0,0`, those of 1.25 bits `4,4,2,0,0,0,0,0`. `svdq-wf-2bit-v4` finds them
 for any total (`+key.quantize.target=1.5`) by reverse water-filling on the eigenvalues: bit by bit, each where it lowers
 the error most. Values stay at 16 bits
-(`+value.quantize=exact`), or take 4 bits per token (`-v4`). `+key.quantize.codebook=block` takes ranges from each block
-of tokens, the nearest to the paper's "all tokens" that a growing cache allows. `svdq-online-*` decompose each row's own
-prompt (`+policies.first_tokens=on`), with the paper's schedules.
+(`+value.quantize=exact`), or take 4 bits per token (`-v4`). `svdq-online-*` decompose each row's own prompt
+(`+policies.first_tokens=on`), with the paper's schedules.
 
-Source: Hong et al., 2025 (SVDq), algorithm 1, equations 4 and 6, table 1.
+Source: Hong et al., 2025 (SVDq, arXiv 2502.15304), algorithm 1, equations 4 and 6, table 1.
 Differs: mean, basis and ranges come from calibration, once, and cost nothing per prompt; the paper decomposes each
 prompt and counts the bits of neither basis nor ranges. Online ones do as the paper does and count both, for every row:
 2 R bytes a channel, as much as R tokens of 16-bit keys. Decode-time tokens are encoded too; the paper keeps them in 16
 bit. Ranges leave the exact sinks out and are clipped where that lowers the error; the paper's, of all tokens, are
 stretched by one outlier.
 
-`svdq-shadow-*` reads by chunks, as ShadowKV does (`+policies.chunks=on`): the paper's "SVDq+Sparsity" (tables 3 and 5:
-2.25, 1.75 and 1.25 bits), a budget of 2048 tokens; `svdq-shadow-online-*` with the basis of each prompt, as published.
-All tokens are held; landmarks add 2 bits per key element of a 16-bit model, which the paper does not count. Chunks
-alone are `exact+policies.chunks=on`; ShadowKV's own keys, of rank 160 in 16 bits, have no recipe: latent channels take
-8 at most.
-`+policies.chunks.budget=128+policies.chunks.outliers=4` is for models whose whole context is within that budget.
+`svdq-shadow-*` reads by chunks, as ShadowKV does (Sun et al., 2024, arXiv 2410.21465; `+policies.chunks=on`): the
+paper's "SVDq+Sparsity" (tables 3 and 5: 2.25, 1.75 and 1.25 bits), a budget of 2048 tokens; `svdq-shadow-online-*` with
+the basis of each prompt, as published. All tokens are held; landmarks add 2 bits per key element of a 16-bit model,
+which the paper does not count. Chunks alone are `exact+policies.chunks=on`; ShadowKV's own keys, of rank 160 in 16
+bits, have no recipe: latent channels take 8 at most. `+policies.chunks.budget=128+policies.chunks.outliers=4` is for
+models whose whole context is within that budget.
 """
 
 from functools import partial
@@ -75,11 +74,5 @@ FAMILY = Family(
             scheduled, bits="2.25bit", value=EXACT, policies=(ShadowChunks(), PromptFit()), how=BOTH
         ),
     },
-    papers={"SVDq": "Hong et al., 2025, arXiv 2502.15304", "ShadowKV": "Sun et al., 2024, arXiv 2410.21465"},
-    golden=(
-        "svdq-2bit-v4",
-        "svdq-wf-2bit-v4+value.quantize=exact+name=svdq-wf-2bit",
-        "svdq-2bit-v4+key.quantize.bits=4,4,2,0,0,0,0,0+policies.chunks=on+name=svdq-shadow-1.25bit-v4",
-    ),
     compared=("svdq-2bit-v4", "svdq-online-2bit", "svdq-wf-2bit-v4"),
 )

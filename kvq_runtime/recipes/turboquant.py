@@ -32,36 +32,20 @@ def scheme(bits: int, group: str = "head", predict=None) -> Scheme:
 
 def turboquant(name: str, scale: Scale) -> Recipe:
     """3 bits after a random rotation."""
-    own = Scheme(quantize=Lloyd(3, scale=scale), rotate=Random())
-    return Recipe(name, own, own, summary="TurboQuant, 3 bits" + (", norms kept" if scale == "norm" else ""))
+    rounded = Scheme(quantize=Lloyd(3, scale=scale), rotate=Random())
+    return Recipe(name, rounded, rounded, summary="TurboQuant, 3 bits" + (", norms kept" if scale == "norm" else ""))
 
 
-def lloyd(name: str, bits: int) -> Recipe:
-    """After a signed Hadamard."""
-    own = scheme(bits)
-    return Recipe(name, own, own, summary=f"scalar Lloyd–Max, {bits} bits")
-
-
-def mean_lloyd_post(name: str, bits: int) -> Recipe:
-    """Return the same with the mean removed after RoPE."""
-    own = scheme(bits, predict=Mean())
-    return Recipe(name, own, own, summary=f"scalar Lloyd–Max, {bits} bits, mean removed after RoPE")
+def lloyd(name: str, bits: int, predict: Mean | None = None) -> Recipe:
+    """After a signed Hadamard; with the mean removed, if it is predicted."""
+    rounded, how = scheme(bits, predict=predict), ", mean removed after RoPE" if predict else ""
+    return Recipe(name, rounded, rounded, summary=f"scalar Lloyd–Max, {bits} bits{how}")
 
 
 FAMILY = Family(
     presets={"turboquant-3bit": partial(turboquant, scale="norm")}
     | {"turboquant-plain-3bit": partial(turboquant, scale="plain")}
     | {f"lloyd-{bits}bit": partial(lloyd, bits=bits) for bits in (2, 3, 4)}
-    | {"mean-lloyd-3bit-post": partial(mean_lloyd_post, bits=3)},
-    papers={
-        "TurboQuant": "Zandieh et al., 2025, arXiv 2504.19874",
-        "DRIVE": "scales, arXiv 2105.08339",
-        "EDEN": "scales, arXiv 2108.08842",
-    },
-    golden=(
-        "turboquant-3bit",
-        "lloyd-2bit+all.quantize.bits=1+name=lloyd-1bit",
-        "mean-lloyd-3bit-post+all.quantize.bits=2+position=pre+name=mean-lloyd-2bit",
-    ),
+    | {"mean-lloyd-3bit-post": partial(lloyd, bits=3, predict=Mean())},
     compared=("lloyd-2bit", "lloyd-3bit", "turboquant-3bit"),
 )

@@ -46,7 +46,5 @@ FAMILY = Family(
         "zipcache-online-2bit": partial(zipcache, policies=(PromptFit(),)),
         "aqua-zipcache-2bit": predicted,
     },
-    papers={"ZipCache": "He et al., 2024, arXiv 2405.14256"},
-    golden=("zipcache-2bit", "aqua-zipcache-2bit"),
     compared=("zipcache-2bit",),
 )

@@ -17,7 +17,7 @@ from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import grid, lloyd, pack, product
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import PackedCodes
-from kvq_runtime.ops.rotation import Rotation, in_tile
+from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
 
 Read = Callable[[Tensor], Tensor]
@@ -29,6 +29,7 @@ class Codebook(Quantizer):
     Code i of a group of n codes stands for its elements i, i + n, ...
     """
 
+    one_launch: ClassVar[bool] = True
     has_lookup: ClassVar[bool] = True
     bits: int
     dim: int
@@ -42,18 +43,11 @@ class Codebook(Quantizer):
     def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Codes and scales of groups [N, R, W/group, group]."""
 
-    def group_size(self, width: int, geometry: Geometry) -> int:
-        return geometry.group_size(self.group, width)
-
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
         """Packed codes, and the scale of every group."""
         count = width // self.group_size(width, geometry)
         packed = pack.packed_size(width // count // self.dim, self.bits)
         return {"codes": ((rows, count, packed), torch.uint8), "scale": ((rows, count), torch.float16)}
-
-    def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Return True if a kernel rotates and rounds rows of `width` in one launch."""
-        return in_tile(rotation, self.group_size(width, geometry))
 
     def encode(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
         """Rotate and encode rows of any float dtype."""
@@ -113,7 +107,6 @@ class Grid(Codebook):
     """
 
     kind: ClassVar[str] = "grid"
-    papers: ClassVar[tuple[str, ...]] = ("2411.17525",)
     kernel: ClassVar[str | None] = "grid"
     dim: int = 2
     size: int = 16
@@ -151,13 +144,13 @@ class Lloyd(Codebook):
     scale   s of x̂ = s·c, where c are the centroids and ‖x‖/√K = rms the vector's own size:
             "plain" rms, the paper's · "norm" rms·√K/‖c‖, so that x̂ is as long as x · "least_squares" ⟨x,c⟩/⟨c,c⟩
 
-    Source: Zandieh et al., 2025 (TurboQuant), algorithm 1; scales: Vargaftik et al., 2021 and 2022 (DRIVE, EDEN).
+    Source: Zandieh et al., 2025 (TurboQuant), algorithm 1; scales: Vargaftik et al., 2021 (DRIVE, arXiv 2105.08339) and
+    2022 (EDEN, arXiv 2108.08842).
     Differs: no 1-bit sketch of the residual (their "prod" variant): its variance adds more error than the bias that it
     removes.
     """
 
     kind: ClassVar[str] = "lloyd"
-    papers: ClassVar[tuple[str, ...]] = ("2504.19874",)
     kernel: ClassVar[str | None] = "lloyd"
     dim: ClassVar[int] = 1
     bits: int = 2

@@ -39,7 +39,6 @@ class Sparse(Correction):
     """
 
     kind: ClassVar[str] = "sparse"
-    papers: ClassVar[tuple[str, ...]] = ("2401.18079",)
     share: float = 0.01
     group: Literal["token", "channel", "block"] = "token"
 
@@ -47,9 +46,6 @@ class Sparse(Correction):
         super().__post_init__()
         if not 0 < self.share <= 0.25:
             raise ValueError(f"share={self.share}; use more than 0 and at most 0.25 of the elements")
-
-    def memory_kind(self, field: str) -> str:
-        return "outliers"
 
     def fields(self, block: int, geometry: Geometry) -> Specs:
         """Return the fields of a block beside the quantizer's."""
@@ -128,7 +124,6 @@ class LowRank(Correction):
     """
 
     kind: ClassVar[str] = "low_rank"
-    papers: ClassVar[tuple[str, ...]] = ("2403.05527",)
     rank: int = 4
 
     def __post_init__(self):
@@ -163,57 +158,40 @@ class LowRank(Correction):
 
 
 @dataclass(frozen=True)
-class LowRankSparse(Correction):
+class LowRankSparse(LowRank):
     """Both: single elements exact, as `Sparse`, and of the error of all others the leading directions, as `LowRank`.
 
-    rank            of `LowRank`
     share, group    of `Sparse`
 
     Outliers are set aside, the rest is rounded, the error is what remains when they are back in their places, and a
     reader puts them in place last.
-
-    Differs: what the product adds to an outlier is overwritten by its value (theirs: stays).
     """
 
     kind: ClassVar[str] = "low_rank_sparse"
-    papers: ClassVar[tuple[str, ...]] = ("2403.05527",)
-    rank: int = 4
     share: float = 0.02
     group: Literal["token", "channel", "block"] = "token"
 
     def __post_init__(self):
-        assert self.low_rank and self.sparse  # which refuse settings that cannot be
-
-    def check(self, site: Site) -> None:
-        self.low_rank.check(site)
-
-    @property
-    def low_rank(self) -> LowRank:
-        """The correction of the error of all elements but the outliers."""
-        return LowRank(self.rank)
+        super().__post_init__()
+        assert self.sparse  # which refuses settings that cannot be
 
     @property
     def sparse(self) -> Sparse:
         """The correction that keeps outliers exact."""
         return Sparse(self.share, self.group)
 
-    def memory_kind(self, field: str) -> str:
-        return "outliers" if field.startswith("sparse_") else "scales"
-
     def fields(self, block: int, geometry: Geometry) -> Specs:
-        """Return the fields of a block beside the quantizer's."""
-        return self.sparse.fields(block, geometry) | self.low_rank.fields(block, geometry)
+        return self.sparse.fields(block, geometry) | super().fields(block, geometry)
 
     def rest(self, x_NTC: Tensor) -> Tensor:
-        """Return what the quantizer has to round: all but the outliers."""
         return self.sparse.rest(x_NTC)
 
     def encode(self, x_NTC: Tensor, rounded_NTC: Tensor, geometry: Geometry, tensors: Tensors) -> dict[str, Tensor]:
         """Choose outliers of blocks, then factor what they and `rounded`, which is overwritten, leave of `x`."""
-        found = self.sparse.encode(x_NTC, rounded_NTC, geometry, tensors)
-        corrected_NTC = self.sparse.apply(rounded_NTC, found)
-        return found | self.low_rank.encode(x_NTC, corrected_NTC, geometry, tensors)
+        outliers = self.sparse.encode(x_NTC, rounded_NTC, geometry, tensors)
+        corrected_NTC = self.sparse.apply(rounded_NTC, outliers)
+        return outliers | super().encode(x_NTC, corrected_NTC, geometry, tensors)
 
     def apply(self, rounded_NTC: Tensor, fields: Fields) -> Tensor:
         """Add the product of the factors, then put the exact elements in place."""
-        return self.sparse.apply(self.low_rank.apply(rounded_NTC, fields), fields)
+        return self.sparse.apply(super().apply(rounded_NTC, fields), fields)

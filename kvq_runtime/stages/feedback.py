@@ -36,7 +36,6 @@ class QueryOrthogonal(Feedback):
     """
 
     kind: ClassVar[str] = "query_orthogonal"
-    papers: ClassVar[tuple[str, ...]] = ("2503.24358",)
     blocks: int = 2
     lam: float = 1.0
     rank: int = 0

@@ -20,15 +20,19 @@ from kvq_runtime.stages.stage import SLOTS, Stage, setting_types
 @cache
 def kinds() -> dict[str, dict[str, type]]:
     """Return the classes of all stages: slot → kind → class, in alphabetical order of files."""
-    found: dict[str, dict[str, type]] = {slot: {} for slot in SLOTS}
+    classes: dict[str, dict[str, type]] = {slot: {} for slot in SLOTS}
     for cls in classes_in(("kvq_runtime.stages",), Stage):
-        found[cls.slot][cls.kind] = cls
-    return found
+        classes[cls.slot][cls.kind] = cls
+    return classes
 
 
 def classes_in(packages: Sequence[str], base: type) -> list[Any]:
     """Return the classes in the files of packages that are derived from `base` and have a kind of their own."""
-    names = [f"{one}.{file.name}" for one in packages for file in pkgutil.iter_modules(import_module(one).__path__)]
+    names = [
+        f"{package}.{file.name}"
+        for package in packages
+        for file in pkgutil.iter_modules(import_module(package).__path__)
+    ]
     return [
         cls
         for module in map(import_module, names)

@@ -28,7 +28,7 @@ class Mixed(Quantizer):
                numbers allow. 0: `bits` and `counts` are what they are
     codebook   "gaussian": Lloyd–Max with the channel's calibrated deviation · "trellis": the same deviation, and of at
                most 5 bits the best path through a trellis along a block's tokens · "uniform": rounding between
-               calibrated ends · "block": rounding between the ends of each block of tokens, stored in float16
+               calibrated ends
     gain       bits of a token's gain, between calibrated ends, 0 to 8; 0: none
     shared     the targets of all schemes that say so are one budget, which calibration shares out among layers, keys
                and values; what is fitted has a target of its own
@@ -49,20 +49,18 @@ class Mixed(Quantizer):
 
     Source: Hong et al., 2025 (SVDq), equations 2, 3 and 6 and algorithm 1.
     Differs: ranges are calibrated, so that tokens of the decode phase are encoded too (theirs are of the whole prompt,
-    and later tokens stay in 16 bit), or taken from each block of tokens. Neither paper has a gain: shape-gain
-    quantization is Buzo et al., 1980; Gersho and Gray, 1992, section 12.10.
+    and later tokens stay in 16 bit). The gain is not theirs: shape-gain quantization is Buzo et al., 1980; Gersho and
+    Gray, 1992, section 12.10.
     """
 
     kind: ClassVar[str] = "mixed"
-    papers: ClassVar[tuple[str, ...]] = ("2502.15304",)
-    slack: ClassVar[float] = 1.35  # latent channels of unequal size
     fitted: ClassVar[bool] = True
     takes_latents: ClassVar[bool] = True
     reads_tokens: ClassVar[bool] = True
     bits: tuple[int, ...] = (7, 6, 5, 4, 3, 2, 1, 0)
     counts: tuple[int, ...] = ()
     target: float = 0.0
-    codebook: Literal["gaussian", "uniform", "block", "trellis"] = "gaussian"
+    codebook: Literal["gaussian", "uniform", "trellis"] = "gaussian"
     gain: int = 0
     shared: bool = False
     weighed: bool = False
@@ -80,8 +78,8 @@ class Mixed(Quantizer):
             raise ValueError(f"target={self.target}; use at least 0 and at most the {self.bits[0]} of the first run")
         if not 0 <= self.gain <= 8:
             raise ValueError(f"gain={self.gain}; use 0 to 8 bits a token")
-        if self.gain and self.codebook == "block":
-            raise ValueError(f'gain={self.gain}; a block\'s own ends need none: use codebook "gaussian" or "uniform"')
+        if self.gain and self.codebook == "uniform":
+            raise ValueError(f'gain={self.gain} with codebook "uniform"; use "gaussian" or "trellis"')
         if self.weighed and self.codebook != "trellis":
             raise ValueError(f'weighed=True with codebook "{self.codebook}"; only paths, "trellis", weigh tokens')
         if self.shared and not self.target:
@@ -118,7 +116,7 @@ class Mixed(Quantizer):
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """The scales of the stored channels; logarithms of the least and the largest gain; what tells importance."""
-        names = {"uniform": ("low", "high"), "block": ()}.get(self.codebook, ("deviation",))
+        names = ("low", "high") if self.codebook == "uniform" else ("deviation",)
         specs: Specs = {name: ((self.stored(geometry.width),), torch.float32) for name in names}
         specs |= {"gain_ends": ((2,), torch.float32)} if self.gain else {}
         return specs | ({"importance": ((geometry.width,), torch.float32)} if self.weighed else {})
@@ -142,8 +140,6 @@ class Mixed(Quantizer):
         fields = {"codes": ((size,), torch.uint8)}
         if self.gain:
             fields["gain"] = ((pack.packed_size(rows, self.gain),), torch.uint8)
-        if self.codebook == "block":
-            fields |= {name: ((self.stored(width),), torch.float16) for name in ("low", "high")}
         return fields
 
     def encode(
@@ -161,22 +157,10 @@ class Mixed(Quantizer):
         z_NRT, codes_NT, gain_NT = self._over_gains(rotate(x_NTC, rotation).mT.contiguous(), tensors, geometry)
         scale_NT = self._scales(gain_NT, level_NT)
         stored = {} if codes_NT is None else {"gain": pack.pack(codes_NT, self.gain)}
-        ends = _of_channels(tensors)
-        if self.codebook == "block":
-            low, high = (end.half() for end in z_NRT.aminmax(dim=-1))
-            stored = {"low": low, "high": high}
-            ends = {name: end.float() for name, end in stored.items()}
         packed = []
-        for part, bits, own in self._parts(geometry.width, ends):
-            packed.append(pack.pack(self._codes(z_NRT[:, part], own, bits, scale_NT), bits).flatten(1))
+        for part, bits, scales in self._parts(geometry.width, tensors):
+            packed.append(pack.pack(self._codes(z_NRT[:, part], scales, bits, scale_NT), bits).flatten(1))
         return {"codes": torch.cat(packed, 1)} | stored
-
-    @property
-    def weighs(self) -> bool:
-        return self.weighed
-
-    def importance(self, x_NTC: Tensor, tensors: Tensors) -> Tensor:
-        return latent.importance(x_NTC, tensors["importance"])
 
     def decode(
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
@@ -184,41 +168,35 @@ class Mixed(Quantizer):
         """Decode to bfloat16 [N, T, R]; blocks have a multiple of 8 tokens."""
         packed = fields["codes"]
         rows = 8 * packed.shape[1] // sum(count * bits for count, bits in self.runs(width))
-        ends = _of_channels(tensors) or {name: fields[name].float() for name in ("low", "high")}
         gain_N1T = self._gains(pack.unpack(fields["gain"], self.gain, rows), tensors)[:, None] if self.gain else None
-        found, start = [], 0
-        for part, bits, own in self._parts(width, ends):
+        values, start = [], 0
+        for part, bits, scales in self._parts(width, tensors):
             count = part.stop - part.start
             stop = start + count * pack.packed_size(rows, bits)
             codes_NRT = pack.unpack(packed[:, start:stop].unflatten(1, (count, -1)), bits, rows)
-            values_NRT = self._values(codes_NRT, own, bits)
-            found.append((values_NRT if gain_N1T is None else gain_N1T * values_NRT).bfloat16())
+            values_NRT = self._values(codes_NRT, scales, bits)
+            values.append((values_NRT if gain_N1T is None else gain_N1T * values_NRT).bfloat16())
             start = stop
-        return torch.cat(found, 1).mT
+        return torch.cat(values, 1).mT
 
     def at(
         self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, geometry: Geometry, tensors: Tensors
     ) -> Tensor:
         """Decode single tokens to bfloat16 [N, R]; codes are stored by channel, so each is read alone."""
-        packed, start, found = fields["codes"].flatten(), block_N[:, None] * fields["codes"].shape[1], []
-        ends = _of_channels(tensors) or {name: fields[name][block_N].float() for name in ("low", "high")}
+        packed, start, values = fields["codes"].flatten(), block_N[:, None] * fields["codes"].shape[1], []
         gain_N1 = None
         if self.gain:
             gains = fields["gain"]
             codes_N = pack.pick(gains.flatten(), block_N * gains.shape[1], token_N, self.gain, block)
             gain_N1 = self._gains(codes_N, tensors)[:, None]
-        for part, bits, own in self._parts(geometry.width, ends):
+        for part, bits, scales in self._parts(geometry.width, tensors):
             size, count = pack.packed_size(block, bits), part.stop - part.start
             first = start + size * torch.arange(count, device=packed.device)
             codes = [self._picked(packed, first, token_N - past, bits, block) for past in self._past(bits)]
-            values_NR = self._values(torch.stack(codes, -1), own, bits)[..., -1]
-            found.append((values_NR if gain_N1 is None else gain_N1 * values_NR).bfloat16())
+            values_NR = self._values(torch.stack(codes, -1), scales, bits)[..., -1]
+            values.append((values_NR if gain_N1 is None else gain_N1 * values_NR).bfloat16())
             start = start + count * size
-        return torch.cat(found, 1)
-
-    @property
-    def searches(self) -> bool:
-        return self.codebook == "trellis"
+        return torch.cat(values, 1)
 
     def approximated(
         self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry, level_NT: Tensor | None = None
@@ -231,15 +209,15 @@ class Mixed(Quantizer):
         """
         z_NRT, _, gain_NT = self._over_gains(rotate(x_NRW, rotation).mT.contiguous(), tensors, geometry)
         scale_NT = self._scales(gain_NT, level_NT)
-        found = []
-        for part, bits, own in self._parts(geometry.width, _of_channels(tensors)):
+        values = []
+        for part, bits, scales in self._parts(geometry.width, tensors):
             if not self._in_paths(bits):
-                found.append(self._values(self._codes(z_NRT[:, part], own, bits), own, bits))
+                values.append(self._values(self._codes(z_NRT[:, part], scales, bits), scales, bits))
             elif bits > 1:
-                found.append(latent.like_path(z_NRT[:, part], own["deviation"], bits))
+                values.append(latent.like_path(z_NRT[:, part], scales["deviation"], bits))
             else:
-                found.append(trellis.on_path(z_NRT[:, part], own["deviation"], bits, scale_NT))
-        values_NRT = torch.cat(found, 1)
+                values.append(trellis.on_path(z_NRT[:, part], scales["deviation"], bits, scale_NT))
+        values_NRT = torch.cat(values, 1)
         return (values_NRT if gain_NT is None else gain_NT[:, None] * values_NRT).bfloat16().mT
 
     def _over_gains(
@@ -273,12 +251,12 @@ class Mixed(Quantizer):
 
     def distortions(self) -> list[float]:
         """Return what the errors of 0, 1, ... bits cost, of a Gaussian channel of unit variance."""
-        found = [latent.distortion(bits) for bits in range(self.bits[0] + 1)]
+        costs = [latent.distortion(bits) for bits in range(self.bits[0] + 1)]
         if self.codebook == "trellis":
-            found[1 : trellis.BITS + 1] = list(trellis.DISTORTIONS.values())[: self.bits[0]]
+            costs[1 : trellis.BITS + 1] = list(trellis.DISTORTIONS.values())[: self.bits[0]]
         if self.weighed:
-            found[1 : trellis.BITS + 1] = [WEIGHED * each for each in found[1 : trellis.BITS + 1]]
-        return found
+            costs[1 : trellis.BITS + 1] = [WEIGHED * cost for cost in costs[1 : trellis.BITS + 1]]
+        return costs
 
     def best_gain(self, z_NRT: Tensor, tensors: Tensors, width: int) -> Tensor:
         """Each token's code of the gain that leaves its latents [N, R, T] the least error, uint8 [N, T].
@@ -287,43 +265,31 @@ class Mixed(Quantizer):
         """
         gain_G = latent.gains(tensors["gain_ends"], self.gain)
         error_GNT = z_NRT.new_zeros(len(gain_G), len(z_NRT), z_NRT.shape[-1])
-        for part, bits, own in self._parts(width, _of_channels(tensors)):
-            error_GNT += self._errors(z_NRT[:, part], gain_G, own, bits)
+        for part, bits, scales in self._parts(width, tensors):
+            error_GNT += latent.errors_with_gains(z_NRT[:, part], scales["deviation"], bits, gain_G)
         return error_GNT.argmin(0).to(torch.uint8)
 
     def _gains(self, codes: Tensor, tensors: Tensors) -> Tensor:
         return latent.gains(tensors["gain_ends"], self.gain)[codes.long()]
 
-    def _parts(self, width: int, ends: Tensors) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
+    def _parts(self, width: int, tensors: Tensors) -> Iterator[tuple[slice, int, dict[str, Tensor]]]:
         """Return the channels of each run, their bits, and what scales them."""
-        start = 0
+        start, scales = 0, {name: tensors[name] for name in ("low", "high", "deviation") if name in tensors}
         for count, bits in self.runs(width):
             part = slice(start, start + count)
-            yield part, bits, {name: end[..., part] for name, end in ends.items()}
+            yield part, bits, {name: scale[part] for name, scale in scales.items()}
             start += count
 
-    def _errors(self, z_NRT: Tensor, gain_G: Tensor, own: Tensors, bits: int) -> Tensor:
-        """Squared errors of all channels with each of these gains, [G, N, T]."""
-        if self.codebook in ("gaussian", "trellis"):
-            return latent.errors_with_gains(z_NRT, own["deviation"], bits, gain_G)
-        decoded = (gain * self._values(self._codes(z_NRT / gain, own, bits), own, bits) for gain in gain_G)
-        return torch.stack([(one - z_NRT).square().sum(1) for one in decoded])
-
-    def _codes(self, z_NRT: Tensor, own: Tensors, bits: int, scale_NT: Tensor | None = None) -> Tensor:
+    def _codes(self, z_NRT: Tensor, scales: Tensors, bits: int, scale_NT: Tensor | None = None) -> Tensor:
         if self._in_paths(bits):
-            return trellis.encode_path(z_NRT, own["deviation"], bits, scale_NT)
+            return trellis.encode_path(z_NRT, scales["deviation"], bits, scale_NT)
         if self.codebook in ("gaussian", "trellis"):
-            return latent.encode_gaussian(z_NRT, own["deviation"], bits)
-        return latent.encode_uniform(z_NRT, own["low"], own["high"], bits)
+            return latent.encode_gaussian(z_NRT, scales["deviation"], bits)
+        return latent.encode_uniform(z_NRT, scales["low"], scales["high"], bits)
 
-    def _values(self, codes_NRT: Tensor, own: Tensors, bits: int) -> Tensor:
+    def _values(self, codes_NRT: Tensor, scales: Tensors, bits: int) -> Tensor:
         if self._in_paths(bits):
-            return trellis.decode_path(codes_NRT, own["deviation"], bits)
+            return trellis.decode_path(codes_NRT, scales["deviation"], bits)
         if self.codebook in ("gaussian", "trellis"):
-            return latent.decode_gaussian(codes_NRT, own["deviation"], bits)
-        return latent.decode_uniform(codes_NRT, own["low"], own["high"], bits)
-
-
-def _of_channels(tensors: Tensors) -> dict[str, Tensor]:
-    """Return the tensors that scale single channels."""
-    return {name: tensor for name, tensor in tensors.items() if name not in ("gain_ends", "importance")}
+            return latent.decode_gaussian(codes_NRT, scales["deviation"], bits)
+        return latent.decode_uniform(codes_NRT, scales["low"], scales["high"], bits)

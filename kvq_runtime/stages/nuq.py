@@ -30,8 +30,6 @@ class Nuq(Quantizer):
     """
 
     kind: ClassVar[str] = "nuq"
-    papers: ClassVar[tuple[str, ...]] = ("2401.18079",)
-    slack: ClassVar[float] = 1.6  # calibrated ends cut what the calibration had not seen
     fitted: ClassVar[bool] = True
     bits: int = 3
     scale: Literal["channel", "token"] = "token"
@@ -51,10 +49,10 @@ class Nuq(Quantizer):
 
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """Rising points in [-1, 1], and the ends of channels."""
-        found = {"points": ((2**self.bits,), torch.float32)}
+        specs = {"points": ((2**self.bits,), torch.float32)}
         if self.scale == "channel":
-            found |= {name: ((geometry.width,), torch.float32) for name in ("middle", "half")}
-        return found
+            specs |= {name: ((geometry.width,), torch.float32) for name in ("middle", "half")}
+        return specs
 
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype):
         """Names, shapes and dtypes of what one block [rows, width] is stored as."""
@@ -94,6 +92,6 @@ def normalized(x: Tensor, middle: Tensor, half: Tensor) -> Tensor:
     return (x - middle) * product.inverse(half)
 
 
-def _ends(given: Tensors, scale: str) -> list[Tensor]:
-    found = [given[name].float() for name in ("middle", "half")]
-    return [end[..., None] for end in found] if scale == "token" else found
+def _ends(tensors: Tensors, scale: str) -> list[Tensor]:
+    ends = [tensors[name].float() for name in ("middle", "half")]
+    return [end[..., None] for end in ends] if scale == "token" else ends

@@ -13,11 +13,8 @@ from torch import Tensor
 
 from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import pack, polar
-from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
+from kvq_runtime.ops.rotation import Rotation
 from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Site, Specs, Tensors
-
-# quantized radii: 2^(-code/16) of the vector's norm, so from 1 down to 2^-15.9, each to 2.2%
-RADII = 2.0 ** (-torch.arange(256, dtype=torch.float64) / 16)
 
 
 @dataclass(frozen=True)
@@ -28,23 +25,23 @@ class Polar(Quantizer):
     levels   of the transform; a radius is stored per 2^levels elements. 0: as many as the vector has, one radius each,
              for which its size has to be a power of two
     group    the vector: "head", "all", or a number of elements
-    radius   "fp16", or "log8": 8 bits each on a logarithmic scale relative to the vector's norm, and that in fp16
+    radius   what a radius is stored as: "fp16"
     points   what an angle decodes to: "unit" (cos, sin) of its centroid, the paper's, which keeps norms;
              "mean" the mean of (cos, sin) over its cell, which has the least squared error
 
-    Radii and norms are stored as root mean squares, whose range fits float16.
+    Radii are stored as root mean squares, whose range fits float16.
 
     Source: Han et al., 2025 (PolarQuant), section 4.1: levels=4, bits=(4, 2), 62 bits per 16 elements.
-    Differs: levels=0, radius="log8" and points="mean" are ours.
+    Differs: levels=0 and points="mean" are ours.
     """
 
     kind: ClassVar[str] = "polar"
-    papers: ClassVar[tuple[str, ...]] = ("2502.02617",)
+    one_launch: ClassVar[bool] = True
     kernel: ClassVar[str | None] = "polar"
     bits: tuple[int, ...] = (4, 2)
     levels: int = 4
     group: str | int = "head"
-    radius: Literal["fp16", "log8"] = "fp16"
+    radius: Literal["fp16"] = "fp16"
     points: Literal["unit", "mean"] = "unit"
 
     def __post_init__(self):
@@ -52,8 +49,8 @@ class Polar(Quantizer):
         check_group(self.group)
         object.__setattr__(self, "bits", tuple(self.bits))
         if not 0 <= self.levels <= 10 or not 1 <= len(self.bits) <= (self.levels or 10):
-            given = f"bits={list(self.bits)} levels={self.levels}"
-            raise ValueError(f"{given}; use 0 to 10 levels, and at least one width but no more than levels")
+            settings = f"bits={list(self.bits)} levels={self.levels}"
+            raise ValueError(f"{settings}; use 0 to 10 levels, and at least one width but no more than levels")
         for level, width in enumerate((*self.bits, self.bits[-1])[: self.levels or None], start=1):
             polar.check(level, width)
 
@@ -73,28 +70,17 @@ class Polar(Quantizer):
         size, bits = self.sizes(width, geometry)
         count = width // size
         codes = sum(pack.packed_size(sum(counts), wide) for wide, counts in polar.runs(size, bits))
-        fields = {"codes": ((rows, count, codes), torch.uint8)}
-        radii = (rows, count, size >> len(bits))
-        if self.radius == "fp16":
-            return fields | {"radius": (radii, torch.float16)}
-        return fields | {"radius": (radii, torch.uint8), "norm": ((rows, count), torch.float16)}
+        return {
+            "codes": ((rows, count, codes), torch.uint8),
+            "radius": ((rows, count, size >> len(bits)), torch.float16),
+        }
 
     def encode(self, x_NRW: Tensor, rotation: Rotation, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
         """Rotate and encode rows of any float dtype: the fields, [N, R, W/group, ...] each."""
         size, bits = self.sizes(x_NRW.shape[-1], geometry)
         x, boundaries = x_NRW.unflatten(-1, (-1, size)), self._boundaries(bits, tensors)
-        if self.radius == "fp16":
-            codes, radius = polar.encode(x, bits, rotation, boundaries)
-            return {"codes": codes, "radius": radius}
-        x = rotate(x, rotation)
-        codes, radii = polar.angles(x, bits, boundaries)
-        norm = (torch.linalg.vector_norm(x, dim=-1) / size**0.5).half()
-        ratio = radii / (norm.float() * size**0.5).where(norm > 0, 1.0)[..., None]
-        return {"codes": polar.pack_levels(codes, bits), "radius": _radius_code(ratio), "norm": norm}
-
-    def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Return True if a kernel rotates and rounds rows of `width` in one launch; not with radii of 8 bits."""
-        return self.radius == "fp16" and in_tile(rotation, geometry.group_size(self.group, width))
+        codes, radius = polar.encode(x, bits, rotation, boundaries)
+        return {"codes": codes, "radius": radius}
 
     def decode(
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
@@ -106,15 +92,8 @@ class Polar(Quantizer):
             run = pack.unpack(fields["codes"][..., start:stop], wide, sum(counts))
             codes += run.split(counts, -1)
             start = stop
-        if self.radius == "fp16":
-            radii = fields["radius"].float() * 2 ** (len(bits) / 2)
-        else:
-            table = RADII.to(fields["radius"].device, torch.float32)
-            radii = table[fields["radius"].int()] * (fields["norm"].float() * size**0.5)[..., None]
+        radii = fields["radius"].float() * 2 ** (len(bits) / 2)
         return polar.decode(codes, radii, self.points_of(bits, tensors, radii.device)).flatten(-2)
-
-    def group_size(self, width: int, geometry: Geometry) -> int:
-        return self.sizes(width, geometry)[0]
 
     def _boundaries(self, bits: tuple[int, ...], tensors: Tensors) -> Sequence[Tensor] | None:
         """Return the boundaries of the angles of each level, [2^bits - 1]; None: those of the exact density."""
@@ -136,8 +115,7 @@ class PolarFitted(Polar):
     """
 
     kind: ClassVar[str] = "polar_fitted"
-
-    fitted = True
+    fitted: ClassVar[bool] = True
 
     def check_prompt_fit(self) -> None:
         """Allow it: a row's own tokens have angles."""
@@ -155,9 +133,3 @@ class PolarFitted(Polar):
 
     def points_of(self, bits: tuple[int, ...], tensors: Tensors, device: torch.device) -> list[Tensor]:
         return list(tensors["points"].split([2**wide for wide in bits]))
-
-
-def _radius_code(ratio: Tensor) -> Tensor:
-    """Return the nearest of RADII, on the logarithmic scale."""
-    between = (RADII * 2 ** (-1 / 32))[:-1].flip(0).to(ratio.device, torch.float32)
-    return (255 - torch.bucketize(ratio.contiguous(), between)).to(torch.uint8)

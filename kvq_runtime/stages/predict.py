@@ -20,7 +20,7 @@ and has no layers that slide over a window: no prediction goes through these, an
 that attends to all tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -70,7 +70,6 @@ class Neighbours(Predictor):
     both    of the layers below, values are inputs of keys, and keys of values, too
     """
 
-    papers: ClassVar[tuple[str, ...]] = ("2501.19392",)
     cross_layer: ClassVar[bool] = True
     below: tuple[int, ...] = (1,)
     keys: bool = True
@@ -103,9 +102,6 @@ class Neighbours(Predictor):
     def in_layer(self, layer: int, role: Role) -> Predictor:
         return self if self.inputs(layer, role).tokens else Mean()
 
-    def in_full(self) -> "Neighbours":
-        return replace(self, storage="bf16")
-
     def check_prompt_fit(self) -> None:
         raise ValueError(f"{self.kind} needs calibration; fit a mean to the prompt, or nothing")
 
@@ -124,10 +120,6 @@ class Linear(Neighbours):
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor:
         """Return the centred prediction, in the dtype of the inputs."""
         return _affine(z_NTI, self.matrix(tensors, z_NTI.shape[-1]), tensors["bias"])
-
-    def unpacked(self, tensors: Tensors, inputs: int) -> Tensors:
-        packed = {} if self.storage == "bf16" else {"weight": self.matrix(tensors, inputs)}
-        return super().unpacked({**tensors, **packed}, inputs)
 
     def matrix(self, tensors: Tensors, inputs: int) -> Tensor:
         """W, [inputs, width], unpacked if it is stored in 4 bits."""

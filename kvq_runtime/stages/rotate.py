@@ -105,7 +105,6 @@ class Basis(Rotation):
     """
 
     kind: ClassVar[str] = "basis"
-    papers: ClassVar[tuple[str, ...]] = ("2502.15304",)
     latents: ClassVar[bool] = True
     fitted: ClassVar[bool] = True
 
@@ -172,7 +171,6 @@ class Oscar(Rotation):
     """
 
     kind: ClassVar[str] = "oscar"
-    papers: ClassVar[tuple[str, ...]] = ("2605.17757",)
     fitted: ClassVar[bool] = True
     metric: Literal["queries", "attended"] = "queries"
 
@@ -191,9 +189,9 @@ class Oscar(Rotation):
         return {"rotation": ((geometry.kv_heads, geometry.head_size, geometry.head_size), torch.float32)}
 
     def check(self, site: Site) -> None:
-        scheme, own = site.scheme, {"key": "queries", "value": "attended"}[site.role]
-        if self.metric != own:
-            raise ValueError(f"oscar: metric={self.metric!r} does not weigh a {site.role}; use {own!r}")
+        scheme, metric = site.scheme, {"key": "queries", "value": "attended"}[site.role]
+        if self.metric != metric:
+            raise ValueError(f"oscar: metric={self.metric!r} does not weigh a {site.role}; use {metric!r}")
         if site.position != "post":
             raise ValueError('oscar: queries weigh keys after RoPE; encode keys there, position "post"')
         if scheme.axis != "token":

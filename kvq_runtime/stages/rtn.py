@@ -15,8 +15,8 @@ from kvq_runtime.geometry import Geometry, check_group
 from kvq_runtime.ops import pack, rtn
 from kvq_runtime.ops.constant import constant
 from kvq_runtime.ops.pack import PackedCodes
-from kvq_runtime.ops.rotation import Rotation, in_tile, rotate
-from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Scheme, Specs, Tensors
+from kvq_runtime.ops.rotation import Rotation, rotate
+from kvq_runtime.stages.stage import NOTHING, Fields, Quantizer, Specs, Tensors
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Rtn(Quantizer):
     """
 
     kind: ClassVar[str] = "rtn"
-    slack: ClassVar[float] = 1.6  # uniform steps from a group's least number to its largest
+    one_launch: ClassVar[bool] = True
     kernel: ClassVar[str | None] = "uniform"
     bits: int = 2
     group: str | int = 64
@@ -40,14 +40,6 @@ class Rtn(Quantizer):
         check_group(self.group)
         if self.bits not in (1, 2, 3, 4, 8):
             raise ValueError(f"bits={self.bits}; use 1, 2, 3, 4 or 8")
-
-    def papers_in(self, scheme: Scheme) -> tuple[str, ...]:
-        """By channel it is KIVI's, after a Hadamard QuaRot's; else it is general knowledge."""
-        by_channel, turned = scheme.axis == "channel", scheme.rotate is not None and scheme.rotate.kind == "hadamard"
-        return ("2402.02750",) * by_channel + ("2404.00456",) * turned
-
-    def group_size(self, width: int, geometry: Geometry) -> int:
-        return geometry.group_size(self.group, width)
 
     def fields(self, rows: int, width: int, geometry: Geometry, dtype: torch.dtype) -> Specs:
         """Packed codes, and the step and, of "minmax", the low end of every group."""
@@ -66,10 +58,6 @@ class Rtn(Quantizer):
     def _encoded(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, ...]:
         """Codes, steps and perhaps low ends of groups [N, R, W/group, group]."""
         return rtn.encode(x, self.bits, self.range, rotation)
-
-    def one_launch(self, rotation: Rotation, width: int, geometry: Geometry) -> bool:
-        """Return True if a kernel rotates and rounds rows of `width` in one launch."""
-        return in_tile(rotation, self.group_size(width, geometry))
 
     def decode(
         self, fields: Fields, width: int, geometry: Geometry, tensors: Tensors = NOTHING, out: Tensor | None = None
@@ -119,9 +107,7 @@ class Clipped(Rtn):
     """
 
     kind: ClassVar[str] = "rtn_clipped"
-    papers: ClassVar[tuple[str, ...]] = ("2605.17757",)
-    papers_in = Quantizer.papers_in
-    one_launch = Quantizer.one_launch
+    one_launch: ClassVar[bool] = False
     keep: float = 0.96
 
     def __post_init__(self):

@@ -33,8 +33,6 @@ class Separable(Quantizer):
     """
 
     kind: ClassVar[str] = "separable"
-    papers: ClassVar[tuple[str, ...]] = ("2405.14256",)
-    slack: ClassVar[float] = Rtn.slack
     fitted: ClassVar[bool] = True
     bits: int = 2
     group: str | int = "all"
@@ -68,6 +66,3 @@ class Separable(Quantizer):
     ) -> Tensor:
         """Decode to float32 [N, R, W], into `out` if it is given."""
         return self.rounding.decode(fields, width, geometry, NOTHING, out).mul_(tensors["scale"])
-
-    def group_size(self, width: int, geometry: Geometry) -> int:
-        return self.rounding.group_size(width, geometry)

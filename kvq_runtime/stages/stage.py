@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from kvq_runtime.geometry import ROLES, Geometry, Role, Window
-from kvq_runtime.ops import product
 from kvq_runtime.ops.pack import PackedCodes
 from kvq_runtime.ops.rotation import Rotation as Turn
 
@@ -55,12 +54,10 @@ class Stage(ABC):
     kind    its name in JSON, unique among the stages of its slot
     slot    the part of a Scheme that it is: "predict", "rotate", "quantize", "feedback" or "correct"
     fitted  whether it has tensors that are fitted to a model; to what, its fit says
-    papers  numbers on arXiv of the papers that it comes from; none for what is older than arXiv, or general knowledge
     """
 
     kind: ClassVar[str]
     slot: ClassVar[str]
-    papers: ClassVar[tuple[str, ...]] = ()
     fitted: ClassVar[bool] = False
 
     def __post_init__(self):
@@ -72,10 +69,6 @@ class Stage(ABC):
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """Return the tensors of a fit at this site: {name: (shape, dtype)}. Empty for a stage that is not fitted."""
         return {}
-
-    def papers_in(self, scheme: Scheme) -> tuple[str, ...]:
-        """Return the papers that it comes from, beside the other stages of this scheme."""
-        return self.papers
 
     def check(self, site: Site) -> None:  # noqa: B027
         """Raise a ValueError, a sentence, if it cannot be used there; its own settings are checked when it is made."""
@@ -107,8 +100,8 @@ class Inputs(NamedTuple):
         """Return the depth below this layer, 0 for itself, and the role of each tensor, in order."""
         other: Role = ROLES[1 - ROLES.index(role)]
         roles = (role, other) if self.both else (role,)
-        own: list[InputTensor] = [(0, "key")] if self.keys else []
-        return own + [(depth, role) for role in roles for depth in self.below]
+        keys: list[InputTensor] = [(0, "key")] if self.keys else []
+        return keys + [(depth, role) for role in roles for depth in self.below]
 
 
 class Predictor(Stage):
@@ -134,10 +127,6 @@ class Predictor(Stage):
         """Return the predictor of this layer: itself, or a simpler one where there is nothing to read."""
         return self
 
-    def in_full(self) -> Predictor:
-        """Return the same predictor, its own tensors stored in 16 bits."""
-        return self
-
     def tensors(self, site: Site, geometry: Geometry) -> Specs:
         """Return the mean, and what the prediction is computed with."""
         return self.specs(geometry.width * self.inputs(site.layer, site.role).tokens, geometry.width)
@@ -145,10 +134,6 @@ class Predictor(Stage):
     @abstractmethod
     def specs(self, inputs: int, width: int) -> Specs:
         """Return the same for so many input channels and channels of a token."""
-
-    def unpacked(self, tensors: Tensors, inputs: int) -> Tensors:
-        """The same tensors as `apply` takes them for many blocks: larger, and nothing is to be done to them first."""
-        return {name: product.wide(tensor) for name, tensor in tensors.items()}
 
     def apply(self, z_NTI: Tensor, tensors: Tensors) -> Tensor | None:
         """The centred prediction [N, T, C] from inputs side by side, in their dtype; None: only a mean is removed."""
@@ -186,8 +171,8 @@ class Quantizer(Stage):
     """The rounding: rows of a block in, packed fields out.
 
     keeps_dtype     whether it stores its input as it is, in the model's dtype
-    takes_latents   whether it rounds latent channels, so that a rotation that gives them must come first
-    slack           how much more error it may leave of a Gaussian than Lloyd's and Max's quantizer of as many bits
+    takes_latents   whether it rounds latent channels, as `latent.Mixed`, so that a rotation that gives them comes first
+    one_launch      whether a kernel rotates and rounds rows in one launch, if groups are rotated one by one
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
     has_lookup      whether `lookup` gives elements before the field `scale` multiplies them
     reads_tokens    whether `at` decodes single tokens out of fields that do not begin with the token
@@ -196,7 +181,7 @@ class Quantizer(Stage):
     slot = "quantize"
     keeps_dtype: ClassVar[bool] = False
     takes_latents: ClassVar[bool] = False
-    slack: ClassVar[float] = 1.15
+    one_launch: ClassVar[bool] = False
     kernel: ClassVar[str | None] = None
     has_lookup: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
@@ -218,14 +203,10 @@ class Quantizer(Stage):
 
     @abstractmethod
     def encode(self, x_NRW: Tensor, rotation: Turn, tensors: Tensors, geometry: Geometry) -> dict[str, Tensor]:
-        """Rotate and encode rows of any float dtype: the fields, [N, ...] each; where `one_launch`, in one kernel.
+        """Rotate and encode rows of any float dtype: the fields, [N, ...] each.
 
         rotation   None, a signed Hadamard, or a matrix: see `ops/rotation.py`
         """
-
-    def one_launch(self, rotation: Turn, width: int, geometry: Geometry) -> bool:
-        """Return True if a kernel rotates and rounds rows of `width` in one launch, each as it would alone."""
-        return False
 
     @abstractmethod
     def decode(
@@ -251,26 +232,6 @@ class Quantizer(Stage):
         tokens = {name: field[block_N, token_N][None] for name, field in fields.items()}
         return self.decode(tokens, geometry.width, geometry, tensors)[0]
 
-    @property
-    def searches(self) -> bool:
-        """True if encoding takes a search: fits that only read what is decoded take `approximated` instead."""
-        return False
-
-    def approximated(
-        self, x_NRW: Tensor, rotation: Turn, tensors: Tensors, geometry: Geometry, level_NT: Tensor | None = None
-    ) -> Tensor:
-        """Return other numbers than encoding and decoding would give, with errors of the same moments: [N, R, V]."""
-        raise NotImplementedError
-
-    def importance(self, x_NTC: Tensor, tensors: Tensors) -> Tensor:
-        """Return how much errors of tokens count, as levels int8 [N, T], which `encode` takes too."""
-        raise NotImplementedError
-
-    @property
-    def weighs(self) -> bool:
-        """True if it weighs errors of tokens by their importance."""
-        return False
-
     def order(self, width: int, geometry: Geometry) -> Tensor:
         """order[j] is the natural place in a row of the j-th decoded element, int64 [V]."""
         return torch.arange(self.stored(width))
@@ -279,13 +240,11 @@ class Quantizer(Stage):
         """V: how many elements of a row are stored."""
         return width
 
-    def group_size(self, width: int, geometry: Geometry) -> int | None:
-        """Elements of a row that are rounded together, with one scale; None: it has no groups."""
-        return None
-
-    def memory_kind(self, field: str) -> str:
-        """Return the kind of a field in a memory report: "codes" or "scales"."""
-        return "codes" if field in ("codes", "x") else "scales"
+    def group_size(self, width: int, geometry: Geometry) -> Any:
+        """Return the elements of a row that are rounded together, with one scale, as its setting `group` says; None: it
+        has no groups."""
+        group = getattr(self, "group", None)
+        return None if group is None else geometry.group_size(group, width)
 
 
 class Feedback(Stage):
@@ -328,10 +287,6 @@ class Correction(Stage):
     @abstractmethod
     def apply(self, rounded_NTC: Tensor, fields: Fields) -> Tensor:
         """Correct decoded blocks, in the same tensor if it can be."""
-
-    def memory_kind(self, field: str) -> str:
-        """Return the kind of a field in a memory report."""
-        return "scales"
 
 
 @dataclass(frozen=True)
@@ -387,12 +342,6 @@ class Scheme:
         rows, width = (block, geometry.width) if self.axis == "token" else (geometry.width, block)
         stored = self.quantize.fields(rows, width, geometry, dtype)
         return stored if self.correct is None else stored | self.correct.fields(block, geometry)
-
-    def memory_kinds(self, block: int, geometry: Geometry) -> dict[str, str]:
-        """Return the kind of each field of an encoded block in a memory report."""
-        correct, kinds = self.correct, {name: self.quantize.memory_kind(name) for name in self.fields(block, geometry)}
-        own = {} if correct is None else {name: correct.memory_kind(name) for name in correct.fields(block, geometry)}
-        return kinds | own
 
     def bits(self, block: int, geometry: Geometry, dtype: torch.dtype = torch.bfloat16) -> float:
         """Return the bits of a stored element: codes and everything stored beside them, without fitted tensors."""

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from kvq_runtime.codec.block_input import block_input
 from kvq_runtime.codec.codec import Codec, Context
-from kvq_runtime.codec.shared import RowCodec
 from kvq_runtime.geometry import ROLES, SLAB
 from kvq_runtime.store.block_errors import BlockErrors, relative_key_error
 from kvq_runtime.store.decode import Decoder
@@ -49,14 +48,11 @@ class Encoder:
         if not self.recipe.cross_layer and not self.recipe.policies:
             # a launch encodes each block as it would alone; a matrix product might round them differently
             together = SLAB if all(codec.one_launch(store.buffer_2BTC) for codec in store.codecs) else 1
-        codecs = store.codecs
-        if self.recipe.cross_layer and count > 1:
-            codecs = [codec.unpacked() for codec in codecs if isinstance(codec, Codec)]  # none is fitted to a prompt
         self.encoding(store, count)
         while store.blocks < target:
             most = SLAB if self.recipe.cross_layer else together
             some = min(most, target - store.blocks, SLAB - store.blocks % SLAB)
-            keys, values = self._encoded(store, codecs, _runs(store.blocks, store.blocks + some, together))
+            keys, values = self._encoded(store, _runs(store.blocks, store.blocks + some, together))
             self._watch_scales(layer, store.blocks, (keys, values))
             store.add_blocks(some, keys, values)
 
@@ -98,7 +94,7 @@ class Encoder:
             _, why = watched[finite.tolist().index(False)]
             raise ValueError(f"{why}; the cache keeps the tokens before this forward pass")
 
-    def _encoded(self, store: LayerStore, codecs: Sequence[Codec | RowCodec], runs: Sequence[Run]) -> tuple[Slab, Slab]:
+    def _encoded(self, store: LayerStore, runs: Sequence[Run]) -> tuple[Slab, Slab]:
         """Return the fields of the window's oldest blocks of keys and of values, [B, blocks, ...] each.
 
         runs   the blocks, those of a run in the same matrix products
@@ -107,7 +103,7 @@ class Encoder:
         below = [self.decoder.below(store.layer, run) if predicted else () for run in runs]
         read_above = runs[0][1] - runs[0][0] > 1 or store.layer + 1 < self.decoder.geometry.layers
         slabs, decoded = list[Slab](), list[list[Tensor]]()
-        for role, codec in enumerate(codecs):
+        for role, codec in enumerate(store.codecs):
             inputs = [self._inputs(store, role, run) for run in runs]
             if predicted:
                 assert isinstance(codec, Codec), "nothing fitted to a prompt is predicted"

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -147,14 +148,12 @@ def report(
 
 
 def layer_bytes(store: LayerStore) -> dict[str, int]:
-    """Allocated bytes by kind, which the stage of a field decides."""
+    """Allocated bytes by kind."""
     sinks = store.sinks_2BSC.nbytes
     parts = Counter({"window": storage_bytes([store.buffer_2BTC]) - sinks, "sinks": sinks})
-    kinds = [codec.scheme.memory_kinds(store.window.block, codec.geometry) for codec in store.codecs]
-    for slabs, kind_of in zip(store.slabs, kinds, strict=True):
-        for slab in slabs:
-            for name, held in slab.items():
-                parts[kind_of[name]] += storage_bytes([held])
+    for slab in chain(*store.slabs):
+        for name, held in slab.items():
+            parts[_kind(name)] += storage_bytes([held])
     if store.index is not None:
         parts["tables"] = storage_bytes(store.index.tensors)
         home = store.index.window_2BTC
@@ -249,3 +248,10 @@ def human(size: float) -> str:
     if unit is None:
         size, unit = size / 1024, "GiB"
     return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
+
+
+def _kind(field: str) -> str:
+    """Return the kind of a codec's field."""
+    if field in ("codes", "x"):
+        return "codes"
+    return "outliers" if field.startswith("sparse_") else "scales"

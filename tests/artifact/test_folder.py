@@ -9,7 +9,6 @@ import yaml
 
 from kvq_runtime import load_artifact, save_pretrained
 from kvq_runtime.artifact import artifact, folder
-from kvq_runtime.recipe import preset
 from kvq_runtime.store.memory import Sizes
 
 
@@ -40,7 +39,7 @@ def test_the_card_says_it_to_people_and_to_the_hub(tmp_path):
         assert counted["bytes_of_16bit"][str(tokens)] == 2 * 2 * 2 * 16 * tokens  # layers, roles, bytes, width
     assert counted["smaller_than_16bit_from"] == sizes.smaller_from() and 2 < counted["bits"] < 7
     assert (given["library_name"], given["pipeline_tag"], given["kvq"]) == ("kvq", "text-generation", counted)
-    assert {"kvq", "tiny", "arxiv:2501.19392"} <= set(given["tags"])
+    assert {"kvq", "tiny"} <= set(given["tags"])
     assert f"| smaller than 16 bit | from {counted['smaller_than_16bit_from']:,} tokens on |" in text
     assert "all bytes at 131,072 tokens" in text and f'from_pretrained("{tmp_path}"' in text
 
@@ -56,15 +55,3 @@ def test_what_a_file_says_is_no_markup_on_its_card(tmp_path):
     assert "\x1b" not in text and "\u202e" not in text
     rows = [line for line in body.splitlines() if line.startswith("| ") and "alert" in line]
     assert len(rows) == 3 and all(len(re.split(r"(?<!\\)\|", row)) == 4 for row in rows)
-
-
-# ---- papers
-
-
-def test_papers_are_those_of_stages_and_policies_as_they_are_combined():
-    by_recipe = {
-        "exact": [], "rtn-2bit": [], "kivi-2bit": ["2402.02750"], "quarot-2bit": ["2404.00456"],
-        "oscar-2bit": ["2605.17757"], "aqua-2bit": ["2411.17525", "2501.19392"],
-        "svdq-shadow-2bit-v4": ["2410.21465", "2502.15304"],
-    }  # fmt: skip
-    assert {name: preset(name).papers for name in by_recipe} == by_recipe

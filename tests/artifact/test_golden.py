@@ -39,14 +39,14 @@ def recipes(golden) -> dict[str, Recipe]:
     return {recipe.name: recipe for found in golden.recipes() for recipe in found}
 
 
-def test_there_is_a_golden_artifact_of_every_stage_and_of_all_that_families_name(golden, recipes):
+def test_there_is_a_golden_artifact_of_every_stage_and_of_all_that_the_script_names(golden, recipes):
     named = [{recipe.name for recipe in found} for found in golden.recipes()]
     assert [{path.stem for path in paths} for paths in (GOLDEN, UNFITTED)] == named
     held, used = (
         {(slot, stage.kind) for one in found.values() for scheme in one.schemes for slot, stage in scheme.stages}
         for found in (recipes, presets())
     )
-    assert used <= held, f"name recipes in `golden` with {used - held}, run scripts/make_golden.py"
+    assert used <= held, f"name recipes in `GOLDEN` with {used - held}, run scripts/make_golden.py"
 
 
 def off(found: Tensor, expected: Tensor) -> float:

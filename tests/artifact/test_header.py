@@ -13,13 +13,10 @@ from kvq_runtime.errors import ArtifactError
 
 HEADERS = {
     "not JSON": (b"{" + b"x" * 20 + b"}", "invalid JSON"),
-    "padded before": (b" {}", "not a JSON object"),
     "no metadata": (b"{}", "__metadata__: expected an object"),
-    "other metadata": (b'{"__metadata__":{"kvq":"{}","x":"y"}}', r"__metadata__: unknown keys \['x'\]"),
     "key twice": (b'{"__metadata__":{"kvq":"{}"},"__metadata__":{"kvq":"{}"}}', "invalid JSON.*appears twice"),
     "too deep": (b'{"__metadata__":' + b"[" * 100 + b"]" * 100 + b"}", "invalid JSON.*nested 101 levels deep"),
     "NaN": (b'{"__metadata__":{"kvq":NaN}}', "invalid JSON.*not a finite number"),
-    "not UTF-8": (b'{"\xff":1}', "invalid JSON"),
 }
 
 
@@ -36,7 +33,6 @@ def entry(dtype="U8", shape=(4,), offsets=(0, 4)) -> str:
 
 ENTRIES = {
     "climbs out": (("../../x", entry()), "tensor name '../../x'"),
-    "absolute": (("/etc/passwd", entry()), "tensor name '/etc/passwd'"),
     "unknown dtype": (("layers.0.key.a.b", entry("F64", (1,), (0, 8))), "dtype 'F64'"),
     "negative": (("layers.0.key.a.b", entry(shape=(-4,))), "expected whole numbers"),
     "too short": (("layers.0.key.a.b", entry(shape=(5,))), "its offsets hold 4"),
@@ -72,29 +68,18 @@ RESEALED = {
         {"tensors": {tiny.WEIGHT: torch.zeros(8, 32, dtype=torch.bfloat16)}},
         rf"tensors: {tiny.WEIGHT} is bfloat16 \[8, 32\], expected bfloat16 \[16, 16\]",
     ),
-    "wrong dtype": (
-        {"tensors": {tiny.WEIGHT: torch.zeros(16, 16)}},
-        rf"tensors: {tiny.WEIGHT} is float32 \[16, 16\], expected b",
-    ),
     "NaN": ({"tensors": {tiny.WEIGHT: NAN}}, rf"finite: {tiny.WEIGHT} has NaN, infinity, or more"),
-    "NaN in a probe": (
-        {"tensors": {"layers.0.key.fingerprint.probe": torch.full((8, 8), float("nan"))}},
-        "finite: layers.0.key.fingerprint.probe has",
-    ),
     "newer schema": ({"schema": 2}, "schema: the file has 2, this version reads 1"),
-    "unknown key": ({"url": "https://example.org"}, r"schema: kvq: unknown keys \['url'\]"),
     "fit is no object": ({"fit": []}, "schema: provenance and fit must be objects"),
     "recipe of unknown stage": (
         {"recipe": RECIPE | {"key": {"quantize": {"kind": "os.system"}}}},
         "recipe: quantize=.*os.system.*use an object with a kind of",
     ),
     "recipe with unknown key": ({"recipe": RECIPE | {"module": "os"}}, r"recipe: recipe: unknown keys \['module'\]"),
-    "recipe that cannot be": ({"recipe": RECIPE | {"position": "middle"}}, "recipe: .*position='middle'"),
     "recipe beyond the model": (
         {"recipe": RECIPE | {"layers": {"9": RECIPE["layers"]["0"]}}},
         r"recipe: .*settings for layers \[9\]",
     ),
-    "recipe is no object": ({"recipe": "aqua-2bit"}, "recipe: .*object"),
     "a billion layers": (
         {"fingerprint": STAMP | {"geometry": {"layers": 10**9, "kv_heads": 2, "head_size": 8}}},
         "fingerprint: .*every layer needs 2 probes",
@@ -107,7 +92,6 @@ RESEALED = {
         {"fingerprint": STAMP | {"geometry": {"layers": 0, "kv_heads": 2, "head_size": 8}}},
         "fingerprint: layers=0",
     ),
-    "no fingerprint": ({"fingerprint": {}}, "fingerprint: missing keys"),
 }
 
 

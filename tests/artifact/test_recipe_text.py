@@ -8,7 +8,7 @@ import pytest
 
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.artifact.recipe_text import read
-from kvq_runtime.recipe import Recipe, Scheme, Window, preset
+from kvq_runtime.recipe import Recipe, Scheme, preset
 from kvq_runtime.recipes.h2o import HeavyHitters
 from kvq_runtime.stages.codebook import Grid
 from kvq_runtime.stages.exact import Exact
@@ -44,29 +44,20 @@ def aqua(key: Any, value: Any = ..., size: int = 16, first: int = 256) -> Recipe
     [
         ("squat-2bit+key.feedback.rank=60", squat(60)),
         ("kivi-2bit+window.recent=32+window.block=32", preset("kivi-2bit-r32")),
-        ("kivi-2bit+window.block=32+window.recent=32", preset("kivi-2bit-r32")),
         ("exact+policies.heavy=on", preset("h2o")),
-        ("h2o+policies.heavy=none", preset("exact")),
         ("exact+policies.heavy=on+policies.heavy.share=1", replace(preset("exact"), policies=(HeavyHitters(1.0),))),
         ("aqua-2bit+position=post", replace(preset("aqua-2bit"), position="post")),
-        ("aqua-2bit+window.sinks=64", replace(preset("aqua-2bit"), window=Window(sinks=64))),
-        ("aqua-2bit+key.predict.storage=gptq4+value.predict.storage=gptq4", aqua(Linear(storage="gptq4"))),
         ("aqua-2bit+key.predict.below=1,2+value.predict.below=[1, 2]", aqua(Linear(below=(1, 2)))),
-        ("aqua-2bit+value.predict.keys=false", aqua(Linear(), Linear(keys=False))),
         ("aqua-2bit+value.predict.below=", aqua(Linear(), Linear(below=()))),
         ("aqua-2bit+key.predict=none", aqua(None, Linear())),
-        ("aqua-2bit+key.predict=mean+value.predict=mean", aqua(Mean())),
         ("aqua-2bit+layers.0.key.quantize.size=64+layers.0.value.quantize.size=64", aqua(Linear(), first=64)),
         ("aqua-2bit+all.predict.storage=gptq4", aqua(Linear(storage="gptq4"))),
         ("aqua-2bit+all.quantize.size=64", aqua(Linear(), size=64, first=64)),
-        ("aqua-2bit+key.quantize.size=16+value.quantize.size=16+all.quantize.size=64", aqua(Linear(), first=64)),
         (
             "aqua-2bit+all.quantize.size=64+layers.0.key.quantize.size=256+layers.0.value.quantize.size=256",
             aqua(Linear(), size=64),
         ),
-        ("aqua-2bit+all.predict=mean", aqua(Mean())),
         ("squat-2bit+key.feedback=none", preset("kivi-2bit")),
-        ("squat-2bit+key.feedback.lam=1", preset("squat-2bit")),
     ],
 )
 def test_settings_are_those_of_the_dataclasses(text, expected):
@@ -153,11 +144,8 @@ def test_a_file_with_a_presets_name_is_that_preset(tmp_path):
     ("content", "message"),
     [
         ("[]", "edited.json: recipe: expected an object"),
-        ("{", "edited.json: invalid JSON"),
         ('{"name": "a", "name": "b"}', "appears twice"),
-        ('{"name": "A B"}', "missing keys"),
         (json.dumps(preset("kivi-2bit").to_json() | {"name": "../x"}), r"name '../x'; use 1 to 64 of a-z"),
-        (json.dumps(preset("kivi-2bit").to_json() | {"name": "auto"}), "name=auto; that is another recipe"),
         (json.dumps(preset("kivi-2bit").to_json() | {"colour": 1}), r"unknown keys \['colour'\]"),
     ],
 )
@@ -177,39 +165,21 @@ def test_a_file_that_is_no_recipe(tmp_path, content, message):
     ("text", "message"),
     [
         ("squat-2bit+foo=1", "foo: no such setting; a recipe has position, window, key, value, layers"),
-        ("squat-2bit+window.size=1", "window.size: no such setting"),
-        ("squat-2bit+key.rank=1", "key has axis, predict, rotate, quantize, feedback, correct"),
         ("squat-2bit+key.feedback.rnk=1", "query_orthogonal has blocks, lam, rank, normalize, queries"),
         ("squat-2bit+key.feedback.rank=6.5", "key.feedback.rank=6.5; use a value like 0"),
-        ("squat-2bit+key.feedback.lam=much", "key.feedback.lam=much; use a value like"),
         ("squat-2bit+key.feedback.queries=now", r"use one of \('after', 'before'\)"),
-        ("aqua-2bit+value.predict.keys=1", "value.predict.keys=1; use a value like true"),
-        ("aqua-2bit+value.predict.below=x", "use a value like 1"),
         ("squat-2bit+key.feedback.rank=-1", "squat-2bit.*: rank=-1; use 0 for all directions, or how many"),
-        ("squat-2bit+window.block=0", "block=0; use a whole number from 1"),
         ("squat-2bit+key.rotate=x", "key.rotate=x; use one of basis, .*hadamard, .*none"),
-        ("squat-2bit+key.quantize=none", "key.quantize=none; use one of exact, grid, "),
         ("higgs-2bit+key.feedback.rank=1", "there is no key.feedback here: first set key.feedback to one of query_or"),
         ("higgs-2bit+all.quantize.bits=2", "key.quantize.bits: no such setting; grid has dim, size, group"),
         ("svdq-2.25bit-v4", "there are svdq-2bit-v4, .*prints settings: svdq-2bit-v4.PATH=VALUE is another"),
-        ("higgs-2bit+policies.heavy.share=1", "there is no policies.heavy here: first set policies.heavy to one of on"),
-        ("higgs-2bit+policies.light=on", "policies has chunks, dynamic, first_tokens, heavy"),
-        ("h2o+policies.heavy=yes", "policies.heavy=yes; use one of none, on"),
         ("h2o+policies.chunks=on", "two policies for one choice, heavy and chunks; set one of them to none"),
         ("higgs-2bit+key.rotate=basis", "higgs-2bit.*: a basis and mixed bits belong together"),
         ("higgs-2bit+name=aqua-2bit", "name=aqua-2bit; that is another recipe, which comes with kvq"),
         ("higgs-2bit+window.recent=1+window.recent=2", "window.recent is set to 1 and to 2; set it once"),
-        ("higgs-9bit+window.recent=1", "no recipe 'higgs-9bit'; there are"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(text, message):
     with pytest.raises(ValueError, match=message) as refused:
         read(text)
     assert "\n" not in str(refused.value)
-
-
-def test_two_recipes_of_one_name_are_refused(tmp_path):
-    one, two = replace(squat(5), name="mine"), replace(squat(6), name="mine")
-    assert recipe_text.distinct([one, preset("exact"), one]) == [one, preset("exact")]
-    with pytest.raises(ValueError, match="two recipes are called mine"):
-        recipe_text.distinct([one, two])

@@ -176,7 +176,7 @@ def test_heads_and_levels_of_angles(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "stage, size",
-    [(Polar((3, 2)), 64), (Polar((4, 4)), 64), (Polar(radius="log8"), 64), (Polar(group="all"), 64), (Polar(), 96)],
+    [(Polar((3, 2)), 64), (Polar((4, 4)), 64), (Polar(group="all"), 64), (Polar(), 96)],
     ids=str,
 )
 def test_angles_that_no_kernel_reads(stage, size):

@@ -38,12 +38,6 @@ def test_aqua_keeps_qwens_first_layer_exact():
     assert preset(name).key == preset("aqua-2bit").key
 
 
-@pytest.mark.parametrize("width", [2, 4])
-def test_quantos_groups(width):
-    assert bits(f"quanto-{width}bit") == [width + 2 * 16 / 64] * 2
-    assert bits(f"quanto-{width}bit+all.quantize.group=all") == [width + 2 * 16 / 1024] * 2
-
-
 @pytest.mark.parametrize("online", ["on", "none"])
 @pytest.mark.parametrize(("width", "schedule"), [(2.25, "8,4,4,2"), (1.75, "8,4,2,0"), (1.25, "4,4,2,0")])
 def test_svdq_with_selection_has_the_published_bits(online, width, schedule):

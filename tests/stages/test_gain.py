@@ -57,15 +57,6 @@ def test_the_gain_with_the_least_error_is_taken():
     assert len(chosen.unique()) == 8
 
 
-def test_a_token_that_is_a_step_louder_has_the_same_codes_and_the_next_gain():
-    quiet = latents(1) / latents(1).norm(dim=-1, keepdim=True) * 5
-    step = float(np.exp((ENDS[1] - ENDS[0]) / 7))
-    one, two = (STAGE.encode(x, None, TENSORS, GEOMETRY) for x in (quiet, quiet * step))
-    assert torch.equal(one["codes"], two["codes"])
-    gains = [STAGE.best_gain(x.mT, TENSORS, 16) for x in (quiet, quiet * step)]
-    assert torch.equal(gains[0] + 1, gains[1])
-
-
 @pytest.mark.parametrize("codebook", ["gaussian", "trellis"])
 def test_single_tokens_are_decoded_alone(codebook):
     stage, z = replace(STAGE, codebook=codebook), latents(2)
@@ -75,11 +66,9 @@ def test_single_tokens_are_decoded_alone(codebook):
     assert torch.equal(stage.at(fields, block, token, 24, GEOMETRY, TENSORS), whole[block, token])
 
 
-@pytest.mark.parametrize("stage", [STAGE, Mixed((2, 1, 0), (4, 5, 7), gain=4)], ids=["3", "4"])
-@pytest.mark.parametrize("seed", [3, 4])
-def test_gains_are_chosen_anew_with_the_scales_that_follow_from_them(stage, seed, monkeypatch):
+def test_gains_are_chosen_anew_with_the_scales_that_follow_from_them(monkeypatch):
     """A gain by a token's size alone is a beginning: chosen by least error, scales after it, the sample loses less."""
-    random, lost = torch.Generator().manual_seed(seed), []
+    random, lost, stage = torch.Generator().manual_seed(3), [], STAGE
     size = torch.exp(0.3 * torch.randn(2, 512, 1, generator=random))
     z = size * torch.randn(2, 512, 9, generator=random) * TENSORS["deviation"]
     z_NR = z.flatten(0, 1)
@@ -104,7 +93,7 @@ def loud(x: torch.Tensor, spread: float, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codebook", ["gaussian", "uniform", "trellis"])
+@pytest.mark.parametrize("codebook", ["gaussian", "trellis"])
 def test_tokens_of_unequal_size_have_less_error_at_equal_bits(codebook):
     """And where all tokens are of one size, what is lost are the gain's own bits."""
     plain = Scheme(Mixed(target=1.5, codebook=codebook), predict=Mean(), rotate=Basis())

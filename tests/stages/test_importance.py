@@ -8,14 +8,12 @@ import torch
 from scheme_fit import GEOMETRY, WIDTH, blocks, chunks, low_rank
 from torch import Tensor
 
-from kvq_calib.fit.latent import water_fill
 from kvq_calib.fit.scheme import SchemeFit
 from kvq_calib.fit.statistics import Moments
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.fit.statistics import Statistics
 from kvq_runtime.ops import latent, trellis
 from kvq_runtime.recipe import Recipe, Scheme
-from kvq_runtime.stages.correct import Sparse
 from kvq_runtime.stages.latent import Mixed
 from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Basis
@@ -87,19 +85,7 @@ def test_what_tells_importance_is_found_of_noisy_gradients():
     assert 0.7 < float((told @ own).std() / (told @ TOLD).std()) < 1.1  # a ridge makes it smaller
 
 
-@pytest.mark.parametrize("others", [{}, {"predict": Mean(), "correct": Sparse()}], ids=["no mean", "a correction"])
-def test_a_scheme_in_which_nothing_would_weigh_is_refused(others):
-    scheme = Scheme(PATHS, rotate=Basis(), **others)
+def test_a_scheme_in_which_nothing_would_weigh_is_refused():
+    scheme = Scheme(PATHS, rotate=Basis())
     with pytest.raises(ValueError, match="needs a prediction"):
         Recipe("r", scheme, scheme, "pre").check(GEOMETRY)
-
-
-def test_bits_are_shared_out_by_what_each_side_costs():
-    """The same channels, of a side that weighs and one that does not, against every way to share six bits."""
-    plain = replace(PATHS, weighed=False)
-    tables = torch.tensor([plain.distortions(), PATHS.distortions()]).double().repeat_interleave(3, 0)
-    variances = torch.tensor([1.0, 0.3, 0.25]).repeat(2)
-    together = water_fill(variances, 6, tables)
-    ways = [list(bits) for bits in product(range(4), repeat=6) if sum(bits) == 6]
-    costs = [float((variances * tables[range(6), bits]).sum()) for bits in ways]
-    assert float((variances * tables[range(6), together]).sum()) == pytest.approx(min(costs))

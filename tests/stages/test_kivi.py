@@ -11,7 +11,7 @@ from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Window, preset
 
 HEADS = Geometry(1, 8, 128)
-NAMES = {"kivi-2bit": (2, 32), "kivi-4bit": (4, 32), "kivi-2bit-g128": (2, 128), "kivi-4bit-g128": (4, 128)}
+NAMES = {"kivi-2bit": (2, 32), "kivi-4bit-g128": (4, 128)}
 every = pytest.mark.parametrize("name", NAMES)
 
 

@@ -49,7 +49,7 @@ def least(error_NTC: Tensor, rank: int) -> Tensor:
 # ---- the paper's claims
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+@pytest.mark.parametrize("rank", [1, 4])
 @pytest.mark.parametrize("kind", ["white", "waves"])
 @pytest.mark.parametrize("name", SIDES)
 def test_what_is_left_is_what_the_best_matrix_of_the_rank_leaves(name, kind, rank):
@@ -58,15 +58,6 @@ def test_what_is_left_is_what_the_best_matrix_of_the_rank_leaves(name, kind, ran
     left = by_head(x - both_ways(replace(SIDES[name], correct=LowRank(rank)), x)).square().sum((-1, -2))
     torch.testing.assert_close(left, least(plain, rank), rtol=1e-5, atol=0)
     assert (left < by_head(plain).square().sum((-1, -2))).all()
-
-
-def test_an_error_of_the_rank_is_gone():
-    """A rounding whose error has rank 3 by construction, in every head: nothing is left but the factors' rounding."""
-    x = blocks("white")
-    rounded = x - (gaussian(3, 2, 128, 3, seed=1) @ gaussian(3, 2, 3, 64, seed=2)).transpose(1, 2).flatten(2)
-    stage = LowRank(3)
-    out = stage.apply(rounded.clone(), stage.encode(x, rounded, GEOMETRY, {}))
-    assert float((out - x).norm() / (rounded - x).norm()) < 1e-3
 
 
 @pytest.mark.parametrize("group", ["token", "channel"])
@@ -94,19 +85,3 @@ def test_every_part_of_gear_pays_in_error():
         ]
         errors = [float((both_ways(scheme, x) - x).square().sum()) for scheme in found]
         assert errors[1] < 0.9 * errors[0] and errors[2] < 0.6 * errors[1]
-
-
-# ---- what it costs
-
-
-def test_bits_of_the_recipes():
-    """Of a 7B model: 3 of 128 elements of a channel, 10 of 512 of a token, are outliers."""
-    geometry = Geometry(28, 4, 128)
-    alone = "gear-2bit+all.correct=low_rank"
-    for name, codes in (("gear-2bit", (2.5, 2.5)), ("gear-4bit", (4.25, 4 + 32 / 512)), (alone, (2.5, 2.5))):
-        far = (0, 0) if name == alone else (3 / 128 * (16 + 7), 10 / 512 * (16 + 9))
-        for role, code, outliers in zip(("key", "value"), codes, far, strict=True):
-            assert Codec(read(name), 0, role, geometry, {}).bits() == pytest.approx(code + 1 + outliers, abs=0.001)
-
-
-# ---- edges

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq_runtime.artifact.recipe_text import read
 from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe, Scheme
@@ -77,7 +76,7 @@ def test_of_a_block_the_worst_rounded_elements_are_stored():
     assert torch.equal(out[changed], x[changed].bfloat16().float())
 
 
-@pytest.mark.parametrize("share", [0.004, 0.01, 0.05, 0.2])
+@pytest.mark.parametrize("share", [0.004, 0.05])
 @pytest.mark.parametrize("group, size", [("token", 128), ("channel", 128), ("block", 128 * 128)])
 def test_what_is_billed_is_what_is_held(share, group, size):
     codec = made(Scheme(Rtn(2, 32), correct=Sparse(share, group)))
@@ -90,19 +89,3 @@ def test_what_is_billed_is_what_is_held(share, group, size):
     places = {128: 7, 128 * 128: 14}[size]
     assert entries * places / 8 <= held["sparse_place"] < entries * places / 8 + 2
     assert codec.bits() == pytest.approx(3 + (16 + places) * each / size, abs=0.01)
-
-
-OUTLIERS = "kivi-2bit+key.correct=sparse+key.correct.group=channel+value.correct=sparse"
-
-
-def test_kivi_with_outliers_survives_what_kivi_does_not():
-    """A group of 32 tokens, or channels, with one far element has no code left for the others."""
-    geometry, x, token = Geometry(1, 2, 64), gaussian(4, 128, 128), torch.arange(128)
-    x[:, token, 7 * token % 128] = 300
-    for role in ("key", "value"):
-        errors = {}
-        for name in ("kivi-2bit", OUTLIERS):
-            codec = Codec(read(name), 0, role, geometry, {})
-            out = codec.decode(codec.encode(x, NOWHERE), NOWHERE).float()
-            errors[name] = float((out - x).square().sum())
-        assert 5 * errors[OUTLIERS] < errors["kivi-2bit"]

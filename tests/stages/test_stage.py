@@ -7,9 +7,9 @@ from typing import ClassVar, Literal, get_origin
 import pytest
 import torch
 
-from kvq_runtime.geometry import ROLES, Geometry, Window
+from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
-from kvq_runtime.recipe import Recipe, presets
+from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.kinds import kinds, stage_from, stage_json
 from kvq_runtime.stages.rtn import Rtn
 from kvq_runtime.stages.stage import (
@@ -20,7 +20,6 @@ from kvq_runtime.stages.stage import (
     Quantizer,
     Rotation,
     Scheme,
-    Site,
     setting_types,
 )
 
@@ -45,14 +44,6 @@ def test_every_kind_keeps_the_contract(slot, cls):
             stage_from(slot, stage_json(stage) | {field.name: None}, kinds()[slot])
 
 
-def test_what_needs_no_fit_has_no_tensors():
-    for recipe in presets().values():
-        for role, scheme in zip(ROLES, recipe.at(1), strict=True):
-            site = Site(scheme, role, 1, recipe.position, recipe.window)
-            for _, stage in scheme.stages:
-                assert stage.fitted or not stage.tensors(site, GEOMETRY), stage
-
-
 @dataclass(frozen=True)
 class PerBlock(Rtn):
     """Rounding per token after a division by a number per channel, which is stored for a whole block."""
@@ -71,9 +62,3 @@ def test_a_field_that_is_not_token_first_is_refused_where_single_tokens_are_read
         replace(plain, policies=(ShadowChunks(),)).check(GEOMETRY)
     token_first = Scheme(Rtn(4, 64))
     Recipe("r", token_first, token_first, policies=(ShadowChunks(),)).check(GEOMETRY)
-
-
-def test_a_stage_of_a_file_of_its_own_is_found_by_its_kind_alone():
-    """No table lists stages: the classes in the folder do."""
-    assert {"rtn", "grid", "lloyd", "polar", "polar_fitted", "mixed", "nuq", "exact"} <= set(kinds()["quantize"])
-    assert all(cls.__module__.startswith("kvq_runtime.stages.") for _, cls in KINDS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import fitted
 import pytest
@@ -38,14 +39,19 @@ def small(recipe: Recipe, geometry: Geometry = GEOMETRY) -> Recipe:
 
 def whole(recipe: Recipe) -> Recipe:
     """The recipe without a choice among tokens, if it makes one: all that other recipes owe, it then owes too."""
-    return replace(recipe, policies=tuple(replace(policy, **policy.neutral) for policy in recipe.policies))
+    return replace(recipe, policies=tuple(replace(each, **WHOLE.get(each.kind, {})) for each in recipe.policies))
 
 
+WHOLE: dict[str, dict[str, Any]] = {  # settings of policies with which all tokens are held and read
+    "heavy": {"share": 1.0, "recent": 0.0},
+    "votes": {"tokens": 1 << 20},
+    "chunks": {"outliers": 0},
+}
 REPRESENTATIVE = (  # one recipe of each combination of stages and policies
     "exact", "exact-pre", "rtn-2bit", "kivi-2bit", "quarot-2bit", "higgs-2bit", "mean-higgs-2bit",
     "mean-higgs-head-2bit-post", "lloyd-3bit", "mean-lloyd-3bit-post", "turboquant-3bit",
     "kvquant-3bit", "gear-2bit", "zipcache-2bit", "oscar-2bit", "polar-paper", "polar-paper-fitted+all.rotate=none",
-    "polar-online", "squat-2bit", "squat-pre-2bit-paper", "squat-online-2bit", "svdq-2bit+key.quantize.codebook=block",
+    "polar-online", "squat-2bit", "squat-pre-2bit-paper", "squat-online-2bit", "svdq-2bit",
     "svdq-wf-2bit-v4+key.rotate=gradient_basis", "svdq-online-2bit",
     "subkv-2bit", "aqua-2bit", "aqua-2bit+position=post", "aqua-2bit+key.axis=channel+value.axis=channel",
     "aqua-2bit+key.predict=low_rank+value.predict=mlp", "aqua-2bit+all.predict.storage=gptq4+all.predict.below=1,2",

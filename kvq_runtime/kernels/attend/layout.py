@@ -132,7 +132,7 @@ def _polar(scheme: Scheme, block: int, geometry: Geometry, rotation: Tensor | No
     """Lay out the paper's angles, of 4 bits and of 2 in the levels above, and 16-bit radii, of whole heads."""
     quantize: Any = scheme.quantize
     size = geometry.head_size
-    if quantize.kernel != "polar" or size not in MATRIX_SIZES or quantize.radius != "fp16":
+    if quantize.kernel != "polar" or size not in MATRIX_SIZES:
         return None
     group, bits = quantize.sizes(geometry.width, geometry)
     if group != size or len(bits) < 2 or bits != (4,) + (2,) * (len(bits) - 1):

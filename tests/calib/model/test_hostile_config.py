@@ -11,7 +11,7 @@ import torch
 
 from kvq_calib.model import config, files, find
 from kvq_calib.text import corpus, tokenizer
-from kvq_runtime import settings
+from kvq_runtime import families
 
 TEXTS = {  # {what: (the file, what is said)}
     "brackets": ("[" * 200_000, "config.json: invalid JSON"),
@@ -58,7 +58,7 @@ def test_a_setting_that_no_model_has_is_refused(name, model, tmp_path):
 
 def test_every_size_has_bounds(model, tmp_path):
     given = json.loads((model / "config.json").read_text())
-    for number, name in enumerate(settings.SIZES | config.SIZES):
+    for number, name in enumerate(families.SIZES | config.SIZES):
         text = json.dumps(given | {name: 10**12})
         refused(model, tmp_path / str(number), text, f"tiny: config.json has {name}=.*whole number from [01] to")
 
