@@ -180,7 +180,8 @@ class Codec:
 
         out   a float32 [N, T, C] to decode into, where nothing is predicted; what is returned may be another tensor
         """
-        predicted = None if self.predictor is None else self.predicted(context)
+        own = self.predictor
+        predicted = None if own is None or not own.cross_layer else self.predicted(context)
         x = self.decode_residual(fields, out if predicted is None else None)
         return x if predicted is None else predicted.add_(x.to(torch.bfloat16))
 
@@ -271,7 +272,7 @@ class Codec:
 
     def mean(self, context: Context) -> Tensor:
         """Return the mean that is removed, float32: [C], or [N, T, C] where it turns with the position."""
-        return self.turned(self.centre, context)
+        return self.turned(self._own["predict"]["mean"], context)
 
     @property
     def centre(self) -> Tensor:
@@ -284,7 +285,7 @@ class Codec:
             return mean_C
         assert context.rope is not None, "a mean after RoPE needs the cos and sin in use"
         mean_HD = mean_C.unflatten(0, (self.geometry.kv_heads, -1))
-        cos, sin = (part.float() for part in context.rope)
+        cos, sin = context.rope[0].float(), context.rope[1].float()
         return rope.rotate(mean_HD.expand(*cos.shape[:2], -1, -1), cos, sin).flatten(-2)
 
     @property

@@ -1,6 +1,7 @@
 """Encode the oldest tokens of a layer's window, one whole block at a time, when they are due."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,7 +186,7 @@ class Encoder:
         return k_BTC.unflatten(1, (count, size)), tuple(part.unflatten(1, (count, size)) for part in rope)
 
 
-def _gap(codec: Codec | RowCodec, x_NTC: Tensor, context: Context, decoded_NTC: Tensor) -> Tensor:
+def _gap(codec: Any, x_NTC: Tensor, context: Context, decoded_NTC: Tensor) -> Tensor:
     """Return the error of blocks as the codec takes them, which it decodes, centred, to `decoded`."""
     gap_NTC = x_NTC.float() - decoded_NTC.float()
     return gap_NTC if codec.predictor is None else gap_NTC - codec.mean(context)
