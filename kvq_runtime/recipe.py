@@ -41,7 +41,7 @@ class Recipe:
     policies   choices about tokens: which are held, read, or kept exact for longer, and what is fitted to the prompt;
                none: all tokens are held and read, and `window` alone says which are exact
     key_bias   "removed": keys without a prediction are encoded less the bias of the model's k_proj, if it has one ·
-               "kept": as they are (`kvq_runtime/key_bias.py`)
+               "kept": as they are (`kvq_runtime/codec/key_bias.py`)
     """
 
     name: str

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run import plan
-from kvq_runtime import key_bias
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact, load
+from kvq_runtime.codec import key_bias
 from kvq_runtime.geometry import Geometry, Sliding
 from kvq_runtime.recipe import Recipe, families, presets
 from kvq_runtime.registry import reference

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from kvq_calib.model import catalog
 from kvq_calib.model.config import auto_class, transformers_config
 from kvq_runtime.artifact import fingerprint
+from kvq_runtime.codec.key_bias import Biases, nonzero
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.families import Family, attending, family_of
 from kvq_runtime.geometry import Geometry, Sliding, stretches
-from kvq_runtime.key_bias import Biases, nonzero
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -7,7 +7,7 @@ put together tensors such as single experts. Its own rules are applied here.
 import copy
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,15 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from kvq_runtime.families import ATTENTION, LAYERS
 from kvq_runtime.hf.model import decoder_of
 
-if TYPE_CHECKING:
-    from kvq_calib.model.files import ModelFiles
-
 
 class Weights:
     """The parameters of a model of transformers by name; the model itself has no memory.
 
+    files             the `ModelFiles` of its folder
     decoder, output   names of the decoder of text, and of the output head, in the model
     """
 
-    def __init__(self, files: "ModelFiles", model: Any):
+    def __init__(self, files: Any, model: Any):
         self.files, self.model = files, model
         modules = {id(module): name for name, module in model.named_modules()}
         self.decoder = modules[id(decoder_of(model))]

@@ -23,6 +23,7 @@ from kvq_runtime.registry.evaluation_records import (
     TextRecord,
     Unmeasured,
 )
+from kvq_runtime.registry.rating import rate
 from kvq_runtime.store.memory import scheme_bits
 
 Records = Sequence[TextRecord]
@@ -33,8 +34,8 @@ def table(records: Records) -> list[dict[str, Any]]:
     """Return a row for the 16-bit model, then one a recipe, with a loss and a KL for each protocol.
 
     The row of the 16-bit model has perplexities, other rows the distance from them; "none" stands for a reason that
-    `notes` gives. "in use decoded" is the share of reads in use that were of decoded tokens, "beyond" the share of
-    blocks whose error exceeds the calibration's.
+    `notes` gives. "rating" says whether the recipe is usable on this model. "in use decoded" is the share of reads in
+    use that were of decoded tokens, "beyond" the share of blocks whose error exceeds the calibration's.
     """
     length = records[0].protocol.length
     rows = [_bits("16 bit", EXACT, length), *(_bits(one.name, one.result.bits, length) for one in records)]
@@ -45,6 +46,9 @@ def table(records: Records) -> list[dict[str, Any]]:
             row |= _loss(head, record.figures(protocol))
             if protocol == IN_USE:
                 row["in use decoded"] = _share_decoded(record.result.protocols.get(protocol))
+    rows[0]["rating"] = None
+    for row, record in zip(rows[1:], records, strict=True):
+        row["rating"] = rate(record).word
     return rows
 
 

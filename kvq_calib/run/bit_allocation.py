@@ -35,7 +35,7 @@ from kvq_runtime.recipe import Recipe, Role, Scheme, Window, with_each
 from kvq_runtime.recipes import aqua_fisher, higgs, turboquant
 from kvq_runtime.recipes.aqua_fisher import GAIN
 from kvq_runtime.stages.latent import Mixed
-from kvq_runtime.stages.predict import Linear, Mean
+from kvq_runtime.stages.predict import Mean
 from kvq_runtime.stages.rotate import Hadamard
 from kvq_runtime.stages.rtn import Rtn
 from kvq_runtime.vllm import plugin
@@ -121,7 +121,7 @@ def _drafted(recipe: Recipe) -> Recipe:
         if not divides(scheme):
             return scheme
         predict: Any = scheme.predict
-        predict = replace(predict, storage="bf16") if isinstance(predict, Linear) else predict
+        predict = replace(predict, storage="bf16") if hasattr(predict, "storage") else predict
         quantize: Any = scheme.quantize
         quantize = replace(quantize, gain=0, weighed=False)
         return replace(scheme, quantize=quantize, predict=predict)

@@ -16,7 +16,7 @@ from kvq_calib.model import find
 from kvq_calib.model.files import ModelFiles
 from kvq_calib.run.device import usable
 from kvq_calib.text import corpus
-from kvq_runtime import key_bias
+from kvq_runtime.codec import key_bias
 from kvq_runtime.fit.fitting import requested
 from kvq_runtime.fit.statistics import Statistic
 from kvq_runtime.geometry import ROLES, Geometry

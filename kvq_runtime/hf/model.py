@@ -18,9 +18,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvq_runtime import families
 from kvq_runtime.artifact import fingerprint
+from kvq_runtime.codec.key_bias import centred, nonzero, tensors
 from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family
 from kvq_runtime.geometry import Geometry
-from kvq_runtime.key_bias import centred, nonzero, tensors
 from kvq_runtime.ops import rope
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
@@ -118,7 +118,7 @@ class Served:
         return modules
 
     def less_bias(self, recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
-        """Return a recipe without an artifact as this model takes it, and its tensors (`kvq_runtime/key_bias.py`)."""
+        """Return a recipe without an artifact as this model takes it, and its tensors (`codec/key_bias.py`)."""
         attention = [*self.attention.values()]
         projections = {n: getattr(module, "k_proj", None) for n, module in enumerate(attention)}
         biases = {n: bias for n, module in projections.items() if (bias := getattr(module, "bias", None)) is not None}

@@ -4,7 +4,7 @@ Every predictor first removes the scheme's calibrated mean μ (for keys the mean
 mean R_t μ). Decoded tensors are passed from layer to layer centred, too, so a prediction is
 
     mean       x̂ = μ
-    bias       x̂ = b, the bias of the model's k_proj, which is not fitted (`kvq_runtime/key_bias.py`)
+    bias       x̂ = b, the bias of the model's k_proj, which is not fitted (`kvq_runtime/codec/key_bias.py`)
     linear     x̂ = μ + z W + b                z = the inputs, side by side
     low rank   x̂ = μ + (z A) U + b
     MLP        x̂ = μ + gelu(norm(z) W₁ + b₁) W₂ + b
@@ -52,6 +52,7 @@ class Bias(Mean):
 
     kind: ClassVar[str] = "bias"
     fitted: ClassVar[bool] = False
+    of_model: ClassVar[bool] = True
 
     def check(self, site: Site) -> None:
         if site.role != "key":

@@ -108,11 +108,13 @@ class Predictor(Stage):
     """A prediction that is subtracted from keys or values before they are rotated and rounded: a mean at least.
 
     cross_layer   whether it reads other decoded tensors, so that layers are encoded and decoded in order
+    of_model      whether its tensors are the model's own, not those of a fit
     """
 
     slot = "predict"
     fitted = True
     cross_layer: ClassVar[bool] = False
+    of_model: ClassVar[bool] = False
 
     @property
     def fitted_on_exact(self) -> bool:

@@ -18,10 +18,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
 
-from kvq_runtime import key_bias
 from kvq_runtime.artifact import fingerprint, recipe_text
 from kvq_runtime.artifact.artifact import Artifact
-from kvq_runtime.codec import codec
+from kvq_runtime.codec import codec, key_bias
 from kvq_runtime.disk.files import json_object
 from kvq_runtime.errors import ArtifactError, NotFound
 from kvq_runtime.families import attending, family_of
@@ -67,8 +66,8 @@ def match(
 
     config   of the model's decoder, as in config.json
     model    its folder or its id on a Hub; projections are compared if its files are on this machine
-    Keys of a recipe without an artifact are encoded less the bias of k_proj (`kvq_runtime/key_bias.py`); ValueError if
-    the model's files, which hold it, are not on this machine.
+    Keys of a recipe without an artifact are encoded less the bias of k_proj (`codec/key_bias.py`); ValueError if the
+    model's files, which hold it, are not on this machine.
     """
     folder, geometry = model_folder(model, revision), Geometry.from_config(config)
     if served.artifact is not None:

@@ -227,7 +227,7 @@ def test_what_cannot_be_fitted_online_is_refused(base, changes, said):
 
 def test_a_model_hands_its_queries_to_the_fit():
     """The moves against those of queries recomputed from the prompt; under any other attention the recipe refuses."""
-    model, ids = random_model("qwen2", "sdpa"), prompt(2, 200)
+    model, ids = random_model("llama", "sdpa"), prompt(2, 200)
     recipe = preset("squat-pre-online-2bit")
     with pytest.raises(RuntimeError, match="needs queries"):
         model(ids, past_key_values=KVQCache.from_recipe(recipe, model))

@@ -169,10 +169,10 @@ def test_only_what_is_chosen_is_decoded(monkeypatch):
         return tokens(self, fields, block_N, place_N, channels)
 
     monkeypatch.setattr(Codec, "tokens", counting)
+    filled = [fill(recipe(budget=32, outliers=1), [total], 1) for total in (200, 1400)]
     monkeypatch.setattr(Codec, "decode", None)
     found = []
-    for total in (200, 1400):
-        cache, x = fill(recipe(budget=32, outliers=1), [total], 1)
+    for cache, x in filled:
         counted.clear()
         cache.take(0, *x[0, :, :, -1:].unbind(0))
         cache.attend(0, queries(1)[0], None, SCALE)

@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOTS = {
-    "kvq_runtime": {"recipe", "geometry", "settings", "errors", "cache", "policy_setting", "families"},
-    "kvq_calib": set(),
+    "kvq_runtime": {"recipe", "geometry", "errors", "cache", "policy_setting", "families"},
+    "kvq_calib": {"bench", "lm_eval"},
 }
 
 

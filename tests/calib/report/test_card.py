@@ -50,7 +50,7 @@ def front_of(text: str) -> dict:
 def test_the_card_says_what_is_known(fitted):
     text = cards.card(fitted, [record()], "demo-aqua", {"license": "apache-2.0"}, "perplexity-by-bits.png")
     front = front_of(text)
-    assert front["license"] == "apache-2.0" and {"kvq", "aqua-2bit", "arxiv:2501.19392"} <= set(front["tags"])
+    assert front["license"] == "apache-2.0" and {"kvq", "aqua-2bit"} <= set(front["tags"])
     assert "base_model" not in front and "datasets" not in front  # demo is no repository of the Hub
     sizes = folder.sizes(fitted)
     assert front["kvq"] == sizes
@@ -92,6 +92,7 @@ def test_a_table_has_a_row_a_recipe():
     rows = tables.table([record(), record("higgs-2bit", full=part | {"beyond": 0.0125, "windows": None})])
     assert [row["recipe"] for row in rows] == ["16 bit", "aqua-2bit", "higgs-2bit"]
     assert rows[0]["full"] == "14.000" and rows[1]["full"] == "+2.00% ± 0.20%" and rows[1]["in use decoded"] == "10%"
+    assert (rows[0]["rating"], rows[1]["rating"]) == (None, "usable")
     assert rows[2]["full"] == "+10.00%" and rows[2]["full beyond"] == "1.25%"
 
 

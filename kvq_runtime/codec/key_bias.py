@@ -37,7 +37,7 @@ def centred(recipe: Recipe, biases: Biases) -> Recipe:
     mean = Mean() if recipe.fitted or recipe.fits_prompt else Bias()
 
     def less_mean(key: Scheme) -> Scheme:
-        own = key.predict is not None and not isinstance(key.predict, Bias)
+        own = key.predict is not None and not key.predict.of_model
         return key if own or key.quantize.keeps_dtype else replace(key, predict=mean)
 
     layers = {n: (less_mean(key), value) for n, (key, value) in recipe.layers.items()}
@@ -49,5 +49,5 @@ def tensors(recipe: Recipe, geometry: Geometry, biases: Biases) -> dict[str, Ten
     return {
         f"layers.{n}.key.predict.mean": biases.get(n, torch.zeros(geometry.width))
         for n in range(geometry.layers)
-        if isinstance(recipe.at(n)[0].predict, Bias)
+        if (predict := recipe.at(n)[0].predict) is not None and predict.of_model
     }
