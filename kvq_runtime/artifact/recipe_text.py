@@ -112,7 +112,7 @@ def settings(recipe: Recipe) -> dict[str, str]:
 
 
 def _tree(recipe: Recipe) -> Tree:
-    stated = {"key_bias": recipe.key_bias} | recipe.to_json()
+    stated: Tree = {"key_bias": recipe.key_bias} | recipe.to_json()
     policies = {policy["kind"]: policy for policy in stated["policies"]}
     policies |= {kind: None for kind in sorted(policy_kinds().keys() - policies.keys())}
     return {name: stated[name] for name in ("position", "key_bias", "window", *ROLES, "layers")} | {

@@ -120,7 +120,7 @@ class Served:
     def less_bias(self, recipe: Recipe) -> tuple[Recipe, dict[str, Tensor]]:
         """Return a recipe without an artifact as this model takes it, and its tensors (`codec/key_bias.py`)."""
         attention = [*self.attention.values()]
-        projections = {n: getattr(module, "k_proj", None) for n, module in enumerate(attention)}
+        projections: dict[int, Any] = {n: getattr(module, "k_proj", None) for n, module in enumerate(attention)}
         biases = {n: bias for n, module in projections.items() if (bias := getattr(module, "bias", None)) is not None}
         if not biases or hasattr(attention[0], "k_norm") or self.rope_refusal() is not None:
             return recipe, tensors(recipe, self.geometry, {})

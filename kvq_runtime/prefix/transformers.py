@@ -52,7 +52,7 @@ class PrefixStore:
         self._artifact = source if isinstance(source, Artifact) else None
         self.model = model
         if self._artifact is None:
-            check_type("recipe", source, Recipe, "an Artifact, a Recipe, or the name of one")
+            source = check_type("recipe", source, Recipe, "an Artifact, a Recipe, or the name of one")
             self.recipe, self._tensors = Served(model).less_bias(source)
         else:
             self.recipe, self._tensors = source.recipe, source.tensors
