@@ -74,9 +74,9 @@ def _calibrate(args: argparse.Namespace) -> int:
         job = prepare.not_alone(job, work)
     notes, caution = (
         prepare.preflight(job, work),
-        rating.fit_warning(vars(work.plan)),
+        rating.fit_warning(vars(work.plan) | work.files.provenance),
     )
-    notes += [f"CAUTION: {caution}; use more --samples"] if caution else []
+    notes += [f"CAUTION: {caution}"] if caution else []
     notes += prepare.rehearse(job, work) if args.dry_run else []
     for note in notes:
         exit_codes.say("kvq-calibrate", note)

@@ -33,7 +33,7 @@ from kvq_runtime.cli.table import print_record, print_table
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import extra
 from kvq_runtime.ops import product
-from kvq_runtime.registry import reference
+from kvq_runtime.registry import rating, reference
 from kvq_runtime.registry.evaluation_records import PROTOCOLS, parse
 from kvq_runtime.registry.resolve import choose as choose_version
 from kvq_runtime.registry.resolve import open_registry
@@ -67,7 +67,9 @@ def _length(args: Namespace, files: ModelFiles) -> int:
 
 
 def _text(args: Namespace, files: ModelFiles, source: str) -> corpus.Batch:
-    """Choose the windows to measure on."""
+    """Choose the windows to measure on; say what casts doubt on their tokens."""
+    if caution := rating.fit_warning(files.provenance):
+        say("kvq", f"CAUTION: {caution}")
     return corpus.select(source, files.path, args.windows, _length(args, files), args.seed, "held-out")
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from kvq_calib.model import catalog
+from kvq_calib.model import catalog, gguf
 from kvq_calib.model.config import auto_class, transformers_config
 from kvq_runtime.artifact import fingerprint
 from kvq_runtime.codec.key_bias import Biases, nonzero
@@ -23,6 +23,7 @@ from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.families import Family, attending, family_of
 from kvq_runtime.geometry import Geometry, Sliding, stretches
+from kvq_runtime.registry import rating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -79,6 +80,8 @@ class ModelFiles:
         facts: dict[str, Any] = {"model": self.id, "revision": self.revision}
         if self.quantization:
             facts["quantization"] = self.quantization
+        if self.config.get(gguf.GUESSED):
+            facts["text_split"] = rating.GUESSED
         loader = auto_class(self.config["model_type"]).__name__
         return facts if loader == "AutoModelForCausalLM" else facts | {"loader": loader}
 

@@ -3,12 +3,13 @@
 transformers' own loader dequantizes the weights. The folder lies in $KVQ_HOME/gguf, named by the file's sha256.
 
 Differs from the loader: refuses a file of which it would read something else than llama.cpp does (scaled RoPE, parts,
-tensors that are missing), and gives tokenizers of SmolLM the digits that it leaves out.
+tensors that are missing, keys for which it has other defaults), and splits text and adds BOS as llama.cpp does.
 """
 
 import hashlib
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,13 @@ from kvq_runtime.registry.reference import home
 
 PIECE = 1 << 24  # bytes
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DIGITS = ("smollm",)  # by `tokenizer.ggml.pre`: digits are tokens of their own
+GUESSED = "text_split_guessed"  # in a config.json: nothing says how the tokenizer splits text before it merges
+# by `tokenizer.ggml.pre`: digits are tokens of their own; text is split as GPT-2's; texts begin with BOS, and whole
+# words of the vocabulary need no merges
+DIGITS, GPT2 = ("smollm",), ("gpt-2", "phi-2", "mpt", "olmo")
+WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken")
 TOKENIZERS = {"gemma3": "gemma3_text"}  # {architecture: its tokenizer's type}, where transformers would search for it
+INSTEAD = "use the model in Hugging Face format"
 LICENSE = ("license", "license.name", "license.link")
 
 
@@ -86,19 +92,46 @@ def convert(path: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
     missing = {*found["missing_keys"], *(one[0] for one in found["mismatched_keys"])}
     if missing:
         raise ValueError(f"{path} lacks {min(missing)}, or has it in another shape; give the file of a whole model")
+    _settle(path, values, model.config)
     quantized = [kind for kind, _ in kinds.most_common() if kind not in DTYPES]
     if quantized:
         setattr(model.config, DEQUANTIZED, ", ".join(quantized))
-    model.save_pretrained(folder)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = values.get("tokenizer.chat_template")
-    if values.get("tokenizer.ggml.pre") in DIGITS:
-        backend = tokenizer.backend_tokenizer
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
+    if values["tokenizer.ggml.model"] == "gpt2" and not _set_split(tokenizer, values):
+        setattr(model.config, GUESSED, True)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     said = {name.replace(".", "_"): values[f"general.{name}"] for name in LICENSE if f"general.{name}" in values}
     lines = [f"{name}: {value}" for name, value in said.items()]
     (folder / "README.md").write_text("\n".join(["---", *lines, "---", f"{path.name}, written out.\n"]))
+
+
+def _set_split(tokenizer: Any, values: Mapping[str, Any]) -> bool:
+    """Split text before merges as `tokenizer.ggml.pre` says, else as the architecture's own tokenizer does.
+
+    Return False if neither says how: the text is then split as GPT-2's.
+    """
+    pre, backend = values.get("tokenizer.ggml.pre", "default"), tokenizer.backend_tokenizer
+    if pre in WORDS:
+        backend.model.ignore_merges = True
+        tokenizer.add_bos_token = values.get("tokenizer.ggml.add_bos_token", True)
+    if pre in DIGITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
+    elif pre == "default" and type(tokenizer).__name__.startswith("Qwen"):
+        backend.pre_tokenizer = type(tokenizer)().backend_tokenizer.pre_tokenizer
+    return pre in GPT2 or not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)  # the loader's own default
+
+
+def _settle(path: Path, values: Mapping[str, Any], config: Any) -> None:
+    """Take what a file leaves out as llama.cpp does: RoPE's base, 10,000; the scale of scores of Gemma 2's largest."""
+    if config.model_type == "gemma2" and config.num_hidden_layers == 46:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    base = rope.get("full_attention", rope)["rope_theta"]
+    given = values.get(f"{values['general.architecture']}.rope.freq_base", 10_000.0)
+    if base != given:
+        raise ValueError(f"{path}: RoPE's base is {given:g}, and transformers reads {base:g}; {INSTEAD}")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], Counter[str]]:
@@ -125,13 +158,20 @@ def _header(path: Path) -> tuple[dict[str, Any], Counter[str]]:
         raise ValueError(f"{path}: {refusal({'model_type': name})}")
     if values.get("split.count", 1) > 1:
         raise ValueError(f"{path} is one of {values['split.count']} parts; join them: llama-gguf-split --merge")
-    scaling = values.get(f"{name}.rope.scaling.type", "none")
-    if "rope_freqs.weight" in names or (scaling != "none" and name != "gpt-oss"):
-        raise ValueError(
-            f"{path} scales RoPE, which transformers' GGUF loader does not read; use the model in Hugging Face format"
-        )
+    kind, factor = (values.get(f"{name}.rope.{key}") for key in ("scaling.type", "scaling.factor"))
+    factor = values.get(f"{name}.rope.scale_linear", 1.0) if factor is None else factor
+    scaled = factor not in (0.0, 1.0) if kind is None else kind != "none"  # llama.cpp's default is linear
+    if scaled or any(tensor.startswith("rope_f") for tensor in names):
+        raise ValueError(f"{path} scales RoPE, which transformers' GGUF loader does not read; {INSTEAD}")
     if not kinds:
         raise ValueError(f"{path} has no layers; give the file of a whole model")
+    needed = [f"{name}.attention.layer_norm_rms_epsilon", "tokenizer.ggml.eos_token_id"]
+    if name.startswith("gemma"):
+        needed.append(f"{name}.attention.sliding_window")
+    if values.get("tokenizer.ggml.model") == "llama" or values.get("tokenizer.ggml.pre") in WORDS:
+        needed.append("tokenizer.ggml.bos_token_id")
+    if missing := [key for key in needed if key not in values]:
+        raise ValueError(f"{path} lacks {missing[0]}, which transformers' GGUF loader would make up; {INSTEAD}")
     return values, kinds
 
 

@@ -12,6 +12,11 @@ from kvq_runtime.registry.evaluation_records import FULL, SPOKEN, TextRecord, pa
 USABLE, LOSSY, NOT_MEASURED = "usable", "too lossy", "not measured"
 MAX_RELATIVE, MAX_KL = 0.10, 0.1  # of a usable version: perplexity relative to 16 bit; nats per token
 FEWEST = 8  # sequences of a fit without a warning
+GUESSED = "guessed"  # `text_split` in the provenance of a model whose file does not say how its tokenizer splits text
+UNKNOWN_SPLIT = (
+    "the GGUF file's tokenizer.ggml.pre is missing or unknown, so that text was split as GPT-2's: all losses may be "
+    "those of tokens that the model never saw; use the model in Hugging Face format"
+)
 WEEKS = range(200_001, 1_000_000)  # seeds of drift checks: year and week, as in 202614
 
 
@@ -75,14 +80,15 @@ def drift_week(record: TextRecord) -> int | None:
 
 
 def fit_warning(provenance: Mapping[str, Any]) -> str | None:
-    """Warn of a fit on few sequences, or without held-out ones; None for any other, or without these numbers."""
+    """Warn of guessed tokens, and of a fit on few sequences or without held-out ones; None: no fact calls for it."""
     samples, held_out = provenance.get("samples"), provenance.get("held_out", 0)
+    warnings = [UNKNOWN_SPLIT] if provenance.get("text_split") == GUESSED else []
     if type(samples) is not int or type(held_out) is not int:
-        return None
-    fitted, warnings = samples - held_out, []
+        return "; ".join(warnings) or None
+    fitted = samples - held_out
     if fitted < FEWEST:
         less = f" ({samples} less {held_out} held out)" if held_out else ""
-        warnings.append(f"fitted on {counted(fitted, 'sequence')}{less}, fewer than {FEWEST}")
+        warnings.append(f"fitted on {counted(fitted, 'sequence')}{less}, fewer than {FEWEST}; use more --samples")
     if not held_out:
         warnings.append("none was held out, so that its errors by layer are those of the text it was fitted to")
     return "; ".join(warnings) or None

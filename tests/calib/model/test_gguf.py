@@ -13,6 +13,7 @@ import tiny
 import tiny_gguf
 import torch
 from tiny_gguf import Type
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from kvq_calib.cli import calibrate
@@ -21,6 +22,7 @@ from kvq_calib.model import gguf
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime import KVQCache
 from kvq_runtime.errors import ArtifactError, NotFound
+from kvq_runtime.registry import rating
 
 
 def made(architecture: str = "llama", seed: int = 0, **settings) -> PreTrainedModel:
@@ -101,6 +103,49 @@ def test_tokens_are_those_of_transformers(tmp_path: Path):
     # SmolLM's digits are tokens of their own, which transformers' conversion leaves out
     path = tiny_gguf.write(made(vocab_size=259), tmp_path / "digits.gguf", **said, **{"tokenizer.ggml.pre": "smollm"})
     assert len(Encoder(gguf.converted(path)).whole("ab 12")) == 4
+    # Llama 3's texts begin with BOS, and its whole words need no merges; transformers' conversion leaves both out
+    said = {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.bos_token_id": 5, "tokenizer.ggml.tokens": tokens}
+    path = tiny_gguf.write(made(vocab_size=259), tmp_path / "words.gguf", **said)
+    assert Encoder(gguf.converted(path)).whole("12") == [5, tokens.index("12")]
+
+
+def test_text_is_split_as_the_model_splits_it_or_a_caution_is_given(tmp_path: Path, kvq):
+    """A missing `tokenizer.ggml.pre` is taken from the architecture, where that has a tokenizer of its own."""
+    text, splits = "'Tis 1234 days-\n\n  left", {}
+    cases = [("own", "qwen2", "qwen2"), ("missing", "qwen2", None), ("default", "qwen2", "default")]
+    cases += [("other", "qwen2", "deepseek-coder"), ("llama", "llama", None)]
+    for name, architecture, pre in cases:
+        said = {} if pre is None else {"tokenizer.ggml.pre": pre}
+        path = tiny_gguf.write(made(architecture, head_dim=16), tmp_path / f"{name}.gguf", **said)
+        files = models.resolve(path)
+        split = Tokenizer.from_file(str(files.path / "tokenizer.json")).pre_tokenizer
+        splits[name] = [piece for piece, _ in split.pre_tokenize_str(text)]
+        caution = rating.fit_warning(files.provenance)
+        assert (caution is None) == (name not in ("other", "llama")), name
+    assert splits["missing"] == splits["default"] == splits["own"] != splits["other"]
+    given = ["kivi-4bit", "--model", str(path), "--corpus", str(tiny.text(tmp_path)), "--windows", "1"]
+    code, _, errors = kvq("eval", *given, "--length", "192", "--protocol", "full")
+    assert code == 0 and "CAUTION: the GGUF file's tokenizer.ggml.pre is missing or unknown" in errors
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said", "wanted"),
+    [
+        ("qwen3", {"qwen3.attention.layer_norm_rms_epsilon": None}, "lacks qwen3.attention.layer_norm_rms_epsilon"),
+        ("gemma3_text", {"gemma3.attention.sliding_window": None}, "lacks gemma3.attention.sliding_window"),
+        ("gemma3_text", {"gemma3.rope.freq_base": None}, r"RoPE's base is 10000, and transformers reads 1e\+06"),
+        ("llama", {"llama.rope.scaling.factor": 4.0}, "scales RoPE"),
+        ("llama", {"rope_factors_long.weight": torch.ones(8)}, "scales RoPE"),
+        ("llama", {"tokenizer.ggml.eos_token_id": None}, "lacks tokenizer.ggml.eos_token_id"),
+        ("llama", {"tokenizer.ggml.pre": "llama-bpe"}, "lacks tokenizer.ggml.bos_token_id"),
+    ],
+)
+def test_a_key_that_transformers_would_make_up_is_refused(architecture: str, said: dict, wanted: str, tmp_path: Path):
+    """Where its default is not llama.cpp's, or llama.cpp has none."""
+    settings = CASES.get(architecture, (None, {}))[1] | {"num_hidden_layers": 2}
+    path = tiny_gguf.write(made(architecture, **settings), tmp_path / "model.gguf", **said)
+    with pytest.raises(ValueError, match=f"{wanted}.*; use the model in Hugging Face format"):
+        models.resolve(path)
 
 
 def test_other_files_are_refused(tmp_path: Path, home: Path):
@@ -127,6 +172,15 @@ def test_other_files_are_refused(tmp_path: Path, home: Path):
         models.resolve(tmp_path)
     with pytest.raises(ValueError, match="revision 'v1' is of a model on the Hub, and .* is a file"):
         models.resolve(path, "v1")
+
+
+def test_the_largest_gemma2_scales_scores_by_its_width():
+    """144 of 4608 / 32, where transformers' default is the head size."""
+    for layers, scale in ((42, 256), (46, 144)):
+        shape = {"num_hidden_layers": layers, "hidden_size": 4608, "num_attention_heads": 32}
+        config = AutoConfig.for_model("gemma2", **shape)
+        gguf._settle(Path("x"), {"general.architecture": "gemma2"}, config)
+        assert config.query_pre_attn_scalar == scale
 
 
 def test_without_the_package_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
