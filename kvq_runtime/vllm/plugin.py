@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvq_runtime import errors
+from kvq_runtime.artifact import recipe_text
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.vllm import served_recipe
@@ -33,7 +34,10 @@ def check_recipe(recipe: Recipe) -> None:
     elif recipe.cross_layer:
         reason = "each layer is predicted from the decoded layer below, and vLLM's layers see their own pages alone"
     if reason is not None:
-        raise ValueError(f"vLLM cannot serve {recipe.name}: {reason}; docs/serve-vllm.md lists the recipes that it can")
+        raise ValueError(
+            f"vLLM cannot serve {recipe.name}: {reason}; use kivi-4bit, or bits by layer: kvq-calibrate --recipe auto "
+            "--bits 3.25 --for vllm"
+        )
 
 
 def check_engine(config: Any) -> None:
@@ -82,6 +86,8 @@ def named(reference: str) -> AbstractContextManager[None]:
 def load(reference: str) -> ServedRecipe:
     """Load a reference, once a process. Raises what `load_artifact` does, and ValueError, with the variable's name."""
     with named(reference):
+        if recipe_text.is_recipe(reference):  # before a fit is asked for, which could not be served
+            check_recipe(recipe_text.read(reference))
         served = served_recipe.read(reference)
         check_recipe(served.recipe)
     return served

@@ -133,7 +133,7 @@ def test_layers_that_slide_answer_beside_layers_that_are_compressed(sliding: Pat
 
 @pytest.mark.parametrize(
     ("reference", "message"),
-    [("no-such-recipe", "no-such-recipe"), ("aqua-2bit", "has to be fitted"), ("subkv-2bit", "nearest recipe")],
+    [("no-such-recipe", "no-such-recipe"), ("aqua-2bit", "cannot serve aqua-2bit"), ("subkv-2bit", "use kivi-4bit")],
 )
 def test_what_cannot_be_served_stops_the_start(reference: str, message: str, tmp_path: Path):
     """With our sentence as the last, an exit code, and nothing left running."""

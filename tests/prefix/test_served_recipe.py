@@ -90,7 +90,8 @@ def test_what_is_not_there_or_cannot_be_served_is_said_before_a_model_is_read(tm
     monkeypatch.setenv("KVQ_REGISTRY", str(tmp_path / "registry"))
     artifact.save(tiny(), tmp_path / "tiny.safetensors")
     for reference, message in [
-        ("no-such-name", "no-such-name"), ("aqua-2bit", "kvq-calibrate --recipe aqua-2bit"),
+        ("no-such-name", "no-such-name"), ("aqua-2bit", "cannot serve aqua-2bit: .* use kivi-4bit"),
+        ("mean-lloyd-3bit-post", "has to be fitted to a model: kvq-calibrate"),
         ("subkv-2bit", "vLLM decides which pages are held"), (str(tmp_path / "tiny.safetensors"), "layer below"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message) as refused:
