@@ -89,6 +89,8 @@ def parser() -> tuple[Parser, Any]:
     command = add("show", "version", "show settings, provenance, errors and evaluations", "kvq show NAME@1.2.0")
     command.add_argument("reference", metavar="REF", help=f"NAME, {VERSION}, a file, or a folder of kvq pull")
     command.add_argument("--lock", metavar="FILE", help="require the file that this lock file pins")
+    text = "also digests, fingerprint, environment, and quantiles of the fit's errors"
+    command.add_argument("--verbose", action="store_true", help=text)
     command = add("history", "names", "list every change of a name", "kvq history NAME")
     command.add_argument("name", metavar="NAME", help="NAME or hf://ORG/NAME")
 

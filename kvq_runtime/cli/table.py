@@ -1,6 +1,8 @@
 """Print results: aligned text for people, JSON for programs."""
 
 import json as json_module
+import textwrap
+from itertools import zip_longest
 from typing import Any
 
 from kvq_runtime.disk.strict_json import flatten
@@ -24,14 +26,15 @@ def print_table(rows: list[dict[str, Any]], json: bool) -> None:
 
 
 def print_record(record: dict[str, Any], json: bool) -> None:
-    """Print a record, a field a line, nested fields as a.b; with `json`, as a JSON object."""
+    """Print a record, a field a line of 100 columns or several, nested fields as a.b; with `json`, as a JSON object."""
     if json:
         print(json_module.dumps(record, indent=2, default=str))
         return
     lines = {printable(name): cell(value) for name, value in flatten(record).items()}
     width = max(map(len, lines), default=0)
     for name, text in lines.items():
-        print(f"{name:{width}}  {text}".rstrip())
+        rows = textwrap.wrap(text, max(20, 98 - width), break_long_words=False, break_on_hyphens=False) or [""]
+        print("\n".join(f"{begin:{width}}  {row}".rstrip() for begin, row in zip_longest([name], rows, fillvalue="")))
 
 
 def cell(value: Any) -> str:

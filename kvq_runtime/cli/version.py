@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -28,9 +29,12 @@ from kvq_runtime.registry.events import Version
 from kvq_runtime.registry.lock import Lock
 from kvq_runtime.registry.resolve import Resolved, open_registry, resolve, resolve_name
 
+DETAIL = re.compile(r"^(path|files|fingerprint|provenance\.environment)\b|_digest$|_sha256$|block_error|mean_energy")
+SOURCE = 24  # characters of a text's name
+
 
 def run_show(args: Namespace) -> int:
-    """Print everything about one version, with its evaluations."""
+    """Print what one version is and loses, within 100 columns; with --verbose all of its facts but the evaluations'."""
     resolved, loaded = _load(args.reference, args)
     record, lead, records = _fields(resolved), [f"{resolved.name} {resolved.version}".rstrip()], list[TextRecord]()
     if resolved.registry:
@@ -49,8 +53,11 @@ def run_show(args: Namespace) -> int:
         return 0
     print(printable("; ".join([lead[0], f"{record['recipe']['bits']:.3g} bits", *lead[1:]])) + "\n")
     layers = record["fit"].pop("layers", [])
-    print_record({name: value for name, value in record.items() if name != "evaluations" and value != {}}, json=False)
+    facts = flatten({name: value for name, value in record.items() if name != "evaluations" and value != {}})
     fit = [{"layer": i} | flatten(layer) for i, layer in enumerate(layers)] if isinstance(layers, list) else []
+    if not args.verbose:
+        facts, *fit = ({name: row[name] for name in row if not DETAIL.search(name)} for row in (facts, *fit))
+    print_record(facts, json=False)
     tables = {"evaluations (--json has all, and tasks)": losses(records), "fit, by layer": fit}
     for title, rows in tables.items():
         if rows:
@@ -69,8 +76,9 @@ def losses(records: Sequence[TextRecord]) -> list[dict[str, Any]]:
     """Return a row for each measured protocol of each record."""
     rows = []
     for record in records:
-        about = record.protocol
-        row = {"text": about.text.source, "windows": about.windows, "length": about.length}
+        about, source = record.protocol, record.protocol.text.source
+        text = source if len(source) <= SOURCE else f"...{source[3 - SOURCE :]}"
+        row = {"text": text, "windows": about.windows, "length": about.length}
         for protocol in PROTOCOLS:
             if (figures := record.figures(protocol)) is not None:
                 row |= {"protocol": SPOKEN[protocol], "perplexity": figures.perplexity}

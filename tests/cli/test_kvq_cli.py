@@ -44,6 +44,9 @@ def test_show_has_everything_about_a_version(store, as_json, kvq):
     assert shown["recipe"]["bits"] == pytest.approx(2 + 32 / 8)  # 2 bits, and step and low of 16 per group of 8
     assert as_json("show", f"{NAME}@1.0.0")["files"].keys() == {"README.md", "error.png"}
     code, out, _ = kvq("show", NAME)
+    wide = [line.split()[0] for line in out.splitlines() if len(line) > 100]
+    assert code == 0 and "fingerprint" not in out and not {*wide} - {"registry"}, "whose address is a single word"
+    code, out, _ = kvq("show", NAME, "--verbose")
     (lead,), top, evaluations, fit = (part.splitlines() for part in out.split("\n\n"))
     assert code == 0 and lead.startswith(f"{NAME} 1.0.1; 6 bits; usable: perplexity +0.0%")
     assert lead.endswith("; production") and "+0.05%" in evaluations[2]
@@ -107,6 +110,8 @@ def test_tables_align_and_control_no_terminal(capsys):
     assert capsys.readouterr().out == "name         n\na\\x1b[2J\\nb  1\nc\n"
     table.print_record({"a": {"b": [1, 2], "c": [{"d": True}]}, "e": None}, json=False)
     assert capsys.readouterr().out == "a.b      1, 2\na.c.0.d  yes\ne\n"
+    table.print_record({"a": ["long"] * 30, "b": "c" * 120}, json=False)
+    assert [len(line) for line in capsys.readouterr().out.splitlines()] == [98, 85, 123]
 
 
 def test_a_ratio_that_rounds_to_zero_has_no_sign():
