@@ -73,8 +73,9 @@ def hub_id(name: str) -> str:
     known = CATALOG.get(name)
     hub = known.hub if known else name
     if hub is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", hub) or hub.startswith((".", "/")):
-        near = difflib.get_close_matches(name, CATALOG, n=3, cutoff=0.5) or list(CATALOG)
-        raise NotFound(f"model {name!r} is no folder, no Hub id (org/name) and not in the catalog: {', '.join(near)}")
+        near = [] if name.endswith(".gguf") else difflib.get_close_matches(name, CATALOG, n=3, cutoff=0.5)
+        instead = f"did you mean {' or '.join(near)}?" if near else "kvq-calibrate --list-models lists the catalog"
+        raise NotFound(f"model {name!r}: no such folder, .gguf file, Hub id (org/name) or catalog name; {instead}")
     return hub
 
 

@@ -25,8 +25,8 @@ DONE = ["list", "history tiny-2bit", "promote tiny-2bit@1.0.0", "promote tiny-2b
 WRONG = {
     "lst": "kvq: argument COMMAND: invalid choice: 'lst'",
     "promote": "kvq promote: the following arguments are required: REF; kvq promote --help",
-    "eval higgs-4bit --model dmeo": "kvq: model 'dmeo' is no folder, no Hub id (org/name) and not in",
-    "calibrate --model dmeo": "kvq-calibrate: model 'dmeo' is no folder",
+    "eval higgs-4bit --model dmeo": "kvq: model 'dmeo': no such folder, .gguf file, Hub id (org/name) or",
+    "calibrate --model dmeo": "kvq-calibrate: model 'dmeo': no such folder",
     "calibrate --max-perplexity-ratio 0.02": "kvq-calibrate: --max-perplexity-ratio 0.02; use",
 }
 

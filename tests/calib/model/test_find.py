@@ -120,9 +120,8 @@ def test_an_index_cannot_point_out_of_the_folder(folder: Path):
 
 @pytest.mark.parametrize("name", ["qwen2.5-7", "/nowhere/at-all", "a/b/c"])
 def test_an_unknown_name_is_answered_with_known_ones(name: str):
-    with pytest.raises(
-        ValueError, match="not in the catalog: .*qwen2.5-7b" if "qwen" in name else "not in the catalog"
-    ):
+    instead = "did you mean qwen2.5-7b or" if "qwen" in name else "kvq-calibrate --list-models lists the catalog"
+    with pytest.raises(NotFound, match=f"model '{name}': no such folder, .*; {instead}"):
         models.resolve(name)
 
 
