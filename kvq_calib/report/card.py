@@ -50,6 +50,7 @@ def card(
     sizes = folder.sizes(artifact)
     parameters = {record.protocol.model.parameters for record in measured}
     return _template().render(
+        snippet(artifact, name),
         front=_front(artifact, license),
         name=name,
         verdict=rating.rate(next((one for one in measured if one.result.recipe == recipe.name), None)),
@@ -60,9 +61,6 @@ def card(
         model=model,
         revision=revision,
         recipe=recipe,
-        source=_source(model, "loader" in artifact.provenance),
-        pinned=f', revision="{revision}"' if revision else "",
-        ours=recipe.needs & OURS,
         stages=_pairs(recipe_rows(artifact)),
         provenance=_pairs(provenance(artifact, license)),
         layers=_fit(artifact),
@@ -101,13 +99,23 @@ def _front(artifact: Artifact, license: Mapping[str, str]) -> str:
     return f"---\n{ModelCardData(**fields).to_yaml()}\n---"
 
 
+def snippet(artifact: Artifact, reference: str, url: str = "") -> dict[str, Any]:
+    """Return the values of `templates/use.txt`, which loads model and artifact and generates.
+
+    url   of the registry, if it has to be named
+    """
+    model, revision = model_of(artifact)
+    values = {"source": _source(model, "loader" in artifact.provenance), "ours": artifact.recipe.needs & OURS}
+    return values | {"pinned": f', revision="{revision}"' if revision else "", "reference": reference, "url": url}
+
+
 def _source(model: str, images: bool) -> dict[str, Any]:
     """Return the parts of the snippet that load the model: extra, classes, where it is."""
     classes = ["AutoModelForImageTextToText" if images else "AutoModelForCausalLM", "AutoTokenizer"]
     source = {"extra": "hf", "classes": classes, "finder": "", "load": "model_id"}
-    if model == "demo":
-        finder = "from kvq_calib.model.find import resolve"
-        return source | {"extra": "calib", "finder": finder, "where": 'folder = resolve("demo").path', "load": "folder"}
+    if model == "demo" or model.endswith(".gguf"):
+        source |= {"extra": "calib", "finder": "from kvq_calib.model.find import resolve", "load": "folder"}
+        return source | {"where": f'folder = resolve("{model}").path' + "  # give its path" * (model != "demo")}
     if _HUB.fullmatch(model):
         return source | {"where": f'model_id = "{model}"'}
     return source | {"where": f'model_id = "{model}"  # the folder of the model'}

@@ -6,6 +6,7 @@ the file and of the registry's records; whatever cannot be read is named on the 
 """
 
 import base64
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -85,8 +86,13 @@ def _version(
     points = [main, *others] if main else []
     gated = [(rating.drift_week(one), one.result.gate) for one in records if one.result.gate]
     template = _templates().get_template("version.html")
+    url = about["registry"] if about["registry"].startswith("file:") else ""
+    model, corpus = (card.model_of(made)[0], card.corpus_of(made).get("source")) if made else ("MODEL", None)
+    command = ["kvq", "eval", about["reference"], "--model", model, *(["--corpus", str(corpus)] if corpus else [])]
+    command += ["--registry", url] if url else []
     return template.render(
-        about,
+        about | (card.snippet(made, about["reference"], url) if made else {}),
+        command=shlex.join(command),
         recipe=made and card.recipe_rows(made),
         summary=made.recipe.summary if made else "",
         sizes=card.size_rows(folder.sizes(made)) if made else [],

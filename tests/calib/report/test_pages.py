@@ -1,8 +1,11 @@
 """Pages of a version and of a registry: one file that loads nothing, in which nothing of a registry is markup."""
 
 import base64
+import html
 import json
 import re
+import shlex
+import symtable
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -85,6 +88,19 @@ def test_a_page_says_what_is_known(store):
     ):  # fmt: skip
         assert fact in said, fact
     assert not faults and page.count("<img") == 1 and page == pages.of_version(store, "tiny-2bit", "1.1.0")[0]
+
+
+def test_commands_and_code_of_a_page_lack_nothing(store, quick):
+    """An unmeasured version of a GGUF file: what is to be loaded, and measured on which text, stands there."""
+    provenance = {"model": "my model.gguf", "corpus": {"source": "my-text.jsonl"}}
+    store.publish("tiny-2bit", tiny.resealed(provenance=provenance))
+    page = html.unescape(pages.of_version(store, "tiny-2bit", "1.0.0")[0])
+    code, command = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
+    given = ["--model", "my model.gguf", "--corpus", "my-text.jsonl", "--registry", store.url]
+    assert shlex.split(command) == ["kvq", "eval", "tiny-2bit@1.0.0", *given]
+    assert 'folder = resolve("my model.gguf").path' in code and f'model=model, registry="{store.url}")' in code
+    symbols = symtable.symtable(code, "page", "exec").get_symbols()
+    assert {one.get_name() for one in symbols if not (one.is_assigned() or one.is_imported())} == {"print"}
 
 
 def test_a_verdict_is_of_the_record_on_the_text_of_the_fit(store, quick):
