@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+import time
 
 import forked
 import pytest
@@ -50,6 +51,22 @@ def test_the_budget_holds_and_the_oldest_goes_first(tmp_path):
     assert long.put(ids(96), *rows(96)) == long.longest(ids(96)) == 64  # the blocks that surely fit
     with pytest.raises(ValueError, match="one block of rtn-2bit"):
         store(tmp_path, budget=100)
+
+
+def test_blocks_of_a_time_to_come_go_first(tmp_path):
+    """A clock was a year ahead; what is used again is as new as it is."""
+    kept, (keys, values) = store(tmp_path / "size"), rows(32)
+    kept.put(ids(32), keys, values)
+    two = sum(block.size for block in all_blocks(tmp_path / "size"))
+    kept = store(tmp_path / "root", budget=2 * two + 100)
+    texts = [ids(32, first=first) for first in (1, 2, 3)]
+    for text in texts[:2]:
+        kept.put(text, keys, values)
+    for path in files(tmp_path / "root"):
+        os.utime(path, (time.time() + 365 * 86400,) * 2)
+    kept.load(texts[0])
+    kept.put(texts[2], keys, values)
+    assert [kept.longest(text) for text in texts] == [32, 0, 32]
 
 
 def test_one_process_keeps_a_folder_within_its_budget(tmp_path):
