@@ -39,6 +39,18 @@ def test_a_block_of_another_place_is_a_miss(tmp_path):
     assert len(kept.load(ids(48))) == 1
 
 
+def test_a_block_of_another_tenant_or_model_is_a_miss(tmp_path, caplog):
+    """Also where whoever has the folder copies it to the name that it would have."""
+    kept, (keys, values) = store(tmp_path).of_tenant("a"), rows(16)
+    kept.put(ids(16), keys, values)
+    data = kept.folder.path(kept.names(ids(16))[0]).read_bytes()
+    for other in (kept.of_tenant("b"), store(tmp_path).of_tenant("a\0"), store(tmp_path), store(tmp_path, model="n")):
+        caplog.clear()
+        other.folder.path(other.names(ids(16))[0]).write_bytes(data)
+        assert other.load(ids(16)) == [] and "of another recipe, artifact, model, tenant or place" in caplog.text
+    assert len(kept.load(ids(16))) == 1
+
+
 def test_a_file_without_end_a_link_or_a_folder_is_a_miss(tmp_path):
     kept, (keys, values) = store(tmp_path), rows(16)
     kept.put(ids(16), keys, values)

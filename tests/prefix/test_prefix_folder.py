@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import stat
 import time
 
@@ -9,7 +10,7 @@ import forked
 import pytest
 import torch
 from feeding import GEOMETRY
-from kept_blocks import decoded, files, ids, rows, store
+from kept_blocks import contents, decoded, files, ids, rows, store
 
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.prefix.folder import SLACK, Folder, all_blocks, parse_budget
@@ -138,6 +139,30 @@ def test_writers_of_one_prefix_and_readers(tmp_path):
     assert [child.exitcode for child in children] == [0, 0]
     assert not [*tmp_path.rglob("*.tmp")]
     assert sum(block.size for block in all_blocks(tmp_path)) <= budget + 2 * budget // SLACK
+
+
+POINTS = ["draft.opened:2", "draft.written:2", "replace.drafted:2", "replace.renamed:2", "prefix.removed:1"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_writer_that_is_killed_leaves_whole_blocks(point, tmp_path, monkeypatch):
+    """Those before, and one more at most; the next writer removes its draft, and the room it took is given back."""
+    kept, (keys, values) = store(tmp_path), rows(64)
+    kept.put(ids(32, first=3), *rows(32, seed=1))
+    small = store(tmp_path, budget=3 * kept.codec.largest)
+    monkeypatch.setenv("KVQ_FAULT", point)
+    child = forked.process(lambda: small.put(ids(64), keys, values) and 0)
+    child.start()
+    child.join(60)
+    monkeypatch.delenv("KVQ_FAULT")
+    assert child.exitcode == -signal.SIGKILL
+    again = store(tmp_path, budget=6 * kept.codec.largest)
+    assert 16 * len(again.load(ids(64))) == again.longest(ids(64)) <= 32
+    assert again.put(ids(64), keys, values) == 64 == 16 * len(again.load(ids(64)))
+    assert not [*tmp_path.rglob("*.tmp")]
+    whole = store(tmp_path / "other")
+    whole.put(ids(64), keys, values)
+    assert contents(tmp_path / "other").items() <= contents(tmp_path).items()
 
 
 def test_a_disk_that_refuses_in_the_middle_leaves_what_was_kept(tmp_path, monkeypatch):
