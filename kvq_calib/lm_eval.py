@@ -38,6 +38,7 @@ from kvq_runtime.errors import NotFound
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf.model import CACHE
 from kvq_runtime.registry.evaluation_records import IN_USE
+from kvq_runtime.registry.hub_client import disable_telemetry
 from kvq_runtime.registry.reference import home
 
 AT_LENGTH = 4096  # tokens of the cache whose bits a record states
@@ -175,6 +176,7 @@ def evaluate(
 
     Raises NotFound for an unknown task, RuntimeError for a task whose data or packages are missing.
     """
+    disable_telemetry()
     manager = TaskManager(include_path=include_path)
     for task in asked.tasks:
         _check(manager, task)

@@ -15,6 +15,7 @@ from kvq_calib.model.files import INDEX, SINGLE, ModelFiles, tensors_of
 from kvq_calib.model.gguf import is_gguf
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import NotFound
+from kvq_runtime.registry.hub_client import disable_telemetry
 
 __all__ = ["CATALOG", "Entry", "ModelFiles", "entry", "look_up", "resolve"]
 
@@ -91,6 +92,7 @@ def _local(name: str, revision: str | None) -> ModelFiles | None:
 def _download(hub: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
+    disable_telemetry()
     with _translated(hub, revision):
         return Path(snapshot_download(hub, revision=revision, allow_patterns=patterns, ignore_patterns=UNWANTED))
 

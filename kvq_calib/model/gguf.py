@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from tokenizers import pre_tokenizers
 from tqdm import tqdm
 
@@ -51,7 +50,7 @@ def converted(path: Path) -> Path:
     if final.is_dir():
         return final
     files.make_folder(final.parent)
-    with FileLock(final.with_suffix(".lock")):
+    with files.lock(final.with_suffix(".lock")):
         if not final.is_dir():
             draft = final.with_suffix(".draft")
             shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed

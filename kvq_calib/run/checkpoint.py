@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -37,15 +37,12 @@ class AlreadyRunning(Conflict, RuntimeError):
 def claimed(folder: Path) -> Iterator[None]:
     """Lock the run folder, until this process ends in whatever way."""
     files.make_folder(folder)
-    lock = FileLock(folder / "lock")
     try:
-        lock.acquire(timeout=0)
+        lock = files.lock(folder / "lock", wait=False)
     except Timeout:
         raise AlreadyRunning(f"already running: another process calibrates this plan in {folder}") from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def open_run(plan: Plan, folder: Path) -> None:

@@ -40,6 +40,7 @@ from kvq_calib.text.split import LIMIT, RUN, Split, Unseen, mark, part
 from kvq_calib.text.tokenizer import Encoder
 from kvq_runtime.disk import files as disk
 from kvq_runtime.errors import counted
+from kvq_runtime.registry.hub_client import disable_telemetry
 
 BATCH = 32  # documents given to the tokenizer at a time
 MIX = " + "  # between the corpora of a mixture
@@ -218,6 +219,7 @@ def pin(source: str) -> str:
         return source
     from huggingface_hub import HfApi, constants
 
+    disable_telemetry()
     limit = constants.HF_HUB_ETAG_TIMEOUT  # seconds
     try:
         commit = HfApi().dataset_info(name["repo"], revision=name["revision"], timeout=limit).sha
@@ -270,6 +272,7 @@ def _dataset(source: str, name: dict[str, Any], split: str = "train") -> Sequenc
     """Load the texts of a Hub dataset."""
     import datasets
 
+    disable_telemetry()
     try:
         rows = datasets.load_dataset(name["repo"], name["config"], revision=name["revision"], split=split)
     except Exception as error:  # a missing config, a script, no network: datasets says which

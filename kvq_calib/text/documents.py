@@ -31,6 +31,7 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to
            "encodings", "pydoc_data", "__pycache__"}  # fmt: skip
 UTF8 = "utf-8-sig"  # with or without the mark that some editors put in front
 SHORTEST = 200  # characters; less is a header line, not a text
+LONGEST = 1 << 28  # characters of a line
 _Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -164,7 +165,9 @@ def _json_lines(path: Path) -> Iterator[str]:
     number = 0
     try:
         with io.TextIOWrapper(input_stream(path, compression="detect"), encoding=UTF8) as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST), ""), 1):
+                if len(line) == LONGEST:
+                    raise ValueError(f"corpus {path.name}, line {number}: of {LONGEST} characters or more; divide it")
                 if line.strip():
                     yield _text_of(line, f"corpus {path.name}, line {number}")
     except UnicodeDecodeError as error:
@@ -176,8 +179,8 @@ def _json_lines(path: Path) -> Iterator[str]:
 def _text_of(line: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:  # also of a number of too many digits, and of too many brackets
+        raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from error
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         keys = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{where}: found {keys}; a document is a string under 'text'")

@@ -19,7 +19,7 @@ import signal
 import stat
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -204,6 +204,24 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
     fault_point("folder.made")
     sync(path.parent)
     fault_point("folder.synced")
+
+
+def lock(path: Path, wait: bool = True) -> AbstractContextManager[Any]:
+    """Lock a file until the returned context ends, or this process; without `wait` raises Timeout if another has it.
+
+    Raises RuntimeError where the file system has no locks.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        return FileLock(path).acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        raise
+    except OSError as error:
+        if error.filename is not None:  # the file cannot be created
+            raise
+        text = f"{path.parent}: the file system has no locks ({error.strerror})"
+        raise RuntimeError(f"{text}; use a folder on another one, as on a local disk") from error
 
 
 def sync(path: Path) -> None:

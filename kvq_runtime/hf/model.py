@@ -147,6 +147,7 @@ class Served:
 def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
     """Return the fingerprint of a loaded model: shape, RoPE, and a probe of its key and value projections.
 
+    PEFT's adapters in use count as the merged ones do.
     Raises ValueError for a model of another family than the listed ones, and for one without these projections.
     """
     check_model(model)
@@ -163,6 +164,9 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
             raise ValueError(
                 f"{type(attention[layer]).__name__} has no {name}; no artifact is of such a model; {LISTED}"
             )
+        if not getattr(projection, "disable_adapters", True) and projection.active_adapters and not projection.merged:
+            projection = copy.deepcopy(projection)
+            projection.merge()
         matrix = held(projection, "weight", projection.weight).detach()
         return fingerprint.of_fused(matrix, config, name) if family.fused else matrix
 

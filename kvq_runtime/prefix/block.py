@@ -114,12 +114,15 @@ class BlockCodec:
         """Yield (layer, keys after RoPE, values), [tokens, heads, head size] in the model's dtype, layer by layer.
 
         start   tokens before the first of these blocks
-        The next layer is decoded into the same memory.
+        The next layer is decoded into the same memory. Raises ArtifactError for a layer with NaN or infinity, as a
+        large scale gives it, above all in float16.
         """
         cache = self._cache(start, start + len(blocks) * self.recipe.window.block, device)
         fill(cache, blocks, device)
         for layer in range(self.geometry.layers):
             k_BTC, v_BTC = cache.decoder.whole(layer)
+            if not all(bool(x_BTC.isfinite().all()) for x_BTC in (k_BTC, v_BTC)):
+                raise ArtifactError(f"finite: layer {layer} decodes to NaN or infinity; it is computed again")
             heads = (self.geometry.kv_heads, self.geometry.head_size)
             yield layer, k_BTC[0].unflatten(-1, heads), v_BTC[0].unflatten(-1, heads)
             cache.decoder.forget(layer)

@@ -28,6 +28,7 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 SUFFIX = ".safetensors"
 SLACK = 16  # a process looks at the folder again when it has written 1/16 of the budget
+SKEW = 60.0  # seconds by which clocks of machines that share a folder may differ
 _DIGEST = "[0-9a-f]" * 64
 _log = logging.getLogger(__name__)
 
@@ -114,13 +115,17 @@ class Folder:
 
 
 def all_blocks(root: Path) -> list[StoredBlock]:
-    """Return every block of every set, the least recently used first; links and folders are none."""
-    blocks = []
+    """Return every block of every set, the least recently used first; links and folders are none.
+
+    A time to come, of a clock that was set back, counts as the oldest: the blocks would stay until then.
+    """
+    blocks, now = [], time.time() + SKEW
     for path in root.glob(f"{_DIGEST}/{_DIGEST}{SUFFIX}"):
         with suppress(FileNotFoundError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and not path.parent.is_symlink():
-                blocks.append(StoredBlock(status.st_mtime, status.st_size, path))
+                used = status.st_mtime if status.st_mtime <= now else 0.0
+                blocks.append(StoredBlock(used, status.st_size, path))
     return sorted(blocks)
 
 

@@ -1,12 +1,13 @@
 """Keep the prefixes of a loaded model's prompts, and go on from them: `prefix/store.py` for transformers."""
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvq_runtime.artifact import recipe_text
 from kvq_runtime.artifact.artifact import Artifact
@@ -122,11 +123,25 @@ class PrefixStore:
 
 @torch.no_grad()
 def weights_digest(model: Any) -> str:
-    """Digest a loaded model: configuration, samples of weights and saved buffers, PEFT's active adapters."""
+    """Digest a loaded model: all on which its keys and values depend.
+
+    These are its configuration, samples of weights and saved buffers, the frequencies of RoPE in use, a quantization at
+    load time, and of PEFT's adapters which are in use, and their settings: scaling, rank, alpha, merged or not.
+    """
     adapters = [
-        (name, sorted(module.active_adapters), getattr(module, "disable_adapters", None))
+        (name, sorted(module.active_adapters), getattr(module, "disable_adapters", None), _settings(module))
         for name, module in model.named_modules()
         if isinstance(getattr(module, "active_adapters", None), (list, tuple))
     ]
+    rotary = rotary_of(rotary_module(decoder_of(model)), model.dtype)
+    turned = rotary and ([f"{x:.4g}" for x in rotary.frequencies_K.tolist()], rotary.scaling)  # alike on every device
+    quantized = model.config.to_dict().get("quantization_config")
     weights = ((name, held(model, name, x)) for name, x in model.state_dict().items() if isinstance(x, Tensor))
-    return chain.model_digest(model.config.get_text_config(decoder=True).to_dict(), weights, str(adapters))
+    config = model.config.get_text_config(decoder=True).to_dict()
+    return chain.model_digest(config, weights, repr((adapters, turned, quantized)))
+
+
+def _settings(module: nn.Module) -> str:
+    """Return a module's attributes as JSON, for objects their type; without those of torch."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    return json.dumps(own, sort_keys=True, default=lambda value: type(value).__name__)

@@ -67,6 +67,16 @@ def token() -> str | None:
     return (path.read_text().strip() if path.exists() else "") or get_token()
 
 
+def disable_telemetry() -> None:
+    """Keep huggingface_hub from asking a Hub for names and values of environment variables, and telling it which match.
+
+    Its answer is unlimited, and is cached for all programs of the user. To be called before any request of the library.
+    """
+    from huggingface_hub import constants
+
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+
+
 def is_offline() -> bool:
     """Return True if $HF_HUB_OFFLINE forbids requests, now or when huggingface_hub was imported."""
     from huggingface_hub import is_offline_mode
@@ -136,14 +146,13 @@ def _within(seconds: float, action: Callable[[], T], late: str) -> T:
 
 
 def _api() -> "HfApi":
-    """Return huggingface_hub's client. Telemetry is disabled, with which it would ask the Hub for names of environment
-    variables and send their values; so is Xet for endpoints that have none."""
+    """Return huggingface_hub's client, without telemetry, and without Xet for endpoints that have none."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils import get_session
 
     if urlsplit(endpoint()).hostname not in ("huggingface.co", "hub-ci.huggingface.co"):
         constants.HF_HUB_DISABLE_XET = True
-    constants.HF_HUB_DISABLE_TELEMETRY = True
+    disable_telemetry()
     session = get_session()
     if session.timeout.read is None:  # the library waits without end
         session.timeout = SILENCE

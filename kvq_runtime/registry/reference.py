@@ -123,7 +123,7 @@ def parse(text: str | Path) -> Reference | Path:
     org, slash, rest = name.partition("/")
     if not slash:
         return _parse_version(check_name(name), at, value)
-    if not _ORG.fullmatch(org) or not is_name(rest):
+    if not _ORG.fullmatch(org) or not is_name(rest) or Path(text).is_file():
         there = f"a folder without {ARTIFACT_FILE}" if Path(text).is_dir() else "there is no such folder"
         raise ValueError(
             f"name {name!r:.120}: {f'a file, but no {SUFFIX}' if Path(text).is_file() else there}; use the path of a "

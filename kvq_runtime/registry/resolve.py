@@ -92,17 +92,18 @@ def resolve(reference: str | Path, registry: str | Path | None = None, lock: str
 
 
 def _file_in_folder(path: str | Path) -> Path | None:
-    """Return the artifact's file in a folder, or None if there is no such folder or file.
+    """Return the artifact's file in a folder, or None if there is no such folder, or none with the file of that name.
 
-    Raises NotFound for a folder without the file if the text can only be a path.
+    Raises NotFound for the path of a folder without the file: a Hub is asked for no path that exists.
     """
     folder = Path(path)
     if not folder.is_dir():
         return None
     if (folder / ARTIFACT_FILE).exists():
         return folder / ARTIFACT_FILE
-    if isinstance(path, Path) or path.endswith("/") or path.count("/") > 1 or path.startswith((".", "/")):
-        raise NotFound(f"{path}: a folder without {ARTIFACT_FILE}, which kvq pull -o and save_pretrained write")
+    if isinstance(path, Path) or "/" in path:
+        text = f"{path}: a folder without {ARTIFACT_FILE}, which kvq pull -o and save_pretrained write"
+        raise NotFound(f"{text}; write it again, or give {HUB}ORG/NAME for that of a Hub")
     return None
 
 

@@ -6,6 +6,7 @@ from architectures import random
 from generating import kvq, stock
 from models import SHAPE, prompt, random_model
 from tiny_artifact import tiny
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -15,6 +16,7 @@ from transformers import (
 
 from kvq_runtime import load_artifact, preset, save_pretrained
 from kvq_runtime.artifact import fingerprint
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.hf import KVQCache, fingerprint_of, geometry_of
 from kvq_runtime.hf.model import check_model
 
@@ -64,6 +66,40 @@ def test_a_projection_in_one_with_others_is_probed_by_its_rows():
             rows = weight[len(weight) - (3 - place) * width :][:width]
             probe = found.probes[f"layers.{layer}.{role}.fingerprint.probe"]
             assert torch.equal(probe, fingerprint.probe(rows))
+
+
+class Adapted(nn.Module):
+    """A projection with an adapter, as PEFT's layers have it."""
+
+    merged, disable_adapters, active_adapters = False, False, ("default",)
+
+    def __init__(self, base_layer: nn.Linear):
+        super().__init__()
+        self.base_layer = base_layer
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+    def merge(self) -> None:
+        self.merged = True
+        self.base_layer.weight.data *= 1.25
+
+
+def test_an_adapter_in_use_counts_as_if_it_were_merged():
+    model = random_model("llama")
+    base, attention = fingerprint_of(model), model.model.layers[1].self_attn
+    attention.k_proj = Adapted(attention.k_proj)
+    with pytest.raises(ArtifactError, match=r"weights of layer 1 key differ by 0\.25 of their norm"):
+        fingerprint.check_match(base, fingerprint_of(model))
+    assert not attention.k_proj.merged
+    for change in ({"disable_adapters": True}, {"active_adapters": []}):
+        vars(attention.k_proj).update(change)
+        fingerprint.check_match(base, fingerprint_of(model))
+        vars(attention.k_proj).update(disable_adapters=False, active_adapters=["default"])
+    attention.k_proj.merge()
+    with pytest.raises(ArtifactError, match=r"differ by 0\.25"):
+        fingerprint.check_match(base, fingerprint_of(model))
 
 
 @pytest.mark.parametrize("layout, fits", [

@@ -9,6 +9,7 @@ import torch
 from kept_blocks import FEW, decoded, files, ids, rows, store
 
 from kvq_runtime.disk import strict_json
+from kvq_runtime.errors import ArtifactError
 from kvq_runtime.prefix import block
 from kvq_runtime.prefix.block import Link
 
@@ -38,6 +39,18 @@ def test_a_block_of_another_place_is_a_miss(tmp_path):
     assert len(kept.load(ids(48))) == 1
 
 
+def test_a_block_of_another_tenant_or_model_is_a_miss(tmp_path, caplog):
+    """Also where whoever has the folder copies it to the name that it would have."""
+    kept, (keys, values) = store(tmp_path).of_tenant("a"), rows(16)
+    kept.put(ids(16), keys, values)
+    data = kept.folder.path(kept.names(ids(16))[0]).read_bytes()
+    for other in (kept.of_tenant("b"), store(tmp_path).of_tenant("a\0"), store(tmp_path), store(tmp_path, model="n")):
+        caplog.clear()
+        other.folder.path(other.names(ids(16))[0]).write_bytes(data)
+        assert other.load(ids(16)) == [] and "of another recipe, artifact, model, tenant or place" in caplog.text
+    assert len(kept.load(ids(16))) == 1
+
+
 def test_a_file_without_end_a_link_or_a_folder_is_a_miss(tmp_path):
     kept, (keys, values) = store(tmp_path), rows(16)
     kept.put(ids(16), keys, values)
@@ -52,6 +65,28 @@ def test_a_file_without_end_a_link_or_a_folder_is_a_miss(tmp_path):
     path.unlink(missing_ok=True)
     path.mkdir()
     assert kept.load(ids(16)) == [] and path.is_dir()
+
+
+def test_what_is_kept_is_found_however_large_the_numbers(tmp_path):
+    """A block whose scales would overflow is refused, and not found damaged later."""
+    kept, (keys, values) = store(tmp_path, "kivi-2bit"), rows(64)
+    keys[1][:, 0, 3] = 1e7
+    with pytest.raises(ValueError, match=r"layer 1, from block 0 on: the model's keys are too large for the scales of"):
+        kept.put(ids(64), keys, values)
+    assert kept.longest(ids(64)) == 0
+
+
+def test_a_block_that_decodes_to_infinity_is_not_decoded(tmp_path):
+    """Every number in its file is finite, and its digest is right."""
+    kept, text = store(tmp_path, dtype=torch.float16), ids(16)
+    kept.put(text, *rows(16, dtype=torch.float16))
+    path, link = kept.folder.path(kept.names(text)[0]), kept._link(kept.names(text), torch.tensor(text), 0)
+    tensors = safetensors.torch.load(path.read_bytes())
+    tensors["packed.float16"].fill_(torch.finfo(torch.float16).max)
+    path.write_bytes(_sealed(tensors, link))
+    blocks = kept.load(text)
+    with pytest.raises(ArtifactError, match="finite: layer 0 decodes to NaN or infinity; it is computed again"):
+        decoded(kept, blocks)
 
 
 @pytest.mark.slow
@@ -81,5 +116,9 @@ def _resealed(good: bytes, link: Link, draw: random.Random) -> bytes:
     fill = draw.choice((b"\x00\x7c", b"\xff\x7b", b"\x80\x7f", b"\xff", draw.randbytes(8))) * 200
     stop = min(len(data), begin + draw.choice((1, 8, 200)))
     data[begin:stop] = torch.frombuffer(bytearray(fill[: stop - begin]), dtype=torch.uint8)
+    return _sealed(tensors, link)
+
+
+def _sealed(tensors: dict[str, torch.Tensor], link: Link) -> bytes:
     about = link.to_json(block._content(link, tensors))
     return safetensors.torch.save(tensors, {"kvq": strict_json.dumps(about)})

@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import feeding
 import fitted
 import pytest
+import safetensors.torch
 import torch
 from kept_blocks import decoded, ids, recipe_of, rows, store
 from torch import Tensor
@@ -23,9 +25,9 @@ SIZE, TOKENS, KEY = feeding.GEOMETRY, 64, b"a chunk"
 FRAME = 700  # bytes of a block's file beside its fields, at most
 
 
-def chunk_codec(name: str, shape=(2, 3, TOKENS, 64), seed: int = 0, dtype=torch.bfloat16) -> ChunkCodec:
+def chunk_codec(name: str, shape=(2, 3, TOKENS, 64), seed: int = 0, dtype=torch.bfloat16, model="") -> ChunkCodec:
     recipe = recipe_of(name)
-    return ChunkCodec(recipe, SIZE, fitted.tensors(recipe, SIZE, seed), shape, dtype)
+    return ChunkCodec(recipe, SIZE, fitted.tensors(recipe, SIZE, seed), shape, dtype, model)
 
 
 def a_chunk(codec: ChunkCodec) -> Tensor:
@@ -74,7 +76,7 @@ def test_chunks_are_told_from_all_others():
             codec.decode(data[:count], KEY, out)
     with pytest.raises(ArtifactError, match="chain: "):
         codec.decode(data, b"another chunk", out)
-    for other in (chunk_codec("squat-2bit", seed=1), chunk_codec("kivi-2bit")):
+    for other in (chunk_codec("squat-2bit", seed=1), chunk_codec("squat-2bit", model="m"), chunk_codec("kivi-2bit")):
         with pytest.raises(ArtifactError, match="^(chain|header): "):
             other.decode(torch.cat([data, data]), KEY, out)
     codec.decode(data, KEY, out)
@@ -166,6 +168,21 @@ def test_chunks_of_other_shapes_are_refused():
         with pytest.raises(ValueError, match="a chunk of shape"):
             codecs.codec(shape, torch.bfloat16, 0, 1)
         assert codecs.codec(shape, torch.bfloat16, 1, 2).geometry == Geometry(4, 1, 32)
+
+
+def test_another_model_of_the_same_name_is_told_by_its_files(demo_model: Path, tmp_path: Path):
+    """A fine-tune, another RoPE or another quantization in the same folder."""
+    for file in ("config.json", "model.safetensors"):
+        shutil.copyfile(demo_model / file, tmp_path / file)
+    settings = {"cache": "lloyd-3bit", "model": str(tmp_path)}
+    models = [read_settings(settings).model, read_settings(settings).model]
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    safetensors.torch.save_file({name: x * 1.5 for name, x in weights.items()}, tmp_path / "model.safetensors")
+    models.append(read_settings(settings).model)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 1e3, "rope_parameters": None}))
+    models.append(read_settings(settings).model)
+    assert models[0] == models[1] and len({*models}) == 3
 
 
 def test_settings_are_checked_before_anything_is_served(demo_model: Path, tmp_path: Path):

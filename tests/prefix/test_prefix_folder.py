@@ -2,13 +2,15 @@
 
 import os
 import shutil
+import signal
 import stat
+import time
 
 import forked
 import pytest
 import torch
 from feeding import GEOMETRY
-from kept_blocks import decoded, files, ids, rows, store
+from kept_blocks import contents, decoded, files, ids, rows, store
 
 from kvq_runtime.errors import ArtifactError
 from kvq_runtime.prefix.folder import SLACK, Folder, all_blocks, parse_budget
@@ -50,6 +52,22 @@ def test_the_budget_holds_and_the_oldest_goes_first(tmp_path):
     assert long.put(ids(96), *rows(96)) == long.longest(ids(96)) == 64  # the blocks that surely fit
     with pytest.raises(ValueError, match="one block of rtn-2bit"):
         store(tmp_path, budget=100)
+
+
+def test_blocks_of_a_time_to_come_go_first(tmp_path):
+    """A clock was a year ahead; what is used again is as new as it is."""
+    kept, (keys, values) = store(tmp_path / "size"), rows(32)
+    kept.put(ids(32), keys, values)
+    two = sum(block.size for block in all_blocks(tmp_path / "size"))
+    kept = store(tmp_path / "root", budget=2 * two + 100)
+    texts = [ids(32, first=first) for first in (1, 2, 3)]
+    for text in texts[:2]:
+        kept.put(text, keys, values)
+    for path in files(tmp_path / "root"):
+        os.utime(path, (time.time() + 365 * 86400,) * 2)
+    kept.load(texts[0])
+    kept.put(texts[2], keys, values)
+    assert [kept.longest(text) for text in texts] == [32, 0, 32]
 
 
 def test_one_process_keeps_a_folder_within_its_budget(tmp_path):
@@ -121,6 +139,30 @@ def test_writers_of_one_prefix_and_readers(tmp_path):
     assert [child.exitcode for child in children] == [0, 0]
     assert not [*tmp_path.rglob("*.tmp")]
     assert sum(block.size for block in all_blocks(tmp_path)) <= budget + 2 * budget // SLACK
+
+
+POINTS = ["draft.opened:2", "draft.written:2", "replace.drafted:2", "replace.renamed:2", "prefix.removed:1"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_writer_that_is_killed_leaves_whole_blocks(point, tmp_path, monkeypatch):
+    """Those before, and one more at most; the next writer removes its draft, and the room it took is given back."""
+    kept, (keys, values) = store(tmp_path), rows(64)
+    kept.put(ids(32, first=3), *rows(32, seed=1))
+    small = store(tmp_path, budget=3 * kept.codec.largest)
+    monkeypatch.setenv("KVQ_FAULT", point)
+    child = forked.process(lambda: small.put(ids(64), keys, values) and 0)
+    child.start()
+    child.join(60)
+    monkeypatch.delenv("KVQ_FAULT")
+    assert child.exitcode == -signal.SIGKILL
+    again = store(tmp_path, budget=6 * kept.codec.largest)
+    assert 16 * len(again.load(ids(64))) == again.longest(ids(64)) <= 32
+    assert again.put(ids(64), keys, values) == 64 == 16 * len(again.load(ids(64)))
+    assert not [*tmp_path.rglob("*.tmp")]
+    whole = store(tmp_path / "other")
+    whole.put(ids(64), keys, values)
+    assert contents(tmp_path / "other").items() <= contents(tmp_path).items()
 
 
 def test_a_disk_that_refuses_in_the_middle_leaves_what_was_kept(tmp_path, monkeypatch):

@@ -91,7 +91,8 @@ def test_weights_that_change_are_another_model(tmp_path):
     assert store.load(ids).get_seq_length() > 0
 
 
-def test_adapters_in_use_and_saved_buffers_are_told_apart():
+def test_what_keys_and_values_depend_on_is_told_apart():
+    """Adapters in use, their scaling and merging, saved buffers, RoPE in use, a quantization at load time."""
     model, digests = random_model(), set()
     layer = model.model.layers[0].mlp.down_proj
     digests.add(weights_digest(model))
@@ -103,8 +104,17 @@ def test_adapters_in_use_and_saved_buffers_are_told_apart():
     digests.add(weights_digest(model))
     layer.qweight += 1
     digests.add(weights_digest(model))
+    for scaling in (2.0, 8.0, 2.0):
+        layer.scaling, layer.r = {"one": scaling}, {"one": 4}
+        digests.add(weights_digest(model))
+    layer.merged_adapters = ["one"]
+    digests.add(weights_digest(model))
+    model.model.rotary_emb.inv_freq.mul_(0.5)  # which is no saved buffer
+    digests.add(weights_digest(model))
+    model.config.quantization_config = {"load_in_8bit": True}
+    digests.add(weights_digest(model))
     layer.register_buffer("scratch", torch.ones(3), persistent=False)
-    assert len(digests) == 5 and weights_digest(model) in digests
+    assert len(digests) == 10 and weights_digest(model) in digests
 
 
 def test_weights_that_accelerate_offloads_are_read_where_it_keeps_them(tmp_path):

@@ -12,7 +12,10 @@ from hub_server import ENDLESS, Hub
 from huggingface_hub import constants
 from huggingface_hub.utils import _detect_agent
 
+from kvq_calib.model import find
+from kvq_calib.text import corpus
 from kvq_runtime.disk import strict_json
+from kvq_runtime.errors import NotFound
 from kvq_runtime.registry import hub_client, registry, resolve
 from kvq_runtime.registry.hub import HubRegistry
 
@@ -147,6 +150,13 @@ def test_the_hub_is_asked_nothing_about_the_environment(hub, store, monkeypatch,
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "none.json"))
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(_detect_agent, "_registry", None)
+    with pytest.raises(NotFound):
+        find.resolve("org/model")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    with pytest.raises(RuntimeError):
+        corpus.pin("org/dataset")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
     HubRegistry("org").publish(NAME, tiny.data(1))
     everything(store)
+    assert {"GET /api/models/org/model/revision/main", "GET /api/datasets/org/dataset"} <= {*asked(hub)}
     assert asked(hub) and not [line for line in asked(hub) if "harness" in line]

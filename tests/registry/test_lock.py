@@ -172,6 +172,32 @@ def test_a_signature_is_of_nothing_else(tmp_path):
         assert find_signature([junk, good], *right, public.read_text()) == record
 
 
+def test_a_forged_bundle_is_refused(tmp_path):
+    """Of another key, with parts of the right one; of the right key, with parts of another; of no signature."""
+    (mine, public), (theirs, _) = keys(tmp_path, "mine"), keys(tmp_path, "theirs")
+    right = (NAME, "1.0.0", "a" * 64)
+    good, evil = (json.loads(sign(*right, BESIDE, key))["bundle"] for key in (mine, theirs))
+    other = json.loads(sign(NAME, "1.0.1", "b" * 64, BESIDE, mine))["bundle"]
+    envelope, material = good["dsseEnvelope"], "verificationMaterial"
+    stolen = evil["dsseEnvelope"]
+    forged = [evil, evil | {material: good[material]}, good | {"dsseEnvelope": stolen}, {}, {material: good[material]}]
+    forged += [
+        good | {"dsseEnvelope": envelope | change}
+        for change in (
+            {"signatures": []}, {"signatures": [{"sig": ""}]}, {"signatures": stolen["signatures"]},
+            {"signatures": [{"sig": "MAYCAQACAQA="}]},  # r = s = 0
+            {"payload": other["dsseEnvelope"]["payload"]}, {"payload": ""}, {"payloadType": "text/plain"},
+        )
+    ]  # fmt: skip
+    stated = {"name": NAME, "version": "1.0.0", "sha256": "a" * 64, "files": BESIDE}
+    for bundle in (*forged, other):
+        with pytest.raises(ArtifactError, match="signature: "):
+            verify(stated | {"bundle": bundle}, *right, public.read_text())
+    with pytest.raises(ArtifactError, match="signature: "):  # of the files beside it
+        verify(stated | {"bundle": good, "files": "c" * 64}, *right, public.read_text())
+    verify(stated | {"bundle": good}, *right, public.read_text())
+
+
 def test_a_lock_holds_the_signature_that_it_requires(store, kvq, tmp_path):
     (mine, public), (_, other) = keys(tmp_path, "mine"), keys(tmp_path, "other")
     kvq("sign", f"{NAME}@1.0.1", "--key", mine)

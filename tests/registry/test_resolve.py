@@ -111,14 +111,19 @@ def test_a_name_is_one_of_the_registry_that_is_given_or_pinned(store, tmp_path):
 
 def test_what_is_no_artifact_says_what_would_be_one(store, tmp_path):
     (tmp_path / "empty").mkdir()
-    for given in (tmp_path / "empty", "./empty", "empty/"):
-        with pytest.raises(NotFound, match=r"empty.*a folder without kvq\.safetensors, which kvq pull -o"):
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    (tmp_path / "org" / "name" / "kvq.safetensors").symlink_to("gone")
+    for given in (tmp_path / "empty", "./empty", "empty/", "org/name"):  # no Hub is asked for what exists
+        with pytest.raises(NotFound, match=r"(empty|name).*a folder without kvq\.safetensors, which .*; write it"):
             resolve.load_artifact(given)
+    (tmp_path / "org" / "file").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"org/file.*: a file, but no \.safetensors; use"):
+        resolve.load_artifact("org/file")
     for given in ("./none", "a/b/c"):
         with pytest.raises(ValueError, match=r"there is no such folder; use the path of a folder that holds kvq\."):
             resolve.load_artifact(given)
     with pytest.raises(ValueError, match=r"is one of a Hub, but registry is file:"):
-        resolve.load_artifact("org/name", store.url)
+        resolve.load_artifact("org/other", store.url)
 
 
 @pytest.mark.parametrize("recipe, answer", [("higgs-2bit", r'KVQCache\.from_recipe\("higgs-2bit", model\)'),

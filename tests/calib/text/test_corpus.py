@@ -169,6 +169,16 @@ def test_a_cut_compressed_file_is_never_read_as_whole(tmp_path: Path, pack):
             sources.local(path)
 
 
+def test_a_line_that_is_too_long_or_too_deep_is_named(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(sources, "LONGEST", 1 << 17)
+    bad = {b" " * (1 << 17): "of 131072 characters or more; divide it", b"[" * 100_000: "not JSON .maximum recursion",
+           b"1" * 5000: "not JSON .Exceeds the limit"}  # fmt: skip
+    for line, message in bad.items():
+        (tmp_path / "c.jsonl").write_bytes(b'{"text": "a"}\n' + line)
+        with pytest.raises(ValueError, match=rf"c\.jsonl, line 2: {message}"):
+            corpus.load(str(tmp_path / "c.jsonl"))
+
+
 def test_files_that_are_missing_or_without_text_are_named(tmp_path: Path):
     with pytest.raises(ValueError, match="is not a file"):
         corpus.load(str(tmp_path / "none.jsonl"))
