@@ -1,4 +1,4 @@
-"""Add `eval`, `compare`, `bench` and `report` to the `kvq` command. Imports nothing heavy."""
+"""Add `eval`, `compare`, `bench`, `report` and `gc` to the `kvq` command. Imports nothing heavy."""
 
 import argparse
 from importlib import import_module
@@ -6,7 +6,7 @@ from typing import Any
 
 from kvq_calib.model import catalog
 from kvq_calib.run.device import keep_memory
-from kvq_runtime.cli.options import add_registry, check_output, count
+from kvq_runtime.cli.options import add_registry, check_output, count, seconds
 
 MODEL = "a name of the catalog (demo, qwen2.5-7b), a folder, a .gguf file, or a Hub id"
 EVAL = """\
@@ -38,13 +38,21 @@ examples
     kvq report qwen2.5-7b-aqua-2bit@1.2.0 --open    a version, shown in a browser
     kvq report --registry --out pages               all versions of your registry, in a folder"""
 
+GC = """\
+examples
+    kvq gc                                      what would be deleted
+    kvq gc --published 2d --others 90d --delete
+
+A run folder makes a repeated run fast: keep those of plans that a schedule repeats. What is published stays."""
+
 
 def add(subparsers: Any) -> None:
-    """Add the four commands."""
+    """Add the five commands."""
     _add_eval(_command(subparsers, "eval", "measure perplexity and errors with compressed caches", EVAL, "evaluate"))
     _add_compare(_command(subparsers, "compare", "fit and measure many recipes on one model", COMPARE, "compare"))
     _add_bench(_command(subparsers, "bench", "measure time and memory beside transformers' caches", BENCH, "bench"))
     _add_report(_command(subparsers, "report", "write an HTML page of a version, or of a registry", REPORT, "report"))
+    _add_gc(_command(subparsers, "gc", "delete run folders that are published or old", GC, "gc"))
 
 
 def _command(subparsers: Any, name: str, idea: str, examples: str, function: str) -> argparse.ArgumentParser:
@@ -116,6 +124,14 @@ def _add_report(command: argparse.ArgumentParser) -> None:
     text = "the page (default: NAME-vVERSION.html or registry.html here); of a registry also a folder, for all pages"
     add("--out", metavar="FILE", help=text)
     add("--open", action="store_true", help="show it in a browser")
+
+
+def _add_gc(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    text = "those with published artifacts, if unused for so long (default: 7d)"
+    add("--published", metavar="TIME", type=seconds, default=7 * 86400.0, help=text)
+    add("--others", metavar="TIME", type=seconds, default=30 * 86400.0, help="all others likewise (default: 30d)")
+    add("--delete", action="store_true", help="delete; without it only the table is printed")
 
 
 def _add_text(command: argparse.ArgumentParser) -> None:

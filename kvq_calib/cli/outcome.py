@@ -111,10 +111,13 @@ def _paragraph(made: Published, rated: Rating, caution: str | None) -> list[str]
     loads = made.reference if made.places else str(Path(made.folder) / ARTIFACT_FILE)
     registry = f', registry="{url}"' if url else ""
     lines.append(line("load it", f'KVQCache.from_pretrained("{loads}", model=model{registry})'))
+    option = f" --registry {shlex.quote(url)}" if url else ""
     if made.places and rated.word == rating.LOSSY:
         lines.append(line("find a better", "kvq compare --model M --recipes ...   (kvq promote refuses this one)"))
+    elif made.places and rated.word == rating.NOT_MEASURED:
+        command = f"kvq eval {made.reference}{option} --model M"
+        lines.append(line("measure it", f"{command}   (until then kvq promote refuses it)"))
     elif made.places and made.places[0].yanked is None:
-        option = f" --registry {shlex.quote(url)}" if url else ""
         lines.append(line("promote it", f"kvq promote {made.reference}{option}   (then its name alone means it)"))
     return lines
 

@@ -117,7 +117,7 @@ def parser() -> tuple[Parser, Any]:
     command.add_argument("--alias", default=PRODUCTION, help=f"which alias (default: {PRODUCTION})")
     text = 'fail with 4 unless the alias has this version now ("none": is new)'
     command.add_argument("--expect", metavar="VERSION", help=text)
-    command.add_argument("--force", action="store_true", help="also a version that is too lossy")
+    command.add_argument("--force", action="store_true", help="also a version that is too lossy or not measured")
     command = add("rollback", "names", "point an alias to the version it had before", "kvq rollback NAME")
     command.add_argument("name", metavar="NAME", help="NAME or hf://ORG/NAME")
     command.add_argument("--alias", default=PRODUCTION, help=f"which alias (default: {PRODUCTION})")

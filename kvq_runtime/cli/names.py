@@ -50,9 +50,9 @@ def _registry(args: Namespace) -> Registry:
 def run_history(args: Namespace) -> int:
     """Print every change of a name."""
     registry, name = _name(args)
-    fields = ("version", "alias", "reason", "sha256")
+    fields = ("version", "alias", "force", "reason", "sha256")
     rows = [
-        {"number": event.number, "at": event.at, "change": event.change.kind}
+        {"number": event.number, "at": event.at, "by": event.by, "change": event.change.kind}
         | {field: getattr(event.change, field, None) for field in fields}
         for event in registry.existing(name).events
     ]

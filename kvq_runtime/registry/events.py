@@ -2,15 +2,18 @@
 
 An event is one JSON object, numbered from 1 without gaps:
 
-    {"schema": 1, "number": 3, "name": "...", "at": "2026-01-31T12:00:00Z", "kind": "promote", ...}
+    {"schema": 1, "number": 3, "name": "...", "at": "2026-01-31T12:00:00Z", "by": "user@host", "kind": "promote", ...}
 
     publish    version, sha256, size, files {name: {sha256, size}}, about {recipe, model, revision, corpus, ...}
-    promote    alias, version
+    promote    alias, version, force      whether the version's rating was overruled
     rollback   alias, version      the version that the alias goes back to
     yank       version, reason
 """
 
+import getpass
+import os
 import re
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -43,11 +46,12 @@ class Publish:
 
 @dataclass(frozen=True)
 class Promote:
-    """Move an alias to a version."""
+    """Move an alias to a version, whatever its rating if `force`."""
 
     kind: ClassVar[str] = "promote"
     alias: str
     version: str
+    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,17 +78,18 @@ KINDS: dict[str, type] = {kind.kind: kind for kind in (Publish, Promote, Rollbac
 
 @dataclass(frozen=True)
 class Event:
-    """A change of one name, with its number, from 1, and its UTC time `at`."""
+    """A change of one name, with its number, from 1, its UTC time `at` and its author (`author`)."""
 
     number: int
     name: str
     at: str
+    by: str
     change: Change
 
     def to_json(self) -> dict[str, Any]:
         """Return the event as JSON."""
-        head = {"schema": SCHEMA, "number": self.number, "name": self.name, "at": self.at, "kind": self.change.kind}
-        return head | asdict(self.change)
+        head = {"schema": SCHEMA, "number": self.number, "name": self.name, "at": self.at, "by": self.by}
+        return head | {"kind": self.change.kind} | asdict(self.change)
 
     def to_bytes(self) -> bytes:
         """Serialize the event."""
@@ -104,16 +109,27 @@ def from_json(fields: Any, number: int, name: str) -> Event:
     if kind is None:
         raise ArtifactError(f"event: kind {fields.get('kind')!r:.80}; use one of {sorted(KINDS)}")
     names = set(kind.__dataclass_fields__) - {"kind"}
-    strict_json.keys(fields, {"schema", "number", "name", "at", "kind"} | names, "event", checks=_CHECKS)
+    strict_json.keys(fields, {"schema", "number", "name", "at", "by", "kind"} | names, "event", checks=_CHECKS)
     if type(fields["number"]) is not int or fields["number"] != number or fields["name"] != name:
         stated = f"{fields['name']!r:.120} number {fields['number']!r:.40}"
         raise ArtifactError(f"event: expected {name} number {number}, got {stated}")
-    return Event(number, name, fields["at"], kind(**{key: fields[key] for key in names}))
+    return Event(number, name, fields["at"], fields["by"], kind(**{key: fields[key] for key in names}))
 
 
 def now() -> str:
     """Return the present time as events state it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def author() -> str:
+    """Return $KVQ_USER, else user@host: who a new event states as its author."""
+    if given := os.environ.get("KVQ_USER"):
+        return _check_line("KVQ_USER", given)
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def check_files(files: Any) -> None:
@@ -127,8 +143,18 @@ def check_files(files: Any) -> None:
 
 def check_reason(reason: Any) -> None:
     """Raise ValueError unless a reason is one printable line of 1 to 500 characters."""
-    if not isinstance(reason, str) or not reason.strip() or len(reason) > 500 or not reason.isprintable():
-        raise ValueError(f"reason {reason!r:.80}; use one line of 1 to 500 characters")
+    _check_line("reason", reason)
+
+
+def _check_line(name: str, text: Any) -> str:
+    if not isinstance(text, str) or not text.strip() or len(text) > 500 or not text.isprintable():
+        raise ValueError(f"{name} {text!r:.80}; use one line of 1 to 500 characters")
+    return text
+
+
+def _check_force(force: Any) -> None:
+    if type(force) is not bool:
+        raise ValueError(f"force {force!r:.80}; use true or false")
 
 
 def _check_size(size: Any, most: int) -> None:
@@ -157,6 +183,8 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "files": check_files,
     "about": _check_about,
     "reason": check_reason,
+    "force": _check_force,
+    "by": lambda by: _check_line("by", by),
     "at": _check_at,
 }
 
@@ -217,11 +245,15 @@ class State:
 
     def before(self, alias: str) -> tuple[str, int]:
         """Return the target of a rollback, the alias' last earlier version that is not yanked, and its place."""
-        history = self.aliases.get(alias, [])
+        history, yanked = self.aliases.get(alias, []), {}
         for index in reversed(range(len(history) - 1)):
-            if history[index] != history[-1] and self.versions[history[index]].yanked is None:
-                return history[index], index
-        raise NotFound(f"{self.name}@{alias} has no earlier version to go back to; promote a version instead")
+            version = self.versions[history[index]]
+            if version.yanked is not None:
+                yanked[version.version] = f"; {version.version} is yanked ({version.yanked})"
+            elif version.version != history[-1]:
+                return version.version, index
+        why = "".join(yanked.values())
+        raise NotFound(f"{self.name}@{alias} has no earlier version to go back to{why}; promote a version instead")
 
     def add(self, event: Event) -> None:
         """Apply an event; raises Conflict or NotFound, and changes nothing, if it contradicts the earlier ones."""

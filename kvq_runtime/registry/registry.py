@@ -153,7 +153,7 @@ class Registry(ABC):
             if change is None:
                 self.mend(state, content)
                 return state
-            event = Event(len(state.events) + 1, name, events.now(), change)
+            event = Event(len(state.events) + 1, name, events.now(), events.author(), change)
             state.add(event)
             try:
                 if self.write(state, event, content):
@@ -204,9 +204,9 @@ class Registry(ABC):
         """Point an alias to a version; returns the new state.
 
         expect   the version that the alias must point to now, "none" for a new alias; None: its version at this call
-        force    promote even a version that `rating` finds too lossy
-        Raises NotFound for an unknown name or version, Conflict if the alias has moved, or the version is yanked or too
-        lossy.
+        force    promote even a version that `rating` does not find usable; the event states it
+        Raises NotFound for an unknown name or version, Conflict if the alias has moved, or the version is yanked, too
+        lossy or not measured.
         """
         reference.check_version(version)
         reference.check_alias(alias)
@@ -215,17 +215,14 @@ class Registry(ABC):
         state = self.existing(name)
         before = state.at(alias) if expect is None else None if expect == "none" else expect
         rated = None if force else rating.rate_version(self, name, state.get(version))
-        if rated is not None and rated.word == rating.LOSSY:
-            raise Conflict(
-                f"{name}@{version} is {rated}; kvq compare measures other recipes, and --force (force=True) promotes "
-                "this one all the same"
-            )
+        if rated is not None and rated.word != rating.USABLE:
+            raise Conflict(f"{name}@{version} is {rated}; --force (force=True) promotes it all the same")
 
         def decide(state: State) -> Change | None:
             if state.at(alias) == version:
                 return None
             _check_unmoved(state, alias, before)
-            return Promote(alias, version)
+            return Promote(alias, version, force)
 
         return self.change(name, decide)
 

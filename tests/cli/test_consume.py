@@ -82,14 +82,14 @@ def test_the_day(team, publisher, tmp_path):
     hub, lock = team.hub, team.folder / "kvq.lock"
     pinned = lambda: json.loads(lock.read_text())["version"]  # noqa: E731
     publisher.publish(NAME, tiny.data(0), attachments={"README.md": b"# card"})
-    publisher.promote(NAME, "1.0.0")
+    publisher.promote(NAME, "1.0.0", force=True)
     listed, shown = team("Look")
     assert NAME in listed and "tiny-model" in shown
     team("Lock")
     assert pinned() == "1.0.0" and (team.folder / "artifact" / "kvq.safetensors").read_bytes() == tiny.data(0)
 
     publisher.publish(NAME, tiny.data(1, corpus="b" * 64))
-    publisher.promote(NAME, "1.1.0")  # the alias moves, the lock does not
+    publisher.promote(NAME, "1.1.0", force=True)  # the alias moves, the lock does not
     team("In CI")
     assert (team.folder / "artifact" / "kvq.safetensors").read_bytes() == tiny.data(0)
     hub.requests.clear()
@@ -112,7 +112,7 @@ def test_the_day_with_signatures(team, publisher):
     pytest.importorskip("model_signing")
     publisher.publish(NAME, tiny.data(0))
     publisher.publish(NAME, tiny.data(1, corpus="b" * 64))
-    publisher.promote(NAME, "1.1.0")
+    publisher.promote(NAME, "1.1.0", force=True)
     team("Demand a signature", blocked=UNBLOCKED)
     lock = json.loads((team.folder / "kvq.lock").read_text())
     assert lock["version"] == "1.1.0" and lock["signature"] and "PUBLIC KEY" in lock["key"]

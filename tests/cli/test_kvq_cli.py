@@ -36,7 +36,7 @@ def test_list_goes_on_after_a_damaged_name(store, kvq, as_json, tmp_path):
 def test_show_has_everything_about_a_version(store, as_json, kvq):
     found = resolve.resolve(NAME)
     store.add_evaluation(many.record(found.sha256, 0.0004792))
-    store.promote(NAME, "1.0.1")
+    store.promote(NAME, "1.0.1", force=True)
     shown = as_json("show", NAME)
     assert (shown["version"], shown["sha256"], shown["aliases"]) == ("1.0.1", found.sha256, ["production"])
     assert shown["chosen_because"] == "production points to it" and len(shown["evaluations"]) == 1

@@ -19,8 +19,9 @@ for given in json.loads(sys.argv[1]):
     found.append([code, [name for name in {HEAVY!r} if name in sys.modules], out.getvalue(), err.getvalue()])
 print(json.dumps(found))
 """
-DONE = ["list", "history tiny-2bit", "promote tiny-2bit@1.0.0", "promote tiny-2bit@1.0.1", "rollback tiny-2bit",
-        "yank tiny-2bit@1.0.1 --reason x", "--version", "--help", "recipes --help", "eval --help", "calibrate --help",
+DONE = ["list", "history tiny-2bit", "promote tiny-2bit@1.0.0 --force", "promote tiny-2bit@1.0.1 --force",
+        "rollback tiny-2bit", "yank tiny-2bit@1.0.1 --reason x",
+        "--version", "--help", "recipes --help", "eval --help", "calibrate --help",
         "calibrate --list-models"]  # fmt: skip
 WRONG = {
     "lst": "kvq: argument COMMAND: invalid choice: 'lst'",

@@ -81,7 +81,7 @@ def test_commands_on_a_hub(here, hub, as_json, kvq, tmp_path):
     (row,) = as_json("list", "--registry", "hf://org")
     assert (row["name"], row["newest"], row["versions"], row["recipe"]) == (NAME, "1.0.1", 2, "tiny")
     assert as_json("promote", f"{where}@1.0.0")["before"] is None
-    assert as_json("promote", f"{where}@1.0.1", "--expect", "1.0.0")["before"] == "1.0.0"
+    assert as_json("promote", f"{where}@1.0.1", "--expect", "1.0.0", "--force")["before"] == "1.0.0"
     code, _, error = kvq("promote", f"{where}@1.0.0", "--expect", "1.0.0")
     assert code == 4 and "somebody moved it" in error
     assert as_json("rollback", where)["version"] == "1.0.0"

@@ -15,6 +15,7 @@ from kvq_runtime.registry.events import Change, Event, Promote, Publish, Rollbac
 from kvq_runtime.registry.local import LocalRegistry
 
 AT = "2026-01-31T12:00:00Z"
+BY = "me@here"
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def back_and_forth(count: int) -> list[Change]:
 
 
 def numbered(changes: Iterable[Change]) -> list[Event]:
-    return [Event(number, "x", AT, change) for number, change in enumerate(changes, 1)]
+    return [Event(number, "x", AT, BY, change) for number, change in enumerate(changes, 1)]
 
 
 def test_ten_times_the_events_take_ten_times_as_long():
@@ -54,19 +55,27 @@ def test_a_rollback_passes_over_yanked_versions_and_forgets_what_it_left():
     moves = [Promote("production", f"1.0.{n}") for n in (0, 1, 2, 1)]
     state = events.fold("x", numbered(published(3) + moves + [Yank("1.0.2", "bad")]))
     assert state.before("production")[0] == "1.0.0"
-    state.add(Event(9, "x", AT, Rollback("production", "1.0.0")))
+    state.add(Event(9, "x", AT, BY, Rollback("production", "1.0.0")))
     assert state.aliases == {"production": ["1.0.0"]}
     before = len(state.events)
-    with pytest.raises(NotFound, match="x@production has no earlier version"):
-        state.add(Event(10, "x", AT, Rollback("production", "1.0.0")))
+    with pytest.raises(NotFound, match=r"has no earlier version to go back to; promote a version"):
+        state.add(Event(10, "x", AT, BY, Rollback("production", "1.0.0")))
     with pytest.raises(Conflict, match="1.0.0 is production; promote another version first"):
-        state.add(Event(10, "x", AT, Yank("1.0.0", "bad")))
+        state.add(Event(10, "x", AT, BY, Yank("1.0.0", "bad")))
     assert len(state.events) == before and state.versions["1.0.1"].yanked is None
-    state.add(Event(10, "x", AT, Yank("1.0.1", "bad")))  # no alias points to it any more
+    state.add(Event(10, "x", AT, BY, Yank("1.0.1", "bad")))  # no alias points to it any more
     assert state.versions["1.0.1"].yanked == "bad"
 
 
-GOOD = {"schema": 1, "number": 2, "name": NAME, "at": AT}
+def test_a_rollback_names_the_yanked_versions_that_it_may_not_go_back_to():
+    moves = [Promote("production", f"1.0.{n}") for n in (0, 1, 2, 0, 2)]
+    state = events.fold("x", numbered(published(3) + moves + [Yank("1.0.0", "bad"), Yank("1.0.1", "old")]))
+    with pytest.raises(NotFound, match=r"go back to; 1.0.0 is yanked \(bad\); 1.0.1 is yanked \(old\); promote a"):
+        state.before("production")
+
+
+GOOD = {"schema": 1, "number": 2, "name": NAME, "at": AT, "by": BY}
+PROMOTE = GOOD | {"kind": "promote", "alias": "production", "version": "1.0.0", "force": False}
 YANK = GOOD | {"kind": "yank", "version": "1.0.0", "reason": "x"}
 ABOUT = dict.fromkeys(events.ABOUT)
 PUBLISH = GOOD | {"kind": "publish", "version": "2.0.0", "sha256": "a" * 64, "size": 1, "files": {}, "about": ABOUT}
@@ -76,7 +85,7 @@ EVENTS = {
     "unknown kind": (GOOD | {"kind": "delete", "version": "1.0.0"}, "kind 'delete'"),
     "other name": (YANK | {"name": "../x"}, "expected .*, got"),
     "other number": (YANK | {"number": 3}, "expected .*, got"),
-    "climbing alias": (GOOD | {"kind": "promote", "alias": "../../x", "version": "1.0.0"}, "alias '../../x'"),
+    "climbing alias": (PROMOTE | {"alias": "../../x"}, "alias '../../x'"),
     "climbing digest": (PUBLISH | {"sha256": "../" + "a" * 61}, "sha256 '../"),
     "climbing file": (PUBLISH | {"files": {"../../.bashrc": {"sha256": "a" * 64, "size": 1}}}, "file name '../../.b"),
     "climbing digest of a file": (PUBLISH | {"files": {"README.md": {"sha256": "/etc", "size": 1}}}, "sha256 '/etc'"),
@@ -84,6 +93,8 @@ EVENTS = {
         PUBLISH | {"files": {"README.md": {"sha256": "a" * 64, "size": events.MAX_FILE + 1}}},
         "size .*whole number from 0 to 67108864",
     ),
+    "half a force": (PROMOTE | {"force": 1}, "force 1; use true or false"),
+    "nobody": (YANK | {"by": ""}, "by ''; use one line of 1 to 500"),
     "an escape": (YANK | {"reason": "\x1b[2J"}, "use one line of 1 to 500"),
 }
 
@@ -91,7 +102,7 @@ EVENTS = {
 @pytest.mark.parametrize("given, message", EVENTS.values(), ids=EVENTS.keys())
 def test_a_strange_event_is_refused_and_named(given, message, store):
     data = tiny.data()
-    store.write(events.fold(NAME, []), Event(1, NAME, AT, Publish("1.0.0", store.put_blob(data), len(data))), {})
+    store.write(events.fold(NAME, []), Event(1, NAME, AT, BY, Publish("1.0.0", store.put_blob(data), len(data))), {})
     path = store.events_folder(NAME) / "00000002.json"
     path.write_bytes(given if isinstance(given, bytes) else strict_json.dumps(given).encode())
     for action in (lambda: resolve.resolve(NAME, store.url), lambda: store.publish(NAME, tiny.data(1))):

@@ -69,14 +69,14 @@ def test_a_promote_or_rollback_that_is_overtaken_loses(step, store: Registry, mo
     """The rival comes after the alias was looked at, and after the change was decided."""
     three(store)
     for version in ("1.0.0", "1.0.1"):
-        store.promote(NAME, version)
-    for action in (lambda: store.rollback(NAME), lambda: store.promote(NAME, "1.0.0")):
+        store.promote(NAME, version, force=True)
+    for action in (lambda: store.rollback(NAME), lambda: store.promote(NAME, "1.0.0", force=True)):
         real, came = getattr(type(store), step), []
 
         def overtaken(*given, real=real, came=came, **more):
             if not came:
                 came.append(1)
-                resolve.open_registry(store.url).promote(NAME, "1.0.2")
+                resolve.open_registry(store.url).promote(NAME, "1.0.2", force=True)
             return real(*given, **more)
 
         with monkeypatch.context() as patched:
@@ -93,7 +93,7 @@ def test_a_promote_or_rollback_that_is_overtaken_loses(step, store: Registry, mo
 def test_a_name_alone_is_production_else_the_newest(store: Registry):
     three(store)
     assert chosen(store) == ("1.0.2", "newest of 3 not yanked; no version is production")
-    store.promote(NAME, "1.0.1")
+    store.promote(NAME, "1.0.1", force=True)
     assert chosen(store) == ("1.0.1", "production points to it")
     assert chosen(store, "@1.0.0") == ("1.0.0", "asked for by number")
     assert chosen(store, "@production")[0] == "1.0.1"
@@ -105,7 +105,7 @@ def test_rollback_undoes_promote(store: Registry):
     states = []
     for version in ("1.0.0", "1.0.1", "1.0.2"):
         states.append(store.state(NAME).aliases)
-        store.promote(NAME, version)
+        store.promote(NAME, version, force=True)
     while states[1:]:
         assert store.rollback(NAME).aliases == states.pop()
     with pytest.raises(NotFound, match="has no earlier version to go back to"):
@@ -114,13 +114,14 @@ def test_rollback_undoes_promote(store: Registry):
 
 def test_a_stale_promote_loses_and_asks(store: Registry):
     three(store)
-    store.promote(NAME, "1.0.0", expect="none")
-    store.promote(NAME, "1.0.1", expect="1.0.0")
+    store.promote(NAME, "1.0.0", expect="none", force=True)
+    store.promote(NAME, "1.0.1", expect="1.0.0", force=True)
     with pytest.raises(Conflict, match=r"points to 1\.0\.1, expected 1\.0\.0.*--expect 1\.0\.1"):
-        store.promote(NAME, "1.0.2", expect="1.0.0")
+        store.promote(NAME, "1.0.2", expect="1.0.0", force=True)
     with pytest.raises(ValueError, match="version '3'"):
-        store.promote(NAME, "1.0.1", expect="3")
-    assert store.promote(NAME, "1.0.1", expect="1.0.0").at("production") == "1.0.1"  # it is what was asked for
+        store.promote(NAME, "1.0.1", expect="3", force=True)
+    again = store.promote(NAME, "1.0.1", expect="1.0.0", force=True)  # it is what was asked for
+    assert again.at("production") == "1.0.1"
     assert len(store.state(NAME).events) == 5
 
 
@@ -132,7 +133,7 @@ def test_yanked_versions_are_chosen_only_by_number(store: Registry):
     with pytest.warns(UserWarning, match=r"1\.0\.2 is yanked: wrong corpus"):
         resolve.load_artifact(f"{NAME}@1.0.2", store.url)
     with pytest.raises(Conflict, match="is yanked"):
-        store.promote(NAME, "1.0.2")
+        store.promote(NAME, "1.0.2", force=True)
     with pytest.raises(Conflict, match="is yanked already"):
         store.yank(NAME, "1.0.2", "again")
     with pytest.raises(ValueError, match="reason"):
@@ -168,6 +169,6 @@ def test_what_is_not_there_is_said(store: Registry):
                            (f"@sha256:{'0' * 64}", "no version with sha256 0000")):  # fmt: skip
         with pytest.raises(NotFound, match=message):
             resolve.resolve(NAME + given, store.url)
-    for action in (lambda: store.promote(NAME, "2.0.0"), lambda: store.yank(NAME, "2.0.0", "bad")):
+    for action in (lambda: store.promote(NAME, "2.0.0", force=True), lambda: store.yank(NAME, "2.0.0", "bad")):
         with pytest.raises(NotFound, match=r"has no version 2\.0\.0"):
             action()

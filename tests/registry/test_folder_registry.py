@@ -60,7 +60,7 @@ def test_a_reader_finds_it_whole_at_every_point(store, tmp_path, monkeypatch, ca
     """The writer stands still at each of its fault points, one between any two of its steps, and is read there."""
     data, target, seen = [tiny.data(seed) for seed in range(3)], LocalRegistry(tmp_path / "target"), []
     three(store)
-    store.promote(NAME, "1.0.1")
+    store.promote(NAME, "1.0.1", force=True)
     store.yank(NAME, "1.0.0", "bad")
 
     def read() -> list[str]:
@@ -81,8 +81,8 @@ def test_a_reader_finds_it_whole_at_every_point(store, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(files, "fault_point", point)
     cli.main(["copy", NAME, target.url, "--registry", store.url])
-    target.promote(NAME, "1.0.2")
-    target.promote(NAME, "1.0.1")
+    target.promote(NAME, "1.0.2", force=True)
+    target.promote(NAME, "1.0.1", force=True)
     target.rollback(NAME)
     monkeypatch.undo()
     assert len(seen) > 30 and seen[0] == [] and len({tuple(now) for now in seen}) >= 4

@@ -101,12 +101,15 @@ def test_a_stale_head_makes_no_second_version_and_undoes_no_promote(hub, store, 
     hub.faults.add("POST .*/commit/", "lost")
     assert store.publish(NAME, tiny.data(2)).version == "1.0.2"
     assert whole_versions(hub) == ["1.0.0", "1.0.1", "1.0.2"] and len(hub.repos[REPO].log) == 4
-    store.promote(NAME, "1.0.0")
+    store.promote(NAME, "1.0.0", force=True)
     left[0] = 2
     with pytest.raises(Conflict, match="expected none"):
-        store.promote(NAME, "1.0.1")
+        store.promote(NAME, "1.0.1", force=True)
     left[0] = 0
-    for action, wanted in ((lambda: store.promote(NAME, "1.0.1"), "1.0.1"), (lambda: store.rollback(NAME), "1.0.0")):
+    for action, wanted in (
+        (lambda: store.promote(NAME, "1.0.1", force=True), "1.0.1"),
+        (lambda: store.rollback(NAME), "1.0.0"),
+    ):
         commits = len(hub.repos[REPO].log)
         hub.faults.add("POST .*/commit/", "lost")
         assert action().at("production") == wanted and len(hub.repos[REPO].log) == commits + 1
@@ -126,7 +129,7 @@ def test_a_hub_that_asks_for_more_than_a_minute_is_not_waited_for(wait, tries, h
 
 def test_a_warm_load_asks_once_for_an_alias_and_nothing_with_a_lock_or_offline(hub, store, tmp_path, monkeypatch, kvq):
     store.publish(NAME, tiny.data(), attachments=CARD)
-    store.promote(NAME, "1.0.0")
+    store.promote(NAME, "1.0.0", force=True)
     lock = tmp_path / "kvq.lock"
     assert kvq("pull", URL, "-o", tmp_path / "out", "--lock", lock)[0] == 0
     hub.requests.clear()

@@ -39,7 +39,7 @@ def test_a_lock_pins_what_the_reference_meant(store, tmp_path):
     found, lock = resolve.resolve(NAME, store.url), tmp_path / "kvq.lock"
     write_lock(lock, Lock(NAME, store.url, NAME, found.version, found.sha256, found.size, BESIDE))
     assert set(json.loads(lock.read_text())) == {"reference", "registry", "name", "version", "sha256", "size", "files"}
-    store.promote(NAME, "1.0.0")
+    store.promote(NAME, "1.0.0", force=True)
     pinned = resolve.resolve(NAME, lock=lock)  # the registry is the lock's, too
     assert (pinned.version, pinned.sha256, pinned.chosen_because) == ("1.0.2", found.sha256, f"pinned by {lock}")
     with pytest.raises(ArtifactError, match=f"lock: .* pins {NAME}, not {NAME}@1.0.0"):

@@ -54,7 +54,7 @@ def publish(root: Path, seed: int) -> tuple[str, str]:
 
 def promote(root: Path, version: str, expect: str | None) -> str:
     try:
-        LocalRegistry(root).promote(NAME, version, expect=expect)
+        LocalRegistry(root).promote(NAME, version, expect=expect, force=True)
     except Conflict as error:
         return str(error)
     return "done"
@@ -64,8 +64,8 @@ def change(root: Path, number: int) -> str:
     """Publish, point an alias of one's own to it, withdraw it: three changes that depend on each other."""
     store = LocalRegistry(root)
     version = store.publish(NAME, tiny.data(number)).version
-    store.promote(NAME, version, alias=f"alias-{number}")
-    store.promote(NAME, "1.0.0", alias=f"alias-{number}")
+    store.promote(NAME, version, alias=f"alias-{number}", force=True)
+    store.promote(NAME, "1.0.0", alias=f"alias-{number}", force=True)
     store.yank(NAME, version, f"by {number}")
     return version
 
@@ -87,7 +87,7 @@ def test_many_publish_at_once(seeds, count, store):
 def test_of_many_promotes_from_one_state_one_wins_and_the_others_ask(store):
     for seed in range(MANY + 1):
         store.publish(NAME, tiny.data(seed))
-    store.promote(NAME, "1.0.0")
+    store.promote(NAME, "1.0.0", force=True)
     versions = [f"1.0.{n}" for n in range(1, MANY + 1)]
     answers = at_once(promote, [(store.root, version, "1.0.0") for version in versions])
     now = store.state(NAME).at("production")

@@ -43,10 +43,26 @@ def test_what_counts_is_the_longest_record_of_the_fits_own_text_and_no_weekly_on
         parse(judged)
 
 
+def test_a_version_that_nobody_measured_is_promoted_only_by_force_and_history_says_who(kvq, as_json, monkeypatch):
+    store = resolve.open_registry()
+    store.publish(NAME, tiny.data())
+    code, out, err = kvq("promote", f"{NAME}@1.0.0")
+    assert code == 4 and not out and "is not measured: " in err and "--force" in err
+    assert store.state(NAME).at("production") is None
+    monkeypatch.setenv("KVQ_USER", "ann")
+    code, out, err = kvq("promote", f"{NAME}@1.0.0", "--force")
+    assert code == 0 and "not measured" in err
+    store.add_evaluation(record(0.01, 0.01, store.state(NAME).versions["1.0.0"].sha256), NAME)
+    assert kvq("promote", f"{NAME}@1.0.0", "--alias", "beta")[0] == 0
+    published, *promoted = as_json("history", NAME)
+    assert "@" in published["by"] and [(row["by"], row["force"]) for row in promoted] == [("ann", True), ("ann", False)]
+    monkeypatch.setenv("KVQ_USER", "a\nb")
+    assert kvq("yank", f"{NAME}@1.0.0", "--reason", "x")[0] == 2
+
+
 def test_a_lossy_version_is_promoted_only_by_force(kvq, as_json):
     store = resolve.open_registry()
     version = store.publish(NAME, tiny.data())
-    assert "not measured" in kvq("promote", f"{NAME}@1.0.0", "--alias", "trial")[2]
     store.add_evaluation(record(1.93, 1.08, version.sha256), NAME)
     with pytest.raises(Conflict, match=r"tiny-2bit@1.0.0 is too lossy: perplexity \+193.0%, KL 1.1 nats, full encode"):
         store.promote(NAME, "1.0.0")

@@ -43,7 +43,7 @@ def test_a_name_that_is_none_touches_nothing(name, tmp_path):
     for action in (
         lambda: store.publish(name, tiny.data()),
         lambda: store.state(name),
-        lambda: store.promote(name, "1.0.0"),
+        lambda: store.promote(name, "1.0.0", force=True),
         lambda: store.yank(name, "1.0.0", "x"),
     ):
         with pytest.raises(ValueError, match="name "):

@@ -76,7 +76,7 @@ def _publish(folder: Path, seed: int = 1) -> int:
 
 def _two_versions(folder: Path) -> None:
     _publish(folder, 0)
-    store(folder).promote(NAME, "1.0.0")
+    store(folder).promote(NAME, "1.0.0", force=True)
     _publish(folder)
 
 
@@ -95,7 +95,7 @@ PULL = ("-o", "DIR/out", "--lock", "DIR/kvq.lock")
 COMMANDS: dict[str, tuple[Callable[[Path], object], Callable[[Path], int]]] = {  # {name: (preparation, command)}
     "calibrate": (_a_model, _calibrate),
     "publish": (lambda folder: None, _publish),
-    "promote": (_two_versions, _kvq("promote", f"{NAME}@1.0.1")),
+    "promote": (_two_versions, _kvq("promote", f"{NAME}@1.0.1", "--force")),
     "pull": (_two_versions, _kvq("pull", NAME, *PULL)),
     "push": (_two_versions, _kvq("copy", f"{NAME}@1.0.0", "hf://org")),
     "pull from a Hub": (_pushed, _kvq("pull", f"hf://org/{NAME}", *PULL)),

@@ -74,7 +74,7 @@ def write(store: LocalRegistry, name: str, files: Sequence[tuple[str, int]], pro
     folder.mkdir(parents=True)
     for number, change in enumerate([*changes, Promote("production", production)], 1):
         at = f"2026-{1 + number % 9:02}-01T12:00:00Z"
-        (folder / f"{number:08}.json").write_bytes(Event(number, name, at, change).to_bytes())
+        (folder / f"{number:08}.json").write_bytes(Event(number, name, at, "me@here", change).to_bytes())
 
 
 def published(store: LocalRegistry, name: str = "tiny-2bit", files: Mapping[str, bytes] | None = None) -> list[str]:

@@ -53,7 +53,7 @@ def test_the_end_says_where_an_artifact_is_and_what_to_do_next(capsys):
     (replace(MADE, places=()), [GOOD], ['from_pretrained("/f/kvq.safetensors", model=model)'], False),
     (replace(MADE, places=(), failed=["KL"]), [GOOD], ["not published  it exceeds the bounds"], False),
     (MADE, [record("ab" * 32, 1.93)], ["TOO LOSSY: perplexity +193.0%"], False),
-    (MADE, [], ["NOT MEASURED"], True),
+    (MADE, [], ["NOT MEASURED", "kvq eval m-aqua-2bit@1.2.0 --model M"], False),
 ], ids=["withdrawn", "elsewhere", "run folder", "failed", "lossy", "not measured"])  # fmt: skip
 def test_only_a_version_that_can_be_used_is_to_be_promoted(made, records, says, promotes, capsys):
     outcome.show([made], records, caution="fitted on 1 sequence")
