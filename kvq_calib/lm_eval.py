@@ -206,18 +206,18 @@ def _answered(lm: CompressedLM, manager: Any, task: str, asked: Asked) -> tuple[
     """Figures by task, of a group also those of its parts, and a digest of each part's prompts."""
     try:
         with redirect_stdout(sys.stderr):  # it says there what it computes, where our own output is JSON
-            found = simple_evaluate(
+            results = simple_evaluate(
                 lm, tasks=[task], task_manager=manager, limit=asked.limit,
                 apply_chat_template=asked.apply_chat_template,
             )  # fmt: skip
     except NotThroughTheCache as error:
         return {task: {"reason": str(error)}}, {}
-    assert found is not None, "this is the only process"
-    counts = {name: samples["effective"] for name, samples in found["n-samples"].items()}
-    figures = {name: _figures(row, counts.get(name)) for name, row in found["results"].items()}
+    assert results is not None, "this is the only process"
+    counts = {name: samples["effective"] for name, samples in results["n-samples"].items()}
+    figures = {name: _figures(row, counts.get(name)) for name, row in results["results"].items()}
     prompts = {
         name: digest_of([[sample["prompt_hash"], sample["target_hash"]] for sample in samples])
-        for name, samples in found["samples"].items()
+        for name, samples in results["samples"].items()
     }
     return {name: task for name, task in figures.items() if task["metrics"]}, prompts
 

@@ -61,9 +61,9 @@ class Importance(Summed[Tensor]):
         sums.add(chunk)
 
     def value(self, sums: LogImportance, fit: SchemeFit) -> Tensor:
-        found = sums.value()
-        ridged_CC = found.xx_II + RIDGE * found.xx_II.diagonal().clamp_min(1e-30).diag()
-        return torch.linalg.solve(ridged_CC, found.xy_IO)[:, 0].float()
+        joint = sums.value()
+        ridged_CC = joint.xx_II + RIDGE * joint.xx_II.diagonal().clamp_min(1e-30).diag()
+        return torch.linalg.solve(ridged_CC, joint.xy_IO)[:, 0].float()
 
 
 def requests(stage: Mixed) -> tuple[Statistic[Tensor], ...]:

@@ -121,8 +121,8 @@ def fit_low_rank(joint: Centred, rank: int, ridge: float) -> Tensors:
 def fit_gptq(joint: Centred, ridge: float) -> Tensors:
     """Centred ridge regression, stored in 4 bits: {"codes", "step", "low", "bias"}."""
     upper_II = inverse_root(damped(joint.xx_II, ridge), int(joint.count))
-    found = rounded(upper_II.mT @ (upper_II @ joint.xy_IO), upper_II)
-    return found | {"bias": _bias(joint, Linear(storage="gptq4").matrix(found, len(joint.xx_II)))}
+    fitted = rounded(upper_II.mT @ (upper_II @ joint.xy_IO), upper_II)
+    return fitted | {"bias": _bias(joint, Linear(storage="gptq4").matrix(fitted, len(joint.xx_II)))}
 
 
 def ridge_map(joint: Centred, ridge: float) -> Tensor:
@@ -144,7 +144,7 @@ def rounded(weight_IO: Tensor, upper_II: Tensor) -> Tensors:
     """
     inputs, weight = len(weight_IO), weight_IO.double().clone()
     group = min(MATRIX_GROUP, inputs)
-    found: dict[str, list[Tensor]] = {"codes": [], "step": [], "low": []}
+    fitted: dict[str, list[Tensor]] = {"codes": [], "step": [], "low": []}
     for start in range(0, inputs, group):
         end = min(start + group, inputs)
         _, step, low = rtn.encode(weight[start:end].mT, MATRIX_BITS)
@@ -152,8 +152,8 @@ def rounded(weight_IO: Tensor, upper_II: Tensor) -> Tensors:
         weight[end:] -= upper_II[start:end, end:].mT @ errors_KO
         codes_OK = functional.pad(codes_OK, (0, group - codes_OK.shape[1]))
         for name, part in (("codes", pack.pack(codes_OK, MATRIX_BITS)), ("step", step), ("low", low)):
-            found[name].append(part)
-    return {name: torch.stack(parts, 1) for name, parts in found.items()}
+            fitted[name].append(part)
+    return {name: torch.stack(parts, 1) for name, parts in fitted.items()}
 
 
 @dispatch.paired("gptq.round_group")
@@ -275,16 +275,16 @@ def _step(predictor: MLP, weights: Tensors, adam: torch.optim.Adam, z: Tensor, y
 
 def _stored(predictor: MLP, weights: Tensors, unit: float, chunks: Chunks) -> Tensors:
     """In the stored dtypes and the targets' unit, with a bias that centres the error on the tokens of these chunks."""
-    found = {name: tensor.detach() for name, tensor in weights.items()}
+    fitted = {name: tensor.detach() for name, tensor in weights.items()}
     stored = {
-        "hidden": found["hidden"].to(torch.bfloat16),
-        "hidden_bias": found["hidden_bias"],
-        "out": (found["out"] * unit).to(torch.bfloat16),
-        "bias": torch.zeros_like(found["bias"]),
+        "hidden": fitted["hidden"].to(torch.bfloat16),
+        "hidden_bias": fitted["hidden_bias"],
+        "out": (fitted["out"] * unit).to(torch.bfloat16),
+        "bias": torch.zeros_like(fitted["bias"]),
     }
-    total, count = torch.zeros_like(found["bias"], dtype=torch.float64), 0
+    total, count = torch.zeros_like(fitted["bias"], dtype=torch.float64), 0
     for rows_NK in chunks():
-        z, y = rows_NK.to(total.device).tensor_split([len(found["hidden"])], 1)
+        z, y = rows_NK.to(total.device).tensor_split([len(fitted["hidden"])], 1)
         total += (y - predictor.apply(z, stored)).double().sum(0)
         count += len(z)
     return stored | {"bias": (total / count).float()}

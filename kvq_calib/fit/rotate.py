@@ -80,8 +80,8 @@ def solve(stage: Basis | Oscar, statistics: Statistics, codec: Codec) -> tuple[B
     weighed = metric(stage)
     if isinstance(stage, Oscar):
         assert weighed is not None
-        found: Any = statistics[weighed]
-        metric_HDD = found.moment_HDD.double() if isinstance(weighed, QueryMoment) else found
+        measured: Any = statistics[weighed]
+        metric_HDD = measured.moment_HDD.double() if isinstance(weighed, QueryMoment) else measured
         return stage, {"rotation": torch.stack([spectral(metric_DD) for metric_DD in metric_HDD]).float()}
     variances_C, matrices = statistics.directions(weighed)
     quantize = codec.scheme.quantize

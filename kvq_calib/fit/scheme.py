@@ -99,10 +99,10 @@ class Given(Statistic[V], ABC):
 
 def summed(asked: Asked, chunk: Chunk) -> list[Sums]:
     """Return the sums of one chunk."""
-    found = [empty() for _, empty in asked]
-    for (statistic, _), sums in zip(asked, found, strict=True):
+    every = [empty() for _, empty in asked]
+    for (statistic, _), sums in zip(asked, every, strict=True):
         statistic.add(sums, chunk)
-    return found
+    return every
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ class SchemeFit(Fitting):
     def collect(self, source: LayerSource, asked: Sequence[Statistic[Any]]) -> dict[Statistic[Any], Any]:
         """The values of statistics, those that are summed in one pass over the inputs, and one over residuals."""
         ways = {one: way(one) for one in asked}
-        found = {one: own.read(self, source) for one, own in ways.items() if isinstance(own, Given)}
+        values = {one: own.read(self, source) for one, own in ways.items() if isinstance(own, Given)}
         joint, affine = self.joint, self.codec.affine() if ResidualMoment() in ways else None
         if joint is not None and affine is not None:
-            found[ResidualMoment()] = joint.left(*affine)
+            values[ResidualMoment()] = joint.left(*affine)
             del ways[ResidualMoment()]
         for name in ("inputs", "residuals"):
             own = [(one, own) for one, own in ways.items() if isinstance(own, Summed) and own.passes[-1] == name]
@@ -165,8 +165,8 @@ class SchemeFit(Fitting):
             for parts in source.partials(self, adding):
                 for total, part in zip(totals, parts, strict=True):
                     total.merge(part)
-            found |= {one: summed.value(total, self) for (one, summed), total in zip(own, totals, strict=True)}
-        return found
+            values |= {one: summed.value(total, self) for (one, summed), total in zip(own, totals, strict=True)}
+        return values
 
     def with_rounding(self, scheme: Scheme, statistics: Statistics, collect: Collect) -> "SchemeFit":
         """Return the same prediction with the stages of another scheme after it, fitted to what the prediction leaves.
@@ -200,12 +200,12 @@ def summary(errors: Errors, held_out: bool = False) -> dict[str, Any]:
     Errors of held-out blocks also bound those of other blocks; the fit's own blocks would bound them too narrowly.
     """
     energy, variance, residual, error, _ = errors.sums.tolist()
-    found = {
+    measures = {
         "relative_error": error / variance if variance else 0.0,
         "explained_variance": 1 - residual / variance if variance else 0.0,
         "mean_energy": 1 - variance / energy if energy else 0.0,
     }
-    return found | ({FIELD: quantile_of(errors.blocks_N)} if held_out and len(errors.blocks_N) > 1 else {})
+    return measures | ({FIELD: quantile_of(errors.blocks_N)} if held_out and len(errors.blocks_N) > 1 else {})
 
 
 def quantile_of(errors_N: Tensor) -> float:
@@ -222,9 +222,9 @@ def quantile_of(errors_N: Tensor) -> float:
 def way(asked: Statistic[Any]) -> Summed[Any] | Given[Any]:
     """Return the statistic itself, if it says how a calibration collects it; of one that rows have, too, what does."""
     own = {Residuals: _Residuals, ResidualMoment: _ResidualMoment, QueryMoment: _QueryMoment}.get(type(asked))
-    found = asked if own is None else own(**vars(asked))
-    assert isinstance(found, Summed | Given), f"{asked} does not say how a calibration collects it"
-    return found
+    statistic = asked if own is None else own(**vars(asked))
+    assert isinstance(statistic, Summed | Given), f"{asked} does not say how a calibration collects it"
+    return statistic
 
 
 class _Residuals(Residuals, Summed[Tensor]):
@@ -250,8 +250,8 @@ class _ResidualMoment(ResidualMoment, Summed[Tensor]):
         sums.update(chunk.residual, chunk.residual[..., :0], chunk.data.mask_NT)
 
     def value(self, sums: CrossMoments, fit: SchemeFit) -> Tensor:
-        found = sums.value()
-        return found.xx_II + torch.outer(found.mean_x_I, found.mean_x_I)
+        joint = sums.value()
+        return joint.xx_II + torch.outer(joint.mean_x_I, joint.mean_x_I)
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,11 @@ def _completed(folder: Path, id: str, given: Mapping[str, Any]) -> dict[str, Any
             f"{' or '.join(filter(None, known))} is calibrated"
         )
     try:
-        found = settings_of(transformers_config(folder).get_text_config(decoder=True))
+        settings = settings_of(transformers_config(folder).get_text_config(decoder=True))
     except Exception as error:  # what transformers raises has many classes
         why = " ".join(str(error).split())
         raise ValueError(f"{id}: config.json is none of its model_type: {why:.200}; download it again") from error
-    return {name: value for name, value in found.items() if name != "_name_or_path"}
+    return {name: value for name, value in settings.items() if name != "_name_or_path"}
 
 
 def _check_numbers(id: str, config: Mapping[str, Any]) -> None:

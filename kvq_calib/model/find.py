@@ -156,14 +156,14 @@ def digest(files: ModelFiles) -> str:
 
     It tells models in one folder apart, which a training may write to: one changes most matrices nearly everywhere.
     """
-    found = hashlib.sha256(json.dumps(dict(files.config), sort_keys=True, default=str).encode())
+    hashed = hashlib.sha256(json.dumps(dict(files.config), sort_keys=True, default=str).encode())
     if (tokenizer := files.path / "tokenizer.json").is_file():
-        found.update(tokenizer.read_bytes())
+        hashed.update(tokenizer.read_bytes())
     for name in sorted(set(files.tensors.values())):
         size = (files.path / name).stat().st_size
-        found.update(f"\0{name} {size}\0".encode())
+        hashed.update(f"\0{name} {size}\0".encode())
         with (files.path / name).open("rb") as file:
             for number in range(PIECES):
                 file.seek(max(0, size - PIECE) * number // (PIECES - 1))
-                found.update(file.read(PIECE))
-    return found.hexdigest()
+                hashed.update(file.read(PIECE))
+    return hashed.hexdigest()

@@ -69,10 +69,10 @@ def moved(codec: Codec, device: torch.device) -> Codec:
         return codec
     with _lock:
         known = _moved.setdefault(codec, WeakValueDictionary())
-        found = known.get(device)
-        if found is None:
-            found = known[device] = codec.to(device)
-        return found
+        copied = known.get(device)
+        if copied is None:
+            copied = known[device] = codec.to(device)
+        return copied
 
 
 class RowCodec:
@@ -112,8 +112,8 @@ class RowCodec:
         """As `Codec.tokens`; the fields are those of the first row's blocks, then of the second's, as many of each."""
         room = len(next(iter(fields.values()))) // len(self.rows)
         parts = [(block_N // room == row).nonzero()[:, 0] for row in range(len(self.rows))]
-        found = [c.tokens(fields, block_N[at], place_N[at], channels) for c, at in zip(self.rows, parts, strict=True)]
-        return torch.cat(found)[torch.cat(parts).argsort()]
+        decoded = [c.tokens(fields, block_N[at], place_N[at], channels) for c, at in zip(self.rows, parts, strict=True)]
+        return torch.cat(decoded)[torch.cat(parts).argsort()]
 
     def one_launch(self, x_NTC: Tensor) -> bool:
         """As `Codec.one_launch`: never, since rows are encoded one by one."""
