@@ -172,6 +172,9 @@ def bench(args: Namespace) -> int:
         every |= benchmark.compressed(text, files, args.registry)
     with measuring(benchmark.work(len(every), plan), args.quiet) as progress:
         rows = benchmark.measure(benchmark.load(files, device, dtype), every, plan, progress)
+    if (busy := max((row.get("busy", 0.0) for row in rows), default=0.0)) > benchmark.BUSY:
+        say("kvq bench", f"other processes took {busy:.0%} of the processors: wall times and tokens_per_s mean little; "
+            "compare first_cpu_s and step_cpu_s, or repeat it when nothing else runs")  # fmt: skip
     if args.json:
         used = environment(device, str(dtype).removeprefix("torch."), torch.get_num_threads())
         print(json.dumps({"model": files.about, "environment": used, "rows": rows}, indent=2))
