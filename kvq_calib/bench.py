@@ -1,6 +1,7 @@
 """Time caches in turns: in each round every cache reads the same prompts and generates, and another one begins.
 
-Whatever else the machine does falls on all alike, so that ratios within a run hold on a busy machine too. One cache is
+Whatever else the machine does falls on all alike, more or less: of wall times on a busy machine little is left, while
+processor seconds change little. The share of the processors that other processes took says which to read. One cache is
 in memory at a time.
 """
 
@@ -14,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -23,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvq_calib.evaluate.candidate import find
 from kvq_calib.evaluate.record import load_model
 from kvq_calib.model.files import ModelFiles
+from kvq_calib.run.device import cores
 from kvq_runtime.hf import KVQCache
 from kvq_runtime.hf.cuda_graphs import CudaGraphs
 from kvq_runtime.hf.model import CACHE
@@ -31,6 +34,7 @@ from kvq_runtime.store.storage import storage_bytes
 
 QUANTIZED = ("quanto-2bit", "quanto-4bit", "hqq-2bit", "hqq-4bit")  # transformers' own
 AXES = {"quanto": 0, "hqq": 1}  # of the groups that each backend is used with
+BUSY = 0.1  # share of the processors: beyond it wall times mean little
 WARM = 2  # steps before those that are timed: in the first a graph is recorded, and memory is taken
 
 Make = Callable[[PreTrainedModel], Cache]  # an empty cache for a model
@@ -67,6 +71,8 @@ class Turn:
     steps_s      seconds of each later token, without the first WARM
     peak_bytes   most memory in use on a GPU, weights included; None on a CPU
     error        the reason for having no figures; "" if it has some
+    ..._cpu_s    processor seconds of this process, all threads, in the place of seconds
+    busy         share of the processors that other processes took meanwhile, 0 to 1
     """
 
     first_s: float = 0.0
@@ -74,19 +80,38 @@ class Turn:
     cache_bytes: int = 0
     peak_bytes: int | None = None
     error: str = ""
+    first_cpu_s: float = 0.0
+    steps_cpu_s: list[float] = field(default_factory=list)
+    busy: float = 0.0
 
 
 class Stopwatch(BaseStreamer):
-    """Note when tokens arrive: `generate` gives it the prompt, then a token of each row, moved to the host."""
+    """Note when tokens arrive: `generate` gives it the prompt, then a token of each row, moved to the host.
+
+    at, cpu_at   seconds, and processor seconds, with the start first; `others`: of other processes since the start
+    """
 
     def __init__(self):
         self.at: list[float] = []
+        self.cpu_at: list[float] = []
+        self._before, self.others = busy_seconds(), 0.0
+        self.put(None)
 
-    def put(self, value: Tensor) -> None:
+    def put(self, value: Tensor | None) -> None:
         self.at.append(time.perf_counter())
+        self.cpu_at.append(time.process_time())
 
     def end(self) -> None:
-        """Note nothing more."""
+        """Note what others took."""
+        self.others = max(0.0, busy_seconds() - self._before - (time.process_time() - self.cpu_at[0]))
+
+
+def busy_seconds() -> float:
+    """Return the seconds that the processors which this process may use have worked, for whatever process."""
+    own, every = psutil.Process(), psutil.cpu_times(percpu=True)
+    allowed = own.cpu_affinity() if hasattr(own, "cpu_affinity") else range(len(every))
+    return sum(each.user + each.system + getattr(each, "nice", 0.0) + getattr(each, "steal", 0.0)
+               for number, each in enumerate(every) if number in allowed)  # fmt: skip
 
 
 def measure(
@@ -134,19 +159,22 @@ def take(model: PreTrainedModel, make: Make, ids_BT: Tensor, tokens: int) -> Tur
     The model has no end-of-text token, so that every row goes on to the end. On a GPU our caches replay their steps as
     CUDA graphs.
     """
-    cache, watch, cuda = make(model), Stopwatch(), ids_BT.device.type == "cuda"
+    cache, cuda = make(model), ids_BT.device.type == "cuda"
     model.set_attn_implementation("kvq" if isinstance(cache, KVQCache) else "sdpa")
     if cuda:
         torch.cuda.reset_peak_memory_stats(ids_BT.device)
     with CudaGraphs(model) if cuda and isinstance(cache, KVQCache) else nullcontext():
-        began = time.perf_counter()
+        watch = Stopwatch()
         model.generate(  # type: ignore[operator]
             ids_BT, attention_mask=torch.ones_like(ids_BT), **{CACHE: cache}, do_sample=False, streamer=watch,
             max_new_tokens=1 + WARM + tokens,
         )  # fmt: skip
     return Turn(
-        first_s=watch.at[1] - began,
-        steps_s=[b - a for a, b in pairwise(watch.at[1 + WARM :])],
+        first_s=watch.at[2] - watch.at[0],
+        steps_s=[b - a for a, b in pairwise(watch.at[2 + WARM :])],
+        first_cpu_s=watch.cpu_at[2] - watch.cpu_at[0],
+        steps_cpu_s=[b - a for a, b in pairwise(watch.cpu_at[2 + WARM :])],
+        busy=watch.others / (watch.at[-1] - watch.at[0]) / cores(),
         cache_bytes=cache_bytes(cache),
         peak_bytes=torch.cuda.max_memory_allocated(ids_BT.device) if cuda else None,
     )
@@ -182,11 +210,17 @@ def figures(context: int, batch: int, turns: Mapping[str, Sequence[Turn]]) -> li
             continue
         low, middle, high = np.quantile([step for turn in timed for step in turn.steps_s], (0.25, 0.5, 0.75)).tolist()
         row |= {"first_token_s": float(np.median([turn.first_s for turn in timed])), "tokens_per_s": batch / middle}
-        row |= {"quartiles": [batch / high, batch / low], "cache_bytes": last.cache_bytes}
+        row |= {"quartiles": [batch / high, batch / low]}
+        cpu_s = [step for turn in timed for step in turn.steps_cpu_s]
+        row |= {
+            "first_cpu_s": float(np.median([turn.first_cpu_s for turn in timed])),
+            "step_cpu_s": float(np.median(cpu_s)),
+        }
+        row |= {"busy": float(np.mean([turn.busy for turn in timed])), "cache_bytes": last.cache_bytes}
         row |= {"peak_bytes": last.peak_bytes} if last.peak_bytes is not None else {}
         base = rows[0] if rows else row
-        for figure in ("tokens_per_s", "cache_bytes"):
-            row |= {f"{figure}_ratio": row[figure] / base[figure]} if figure in base else {}
+        for figure in ("tokens_per_s", "step_cpu_s", "cache_bytes"):
+            row |= {f"{figure}_ratio": row[figure] / base[figure]} if base.get(figure) else {}
         rows.append(row)
     return rows
 

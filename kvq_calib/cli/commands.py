@@ -150,7 +150,8 @@ def _add_text(command: argparse.ArgumentParser) -> None:
 def _add_protocol(command: argparse.ArgumentParser) -> None:
     """Add the options of how to measure, and of what stays exact."""
     add = command.add_argument
-    add("--protocol", choices=["full", "in-use", "both"], default="both", help="how to measure (default: both)")
+    text = "how to measure (default: full, and in use if a recipe has no full encode)"
+    add("--protocol", choices=["full", "in-use", "both"], help=text)
     add("--sinks", type=int, metavar="N", help="exact first tokens (default: each recipe's own)")
     text = "in use: exact newest tokens (default: each recipe's own); tokens of an unfinished block stay exact too"
     add("--recent", type=int, metavar="N", help=text)

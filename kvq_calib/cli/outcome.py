@@ -25,7 +25,7 @@ def plan(job: Job, work: Run) -> dict[str, Any]:
     plan, files = work.plan, work.files
     needs = plan.needs(files)
     evaluation = {
-        "windows_at_most": job.eval_windows or quality_checks.windows(plan, plan.seq_len),
+        "windows_at_most": job.eval_windows or quality_checks.windows(plan.seq_len),
         "baselines": list(job.baselines),
         "bounds": dict(job.bounds.given),
         "bytes": whole_bytes(files, plan.device),

@@ -52,7 +52,7 @@ def evaluate(args: Namespace) -> int:
         return _tasks(args, files, candidates)
     batch = _text(args, files, args.corpus or files.entry.corpus)
     protocol = _protocol(args)
-    with measuring(record.work(batch, len(candidates), protocol), args.quiet) as progress:
+    with measuring(record.work(batch, candidates, protocol), args.quiet) as progress:
         records = record.evaluate(files, batch, candidates, protocol, *_used(args), progress)
     shown = tables.named(list(map(parse, records)), [candidate.name for candidate in candidates])
     if args.plot:
@@ -146,7 +146,7 @@ def compare(args: Namespace) -> int:
     if uneven and args.protocol != "in-use":
         blocks = " and ".join(map(str, uneven))
         say("kvq", f"windows of {length} tokens: the last stay exact in a full encode; use a multiple of {blocks}")
-    with measuring(record.work(batch, len(candidates), protocol), args.quiet) as progress:
+    with measuring(record.work(batch, list(candidates.values()), protocol), args.quiet) as progress:
         measured = record.evaluate(files, batch, list(candidates.values()), protocol, *_used(args), progress, saved)
     records = tables.by_bits([parse(one) for one in measured])
     if args.plot:
@@ -172,6 +172,9 @@ def bench(args: Namespace) -> int:
         every |= benchmark.compressed(text, files, args.registry)
     with measuring(benchmark.work(len(every), plan), args.quiet) as progress:
         rows = benchmark.measure(benchmark.load(files, device, dtype), every, plan, progress)
+    if (busy := max((row.get("busy", 0.0) for row in rows), default=0.0)) > benchmark.BUSY:
+        say("kvq bench", f"other processes took {busy:.0%} of the processors: wall times and tokens_per_s mean little; "
+            "compare first_cpu_s and step_cpu_s, or repeat it when nothing else runs")  # fmt: skip
     if args.json:
         used = environment(device, str(dtype).removeprefix("torch."), torch.get_num_threads())
         print(json.dumps({"model": files.about, "environment": used, "rows": rows}, indent=2))
@@ -187,7 +190,7 @@ def _protocol(args: Namespace) -> record.Protocol:
     return record.Protocol(
         sinks=args.sinks,
         recent=args.recent,
-        protocols=(args.protocol,) if args.protocol in PROTOCOLS else PROTOCOLS,
+        protocols=PROTOCOLS if args.protocol == "both" else args.protocol and (args.protocol,),
         by_layer=args.by_layer or None,
     )
 

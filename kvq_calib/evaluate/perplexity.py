@@ -2,17 +2,16 @@
 
 Tokens arrive in steps, as in decoding: each step attends to the cache of the steps before it, with sinks and recent
 window as in use. A step as long as the windows is one forward pass, as for a full encode (`caches.py`). The 16-bit
-model takes the same steps once, with transformers' own DynamicCache; its logits are kept while the compared caches are
-filled, one at a time.
+model takes the same steps once, with transformers' own DynamicCache. Of each pass the hidden states under the head are
+kept: all caches' pass the head together, a few tokens at a time, so that logits take little memory.
 
 Full encodes of a model that does not fit into memory run it a layer at a time (`layered`), with one reading of its
 weights; figures equal those of the whole model but for rounding. The device holds one layer, and each cache packed:
 
-    embed → layer 0: 16 bit, cache A, cache B, ... → layer 1: likewise → ... → head, a few windows at a time
+    embed → layer 0: 16 bit, cache A, cache B, ... → layer 1: likewise → ... → head
 
     perplexity   exp of the mean of -log q(token)                 over all tokens but the first of each window
-    kl           mean of Σ p (log p - log q), in nats             p the 16-bit model, q the model with this cache:
-                 Σ p (x - y) + log Σ exp y - log Σ exp x          of their logits x and y
+    kl           mean of Σ p (log p - log q), in nats             p the 16-bit model, q the model with this cache
     top1         share of places where the likeliest tokens agree
     beyond       share of blocks whose error is beyond 99.9% of those in calibration
 
@@ -20,9 +19,9 @@ Source: Shutova et al., 2025 (AQUA-KV), section 4: sequences encoded auto-regres
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,19 +38,18 @@ from kvq_calib.evaluate.caches import (
     encoded_by_layer,
 )
 from kvq_calib.evaluate.saved_results import NOWHERE, SavedResults
-from kvq_calib.model.streamed import Stream
+from kvq_calib.model.streamed import Head, Stream
 from kvq_calib.text.corpus import digest_of
 from kvq_runtime.hf import KVQCache
-from kvq_runtime.hf.model import CACHE
+from kvq_runtime.hf.model import CACHE, decoder_of
 
 REFERENCE = "16 bit"
 STEP = 32
-PART = 128  # tokens whose logits come at once
-AT_ONCE = 1 << 20  # logits compared at once, in float64: fresh memory costs more than the sums
-ROW_TOKENS = 8192  # tokens of the windows that go through the model side by side
-ROW_LOGITS = 1 << 28  # and their logits, which are kept: with large vocabularies fewer windows, at least one
+AT_ONCE = 1 << 22  # logits computed and compared at once, in float64
+ROW_TOKENS, GPU_ROW_TOKENS = 4096, 8192  # tokens of the windows that go through the model side by side
+ERROR = 0.01  # standard error of log perplexity that is small enough
+LEAST = 4  # windows to compute it from
 ONLY_FULL = "windows went through the model one layer at a time, which is done by full encode alone"
-State = tuple[Tensor, FullCache | None]  # hidden states [B, T, E] on the CPU, and the cache that they are of
 
 
 @dataclass
@@ -132,6 +130,10 @@ class Score:
         }
 
 
+Caches = dict[str, tuple[Tensor, FullCache | None]]  # likewise, with the cache itself
+State = tuple[Tensor, Score]  # hidden states [B, T, E] on the CPU, and what was counted of the cache
+
+
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean and its standard error; None for one value."""
     count, mean = len(values), sum(values) / len(values)
@@ -139,54 +141,46 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     return mean, math.sqrt(squares / (count - 1) / count) if count > 1 else None
 
 
-class Windows:
-    """Windows that go through a model side by side, with their logits by the 16-bit model, computed once needed.
+class Expected:
+    """The distribution of a few tokens by the 16-bit model: p and log p [N, V], and the likeliest tokens [N].
 
-    exact   yields these logits, some tokens at a time: [B, tokens, vocabulary]
+    In float64: in float32 the terms' rounding is as large as a 4-bit cache's KL.
     """
 
-    def __init__(self, tokens_BT: Tensor, device: torch.device, exact: Callable[[], Iterable[Tensor]]):
-        self.tokens_BT, self._exact = tokens_BT.to(device).long(), exact
+    def __init__(self, logits_NV: Tensor):
+        x_NV = logits_NV.double()
+        self.log_p_NV = x_NV.sub_(x_NV.logsumexp(-1, keepdim=True))
+        self.p_NV, self.top_N = self.log_p_NV.exp(), logits_NV.argmax(-1)
 
-    @cached_property
-    def expected(self) -> list[Tensor]:
-        """Keep the 16-bit model's logits off the device."""
-        return [logits.cpu() for logits in self._exact()]
+    def against(self, logits_NV: Tensor, target_N: Tensor) -> Tensor:
+        """Return -log q(target), the KL divergence, and 1 where the likeliest tokens agree: float64 [3, N]."""
+        y_NV = logits_NV.double()
+        log_q_NV = y_NV.sub_(y_NV.logsumexp(-1, keepdim=True))
+        losses_N = -log_q_NV.gather(-1, target_N[:, None])[:, 0]
+        kls_N = torch.linalg.vecdot(self.p_NV, log_q_NV.neg_().add_(self.log_p_NV))
+        return torch.stack([losses_N, kls_N, (logits_NV.argmax(-1) == self.top_N).double()])
 
-    @cached_property
-    def norms(self) -> list[Tensor]:
-        """log Σ exp of these logits, [B, tokens] float64."""
-        return [
-            torch.cat([some.to(self.tokens_BT.device).double().logsumexp(-1).cpu() for some in logits.split(8, 1)], 1)
-            for logits in self.expected
-        ]
 
-    def score(self, compared: Iterable[Tensor]) -> Score:
-        """Compare logits with the text and with those of the 16-bit model."""
-        batch, length = self.tokens_BT.shape
-        score, losses = Score(), torch.zeros(batch, dtype=torch.float64, device=self.tokens_BT.device)
-        kls = torch.zeros_like(losses)
-        done = 1
-        for expected, norm, logits in zip(self.expected, self.norms, compared, strict=False):
-            target = self.tokens_BT[:, done : done + logits.shape[1]]
-            done += logits.shape[1]
-            if not target.numel():  # none after a last token
-                continue
-            step = max(1, AT_ONCE // logits[:, 0].numel())
-            for start in range(0, target.shape[1], step):
-                part = slice(start, min(start + step, target.shape[1]))
-                # in float32 the terms' rounding is as large as a 4-bit cache's KL
-                x, y, norm_p = (
-                    x[:, part].to(target.device, torch.float64, copy=True) for x in (expected, logits, norm)
-                )
-                norm_q = y.logsumexp(-1)
-                losses -= (y.gather(-1, target[:, part, None])[..., 0] - norm_q).sum(1)
-                score.agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
-                gap, p = y.sub_(x).neg_(), x.sub_(norm_p[..., None]).exp_()  # in the place of y, then of x
-                kls += gap.mul_(p).sum((1, 2)) + (norm_q - norm_p).sum(1)
-            score.tokens += target.numel()
-        score.losses, score.kls = ((sums / (length - 1)).tolist() for sums in (losses, kls))
-        return score
+def compare(head: Head, tokens_BT: Tensor, hidden: Mapping[str, Tensor]) -> dict[str, Score]:
+    """Score hidden states under the head, [B, T, E], against the text and the first of them, the 16-bit model's.
+
+    All pass the head side by side, a few tokens at a time: their logits would take a hundred times their memory.
+    """
+    target_N = tokens_BT[:, 1:].flatten().to(head.device).long()
+    rows = {name: h_BTE[:, :-1].flatten(0, 1) for name, h_BTE in hidden.items()}
+    measured: dict[str, list[Tensor]] = {name: [] for name in rows}
+    at_once = max(1, AT_ONCE // head.vocabulary)
+    for start in range(0, len(target_N), at_once):
+        part, expected = slice(start, start + at_once), None
+        for name, h_NE in rows.items():
+            logits_NV = head(h_NE[None, part].to(head.device))[0]
+            expected = expected or Expected(logits_NV)
+            measured[name].append(expected.against(logits_NV, target_N[part]).cpu())
+    scores = {}
+    for name, parts in measured.items():
+        losses, kls, agreed = torch.cat(parts, 1).unflatten(1, (len(tokens_BT), -1))
+        scores[name] = Score(agreed.numel(), int(agreed.sum()), losses.mean(1).tolist(), kls.mean(1).tolist())
+    return scores
 
 
 @torch.inference_mode()
@@ -197,6 +191,7 @@ def scores(
     step: int = STEP,
     progress: Callable[[int], object] = lambda tokens: None,
     saved: SavedResults = NOWHERE,
+    enough: Callable[[Sequence[Score]], bool] = lambda scores: False,
 ) -> dict[str, Score]:
     """Score the 16-bit model ("16 bit") and each cache on the same windows.
 
@@ -205,55 +200,80 @@ def scores(
     step       tokens per forward pass
     progress   gets the number of tokens done, counted once per cache
     saved      keeps the score of each cache on each group of rows
+    enough     says, after each group, whether the windows so far do
     """
     length = tokens_BT.shape[1]
     if length < 2 or step < 1:
         raise ValueError(f"windows of {length} tokens in steps of {step}; use at least 2 and 1")
-    totals = {name: Score() for name in (REFERENCE, *caches)}
-    for group in tokens_BT.split(rows_of(length, model.config.get_text_config(decoder=True).vocab_size)):
-        windows = Windows(group, model.device, partial(logits, model, group, None, step))
+    totals, head = {name: Score() for name in (REFERENCE, *caches)}, Head.of(model)
+    groups = tokens_BT.split(rows_of(length, model.device))
+    for number, group in enumerate(groups, 1):
+        units = {name: {"score": name, "tokens": digest_of(group), "step": step} for name in totals}
+        found = {name: saved.read(**unit) for name, unit in units.items()}
+        left = [name for name in totals if found[name] is None]
+        progress(group.numel() * (len(totals) - len(left)))
+        states: dict[str, State] = {}
+        for name in dict.fromkeys((REFERENCE, *left)) if left else ():
+            cache = caches[name]() if name in caches else None
+            states[name] = hidden_states(model, group, cache, step)
+            progress(group.numel() * (name in left))
+        found |= _finish(head, group, states, left, units, saved)
         for name, total in totals.items():
-            unit = {"score": name, "tokens": digest_of(group), "step": step}
-            total.add(Score.of_json(saved.kept(partial(_score, model, windows, caches.get(name), step), **unit)))
-            progress(group.numel())
+            total.add(Score.of_json(found[name]))
+        if enough(list(totals.values())):
+            progress(sum(map(Tensor.numel, groups[number:])) * len(totals))
+            break
     return totals
 
 
-def _score(model: PreTrainedModel, windows: Windows, make: Callable[[], Cache] | None, step: int) -> dict[str, Any]:
-    """Score a new cache, or without one the 16-bit model."""
-    if make is None:
-        return asdict(windows.score(windows.expected))
-    cache, reads = make(), Reads()
-    score = windows.score(logits(model, windows.tokens_BT, cache, step, reads))
-    return asdict(score.with_cache(cache, reads if reads.pairs else None))
+def precise(scores: Sequence[Score]) -> bool:
+    """Return whether each is known well enough beside the first, the 16-bit model's.
+
+    The standard error of log(perplexity / the reference's), over at least LEAST windows, is at most ERROR, or a tenth
+    of a larger loss.
+    """
+    reference, *others = scores
+    gaps = [mean_and_error([a - b for a, b in zip(one.losses, reference.losses, strict=True)]) for one in others]
+    errors = (error is not None and error <= max(ERROR, abs(mean) / 10) for mean, error in gaps)
+    return len(reference.losses) >= LEAST and all(errors)
 
 
-def rows_of(length: int, vocabulary: int) -> int:
+def rows_of(length: int, device: torch.device) -> int:
     """Return how many windows go through a model side by side.
 
     No result depends on it but by rounding, and where a dynamic window decides for all rows together.
     """
-    return max(1, min(ROW_TOKENS // length, ROW_LOGITS // (length * vocabulary)))
+    return max(1, (GPU_ROW_TOKENS if device.type == "cuda" else ROW_TOKENS) // length)
 
 
-def logits(
-    model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, step: int, reads: Reads | None = None
-) -> Iterator[Tensor]:
-    """Yield the logits of each pass, PART tokens at a time: [B, tokens, vocabulary].
+def hidden_states(model: PreTrainedModel, tokens_BT: Tensor, cache: Cache | None, step: int) -> State:
+    """Return the hidden states under the head, off the device, and what was counted of a cache.
 
     cache   None: transformers' own
-    reads   gets the reads of all passes
     """
-    cache, length = DynamicCache(config=model.config) if cache is None else cache, tokens_BT.shape[1]
+    used, reads, length = DynamicCache(config=model.config) if cache is None else cache, Reads(), tokens_BT.shape[1]
+    decoder, parts = decoder_of(model), []
     for start in range(0, length, step):
         tokens = range(start, min(start + step, length))
         ids_BT = tokens_BT[:, start : tokens.stop].to(model.device).long()
-        before = encoded_by_layer(cache) if isinstance(cache, KVQCache) else None
-        with attending(model, cache):
-            out = model(ids_BT, **{CACHE: cache}, use_cache=True).logits
-        if isinstance(cache, KVQCache) and before is not None and reads is not None:
-            reads.add(count_reads(cache, before, tokens) or Reads())
-        yield from out.split(PART, 1)
+        before = encoded_by_layer(used) if isinstance(used, KVQCache) else None
+        with attending(model, used):
+            parts.append(decoder(ids_BT, **{CACHE: used}, use_cache=True).last_hidden_state.cpu())
+        if isinstance(used, KVQCache) and before is not None:
+            reads.add(count_reads(used, before, tokens) or Reads())
+    return torch.cat(parts, 1), Score().with_cache(cache, reads if reads.pairs else None)
+
+
+def _finish(
+    head: Head, tokens_BT: Tensor, states: Mapping[str, State], left: Sequence[str],
+    units: Mapping[str, Mapping[str, Any]], saved: SavedResults,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Score the states of one group of windows, and save what is `left` to be saved."""
+    scores = compare(head, tokens_BT, {name: hidden for name, (hidden, _) in states.items()})
+    for name in left:
+        scores[name].add(states[name][1])
+        saved.write(asdict(scores[name]), **units[name])
+    return {name: asdict(scores[name]) for name in left}
 
 
 @torch.inference_mode()
@@ -269,13 +289,13 @@ def layered(
     caches   makes an empty cache of `stream.blank`, by name; its hidden states go on from layer to layer by themselves
     """
     length, names = tokens_BT.shape[1], (REFERENCE, *caches)
-    groups = tokens_BT.split(rows_of(length, stream.files.vocabulary))
+    groups = tokens_BT.split(rows_of(length, stream.device))
     units = [{name: {"layered": name, "tokens": digest_of(group)} for name in names} for group in groups]
     results: list[dict[str, Any]] = [{name: saved.read(**unit) for name, unit in own.items()} for own in units]
     left = [name for name in names if any(own[name] is None for own in results)]
     progress(tokens_BT.numel() * (len(names) - len(left)))
     if left:
-        states: list[dict[str, State]] = []
+        states: list[Caches] = []
         for group in groups:
             embedded = stream.embed(group.long()).cpu()
             own = {
@@ -283,15 +303,13 @@ def layered(
             }
             states.append({name: (embedded, cache) for name, cache in own.items()})
         _through(stream, states, tokens_BT.numel() * len(left), progress)
-        head = stream.head()
+        head, every = stream.head(), range(length)
         for group, own, scores, unit in zip(groups, states, results, units, strict=True):
-            windows = Windows(group, stream.device, partial(_logits_of_head, head, own[REFERENCE][0]))
-            for name in left:
-                hidden, cache = own[name]
-                score = windows.score(windows.expected if cache is None else _logits_of_head(head, hidden))
-                reads = None if cache is None else count_reads(cache, ({}, 0), range(length))
-                scores[name] = asdict(score.with_cache(cache, reads))
-                saved.write(scores[name], **unit[name])
+            counted = {
+                name: (hidden, Score().with_cache(cache, None if cache is None else count_reads(cache, ({}, 0), every)))
+                for name, (hidden, cache) in own.items()
+            }
+            scores |= _finish(head, group, counted, left, unit, saved)
     totals = {name: Score() for name in names}
     for scores in results:
         for name, total in totals.items():
@@ -299,7 +317,12 @@ def layered(
     return totals
 
 
-def _through(stream: Stream, groups: list[dict[str, State]], tokens: int, progress: Callable[[int], object]) -> None:
+def _through(
+    stream: Stream,
+    groups: list[Caches],
+    tokens: int,
+    progress: Callable[[int], object],
+) -> None:
     """Run all states through all layers; `tokens` are reported in all."""
     done, total = 0, stream.layers * sum(map(len, groups))
     for index in range(stream.layers):
@@ -310,8 +333,3 @@ def _through(stream: Stream, groups: list[dict[str, State]], tokens: int, progre
                 done += 1
                 progress(tokens * done // total - tokens * (done - 1) // total)
         del layer
-
-
-def _logits_of_head(head: Any, hidden_BTE: Tensor) -> Iterator[Tensor]:
-    """Yield logits [B, tokens, V], PART tokens at a time."""
-    return (head(part.to(head.device)) for part in hidden_BTE.split(PART, 1))

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from kvq_calib.evaluate import record
+from kvq_calib.evaluate import perplexity, record
 from kvq_calib.evaluate.candidate import Candidate, find
 from kvq_calib.evaluate.saved_results import SavedResults
 from kvq_calib.model import find as models
-from kvq_calib.run.plan import Plan
 from kvq_calib.run.run import Run
 from kvq_calib.text import corpus
 from kvq_calib.text.corpus import Batch
@@ -30,13 +29,12 @@ from kvq_runtime.registry.rating import Bounds
 from kvq_runtime.registry.reference import PRODUCTION, Reference
 from kvq_runtime.registry.registry import Registry
 
-SHARE = 32  # tokens of the fit for each token to measure on
 TOKENS = 32768  # to measure on, at most
 
 
-def windows(plan: Plan, length: int) -> int:
-    """Return the default number of windows: a small part of the run, and two for a standard error."""
-    return max(2, min(plan.tokens // SHARE, TOKENS) // length)
+def windows(length: int) -> int:
+    """Return the default number of windows, at most: fewer are measured if they are precise enough."""
+    return max(perplexity.LEAST, TOKENS // length)
 
 
 def choose(run: Run, count: int | None = None) -> Batch:
@@ -46,7 +44,7 @@ def choose(run: Run, count: int | None = None) -> Batch:
     """
     plan, files, saved = run.plan, run.files, SavedResults(run.folder / "evaluated")
     length = min(plan.seq_len, files.context)
-    at_most = count or windows(plan, length)
+    at_most = count or windows(length)
 
     def select() -> dict[str, Any]:
         try:
@@ -75,9 +73,11 @@ def evaluate(
     """Return a record per artifact, then one per candidate `beside` them, on `count` windows.
 
     Loads the whole model, in the precision of `kvq eval`: float32 on a CPU, else as stored.
+
+    count   None: as many as are precise enough, `windows(...)` at most
     """
-    batch, measured = choose(run, count), [*candidates(fitted), *beside]
-    total, done = record.work(batch, len(measured), record.Protocol()), 0
+    batch, measured, protocol = choose(run, count), [*candidates(fitted), *beside], record.Protocol(precise=not count)
+    total, done = record.work(batch, measured, protocol), 0
 
     def progressed(tokens: int) -> None:
         nonlocal done
@@ -86,7 +86,7 @@ def evaluate(
 
     torch.use_deterministic_algorithms(False)  # of a fit; what a cache does has no such version for every operation
     saved = SavedResults(run.folder / "evaluated")
-    return record.evaluate(run.files, batch, measured, device=run.plan.device, progress=progressed, saved=saved)
+    return record.evaluate(run.files, batch, measured, protocol, run.plan.device, progress=progressed, saved=saved)
 
 
 @dataclass(frozen=True)

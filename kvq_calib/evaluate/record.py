@@ -46,19 +46,24 @@ class Protocol:
     step       tokens per forward pass, in use
     recent     exact newest tokens in use, before a dynamic window keeps more; None: those of each recipe
     sinks      exact first tokens; None: likewise
-    protocols  "full", every token but the sinks encoded before it is read; "in-use"; or both
+    protocols  "full", every token but the sinks encoded before it is read; "in-use"; or both. None: full, and in use if
+               a recipe has no full encode
+    precise    stop when the windows so far are enough (`perplexity.precise`); without it all windows are measured
     by_layer   run the model one layer at a time, by full encode alone; None: if it does not fit into memory
     """
 
     step: int = perplexity.STEP
     recent: int | None = None
     sinks: int | None = None
-    protocols: tuple[str, ...] = PROTOCOLS
+    protocols: tuple[str, ...] | None = None
+    precise: bool = False
     by_layer: bool | None = None
 
     def __post_init__(self):
+        if self.protocols is None:
+            return
         if not self.protocols or not set(self.protocols) <= set(PROTOCOLS):
-            raise ValueError(f"protocols={self.protocols!r}; use some of {PROTOCOLS}")
+            raise ValueError(f"protocols={self.protocols!r}; use some of {PROTOCOLS}, or None")
         if self.by_layer and FULL not in self.protocols:
             raise ValueError(f"protocols={self.protocols!r}: {perplexity.ONLY_FULL}; use --protocol full")
 
@@ -66,13 +71,18 @@ class Protocol:
         """Return the candidate with as many exact tokens as it is measured with."""
         return replace(given, recipe=given.recipe.with_exact(self.sinks, self.recent).check())
 
-    def to_json(self, files: ModelFiles, batch: Batch) -> dict[str, Any]:
+    def of(self, recipes: Sequence[Recipe]) -> list[str]:
+        """Return the names of the protocols that recipes are measured under."""
+        chosen = self.protocols or ((FULL, IN_USE) if any(map(refusal, recipes)) else (FULL,))
+        return [name for name in PROTOCOLS if name in chosen]
+
+    def to_json(self, files: ModelFiles, batch: Batch, protocols: Sequence[str]) -> dict[str, Any]:
         """Describe protocol, model and text as in records."""
         windows, length = batch.tokens_BT.shape
         return {
             "name": "perplexity",
             "version": 2,
-            "protocols": [name for name in PROTOCOLS if name in self.protocols],
+            "protocols": protocols,
             "model": files.about,
             "step": self.step,
             "recent": self.recent,
@@ -147,11 +157,13 @@ def evaluate(
     dtype = dtype or _default_dtype(files, device)
     if protocol.by_layer is None:
         protocol = replace(protocol, by_layer=not fits(files, device, dtype))
+    if not candidates:
+        return []
     used, saved = setting(files, device, dtype, saved)
     measured = [protocol.candidate(candidate) for candidate in candidates]
     by_digest = {digest_of(candidate.identity): candidate for candidate in measured}
     records = _Work(files, protocol, device, dtype, progress, saved).records(batch, by_digest, used)
-    return [records[digest_of(candidate.identity)] for candidate in measured] if measured else []
+    return [records[digest_of(candidate.identity)] for candidate in measured]
 
 
 @dataclass(frozen=True)
@@ -171,27 +183,30 @@ class _Work:
         blank = files.without_memory(self.dtype)
         for candidate in candidates.values():  # unsuitable recipes are refused before weights are read
             in_use(candidate.recipe, blank, candidate.tensors, candidate.bounds)
-        scores = self._scores(tokens_BT, candidates, protocol.protocols)
-        about, corpus = protocol.to_json(files, batch), batch.description["corpus_digest"]
+        scores, corpus = self._scores(tokens_BT, candidates), batch.description["corpus_digest"]
         records = {}
         for digest, candidate in candidates.items():
-            parts = {name: self._part(name, candidate.recipe, tokens_BT, scores[name], digest) for name in scores}
+            names = protocol.of([candidate.recipe])
+            parts = {name: self._part(name, candidate.recipe, tokens_BT, scores[name], digest) for name in names}
+            counts = [len(scores[name][digest].losses) for name in names if digest in scores[name]]
+            about = protocol.to_json(files, batch.first(min(counts, default=len(tokens_BT))), names)
             records[digest] = of_candidate(files, candidate, parts, tokens_BT.shape[1], corpus, about, used)
         return records
 
-    def _scores(
-        self, tokens_BT: Tensor, candidates: Candidates, protocols: Sequence[str]
-    ) -> dict[str, dict[str, Score]]:
+    def _scores(self, tokens_BT: Tensor, candidates: Candidates) -> dict[str, dict[str, Score]]:
         """Return scores by protocol and digest; the model is gone when this returns."""
         protocol, length = self.protocol, tokens_BT.shape[1]
-        if not candidates:
-            self.progress(tokens_BT.numel() * len(protocols))
-            return {name: {} for name in protocols}
+        protocols = protocol.of([one.recipe for one in candidates.values()])
         stream = Stream(self.files, self.device, self.dtype) if protocol.by_layer else None
         model = load_model(self.files, self.device, self.dtype) if stream is None else stream.blank
-        scores: dict[str, dict[str, Score]] = {name: {} for name in PROTOCOLS if name in protocols}
+        scores: dict[str, dict[str, Score]] = {name: {} for name in protocols}
+        enough = (perplexity.precise,) if protocol.precise else ()
         for name in scores:
-            suited = {digest: one for digest, one in candidates.items() if self._refusal(name, one.recipe) is None}
+            suited = {
+                digest: one
+                for digest, one in candidates.items()
+                if name in protocol.of([one.recipe]) and self._refusal(name, one.recipe) is None
+            }
             self.progress(tokens_BT.numel() * (len(candidates) - len(suited) + (not suited)))
             if not suited:
                 continue
@@ -204,7 +219,7 @@ class _Work:
                 scores[name] = layered(stream, tokens_BT, caches, *common)
             else:
                 step = protocol.step if name == IN_USE else length
-                scores[name] = perplexity.scores(model, tokens_BT, caches, step, *common)
+                scores[name] = perplexity.scores(model, tokens_BT, caches, step, *common, *enough)
         return scores
 
     def _refusal(self, name: str, recipe: Recipe) -> str | None:
@@ -240,6 +255,7 @@ def _nothing_encoded(name: str, window: Window, step: int, length: int) -> str:
     return f"nothing was encoded: windows of {counted(length, 'token')} are shorter than {needs}"
 
 
-def work(batch: Batch, candidates: int, protocol: Protocol) -> int:
+def work(batch: Batch, candidates: Sequence[Candidate], protocol: Protocol) -> int:
     """Return the tokens that `evaluate` reports to `progress`, in all."""
-    return batch.tokens_BT.numel() * (candidates + 1) * len(set(protocol.protocols)) if candidates else 0
+    passes = (len(candidates) + 1) * len(protocol.of([one.recipe for one in candidates])) if candidates else 0
+    return batch.tokens_BT.numel() * passes

@@ -69,6 +69,11 @@ AttentionMaskInterface.register(CAPTURED, sdpa_mask)
 class Head:
     """The last norm and the output head on the device, and what the model does to logits after them."""
 
+    @staticmethod
+    def of(model: PreTrainedModel) -> "Head":
+        """Return the head of a whole model, whose decoder ends with the norm."""
+        return Head(nn.Identity(), model.get_output_embeddings(), model.config.get_text_config(decoder=True))
+
     def __init__(self, norm: nn.Module, output: Any, config: Any):
         self._norm, self._output = norm, output
         self._divisor = getattr(config, "logits_scaling", None)
@@ -77,6 +82,11 @@ class Head:
     @property
     def device(self) -> torch.device:
         return self._output.weight.device
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of tokens that it tells apart."""
+        return len(self._output.weight)
 
     @torch.no_grad()
     def __call__(self, h_BTE: Tensor) -> Tensor:

@@ -75,6 +75,13 @@ class Batch:
         """Return the whole batch as JSON."""
         return {"tokens": self.tokens_BT.tolist(), "digest": self.digest, "description": self.description}
 
+    def first(self, count: int) -> "Batch":
+        """Return the first `count` sequences."""
+        if count == len(self.tokens_BT):
+            return self
+        digest = digest_of(self.tokens_BT[:count])
+        return Batch(self.tokens_BT[:count], digest, self.description | {"samples": count, "token_digest": digest})
+
     @staticmethod
     def from_json(saved: Mapping[str, Any]) -> "Batch":
         """Read the output of `to_json`."""

@@ -27,21 +27,21 @@ def model(tmp_path_factory) -> Path:
 
 def run(model: Path, folder: Path, *more: str) -> int:
     words = ["--model", str(model), "--corpus", str(model / "corpus.txt"), "--length", "200", "--samples", "4"]
-    words += ["--windows", "2", "--recent", "0", "--device", "cpu", "--run", str(folder)]
+    words += ["--windows", "2", "--recent", "0", "--device", "cpu", "--run", str(folder), "--protocol", "both"]
     return main(["compare", *words, *more])
 
 
 @pytest.mark.slow
 def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, monkeypatch):
     layers, scored = [], []
-    fit, score = graph.fit_layer, perplexity._score
+    fit, states = graph.fit_layer, perplexity.hidden_states
 
     def fitted(work, stream, layer):
         layers.append((layer, [recipe.name for recipe in work.plan.recipes]))
         fit(work, stream, layer)
 
     monkeypatch.setattr(graph, "fit_layer", fitted)
-    monkeypatch.setattr(perplexity, "_score", lambda *given: scored.append(given[2]) or score(*given))
+    monkeypatch.setattr(perplexity, "hidden_states", lambda *given: scored.append(given[2]) or states(*given))
     plot = tmp_path / "plot.png"
     assert run(model, tmp_path / "run", "--json", "--plot", str(plot), "--recipes", *NAMES) == 0
     records = json.loads(capsys.readouterr().out)
@@ -59,7 +59,7 @@ def test_one_fit_and_one_reference_serve_all_recipes(model, tmp_path, capsys, mo
     count = len(scored)
     assert run(model, tmp_path / "run", "--json", "--recipes", *NAMES, "rtn-4bit") == 0
     said = capsys.readouterr()
-    assert len(layers) == 2 and len(scored) == count + 2 and scored.count(None) == 2
+    assert len(layers) == 2 and len(scored) == count + 4 and scored.count(None) == 4, "a pass, and a reference's"
     assert [one for one in json.loads(said.out) if one["result"]["recipe"] != "rtn-4bit"] == records
     assert "windows of 200 tokens: the last stay exact in a full encode; use a multiple of 128" in said.err
 

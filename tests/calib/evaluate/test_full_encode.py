@@ -12,9 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvq_calib.evaluate import caches, perplexity, record
-from kvq_calib.evaluate.caches import FullCache, Reads, attending, in_use
+from kvq_calib.evaluate.caches import FullCache, attending, in_use
 from kvq_calib.evaluate.candidate import find
+from kvq_calib.evaluate.perplexity import Score
 from kvq_calib.model import find as models
+from kvq_calib.model.streamed import Head
 from kvq_calib.report import tables
 from kvq_calib.text import corpus
 from kvq_runtime.codec import codec as codecs
@@ -23,7 +25,7 @@ from kvq_runtime.codec.codec import Context
 from kvq_runtime.geometry import Geometry, Window
 from kvq_runtime.recipe import preset
 from kvq_runtime.registry import rating
-from kvq_runtime.registry.evaluation_records import parse
+from kvq_runtime.registry.evaluation_records import PROTOCOLS, parse
 from kvq_runtime.registry.rating import Bounds
 from kvq_runtime.stages.predict import Linear
 from kvq_runtime.store import block_errors
@@ -122,14 +124,15 @@ def test_logits_are_those_of_a_forward_pass_by_hand(small, name):
     """After RoPE and per channel, before RoPE with a mean, and predicted from the decoded layer below."""
     recipe = preset(name)
     tensors = tensors_of(recipe)
-    cache, reads = FullCache(recipe, small.model, tensors, length=LENGTH), Reads()
-    logits = torch.cat(list(perplexity.logits(small.model, small.tokens, cache, LENGTH, reads=reads)), 1).double()
+    cache = FullCache(recipe, small.model, tensors, length=LENGTH)
+    hidden, counted = perplexity.hidden_states(small.model, small.tokens, cache, LENGTH)
+    logits = Head.of(small.model)(hidden).double()
     expected, share = by_hand(small.model, small.tokens, recipe, tensors)
     # a step of rounding may fall to the other side in float32; what must not be missed is a hundred times as large
     assert distance(logits, expected) < 2e-3
     exact = small.model(small.tokens).logits.double()
     assert (distance(exact, expected) < 1e-4) if name == "exact" else (distance(exact, expected) > 0.1)
-    assert reads.shares == {"reads": pytest.approx(share, abs=1e-12), "unread": 0}
+    assert counted.reads.shares == {"reads": pytest.approx(share, abs=1e-12), "unread": 0}
 
 
 def test_the_exact_recipe_is_the_16_bit_model_to_the_last_bit(small):
@@ -137,6 +140,34 @@ def test_the_exact_recipe_is_the_16_bit_model_to_the_last_bit(small):
     scores = perplexity.scores(small.model, small.tokens, make, LENGTH)
     assert scores["exact"].losses == scores[perplexity.REFERENCE].losses and scores["exact"].kl == 0
     assert scores["exact"].tokens == 2 * (LENGTH - 1)
+
+
+def test_logits_are_few_at_a_time_and_a_cache_is_one_pass(small, monkeypatch):
+    """Those of two windows of 152,000 tokens of vocabulary would be gigabytes."""
+    make = {name: partial(FullCache, preset(name), small.model, {}, length=LENGTH) for name in ("exact", "kivi-2bit")}
+    expected, sizes = perplexity.scores(small.model, small.tokens, make, LENGTH), []
+    monkeypatch.setattr(perplexity, "AT_ONCE", 4096)
+    hook = small.model.lm_head.register_forward_hook(lambda _module, _inputs, out: sizes.append(out.numel()))
+    found = perplexity.scores(small.model, small.tokens, make, LENGTH)
+    hook.remove()
+    assert max(sizes) <= 4096 and sum(sizes) == 3 * 2 * (LENGTH - 1) * small.model.config.vocab_size
+    assert found["kivi-2bit"].kls == pytest.approx(expected["kivi-2bit"].kls, rel=1e-5)
+
+
+def test_windows_are_enough_when_their_error_is_a_hundredth_or_a_tenth_of_the_loss():
+    def enough(*gaps: float) -> bool:
+        return perplexity.precise([Score(losses=[2.0] * len(gaps)), Score(losses=[2.0 + gap for gap in gaps])])
+
+    assert enough(0.01, 0.02, 0.03, 0.02) and not enough(0.01, 0.02, 0.03), "of three little is known"
+    assert not enough(0.01, 0.04, 0.08, 0.01) and enough(0.51, 0.54, 0.58, 0.51)
+
+
+def test_windows_end_when_they_are_enough(small, monkeypatch):
+    monkeypatch.setattr(perplexity, "ROW_TOKENS", LENGTH)
+    make, done = {"exact": partial(FullCache, preset("exact"), small.model, {}, length=LENGTH)}, []
+    tokens = small.tokens.repeat(4, 1)
+    scores = perplexity.scores(small.model, tokens, make, LENGTH, done.append, enough=perplexity.precise)
+    assert {len(one.losses) for one in scores.values()} == {4} and sum(done) == 2 * tokens.numel()
 
 
 @pytest.mark.parametrize("recent, block, step", [(0, 16, 24), (20, 32, 32)])
@@ -153,10 +184,12 @@ def test_reads_in_use_are_those_of_a_count_by_hand(small, recent, block, step):
 
 
 def test_evicted_tokens_are_counted_as_not_read(small):
-    cache, reads, unread = in_use(preset("h2o").with_exact(recent=0), small.model), Reads(), 0
+    cache, dropped = in_use(preset("h2o").with_exact(recent=0), small.model), []
+    hook = small.model.model.register_forward_hook(lambda *_: dropped.append(cache.blocks.positions.dropped))
     with torch.inference_mode():
-        for number, _ in enumerate(perplexity.logits(small.model, small.tokens, cache, 30, reads=reads)):
-            unread += 30 * cache.blocks.positions.dropped if number < LENGTH // 30 - 1 else 0
+        reads = perplexity.hidden_states(small.model, small.tokens, cache, 30)[1].reads
+    hook.remove()
+    unread = 30 * sum(dropped[:-1])
     assert reads.shares["unread"] == pytest.approx(unread / (LENGTH * (LENGTH + 1) / 2)) and unread > 0
     assert reads.pairs == 2 * 3 * LENGTH * (LENGTH + 1) // 2
 
@@ -235,7 +268,7 @@ def test_predicted_blocks_are_encoded_at_once(small, monkeypatch):
 def evaluated(small, names, length=256, **settings):
     batch = corpus.select(str(tiny.text(small.folder)), small.folder, 2, length, 0, "held-out")
     candidates = [find(name, small.files) for name in names]
-    return record.evaluate(small.files, batch, candidates, record.Protocol(**settings))
+    return record.evaluate(small.files, batch, candidates, record.Protocol(protocols=PROTOCOLS, **settings))
 
 
 def test_a_block_of_another_size_changes_nothing_in_a_full_encode(small):

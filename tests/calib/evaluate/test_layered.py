@@ -22,6 +22,7 @@ from kvq_calib.model.streamed import Stream
 from kvq_calib.text.corpus import Batch
 from kvq_runtime.cli import main as cli
 from kvq_runtime.recipe import preset
+from kvq_runtime.registry.evaluation_records import PROTOCOLS
 
 LENGTH = 300  # two blocks of 128, and a rest
 # rounded by channel, before RoPE, fitted to the prompt, two predicted, one with a policy of its own
@@ -61,8 +62,8 @@ def near(one: dict, other: dict) -> None:
 def test_it_is_the_whole_models_full_encode(small):
     """Of recipes of every kind; what has no full encode says so, and in use is not measured."""
     candidates = [candidate(name, small.files) for name in NAMES]
-    whole = record.evaluate(small.files, small.batch, candidates, Protocol(by_layer=False))
-    parts = record.evaluate(small.files, small.batch, candidates, Protocol(by_layer=True))
+    whole = record.evaluate(small.files, small.batch, candidates, Protocol(protocols=PROTOCOLS, by_layer=False))
+    parts = record.evaluate(small.files, small.batch, candidates, Protocol(protocols=PROTOCOLS, by_layer=True))
     for name, one, other in zip(NAMES, parts, whole, strict=True):
         if name == "h2o":
             assert figures(one) == figures(other) and "reason" in figures(one)
@@ -120,7 +121,7 @@ def test_it_is_done_where_the_model_does_not_fit(small, tmp_path, monkeypatch, c
     draw = torch.Generator().manual_seed(1)
     text.write_text("".join(f"{number:x} " for number in torch.randint(1 << 20, (9000,), generator=draw).tolist()))
     words = ["eval", "higgs-2bit", "--model", str(small.folder), "--corpus", str(text), "--length", "384"]
-    words += ["--windows", "2", "--json"]
+    words += ["--windows", "2", "--json", "--protocol", "both"]
     assert cli.main(words) == 0
     (whole,) = json.loads(capsys.readouterr().out)
     monkeypatch.setattr(record, "free_on", lambda device: small.files.weight_bytes // 2)

@@ -44,7 +44,8 @@ def asked(model: Path, run: Path, **settings) -> Job:
     return Job(model=str(model), **given | settings)
 
 
-def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
+def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(perplexity, "ROW_TOKENS", 384)  # a window at a time, of five
     done, spent = run(asked(model, tmp_path / "run", recipes=("mean-higgs-2bit",), baselines=("higgs-2bit",)))
     resolved = registry.resolve("tiny-model-mean-higgs-2bit")
     (kept,) = registry.open_registry().evaluations(resolved.sha256)
@@ -52,12 +53,12 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path):
     assert written[0] == kept and [one["artifact"] for one in written] == [resolved.sha256, "higgs-2bit"]
     work = prepare(asked(model, tmp_path / "other"))
     files, batch = work.files, quality_checks.choose(work)
-    again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)])
+    again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], record.Protocol(precise=True))
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
     first, second = (parse(one).figures("full") for one in (kept, again[0]))
     assert first.beyond == second.beyond and 0 <= first.beyond <= 1
     assert second.kl == pytest.approx(first.kl, rel=1e-6)
-    assert kept["protocol"]["text"]["split"] == "held-out" and kept["protocol"]["windows"] == 2
+    assert kept["protocol"]["text"]["split"] == "held-out" and kept["protocol"]["windows"] == 4
     told = done[0].record()
     assert told["kl_nats_per_token"] == first.kl > 0 and told["protocol"] == "full encode" and spent["evaluation"] > 0
     files = registry.open_registry().existing(resolved.name).get(resolved.version).files
@@ -142,24 +143,27 @@ def test_what_cannot_be_measured_is_refused_before_the_work(model, tmp_path, cap
 
 @pytest.mark.slow
 def test_a_finished_unit_is_not_done_again(model, tmp_path, monkeypatch):
-    """Stopped in its second cache, an evaluation resumes there; the artifact and its record are as if undisturbed."""
+    """Stopped in its second windows, an evaluation resumes there; the artifact and its record are as if undisturbed."""
+    monkeypatch.setattr(perplexity, "ROW_TOKENS", 2 * 384)
     settings = {"recipes": ("mean-higgs-2bit", "mean-higgs-2bit+all.quantize.size=256"), "publish": False}
     run(asked(model, tmp_path / "undisturbed", **settings))
-    scored, score, stopped = [], perplexity.Windows.score, []
+    scored, compare, stopped = [], perplexity.compare, []
 
-    def watched(group, logits):
-        if len(scored) == 2 and not stopped:
+    def watched(head, tokens_BT, hidden):
+        if not hidden:
+            return {}
+        if len(scored) == 1 and not stopped:
             stopped.append(True)
             raise KeyboardInterrupt
-        scored.append(group)
-        return score(group, logits)
+        scored.append(list(hidden))
+        return compare(head, tokens_BT, hidden)
 
-    monkeypatch.setattr(perplexity.Windows, "score", watched)
+    monkeypatch.setattr(perplexity, "compare", watched)
     with pytest.raises(KeyboardInterrupt):
         run(asked(model, tmp_path / "run", **settings))
     for _ in range(2):
         run(asked(model, tmp_path / "run", **settings))
-        assert len(scored) == 6, "three a protocol: the 16-bit model's and the first cache's full encode were kept"
+        assert [len(names) for names in scored] == [3, 3], "two groups of windows, the 16-bit model's with them"
     first, second = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("undisturbed", "run"))
     assert first == second
 
