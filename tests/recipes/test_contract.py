@@ -3,13 +3,15 @@
 The cache is fed directly, without a model; `feeding.small` gives each recipe blocks of a few tokens.
 """
 
+from itertools import chain
+
 import gaussian_rate
 import pytest
 import torch
-from feeding import error, every_recipe, feed, feed_in, make, read, same, state, tensors
+from feeding import error, every_recipe, feed, feed_in, make, read, rotary, same, state, tensors
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.codec.codec import Codec
+from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.stages.exact import Exact
 
@@ -146,6 +148,27 @@ def test_the_error_is_of_the_size_of_the_bits(recipe, monkeypatch):
             energy = whole if recipe.fits_prompt else rounded.get((layer, codec.role), whole)
             found = float((out - x[layer, role])[:, :count].norm())
             assert found < gaussian_rate.most(codec) * energy**0.5, (layer, role)
+
+
+# ---- a token alone is what it is in its block, where its stage says so ----
+
+
+@every_recipe
+def test_a_token_alone_has_the_fields_that_it_has_in_its_block(recipe):
+    """By `by_token` vLLM's pages are encoded token by token, and ShadowKV reads single tokens."""
+    block, cache = recipe.window.block, make(recipe)
+    x, tables = tensors(block), [table.expand(2, -1, -1) for table in rotary().tables(torch.arange(block)[None])]
+    for codec, x_BTC in zip(chain(*cache.codecs), x.flatten(0, 1), strict=True):
+        if codec.scheme.by_token and not recipe.fits_prompt:
+            spans = [slice(None), *(slice(n, n + 1) for n in range(block))]
+            contexts = [
+                Context(rope=(tables[0][:, span], tables[1][:, span]), predicted=x_BTC[:, span].bfloat16() / 2)
+                for span in spans
+            ]
+            whole, *alone = [codec.encode(x_BTC[:, span], of) for span, of in zip(spans, contexts, strict=True)]
+            for name, field in whole.items():
+                found = torch.cat([fields[name] for fields in alone], 1)
+                assert torch.isclose(found.float(), field.float(), 0.01).float().mean() > 0.98, (codec.layer, name)
 
 
 # ---- what is exact (invariants 5 and 9) ----
