@@ -273,7 +273,7 @@ def announce_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
                 f"the cache holds {length:,} tokens, and this pass would take in again those from position {first:,} "
                 "on: crop() the cache to what it has in common with the prompt, or make one for each text"
             )
-        args, kwargs, tokens, count = (), rest, tokens[:, length:], count - length
+        args, kwargs, count = (), rest, count - length
     cache._begin()
     attention, mask = decoder.config._attn_implementation, kwargs.get("attention_mask")
     if (

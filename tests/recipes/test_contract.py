@@ -70,6 +70,29 @@ def test_a_crop_below_the_window_decodes_the_survivors_of_one_block(recipe):
     assert (cache.length, encoded(cache), cache.reencoded) == (recent + 3 * block, 3 * block, 5)
 
 
+@every_recipe
+def test_a_block_that_is_cut_again_and_again_loses_no_more(recipe):
+    """Its tokens are rounded each time with others, as those of another question."""
+    recent, block, cache = recipe.window.recent, recipe.window.block, make(recipe)
+    total, kept = recent + 4 * block, block + 5
+    x = tensors(total)
+    feed_in(cache, x, [total])
+    cache.crop(kept)
+    first = read(cache)
+    for turn, length in enumerate([block + 9, 2 * block + 3, kept, block + 11, 3 * block + 7, block + 9, kept]):
+        other = 3 * tensors(total, seed=turn)
+        feed_in(cache, other, [total - cache.length])
+        cache.crop(length)
+    for one, two in zip(first, read(cache), strict=True):
+        for before, now in zip(one, two, strict=True):
+            assert error(now, before) < 0.02
+    cache.reorder(torch.tensor([1]))
+    feed_in(cache, x[:, :, 1:], [total - kept])
+    cache.crop(kept)
+    for one, two in zip(first, read(cache), strict=True):
+        assert all(error(now, before[1:]) < 0.02 for before, now in zip(one, two, strict=True))
+
+
 # ---- the same tensors make the same blocks (invariant 2) ----
 
 
