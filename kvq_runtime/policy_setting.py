@@ -55,7 +55,7 @@ class PolicySetting(ABC):
         return recent
 
     def held_share(self) -> float:
-        """Return the share of the tokens seen that is held, of a long text: over 0, at most 1."""
+        """Return the share of the tokens seen that is held, of a long text, at most 1; 0: a fixed number."""
         return 1.0
 
     def chosen(self, tokens: int, window: Window) -> tuple[int, int] | None:

@@ -1,7 +1,7 @@
 """Add golden artifacts: small ones of the recipes of GOLDEN, a block encoded, and what that decodes to.
 
-    python scripts/make_golden.py       writes what is missing in artifacts/golden/v1, and the digests of new presets in
-                                        tests/recipes/presets.json; never changes what is there
+    python scripts/make_golden.py       writes what git's HEAD does not hold of artifacts/golden/v1, and the digests of
+                                        new presets in tests/recipes/presets.json; never changes what is committed
 
 Of recipes without fitted tensors there is the block alone, in artifacts/golden/v1/unfitted. What was published once
 must load and decode to the same numbers for ever: `tests/artifact/test_golden.py` reads all files here. The model is no
@@ -9,6 +9,7 @@ model: keys and values are a fixed chain of sines, so that nothing has to be kep
 """
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from hashlib import sha256
@@ -194,29 +195,39 @@ def digest(recipe: Recipe) -> str:
     return sha256(strict_json.dumps(recipe.to_json()).encode()).hexdigest()[:16]
 
 
+def committed(path: Path) -> bytes | None:
+    """Return a file as git's HEAD holds it; None: it does not."""
+    command = ["git", "-C", str(path.parent), "show", f"HEAD:./{path.name}"]
+    shown = subprocess.run(command, capture_output=True, check=False)
+    return shown.stdout if shown.returncode == 0 else None
+
+
 def main() -> int:
-    """Write what is missing."""
-    known = json.loads(PRESETS.read_text())
-    found = {name: digest(recipe) for name, recipe in presets().items()} | known
-    PRESETS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    """Write what is not committed, and print each file, and each preset that is another than the committed one."""
+    known, now = json.loads(committed(PRESETS) or b"{}"), {name: digest(recipe) for name, recipe in presets().items()}
+    PRESETS.write_text(json.dumps(now | known, indent=1, sort_keys=True) + "\n")
+    for name in sorted(now):
+        if name not in known:
+            print(f"{PRESETS.name}: {name} {now[name]}")
+        elif known[name] != now[name]:
+            print(f"{PRESETS.name}: {name} is another recipe than the committed one; give it another name")
     torch.set_num_threads(1)
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "unfitted").mkdir(parents=True, exist_ok=True)
     fitted, without = recipes()
     for stated in fitted:
         path = FOLDER / f"{stated.name}.safetensors"
-        if path.exists():
-            continue
-        recipe, tensors, expected = fit(stated)
-        made = artifact.Artifact(recipe, fingerprint(), tensors, {"model": "golden", "text": "sines"}, {"layers": []})
-        save_file(expected, path.with_suffix(".expected"), metadata=None)
-        artifact.save(made, path)
-        print(f"{path.name}  {path.stat().st_size} bytes")
-    (FOLDER / "unfitted").mkdir(exist_ok=True)
+        if committed(path) is None:
+            recipe, tensors, expected = fit(stated)
+            source = {"model": "golden", "text": "sines"}
+            path.unlink(missing_ok=True)
+            save_file(expected, path.with_suffix(".expected"), metadata=None)
+            artifact.save(artifact.Artifact(recipe, fingerprint(), tensors, source, {"layers": []}), path)
+            print(f"{path.name}: {path.stat().st_size} bytes")
     for recipe in without:
         path = FOLDER / "unfitted" / f"{recipe.name}.expected"
-        if not path.exists():
+        if committed(path) is None:
             save_file(unfitted(recipe), path, metadata=None)
-            print(f"{path.name}  {path.stat().st_size} bytes")
+            print(f"{path.name}: {path.stat().st_size} bytes")
     return 0
 
 

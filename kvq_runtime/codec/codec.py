@@ -196,7 +196,9 @@ class Codec:
         For schemes per token that predict nothing but a mean; keys stay before RoPE if they are encoded so.
         """
         back = self.back
-        if self._scale_last:  # as `decode` does: scaled after the rotation back, not rounded in between
+        if (
+            self._scale_last and self.scheme.quantize.by_token
+        ):  # as `decode` does: scaled after the rotation back, not rounded in between
             tokens = {name: field[block_N, place_N][None] for name, field in fields.items()}
             x, back = self._unround(tokens)[0], None
         else:

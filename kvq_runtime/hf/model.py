@@ -22,8 +22,10 @@ from kvq_runtime.codec.key_bias import centred, nonzero, tensors
 from kvq_runtime.families import ATTENTION, FULL, LAYERS, Family
 from kvq_runtime.geometry import Geometry
 from kvq_runtime.ops import rope
+from kvq_runtime.ops.dispatch import runs_kernel
 from kvq_runtime.ops.rope import Rotary
 from kvq_runtime.recipe import Recipe
+from kvq_runtime.store.positions import Positions
 
 LISTED = "docs/models.md lists the families that are served"
 # the argument by which models and `generate` take a cache; transformers 5.24 renamed it
@@ -242,7 +244,8 @@ def hook(model: PreTrainedModel) -> None:
 
 
 def announce_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Announce the decoder's next pass to the cache among its arguments; refuse one of no token, or of all again.
+    """Announce the decoder's next pass to the cache among its arguments; refuse one of no token, or of tokens that the
+    cache holds. A whole text, as assisted decoding hands on once, goes on behind these.
 
     A step without padding needs no mask: to find that out waits for the device once, to read the mask thrice.
     """
@@ -263,6 +266,14 @@ def announce_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
             f"the cache holds {length:,} tokens, and the prompt has none beyond them: reset() the cache "
             "for another text, or pass all of the text that it holds, and more"
         )
+    if length and count and (first := _first_position(cache.blocks.positions, kwargs, count)) < length:
+        rest = _behind(length, count, args, kwargs) if first == 0 and count > length else None
+        if rest is None:
+            raise ValueError(
+                f"the cache holds {length:,} tokens, and this pass would take in again those from position {first:,} "
+                "on: crop() the cache to what it has in common with the prompt, or make one for each text"
+            )
+        args, kwargs, count = (), rest, count - length
     cache._begin()
     attention, mask = decoder.config._attn_implementation, kwargs.get("attention_mask")
     if (
@@ -282,6 +293,31 @@ def announce_pass(decoder: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     rotary = rotary_of(rotary_module(decoder), decoder.dtype) if turned else None
     cache._announce(mask, positions_BT, rotary, attention)
     return args, kwargs
+
+
+def _first_position(held: Positions, kwargs: Mapping[str, Any], count: int) -> int:
+    """Return the first position of a pass where each token's is its number; else, or if it is not told, how many are
+    held. A step of one token on a GPU is not asked: it would wait for the device."""
+    positions_BT, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if positions_BT is None or positions_BT.ndim != 2 or held.real_BT is not None or held.positions_BT is not None:
+        return held.seen
+    if count == 1 and runs_kernel(positions_BT):
+        return held.seen
+    real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else real_tokens(mask, count)
+    return held.seen if real is not None and not bool(real.all()) else int(positions_BT[:, 0].min())
+
+
+def _behind(length: int, count: int, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of a pass over a whole text without its first `length` tokens; None: it has others."""
+    named = {"input_ids": args[0]} if args else {}
+    texts = ("input_ids", "inputs_embeds", "position_ids")
+    named |= {name: kwargs[name] for name in texts if kwargs.get(name) is not None}
+    mask, known = kwargs.get("attention_mask"), {*named, "attention_mask"}
+    others = any(isinstance(x, (Tensor, Mapping)) for name, x in kwargs.items() if name not in known)
+    masked = mask is not None and (isinstance(mask, Mapping) or mask.shape[1:] != (count,))
+    if len(args) > 1 or others or masked or not bool((named["position_ids"][:, length] == length).all()):
+        return None
+    return kwargs | {name: x[:, length:] for name, x in named.items()}
 
 
 def _positions_of_text(positions_ABT: Tensor, turned: bool) -> Tensor:

@@ -29,6 +29,7 @@ class Evicting(PolicySetting):
 
     once     whether it chooses among the tokens of the first forward pass alone, the prompt, and holds all later ones
     newest   how many queries of a forward pass count, the newest
+    adds     whether the weights of all forward passes add up; else those of the last one count
     """
 
     slot: ClassVar[str] = "select"
@@ -36,17 +37,30 @@ class Evicting(PolicySetting):
     unpacked: ClassVar[str | None] = "it keeps tokens by their attention weights, which the kernel does not hand out"
     once: ClassVar[bool] = False
     newest = ALL
+    adds: ClassVar[bool] = True
 
     @abstractmethod
     def budget(self, tokens: int, window: Window) -> tuple[int, int]:
         """Split `tokens` tokens seen: (how many, the first ones, are chosen from; how many of these are held).
 
-        Both never fall as tokens come, and the first is whole blocks unless the choice is made `once`.
+        Both never fall as tokens come.
         """
 
     @abstractmethod
     def score(self, mass_BT: Tensor, queries_BT: Tensor) -> Tensor:
-        """Return how much each of these tokens, which are consecutive, deserves to be held, at least 0: [B, T]."""
+        """Return how much each of these tokens, which are consecutive, deserves to be held, at least 0: [B, T].
+
+        mass_BT      the sum of the weights that a token got, of the passes that count
+        queries_BT   how many queries of these could see it
+        """
+
+    @abstractmethod
+    def held_share(self) -> float:
+        """Return the share of the tokens seen that is held, of a long text, by which bits are billed; 0: a number."""
+
+    def blocks(self, held: int, window: Window) -> int:
+        """Return how many blocks of the `held` old tokens are encoded, and so never dropped; the others stay exact."""
+        return held // window.block
 
     def needs(self, recipe: Any) -> frozenset[str]:
         return frozenset({"attention"})
@@ -59,7 +73,7 @@ class Evicting(PolicySetting):
         """
         old, held = self.budget(tokens - self.once, window)
         kept = held + tokens - old
-        blocks = max(0, kept - window.recent) // window.block if self.once else held // window.block
+        blocks = max(0, kept - window.recent) // window.block if self.once else self.blocks(held, window)
         return blocks, kept - blocks * window.block
 
     def held_bytes(self, geometry: Geometry, tokens: int, window: Window, dtype: torch.dtype) -> dict[str, int]:
@@ -116,7 +130,8 @@ class Eviction(Policy):
             kept_BK, count = torch.arange(width, device=step.device).expand(step.batch, -1), 0
         else:
             return
-        blocks = count // self.window.block
+        encoded = self.positions.length - width
+        blocks = self.setting.blocks(encoded + count, self.window) - encoded // self.window.block
         self.cache.evict(kept_BK)
         start = width if once else blocks * self.window.block
         self.got_2BW = self.got_2BW.gather(2, kept_BK.expand(2, -1, -1))[..., start:].clone()
@@ -168,7 +183,7 @@ class Eviction(Policy):
 
     def _count_pass(self) -> None:
         """Add a forward pass that all layers have finished."""
-        mass_BW, queries_BW = self.got_2BW
+        mass_BW, queries_BW = self.got_2BW if self.setting.adds else torch.zeros_like(self.got_2BW)
         count = self.fresh_BW.shape[1] - mass_BW.shape[1]
         asked = self.fresh_BW.new_ones(len(mass_BW), count)
         if self.positions.real_BT is not None:

@@ -31,7 +31,6 @@ from kvq_runtime.ops import rope
 from kvq_runtime.ops.dense import capped
 from kvq_runtime.policies.policy import CacheParts, Policy
 from kvq_runtime.policy_setting import PolicySetting
-from kvq_runtime.stages.stage import Quantizer
 from kvq_runtime.store.decode import Decoder
 from kvq_runtime.store.layer import LayerStore
 from kvq_runtime.store.step import Step
@@ -69,9 +68,12 @@ class ShadowChunks(PolicySetting):
             raise ValueError("single tokens are decoded; use schemes per token, with no prediction or correction")
         if recipe.position == "post" and any(key.predict for key, _ in recipe.pairs):
             raise ValueError("a mean after RoPE turns with each token; encode keys before RoPE")
-        if geometry is not None:
-            for scheme in recipe.schemes:
-                _check_tokens(scheme.quantize, geometry)
+        for quantize in (scheme.quantize for scheme in recipe.schemes):
+            if not (quantize.by_token or quantize.reads_tokens):
+                raise ValueError(
+                    f"{quantize.kind} encodes the tokens of a block together, so single tokens cannot be decoded; use "
+                    "a quantizer that encodes by token, or read all tokens"
+                )
 
     @property
     def count(self) -> int:
@@ -91,17 +93,6 @@ class ShadowChunks(PolicySetting):
 
     def policy(self, cache: CacheParts) -> Policy:
         return ShadowChunksPolicy(self, cache)
-
-
-def _check_tokens(quantize: Quantizer, geometry: Geometry) -> None:
-    """Raise a ValueError if single tokens cannot be decoded."""
-    few, more = (quantize.fields(rows, geometry.width, geometry, torch.bfloat16) for rows in (64, 128))
-    whole = sorted(name for name in few if few[name][0] != (64, *more[name][0][1:]) or more[name][0][0] != 128)
-    if whole and not quantize.reads_tokens:
-        raise ValueError(
-            f"{quantize.kind} stores {', '.join(whole)} for a whole block, so single tokens cannot be decoded; use a "
-            "quantizer whose fields all begin with the token, or read all tokens"
-        )
 
 
 class Chunks(NamedTuple):

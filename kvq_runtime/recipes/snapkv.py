@@ -60,6 +60,9 @@ class PromptVotes(Evicting):
     def score(self, mass_BT: Tensor, queries_BT: Tensor) -> Tensor:
         return POOLS[self.pool](mass_BT[:, None], self.kernel, 1, self.kernel // 2)[:, 0]
 
+    def held_share(self) -> float:
+        return 1.0  # of the tokens after the prompt
+
 
 def snapkv(name: str) -> Recipe:
     """1024 tokens of a prompt, in 16 bit."""

@@ -31,6 +31,7 @@ class Codebook(Quantizer):
 
     one_launch: ClassVar[bool] = True
     has_lookup: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
     bits: int
     dim: int
     group: str | int

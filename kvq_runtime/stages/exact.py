@@ -16,6 +16,7 @@ class Exact(Quantizer):
     """Keep the model's own numbers, in the model's own dtype."""
 
     kind: ClassVar[str] = "exact"
+    by_token: ClassVar[bool] = True
     keeps_dtype: ClassVar[bool] = True
 
     def check(self, site: Site) -> None:

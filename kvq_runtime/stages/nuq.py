@@ -30,6 +30,7 @@ class Nuq(Quantizer):
     """
 
     kind: ClassVar[str] = "nuq"
+    by_token: ClassVar[bool] = True
     fitted: ClassVar[bool] = True
     bits: int = 3
     scale: Literal["channel", "token"] = "token"

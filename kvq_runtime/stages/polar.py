@@ -36,6 +36,7 @@ class Polar(Quantizer):
     """
 
     kind: ClassVar[str] = "polar"
+    by_token: ClassVar[bool] = True
     one_launch: ClassVar[bool] = True
     kernel: ClassVar[str | None] = "polar"
     bits: tuple[int, ...] = (4, 2)

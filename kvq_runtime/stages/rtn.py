@@ -29,6 +29,7 @@ class Rtn(Quantizer):
     """
 
     kind: ClassVar[str] = "rtn"
+    by_token: ClassVar[bool] = True
     one_launch: ClassVar[bool] = True
     kernel: ClassVar[str | None] = "uniform"
     bits: int = 2

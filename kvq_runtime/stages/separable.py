@@ -34,6 +34,7 @@ class Separable(Quantizer):
 
     kind: ClassVar[str] = "separable"
     fitted: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
     bits: int = 2
     group: str | int = "all"
     range: Literal["minmax", "absmax"] = "minmax"

@@ -177,7 +177,9 @@ class Quantizer(Stage):
     one_launch      whether a kernel rotates and rounds rows in one launch, if groups are rotated one by one
     kernel          which reader of the attention kernels reads its fields (`kernels/attend/layout.py`); None: none does
     has_lookup      whether `lookup` gives elements before the field `scale` multiplies them
-    reads_tokens    whether `at` decodes single tokens out of fields that do not begin with the token
+    by_token        whether a token encoded alone, its rows tokens, has the fields that it has in its block: each field
+                    begins with the token, and depends on no other one
+    reads_tokens    whether `at` decodes single tokens though they are not encoded by token
     """
 
     slot = "quantize"
@@ -186,6 +188,7 @@ class Quantizer(Stage):
     one_launch: ClassVar[bool] = False
     kernel: ClassVar[str | None] = None
     has_lookup: ClassVar[bool] = False
+    by_token: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
 
     def check(self, site: Site) -> None:
@@ -230,7 +233,9 @@ class Quantizer(Stage):
     def at(
         self, fields: Fields, block_N: Tensor, token_N: Tensor, block: int, geometry: Geometry, tensors: Tensors
     ) -> Tensor:
-        """Decode one token in each of these blocks of `block` tokens, encoded per token: [N, V], as `decode`."""
+        """Decode one token in each of these blocks of `block` tokens, as `decode`: [N, V].
+
+        Of a quantizer that is not `by_token`, its own."""
         tokens = {name: field[block_N, token_N][None] for name, field in fields.items()}
         return self.decode(tokens, geometry.width, geometry, tensors)[0]
 
@@ -326,6 +331,11 @@ class Scheme:
     def cross_layer(self) -> bool:
         """True if it is predicted from other decoded tensors."""
         return self.predict is not None and self.predict.cross_layer
+
+    @property
+    def by_token(self) -> bool:
+        """True if a token encoded alone has the fields that it has in its block."""
+        return self.quantize.by_token and self.axis == "token" and self.correct is None
 
     def inputs(self, layer: int, role: Role) -> Inputs:
         """Return the inputs of this layer's prediction."""

@@ -25,6 +25,7 @@ from kvq_runtime.store.step import Step
 from kvq_runtime.store.storage import SLACK, DeviceIndex, Slab
 
 Run = tuple[int, int]  # (first, last + 1) of the blocks of one slab
+CUT = 4  # blocks
 
 
 class LayerStore:
@@ -38,6 +39,8 @@ class LayerStore:
     orders   how codes lie in `slabs`, for a kernel; None: as they were encoded
     length   all tokens     encoded   those in blocks     runs   the blocks of each slab     sizes   and their tokens
     front    sinks that are read beside blocks; before there are any, sinks are in the window
+    cut      by block, of the newest CUT that a crop has cut, the tokens that it left as they were first decoded,
+             [2, B, T, C]: rounded with other tokens again, and cut again, they would lose more each time
     """
 
     @lasting
@@ -55,6 +58,7 @@ class LayerStore:
         self.orders = (None, None) if index is None else index.orders
         self.recent = window.recent
         self.blocks = 0
+        self.cut: dict[int, Tensor] = {}
         self.slabs: tuple[list[Slab], list[Slab]] = ([], [])
         self._step: Step | None = None
         self._before = 0  # tokens before that step
@@ -235,6 +239,7 @@ class LayerStore:
     def drop(self, kept_BK: Tensor) -> None:
         """Keep these tokens of the window, in rising order; the others are gone when the pass has ended."""
         self._save_window()
+        self.cut = {}  # their places are other tokens'
         kept_2BKC = kept_BK[None, ..., None].expand(2, -1, -1, self.buffer_2BTC.shape[3])
         self._hold(torch.cat([self.sinks_2BSC, self.window_2BTC.gather(2, kept_2BKC)], 2))
         self._place(self.window.sinks, kept_BK.shape[1])
@@ -243,6 +248,12 @@ class LayerStore:
 
     def crop(self, length: int, survivors_2BTC: Tensor | None = None) -> None:
         """Keep `length` tokens; `survivors` are the decoded tokens of a block that is cut."""
+        size = self.window.block
+        self.cut = {n: x[:, :, : length - n * size] for n, x in self.cut.items() if n * size < length}
+        if survivors_2BTC is not None and not all(codec.scheme.by_token for codec in self.codecs):
+            if (decoded_2BTC := self.cut.pop(length // size, None)) is not None:
+                survivors_2BTC[:, :, : decoded_2BTC.shape[2]] = decoded_2BTC
+            self.cut = dict([*self.cut.items(), (length // size, survivors_2BTC)][-CUT:])
         if length >= self.encoded:
             self._truncate(length)
         else:
@@ -256,6 +267,7 @@ class LayerStore:
         self.codecs = tuple(  # type: ignore[assignment]
             codec.select(rows) if isinstance(codec, RowCodec) else codec for codec in self.codecs
         )
+        self.cut = {block: x_2BTC.index_select(1, rows) for block, x_2BTC in self.cut.items()}
         self._count_blocks()
         self._hold(self.buffer_2BTC.index_select(1, rows))
         if self.index is not None:

@@ -150,7 +150,8 @@ def report(
 def layer_bytes(store: LayerStore) -> dict[str, int]:
     """Allocated bytes by kind."""
     sinks = store.sinks_2BSC.nbytes
-    parts = Counter({"window": storage_bytes([store.buffer_2BTC]) - sinks, "sinks": sinks})
+    exact = storage_bytes([store.buffer_2BTC, *store.cut.values()])
+    parts = Counter({"window": exact - sinks, "sinks": sinks})
     for slab in chain(*store.slabs):
         for name, held in slab.items():
             parts[_kind(name)] += storage_bytes([held])

@@ -112,10 +112,10 @@ def served_by(config: VllmConfig, rank: int) -> Served:
         plugin.check_engine(config)
         if config.kv_transfer_config is not None:
             raise ValueError("a KV connector moves pages, and exact tokens are beside them; drop --kv-transfer-config")
-        by_block = plugin.by_block(served.recipe, whole)
+        by_block = plugin.by_block(served.recipe)
         if by_block and model.is_hybrid:
             raise ValueError(UNSHARED.format(served.recipe.name))
-        recipe = plugin.paged(served.recipe, whole, config.cache_config.block_size)
+        recipe = plugin.paged(served.recipe, config.cache_config.block_size)
     shard = shard_of(whole, rank, config.parallel_config.tensor_parallel_size)
     geometry, tensors = shard.geometry(whole), shard.tensors(recipe, whole, served.tensors)
     rotary = rotary_of_config(model.hf_text_config, model.dtype) if "positions" in recipe.needs else None

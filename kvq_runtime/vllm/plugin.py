@@ -12,11 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from kvq_runtime import errors
 from kvq_runtime.artifact import recipe_text
-from kvq_runtime.geometry import Geometry
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.vllm import served_recipe
 from kvq_runtime.vllm.served_recipe import ServedRecipe
@@ -51,21 +48,15 @@ def check_engine(config: Any) -> None:
         raise ValueError("a worker has to hold all tokens of its heads; drop decode context parallelism")
 
 
-def by_block(recipe: Recipe, geometry: Geometry) -> bool:
+def by_block(recipe: Recipe) -> bool:
     """Return whether some codes belong to a whole block, not to a token, so that a page is encoded when it is full."""
-    for scheme in recipe.schemes:
-        if scheme.axis == "channel" or scheme.correct is not None:
-            return True
-        few, more = (scheme.fields(tokens, geometry, torch.bfloat16) for tokens in (64, 128))
-        if any(few[name][0] != (64, *shape[1:]) or shape[0] != 128 for name, (shape, _) in more.items()):
-            return True
-    return False
+    return not all(scheme.by_token for scheme in recipe.schemes)
 
 
-def paged(recipe: Recipe, geometry: Geometry, tokens: int) -> Recipe:
+def paged(recipe: Recipe, tokens: int) -> Recipe:
     """Return the recipe with pages as its blocks. ValueError if its codes belong to blocks of another length."""
     block = recipe.window.block
-    if tokens != block and by_block(recipe, geometry):
+    if tokens != block and by_block(recipe):
         raise ValueError(
             f"{recipe.name} encodes blocks of {block} tokens, and a page has {tokens}: --block-size {block}"
         )

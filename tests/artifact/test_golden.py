@@ -1,5 +1,7 @@
 """What was published once loads and decodes to the same numbers, is encoded to the same codes, and fitted as well."""
 
+import json
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +14,7 @@ from torch import Tensor
 from kvq_runtime.artifact import artifact
 from kvq_runtime.codec.codec import Context
 from kvq_runtime.codec.shared import build
-from kvq_runtime.recipe import Recipe, presets
+from kvq_runtime.recipe import Recipe, preset, presets
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = sorted((ROOT / "artifacts" / "golden").glob("v*/*.safetensors"))
@@ -47,6 +49,30 @@ def test_there_is_a_golden_artifact_of_every_stage_and_of_all_that_the_script_na
         for found in (recipes, presets())
     )
     assert used <= held, f"name recipes in `GOLDEN` with {used - held}, run scripts/make_golden.py"
+
+
+def test_the_script_rewrites_what_is_not_committed_and_says_what_it_did(golden, tmp_path, monkeypatch, capsys):
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e", *words], check=True)
+
+    committed, new = tmp_path / "unfitted" / "rtn-2bit.expected", tmp_path / "unfitted" / "quarot-2bit.expected"
+    monkeypatch.setattr(golden, "FOLDER", tmp_path)
+    monkeypatch.setattr(golden, "PRESETS", tmp_path / "presets.json")
+    monkeypatch.setattr(golden, "GOLDEN", (committed.stem, new.stem))
+    committed.parent.mkdir()
+    committed.write_bytes(b"as published")
+    golden.PRESETS.write_text('{"rtn-2bit": "of another recipe"}')
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    new.write_bytes(b"of an earlier try")
+    golden.PRESETS.write_text('{"rtn-2bit": "of another recipe", "quarot-2bit": "of an earlier try"}')
+    golden.main()
+    assert committed.read_bytes() == b"as published" and new.stat().st_size > 1000
+    digests, said = json.loads(golden.PRESETS.read_text()), capsys.readouterr().out
+    assert digests["rtn-2bit"] == "of another recipe" and digests["quarot-2bit"] == golden.digest(preset("quarot-2bit"))
+    assert "rtn-2bit is another recipe than the committed one; give it another name" in said
+    assert f"quarot-2bit {digests['quarot-2bit']}" in said and "quarot-2bit.expected: " in said
 
 
 def off(found: Tensor, expected: Tensor) -> float:

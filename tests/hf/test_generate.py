@@ -75,6 +75,18 @@ def test_turns_of_a_conversation_use_the_same_cache():
     assert torch.equal(generate(model, ids, caches[0]), generate(model, ids, stock(model)))
 
 
+@pytest.mark.parametrize("way", ["lookup", "assisted", "sliding"])
+def test_a_second_assisted_turn_goes_on_behind_the_first(way):
+    """transformers hands on the whole text again, whatever the cache holds."""
+    model, ids, way = (mixed(), prompt(1), "lookup") if way == "sliding" else (random_model("llama"), prompt(1), way)
+    cache, expected = kvq("exact", model), stock(model)
+    for turn in range(2):
+        plain = generate(model, ids, expected)
+        assert torch.equal(generate(model, ids, cache, way), plain)
+        assert cache.get_seq_length() == expected.get_seq_length() == plain.shape[1] - 1
+        ids = torch.cat([plain, prompt(1, 9, seed=turn + 1)], 1)
+
+
 def test_crop_and_selection_of_rows():
     model, ids = random_model("llama"), prompt(3, 50)
     found = []

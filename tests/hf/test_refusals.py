@@ -207,6 +207,18 @@ def test_a_shorter_prompt_into_a_full_cache_is_refused_and_changes_nothing():
     assert torch.equal(again, fresh)
 
 
+@pytest.mark.parametrize(("held", "length"), [(42, 41), (42, 30), (43, 22)])
+def test_tokens_that_the_cache_holds_are_not_taken_in_again(held, length, monkeypatch):
+    """`generate` hands on the last tokens of a prompt that is shorter than the cache, as if they were new."""
+    model, asked = random_model("llama"), {"do_sample": False, "pad_token_id": 1}
+    cache = kvq("higgs-2bit", model)
+    model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=held - 39, **asked)
+    monkeypatch.setattr(cache.blocks, "take", None)
+    with pytest.raises(ValueError, match=f"holds {held} tokens, .* again those from position {held - length} on: crop"):
+        model.generate(prompt(1, length), past_key_values=cache, max_new_tokens=4, **asked)
+    assert cache.get_seq_length() == held
+
+
 def test_a_step_that_would_take_in_all_of_the_text_again_is_refused():
     """With use_cache=False, `generate` hands on the whole text at every step."""
     model, ids = random("llama", use_cache=False), prompt(2, 60)

@@ -54,7 +54,7 @@ def test_bytes_of_a_page_are_the_bits_of_the_recipe():
     """What vLLM reserves for a token is what the recipe bills, but for less than a word."""
     size = Geometry(28, 4, 128)
     for name in ("lloyd-3bit", "higgs-2bit", "rtn-4bit", "polar-3bit", "exact"):
-        recipe = plugin.paged(preset(name), size, 128)
+        recipe = plugin.paged(preset(name), 128)
         page = page_of(recipe, 0, size, torch.bfloat16)
         billed = sum(scheme.bits(128, size) for scheme in recipe.at(0)) * size.width / 8
         assert billed <= page.per_token < billed + 2
@@ -100,7 +100,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(name: str, reason: str
     with pytest.raises(ValueError, match=reason):
         plugin.check_recipe(preset(name))
     with pytest.raises(ValueError, match="encodes blocks of 128 tokens, and a page has 16: --block-size 128"):
-        plugin.paged(preset("kivi-2bit"), SIZE, 16)
+        plugin.paged(preset("kivi-2bit"), 16)
 
 
 def test_codecs_keep_float32_while_a_model_is_built():
@@ -121,7 +121,7 @@ def test_workers_encode_their_heads_as_one_would():
     """Tensor parallelism: each worker's codes are its heads' part of everyone's."""
     for name in ("lloyd-3bit", "mean-higgs-head-2bit-post", "oscar-2bit"):
         size = Geometry(2, 4, 32)
-        recipe = plugin.paged(preset(name), size, PAGE)
+        recipe = plugin.paged(preset(name), PAGE)
         tensors = {
             name: torch.randn(shape).to(dtype) for name, (shape, dtype) in codecs.all_specs(recipe, size).items()
         }

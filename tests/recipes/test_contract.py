@@ -3,13 +3,15 @@
 The cache is fed directly, without a model; `feeding.small` gives each recipe blocks of a few tokens.
 """
 
+from itertools import chain
+
 import gaussian_rate
 import pytest
 import torch
-from feeding import error, every_recipe, feed, feed_in, make, read, same, state, tensors
+from feeding import error, every_recipe, feed, feed_in, make, read, rotary, same, state, tensors
 
 from kvq_runtime.cache import BlockCache
-from kvq_runtime.codec.codec import Codec
+from kvq_runtime.codec.codec import Codec, Context
 from kvq_runtime.recipe import ROLES, Recipe
 from kvq_runtime.stages.exact import Exact
 
@@ -66,6 +68,29 @@ def test_a_crop_below_the_window_decodes_the_survivors_of_one_block(recipe):
             assert error(cropped, whole[:, : block + 5]) < 0.02  # the matrix products have another number of rows
     feed_in(cache, x, [2 * block - 5, 1, recent - 1])
     assert (cache.length, encoded(cache), cache.reencoded) == (recent + 3 * block, 3 * block, 5)
+
+
+@every_recipe
+def test_a_block_that_is_cut_again_and_again_loses_no_more(recipe):
+    """Its tokens are rounded each time with others, as those of another question."""
+    recent, block, cache = recipe.window.recent, recipe.window.block, make(recipe)
+    total, kept = recent + 4 * block, block + 5
+    x = tensors(total)
+    feed_in(cache, x, [total])
+    cache.crop(kept)
+    first = read(cache)
+    for turn, length in enumerate([block + 9, 2 * block + 3, kept, block + 11, 3 * block + 7, block + 9, kept]):
+        other = 3 * tensors(total, seed=turn)
+        feed_in(cache, other, [total - cache.length])
+        cache.crop(length)
+    for one, two in zip(first, read(cache), strict=True):
+        for before, now in zip(one, two, strict=True):
+            assert error(now, before) < 0.02
+    cache.reorder(torch.tensor([1]))
+    feed_in(cache, x[:, :, 1:], [total - kept])
+    cache.crop(kept)
+    for one, two in zip(first, read(cache), strict=True):
+        assert all(error(now, before[1:]) < 0.02 for before, now in zip(one, two, strict=True))
 
 
 # ---- the same tensors make the same blocks (invariant 2) ----
@@ -146,6 +171,27 @@ def test_the_error_is_of_the_size_of_the_bits(recipe, monkeypatch):
             energy = whole if recipe.fits_prompt else rounded.get((layer, codec.role), whole)
             found = float((out - x[layer, role])[:, :count].norm())
             assert found < gaussian_rate.most(codec) * energy**0.5, (layer, role)
+
+
+# ---- a token alone is what it is in its block, where its stage says so ----
+
+
+@every_recipe
+def test_a_token_alone_has_the_fields_that_it_has_in_its_block(recipe):
+    """By `by_token` vLLM's pages are encoded token by token, and ShadowKV reads single tokens."""
+    block, cache = recipe.window.block, make(recipe)
+    x, tables = tensors(block), [table.expand(2, -1, -1) for table in rotary().tables(torch.arange(block)[None])]
+    for codec, x_BTC in zip(chain(*cache.codecs), x.flatten(0, 1), strict=True):
+        if codec.scheme.by_token and not recipe.fits_prompt:
+            spans = [slice(None), *(slice(n, n + 1) for n in range(block))]
+            contexts = [
+                Context(rope=(tables[0][:, span], tables[1][:, span]), predicted=x_BTC[:, span].bfloat16() / 2)
+                for span in spans
+            ]
+            whole, *alone = [codec.encode(x_BTC[:, span], of) for span, of in zip(spans, contexts, strict=True)]
+            for name, field in whole.items():
+                found = torch.cat([fields[name] for fields in alone], 1)
+                assert torch.isclose(found.float(), field.float(), 0.01).float().mean() > 0.98, (codec.layer, name)
 
 
 # ---- what is exact (invariants 5 and 9) ----

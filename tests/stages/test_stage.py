@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_origin
 
 import pytest
-import torch
 
-from kvq_runtime.geometry import Geometry, Window
+from kvq_runtime.geometry import Geometry
 from kvq_runtime.policies.shadow_chunks import ShadowChunks
 from kvq_runtime.recipe import Recipe
 from kvq_runtime.stages.kinds import kinds, stage_from, stage_json
 from kvq_runtime.stages.rtn import Rtn
 from kvq_runtime.stages.stage import (
+    NOTHING,
     SLOTS,
     Correction,
     Feedback,
@@ -22,6 +22,7 @@ from kvq_runtime.stages.stage import (
     Scheme,
     setting_types,
 )
+from kvq_runtime.vllm import plugin
 
 GEOMETRY = Geometry(2, 2, 64)
 BASES = dict(zip(SLOTS, (Predictor, Rotation, Quantizer, Feedback, Correction), strict=True))
@@ -45,20 +46,27 @@ def test_every_kind_keeps_the_contract(slot, cls):
 
 
 @dataclass(frozen=True)
-class PerBlock(Rtn):
-    """Rounding per token after a division by a number per channel, which is stored for a whole block."""
+class Differences(Rtn):
+    """Rounding of the difference to the token before: each field begins with the token, and says nothing alone."""
 
-    kind: ClassVar[str] = "per_block"
+    kind: ClassVar[str] = "differences"
+    by_token: ClassVar[bool] = False
 
-    def fields(self, rows, width, geometry, dtype):
-        return super().fields(rows, width, geometry, dtype) | {"channel": ((width,), torch.float16)}
+    def encode(self, x_NRW, rotation, tensors, geometry):
+        return super().encode(x_NRW.diff(dim=1, prepend=0 * x_NRW[:, :1]), rotation, tensors, geometry)
+
+    def decode(self, fields, width, geometry, tensors=NOTHING, out=None):
+        return super().decode(fields, width, geometry, tensors).cumsum(1)
 
 
-def test_a_field_that_is_not_token_first_is_refused_where_single_tokens_are_read():
-    """Indexed by token it would give another token's numbers: 45% error without an exception, where sizes agree."""
-    scheme = Scheme(PerBlock(4, 64))
-    plain = Recipe("r", scheme, scheme, window=Window(block=GEOMETRY.width)).check(GEOMETRY)
-    with pytest.raises(ValueError, match="r: per_block stores channel for a whole block, so single tokens cannot"):
+def test_tokens_that_are_encoded_together_are_not_read_alone_whatever_the_shapes_of_fields():
+    """Decoded alone a token would be wrong by 141%, without an exception."""
+    together, alone = Scheme(Differences(4, 64)), Scheme(Rtn(4, 64))
+    plain = Recipe("r", together, alone).check(GEOMETRY)
+    with pytest.raises(ValueError, match="r: differences encodes the tokens of a block together, so single tokens"):
         replace(plain, policies=(ShadowChunks(),)).check(GEOMETRY)
-    token_first = Scheme(Rtn(4, 64))
-    Recipe("r", token_first, token_first, policies=(ShadowChunks(),)).check(GEOMETRY)
+    assert plugin.by_block(plain)
+    by_token = Recipe("r", alone, alone)
+    replace(by_token, policies=(ShadowChunks(),)).check(GEOMETRY)
+    assert not plugin.by_block(by_token)
+    assert plugin.by_block(Recipe("r", replace(alone, axis="channel"), alone))

@@ -40,10 +40,10 @@ class PagedServer:
         dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         recipe, self.size, self.dtype = recipe_text.read(name), size, dtype
-        self.by_block = plugin.by_block(recipe, size)
+        self.by_block = plugin.by_block(recipe)
         self.page = recipe.window.block if self.by_block else page
         self.by_block |= kernel
-        self.recipe = plugin.paged(recipe, size, self.page).with_exact(sinks=sinks)
+        self.recipe = plugin.paged(recipe, self.page).with_exact(sinks=sinks)
         plugin.check_recipe(self.recipe)
         self.pair = shared.build(self.recipe, size, tensors_of(self.recipe, size))[0]
         half = size.head_size // 2
