@@ -66,7 +66,9 @@ def find(given: str, files: ModelFiles, registry_url: str | None = None) -> Cand
     if known is not None and not known.fitted:
         return Candidate.unfitted(known, files)
     try:
-        resolved = registry.resolve_name(given if known is None else known.name, registry_url)
+        resolved = (
+            registry.resolve(given, registry_url) if known is None else registry.resolve_name(known.name, registry_url)
+        )
     except registry.NotFound as error:
         if known is None:
             raise

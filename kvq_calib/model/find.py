@@ -76,7 +76,7 @@ def _local(name: str, revision: str | None) -> ModelFiles | None:
     """An embedded model, or the one in a folder or a GGUF file; None for any other name."""
     known, path = CATALOG.get(name), Path(name)
     embedded, folder = known is not None and known.hub is None, known is None and path.is_dir()
-    file = known is None and is_gguf(path) and path.is_file()
+    file = known is None and path.is_file()
     if revision is not None and (folder or embedded or file):
         kind = "file" if file else "folder"
         raise ValueError(f"revision {revision!r:.80} is of a model on the Hub, and {name} is a {kind}; leave it out")
@@ -84,6 +84,8 @@ def _local(name: str, revision: str | None) -> ModelFiles | None:
         return read(_embedded_folder(name), name)
     if folder:
         return read(path.resolve(), path.resolve().name)
+    if file and not is_gguf(path):
+        raise ValueError(f"{name} is a file, but no .gguf; give that, or the folder of a model in Hugging Face format")
     if file:
         return read(gguf.converted(path.resolve()), path.name)
     return None

@@ -166,7 +166,8 @@ def fingerprint_of(model: PreTrainedModel) -> fingerprint.Fingerprint:
             raise ValueError(
                 f"{type(attention[layer]).__name__} has no {name}; no artifact is of such a model; {LISTED}"
             )
-        if not getattr(projection, "disable_adapters", True) and projection.active_adapters and not projection.merged:
+        adapted = getattr(projection, "merged", None) is False and not projection.disable_adapters
+        if adapted and projection.active_adapters:
             projection = copy.deepcopy(projection)
             projection.merge()
         matrix = held(projection, "weight", projection.weight).detach()

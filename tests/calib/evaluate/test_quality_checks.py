@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,9 @@ def test_what_is_published_was_measured_as_kvq_eval_measures(model, tmp_path, mo
     work = prepare(asked(model, tmp_path / "other"))
     files, batch = work.files, quality_checks.choose(work)
     again = record.evaluate(files, batch, [find("tiny-model-mean-higgs-2bit", files)], record.Protocol(precise=True))
+    (tmp_path / "out").mkdir()
+    shutil.copyfile(resolved.path, tmp_path / "out" / "kvq.safetensors")  # as kvq pull writes it
+    assert find(str(tmp_path / "out"), files).sha256 == resolved.sha256
     assert again[0]["protocol"] == kept["protocol"] and again[0]["environment"] == kept["environment"]
     first, second = (parse(one).figures("full") for one in (kept, again[0]))
     assert first.beyond == second.beyond and 0 <= first.beyond <= 1

@@ -125,6 +125,14 @@ def test_an_unknown_name_is_answered_with_known_ones(name: str):
         models.resolve(name)
 
 
+def test_no_hub_is_asked_for_a_file_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "model").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"org/model is a file, but no \.gguf; give that, or the folder of a model"):
+        models.resolve("org/model")
+
+
 def test_a_hub_model_is_downloaded_without_code_or_pickles(folder: Path, monkeypatch: pytest.MonkeyPatch):
     asked = {}
     snapshot = Path(shutil.copytree(folder, folder.parent / "snapshots" / ("c" * 40)))
