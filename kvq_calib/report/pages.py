@@ -91,7 +91,7 @@ def _version(
     command = ["kvq", "eval", about["reference"], "--model", model, *(["--corpus", str(corpus)] if corpus else [])]
     command += ["--registry", url] if url else []
     return template.render(
-        dict(about) | (card.snippet(made, about["reference"], url) if made else {}),
+        {**about, **(card.snippet(made, about["reference"], url) if made else {})},
         command=shlex.join(command),
         recipe=made and card.recipe_rows(made),
         summary=made.recipe.summary if made else "",
