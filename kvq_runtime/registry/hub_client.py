@@ -60,11 +60,12 @@ def _hub() -> str:
 
 
 def token() -> str | None:
-    """Return the token of our requests."""
+    """Return the token of our requests. The library may ask the Hub to renew it, as after a login by browser."""
     from huggingface_hub import get_token
 
+    disable_telemetry()
     path = Path(os.environ.get(TOKEN_FILE) or os.devnull)
-    return (path.read_text().strip() if path.exists() else "") or get_token()
+    return (path.read_text().strip() if path.exists() else "") or _within(2 * SILENCE, get_token)
 
 
 def disable_telemetry() -> None:
@@ -103,8 +104,7 @@ def call(what: str, action: Callable[["HfApi"], T], repeatable: bool = True, upl
     commit whose parent is not the head, Unanswered if nobody knows the outcome, RuntimeError for other failures.
     """
     check_online(what)
-    late = f"{_hub()} took too long; {_CHECK}"
-    return _retried(what, lambda: _within(2 * SILENCE + uploaded / RATE, lambda: action(_api()), late), repeatable)
+    return _retried(what, lambda: _within(2 * SILENCE + uploaded / RATE, lambda: action(_api())), repeatable)
 
 
 def _retried(what: str, action: Callable[[], T], repeatable: bool = True) -> T:
@@ -122,8 +122,8 @@ def _retried(what: str, action: Callable[[], T], repeatable: bool = True) -> T:
     raise AssertionError("the last try returns or raises")
 
 
-def _within(seconds: float, action: Callable[[], T], late: str) -> T:
-    """Return the result of an action; Unanswered with the text `late` if it takes longer, and its thread is left.
+def _within(seconds: float, action: Callable[[], T], late: str = "took too long") -> T:
+    """Return the result of an action; Unanswered if it takes longer, and its thread is left.
 
     A limit for each read would not end headers that come one by one.
     """
@@ -139,7 +139,7 @@ def _within(seconds: float, action: Callable[[], T], late: str) -> T:
     try:
         result, error = results.get(timeout=seconds)
     except Empty:
-        raise Unanswered(late) from None
+        raise Unanswered(f"{_hub()} {late}; {_CHECK}") from None
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
@@ -351,7 +351,7 @@ def _response(url: str) -> Iterator[Any]:
     request, redirects = session.build_request("GET", url, headers=headers, timeout=SILENCE), 0
     while True:
         send = lambda request=request: session.send(request, stream=True, follow_redirects=False)  # noqa: E731
-        response = _within(2 * SILENCE, send, f"{_hub()} took too long to begin; {_CHECK}")
+        response = _within(2 * SILENCE, send, "took too long to begin")
         if response.next_request is None:
             break
         response.close()
@@ -374,7 +374,7 @@ def _body(response: Any, size: int) -> Iterator[bytes]:
     took SILENCE seconds. Only bytes of the body count: those of HTTP's framing do not extend the time.
     """
     chunks, began, received = response.iter_raw(), time.monotonic(), 0
-    slow = f"{_hub()} sends less than {RATE} bytes a second; try again later, or check HF_ENDPOINT"
+    slow = f"sends less than {RATE} bytes a second"
     while (left := began + SILENCE + received / RATE - time.monotonic()) > 0:
         chunk = _within(left, lambda: next(chunks, None), slow)
         if chunk is None:
@@ -383,4 +383,4 @@ def _body(response: Any, size: int) -> Iterator[bytes]:
         if received > size:
             raise RuntimeError(f"{_hub()} sends more than the {size} bytes that are expected; check HF_ENDPOINT")
         yield chunk
-    raise Unanswered(slow)
+    raise Unanswered(f"{_hub()} {slow}; {_CHECK}")

@@ -3,6 +3,7 @@
 import time
 from contextlib import suppress
 from hashlib import sha256
+from threading import Event
 
 import huggingface_hub
 import pytest
@@ -110,6 +111,15 @@ def test_an_answer_that_comes_byte_by_byte_is_left(kind, pattern, hub, store, mo
     with pytest.raises(RuntimeError, match="bytes a second|too long"):
         resolve.resolve(f"hf://org/{NAME}")
     assert time.monotonic() - began < 60
+
+
+def test_a_renewal_of_the_token_without_end_is_left(hub, store, monkeypatch):
+    """As of a login by browser, whose token the library renews at the Hub whenever it is read."""
+    monkeypatch.setattr(hub_client, "SILENCE", 0.1)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: Event().wait(5))
+    for request in (store.check_writable, lambda: store.state(NAME)):
+        with pytest.raises(RuntimeError, match="took too long; check HF_ENDPOINT"):
+            request()
 
 
 def test_a_redirect_without_end_is_left(hub, store):
